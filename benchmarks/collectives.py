@@ -26,11 +26,21 @@ from fidelity import as_ranks
 from reports import folder, machine, made_by, parser, table
 
 from co2sim.catalog import load_cluster
-from co2sim.cluster import Cluster
-from co2sim.cost import compute_time
-from co2sim.schedule import WORLD, After, Collective, Compute, DType, Group, Kind, Op, Schedule
-from co2sim.simulator import execute
-from co2sim.trace import Trace
+from co2sim.hardware.cluster import Cluster
+from co2sim.schedule.schedule import (
+    WORLD,
+    After,
+    Collective,
+    Compute,
+    DType,
+    Group,
+    Kind,
+    Op,
+    Schedule,
+)
+from co2sim.simulation.collective_cost import compute_time
+from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.trace import Trace
 from realrun.cli import ranks
 from realrun.dilation import for_cores
 from realrun.execute.executor import execute as carry_out

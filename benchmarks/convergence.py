@@ -30,13 +30,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 from reports import Known, append, folder, machine, made_by, parser, read, table
 
-from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render
-from co2sim.errors import Co2simError
-from co2sim.late_averages import kept
+from co2sim.common.delayed_averaging import kept
+from co2sim.common.errors import Co2simError
+from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
+from co2sim.common.units import Seconds
 from co2sim.strategies import parse
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local import LocalSteps
-from co2sim.units import Seconds
 from realrun.execute.world import World, join
 from realrun.launch.local import run_local
 from realrun.train import TrainSettings

@@ -32,7 +32,7 @@ from reports import folder, machine, made_by, parser, table
 
 from co2sim import Case, run
 from co2sim.catalog import load_cluster
-from co2sim.result import Result
+from co2sim.prediction.result import Result
 from realrun.dilation import SLEEPING, chosen
 from realrun.launch.lab_plan import Lab, overrides
 from realrun.launch.local import cores

@@ -30,15 +30,15 @@ import pandas as pd
 from fidelity import SHORT_PROBE, LabJob, as_ranks, quick_jobs, turns_jobs
 from reports import folder, machine, made_by, parser, table
 
-from co2sim.case import Case
-from co2sim.compute import compute_time
-from co2sim.noise import Noise
-from co2sim.prepared import Prepared
-from co2sim.result import Result
-from co2sim.schedule import Compute
-from co2sim.simulator import execute
-from co2sim.trace import Trace
-from co2sim.units import Seconds
+from co2sim.common.units import Seconds
+from co2sim.prediction.case import Case
+from co2sim.prediction.prepared import Prepared
+from co2sim.prediction.result import Result
+from co2sim.schedule.schedule import Compute
+from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.noise import Noise
+from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.trace import Trace
 from realrun.cli import ranks
 from realrun.execute.executor import execute as carry_out
 from realrun.execute.kernels import Burn

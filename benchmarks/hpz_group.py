@@ -14,8 +14,8 @@ from reports import folder, made_by, parser, table
 
 import co2sim
 from co2sim import Result
-from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render
-from co2sim.units import scaled
+from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
+from co2sim.common.units import scaled
 from realrun.train.log import MARKERS
 
 CLUSTERS = ("a100-tcp80", "a100-roce800", "dgx-h100")

@@ -45,7 +45,7 @@ from analysis.convergence import bound
 from analysis.convergence.bound import Bound
 from analysis.convergence.lateness import Late
 from analysis.convergence.setting import Setting
-from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render
+from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from co2sim.strategies import parse
 from co2sim.strategies.co2 import CO2
 from realrun.launch.local import run_local

@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import AdamW
 
-from co2sim.schedule import SCALE_BYTES
+from co2sim.schedule.schedule import SCALE_BYTES
 from realrun.algorithms.quantize import dequantize, quantize
 from realrun.algorithms.quantize_format import SHARE, SMALLEST, TOP, Bits, Rounding
 from realrun.train.settings import TrainSettings

@@ -14,8 +14,8 @@ from typing import Any
 from reports import folder, made_by, parser, table
 
 from co2sim import GPU, Block, Case, Cluster, Link, Model
-from co2sim.decide.solve import solve
-from co2sim.decide.targets import Target, axis_of
+from co2sim.studies.solve import solve
+from co2sim.studies.targets import Target, axis_of
 
 PUBLISHED = Path(__file__).parent.parent / "papers" / "bandwidths.toml"
 GRID = 10 ** (4 / 49)

@@ -36,7 +36,7 @@ from reports import folder, machine, made_by, parser, table
 
 from co2sim import Case, run
 from co2sim.catalog import load_cluster, load_model
-from co2sim.noise import Noise
+from co2sim.simulation.noise import Noise
 
 CLUSTER, MODEL = load_cluster("a100-roce800").value, load_model("llama-7b").value
 CO2 = "co2(tau=48, worker=node, inner=zero2)"

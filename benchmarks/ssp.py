@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 from torch.optim import AdamW
 
-from co2sim.units import Seconds
+from co2sim.common.units import Seconds
 from realrun.train.settings import TrainSettings
 from realrun.train.task import Task, loss_of, means, scores
 from realrun.train.tasks import make_task

@@ -36,8 +36,8 @@ from reports import Known, folder, machine, made_by, parser, read, table
 from time_to_loss_runs import Pace, figures, paced
 from torch import Tensor, nn
 
-from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render
-from co2sim.units import Seconds
+from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
+from co2sim.common.units import Seconds
 from realrun.execute.world import World, join
 from realrun.launch.lab import run_lab
 from realrun.launch.lab_plan import Lab

@@ -59,7 +59,7 @@ from time_to_loss_plan import (
 )
 from time_to_loss_runs import run_ranks
 
-from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render
+from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from realrun.launch.lab import run_lab
 from realrun.launch.lab_plan import Lab
 from realrun.launch.local import run_local

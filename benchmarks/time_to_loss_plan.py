@@ -16,14 +16,14 @@ from reports import Known
 
 from co2sim import Case, run
 from co2sim.catalog import load_cluster
-from co2sim.cluster import GPU
-from co2sim.schedule import DType
+from co2sim.common.units import Seconds, parse
+from co2sim.hardware.cluster import GPU
+from co2sim.models.workload import Workload
+from co2sim.prediction.driver import settle
+from co2sim.schedule.schedule import DType
 from co2sim.strategies import Strategy
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local import round_steps
-from co2sim.study import settle
-from co2sim.units import Seconds, parse
-from co2sim.workload import Workload
 from realrun.launch.lab import stated_cluster
 from realrun.launch.lab_plan import Lab
 from realrun.train.shapes import GPTS

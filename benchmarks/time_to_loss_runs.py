@@ -47,10 +47,10 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from co2sim.schedule import WORLD
+from co2sim.common.units import Seconds
+from co2sim.schedule.schedule import WORLD
 from co2sim.strategies import parse
 from co2sim.strategies.co2 import CO2
-from co2sim.units import Seconds
 from realrun.algorithms.late import Stats
 from realrun.execute.world import World, join
 from realrun.train import History, TrainSettings

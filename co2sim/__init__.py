@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from co2sim.case import Case
-    from co2sim.cluster import GPU, Cluster, KernelTimes, Link
-    from co2sim.errors import (
+    from co2sim.common.errors import (
         CatalogError,
         Co2simError,
         OptionError,
@@ -19,13 +17,18 @@ if TYPE_CHECKING:
         ScheduleError,
         UnitError,
     )
-    from co2sim.experiments import scale, sweep, sweep_to
-    from co2sim.failures import Failures
-    from co2sim.noise import Noise
-    from co2sim.notebook import plot
-    from co2sim.result import Result
-    from co2sim.schedule import Layout, Schedule
-    from co2sim.step_factors import Goal, ToLoss, to_loss
+    from co2sim.common.html_card import plot
+    from co2sim.hardware.cluster import GPU, Cluster, KernelTimes, Link
+    from co2sim.hardware.failures import Failures
+    from co2sim.models.workload import Block, MatMul, Model
+    from co2sim.prediction.case import Case
+    from co2sim.prediction.driver import run, simulate
+    from co2sim.prediction.result import Result
+    from co2sim.prediction.step_factors import Goal, ToLoss, to_loss
+    from co2sim.prediction.totals import Totals, totals_of
+    from co2sim.schedule.schedule import Layout, Schedule
+    from co2sim.simulation.noise import Noise
+    from co2sim.simulation.trace import Span, Trace
     from co2sim.strategies import Strategy
     from co2sim.strategies.co2 import CO2
     from co2sim.strategies.ddp import DDP
@@ -35,10 +38,7 @@ if TYPE_CHECKING:
     from co2sim.strategies.zero1 import Zero1
     from co2sim.strategies.zero3 import Zero2, Zero3
     from co2sim.strategies.zeropp import ZeroPP
-    from co2sim.study import run, simulate
-    from co2sim.totals import Totals, totals_of
-    from co2sim.trace import Span, Trace
-    from co2sim.workload import Block, MatMul, Model
+    from co2sim.studies.sweep import scale, sweep, sweep_to
 
 _EXPORTS = {
     "case": ("Case",),

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 
-from co2sim.errors import OptionError, given
-from co2sim.units import Seconds
+from co2sim.common.errors import OptionError, given
+from co2sim.common.units import Seconds
 
 DILATION = "REALRUN_DILATION"
 """Environment variable of the ranks: how many times slower than stated all of their lab is."""

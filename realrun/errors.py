@@ -3,9 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
-from co2sim.errors import CatalogError, Co2simError, OptionError, ScheduleError, UnitError, nearest
-from co2sim.schedule import DType
-from co2sim.validation import above, at_least
+from co2sim.common.errors import (
+    CatalogError,
+    Co2simError,
+    OptionError,
+    ScheduleError,
+    UnitError,
+    nearest,
+)
+from co2sim.common.validation import above, at_least
+from co2sim.schedule.schedule import DType
 
 BAD_INPUT = (OptionError, CatalogError, ScheduleError, UnitError)
 """Errors whose exit code is 2, as of every command of ours, also where ranks have begun."""

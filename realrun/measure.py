@@ -6,13 +6,13 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from co2sim.case import Case
-from co2sim.cost import compute_time
-from co2sim.errors import Co2simError
-from co2sim.prepared import Prepared
-from co2sim.schedule import Compute, DType
-from co2sim.trace import Span, Trace
-from co2sim.units import Seconds
+from co2sim.common.errors import Co2simError
+from co2sim.common.units import Seconds
+from co2sim.prediction.case import Case
+from co2sim.prediction.prepared import Prepared
+from co2sim.schedule.schedule import Compute, DType
+from co2sim.simulation.collective_cost import compute_time
+from co2sim.simulation.trace import Span, Trace
 from realrun.errors import MismatchError
 from realrun.execute.executor import execute
 from realrun.execute.kernels import Burn, KernelSet, Sleep

@@ -21,18 +21,18 @@ from pydantic import (
     ValidationError,
 )
 
-from co2sim import files
-from co2sim.case import Case
-from co2sim.cluster import Cluster
-from co2sim.errors import CatalogError, Co2simError, given
-from co2sim.files import text_of, write_atomically
+from co2sim.common import files
+from co2sim.common.errors import CatalogError, Co2simError, given
+from co2sim.common.files import text_of, write_atomically
+from co2sim.common.units import FlopsPerSecond, Seconds
+from co2sim.common.validation import Place, first_problem
+from co2sim.hardware.cluster import Cluster
+from co2sim.models.workload import Model
+from co2sim.prediction.case import Case
+from co2sim.simulation.trace import Trace
+from co2sim.simulation.trace_lines import read_json_lines
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
-from co2sim.trace import Trace
-from co2sim.trace_lines import read_json_lines
-from co2sim.units import FlopsPerSecond, Seconds
-from co2sim.validation import Place, first_problem
-from co2sim.workload import Model
 
 _IN_FULL = ("cluster", "model", "strategy")
 _NOT_OF_A_RUN = ("gpus", "overrides", "noise", "rounds", "fold")

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from co2sim.advice import assumed
-from co2sim.case import Case
 from co2sim.catalog import Fact
-from co2sim.cluster import Backend
-from co2sim.schedule import Layout
+from co2sim.hardware.cluster import Backend
+from co2sim.prediction.advice import assumed
+from co2sim.prediction.case import Case
+from co2sim.schedule.schedule import Layout
 
 
 def resolve(case: Case, layout: Layout, backend: Backend) -> tuple[Case, tuple[Fact, ...]]:

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from co2sim.case import Case, preferred_precision
-from co2sim.cluster import GPU
-from co2sim.compute import compute_time
-from co2sim.schedule import Collective, Compute, Schedule
-from co2sim.trace import Span, Trace
-from co2sim.units import Flops, FlopsPerSecond, Seconds
+from co2sim.common.units import Flops, FlopsPerSecond, Seconds
+from co2sim.hardware.cluster import GPU
+from co2sim.prediction.case import Case, preferred_precision
+from co2sim.schedule.schedule import Collective, Compute, Schedule
+from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.trace import Span, Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from adapter_problem import BATCH, EPOCHS, Network, adam, numbers, own_loop, row
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-from co2sim.errors import Co2simError
+from co2sim.common.errors import Co2simError
 from realrun.adapters.accelerate import prepare
 from realrun.algorithms import CO2
 from realrun.execute.world import World

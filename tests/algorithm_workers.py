@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from co2sim.errors import Co2simError
+from co2sim.common.errors import Co2simError
 from realrun import algorithms
 from realrun.algorithms import CO2, LocalSGD, LocalUpdate, SlowMo, Workers
 from realrun.algorithms.average import Average, Flight

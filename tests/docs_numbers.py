@@ -14,8 +14,9 @@ from tempfile import TemporaryDirectory
 
 from pages import PAGES, ROOT, shell
 
-from co2sim import study, units
-from co2sim.published_speeds import read_speeds
+from co2sim.common import units
+from co2sim.prediction import driver
+from co2sim.prediction.published_speeds import read_speeds
 
 _BLOCK = re.compile(r"(?<=^<!-- numbers -->\n```console\n)(.*?)(?=^```$)", re.MULTILINE | re.DOTALL)
 _TABLE = re.compile(r"^(<!-- numbers: (.*?) -->\n)((?:\|.*\n)+)", re.MULTILINE)
@@ -70,7 +71,7 @@ def co2_cells() -> None:
         predicted = []
         for cell in pair[::-1]:
             speeds = [
-                study.simulate(cell.cluster, cell.model, cell.strategy, gpus=gpus)
+                driver.simulate(cell.cluster, cell.model, cell.strategy, gpus=gpus)
                 for gpus in cell.sizes
             ]
             per_gpu = [speed.tokens_per_s_per_gpu for speed in speeds]

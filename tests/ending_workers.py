@@ -10,7 +10,7 @@ import torch.distributed as dist
 from local_problem import network, optimizer, train, vector
 from torch import nn
 
-from co2sim.errors import Co2simError
+from co2sim.common.errors import Co2simError
 from realrun import algorithms
 from realrun.algorithms import CO2, DiLoCo, LocalSGD
 from realrun.execute.world import World

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from co2sim.schedule import Instance
+from co2sim.schedule.schedule import Instance
 from realrun import cli, measure
 from realrun.execute import world
 from realrun.execute.kernels import KernelSet

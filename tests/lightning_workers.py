@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
-from co2sim.errors import Co2simError
+from co2sim.common.errors import Co2simError
 from realrun.adapters.lightning import LocalUpdateStrategy
 from realrun.algorithms import CO2, LocalSGD
 from realrun.execute.world import World

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from local_problem import loss, network, optimizer, train, vector
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-from co2sim.errors import Co2simError
+from co2sim.common.errors import Co2simError
 from realrun.algorithms import CO2, Workers
 from realrun.execute.world import World
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Generator, Tensor
 
-from co2sim.schedule import WORLD
+from co2sim.schedule.schedule import WORLD
 from realrun.algorithms.average import Average
 from realrun.algorithms.options import Wire
 from realrun.algorithms.zeropp_collectives import Places, Reduce, ZeroPP

@@ -31,7 +31,7 @@ def serve(
     be_rank(environment, folder)
     import torch  # noqa: PLC0415 - as above
 
-    from co2sim.schedule import Layout  # noqa: PLC0415 - torch
+    from co2sim.schedule.schedule import Layout  # noqa: PLC0415 - torch
     from realrun.execute.world import end, join  # noqa: PLC0415 - torch
 
     world, connection = join(backend, 60.0), calls[int(environment["RANK"])]

@@ -6,10 +6,10 @@ from typing import Any
 
 import tiny
 
-from co2sim.case import Case
-from co2sim.cluster import Link
-from co2sim.errors import OptionError
-from co2sim.schedule import (
+from co2sim.common.errors import OptionError
+from co2sim.hardware.cluster import Link
+from co2sim.prediction.case import Case
+from co2sim.schedule.schedule import (
     SITE,
     SITE_PEERS,
     Collective,

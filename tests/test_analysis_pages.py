@@ -29,9 +29,9 @@ from analysis.published.errors import CellPrediction
 from analysis.published.kind_errors import KindCoverage
 from analysis.published.paper_cells import from_papers
 from analysis.published.report import ValidationReport, brief_report, render
-from co2sim.intervals import RunKind
+from co2sim.common.units import duration, percent
+from co2sim.prediction.intervals import RunKind
 from co2sim.report.page import render as rendered
-from co2sim.units import duration, percent
 from realrun.record import write
 
 pytestmark = pytest.mark.slow  # each page takes half a second

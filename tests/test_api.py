@@ -15,8 +15,8 @@ import tiny
 
 import co2sim
 from co2sim import Case, Noise, OptionError, simulate
-from co2sim.errors import ScheduleError
-from co2sim.workload import Workload
+from co2sim.common.errors import ScheduleError
+from co2sim.models.workload import Workload
 
 SMALL: dict[str, Any] = {
     "cluster": "a100-tcp80",

@@ -13,7 +13,7 @@ from analysis.convergence.bound import Bound, Infeasible
 from analysis.convergence.lateness import Delay, Late, delay
 from analysis.convergence.objectives.problems import Array
 from analysis.convergence.setting import Setting
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
 
 SETTING = Setting(
     smoothness=2.0,

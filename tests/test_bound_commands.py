@@ -17,8 +17,8 @@ from analysis.convergence.bound import Bound
 from analysis.convergence.lateness import Late
 from analysis.convergence.setting import Setting
 from analysis.convergence.tau import print_tau
-from co2sim.case import Case
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
+from co2sim.prediction.case import Case
 from co2sim.strategies import parse
 from realrun.record import write
 

@@ -24,8 +24,8 @@ from co2sim.catalog.specs import (
     ScatterSpec,
     TierSpec,
 )
-from co2sim.cluster import GPU, Cluster, KernelTimes, Link, Scatter, Tier
-from co2sim.errors import CatalogError, Co2simError, OptionError
+from co2sim.common.errors import CatalogError, Co2simError, OptionError
+from co2sim.hardware.cluster import GPU, Cluster, KernelTimes, Link, Scatter, Tier
 
 CLUSTERS, GPUS, MODELS = names("clusters"), names("gpus"), names("models")
 

@@ -17,12 +17,10 @@ from commands import Command
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim import chakra
-from co2sim.chakra import export, schema
-from co2sim.cluster import Cluster
-from co2sim.compute import compute_time
-from co2sim.errors import CatalogError, OptionError
-from co2sim.schedule import (
+from co2sim.common.errors import CatalogError, OptionError
+from co2sim.hardware.cluster import Cluster
+from co2sim.schedule.ops import Work
+from co2sim.schedule.schedule import (
     LEADERS,
     NODE,
     PEERS,
@@ -40,8 +38,10 @@ from co2sim.schedule import (
     block,
     peers_of_blocks,
 )
-from co2sim.simulator import execute
-from co2sim.work import Work
+from co2sim.simulation import chakra
+from co2sim.simulation.chakra import export, schema
+from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.reference_engine import execute
 
 pytest.importorskip("chakra.schema.protobuf.et_def_pb2", reason="the extra chakra is missing")
 KINDS = schema.schema()

@@ -25,8 +25,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from co2sim.errors import OptionError
-from co2sim.schedule import Layout
+from co2sim.common.errors import OptionError
+from co2sim.schedule.schedule import Layout
 from realrun.cli import main
 from realrun.errors import CheckpointError, DamagedError
 from realrun.train import checkpoint, everywhere, folder, lock, log

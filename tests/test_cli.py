@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
 from co2sim.strategies import STRATEGIES, parse, strategy_options
 
 Run = Callable[..., tuple[int, str, str]]

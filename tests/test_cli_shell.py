@@ -86,8 +86,11 @@ def _simulates(process: psutil.Process) -> bool:
 @pytest.mark.parametrize(
     ("arguments", "heavy"),
     [
-        ("--help", "numpy pydantic rich simpy co2sim.case co2sim.cli.simulating"),
-        ("run -c dgx-h100 -m gpt2-small -s ddp", "scipy matplotlib dask co2sim.published_cells"),
+        ("--help", "numpy pydantic rich simpy co2sim.prediction.case co2sim.cli.simulating"),
+        (
+            "run -c dgx-h100 -m gpt2-small -s ddp",
+            "scipy matplotlib dask co2sim.prediction.published",
+        ),
     ],
 )
 def test_a_short_command_imports_nothing_heavy(arguments: str, heavy: str) -> None:

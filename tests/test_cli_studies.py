@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from co2sim import study
-from co2sim.case import Case
 from co2sim.cli import scaling
-from co2sim.errors import OptionError
-from co2sim.files import write_atomically
-from co2sim.published_cells import ThroughputCell
-from co2sim.published_speeds import SpeedComparison
+from co2sim.common.errors import OptionError
+from co2sim.common.files import write_atomically
+from co2sim.prediction import driver
+from co2sim.prediction.case import Case
+from co2sim.prediction.published import ThroughputCell
+from co2sim.prediction.published_speeds import SpeedComparison
 from co2sim.report.scaling_figure import chart
 
 Run = Callable[..., tuple[int, str, str]]
@@ -59,7 +59,7 @@ def test_the_picture_shows_intervals_published_cells_and_what_does_not_fit() -> 
         for how in ("ddp", "zero3")
         for gpus in (8, 64)
     ]
-    results = [study.run(case) for case in cases]
+    results = [driver.run(case) for case in cases]
     results[0] = replace(results[0], fits_in_memory=False)
     cell = ThroughputCell(
         where="table 1", quantity="tokens_per_s", value=32000.0, use="check",

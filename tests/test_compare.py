@@ -15,14 +15,24 @@ from analysis.measured.attribution import Cause, attribute, interference
 from analysis.measured.comparison import RunComparison, changed, compare, summarise
 from analysis.measured.op_table import by_label, causes, labels
 from analysis.measured.spans import split
-from co2sim.case import Case
 from co2sim.catalog import load_cluster, load_model
-from co2sim.cluster import Calls, Cluster, Link
-from co2sim.errors import OptionError
-from co2sim.noise import QUIET, Noise
-from co2sim.schedule import NODE, WORLD, After, Collective, Compute, DType, Kind, Op, Schedule
-from co2sim.simulator import execute
-from co2sim.trace import Trace
+from co2sim.common.errors import OptionError
+from co2sim.hardware.cluster import Calls, Cluster, Link
+from co2sim.prediction.case import Case
+from co2sim.schedule.schedule import (
+    NODE,
+    WORLD,
+    After,
+    Collective,
+    Compute,
+    DType,
+    Kind,
+    Op,
+    Schedule,
+)
+from co2sim.simulation.noise import QUIET, Noise
+from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.trace import Trace
 from realrun.record import Record, write
 
 Change = Callable[[Cluster], Cluster]

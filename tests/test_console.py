@@ -8,8 +8,8 @@ import matplotlib as mpl
 import pytest
 from matplotlib.figure import Figure
 
-from co2sim.console.figures import COLOURS, STYLE, render
-from co2sim.units import scaled
+from co2sim.common.plots import COLOURS, STYLE, render
+from co2sim.common.units import scaled
 
 Run = Callable[..., tuple[int, str, str]]
 SMALL = ("-c", "dgx-h100", "-m", "gpt2-small")

@@ -10,10 +10,9 @@ import tiny
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from co2sim.cluster import AllReduce, Backend, Cluster, Link
-from co2sim.cost import compute_time, footprint, traffic
-from co2sim.errors import OptionError
-from co2sim.schedule import (
+from co2sim.common.errors import OptionError
+from co2sim.hardware.cluster import AllReduce, Backend, Cluster, Link
+from co2sim.schedule.schedule import (
     NODE,
     PEERS,
     SITE,
@@ -29,6 +28,7 @@ from co2sim.schedule import (
     Schedule,
     block,
 )
+from co2sim.simulation.collective_cost import compute_time, footprint, traffic
 
 Message = tuple[int, int, float]
 """Sender, receiver, bytes."""

@@ -16,17 +16,17 @@ pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 from commands import Command, written
 from test_report import drawn_points, held
 
-from co2sim import batch
-from co2sim.batch import Failure
-from co2sim.case import Case
-from co2sim.errors import OptionError
-from co2sim.grid import cases_of, settings
+from co2sim.common.errors import OptionError
+from co2sim.prediction.case import Case
+from co2sim.prediction.driver import run
+from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import NO_GOAL
+from co2sim.prediction.totals import to_dict
 from co2sim.report import bundle
 from co2sim.report.sweep import Swept
-from co2sim.result import Result
-from co2sim.step_factors import NO_GOAL
-from co2sim.study import run
-from co2sim.totals import to_dict
+from co2sim.studies import batch
+from co2sim.studies.batch import Failure
+from co2sim.studies.grid import cases_of, settings
 
 pytestmark = pytest.mark.slow  # each writes a page
 

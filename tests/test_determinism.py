@@ -14,7 +14,8 @@ import pytest
 from same_bytes import COMMANDS, ROOT, Place
 from test_compare import measured
 
-from co2sim import Case, chakra
+from co2sim import Case
+from co2sim.simulation import chakra
 from realrun.record import write
 
 FEW = {

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
 from realrun import dilation
 from realrun.cli.options import known_backend
 from realrun.cli.train import _check_clock

@@ -34,7 +34,8 @@ from pages import (
     without_code,
 )
 
-from co2sim import experiments, study
+from co2sim.prediction import driver
+from co2sim.studies import sweep
 
 EXAMPLES = [
     (page, number)
@@ -215,7 +216,7 @@ def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path: Path) 
 
 def test_examples_in_docstrings_run() -> None:
     """The examples in the docstrings of the public API give what they say."""
-    for module in (study, experiments):
+    for module in (driver, sweep):
         found = doctest.testmod(module)
         assert found.attempted
         assert not found.failed

@@ -16,16 +16,17 @@ from typing import Any
 import pytest
 import tiny
 
-from co2sim import Case, OptionError, ResourceError, batch, run, streamed, sweep_to
-from co2sim.decide.candidates import Space, Wanted
-from co2sim.decide.plan import plan
-from co2sim.engines import flow
-from co2sim.engines.engine import Engine, opened
-from co2sim.errors import EngineError
-from co2sim.grid import Points
-from co2sim.identity import own_identity
-from co2sim.inputs import Inputs
-from co2sim.streamed import SweepTable, stream
+from co2sim import Case, OptionError, ResourceError, run, sweep_to
+from co2sim.common.errors import EngineError
+from co2sim.common.version import own_identity
+from co2sim.studies import batch, results_folder
+from co2sim.studies.candidates import Space, Wanted
+from co2sim.studies.grid import Points
+from co2sim.studies.inputs import Inputs
+from co2sim.studies.plan import plan
+from co2sim.studies.results_folder import SweepTable, stream
+from co2sim.studies.workers import flow
+from co2sim.studies.workers.engine import Engine, opened
 
 VARY = {"micro_batch": range(1, 13), "strategy.bucket_mib": [1, 2]}
 PATIENCE = 60.0
@@ -46,7 +47,7 @@ def kept(folder: Path, **engine: Any) -> dict[str, bytes]:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of five rows, so that 24 cases make several."""
-    monkeypatch.setattr(streamed, "ROWS", 5)
+    monkeypatch.setattr(results_folder, "ROWS", 5)
 
 
 def dask(name: str, *words: str) -> "subprocess.Popen[bytes]":

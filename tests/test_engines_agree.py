@@ -13,13 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from co2sim import strategies
-from co2sim.cluster import Cluster, Link, Tier
-from co2sim.compute import compute_time
-from co2sim.cost import traffic
-from co2sim.lowering import Lowered, lower
-from co2sim.metrics import breakdown, communication, window
-from co2sim.noise import QUIET, Noise
-from co2sim.schedule import (
+from co2sim.hardware.cluster import Cluster, Link, Tier
+from co2sim.schedule.schedule import (
     LEADERS,
     NODE,
     PEERS,
@@ -33,7 +28,12 @@ from co2sim.schedule import (
     Op,
     Schedule,
 )
-from co2sim.simulator import Simulation, execute, run
+from co2sim.simulation.collective_cost import traffic
+from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.lowering import Lowered, lower
+from co2sim.simulation.metrics import breakdown, communication, window
+from co2sim.simulation.noise import QUIET, Noise
+from co2sim.simulation.reference_engine import Simulation, execute, run
 from co2sim.strategies import chaining
 
 LINKS = {"intra": Link(10e9, 1e-7), "inter": Link(1e9, 1e-6)}

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from ranks import on_ranks
 from tiny import VARIANTS
 
-from co2sim.errors import OptionError
-from co2sim.schedule import WORLD, Collective, Compute, DType, Kind, Op, Schedule
+from co2sim.common.errors import OptionError
+from co2sim.schedule.schedule import WORLD, Collective, Compute, DType, Kind, Op, Schedule
 
 torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402 - needs torch

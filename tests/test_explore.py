@@ -16,15 +16,15 @@ pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 
 from commands import Command
 
-from co2sim.case import Case
-from co2sim.errors import OptionError
-from co2sim.explore import board, build
-from co2sim.explore.controls import Control, Stop, controls, varying
-from co2sim.explore.grid import ExploreGrid, Positions, StrategyGrid, between
-from co2sim.explore.page import asked, exactness
-from co2sim.explore.question import Question, figures
-from co2sim.study import run
-from co2sim.totals import totals_of
+from co2sim.common.errors import OptionError
+from co2sim.prediction.case import Case
+from co2sim.prediction.driver import run
+from co2sim.prediction.totals import totals_of
+from co2sim.report.explore import board, build
+from co2sim.report.explore.controls import Control, Stop, controls, varying
+from co2sim.report.explore.grid import ExploreGrid, Positions, StrategyGrid, between
+from co2sim.report.explore.page import asked, exactness
+from co2sim.report.explore.question import Question, figures
 
 PREFERRED = {10, 12.5, 16, 20, 25, 32, 40, 50, 63, 80}
 TOKENS = 1e10
@@ -347,7 +347,7 @@ def test_what_a_page_cannot_have_is_refused_and_no_server_starts(
     cli: Command, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], words: str
 ) -> None:
     """One line with what was given or is allowed; nothing is written."""
-    from co2sim.explore import server  # noqa: PLC0415 - an extra
+    from co2sim.report.explore import server  # noqa: PLC0415 - an extra
 
     monkeypatch.setattr(server, "serve", lambda *_: pytest.fail("a server started"))
     done = cli(*command(more))

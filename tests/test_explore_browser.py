@@ -21,11 +21,11 @@ from test_explore import STRATEGIES, TOKENS, TOLERANCE, few, made, question
 from test_explore_server import OWN, Served
 
 from co2sim import simulate
-from co2sim.explore import build
-from co2sim.explore.grid import between
-from co2sim.explore.page import static_page
-from co2sim.study import run
-from co2sim.totals import totals_of
+from co2sim.prediction.driver import run
+from co2sim.prediction.totals import totals_of
+from co2sim.report.explore import build
+from co2sim.report.explore.grid import between
+from co2sim.report.explore.page import static_page
 
 __all__ = ["browser"]
 

@@ -31,15 +31,15 @@ import psutil
 from starlette.testclient import TestClient
 
 from co2sim import simulate
-from co2sim.case import Case
-from co2sim.explore import asking
-from co2sim.explore.asking import Files, PageView
-from co2sim.explore.guard import HEADER, HEADERS
-from co2sim.explore.server import Answers, application
-from co2sim.goodput.of_result import goodput_of
-from co2sim.memory import GIB
-from co2sim.step_factors import NO_GOAL
-from co2sim.study import run
+from co2sim.models.memory import GIB
+from co2sim.prediction.case import Case
+from co2sim.prediction.driver import run
+from co2sim.prediction.goodput.of_result import goodput_of
+from co2sim.prediction.step_factors import NO_GOAL
+from co2sim.report.explore import asking
+from co2sim.report.explore.asking import Files, PageView
+from co2sim.report.explore.guard import HEADER, HEADERS
+from co2sim.report.explore.server import Answers, application
 
 TOKEN = "a-token"  # noqa: S105 - of this test
 ADDRESS = "http://127.0.0.1"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
 
 torch = pytest.importorskip("torch")
 

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from co2sim import strategies
-from co2sim.cluster import Cluster, Link
-from co2sim.cost import traffic
-from co2sim.errors import OptionError
-from co2sim.schedule import Collective, Compute, Layout
-from co2sim.study import simulate
-from co2sim.workload import Block, Model, Workload
+from co2sim.common.errors import OptionError
+from co2sim.hardware.cluster import Cluster, Link
+from co2sim.models.workload import Block, Model, Workload
+from co2sim.prediction.driver import simulate
+from co2sim.schedule.schedule import Collective, Compute, Layout
+from co2sim.simulation.collective_cost import traffic
 
 SIZE = 1000
 """Parameters of a layer."""

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from ranks import on_ranks
 
-from co2sim.schedule import Collective, Layout
+from co2sim.models.workload import Block, Model, Workload
+from co2sim.schedule.schedule import Collective, Layout
 from co2sim.strategies import FSDP, checked
 from co2sim.strategies.step import group_size
-from co2sim.workload import Block, Model, Workload
 
 pytest.importorskip("torch")
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from scipy.stats import poisson
 
-from co2sim import study
-from co2sim.case import Case
-from co2sim.errors import OptionError
-from co2sim.failures import HOST_BANDWIDTH, READ_PER_NODE, WRITE_PER_NODE, Failures
-from co2sim.goodput.closed_forms import (
+from co2sim.common.errors import OptionError
+from co2sim.hardware.failures import HOST_BANDWIDTH, READ_PER_NODE, WRITE_PER_NODE, Failures
+from co2sim.prediction import driver
+from co2sim.prediction.case import Case
+from co2sim.prediction.goodput.closed_forms import (
     Rates,
     Restart,
     Saving,
@@ -30,8 +30,8 @@ from co2sim.goodput.closed_forms import (
     together,
     young,
 )
-from co2sim.goodput.of_result import goodput_of, goodput_where
-from co2sim.goodput.parts import (
+from co2sim.prediction.goodput.of_result import goodput_of, goodput_where
+from co2sim.prediction.goodput.parts import (
     Goodput,
     Trained,
     missing,
@@ -52,7 +52,7 @@ EVERY = (
 def of_case(strategy: str, failures: Failures | None, nodes: int = 4, per_node: int = 2) -> Goodput:
     """Of the tiny model on a tiny cluster."""
     cluster = replace(tiny.cluster(nodes, per_node), failures=failures)
-    result = study.run(Case(cluster=cluster, model=tiny.model(), strategy=strategy))
+    result = driver.run(Case(cluster=cluster, model=tiny.model(), strategy=strategy))
     found = goodput_of(result, cluster, tiny.model())
     assert found is not None
     return found

@@ -8,7 +8,7 @@ from commands import Command
 
 from analysis.published.goodput import Compared, Learners, compared, read
 from analysis.published.papers import PAPERS
-from co2sim.errors import CatalogError
+from co2sim.common.errors import CatalogError
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim.cluster import Cluster, Link
-from co2sim.errors import OptionError
-from co2sim.result import Result
+from co2sim.common.errors import OptionError
+from co2sim.hardware.cluster import Cluster, Link
+from co2sim.prediction.driver import describe as case_of
+from co2sim.prediction.driver import simulate, trace
+from co2sim.prediction.result import Result
 from co2sim.strategies.co2 import CO2
-from co2sim.study import describe as case_of
-from co2sim.study import simulate, trace
 
 KERNELS = 2000 * (4 * 4 + 2) / 1e12 + 2000 * (4 * 8 + 2) / 1e12
 """Seconds of a round of the tiny model that fill the displacement, and use its average."""

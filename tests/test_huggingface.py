@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from co2sim.catalog import load_model
-from co2sim.errors import CatalogError, Co2simError
+from co2sim.common.errors import CatalogError, Co2simError
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -21,10 +21,10 @@ from analysis.published.kind_errors import errors_by_kind, ranges_by_kind, recor
 from analysis.published.paper_cells import from_papers
 from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, papers, tables_elsewhere
 from analysis.published.parameters import GROUPS, stated
-from co2sim.calibrations import calibrations, figures_of
 from co2sim.catalog import load_cluster, load_model
-from co2sim.cluster import Cluster, Link, Scatter, Tier
-from co2sim.intervals import (
+from co2sim.hardware.cluster import Cluster, Link, Scatter, Tier
+from co2sim.prediction.calibrations import calibrations, figures_of
+from co2sim.prediction.intervals import (
     NOTHING_NEAR,
     Interval,
     RunKind,

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from co2sim import strategies
 from co2sim.catalog import load_model
-from co2sim.cluster import Cluster, Link
-from co2sim.cost import Traffic, traffic
-from co2sim.metrics import communication, window
-from co2sim.noise import Noise
-from co2sim.result import Result
-from co2sim.schedule import Collective, Schedule
-from co2sim.simulator import execute
-from co2sim.study import simulate
-from co2sim.workload import Workload
+from co2sim.hardware.cluster import Cluster, Link
+from co2sim.models.workload import Workload
+from co2sim.prediction.driver import simulate
+from co2sim.prediction.result import Result
+from co2sim.schedule.schedule import Collective, Schedule
+from co2sim.simulation.collective_cost import Traffic, traffic
+from co2sim.simulation.metrics import communication, window
+from co2sim.simulation.noise import Noise
+from co2sim.simulation.reference_engine import execute
 
 variants = st.sampled_from(tiny.VARIANTS)
 shapes = st.sampled_from(tiny.LAYOUTS)

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import co2sim
-from co2sim import OptionError, grid, streamed, sweep_to
-from co2sim.grid import Points, Shard
-from co2sim.streamed import Kept, SweepStopped
+from co2sim import OptionError, sweep_to
+from co2sim.studies import grid, results_folder
+from co2sim.studies.grid import Points, Shard
+from co2sim.studies.results_folder import Kept, SweepStopped
 
 pytest.importorskip("pyarrow", reason="the extra `parquet` is not installed")
 
@@ -27,7 +28,7 @@ VARY: dict[str, Any] = {"micro_batch": [1, 2, 3, 4], "strategy.bucket_mib": [1, 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three rows, so that few cases make several."""
-    monkeypatch.setattr(streamed, "ROWS", 3)
+    monkeypatch.setattr(results_folder, "ROWS", 3)
 
 
 def kept(folder: Path, vary: dict[str, Any] = VARY, **changes: Any) -> Kept:
@@ -89,7 +90,7 @@ def test_what_is_there_is_not_computed_again_and_what_changed_is(tmp_path: Path)
 def interrupted(after: int, error: type[BaseException]) -> Callable[..., Any]:
     """What computes figures, until it is stopped at a case."""
     done: list[object] = []
-    compute = streamed.figures
+    compute = results_folder.figures
 
     def stop(*given: Any, **options: Any) -> Any:
         done.append(given)
@@ -107,7 +108,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(
     """The part that was under way is kept; in the end all bytes are those of one go."""
     kept(tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(streamed, "figures", interrupted(5, error))
+        patch.setattr(results_folder, "figures", interrupted(5, error))
         with pytest.raises(BaseException) as stopped:  # noqa: PT011 - either
             kept(tmp_path / "out")
     if error is KeyboardInterrupt:
@@ -136,7 +137,7 @@ def test_a_point_without_a_case_is_a_row_with_its_reason(tmp_path: Path) -> None
     with pytest.raises(OptionError, match="ddp has no option 'tau'"):
         sweep_to(tmp_path, tiny.cluster(), tiny.model(), vary=vary)
     points = Points(co2sim.Case(cluster=tiny.cluster(), model=tiny.model(), strategy=""), vary)
-    found = streamed.stream(streamed.SweepTable(points, tmp_path), None)
+    found = results_folder.stream(results_folder.SweepTable(points, tmp_path), None)
     assert (found.computed, found.failed) == (4, 2)
     errors = read(tmp_path)["error"]
     assert errors.isna().tolist() == [True, True, False, False]
@@ -222,7 +223,7 @@ def test_the_command_says_how_many(cli: Command) -> None:
 
 def test_control_c_says_what_the_folder_has(cli: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line, exit code 130, and how to go on."""
-    monkeypatch.setattr(streamed, "figures", interrupted(1, KeyboardInterrupt))
+    monkeypatch.setattr(results_folder, "figures", interrupted(1, KeyboardInterrupt))
     code, out, err = cli(*ASK, "--vary", "gpus=8,16", "--out", "kept")
     assert (code, out) == (130, "")
     words = "1 of 2 cases are in kept; the same command goes on from there"

@@ -16,8 +16,8 @@ import pytest
 from tiny import cluster as tiny_cluster
 
 from co2sim.catalog import load_cluster
-from co2sim.cost import footprint
-from co2sim.schedule import WORLD, Collective, DType, Kind
+from co2sim.schedule.schedule import WORLD, Collective, DType, Kind
+from co2sim.simulation.collective_cost import footprint
 from realrun.cli.lab import cluster
 from realrun.dilation import for_cores
 from realrun.errors import LabError, LaunchError
@@ -301,7 +301,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from co2sim.schedule import WORLD, Collective, DType, Kind, Op, Schedule
+from co2sim.schedule.schedule import WORLD, Collective, DType, Kind, Op, Schedule
 from realrun.execute.collectives import allocate, carry_out
 from realrun.execute.world import join
 

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 import co2sim
-from co2sim import Case, ResourceError, lowering, machine, study
+from co2sim import Case, ResourceError
+from co2sim.common import resources
+from co2sim.prediction import driver
+from co2sim.simulation import lowering
 
 SMALL: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "gpus": 16}
 
@@ -57,7 +60,7 @@ def test_under_a_limit_of_memory_a_run_fits_or_is_refused() -> None:
 def shared() -> Iterator[None]:
     """Leave this process with all the memory."""
     yield
-    machine.share_memory(1)
+    resources.share_memory(1)
 
 
 def test_the_search_for_a_steady_state_ends_where_memory_does(
@@ -65,22 +68,22 @@ def test_the_search_for_a_steady_state_ends_where_memory_does(
 ) -> None:
     """What was found before is the answer, marked as not steady; with more memory it is steady."""
     case = Case(**SMALL, strategy="co2(tau=4)", noise=co2sim.Noise(straggle=0.1))
-    steady = study.run(case)
+    steady = driver.run(case)
     assert steady.steady
     assert steady.rounds_simulated > 4
     schedule = case.prepare().schedule
     room = 3 * len(schedule.body) * 2 * lowering.LOCKSTEP_SPAN_BYTES  # 3 rounds of 2 nodes
-    monkeypatch.setattr(machine, "NEGLIGIBLE", 0)
-    monkeypatch.setattr(machine, "free_memory", lambda: 2 * room)
-    found = study.run(case)
+    monkeypatch.setattr(resources, "NEGLIGIBLE", 0)
+    monkeypatch.setattr(resources, "free_memory", lambda: 2 * room)
+    found = driver.run(case)
     assert not found.steady
     assert found.rounds_simulated <= 3
-    monkeypatch.setattr(machine, "free_memory", lambda: room)
+    monkeypatch.setattr(resources, "free_memory", lambda: room)
     with pytest.raises(ResourceError, match=r"; take fewer GPUs$"):
-        study.run(case)
+        driver.run(case)
     uneven = Case(**SMALL, strategy="co2(tau=4)", noise=co2sim.Noise(jitter=0.1))
     with pytest.raises(ResourceError, match="no jitter"):
-        study.run(uneven)
+        driver.run(uneven)
 
 
 MEASURED = """
@@ -113,9 +116,9 @@ def test_a_span_in_lockstep_takes_what_is_asked_for() -> None:
 def test_a_schedule_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """14 blocks, forwards and backwards, 1000 times: 28,000 ops of 500 B need 14 MB."""
     case = Case(**SMALL, strategy="ddp", accumulation=1000)
-    monkeypatch.setattr(machine, "free_memory", lambda: 29e6)
+    monkeypatch.setattr(resources, "free_memory", lambda: 29e6)
     replace(case, micro_batch=2).prepare()  # another one: a schedule that was built is kept
-    monkeypatch.setattr(machine, "free_memory", lambda: 27e6)
+    monkeypatch.setattr(resources, "free_memory", lambda: 27e6)
     with pytest.raises(ResourceError, match=r"28,000 ops.* about 14 MB"):
         case.prepare()
 
@@ -132,13 +135,13 @@ def test_free_memory_is_the_least_of_machine_and_container(tmp_path: Path) -> No
     proc = tmp_path / "proc"
     proc.mkdir()
     (proc / "meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable:    8000000 kB\n")
-    assert machine.free_memory(proc, tmp_path / "none") == 8_192_000_000
+    assert resources.free_memory(proc, tmp_path / "none") == 8_192_000_000
     limits = {"memory_current": "3000000000", "memory_stat": "anon 5\ninactive_file 500000000\n"}
     small = _container(tmp_path / "small", memory_max="4000000000", **limits)
-    assert machine.free_memory(proc, small) == 1_500_000_000
+    assert resources.free_memory(proc, small) == 1_500_000_000
     open_ended = _container(tmp_path / "open", memory_max="max", **limits)
-    assert machine.free_memory(proc, open_ended) == 8_192_000_000
-    assert machine.free_memory(tmp_path / "none", tmp_path / "none") == float("inf")
+    assert resources.free_memory(proc, open_ended) == 8_192_000_000
+    assert resources.free_memory(tmp_path / "none", tmp_path / "none") == float("inf")
 
 
 def _read_to_the_end(terminal: int) -> str:
@@ -178,7 +181,7 @@ def test_long_work_shows_how_far_it_is_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, work: Callable[[bool | None], object], words: str
 ) -> None:
     """On a terminal a bar counts rounds or cases; when told not to, stderr stays empty."""
-    monkeypatch.setattr(study, "_PATIENCE", 0.0)
+    monkeypatch.setattr(driver, "_PATIENCE", 0.0)
     text = _on_a_terminal(monkeypatch, lambda: work(None))
     assert f"simulating {words}" in text
     assert re.search(r"[0-9]+/[0-9]+", text)

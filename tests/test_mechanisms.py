@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim.architecture import Transformer, language_model
-from co2sim.case import Case
 from co2sim.catalog import Contents, load_cluster, load_model, names
 from co2sim.catalog.facts import read
-from co2sim.cluster import KernelTimes
-from co2sim.cost import compute_time, footprint
-from co2sim.errors import CatalogError, OptionError
-from co2sim.schedule import (
+from co2sim.common.errors import CatalogError, OptionError
+from co2sim.hardware.cluster import KernelTimes
+from co2sim.models.architecture import Transformer, language_model
+from co2sim.models.workload import Block, MatMul, Workload
+from co2sim.prediction.case import Case
+from co2sim.schedule.schedule import (
     LEADERS,
     PEERS,
     WORLD,
@@ -28,7 +28,7 @@ from co2sim.schedule import (
     Kind,
     Product,
 )
-from co2sim.workload import Block, MatMul, Workload
+from co2sim.simulation.collective_cost import compute_time, footprint
 
 CLUSTER = load_cluster("dgx2-ib1").value.resized(64)
 PASS = Compute("forward", 1e12, 0.0, Kernels((Product(1e12, 1e9),), 20, elementwise_bytes=1e9))

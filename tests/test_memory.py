@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from analysis.published.papers import papers
 from co2sim import strategies
-from co2sim.architecture import Transformer, language_model, vision_transformer
-from co2sim.case import Case
-from co2sim.memory import activations, allocated, overhead
-from co2sim.schedule import NODE, PEERS, WORLD, DType, Layout
-from co2sim.workload import Block, Model, Workload
+from co2sim.models.architecture import Transformer, language_model, vision_transformer
+from co2sim.models.memory import activations, allocated, overhead
+from co2sim.models.workload import Block, Model, Workload
+from co2sim.prediction.case import Case
+from co2sim.schedule.schedule import NODE, PEERS, WORLD, DType, Layout
 
 GB = 1e9
 PARAMETERS = 7_500_000_000

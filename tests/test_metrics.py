@@ -7,11 +7,9 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim import metrics
-from co2sim.cluster import Link
-from co2sim.metrics import Window
-from co2sim.noise import Noise
-from co2sim.schedule import (
+from co2sim.hardware.cluster import Link
+from co2sim.prediction.driver import simulate
+from co2sim.schedule.schedule import (
     NODE,
     WORLD,
     After,
@@ -23,9 +21,11 @@ from co2sim.schedule import (
     Op,
     Schedule,
 )
-from co2sim.simulator import execute
-from co2sim.study import simulate
-from co2sim.trace import Span, Trace
+from co2sim.simulation import metrics
+from co2sim.simulation.metrics import Window
+from co2sim.simulation.noise import Noise
+from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.trace import Span, Trace
 
 COLLECTIVE = Collective(Kind.ALL_GATHER, "x", 1, DType.FP32, WORLD)
 SCHEDULE = Schedule(

@@ -17,7 +17,7 @@ from analysis.convergence.objectives.mlp import Batches, digits
 from analysis.convergence.objectives.problems import Array, Problem, Quadratic
 from analysis.convergence.simulate import run
 from analysis.convergence.variants import RunSize, Variants, variants
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
 
 THREE = variants(
     np.array([0.02, 0.1, 0.05]),

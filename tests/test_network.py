@@ -7,7 +7,7 @@ import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from co2sim.network import Network, max_min_rates
+from co2sim.simulation.network import Network, max_min_rates
 
 Loads = Mapping[Hashable, float]
 LINKS = ("a", "b", "c", "d", "e")

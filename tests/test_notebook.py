@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import co2sim
-from co2sim import Case, OptionError, notebook, simulate, study
-from co2sim.schedule import Schedule
-from co2sim.trace import SpanTable, Trace, by_stream, last_end
+from co2sim import Case, OptionError, simulate
+from co2sim.common import html_card
+from co2sim.prediction import driver
+from co2sim.schedule.schedule import Schedule
+from co2sim.simulation.trace import SpanTable, Trace, by_stream, last_end
 
 EVIL = "<script>alert(1)</script>"
 MOST = 100_000
@@ -48,13 +50,13 @@ class Page(HTMLParser):
 
 def tiny_trace(name: str = "ddp") -> tuple[Schedule, Trace]:
     """A small schedule with its simulation."""
-    return study.trace(Case(cluster="a100-tcp80", model="gpt2-small", strategy=name, gpus=16))
+    return driver.trace(Case(cluster="a100-tcp80", model="gpt2-small", strategy=name, gpus=16))
 
 
 @given(st.text(min_size=1, max_size=400), st.text(min_size=1, max_size=400))
 def test_any_text_comes_back_as_text(one: str, other: str) -> None:
     """Whatever characters a name has, a browser reads the name, and one element for each cell."""
-    page = Page(notebook.card(one, [(other, one)], (one, other), [other]))
+    page = Page(html_card.card(one, [(other, one)], (one, other), [other]))
     cells = {
         "div": 1,
         "p": 2,
@@ -115,7 +117,7 @@ def test_without_altair_a_chart_says_what_to_install(monkeypatch: pytest.MonkeyP
     schedule, trace = tiny_trace()
     result = simulate("a100-tcp80", "gpt2-small", "ddp", gpus=16)
     frame = co2sim.scale("a100-tcp80", "gpt2-small", "ddp", gpus=[8, 16])
-    monkeypatch.setattr(notebook, "find_spec", lambda _: None)
+    monkeypatch.setattr(html_card, "find_spec", lambda _: None)
     for drawn in (
         result.plot,
         schedule.plot,

@@ -15,12 +15,14 @@ pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 import vl_convert
 
 import co2sim
-from co2sim import Case, OptionError, metrics, simulate, study
-from co2sim.memory import GIB
+from co2sim import Case, OptionError, simulate
+from co2sim.models.memory import GIB
+from co2sim.prediction import driver
 from co2sim.report import rounds
 from co2sim.report.bar_charts import parts
-from co2sim.schedule import Compute, Op, Schedule
-from co2sim.trace import Trace
+from co2sim.schedule.schedule import Compute, Op, Schedule
+from co2sim.simulation import metrics
+from co2sim.simulation.trace import Trace
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "what_if.ipynb"
@@ -32,7 +34,7 @@ MOST = 500_000
 
 def traced(strategy: str, **options: Any) -> tuple[Schedule, Trace]:
     """A small model on two nodes."""
-    return study.trace(study.describe(*GPT, strategy, gpus=16, **options))
+    return driver.trace(driver.describe(*GPT, strategy, gpus=16, **options))
 
 
 def checked(chart: Any, *, draw: bool = False) -> dict[str, Any]:

@@ -7,11 +7,11 @@ import pytest
 import tiny
 from commands import Command
 
-from co2sim.cluster import Cluster, Link
-from co2sim.noise import Noise
-from co2sim.remarks import SCALE
-from co2sim.result import Result
-from co2sim.study import simulate
+from co2sim.hardware.cluster import Cluster, Link
+from co2sim.prediction.driver import simulate
+from co2sim.prediction.remarks import SCALE
+from co2sim.prediction.result import Result
+from co2sim.simulation.noise import Noise
 
 SLOW = {"inter": Link(1e8)}
 LARGE = ("-c", "dgx-h100", "-m", "gpt2-small", "-s", "fsdp", "-s", "ddp")

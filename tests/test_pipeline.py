@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from co2sim import Case, Co2simError, simulate
-from co2sim.architecture import Transformer, language_model
-from co2sim.cluster import Cluster, Link
-from co2sim.cost import traffic
-from co2sim.pipeline_stages import chunks_of, sizes, stage_of
-from co2sim.stages import Pipeline, StagePass, ends
-from co2sim.workload import Workload
+from co2sim.hardware.cluster import Cluster, Link
+from co2sim.models.architecture import Transformer, language_model
+from co2sim.models.workload import Workload
+from co2sim.prediction.pipeline import Pipeline, StagePass, ends
+from co2sim.prediction.pipeline_order import chunks_of, sizes, stage_of
+from co2sim.simulation.collective_cost import traffic
 
 LAYERS = 8
 MODEL = language_model(

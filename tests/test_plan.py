@@ -13,18 +13,18 @@ from commands import Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from co2sim import study
-from co2sim.case import Case
-from co2sim.cluster import Cluster, Link
-from co2sim.decide import search as search_module
-from co2sim.decide.break_even import break_even
-from co2sim.decide.candidates import Candidate, Space, Want, Wanted, candidates, fits
-from co2sim.decide.plan import Recommendation, front, plan
-from co2sim.errors import OptionError
-from co2sim.grid import label, strategy_title
-from co2sim.stages import StageMemory
-from co2sim.step_factors import Goal
-from co2sim.totals import totals, totals_of
+from co2sim.common.errors import OptionError
+from co2sim.hardware.cluster import Cluster, Link
+from co2sim.prediction import driver
+from co2sim.prediction.case import Case
+from co2sim.prediction.pipeline import StageMemory
+from co2sim.prediction.step_factors import Goal
+from co2sim.prediction.totals import totals, totals_of
+from co2sim.studies import search as search_module
+from co2sim.studies.candidates import Candidate, Space, Want, Wanted, candidates, fits
+from co2sim.studies.grid import label, strategy_title
+from co2sim.studies.plan import Recommendation, front, plan
+from co2sim.studies.sensitivity import break_even
 
 OFFER = """\
 name = "{name}"
@@ -88,7 +88,7 @@ def brute_force(space: Space, wanted: Wanted) -> list[Candidate]:
     """All candidates within the limits, each simulated."""
     found = []
     for case in (one.case for one in candidates(space).fitting):
-        result = study.run(case)
+        result = driver.run(case)
         cluster = case.load()[0].value.resized(result.gpus)
         total = totals(result, cluster, wanted.tokens, wanted.goal)
         assert total is not None
@@ -215,7 +215,7 @@ def test_at_the_break_even_bandwidth_both_score_the_same(offers: tuple[str, str]
         days = []
         for option in (found.choice, found.runner_up):
             moved = replace(option.case, overrides={"inter.bandwidth": f"{turn.at!r} B/s"})
-            days.append(study.run(moved).step_time_s)
+            days.append(driver.run(moved).step_time_s)
         assert days[0] == pytest.approx(days[1], rel=5e-3)
 
 

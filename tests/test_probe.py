@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from scipy.special import huber
 
 from co2sim.catalog import load_cluster
-from co2sim.cluster import GPU, Backend, Cluster, Link
-from co2sim.cost import compute_time, footprint
-from co2sim.errors import Co2simError, OptionError
-from co2sim.schedule import (
+from co2sim.common.errors import Co2simError, OptionError
+from co2sim.hardware.cluster import GPU, Backend, Cluster, Link
+from co2sim.schedule.schedule import (
     NODE,
     WORLD,
     Collective,
@@ -32,8 +31,9 @@ from co2sim.schedule import (
     Op,
     Schedule,
 )
-from co2sim.simulator import execute
-from co2sim.trace import Span, Trace
+from co2sim.simulation.collective_cost import compute_time, footprint
+from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.trace import Span, Trace
 from realrun.probe import fit
 from realrun.probe.cluster_file import to_toml
 from realrun.probe.fit import fit_gpu, interference

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from co2sim.catalog import load_cluster
-from co2sim.cluster import Cluster
-from co2sim.cost import footprint
-from co2sim.schedule import NODE, WORLD, Collective, DType, Group, Kind
+from co2sim.hardware.cluster import Cluster
+from co2sim.schedule.schedule import NODE, WORLD, Collective, DType, Group, Kind
+from co2sim.simulation.collective_cost import footprint
 
 US = 1e-6
 H100 = load_cluster("dgx-h100").value.resized(512)

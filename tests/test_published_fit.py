@@ -20,8 +20,8 @@ from analysis.published.paper_cells import from_papers
 from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, tables_elsewhere
 from analysis.published.parameters import GROUPS, cluster_of, stated
 from analysis.published.predict import predict
-from co2sim.calibrations import CATALOG, RECORD, calibrations, record
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
+from co2sim.prediction.calibrations import CATALOG, RECORD, calibrations, record
 
 ROOT = Path(__file__).parent.parent
 DATA = {path.name for path in tables_elsewhere()}

@@ -26,8 +26,8 @@ from analysis.published.papers import (
 from analysis.published.parameters import GROUPS
 from analysis.published.predict import predict
 from analysis.published.report import ValidationReport, full_report, render
-from co2sim.errors import OptionError
-from co2sim.intervals import RunKind
+from co2sim.common.errors import OptionError
+from co2sim.prediction.intervals import RunKind
 
 CO2 = """method,network,tau,gpus,words_per_s,scalability_16_to_128,note
 adamw_zero2,80 Gbit/s TCP/IP,,16,3488,,

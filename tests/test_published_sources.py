@@ -14,7 +14,7 @@ from analysis.published.errors import validate
 from analysis.published.paper_cells import from_papers, unpredicted
 from analysis.published.papers import PAPERS
 from analysis.published.predict import memory_of, predict
-from co2sim.errors import CatalogError
+from co2sim.common.errors import CatalogError
 
 PAPER = """key = "toy"
 [simulation]

@@ -15,8 +15,8 @@ from analysis.published.papers import (
     PAPERS,
 )
 from analysis.published.predict import predict
-from co2sim.errors import CatalogError
-from co2sim.schedule import DType
+from co2sim.common.errors import CatalogError
+from co2sim.schedule.schedule import DType
 
 ZEROPP = """model_params_b,tokens_per_gpu,ib_links_100gbps_per_node,\
 zero3_tflops_per_gpu,zeropp_tflops_per_gpu

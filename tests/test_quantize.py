@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim.errors import OptionError
-from co2sim.schedule import WORLD, Collective, DType, Kind
+from co2sim.common.errors import OptionError
+from co2sim.schedule.schedule import WORLD, Collective, DType, Kind
 
 torch = pytest.importorskip("torch")
 from torch import Tensor  # noqa: E402 - needs torch

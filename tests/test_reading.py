@@ -15,12 +15,12 @@ from test_compare import measured
 
 from analysis.cli import main as co2analysis
 from analysis.published.csv_tables import from_csv
-from co2sim import files
 from co2sim.catalog import load_cluster, load_model
 from co2sim.cli import main as co2sim
-from co2sim.errors import CatalogError, OptionError, cut, error_line, visible
-from co2sim.files import write_atomically
-from co2sim.published_speeds import read_speeds
+from co2sim.common import files
+from co2sim.common.errors import CatalogError, OptionError, cut, error_line, visible
+from co2sim.common.files import write_atomically
+from co2sim.prediction.published_speeds import read_speeds
 from realrun import record
 from realrun.launch.local import run_local
 

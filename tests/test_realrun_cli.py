@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from co2sim import Case, Layout, study
+from co2sim import Case, Layout
+from co2sim.prediction import driver
 from realrun import record
 from realrun.cli import main
 
@@ -73,7 +74,7 @@ def test_strategies_run_one_after_the_other_and_leave_records(tmp_path: Path) ->
     done = call(tmp_path, *RUN, "--nproc", "2", "-s", "ddp", "-s", "co2:tau=2", "--check", "--json")
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
-    predicted = study.run(
+    predicted = driver.run(
         Case(cluster=str(tmp_path / "cluster.toml"), model="tiny-5m", strategy="ddp")
     )
     for found in figures:
@@ -97,7 +98,7 @@ def test_what_a_run_will_take_is_said_before_it_starts(
     (tmp_path / "cluster.toml").write_text(CLUSTER)
     case = Case(cluster=str(tmp_path / "cluster.toml"), model="tiny-5m", strategy="ddp")
     world: Any = SimpleNamespace(layout=Layout(1, 1), backend="gloo")
-    simulated = study.run(replace(case, gpus=1, overrides={"gpu.launch_overhead": "0 s"}))
+    simulated = driver.run(replace(case, gpus=1, overrides={"gpu.launch_overhead": "0 s"}))
     expected = computing_time(case, world, rounds)
     assert expected == pytest.approx(2 * (rounds + 1) * simulated.round_time_s, rel=0.05)
     for limit, said in ((0.9 * expected, "ddp: computing alone takes about"), (2 * expected, "")):

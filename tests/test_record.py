@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from tiny import cluster, model
 
-from co2sim import Case, study
-from co2sim.errors import CatalogError, Co2simError
+from co2sim import Case
+from co2sim.common.errors import CatalogError, Co2simError
+from co2sim.prediction import driver
 from realrun import record
 from realrun.record import Record
 
@@ -19,14 +20,14 @@ ROOT = Path(__file__).parent.parent
 def made() -> Record:
     """A simulated run, as if it had been measured."""
     case = Case(cluster=cluster(), model=model(), strategy="co2(tau=2)", precision="fp32")
-    _, trace = study.trace(replace(case, fold=False))
+    _, trace = driver.trace(replace(case, fold=False))
     return Record(
         case=case,
         kernels="sleep",
         rounds=1,
         trace=trace,
         clock_error=1e-6,
-        figures=study.run(case).to_dict(),
+        figures=driver.run(case).to_dict(),
         environment={"torch": "2"},
     )
 
@@ -39,7 +40,7 @@ def test_what_is_written_is_read(made: Record, tmp_path: Path) -> None:
     assert found.case == made.case
     assert found.trace == made.trace
     assert found.figures == json.loads(json.dumps(made.figures))
-    assert study.run(found.case) == study.run(made.case)
+    assert driver.run(found.case) == driver.run(made.case)
 
 
 def test_every_option_of_the_case_is_kept(made: Record, tmp_path: Path) -> None:
@@ -49,7 +50,7 @@ def test_every_option_of_the_case_is_kept(made: Record, tmp_path: Path) -> None:
         {"global_batch": 16, "recompute": "full"},
     ):
         case = replace(made.case, **changes)  # type: ignore[arg-type]
-        _, trace = study.trace(replace(case, fold=False))
+        _, trace = driver.trace(replace(case, fold=False))
         record.write(tmp_path / "run", replace(made, case=case, trace=trace))
         assert record.read(tmp_path / "run").case == case
 

@@ -20,9 +20,10 @@ pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 from commands import Command, written
 
 from co2sim import simulate
-from co2sim.case import Case
-from co2sim.grid import over_sizes
-from co2sim.memory import GIB
+from co2sim.models.memory import GIB
+from co2sim.prediction.case import Case
+from co2sim.prediction.driver import run
+from co2sim.prediction.step_factors import NO_GOAL
 from co2sim.report import (
     bar_charts,
     bundle,
@@ -32,8 +33,7 @@ from co2sim.report import (
     study_page,
 )
 from co2sim.report.study_page import Study
-from co2sim.step_factors import NO_GOAL
-from co2sim.study import run
+from co2sim.studies.grid import over_sizes
 
 PRICED = {"price_per_gpu": "2 USD/h"}
 STRATEGIES = ["ddp", "zero3", "co2:tau=4,delay=1,worker=node"]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim.errors import ScheduleError
-from co2sim.schedule import (
+from co2sim.common.errors import ScheduleError
+from co2sim.schedule.schedule import (
     NODE,
     PEERS,
     WORLD,

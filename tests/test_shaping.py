@@ -11,12 +11,22 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim.cluster import Cluster, Hosts, Link
-from co2sim.cost import footprint
-from co2sim.network import Network
-from co2sim.schedule import NODE, PEERS, WORLD, Collective, DType, Group, Kind, Op, Schedule
-from co2sim.shaping import Shaper
-from co2sim.simulator import execute
+from co2sim.hardware.cluster import Cluster, Hosts, Link
+from co2sim.schedule.schedule import (
+    NODE,
+    PEERS,
+    WORLD,
+    Collective,
+    DType,
+    Group,
+    Kind,
+    Op,
+    Schedule,
+)
+from co2sim.simulation.collective_cost import footprint
+from co2sim.simulation.network import Network
+from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.token_bucket import Shaper
 
 Loads: TypeAlias = dict[Hashable, float]
 

@@ -11,11 +11,9 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim.cluster import Cluster, Link
-from co2sim.errors import OptionError
-from co2sim.lowering import span_count
-from co2sim.noise import Noise
-from co2sim.schedule import (
+from co2sim.common.errors import OptionError
+from co2sim.hardware.cluster import Cluster, Link
+from co2sim.schedule.schedule import (
     LEADERS,
     NODE,
     PEERS,
@@ -30,8 +28,10 @@ from co2sim.schedule import (
     Op,
     Schedule,
 )
-from co2sim.simulator import execute
-from co2sim.trace import Trace
+from co2sim.simulation.lowering import span_count
+from co2sim.simulation.noise import Noise
+from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.trace import Trace
 
 SECOND = 1e12
 """FLOP that take a tiny GPU one second."""

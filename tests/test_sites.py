@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from co2sim import strategies
-from co2sim.case import Case
-from co2sim.cluster import Cluster, Link
-from co2sim.cost import traffic
-from co2sim.errors import OptionError
-from co2sim.schedule import SITE, SITE_PEERS, Collective, DType, Kind, Layout, Op, Schedule
-from co2sim.simulator import execute
-from co2sim.study import simulate
-from co2sim.trace import Trace
+from co2sim.common.errors import OptionError
+from co2sim.hardware.cluster import Cluster, Link
+from co2sim.prediction.case import Case
+from co2sim.prediction.driver import simulate
+from co2sim.schedule.schedule import SITE, SITE_PEERS, Collective, DType, Kind, Layout, Op, Schedule
+from co2sim.simulation.collective_cost import traffic
+from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.trace import Trace
 
 LATENT = {"intra": Link(10e9, 1e-7), "inter": Link(1e9, 1e-6)}
 

@@ -11,8 +11,8 @@ from ranks import on_ranks
 
 from analysis.cli import main, measured
 from co2sim.catalog import load_cluster
-from co2sim.errors import OptionError
-from co2sim.schedule import Layout
+from co2sim.common.errors import OptionError
+from co2sim.schedule.schedule import Layout
 from realrun.errors import LabError
 from realrun.launch.lab import check_machine, stated_cluster
 from realrun.launch.lab_plan import Lab

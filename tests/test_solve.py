@@ -14,15 +14,15 @@ from commands import Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from co2sim import study
-from co2sim.case import Case
-from co2sim.cluster import Cluster
-from co2sim.decide.break_even import MORE, levers
-from co2sim.decide.candidates import command_of
-from co2sim.decide.solve import Solved, solve, spans
-from co2sim.decide.targets import METRICS, Axis, Target, View, axis_of, target_of
-from co2sim.goodput.of_result import goodput_of
-from co2sim.noise import Noise
+from co2sim.hardware.cluster import Cluster
+from co2sim.prediction import driver
+from co2sim.prediction.case import Case
+from co2sim.prediction.goodput.of_result import goodput_of
+from co2sim.simulation.noise import Noise
+from co2sim.studies.candidates import command_of
+from co2sim.studies.sensitivity import MORE, levers
+from co2sim.studies.solve import Solved, solve, spans
+from co2sim.studies.targets import METRICS, Axis, Target, View, axis_of, target_of
 
 HERE = ("-c", "a100-tcp80", "-m", "gpt2-small", "-g", "16")
 
@@ -66,7 +66,7 @@ def test_what_it_finds_gives_the_target(
     metric = METRICS[name]
 
     def figure(value: float) -> float:
-        return metric.of(View(study.run(axis.at(case, value))))
+        return metric.of(View(driver.run(axis.at(case, value))))
 
     goal = figure(bandwidth)
     if goal <= 0:  # nothing is exposed: any bandwidth beyond will do
@@ -87,7 +87,7 @@ def test_what_it_finds_gives_the_target(
 def test_a_blocking_average_needs_the_bandwidth_of_its_closed_form(tau: int, share: float) -> None:
     """Four ranks, 2000 fp32 numbers: 2 (n-1)/n S / B is at most (1 - u) / u of the computing."""
     case = tiny_case(f"local_sgd(tau={tau})")
-    free = study.run(replace(case, cluster=roomy(4, 1, inter=tiny.Link(1e30))))
+    free = driver.run(replace(case, cluster=roomy(4, 1, inter=tiny.Link(1e30))))
     expected = 1.5 * 8000 * share / ((1 - share) * free.round_time_s)
     target = f"utilization={100 * share}%"
     (answer,) = found_for(case, "inter.bandwidth", target, "1 MB/s", "1e6 GB/s").answers
@@ -103,7 +103,7 @@ def test_whole_numbers_are_found_exactly(steps: int) -> None:
     case = tiny_case("local_sgd(tau=1)", cluster=cluster)
     (answer,) = found_for(case, "strategy.tau", "exposed=10%", "1", "70").answers
     shares = (
-        (tau, study.run(replace(case, strategy=f"local_sgd(tau={tau})")).exposed_share)
+        (tau, driver.run(replace(case, strategy=f"local_sgd(tau={tau})")).exposed_share)
         for tau in range(1, 71)
     )
     assert answer.met[0].low == next(tau for tau, share in shares if share <= 0.1)
@@ -119,7 +119,7 @@ def test_gpus_are_full_nodes() -> None:
         assert count % 4 == 0
     (span,) = solved.answers[0].met
     before, there = (
-        study.run(replace(case, gpus=round(n))).tokens_per_s for n in (span.low - 4, span.low)
+        driver.run(replace(case, gpus=round(n))).tokens_per_s for n in (span.low - 4, span.low)
     )
     assert before < 1e9 <= there
 
@@ -163,7 +163,7 @@ def test_every_crossing_between_points_is_found(
 def test_pessimists_need_more_than_optimists() -> None:
     """The ends of the interval of tokens/s give an interval of the answer around it."""
     case = Case(cluster="a100-tcp80-calibrated", model="transnormer-7b", strategy="zero2", gpus=64)
-    goal = f"tokens_per_s={study.run(case).tokens_per_s!r}"
+    goal = f"tokens_per_s={driver.run(case).tokens_per_s!r}"
     solved = found_for(case, "inter.bandwidth", goal, "1 Gbit/s", "10 Tbit/s")
     (answer,) = solved.answers
     assert answer.sure is not None
@@ -225,11 +225,11 @@ def test_levers_are_what_a_tenth_more_gives() -> None:
     gains = [lever.gain for lever in found]
     assert gains == sorted(gains, reverse=True)
     by_name = {lever.change: lever for lever in found}
-    before = study.run(case).tokens_per_s
+    before = driver.run(case).tokens_per_s
     wider = replace(case, overrides={**price, "inter.bandwidth": f"{80 * MORE} Gbit/s"})
-    gain = study.run(wider).tokens_per_s / before - 1
+    gain = driver.run(wider).tokens_per_s / before - 1
     assert by_name["inter.bandwidth"].gain == pytest.approx(gain, rel=1e-6)
-    more = study.run(replace(case, gpus=24)).tokens_per_s
+    more = driver.run(replace(case, gpus=24)).tokens_per_s
     gpus = gain * before / ((more - before) / 8)
     assert by_name["inter.bandwidth"].gpus == pytest.approx(gpus, rel=1e-6)
     assert by_name["inter.bandwidth"].worth_per_hour == pytest.approx(2 * gpus, rel=1e-6)
@@ -261,7 +261,7 @@ def test_the_command_of_a_case_repeats_it(case: Case, cli: Command) -> None:
     _, *arguments = shlex.split(command_of(case))
     ended = cli(*arguments, "--json")
     assert ended.code == 0, ended.err
-    assert json.loads(ended.out) == json.loads(json.dumps(study.run(case).to_dict()))
+    assert json.loads(ended.out) == json.loads(json.dumps(driver.run(case).to_dict()))
 
 
 # --- the command --------------------------------------------------------------------------------
@@ -301,6 +301,6 @@ def test_a_goodput_is_solved_for_and_inverted() -> None:
     assert span.open_high
     there = solved.axis.at(case, span.low)
     cluster, model = there.load()
-    found = goodput_of(study.run(there), cluster.value, model.value)
+    found = goodput_of(driver.run(there), cluster.value, model.value)
     assert found is not None
     assert found.useful == pytest.approx(0.9, rel=1e-3)

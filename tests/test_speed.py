@@ -11,9 +11,9 @@ from test_compare import measured, slower_gpu
 
 from analysis.measured.comparison import compare, summarise
 from analysis.measured.page import named
-from co2sim.compute import compute_time
-from co2sim.errors import CatalogError
-from co2sim.schedule import Collective, Compute
+from co2sim.common.errors import CatalogError
+from co2sim.schedule.schedule import Collective, Compute
+from co2sim.simulation.compute_cost import compute_time
 from realrun import record
 from realrun.record import Record
 from realrun.speed import Products, at_speed, beside, each_round, slowest

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import integrate, special
 
-from co2sim import stragglers
-from co2sim.cluster import Cluster, Link
-from co2sim.errors import OptionError
-from co2sim.lowering import lower
-from co2sim.metrics import window
-from co2sim.noise import QUIET, Noise
-from co2sim.schedule import Compute, Schedule
-from co2sim.simulator import execute, run
+from co2sim.common.errors import OptionError
+from co2sim.hardware.cluster import Cluster, Link
+from co2sim.schedule.schedule import Compute, Schedule
+from co2sim.simulation import stragglers
+from co2sim.simulation.lowering import lower
+from co2sim.simulation.metrics import window
+from co2sim.simulation.noise import QUIET, Noise
+from co2sim.simulation.reference_engine import execute, run
 
 SIGMA = 0.05
 NODES = 8

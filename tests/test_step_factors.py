@@ -12,8 +12,8 @@ from statistics import mean
 import pytest
 
 from co2sim import Goal, simulate, to_loss
-from co2sim.errors import OptionError
-from co2sim.step_factors import remark, step_factor
+from co2sim.common.errors import OptionError
+from co2sim.prediction.step_factors import remark, step_factor
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
 

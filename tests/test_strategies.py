@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from co2sim import strategies
-from co2sim.cluster import Link
-from co2sim.cost import traffic
-from co2sim.errors import Co2simError, OptionError
-from co2sim.schedule import After, Collective, Compute, DType, Kind, Layout, Op, Schedule
-from co2sim.simulator import execute
+from co2sim.common.errors import Co2simError, OptionError
+from co2sim.hardware.cluster import Link
+from co2sim.models.workload import Block, MatMul, Model, Scores, Workload
+from co2sim.prediction.driver import simulate
+from co2sim.schedule.schedule import After, Collective, Compute, DType, Kind, Layout, Op, Schedule
+from co2sim.simulation.collective_cost import traffic
+from co2sim.simulation.reference_engine import execute
 from co2sim.strategies.sharded import prefetch_waits
 from co2sim.strategies.step import Bucket, buckets, pieces
-from co2sim.study import simulate
-from co2sim.workload import Block, MatMul, Model, Scores, Workload
 
 GOLDEN = [
     ("ddp(bucket_mib=0.001)", {}),

@@ -8,11 +8,12 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim import DDP, Case, Co2simError, Result, simulate, study
-from co2sim.cluster import Link
-from co2sim.errors import OptionError
-from co2sim.machine import Recent
-from co2sim.noise import Noise
+from co2sim import DDP, Case, Co2simError, Result, simulate
+from co2sim.common.errors import OptionError
+from co2sim.common.resources import Recent
+from co2sim.hardware.cluster import Link
+from co2sim.prediction import driver
+from co2sim.simulation.noise import Noise
 
 SMALL: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "gpus": 16}
 
@@ -79,12 +80,12 @@ def test_a_gpu_without_bf16_trains_in_fp16() -> None:
 def test_noise_is_repeatable_and_averaged() -> None:
     """With jitter ten rounds are averaged; the same seed gives the same figures."""
     case = Case(strategy="ddp", noise=Noise(jitter=0.1, seed=4), **SMALL)
-    assert study.run(case) == study.run(case)
-    assert not study.run(case).steady
-    other = study.run(replace(case, noise=Noise(jitter=0.1, seed=5)))
-    assert other.round_time_s != study.run(case).round_time_s
-    calm = study.run(replace(case, noise=Noise()))
-    assert study.run(case).round_time_s >= calm.round_time_s * 0.95
+    assert driver.run(case) == driver.run(case)
+    assert not driver.run(case).steady
+    other = driver.run(replace(case, noise=Noise(jitter=0.1, seed=5)))
+    assert other.round_time_s != driver.run(case).round_time_s
+    calm = driver.run(replace(case, noise=Noise()))
+    assert driver.run(case).round_time_s >= calm.round_time_s * 0.95
 
 
 def test_in_the_steady_state_the_number_of_rounds_does_not_matter() -> None:
@@ -138,9 +139,9 @@ def test_where_rounds_are_apart_one_is_like_all(
 ) -> None:
     """A case gives what it gives when rounds before it, and behind it, are simulated, too."""
     case = Case(cluster=cluster, model="gpt2-xl", strategy=strategy, gpus=16, accumulation=2)
-    quick = study.run(case)
-    monkeypatch.setattr("co2sim.rounds._repeats", lambda *_: False)
-    long = study.run(case)
+    quick = driver.run(case)
+    monkeypatch.setattr("co2sim.simulation.steady_state._repeats", lambda *_: False)
+    long = driver.run(case)
     assert long.steady
     assert quick.steady
     assert quick.rounds_simulated < long.rounds_simulated or strategy == "zero1"
@@ -192,5 +193,5 @@ def test_no_result_depends_on_what_was_simulated_before() -> None:
         for strategy in ("ddp(bucket_mib=30)", DDP(bucket_mib=30), "zeropp", "fsdp", "co2(tau=4)")
         for gpus in (8, 16)
     ]
-    first = [study.run(case) for case in cases]
-    assert [study.run(case) for case in reversed(cases)] == first[::-1]
+    first = [driver.run(case) for case in cases]
+    assert [driver.run(case) for case in reversed(cases)] == first[::-1]

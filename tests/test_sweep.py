@@ -21,21 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import co2sim
-from co2sim import (
-    CO2,
-    DDP,
-    Case,
-    Co2simError,
-    Layout,
-    OptionError,
-    Schedule,
-    batch,
-    convert,
-    grid,
-)
-from co2sim.engines.engine import processes
-from co2sim.machine import free_memory, require_memory
-from co2sim.workload import Workload
+from co2sim import CO2, DDP, Case, Co2simError, Layout, OptionError, Schedule
+from co2sim.common import convert
+from co2sim.common.resources import free_memory, require_memory
+from co2sim.models.workload import Workload
+from co2sim.studies import batch, grid
+from co2sim.studies.workers.engine import processes
 
 SMALL: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "gpus": 16}
 ARGUMENTS = ("-c", "a100-tcp80", "-m", "gpt2-small", "-g", "16", "-s", "ddp")

@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from co2sim import Co2simError, simulate, strategies
-from co2sim.architecture import Transformer, language_model
-from co2sim.cluster import Cluster, Link
-from co2sim.cost import footprints, traffic
-from co2sim.groups import LEADERS, NODE, PEERS, SITE, SITE_PEERS, WORLD, Group, Layout
-from co2sim.memory import activations
-from co2sim.prepared import schedule_of
-from co2sim.schedule import Collective, Kind, Schedule, block, peers_of_blocks, tensor
-from co2sim.simulator import execute
+from co2sim.hardware.cluster import Cluster, Link
+from co2sim.models.architecture import Transformer, language_model
+from co2sim.models.memory import activations
+from co2sim.models.workload import Workload
+from co2sim.prediction.prepared import schedule_of
+from co2sim.schedule.groups import LEADERS, NODE, PEERS, SITE, SITE_PEERS, WORLD, Group, Layout
+from co2sim.schedule.schedule import Collective, Kind, Schedule, block, peers_of_blocks, tensor
+from co2sim.schedule.tensor_parallel import TENSOR
+from co2sim.simulation.collective_cost import footprints, traffic
+from co2sim.simulation.reference_engine import execute
 from co2sim.strategies import chaining
-from co2sim.tensor_parallel import TENSOR
-from co2sim.workload import Workload
 
 BODY = Transformer(layers=2, hidden=64, heads=8, ffn=256, dropout=True)
 """A GPT: all widths of keys and values are those of the layer."""

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_cost import messages
 
-from co2sim.cluster import Cluster, Link, Tier
-from co2sim.cost import footprint
-from co2sim.metrics import window
-from co2sim.schedule import PEERS, WORLD, Collective, DType, Group, Kind
-from co2sim.simulator import execute
+from co2sim.hardware.cluster import Cluster, Link, Tier
+from co2sim.schedule.schedule import PEERS, WORLD, Collective, DType, Group, Kind
+from co2sim.simulation.collective_cost import footprint
+from co2sim.simulation.metrics import window
+from co2sim.simulation.reference_engine import execute
 
 KINDS = [Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.ALL_TO_ALL, Kind.BROADCAST]
 

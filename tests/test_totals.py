@@ -10,16 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim import Case, Cluster, Goal, Result, power, run, scale, sweep, totals_of
+from co2sim import Case, Cluster, Goal, Result, run, scale, sweep, totals_of
 from co2sim.catalog import load_cluster
 from co2sim.catalog.rates import rates
-from co2sim.decide.targets import METRICS, View, axis_of
-from co2sim.errors import CatalogError
-from co2sim.metrics import window
-from co2sim.schedule import Compute
-from co2sim.study import trace
-from co2sim.totals import Totals, basis, totals
-from co2sim.units import parse
+from co2sim.common.errors import CatalogError
+from co2sim.common.units import parse
+from co2sim.prediction import power
+from co2sim.prediction.driver import trace
+from co2sim.prediction.totals import Totals, basis, totals
+from co2sim.schedule.schedule import Compute
+from co2sim.simulation.metrics import window
+from co2sim.studies.targets import METRICS, View, axis_of
 
 Run = Callable[..., tuple[int, str, str]]
 ON = ("-c", "dgx-h100", "-m", "gpt2-small")

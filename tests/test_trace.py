@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import tiny
 
-from co2sim.errors import CatalogError
-from co2sim.noise import Noise
-from co2sim.schedule import WORLD, Collective, DType, Kind, Layout, Op, Schedule
-from co2sim.simulator import execute
-from co2sim.trace import Span, Trace
-from co2sim.trace_lines import read_json_lines
+from co2sim.common.errors import CatalogError
+from co2sim.schedule.schedule import WORLD, Collective, DType, Kind, Layout, Op, Schedule
+from co2sim.simulation.noise import Noise
+from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.trace import Span, Trace
+from co2sim.simulation.trace_lines import read_json_lines
 
 
 def correct(strategy: str = "co2(tau=1,worker=node)") -> tuple[Schedule, Trace]:

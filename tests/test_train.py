@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from co2sim.catalog import load_model
-from co2sim.errors import CatalogError, OptionError
-from co2sim.schedule import Layout
+from co2sim.common.errors import CatalogError, OptionError
+from co2sim.schedule.schedule import Layout
 from realrun.train import folder, log
 from realrun.train.gpt import GPT
 from realrun.train.log import Log, LogRow, draw

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from co2sim.errors import OptionError, UnitError
-from co2sim.units import (
+from co2sim.common.errors import OptionError, UnitError
+from co2sim.common.units import (
     EXAMPLES,
     Unit,
     parse,
     parse_price,
 )
-from co2sim.validation import above, at_least, between, fraction, whole
+from co2sim.common.validation import above, at_least, between, fraction, whole
 
 READ: dict[str, tuple[Unit, float]] = {
     "200 Gbit/s": ("B/s", 25e9),

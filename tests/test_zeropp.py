@@ -7,10 +7,10 @@ from ranks import on_ranks
 from tiny import cluster
 
 from co2sim import strategies
-from co2sim.cost import traffic
-from co2sim.schedule import Collective, Layout
+from co2sim.models.workload import Block, Model, Workload
+from co2sim.schedule.schedule import Collective, Layout
+from co2sim.simulation.collective_cost import traffic
 from co2sim.strategies.step import QUANTIZED
-from co2sim.workload import Block, Model, Workload
 
 pytest.importorskip("torch")
 

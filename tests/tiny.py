@@ -6,13 +6,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from co2sim import Case, strategies, study
-from co2sim.blocks import MatMul
+from co2sim import Case, strategies
 from co2sim.catalog import load_cluster
-from co2sim.cluster import GPU, Cluster, Link
-from co2sim.schedule import Layout, Schedule
-from co2sim.trace import Span, Trace
-from co2sim.workload import Block, Model, Scores, Workload
+from co2sim.hardware.cluster import GPU, Cluster, Link
+from co2sim.models.blocks import MatMul
+from co2sim.models.workload import Block, Model, Scores, Workload
+from co2sim.prediction import driver
+from co2sim.schedule.schedule import Layout, Schedule
+from co2sim.simulation.trace import Span, Trace
 
 GIGA = 1e9
 
@@ -140,8 +141,8 @@ def recorded_run() -> tuple[bytes, bytes]:
         strategy="co2(tau=2)",
         precision="bf16",
     )
-    _, trace = study.trace(replace(case, fold=False))
-    figures = study.run(case).to_dict()
+    _, trace = driver.trace(replace(case, fold=False))
+    figures = driver.run(case).to_dict()
     found = record.Record(
         case=case, kernels="sleep", rounds=1, trace=trace, clock_error=1e-6, figures=figures,
         environment={"torch": "2"},
@@ -154,7 +155,7 @@ def recorded_run() -> tuple[bytes, bytes]:
 @cache
 def chakra_traces() -> dict[str, bytes]:
     """Execution traces of two ranks, as `co2sim export` writes them."""
-    from co2sim import chakra  # noqa: PLC0415 - of an extra
+    from co2sim.simulation import chakra  # noqa: PLC0415 - of an extra
 
     case = Case(cluster="dgx-h100", model="gpt2-small", strategy="ddp", gpus=2).prepare()
     with tempfile.TemporaryDirectory() as name:

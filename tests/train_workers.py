@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from co2sim.errors import Co2simError
+from co2sim.common.errors import Co2simError
 from realrun.execute.world import World
 from realrun.train import History, TrainSettings, methods, train
 from realrun.train.folder import MODEL

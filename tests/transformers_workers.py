@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainingArguments
 
-from co2sim.errors import Co2simError
+from co2sim.common.errors import Co2simError
 from realrun.adapters.transformers import LocalUpdateTrainer
 from realrun.algorithms import CO2
 from realrun.execute.world import World

@@ -8,8 +8,8 @@ import torch
 from tiny import job
 
 from co2sim import strategies
-from co2sim.errors import Co2simError
-from co2sim.schedule import (
+from co2sim.common.errors import Co2simError
+from co2sim.schedule.schedule import (
     NODE,
     PEERS,
     WORLD,

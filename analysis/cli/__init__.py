@@ -1,6 +1,6 @@
 """The command line `co2analysis`."""
 
-from co2sim.console.entry import run_app
+from co2sim.common.cli import run_app
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from analysis.cli import convergence, measured, published
 from analysis.cli.bound import bound
 from analysis.cli.figures import figures
 from analysis.cli.goodput import goodput
-from co2sim.console.entry import Version
+from co2sim.common.cli import Version
 
 app = typer.Typer(
     add_completion=False,

@@ -25,9 +25,9 @@ from analysis.cli.constants import (
 )
 from analysis.cli.json_output import print_json
 from analysis.convergence.lateness import ONE_ROUND
-from co2sim import validation
-from co2sim.console import options
-from co2sim.console.tables import console
+from co2sim.cli import options
+from co2sim.common import validation
+from co2sim.common.tables import console
 
 
 def bound(  # noqa: PLR0913, PLR0917 - one argument per constant

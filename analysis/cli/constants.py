@@ -5,8 +5,8 @@ from typing import Annotated, Any
 import typer
 
 from analysis.convergence.lateness import Delay, Late, delay
-from co2sim.console import options
-from co2sim.errors import OptionError
+from co2sim.cli import options
+from co2sim.common.errors import OptionError
 
 
 def number(flag: str, words: str) -> Any:

@@ -22,16 +22,16 @@ from analysis.cli.constants import (
     whole,
 )
 from analysis.cli.json_output import print_json
-from co2sim import validation
-from co2sim.case import Case
-from co2sim.console import options
-from co2sim.console.command_line import command_line
-from co2sim.console.entry import keeping
-from co2sim.console.over_sizes import Report
-from co2sim.console.tables import console, print_table
-from co2sim.errors import OptionError
-from co2sim.files import check_writable, write_atomically
-from co2sim.progress import progress_bar
+from co2sim.cli import options
+from co2sim.cli.over_sizes import Report
+from co2sim.common import validation
+from co2sim.common.cli import keeping
+from co2sim.common.command_line import command_line
+from co2sim.common.errors import OptionError
+from co2sim.common.files import check_writable, write_atomically
+from co2sim.common.progress import progress_bar
+from co2sim.common.tables import console, print_table
+from co2sim.prediction.case import Case
 from co2sim.report.option import check
 from co2sim.strategies import parse
 

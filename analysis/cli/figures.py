@@ -8,9 +8,9 @@ import typer
 from analysis.cli.json_output import print_json
 from analysis.cli.published import Papers
 from analysis.published.papers import PAPERS
-from co2sim.errors import OptionError, nearest
-from co2sim.files import check_writable, write_atomically
-from co2sim.progress import progress_bar
+from co2sim.common.errors import OptionError, nearest
+from co2sim.common.files import check_writable, write_atomically
+from co2sim.common.progress import progress_bar
 
 if TYPE_CHECKING:
     from analysis.published.figures.paper_figures import ErrorsShown, NotDrawn, PaperFigure

@@ -28,7 +28,7 @@ def goodput(papers: Folder = PAPERS, json_: Json = False) -> None:  # noqa: FBT0
     if json_:
         typer.echo(json.dumps([_plain(one) for one in found], indent=2))
         return
-    from co2sim.console.tables import console, print_lines, print_table  # noqa: PLC0415 - rich
+    from co2sim.common.tables import console, print_lines, print_table  # noqa: PLC0415 - rich
 
     out = console()
     columns = ["source", "what", "published", "predicted", "range", "error"]

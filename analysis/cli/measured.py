@@ -11,16 +11,16 @@ import typer
 
 from analysis.measured.comparison import changed
 from co2sim.catalog import Fact, load_cluster, load_model
-from co2sim.cluster import Cluster
-from co2sim.console import options
-from co2sim.console.command_line import command_line
-from co2sim.console.entry import keeping
-from co2sim.console.over_sizes import Report
-from co2sim.console.tables import console
-from co2sim.errors import OptionError
-from co2sim.files import check_writable, write_atomically
+from co2sim.cli import options
+from co2sim.cli.over_sizes import Report
+from co2sim.common.cli import keeping
+from co2sim.common.command_line import command_line
+from co2sim.common.errors import OptionError
+from co2sim.common.files import check_writable, write_atomically
+from co2sim.common.tables import console
+from co2sim.hardware.cluster import Cluster
 from co2sim.report.option import check
-from co2sim.schedule import DType
+from co2sim.schedule.schedule import DType
 from co2sim.strategies import parse
 from realrun import record
 from realrun.dilation import SLEEPING, chosen

@@ -10,11 +10,11 @@ import typer
 
 from analysis.published.papers import DATA_VARIABLE, PAPERS, TABLES_ELSEWHERE
 from analysis.published.parameters import GROUPS
-from co2sim.console.command_line import command_line
-from co2sim.console.over_sizes import Report
-from co2sim.errors import OptionError
-from co2sim.files import check_writable, write_atomically
-from co2sim.progress import progress_bar
+from co2sim.cli.over_sizes import Report
+from co2sim.common.command_line import command_line
+from co2sim.common.errors import OptionError
+from co2sim.common.files import check_writable, write_atomically
+from co2sim.common.progress import progress_bar
 from co2sim.report.option import check
 
 if TYPE_CHECKING:
@@ -119,8 +119,8 @@ def _check_places(markdown: Path | None, figures: Path | None) -> None:
 
 def _print(text: str, files: Iterable[Path]) -> None:
     """The report, and what was written."""
-    from co2sim.console.markdown import print_markdown  # noqa: PLC0415 - rich
-    from co2sim.console.tables import console  # noqa: PLC0415 - rich
+    from co2sim.common.markdown import print_markdown  # noqa: PLC0415 - rich
+    from co2sim.common.tables import console  # noqa: PLC0415 - rich
 
     out = console()
     if out.is_terminal:

@@ -11,7 +11,7 @@ from scipy.optimize import minimize_scalar
 
 from analysis.convergence import late_bound
 from analysis.convergence.setting import LARGEST, SMALLEST, Setting
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
 
 _SMALLEST_FRACTION = 1e-60
 """Smallest fraction of the largest feasible step that `tuned` considers."""

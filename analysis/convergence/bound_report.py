@@ -11,7 +11,7 @@ from analysis.convergence import bound
 from analysis.convergence.bound import TERMS, Bound, Infeasible
 from analysis.convergence.lateness import Delay, Late
 from analysis.convergence.setting import Setting
-from co2sim.console.tables import print_table
+from co2sim.common.tables import print_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from analysis.convergence.objectives.problems import Array, Quadratic
 from analysis.convergence.variants import RunSize, Variants
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
 
 _PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
 """Entries of the symmetric matrix of second moments of (x, m, 1), in the order of the vector."""

@@ -12,7 +12,7 @@ from analysis.convergence.protocol.controls import Rescue
 from analysis.convergence.protocol.oracle import OracleFindings
 from analysis.convergence.protocol.rate_fits import RateFindings
 from analysis.convergence.protocol.tightness import TightnessRow, distinct
-from co2sim.console.figures import BLACK, COLOURS, GRID, STYLE, render
+from co2sim.common.plots import BLACK, COLOURS, GRID, STYLE, render
 
 _MARKERS = "osD^vP*X"
 _CEILING = 1e2

@@ -16,7 +16,7 @@ import numpy as np
 from analysis.convergence.exact_moments import Moments
 from analysis.convergence.objectives.problems import Array, Quadratic
 from analysis.convergence.variants import RunSize, Variants
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 import re
 from dataclasses import dataclass
 
-from co2sim import validation
-from co2sim.errors import OptionError
+from co2sim.common import validation
+from co2sim.common.errors import OptionError
 
 MOST_STEPS = 100_000
 """The longest delay in local steps; a round has at most as many."""

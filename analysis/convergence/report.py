@@ -18,9 +18,9 @@ from analysis.convergence.protocol.isolation import TermPart
 from analysis.convergence.protocol.rate_fits import FEATURES, STRATA, RateFit, SlopeAgreement
 from analysis.convergence.protocol.rescue import RescueLine
 from analysis.convergence.protocol.tightness import LATE, RatioGroup, Sensitivity, margin
+from co2sim.common.units import counted
 from co2sim.report import markdown
 from co2sim.report.page import Page, render
-from co2sim.units import counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from analysis.convergence.lateness import Late
-from co2sim.errors import OptionError
-from co2sim.validation import between, whole
+from co2sim.common.errors import OptionError
+from co2sim.common.validation import between, whole
 
 SMALLEST, LARGEST = 1e-60, 1e60
 """The magnitudes of constants for which no term over- or underflows."""

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from analysis.convergence.lateness import Late
 from analysis.convergence.objectives.problems import Array, Gaussian, Problem, Sampler
 from analysis.convergence.variants import Outcome, RunSize, Variants
-from co2sim.errors import OptionError
-from co2sim.validation import whole
+from co2sim.common.errors import OptionError
+from co2sim.common.validation import whole
 
 
 class InnerSteps:

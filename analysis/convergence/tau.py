@@ -12,17 +12,17 @@ from analysis.convergence import bound
 from analysis.convergence.bound import Bound
 from analysis.convergence.lateness import Delay, Late
 from analysis.convergence.setting import Setting
-from co2sim.case import Case
-from co2sim.console.tables import print_table
-from co2sim.errors import OptionError
-from co2sim.grid import vary
-from co2sim.prepared import Prepared
+from co2sim.common.errors import OptionError
+from co2sim.common.tables import print_table
+from co2sim.common.units import Seconds, duration, percent
+from co2sim.prediction.case import Case
+from co2sim.prediction.driver import run
+from co2sim.prediction.prepared import Prepared
 from co2sim.strategies import LocalSteps, Strategy
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local import Replica, round_steps
 from co2sim.strategies.local_sgd import LocalSGD, SlowMo
-from co2sim.study import run
-from co2sim.units import Seconds, duration, percent
+from co2sim.studies.grid import vary
 from realrun import record
 
 _MOST_ROUNDS = 2**40

@@ -18,7 +18,7 @@ from analysis.convergence.objectives.problems import Array
 from analysis.convergence.setting import Setting
 from analysis.convergence.simulate import Trajectory, walk
 from analysis.convergence.variants import RunSize, Variants, variants
-from co2sim.console.tables import print_table
+from co2sim.common.tables import print_table
 
 METHODS = (("local SGD", 0, 1.0, 0.0), ("SlowMo", 0, 1.0, 0.5), ("CO2", 1, 1.0, 0.5))
 """Name, delay, outer step, momentum."""

@@ -6,7 +6,7 @@ that predicts, as follows.
 1. A collective's span is *waiting* until the last member of its group has started, then *active*.
    The difference of the waiting parts is the part `waiting`.
 2. An active time is a time alone, stretched by a factor. A collective is stretched while others of
-   its rank load the link that bounds it (equal shares, as in `co2sim.network`), or hold its NCCL
+   its rank load the link that bounds it (equal shares, as in `co2sim.simulation.network`), or hold its NCCL
    communicator. A compute op is stretched while communication of its rank is under way. In the
    prediction the cluster states by how much. In the measurement it is the factor that makes equal
    works on one rank take equally long; 1 where no work ran both with and without communication.
@@ -33,11 +33,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analysis.measured.spans import Key, Split, split
-from co2sim.cluster import Cluster
-from co2sim.cost import compute_time, footprint
-from co2sim.schedule import Collective, Compute, Group, Kind, Schedule
-from co2sim.trace import Trace
-from co2sim.units import Bytes, Flops, Seconds
+from co2sim.common.units import Bytes, Flops, Seconds
+from co2sim.hardware.cluster import Cluster
+from co2sim.schedule.schedule import Collective, Compute, Group, Kind, Schedule
+from co2sim.simulation.collective_cost import compute_time, footprint
+from co2sim.simulation.trace import Trace
 
 _MOST_INFLATION = 6.0
 """Variance inflation above which sizes are too similar to separate fixed from growing time."""

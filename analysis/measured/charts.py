@@ -11,13 +11,13 @@ from analysis.measured.comparison import RunComparison
 from analysis.measured.op_table import OpError
 from analysis.measured.spans import active_starts
 from analysis.measured.time_breakdown import TimeBreakdown
-from co2sim import metrics
-from co2sim.console.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
+from co2sim.common.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
+from co2sim.common.units import Seconds
 from co2sim.report.chart_style import HEIGHT, ROW, TEXT, Rows, Spec, data, spec
-from co2sim.schedule import Collective, Op, Schedule
-from co2sim.trace import Trace
-from co2sim.units import Seconds
+from co2sim.schedule.schedule import Collective, Op, Schedule
+from co2sim.simulation import metrics
+from co2sim.simulation.trace import Trace
 
 SIDES = ("predicted", "measured")
 AGREES = "agrees"

@@ -14,18 +14,18 @@ from co2sim.catalog import Fact
 from co2sim.catalog.facts import override, plain
 from co2sim.catalog.rates import put_rates
 from co2sim.catalog.specs import ClusterSpec
-from co2sim.cluster import GPU, Cluster
-from co2sim.errors import OptionError
-from co2sim.metrics import is_steady
-from co2sim.prepared import Prepared
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Seconds, Unit, duration, scaled
+from co2sim.common.validation import Place, first_problem, names_at
+from co2sim.hardware.cluster import GPU, Cluster
+from co2sim.prediction.prepared import Prepared
+from co2sim.prediction.result import Result
 from co2sim.report.page import Figure, PageSection
 from co2sim.report.tables import Table
-from co2sim.result import Result
-from co2sim.schedule import Schedule
-from co2sim.simulator import execute
-from co2sim.trace import Trace
-from co2sim.units import Seconds, Unit, duration, scaled
-from co2sim.validation import Place, first_problem, names_at
+from co2sim.schedule.schedule import Schedule
+from co2sim.simulation.metrics import is_steady
+from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.trace import Trace
 from realrun.record import Record
 from realrun.speed import at_speed, beside
 

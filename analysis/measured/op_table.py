@@ -10,9 +10,9 @@ from rich.console import Console
 
 from analysis.measured.attribution import Cause, Difference, dominant, totals
 from analysis.measured.comparison import AT_SPEED, RunComparison, RunSummary, summarise
-from co2sim.console.tables import print_table
-from co2sim.schedule import Collective, Op, Schedule
-from co2sim.units import Seconds, duration, percent, scaled
+from co2sim.common.tables import print_table
+from co2sim.common.units import Seconds, duration, percent, scaled
+from co2sim.schedule.schedule import Collective, Op, Schedule
 
 
 @dataclass(frozen=True, slots=True)

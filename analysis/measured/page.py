@@ -12,12 +12,12 @@ from analysis.measured.charts import WAITS, RankWindow, windows
 from analysis.measured.comparison import RunComparison, summarise
 from analysis.measured.op_table import OpError, by_label, causes
 from co2sim.catalog import Fact
-from co2sim.console.figures import GREY
+from co2sim.common.plots import GREY
+from co2sim.common.units import counted, duration, percent
 from co2sim.report import bar_charts
 from co2sim.report.page import MOST_ROUNDS, Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import Round, TimelineBar
 from co2sim.report.tables import Table
-from co2sim.units import counted, duration, percent
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from co2sim.cluster import Cluster
-from co2sim.cost import Footprint, footprint
-from co2sim.schedule import Collective, Group, Schedule
-from co2sim.trace import Span, Trace
-from co2sim.units import Seconds
+from co2sim.common.units import Seconds
+from co2sim.hardware.cluster import Cluster
+from co2sim.schedule.schedule import Collective, Group, Schedule
+from co2sim.simulation.collective_cost import Footprint, footprint
+from co2sim.simulation.trace import Span, Trace
 
 Key: TypeAlias = tuple[str, int, int]
 """Op, round and rank: what the spans of two traces are joined by."""
@@ -82,7 +82,7 @@ def split(trace: Trace, schedule: Schedule, cluster: Cluster, first: int) -> dic
 
     A compute op overlaps while a collective of its rank runs. A collective loses to others of its
     rank the time until it may run, and what equal shares of the link that bounds it on `cluster`
-    (`co2sim.cost.Footprint.bound_by`) leave to them; of the latter only the share of its time alone
+    (`co2sim.simulation.collective_cost.Footprint.bound_by`) leave to them; of the latter only the share of its time alone
     that is not latency.
     """
     works = {op.name: op.work for op in schedule.body if isinstance(op.work, Collective)}

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from analysis.measured.spans import active_starts
-from co2sim import metrics
-from co2sim.schedule import Schedule
-from co2sim.trace import Trace
-from co2sim.units import Seconds
+from co2sim.common.units import Seconds
+from co2sim.schedule.schedule import Schedule
+from co2sim.simulation import metrics
+from co2sim.simulation.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from analysis.measured.charts import (
     windows,
 )
 from analysis.measured.comparison import RunComparison
-from co2sim.console.figures import (
+from co2sim.common.plots import (
     BLUE,
     GREEN,
     ORANGE,
@@ -27,8 +27,8 @@ from co2sim.console.figures import (
     VERMILION,
     render,
 )
-from co2sim.schedule import Collective, Schedule
-from co2sim.units import duration, percent
+from co2sim.common.units import duration, percent
+from co2sim.schedule.schedule import Collective, Schedule
 
 _PASSES = {"forward": BLUE, "backward": SKY, "optimizer": "#003F66"}
 """The same in every figure."""

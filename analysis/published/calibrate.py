@@ -19,8 +19,8 @@ from analysis.published.cells import Cell, run_figures, run_kind
 from analysis.published.coverage import conformal_factor, covered, student_factor
 from analysis.published.parameters import GROUPS, Constant, ConstantGroup, stated
 from analysis.published.predict import predict
-from co2sim.calibrations import Ranges, ranges
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
+from co2sim.prediction.calibrations import Ranges, ranges
 
 FOLDS = 5
 

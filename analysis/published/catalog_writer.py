@@ -6,9 +6,9 @@ from typing import Any
 
 from analysis.published.calibrate import Fit
 from analysis.published.parameters import GROUPS, Constant, ConstantGroup, cluster_of
-from co2sim.calibrations import CATALOG, RECORD, Ranges
-from co2sim.errors import CatalogError
-from co2sim.units import parse
+from co2sim.common.errors import CatalogError
+from co2sim.common.units import parse
+from co2sim.prediction.calibrations import CATALOG, RECORD, Ranges
 
 _SUBSTITUTE = "v100-zeropp"
 """The group whose scatter is used where a fit has no degrees of freedom."""

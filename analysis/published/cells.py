@@ -5,15 +5,15 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from analysis.published.parameters import GROUPS, cluster_of, model_of
-from co2sim.calibrations import figures_of, replaced
-from co2sim.case import Case
-from co2sim.cluster import Cluster
-from co2sim.errors import OptionError, nearest
-from co2sim.intervals import RunKind, kind_of
-from co2sim.published_cells import Use
+from co2sim.common.errors import OptionError, nearest
+from co2sim.hardware.cluster import Cluster
+from co2sim.models.workload import AttentionKernel, Checkpointing, Loss, Recompute, Workload
+from co2sim.prediction.calibrations import figures_of, replaced
+from co2sim.prediction.case import Case
+from co2sim.prediction.intervals import RunKind, kind_of
+from co2sim.prediction.published import Use
 from co2sim.strategies import STRATEGIES, Strategy, parse, with_options
 from co2sim.strategies.step import title
-from co2sim.workload import AttentionKernel, Checkpointing, Loss, Recompute, Workload
 
 Quantity = Literal["tflops_per_gpu", "tokens_per_s", "iteration_ms", "inter_node_volume"]
 

@@ -7,9 +7,9 @@ import altair as alt
 
 from analysis.published.errors import CellPrediction
 from analysis.published.kind_errors import KindCoverage
-from co2sim.console.figures import BLUE
+from co2sim.common.plots import BLUE
+from co2sim.common.units import figures, percent
 from co2sim.report.chart_style import HEIGHT, PALETTE, ROW, TEXT, Rows, Spec, cycled, data, spec
-from co2sim.units import figures, percent
 
 FITTED = {"fit": "fitted", "check": "not fitted"}
 """What the use of a cell means, in words."""

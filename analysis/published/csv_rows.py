@@ -22,8 +22,8 @@ from analysis.published.paper_cells import (
 )
 from analysis.published.papers import Paper
 from analysis.published.parameters import cluster_of
-from co2sim.errors import CatalogError
-from co2sim.published_cells import Use
+from co2sim.common.errors import CatalogError
+from co2sim.prediction.published import Use
 
 _DIGITS = 9
 """Maximum digits of a whole number in a table."""

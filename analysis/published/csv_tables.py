@@ -13,10 +13,10 @@ from analysis.published.csv_rows import CO2Row, IterationRow, TableRow, ZeroppRo
 from analysis.published.fsdp_rows import FsdpRow, ratios
 from analysis.published.paper_cells import from_papers
 from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, Paper, papers, tables_elsewhere
-from co2sim.errors import CatalogError, Co2simError, given, visible
-from co2sim.files import is_below, text_of
-from co2sim.published_cells import Use
-from co2sim.validation import first_problem
+from co2sim.common.errors import CatalogError, Co2simError, given, visible
+from co2sim.common.files import is_below, text_of
+from co2sim.common.validation import first_problem
+from co2sim.prediction.published import Use
 
 Row: TypeAlias = Mapping[str, str]
 T = TypeVar("T", bound=TableRow)

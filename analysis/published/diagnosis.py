@@ -11,7 +11,7 @@ from analysis.published.cells import Cell
 from analysis.published.errors import CellPrediction
 from analysis.published.parameters import GROUPS, Constant, stated
 from analysis.published.predict import predict
-from co2sim import study
+from co2sim.prediction import driver
 
 _VISIBLE = 1e-3
 """Smallest change of an error that is reported."""
@@ -67,7 +67,7 @@ class OmittedMechanism:
 
 def round_time(cell: Cell) -> RoundTime:
     """What a round consists of, by the simulation."""
-    result = study.run(cell.setup.case())
+    result = driver.run(cell.setup.case())
     busy = result.round_time_s - result.exposed_comm_s - result.waiting_s
     return RoundTime(result.round_time_s, busy, result.comm_busy_s, result.exposed_comm_s)
 

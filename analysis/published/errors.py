@@ -8,9 +8,9 @@ from typing import Any
 
 from analysis.published.cells import Cell, RunSetup, run_figures, run_kind, with_values
 from analysis.published.predict import memory_of, phases, predict
-from co2sim.calibrations import Calibration, calibrations
-from co2sim.intervals import beyond_fit, nearest_errors, reaches
-from co2sim.progress import Done
+from co2sim.common.progress import Done
+from co2sim.prediction.calibrations import Calibration, calibrations
+from co2sim.prediction.intervals import beyond_fit, nearest_errors, reaches
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from analysis.published.parameters import Constant
-from co2sim import units
+from co2sim.common import units
 
 
 def three_decimals(value: float) -> str:

@@ -11,8 +11,8 @@ from analysis.published.cells import Cell, RunSetup, Term
 from analysis.published.csv_rows import Count, Published, TableRow, chosen, whole
 from analysis.published.papers import Paper
 from analysis.published.parameters import model_of
-from co2sim.errors import CatalogError
-from co2sim.published_cells import Use, with_options
+from co2sim.common.errors import CatalogError
+from co2sim.prediction.published import Use, with_options
 from co2sim.strategies import parse
 
 GROUP = "mpt-fsdp"

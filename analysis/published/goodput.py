@@ -8,16 +8,16 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
 
 from analysis.published.papers import PAPERS
-from co2sim import files
 from co2sim.catalog import load_cluster
-from co2sim.errors import CatalogError, UnitError
-from co2sim.failures import Failures
-from co2sim.files import text_of
-from co2sim.goodput.closed_forms import Restart, Saving, apart, together
-from co2sim.goodput.of_result import goodput_where
-from co2sim.goodput.parts import Trained
-from co2sim.units import Seconds, parse, timespan
-from co2sim.validation import first_problem
+from co2sim.common import files
+from co2sim.common.errors import CatalogError, UnitError
+from co2sim.common.files import text_of
+from co2sim.common.units import Seconds, parse, timespan
+from co2sim.common.validation import first_problem
+from co2sim.hardware.failures import Failures
+from co2sim.prediction.goodput.closed_forms import Restart, Saving, apart, together
+from co2sim.prediction.goodput.of_result import goodput_where
+from co2sim.prediction.goodput.parts import Trained
 
 _PER_NODE = 8
 """GPUs: of the A100 of Meta, its H100, and ByteDance's Hopper machines."""

@@ -16,8 +16,8 @@ from analysis.published.cells import Cell, changed, run_figures, run_kind
 from analysis.published.coverage import interval
 from analysis.published.papers import Paper
 from analysis.published.predict import predict
-from co2sim.calibrations import CATALOG, Ranges, calibrations, ranges
-from co2sim.intervals import ERRORS, RunKind
+from co2sim.prediction.calibrations import CATALOG, Ranges, calibrations, ranges
+from co2sim.prediction.intervals import ERRORS, RunKind
 
 _SPEEDS = {"tokens_per_s", "tflops_per_gpu"}
 

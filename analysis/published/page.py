@@ -11,10 +11,10 @@ from analysis.published import charts, formats
 from analysis.published.errors import CellPrediction
 from analysis.published.kind_errors import KindCoverage
 from analysis.published.report import ValidationReport
+from co2sim.common.units import counted, figures
 from co2sim.report import markdown
 from co2sim.report.page import Figure, Page, PageSection
 from co2sim.report.tables import Table
-from co2sim.units import counted, figures
 
 _QUANTITIES = {
     "tflops_per_gpu": "TFLOP/s per GPU",

@@ -8,8 +8,8 @@ from typing import Any
 from analysis.published.cells import Cell, RunSetup, Term, check_runs
 from analysis.published.papers import PAPERS, Paper, papers
 from analysis.published.parameters import GROUPS
-from co2sim.errors import CatalogError, Co2simError, OptionError
-from co2sim.published_cells import (
+from co2sim.common.errors import CatalogError, Co2simError, OptionError
+from co2sim.prediction.published import (
     AnyCell,
     IterationCell,
     QualityCell,

@@ -11,12 +11,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
-from co2sim import files
-from co2sim.errors import CatalogError, OptionError
-from co2sim.files import text_of
-from co2sim.published_cells import with_options
-from co2sim.validation import first_problem
-from co2sim.workload import AttentionKernel, Checkpointing, Loss, Recompute
+from co2sim.common import files
+from co2sim.common.errors import CatalogError, OptionError
+from co2sim.common.files import text_of
+from co2sim.common.validation import first_problem
+from co2sim.models.workload import AttentionKernel, Checkpointing, Loss, Recompute
+from co2sim.prediction.published import with_options
 
 _PACKAGE = Path(__file__).parents[1]
 

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from co2sim.calibrations import value_at
 from co2sim.catalog import load_cluster, load_model
-from co2sim.cluster import Cluster
-from co2sim.errors import OptionError
-from co2sim.units import duration
-from co2sim.workload import Model
+from co2sim.common.errors import OptionError
+from co2sim.common.units import duration
+from co2sim.hardware.cluster import Cluster
+from co2sim.models.workload import Model
+from co2sim.prediction.calibrations import value_at
 
 _NEAR = 1e-3
 """Fraction of its range within which a constant counts as being at a bound."""

@@ -10,13 +10,14 @@ from functools import lru_cache
 
 from analysis.published.cells import ONE_BUCKET, Cell, RunSetup, Term, with_constants
 from analysis.published.parameters import model_of
-from co2sim import metrics, study
-from co2sim.cluster import Cluster
-from co2sim.cost import compute_time, footprint
-from co2sim.prepared import Prepared
-from co2sim.schedule import Collective, Compute, Kind, Schedule
-from co2sim.simulator import execute
-from co2sim.units import Bytes, Seconds
+from co2sim.common.units import Bytes, Seconds
+from co2sim.hardware.cluster import Cluster
+from co2sim.prediction import driver
+from co2sim.prediction.prepared import Prepared
+from co2sim.schedule.schedule import Collective, Compute, Kind, Schedule
+from co2sim.simulation import metrics
+from co2sim.simulation.collective_cost import compute_time, footprint
+from co2sim.simulation.reference_engine import execute
 
 _MANY_TIMES = 8192
 """Step times that are kept: a number each."""
@@ -95,7 +96,7 @@ def _part(name: str, work: Collective) -> str:
 @lru_cache(_MANY_TIMES)
 def _pipeline(setup: RunSetup) -> tuple[Seconds, Bytes]:
     """The step time of several stages, and the memory of the one that needs most."""
-    result = study.run(setup.case())
+    result = driver.run(setup.case())
     return result.step_time_s, result.memory_bytes_per_gpu["total"]
 
 
@@ -104,7 +105,7 @@ def simulated_step_time(setup: RunSetup) -> Seconds:
     """Simulated time of an optimizer step, in the steady state."""
     if setup.pp > 1:
         return _pipeline(setup)[0]
-    schedule, trace = study.trace(setup.case())
+    schedule, trace = driver.trace(setup.case())
     return metrics.window(trace, schedule, 1).round_time / schedule.steps
 
 

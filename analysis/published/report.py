@@ -27,9 +27,9 @@ from analysis.published.errors import (
 from analysis.published.paper_cells import Unpredicted, unpredicted
 from analysis.published.papers import papers as sources
 from analysis.published.parameters import GROUPS, Constant, stated
-from co2sim.calibrations import Calibration, calibrations
-from co2sim.progress import Done
-from co2sim.units import duration, number
+from co2sim.common.progress import Done
+from co2sim.common.units import duration, number
+from co2sim.prediction.calibrations import Calibration, calibrations
 
 _TOKENS = (512, 1024, 2048, 4096, 8192)
 """Tokens per GPU and step that are assumed for CO2's runs."""

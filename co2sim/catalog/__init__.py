@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from co2sim.catalog import huggingface
 from co2sim.catalog.facts import Fact, Kind, Tree, facts, is_file, names, override, plain, read
 from co2sim.catalog.rates import put_rates
-from co2sim.cluster import Cluster
-from co2sim.errors import CatalogError, OptionError
-from co2sim.errors import given as shown
-from co2sim.failures import ORIGINS
-from co2sim.files import is_below, is_regular
-from co2sim.validation import Place, first_problem, names_at
-from co2sim.workload import Model
+from co2sim.common.errors import CatalogError, OptionError
+from co2sim.common.errors import given as shown
+from co2sim.common.files import is_below, is_regular
+from co2sim.common.validation import Place, first_problem, names_at
+from co2sim.hardware.cluster import Cluster
+from co2sim.hardware.failures import ORIGINS
+from co2sim.models.workload import Model
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError

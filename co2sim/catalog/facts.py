@@ -8,9 +8,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from co2sim import files
-from co2sim.errors import CatalogError, given, nearest
-from co2sim.files import is_folder, is_regular, text_of
+from co2sim.common import files
+from co2sim.common.errors import CatalogError, given, nearest
+from co2sim.common.files import is_folder, is_regular, text_of
 
 Kind: TypeAlias = Literal["clusters", "gpus", "models", "failures"]
 Tree: TypeAlias = dict[str, Any]

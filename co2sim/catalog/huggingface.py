@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from co2sim.catalog.facts import Tree
-from co2sim.errors import CatalogError
-from co2sim.errors import given as shown
+from co2sim.common.errors import CatalogError
+from co2sim.common.errors import given as shown
 
 _GATED = {
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text",

@@ -8,7 +8,7 @@ from importlib import resources
 from typing import Literal, TypeAlias
 
 from co2sim.catalog.facts import Tree
-from co2sim.errors import CatalogError, nearest
+from co2sim.common.errors import CatalogError, nearest
 
 RateKind: TypeAlias = Literal["prices", "grids"]
 

@@ -28,7 +28,12 @@ from pydantic import (
     model_validator,
 )
 
-from co2sim.architecture import (
+from co2sim.common.errors import OptionError, UnitError
+from co2sim.common.quantities import Quantity
+from co2sim.common.units import parse, parse_price
+from co2sim.hardware.cluster import GPU, Calls, Cluster, KernelTimes, Link, Scatter, Tier
+from co2sim.hardware.failures import Failures
+from co2sim.models.architecture import (
     Attention,
     Bias,
     Norm,
@@ -36,12 +41,7 @@ from co2sim.architecture import (
     language_model,
     vision_transformer,
 )
-from co2sim.cluster import GPU, Calls, Cluster, KernelTimes, Link, Scatter, Tier
-from co2sim.errors import OptionError, UnitError
-from co2sim.failures import Failures
-from co2sim.quantities import Quantity
-from co2sim.units import parse, parse_price
-from co2sim.workload import Block, Model
+from co2sim.models.workload import Block, Model
 
 
 def number(quantity: Quantity) -> BeforeValidator:

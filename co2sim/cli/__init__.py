@@ -9,6 +9,6 @@ def main() -> None:
     gc.set_threshold(100_000, 20, 20)  # a sixth of a short command went into collecting nothing
     # pydantic would read the metadata of every package that is installed, for plugins.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    from co2sim.console.entry import run_app  # noqa: PLC0415 - after these
+    from co2sim.common.cli import run_app  # noqa: PLC0415 - after these
 
     run_app("co2sim.cli.app")

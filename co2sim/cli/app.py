@@ -2,7 +2,7 @@
 
 import typer
 
-from co2sim.console.entry import Version, commands_of
+from co2sim.common.cli import Version, commands_of
 
 COMMANDS = {
     "list": ("listing", "List the catalog, or every number of one entry with its source."),

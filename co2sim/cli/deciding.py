@@ -5,16 +5,16 @@ from typing import Annotated, Any
 
 import typer
 
-from co2sim import convert
-from co2sim.case import Case
-from co2sim.console import options, over_sizes
-from co2sim.console.repeated import refuse_twice
-from co2sim.decide.candidates import RECOMPUTES, STRATEGIES, Space, Wanted
-from co2sim.errors import OptionError, UnitError
+from co2sim.cli import options, over_sizes
+from co2sim.common import convert
+from co2sim.common.errors import OptionError, UnitError
+from co2sim.common.repeated import refuse_twice
+from co2sim.common.units import parse as quantity
+from co2sim.prediction.case import Case
 from co2sim.report.option import check
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
-from co2sim.units import parse as quantity
+from co2sim.studies.candidates import RECOMPUTES, STRATEGIES, Space, Wanted
 
 _DAY = 86400.0
 _WANTS = ("cheapest", "fastest", "least-energy")

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from co2sim import study
-from co2sim.case import Case
 from co2sim.catalog import load_cluster
-from co2sim.console import options
-from co2sim.progress import progress_bar
-from co2sim.units import counted, duration, scaled
+from co2sim.cli import options
+from co2sim.common.progress import progress_bar
+from co2sim.common.units import counted, duration, scaled
+from co2sim.prediction import driver
+from co2sim.prediction.case import Case
 
 
 @options.model_options
@@ -35,10 +35,10 @@ def export(
     ] = None,
 ) -> None:
     """Write the schedule as Chakra execution traces, one file a rank, for ASTRA-sim and others."""
-    from co2sim import chakra  # noqa: PLC0415 - of an extra
+    from co2sim.simulation import chakra  # noqa: PLC0415 - of an extra
 
     case = replace(job, cluster=cluster, strategy=strategy, gpus=gpus)
-    prepared = study.settle(case).prepare()
+    prepared = driver.settle(case).prepare()
     with progress_bar("writing ranks", after=1.0) as done:
         found = chakra.write(
             prepared.schedule,
@@ -73,7 +73,7 @@ def replay(
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Simulate Chakra execution traces on a cluster: time, communication, traffic."""
-    from co2sim import chakra  # noqa: PLC0415 - of an extra
+    from co2sim.simulation import chakra  # noqa: PLC0415 - of an extra
 
     loaded = load_cluster(cluster, options.pairs(overrides, "--set")).value
     with progress_bar("reading ranks", after=1.0) as done:
@@ -83,7 +83,7 @@ def replay(
     if json_:
         print(json.dumps(found.to_dict(), indent=2))
         return
-    from co2sim.console.tables import console, print_table  # noqa: PLC0415 - rich
+    from co2sim.common.tables import console, print_table  # noqa: PLC0415 - rich
 
     out = console()
     whose = "" if trace.layout else ", a trace of others: run once"

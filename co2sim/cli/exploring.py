@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from co2sim import study
-from co2sim.case import Case
-from co2sim.console import budgets, options
-from co2sim.console.command_line import command_line
-from co2sim.errors import OptionError
-from co2sim.files import write_atomically
+from co2sim.cli import options
+from co2sim.common.command_line import command_line
+from co2sim.common.errors import OptionError
+from co2sim.common.files import write_atomically
+from co2sim.common.validation import between
+from co2sim.prediction import driver
+from co2sim.prediction.case import Case
+from co2sim.prediction.step_factors import Goal
 from co2sim.report.option import check
-from co2sim.step_factors import Goal
-from co2sim.validation import between
+from co2sim.report.text import totals
 
 if TYPE_CHECKING:
-    from co2sim.explore.question import Question
+    from co2sim.report.explore.question import Question
 
 _MOST_PORT = 65_535
 _LEAST, _MOST = 1e-4, 0.5
@@ -78,7 +79,7 @@ def explore(  # noqa: PLR0913, PLR0917 - one argument per option
     ] = 0,
     to_loss_steps: options.ToLossSteps = None,
     steps_factor: options.StepsFactor = None,
-    tokens: budgets.Tokens = None,
+    tokens: totals.Tokens = None,
 ) -> None:
     """Play: a server on this machine that asks the simulator, or a page without one (--out)."""
     goal = options.goal(to_loss_steps, steps_factor)
@@ -91,7 +92,7 @@ def explore(  # noqa: PLR0913, PLR0917 - one argument per option
         if not given:
             raise OptionError(f"{flag} is missing; a page without a server needs it")
     job = replace(job, cluster=cluster or "", gpus=gpus)
-    from co2sim.explore.question import Question  # noqa: PLC0415 - rich
+    from co2sim.report.explore.question import Question  # noqa: PLC0415 - rich
 
     question = Question(job, tuple(strategy or ()), tokens, goal)
     _write(question, options.pairs(over, "--vary"), out, tolerance, jobs)
@@ -101,9 +102,9 @@ def _write(
     question: "Question", varied: Mapping[str, str], out: Path, tolerance: float, jobs: int
 ) -> None:
     """Simulate the grid, and write the page."""
-    from co2sim.explore.build import build  # noqa: PLC0415 - numpy, only when needed
-    from co2sim.explore.controls import controls, varying  # noqa: PLC0415
-    from co2sim.explore.page import begin, exactness, static_page  # noqa: PLC0415 - Altair
+    from co2sim.report.explore.build import build  # noqa: PLC0415 - numpy, only when needed
+    from co2sim.report.explore.controls import controls, varying  # noqa: PLC0415
+    from co2sim.report.explore.page import begin, exactness, static_page  # noqa: PLC0415 - Altair
 
     made = {control.path: control for control in controls(question)}
     for path, values in varied.items():
@@ -114,7 +115,7 @@ def _write(
     for case in cases:
         case.prepare()  # what cannot be is better said before the others are simulated
     grid = build(question, shown, tolerance, jobs)
-    first = [(case, study.run(case)) for case in cases]
+    first = [(case, driver.run(case)) for case in cases]
     command = command_line("co2sim")
     write_atomically({out: static_page(question, grid, first, command)})
     print(exactness(grid)[0])
@@ -136,8 +137,8 @@ def _serve(  # noqa: PLR0917 - what a page begins with
         raise OptionError(f"--vary {over[0]}: it makes sliders of a page with --out")
     between("--port", port, 0, _MOST_PORT)
     _check_server()
-    from co2sim.explore.asking import OPTIONS, PARTS, Files, PageView, question_of  # noqa: PLC0415
-    from co2sim.explore.server import serve  # noqa: PLC0415 - uvicorn
+    from co2sim.report.explore.asking import OPTIONS, PARTS, Files, PageView, question_of  # noqa: PLC0415
+    from co2sim.report.explore.server import serve  # noqa: PLC0415 - uvicorn
 
     cluster, model = cluster or _CLUSTER, str(job.model) or _MODEL
     files = Files(

@@ -8,8 +8,8 @@ from typing import NoReturn
 
 import typer
 
-from co2sim.batch import Failure, Interrupted, Outcome
-from co2sim.result import Result
+from co2sim.prediction.result import Result
+from co2sim.studies.batch import Failure, Interrupted, Outcome
 
 _MOST_REASONS = 3
 """In one line."""

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from co2sim.case import Case
-from co2sim.console import options
-from co2sim.console.repeated import refuse_twice
+from co2sim.cli import options
+from co2sim.common.repeated import refuse_twice
+from co2sim.prediction.case import Case
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
 

@@ -8,18 +8,18 @@ from typing import Any
 
 from rich.console import Console
 
-from co2sim import study
-from co2sim.case import Case
 from co2sim.catalog import Fact
-from co2sim.console.result_tables import print_assumed
-from co2sim.console.tables import console, print_lines, print_table
-from co2sim.decide.candidates import command_of
-from co2sim.errors import OptionError
-from co2sim.goodput.of_result import goodput_of
-from co2sim.goodput.parts import FailingWorkers, Goodput
-from co2sim.grid import strategy_title
-from co2sim.result import Result
-from co2sim.units import Seconds, counted, scaled, timespan
+from co2sim.common.errors import OptionError
+from co2sim.common.tables import console, print_lines, print_table
+from co2sim.common.units import Seconds, counted, scaled, timespan
+from co2sim.prediction import driver
+from co2sim.prediction.case import Case
+from co2sim.prediction.goodput.of_result import goodput_of
+from co2sim.prediction.goodput.parts import FailingWorkers, Goodput
+from co2sim.prediction.result import Result
+from co2sim.report.text.result import print_assumed
+from co2sim.studies.candidates import command_of
+from co2sim.studies.grid import strategy_title
 
 _SHARES = ("useful", "checkpoint", "lost", "restart", "waiting")
 _LOSSES = {
@@ -48,7 +48,7 @@ def answer(cases: Sequence[Case], every: Seconds | None, *, as_json: bool) -> No
     """Find the goodput of every case, and print."""
     answers = []
     for given in cases:
-        case = study.settle(given)
+        case = driver.settle(given)
         cluster, model = case.load()
         if cluster.value.failures is None:
             raise OptionError(
@@ -56,7 +56,7 @@ def answer(cases: Sequence[Case], every: Seconds | None, *, as_json: bool) -> No
                 " (`co2sim list failures`), or give a mean time between failures,"
                 " --set failures.node='150 days'"
             )
-        result = study.run(case, progress=None)
+        result = driver.run(case, progress=None)
         own = tuple(
             replace(fact, path=f"cluster.{fact.path}")
             for fact in cluster.assumed

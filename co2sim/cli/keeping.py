@@ -3,10 +3,10 @@
 import json
 
 from co2sim.cli.failures import end_with
-from co2sim.engines.engine import Engine, opened
-from co2sim.grid import label
-from co2sim.streamed import Kept, SweepTable, stream
-from co2sim.units import counted
+from co2sim.common.units import counted
+from co2sim.studies.grid import label
+from co2sim.studies.results_folder import Kept, SweepTable, stream
+from co2sim.studies.workers.engine import Engine, opened
 
 __all__ = ["SweepTable", "keep"]
 

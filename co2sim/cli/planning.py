@@ -9,20 +9,20 @@ from rich.console import Console
 from rich.text import Text
 
 from co2sim.cli import reporting
-from co2sim.console import budgets
-from co2sim.console.command_line import command_line
-from co2sim.console.plan_words import commands, looked, nothing, plain, words
-from co2sim.console.result_tables import print_assumed
-from co2sim.console.tables import console, print_lines, print_table
-from co2sim.decide.break_even import BreakEven, Lever, break_even, levers
-from co2sim.decide.candidates import Candidate, Space, Wanted
-from co2sim.decide.plan import Recommendation, plan
-from co2sim.engines.engine import Engine
-from co2sim.errors import OptionError
-from co2sim.grid import label
-from co2sim.progress import progress_bar
-from co2sim.step_factors import remark
-from co2sim.units import number
+from co2sim.common.command_line import command_line
+from co2sim.common.errors import OptionError
+from co2sim.common.progress import progress_bar
+from co2sim.common.tables import console, print_lines, print_table
+from co2sim.common.units import number
+from co2sim.prediction.step_factors import remark
+from co2sim.report.text import totals
+from co2sim.report.text.plan import commands, looked, nothing, plain, words
+from co2sim.report.text.result import print_assumed
+from co2sim.studies.candidates import Candidate, Space, Wanted
+from co2sim.studies.grid import label
+from co2sim.studies.plan import Recommendation, plan
+from co2sim.studies.sensitivity import BreakEven, Lever, break_even, levers
+from co2sim.studies.workers.engine import Engine
 
 
 def print_options(out: Console, title: str, options: Sequence[Candidate]) -> None:
@@ -123,7 +123,7 @@ def _print(
     if line := remark((option.result.strategy for option in found.best), found.wanted.goal):
         print_lines(out, line)
     shown = found.best[:1]
-    budgets.print_basis(out, [option.case for option in shown], [o.totals for o in shown])
+    totals.print_basis(out, [option.case for option in shown], [o.totals for o in shown])
     print_assumed(out, [option.result for option in shown])
     if found.choice:
         # to be copied: in one piece, whatever the width

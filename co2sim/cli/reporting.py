@@ -6,20 +6,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from co2sim import grid
-from co2sim.batch import run_all
-from co2sim.case import Case
+from co2sim.cli import options, over_sizes
 from co2sim.cli.failures import end_with_failures
-from co2sim.console import budgets, options, over_sizes
-from co2sim.console.command_line import command_line
-from co2sim.console.repeated import refuse_twice
-from co2sim.files import write_atomically
-from co2sim.published_speeds import SpeedComparison, cases_of, compare, read_speeds
+from co2sim.common.command_line import command_line
+from co2sim.common.files import write_atomically
+from co2sim.common.repeated import refuse_twice
+from co2sim.prediction.case import Case
+from co2sim.prediction.published_speeds import SpeedComparison, cases_of, compare, read_speeds
+from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import Goal
 from co2sim.report.option import check
-from co2sim.result import Result
-from co2sim.step_factors import Goal
+from co2sim.report.text import totals
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
+from co2sim.studies import grid
+from co2sim.studies.batch import run_all
 
 if TYPE_CHECKING:
     from co2sim.report.page import Page
@@ -40,7 +41,7 @@ def report(  # noqa: PLR0913, PLR0917 - one argument per option
     jobs: options.Jobs = 1,
     to_loss_steps: options.ToLossSteps = None,
     steps_factor: options.StepsFactor = None,
-    tokens: budgets.Tokens = None,
+    tokens: totals.Tokens = None,
 ) -> None:
     """Compare strategies over GPU counts: one HTML page to hand on, with all data inside."""
     check("--out", out)

@@ -8,31 +8,31 @@ from pathlib import Path
 
 from rich.console import Console
 
-from co2sim.batch import Failure, Interrupted, Outcome, run_all
-from co2sim.case import Case
 from co2sim.cli.failures import end_interrupted, end_with_failures
 from co2sim.cli.reporting import page
-from co2sim.console import budgets, intervals, loss
-from co2sim.console.result_tables import (
+from co2sim.common.files import write_atomically
+from co2sim.common.tables import console, print_lines, print_table
+from co2sim.common.units import counted, percent, scaled
+from co2sim.common.units import figures as shown
+from co2sim.prediction.case import Case
+from co2sim.prediction.published_speeds import SpeedComparison, cases_of, compare, read_speeds
+from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import Goal
+from co2sim.prediction.totals import to_dict
+from co2sim.report.bundle import MISSING, installed
+from co2sim.report.text import intervals, loss, totals
+from co2sim.report.text.result import (
     division,
     print_assumed,
     print_chosen,
     print_warnings,
     speeds,
 )
-from co2sim.console.tables import console, print_lines, print_table
-from co2sim.files import write_atomically
-from co2sim.grid import strategy_title
-from co2sim.metrics import scalability_ratio
-from co2sim.noise import Noise
-from co2sim.published_speeds import SpeedComparison, cases_of, compare, read_speeds
-from co2sim.report.bundle import MISSING, installed
-from co2sim.result import Result
-from co2sim.rows import to_frame
-from co2sim.step_factors import Goal
-from co2sim.totals import to_dict
-from co2sim.units import counted, percent, scaled
-from co2sim.units import figures as shown
+from co2sim.simulation.metrics import scalability_ratio
+from co2sim.simulation.noise import Noise
+from co2sim.studies.batch import Failure, Interrupted, Outcome, run_all
+from co2sim.studies.grid import strategy_title
+from co2sim.studies.table import to_frame
 
 
 def scale(
@@ -134,7 +134,7 @@ def _print(
 ) -> None:
     terminal = console()
     if tokens is not None:
-        budgets.print_answer(terminal, _trainings(cases, results, tokens, goal))
+        totals.print_answer(terminal, _trainings(cases, results, tokens, goal))
     pairs = zip(cases, results, strict=True)
     for cluster, group in groupby(pairs, key=lambda pair: pair[0].cluster):
         asked = [(strategy_title(case.strategy), result) for case, result in group]
@@ -165,11 +165,11 @@ def _csv(
 
 def _trainings(
     cases: Sequence[Case], results: Sequence[Result], tokens: float, goal: Goal
-) -> budgets.Trainings:
+) -> totals.Trainings:
     """The cases by strategy, GPUs and cluster."""
-    found = budgets.totals_for(cases, results, tokens, goal)
+    found = totals.totals_for(cases, results, tokens, goal)
     return [
-        (f"{budgets.where(result)} of {case.cluster}", result, total)
+        (f"{totals.where(result)} of {case.cluster}", result, total)
         for case, result, total in zip(cases, results, found, strict=True)
     ]
 
@@ -181,15 +181,15 @@ def _print_totals(
     tokens: float,
     goal: Goal,
 ) -> None:
-    found = budgets.totals_for(cases, results, tokens, goal)
+    found = totals.totals_for(cases, results, tokens, goal)
     texts = [
-        budgets.marked([str(case.cluster), strategy_title(case.strategy), str(result.gpus)], result)
+        totals.marked([str(case.cluster), strategy_title(case.strategy), str(result.gpus)], result)
         for case, result in zip(cases, results, strict=True)
     ]
     head = f"to train {tokens:.4g} {results[0].unit}s"
     named = list(zip(texts, found, strict=True))
-    budgets.print_totals(terminal, head, ("cluster", "strategy", "GPUs"), named, 2)
-    budgets.print_basis(terminal, cases, found, "")
+    totals.print_totals(terminal, head, ("cluster", "strategy", "GPUs"), named, 2)
+    totals.print_basis(terminal, cases, found, "")
 
 
 def _print_cluster(

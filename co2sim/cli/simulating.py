@@ -7,22 +7,24 @@ from typing import Annotated
 
 import typer
 
-from co2sim import grid, study
-from co2sim.case import Case
-from co2sim.console import budgets, options, over_sizes
-from co2sim.console.repeated import refuse_twice
-from co2sim.errors import OptionError
-from co2sim.files import write_atomically
+from co2sim.cli import options, over_sizes
+from co2sim.common.errors import OptionError
+from co2sim.common.files import write_atomically
+from co2sim.common.repeated import refuse_twice
+from co2sim.prediction import driver
+from co2sim.prediction.case import Case
+from co2sim.prediction.totals import to_dict
 from co2sim.report.option import check
+from co2sim.report.text import totals
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
-from co2sim.totals import to_dict
+from co2sim.studies import grid
 
 
 @options.case_options
 def show(case: Case) -> None:
     """Print the schedule: what every rank does in one round."""
-    print(study.settle(case).prepare().schedule)
+    print(driver.settle(case).prepare().schedule)
 
 
 @options.job_options
@@ -33,7 +35,7 @@ def run(  # noqa: PLR0917 - one argument per option
     gpus: options.Gpus = None,
     to_loss_steps: options.ToLossSteps = None,
     steps_factor: options.StepsFactor = None,
-    tokens: budgets.Tokens = None,
+    tokens: totals.Tokens = None,
     report: over_sizes.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
@@ -45,7 +47,7 @@ def run(  # noqa: PLR0917 - one argument per option
     cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
     goal = options.goal(to_loss_steps, steps_factor)
     check("--report", report)
-    results = [study.run(case, progress=None) for case in cases]
+    results = [driver.run(case, progress=None) for case in cases]
     if report:
         from co2sim.cli import reporting  # noqa: PLC0415 - only then
 
@@ -55,10 +57,10 @@ def run(  # noqa: PLR0917 - one argument per option
         found = [to_dict(case, result, goal, tokens) for case, result in pairs]
         print(json.dumps(found[0] if len(found) == 1 else found, indent=2))
         return
-    from co2sim.console.result_tables import print_simulated  # noqa: PLC0415 - rich
+    from co2sim.report.text.result import print_simulated  # noqa: PLC0415 - rich
 
     for case, result in pairs:
-        print_simulated(case, result, study.settle, goal, tokens)
+        print_simulated(case, result, driver.settle, goal, tokens)
     if report:
         print(f"report  {report}")
 
@@ -76,7 +78,7 @@ def trace(
     """Simulate, and write the timeline of every traced rank."""
     if out.suffix not in {".json", ".jsonl"}:
         raise OptionError(f"--out {out}: the file must end in .json (Perfetto) or .jsonl")
-    schedule, found = study.trace(case, progress=None)
+    schedule, found = driver.trace(case, progress=None)
     if out.suffix == ".jsonl":
         text = "".join(f"{line}\n" for line in found.to_json_lines())
     else:
@@ -99,7 +101,7 @@ def scale(  # noqa: PLR0913, PLR0917 - one argument per option
     jobs: options.Jobs = 1,
     to_loss_steps: options.ToLossSteps = None,
     steps_factor: options.StepsFactor = None,
-    tokens: budgets.Tokens = None,
+    tokens: totals.Tokens = None,
     report: over_sizes.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:

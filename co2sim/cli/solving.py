@@ -8,23 +8,23 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from co2sim import study
-from co2sim.case import Case
 from co2sim.cli import reporting
-from co2sim.console.command_line import command_line
-from co2sim.console.result_tables import print_assumed, print_warnings
-from co2sim.console.solve_words import best, checks, plain, remarks, told, words
-from co2sim.console.tables import console, print_lines, print_table
-from co2sim.decide.break_even import MORE, Lever, levers
-from co2sim.decide.solve import Solved, check, solve
-from co2sim.decide.targets import axis_of, target_of
-from co2sim.errors import Co2simError, OptionError
-from co2sim.grid import strategy_title
-from co2sim.progress import progress_bar
-from co2sim.result import Result
-from co2sim.step_factors import Goal, remark
-from co2sim.totals import tokens_of
-from co2sim.units import number, percent
+from co2sim.common.command_line import command_line
+from co2sim.common.errors import Co2simError, OptionError
+from co2sim.common.progress import progress_bar
+from co2sim.common.tables import console, print_lines, print_table
+from co2sim.common.units import number, percent
+from co2sim.prediction import driver
+from co2sim.prediction.case import Case
+from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import Goal, remark
+from co2sim.prediction.totals import tokens_of
+from co2sim.report.text.result import print_assumed, print_warnings
+from co2sim.report.text.solve import best, checks, plain, remarks, told, words
+from co2sim.studies.grid import strategy_title
+from co2sim.studies.sensitivity import MORE, Lever, levers
+from co2sim.studies.solve import Solved, check, solve
+from co2sim.studies.targets import axis_of, target_of
 
 
 def solving(  # noqa: PLR0917 - one argument per option
@@ -93,7 +93,7 @@ def _as_they_are(
     for title, case in zip(titles, cases, strict=True):
         moved[title] = []
         with suppress(Co2simError):
-            results[title], moved[title] = study.run(case), levers(case)
+            results[title], moved[title] = driver.run(case), levers(case)
     return results, moved
 
 

@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from co2sim import remarks
-from co2sim.batch import Failure, Interrupted, Outcome, run_all
-from co2sim.case import Case
 from co2sim.cli import reporting
 from co2sim.cli.failures import end_interrupted, end_with_failures
-from co2sim.console import budgets, intervals, loss
-from co2sim.console.command_line import command_line
-from co2sim.console.result_tables import print_assumed, print_remarks, print_warnings, speeds
-from co2sim.console.tables import console, print_lines, print_table
-from co2sim.engines.engine import Engine
-from co2sim.files import write_atomically
-from co2sim.grid import Setting, label
-from co2sim.result import Result
-from co2sim.rows import check_column, order, to_frame
-from co2sim.step_factors import Goal
-from co2sim.totals import Totals, to_dict
-from co2sim.units import counted, duration, scaled
+from co2sim.common.command_line import command_line
+from co2sim.common.files import write_atomically
+from co2sim.common.tables import console, print_lines, print_table
+from co2sim.common.units import counted, duration, scaled
+from co2sim.prediction import remarks
+from co2sim.prediction.case import Case
+from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import Goal
+from co2sim.prediction.totals import Totals, to_dict
+from co2sim.report.text import intervals, loss, totals
+from co2sim.report.text.result import print_assumed, print_remarks, print_warnings, speeds
+from co2sim.studies.batch import Failure, Interrupted, Outcome, run_all
+from co2sim.studies.grid import Setting, label
+from co2sim.studies.table import check_column, order, to_frame
+from co2sim.studies.workers.engine import Engine
 
 if TYPE_CHECKING:
     from co2sim.report.sweep import Swept
@@ -171,20 +171,20 @@ def _print(
     title = ", ".join([*_shared(cases, outcomes), f"by {' and '.join(settings[0])}"])
     uneven = speeds(cases[0].noise, varied=settings[0])
     title += f"; {uneven}" if uneven else ""
-    found = None if tokens is None else budgets.totals_for(cases, outcomes, tokens, goal)
+    found = None if tokens is None else totals.totals_for(cases, outcomes, tokens, goal)
     if found is not None:
-        budgets.print_answer(terminal, _trainings(settings, outcomes, found))
+        totals.print_answer(terminal, _trainings(settings, outcomes, found))
     print_table(terminal, title, columns, rows, left=left)
     _print_notes(terminal, results, goal)
     if found is not None:
         texts = [
-            budgets.marked([*map(label, setting.values())], outcome)
+            totals.marked([*map(label, setting.values())], outcome)
             for setting, outcome in zip(settings, outcomes, strict=True)
         ]
         head = f"to train {tokens:.4g} {unit}s"
         pairs = list(zip(texts, found, strict=True))
-        budgets.print_totals(terminal, head, list(settings[0]), pairs, len(settings[0]))
-        budgets.print_basis(terminal, cases, found, "")
+        totals.print_totals(terminal, head, list(settings[0]), pairs, len(settings[0]))
+        totals.print_basis(terminal, cases, found, "")
     named = [
         (" ".join(f"{path}={label(value)}" for path, value in setting.items()), outcome)
         for setting, outcome in zip(settings, outcomes, strict=True)
@@ -197,7 +197,7 @@ def _print(
 
 def _trainings(
     settings: Sequence[Setting], outcomes: Sequence[Outcome], found: Sequence[Totals | None]
-) -> budgets.Trainings:
+) -> totals.Trainings:
     """The cases with figures, by what varies."""
     names = (
         ", ".join(f"{path}={label(value)}" for path, value in setting.items())

@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
-from co2sim import grid
-from co2sim.case import Case
-from co2sim.console import budgets, options, over_sizes
-from co2sim.errors import OptionError
-from co2sim.grid import Points, Shard
+from co2sim.cli import options, over_sizes
+from co2sim.common.errors import OptionError
+from co2sim.prediction.case import Case
 from co2sim.report.option import check
+from co2sim.report.text import totals
+from co2sim.studies import grid
+from co2sim.studies.grid import Points, Shard
 
 
 def _refuse_varied(context: typer.Context, paths: Iterable[str]) -> None:
@@ -73,7 +74,7 @@ def sweep(  # noqa: PLR0913, PLR0917 - one argument per option
     scheduler: options.Scheduler = None,
     to_loss_steps: options.ToLossSteps = None,
     steps_factor: options.StepsFactor = None,
-    tokens: budgets.Tokens = None,
+    tokens: totals.Tokens = None,
     report: over_sizes.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import altair as alt
 
-from co2sim.console.figures import COLOURS
-from co2sim.decide.break_even import Lever
-from co2sim.memory import GIB
+from co2sim.common.plots import COLOURS
+from co2sim.models.memory import GIB
+from co2sim.prediction.result import Result
 from co2sim.report.chart_style import (
     COLUMNS,
     HEIGHT,
@@ -31,7 +31,7 @@ from co2sim.report.chart_style import (
 )
 from co2sim.report.rounds import Round
 from co2sim.report.tables import Answered
-from co2sim.result import Result
+from co2sim.studies.sensitivity import Lever
 
 PARTS = (
     "computing, nothing sent",

@@ -6,8 +6,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from co2sim.errors import OptionError
-from co2sim.files import write_atomically
+from co2sim.common.errors import OptionError
+from co2sim.common.files import write_atomically
 
 MISSING = "charts need Altair: pip install 'co2sim[report]'"
 _SHOWN = "window.vegaEmbed = vegaEmbed;"

@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 
 import altair as alt
 
-from co2sim.console.figures import COLOURS
-from co2sim.decide.targets import Axis
+from co2sim.common.plots import COLOURS
 from co2sim.report.tables import Answered
+from co2sim.studies.targets import Axis
 
 Spec: TypeAlias = dict[str, Any]
 Rows: TypeAlias = list[dict[str, Any]]

@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
+from co2sim.common.units import counted
+from co2sim.prediction.step_factors import remark
 from co2sim.report.tables import Answered
-from co2sim.step_factors import remark
-from co2sim.units import counted
 
 _MOST = 3
 """Clusters that the fastest one is compared with, and pairs of strategies of each."""

@@ -5,12 +5,7 @@ from typing import Any
 
 import altair as alt
 
-from co2sim.console.figures import COLOURS
-from co2sim.console.solve_words import crossing
-from co2sim.decide.break_even import BreakEven
-from co2sim.decide.solve import Solved, Stretch
-from co2sim.decide.targets import Metric
-from co2sim.grid import strategy_title
+from co2sim.common.plots import COLOURS
 from co2sim.report.chart_style import (
     HEIGHT,
     ROW,
@@ -26,6 +21,11 @@ from co2sim.report.chart_style import (
     spec,
     wide,
 )
+from co2sim.report.text.solve import crossing
+from co2sim.studies.grid import strategy_title
+from co2sim.studies.sensitivity import BreakEven
+from co2sim.studies.solve import Solved, Stretch
+from co2sim.studies.targets import Metric
 
 _OPACITY = 0.18
 

@@ -6,11 +6,11 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from co2sim.errors import OptionError, UnitError, nearest
+from co2sim.common.errors import OptionError, UnitError, nearest
+from co2sim.common.units import EXAMPLES, counted, parse
 from co2sim.report.chart_style import HEIGHT, ROW, Drawn, Rows, by_strategy, data
 from co2sim.report.line_charts import banded
-from co2sim.rows import VARIED
-from co2sim.units import EXAMPLES, counted, parse
+from co2sim.studies.table import VARIED
 
 _MOST = 5000
 """Rows of a chart."""

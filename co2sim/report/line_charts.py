@@ -5,8 +5,9 @@ from typing import Any
 
 import altair as alt
 
-from co2sim.published_cells import ThroughputCell
-from co2sim.published_speeds import SpeedComparison
+from co2sim.prediction.published import ThroughputCell
+from co2sim.prediction.published_speeds import SpeedComparison
+from co2sim.prediction.totals import Totals
 from co2sim.report.chart_style import (
     HEIGHT,
     Rows,
@@ -19,7 +20,6 @@ from co2sim.report.chart_style import (
     spec,
 )
 from co2sim.report.tables import Answered
-from co2sim.totals import Totals
 
 _BAND = 0.18
 

@@ -12,16 +12,16 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from co2sim.errors import OptionError
-from co2sim.memory import GIB
+from co2sim.common.errors import OptionError
+from co2sim.common.units import counted, duration
+from co2sim.models.memory import GIB
+from co2sim.prediction.result import Result
 from co2sim.report.bar_charts import memory_bars, share_bars, timeline_bars
 from co2sim.report.chart_style import COLUMNS, CONFIG, ROW, TEXT, WORKS, Drawn, Rows, cycled, data
 from co2sim.report.frame_chart import framed
 from co2sim.report.rounds import kind_of, round_of
-from co2sim.result import Result
-from co2sim.schedule import Op, Schedule
-from co2sim.trace import Trace
-from co2sim.units import counted, duration
+from co2sim.schedule.schedule import Op, Schedule
+from co2sim.simulation.trace import Trace
 
 _WIDTH = 600
 _INK = "#222222"

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from co2sim.errors import OptionError
-from co2sim.files import check_writable
+from co2sim.common.errors import OptionError
+from co2sim.common.files import check_writable
 from co2sim.report.bundle import check_installed
 
 

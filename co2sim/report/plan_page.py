@@ -6,22 +6,22 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
-from co2sim.case import Case
-from co2sim.console import budgets, plan_words
-from co2sim.decide.break_even import BreakEven, Lever
-from co2sim.decide.candidates import Candidate, Space
-from co2sim.decide.plan import Recommendation
-from co2sim.goodput.of_result import goodput_of
-from co2sim.grid import label
+from co2sim.common.units import counted, scaled
+from co2sim.prediction.case import Case
+from co2sim.prediction.goodput.of_result import goodput_of
+from co2sim.prediction.step_factors import remark
+from co2sim.prediction.totals import Totals
 from co2sim.report import bar_charts, decision_charts, sections
 from co2sim.report.chart_style import picking
 from co2sim.report.page import Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import last_round
 from co2sim.report.tables import Answered, Table, ranged
-from co2sim.rows import to_frame
-from co2sim.step_factors import remark
-from co2sim.totals import Totals
-from co2sim.units import counted, scaled
+from co2sim.report.text import plan, totals
+from co2sim.studies.candidates import Candidate, Space
+from co2sim.studies.grid import label
+from co2sim.studies.plan import Recommendation
+from co2sim.studies.sensitivity import BreakEven, Lever
+from co2sim.studies.table import to_frame
 
 _PARTS = {
     "useful": "useful work",
@@ -177,16 +177,16 @@ def page(planned: Planned) -> Page:
 def _answer(planned: Planned) -> list[str]:
     """The words of the terminal but for the doubts."""
     found = planned.found
-    said = plan_words.words(found, planned.turns, planned.levers)
+    said = plan.words(found, planned.turns, planned.levers)
     if found.choice is None:
         return [f"{said[0][0].upper()}{said[0][1:]}."]
-    doubts = plan_words.doubts(found)
+    doubts = plan.doubts(found)
     return [text for text in said if text not in doubts]
 
 
 def _doubts(planned: Planned) -> list[str]:
     found = planned.found
-    said = plan_words.doubts(found)
+    said = plan.doubts(found)
     if not planned.interrupted:
         return said
     if found.interrupted:
@@ -282,14 +282,14 @@ def _useful(planned: Planned) -> PageSection:
         "useful",
         "Failures and energy",
         figures=[Figure("", table=table)] if table else [],
-        notes=budgets.basis_lines(
+        notes=totals.basis_lines(
             [one.case for one in named.values()], [one.totals for one in named.values()]
         ),
     )
 
 
 def _looked(planned: Planned) -> list[str]:
-    lines = list(plan_words.looked(planned.space, planned.found))
+    lines = list(plan.looked(planned.space, planned.found))
     said = remark((one.strategy for one in planned.shown), planned.found.wanted.goal)
     return [*lines, said] if said else lines
 
@@ -299,7 +299,7 @@ def _commands(planned: Planned) -> list[str]:
     choice = planned.found.choice
     if choice is None:
         return [planned.command]
-    lines = plan_words.commands(choice, planned.found.wanted)
+    lines = plan.commands(choice, planned.found.wanted)
     said = ["# {}\n{}".format(*line.split(": ", 1)) for line in lines]
     return [f"# the plan\n{planned.command}", *said]
 
@@ -310,7 +310,7 @@ def _files(planned: Planned) -> dict[str, tuple[str, str]]:
     results = [one.result for one in planned.shown]
     wanted = found.wanted
     frame = to_frame(cases, results, goal=wanted.goal, tokens=wanted.tokens)
-    plain = plan_words.plain(found, planned.turns, planned.levers)
+    plain = plan.plain(found, planned.turns, planned.levers)
     return {
         "plan.csv": ("text/csv", frame.to_csv(index=False)),
         "plan.json": ("application/json", json.dumps(plain, indent=1)),

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from co2sim import study
-from co2sim.case import Case
-from co2sim.metrics import window
-from co2sim.schedule import Collective, Schedule, Work
-from co2sim.trace import Trace
-from co2sim.units import Seconds
+from co2sim.common.units import Seconds
+from co2sim.prediction import driver
+from co2sim.prediction.case import Case
+from co2sim.schedule.schedule import Collective, Schedule, Work
+from co2sim.simulation.metrics import window
+from co2sim.simulation.trace import Trace
 
 _PIXELS = 1500
 """Gaps and ops shorter than one of so many parts of a round do not show."""
@@ -56,7 +56,7 @@ class Round:
 
 def last_round(case: Case) -> Round:
     """The last round of a simulation; see `round_of`."""
-    return round_of(*study.trace(case))
+    return round_of(*driver.trace(case))
 
 
 def round_of(schedule: Schedule, trace: Trace, place: int = 0, parts: int = _PIXELS) -> Round:

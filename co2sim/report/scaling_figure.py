@@ -9,13 +9,13 @@ from typing import Any
 import altair as alt
 import vl_convert
 
-from co2sim.case import Case
-from co2sim.published_cells import ThroughputCell
-from co2sim.published_speeds import SpeedComparison
+from co2sim.common.units import counted
+from co2sim.prediction.case import Case
+from co2sim.prediction.published import ThroughputCell
+from co2sim.prediction.published_speeds import SpeedComparison
+from co2sim.prediction.result import Result
 from co2sim.report.chart_style import CONFIG, HEIGHT, TEXT, Rows, by_strategy, data
 from co2sim.report.line_charts import STAR, banded, gpu_axis
-from co2sim.result import Result
-from co2sim.units import counted
 
 _WIDTH = 340
 _LETTER = 7

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from co2sim.case import Case
-from co2sim.decide.break_even import Lever
-from co2sim.published_speeds import SpeedComparison
-from co2sim.remarks import ALIKE
+from co2sim.prediction.case import Case
+from co2sim.prediction.published_speeds import SpeedComparison
+from co2sim.prediction.remarks import ALIKE
 from co2sim.report import bar_charts, line_charts, tables
 from co2sim.report.chart_style import picking
 from co2sim.report.page import Figure, PageSection, Timelines
 from co2sim.report.tables import Answered
+from co2sim.studies.sensitivity import Lever
 
 
 def money(every: Sequence[Answered], names: Sequence[str]) -> PageSection:

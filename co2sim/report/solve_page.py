@@ -7,16 +7,16 @@ from functools import cached_property
 
 import pandas as pd
 
-from co2sim.case import Case
-from co2sim.console import solve_words
-from co2sim.decide.break_even import Lever
-from co2sim.decide.solve import Solved
-from co2sim.grid import label, strategy_title
+from co2sim.prediction.case import Case
+from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import Goal, remark
 from co2sim.report import decision_charts, sections
 from co2sim.report.page import Figure, Page, PageSection
 from co2sim.report.tables import Answered, Table
-from co2sim.result import Result
-from co2sim.step_factors import Goal, remark
+from co2sim.report.text import solve
+from co2sim.studies.grid import label, strategy_title
+from co2sim.studies.sensitivity import Lever
+from co2sim.studies.solve import Solved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def page(answers: AllSolved) -> Page:
     axis = answers.found[0].axis
     shown = answers.as_they_are
     return Page(
-        answer=[f"{solve_words.words(solved)}." for solved in answers.found],
+        answer=[f"{solve.words(solved)}." for solved in answers.found],
         sections=[
             *(
                 _reached(group, place, answers.goal)
@@ -97,8 +97,8 @@ def _reached(group: Sequence[Solved], place: int, goal: Goal) -> PageSection:
     rows = [
         [
             strategy_title(solved.case.strategy),
-            *(solve_words.told(answer, axis) for answer in solved.answers),
-            solve_words.best(solved),
+            *(solve.told(answer, axis) for answer in solved.answers),
+            solve.best(solved),
         ]
         for solved in group
     ]
@@ -108,7 +108,7 @@ def _reached(group: Sequence[Solved], place: int, goal: Goal) -> PageSection:
         key=f"target-{place}",
         title=f"{metric.words[0].upper()}{metric.words[1:]}, by {axis.path}",
         figures=[chart, answers],
-        notes=[*solve_words.remarks(group), *([said] if said else [])],
+        notes=[*solve.remarks(group), *([said] if said else [])],
     )
 
 
@@ -128,12 +128,12 @@ def _points(group: Sequence[Solved]) -> Table:
 def _commands(answers: AllSolved) -> list[str]:
     """Which repeats it, and what shows the figures at the answers."""
     said = [f"# to see all of it\n{answers.command}"]
-    lines = solve_words.checks(answers.found, answers.tokens, answers.goal)
+    lines = solve.checks(answers.found, answers.tokens, answers.goal)
     return [*said, *("# {}\n{}".format(*line.split(": ", 1)) for line in lines)]
 
 
 def _files(answers: AllSolved) -> dict[str, tuple[str, str]]:
-    plain = [solve_words.plain(solved, answers.levers) for solved in answers.found]
+    plain = [solve.plain(solved, answers.levers) for solved in answers.found]
     rows = [
         {
             "strategy": one["strategy"],

@@ -6,22 +6,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from co2sim.case import Case
-from co2sim.console import budgets, intervals
-from co2sim.decide.break_even import levers
-from co2sim.errors import Co2simError
-from co2sim.grid import label, strategy_title
-from co2sim.published_speeds import SpeedComparison
+from co2sim.common.errors import Co2simError
+from co2sim.common.units import counted
+from co2sim.prediction.case import Case
+from co2sim.prediction.published_speeds import SpeedComparison
+from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import Goal, remark
+from co2sim.prediction.totals import Totals, to_dict
 from co2sim.report import bar_charts, comparison, line_charts, sections, tables
 from co2sim.report.chart_style import picking
 from co2sim.report.page import MOST_ROUNDS, Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import last_round
 from co2sim.report.tables import Answered
-from co2sim.result import Result
-from co2sim.rows import to_frame
-from co2sim.step_factors import Goal, remark
-from co2sim.totals import Totals, to_dict
-from co2sim.units import counted
+from co2sim.report.text import intervals, totals
+from co2sim.studies.grid import label, strategy_title
+from co2sim.studies.sensitivity import levers
+from co2sim.studies.table import to_frame
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Study:
         if self.tokens is None:
             found: Sequence[Totals | None] = [None] * len(self.cases)
         else:
-            found = budgets.totals_for(self.cases, self.results, self.tokens, self.goal)
+            found = totals.totals_for(self.cases, self.results, self.tokens, self.goal)
         names = self.panels or [label(case.cluster) for case in self.cases]
         titles = [strategy_title(case.strategy) for case in self.cases]
         rows = zip(names, titles, self.cases, self.results, found, strict=True)
@@ -70,7 +70,7 @@ class Study:
     @cached_property
     def best(self) -> Answered:
         """The case that the answer names first."""
-        named = budgets.chosen(self._trainings()) if self.tokens is not None else {}
+        named = totals.chosen(self._trainings()) if self.tokens is not None else {}
         if named:
             result = next(iter(named.values()))[1]
             return next(one for one in self.all if one.result is result)
@@ -82,9 +82,9 @@ class Study:
         if self.tokens is None:
             return [*comparison.clusters(self.largest), *self._fastest()]
         trainings = self._trainings()
-        known = budgets.chosen(trainings).items()
+        known = totals.chosen(trainings).items()
         if not known:
-            return budgets.sentences(trainings)
+            return totals.sentences(trainings)
         priced = any(one.totals and one.totals.cost is not None for one in self.all)
         compared = [] if priced else list(comparison.clusters(self.largest))
         return [*compared, *(f"{head}: {_words(*one)}" for head, one in known)]
@@ -118,7 +118,7 @@ class Study:
                 text += f" (90 %: {intervals.ends(result)})"
             yield f"{text}."
 
-    def _trainings(self) -> budgets.Trainings:
+    def _trainings(self) -> totals.Trainings:
         return [
             (
                 f"{one.strategy} on {counted(one.result.gpus, 'GPU')} of {one.cluster}",
@@ -132,7 +132,7 @@ class Study:
 def _words(name: str, result: Result, found: Totals | None) -> str:
     assert found is not None
     lost = "" if result.fits_in_memory else "; it does not fit in memory"
-    return f"{name}, {budgets.in_short(found, result.unit)}{lost}."
+    return f"{name}, {totals.in_short(found, result.unit)}{lost}."
 
 
 def page(study: Study) -> Page:

@@ -4,18 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from co2sim.batch import Failure, Outcome
-from co2sim.case import Case
-from co2sim.console import budgets, intervals
-from co2sim.decide.targets import Axis, axis_of
-from co2sim.errors import Co2simError
-from co2sim.grid import Setting, label, strategy_title
-from co2sim.intervals import undecided
+from co2sim.common.errors import Co2simError
+from co2sim.common.units import parse, parse_price
+from co2sim.prediction.case import Case
+from co2sim.prediction.intervals import undecided
+from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import Goal
 from co2sim.report.chart_style import NumberAxis, number_axis
 from co2sim.report.tables import Answered
-from co2sim.result import Result
-from co2sim.step_factors import Goal
-from co2sim.units import parse, parse_price
+from co2sim.report.text import intervals, totals
+from co2sim.studies.batch import Failure, Outcome
+from co2sim.studies.grid import Setting, label, strategy_title
+from co2sim.studies.targets import Axis, axis_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Swept:
         found = (
             [None] * len(self.cases)
             if tokens is None
-            else budgets.totals_for(self.cases, self.outcomes, tokens, self.goal)
+            else totals.totals_for(self.cases, self.outcomes, tokens, self.goal)
         )
         every = zip(self.names, self.cases, self.outcomes, found, strict=True)
         return [
@@ -116,13 +116,13 @@ class Swept:
         every = self.all
         if self.tokens is not None:
             trainings = [(one.strategy, one.result, one.totals) for one in every]
-            known = budgets.chosen(trainings).items()
+            known = totals.chosen(trainings).items()
             said = []
             for head, (name, result, found) in known:
                 assert found is not None
                 lost = "" if result.fits_in_memory else "; it does not fit in memory"
-                said.append(f"{head}: {name}, {budgets.in_short(found, result.unit)}{lost}.")
-            return said or budgets.sentences(trainings)
+                said.append(f"{head}: {name}, {totals.in_short(found, result.unit)}{lost}.")
+            return said or totals.sentences(trainings)
         fitting = self._ranked
         if not fitting:
             return [f"None of {len(every):,} cases fits in memory."]

@@ -6,7 +6,7 @@ from typing import Any
 
 import altair as alt
 
-from co2sim.console.figures import COLOURS
+from co2sim.common.plots import COLOURS
 from co2sim.report.chart_style import (
     HEIGHT,
     STRATEGIES,

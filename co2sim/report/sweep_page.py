@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from co2sim.case import Case
-from co2sim.console import budgets
-from co2sim.grid import label
+from co2sim.prediction.case import Case
 from co2sim.report import sections, sweep_charts, tables
 from co2sim.report.page import Figure, Page, PageSection
 from co2sim.report.sweep import Swept
 from co2sim.report.tables import Answered
-from co2sim.rows import to_frame
+from co2sim.report.text import totals
+from co2sim.studies.grid import label
+from co2sim.studies.table import to_frame
 
 _MOST_ROWS = 200
 """Of one table."""
@@ -105,7 +105,7 @@ def _money(swept: Swept) -> PageSection:
             for one in sections.money(every, [one.strategy for one in every]).figures
             if one.chart
         ]
-    basis = budgets.basis_lines(swept.cases[:_MOST_ROWS], [one.totals for one in every])
+    basis = totals.basis_lines(swept.cases[:_MOST_ROWS], [one.totals for one in every])
     return PageSection("money", "Days and money", figures=figures, notes=basis)
 
 

@@ -4,16 +4,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from co2sim.case import Case
 from co2sim.catalog import Fact
-from co2sim.console import budgets, intervals
-from co2sim.decide.break_even import Lever
-from co2sim.grid import label
-from co2sim.intervals import RunKind, kind_errors
-from co2sim.published_speeds import SpeedComparison
-from co2sim.result import Result
-from co2sim.totals import Totals
-from co2sim.units import duration, figures, percent, scaled
+from co2sim.common.units import duration, figures, percent, scaled
+from co2sim.prediction.case import Case
+from co2sim.prediction.intervals import RunKind, kind_errors
+from co2sim.prediction.published_speeds import SpeedComparison
+from co2sim.prediction.result import Result
+from co2sim.prediction.totals import Totals
+from co2sim.report.text import intervals, totals
+from co2sim.studies.grid import label
+from co2sim.studies.sensitivity import Lever
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +105,10 @@ def ranged(value: float | None, low: float | None, high: float | None, unit: str
     """An amount with its interval, as far as they are known."""
     if value is None:
         return "-"
-    text = f"{budgets.amount(value)}{f' {unit}' if unit else ''}"
+    text = f"{totals.amount(value)}{f' {unit}' if unit else ''}"
     if low is None or high is None:
         return text
-    return f"{text} ({budgets.amount(low)} to {budgets.amount(high)})"
+    return f"{text} ({totals.amount(low)} to {totals.amount(high)})"
 
 
 def times(group: Sequence[Answered]) -> Table:

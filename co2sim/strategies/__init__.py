@@ -15,9 +15,11 @@ from typing import (
     get_type_hints,
 )
 
-from co2sim import convert
-from co2sim.errors import OptionError, nearest
-from co2sim.schedule import DType, Layout, Schedule
+from co2sim.common import convert
+from co2sim.common.errors import OptionError, nearest
+from co2sim.common.units import Bytes
+from co2sim.models.workload import Workload
+from co2sim.schedule.schedule import DType, Layout, Schedule
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.ddp import DDP
 from co2sim.strategies.diloco import DiLoCo
@@ -27,8 +29,6 @@ from co2sim.strategies.local_sgd import LocalSGD, OverlapLocalSGD, SlowMo
 from co2sim.strategies.zero1 import Zero1
 from co2sim.strategies.zero3 import Zero2, Zero3
 from co2sim.strategies.zeropp import ZeroPP
-from co2sim.units import Bytes
-from co2sim.workload import Workload
 
 __all__ = [
     "STRATEGIES",

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from co2sim.schedule import After, Compute, Op
+from co2sim.schedule.schedule import After, Compute, Op
 from co2sim.strategies.step import Step, check_ops
 
 

@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from co2sim.errors import OptionError
-from co2sim.late_averages import MOST_FRAGMENTS, check_predict, even_fragments, kept
-from co2sim.schedule import DType, Layout, Schedule
+from co2sim.common.delayed_averaging import MOST_FRAGMENTS, check_predict, even_fragments, kept
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Bytes
+from co2sim.common.validation import between
+from co2sim.models.workload import Workload
+from co2sim.schedule.schedule import DType, Layout, Schedule
 from co2sim.strategies.local import (
     Auto,
     Averaged,
@@ -20,9 +23,6 @@ from co2sim.strategies.local import (
     settled,
 )
 from co2sim.strategies.step import QUANTIZED, whole_options
-from co2sim.units import Bytes
-from co2sim.validation import between
-from co2sim.workload import Workload
 
 _MOST_STALENESS = 100
 """A rank keeps a buffer for every average in flight; so many rounds pass before a steady one."""

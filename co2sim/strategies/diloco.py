@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from co2sim.errors import OptionError
-from co2sim.schedule import DType, Layout, Schedule
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Bytes
+from co2sim.models.workload import Workload
+from co2sim.schedule.schedule import DType, Layout, Schedule
 from co2sim.strategies.local import (
     Averages,
     Inner,
@@ -15,8 +17,6 @@ from co2sim.strategies.local import (
     launches,
 )
 from co2sim.strategies.step import QUANTIZED, SCALE_BLOCK, whole_options
-from co2sim.units import Bytes
-from co2sim.workload import Workload
 
 _MOST_FRAGMENTS = 1_000
 """Far beyond the layers of a model, which Streaming DiLoCo averages a few at a time."""

@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, TypeAlias
 
-from co2sim.errors import OptionError
-from co2sim.schedule import (
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Bytes
+from co2sim.models.workload import MASTER_BYTES, OPTIMIZER_BYTES, Workload
+from co2sim.schedule.schedule import (
     PEERS,
     WORLD,
     After,
@@ -19,7 +21,7 @@ from co2sim.schedule import (
     Schedule,
     peers_of_blocks,
 )
-from co2sim.schedule import DType as D
+from co2sim.schedule.schedule import DType as D
 from co2sim.strategies.chaining import chain
 from co2sim.strategies.sharded import GATHER, REDUCE, Row, Use, consecutive, lay_out, renamed
 from co2sim.strategies.step import (
@@ -31,8 +33,6 @@ from co2sim.strategies.step import (
     title,
     whole_options,
 )
-from co2sim.units import Bytes
-from co2sim.workload import MASTER_BYTES, OPTIMIZER_BYTES, Workload
 
 REPLICATE = "replicate"
 """The stream of all-reduces between groups of shards: their own communicator."""

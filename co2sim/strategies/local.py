@@ -10,9 +10,11 @@ inside.
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
-from co2sim.errors import OptionError
-from co2sim.memory import model_states
-from co2sim.schedule import (
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Bytes
+from co2sim.models.memory import model_states
+from co2sim.models.workload import Workload
+from co2sim.schedule.schedule import (
     LEADERS,
     NODE,
     PEERS,
@@ -47,8 +49,6 @@ from co2sim.strategies.step import (
 from co2sim.strategies.zero1 import Zero1
 from co2sim.strategies.zero3 import Zero2, Zero3
 from co2sim.strategies.zeropp import ZeroPP
-from co2sim.units import Bytes
-from co2sim.workload import Workload
 
 Worker: TypeAlias = Literal["gpu", "node", "site"]
 Inner: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3", "zeropp", "fsdp"]

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from co2sim.schedule import DType, Layout, Schedule
+from co2sim.common.units import Bytes
+from co2sim.models.workload import Workload
+from co2sim.schedule.schedule import DType, Layout, Schedule
 from co2sim.strategies.local import (
     Averages,
     Inner,
@@ -13,8 +15,6 @@ from co2sim.strategies.local import (
     averaged_rounds,
     check,
 )
-from co2sim.units import Bytes
-from co2sim.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

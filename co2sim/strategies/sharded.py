@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from co2sim.errors import OptionError
-from co2sim.schedule import NODE, After, Collective, Compute, Group, Layout, Op
-from co2sim.schedule import block as block_group
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Bytes
+from co2sim.models.workload import Block, BlockWork, Workload
+from co2sim.schedule.schedule import NODE, After, Collective, Compute, Group, Layout, Op
+from co2sim.schedule.schedule import block as block_group
 from co2sim.strategies.step import (
     COMPUTE,
     Step,
@@ -21,8 +23,6 @@ from co2sim.strategies.step import (
     micro_prefix,
     whole_options,
 )
-from co2sim.units import Bytes
-from co2sim.workload import Block, BlockWork, Workload
 
 KEPT = 10**12
 """A `max_reuse` that no block exceeds: its parameters stay from recomputation to gradients."""

@@ -4,12 +4,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from co2sim.errors import OptionError
-from co2sim.machine import require_memory
-from co2sim.schedule import SCALE_BYTES, After, Collective, Compute, DType, Group, Kind, Layout, Op
-from co2sim.units import Bytes
-from co2sim.validation import whole
-from co2sim.workload import Block, Workload
+from co2sim.common.errors import OptionError
+from co2sim.common.resources import require_memory
+from co2sim.common.units import Bytes
+from co2sim.common.validation import whole
+from co2sim.models.workload import Block, Workload
+from co2sim.schedule.schedule import (
+    SCALE_BYTES,
+    After,
+    Collective,
+    Compute,
+    DType,
+    Group,
+    Kind,
+    Layout,
+    Op,
+)
 
 _MOST_PIECES = 10_000
 _MOST_OPS = 1_000_000

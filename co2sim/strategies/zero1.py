@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from co2sim.memory import model_states
-from co2sim.schedule import WORLD, Group, Kind, Layout, Schedule
+from co2sim.common.units import Bytes
+from co2sim.models.memory import model_states
+from co2sim.models.workload import Workload
+from co2sim.schedule.schedule import WORLD, Group, Kind, Layout, Schedule
 from co2sim.strategies.chaining import chain
 from co2sim.strategies.step import Reduction, Step, bucketed_step, title, whole_options
-from co2sim.units import Bytes
-from co2sim.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from co2sim.memory import model_states
-from co2sim.schedule import WORLD, Collective, Group, Kind, Layout, Schedule
+from co2sim.common.units import Bytes
+from co2sim.models.memory import model_states
+from co2sim.models.workload import Block, Workload
+from co2sim.schedule.schedule import WORLD, Collective, Group, Kind, Layout, Schedule
 from co2sim.strategies.chaining import chain
 from co2sim.strategies.sharded import (
     GATHER,
@@ -18,8 +20,6 @@ from co2sim.strategies.sharded import (
     transient,
 )
 from co2sim.strategies.step import Reduction, Step, bucketed_step, group_size, title, whole_options
-from co2sim.units import Bytes
-from co2sim.workload import Block, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

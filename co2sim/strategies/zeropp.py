@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
-from co2sim.errors import OptionError
-from co2sim.memory import model_states
-from co2sim.schedule import (
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Bytes
+from co2sim.models.memory import model_states
+from co2sim.models.workload import Block, Workload
+from co2sim.schedule.schedule import (
     NODE,
     PEERS,
     WORLD,
@@ -33,8 +35,6 @@ from co2sim.strategies.sharded import (
     transient,
 )
 from co2sim.strategies.step import Step, cut, group_size, recode, sum_received, title, whole_options
-from co2sim.units import Bytes
-from co2sim.workload import Block, Workload
 
 _SCALE_BLOCK = 2048
 _MOST_CHUNKS = 100

@@ -9,7 +9,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
 
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
 from realrun.adapters import rank_files
 from realrun.algorithms import LocalUpdate
 

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
 from realrun.adapters import rank_files
 from realrun.adapters.rank_files import mean_where_different
 from realrun.algorithms import LocalUpdate

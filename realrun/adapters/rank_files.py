@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from co2sim.units import counted
+from co2sim.common.units import counted
 from realrun.algorithms import LocalUpdate
 from realrun.algorithms.outer_loop import mark_of
 from realrun.errors import CheckpointError, DamagedError

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
 from realrun.adapters import rank_files
 from realrun.adapters.accelerate import refuse
 from realrun.adapters.rank_files import mean_where_different

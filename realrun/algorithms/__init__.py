@@ -9,7 +9,7 @@ Everything that a training loop needs can be imported from here, the errors incl
 are Co2simErrors.
 """
 
-from co2sim.errors import Co2simError, OptionError
+from co2sim.common.errors import Co2simError, OptionError
 from realrun.algorithms.co2 import CO2
 from realrun.algorithms.late import Stats
 from realrun.algorithms.local_sgd import DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from co2sim.units import Seconds
+from co2sim.common.units import Seconds
 from realrun.algorithms.notices import PERIOD, Notices, lost
 from realrun.algorithms.options import DEADLINE, Wire
 from realrun.algorithms.quantize import dequantize, quantize, sum_rows

@@ -6,9 +6,9 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from co2sim.errors import OptionError
-from co2sim.late_averages import even_fragments, kept
-from co2sim.validation import between, whole
+from co2sim.common.delayed_averaging import even_fragments, kept
+from co2sim.common.errors import OptionError
+from co2sim.common.validation import between, whole
 from realrun import errors
 from realrun.algorithms.late import Absorbed, Delay, LateAverages, State, Total
 from realrun.algorithms.local_update import Common, LocalUpdate

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What fp32 holds exactly."""

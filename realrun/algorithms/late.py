@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from co2sim.late_averages import MOST_FRAGMENTS, bounded, check_predict
-from co2sim.units import Seconds
-from co2sim.validation import between, whole
+from co2sim.common.delayed_averaging import MOST_FRAGMENTS, bounded, check_predict
+from co2sim.common.units import Seconds
+from co2sim.common.validation import between, whole
 from realrun import errors
 from realrun.errors import one_of
 

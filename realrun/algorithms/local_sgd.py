@@ -5,8 +5,8 @@ from typing import Unpack
 
 from torch import Tensor, nn
 
-from co2sim.errors import OptionError
-from co2sim.validation import whole
+from co2sim.common.errors import OptionError
+from co2sim.common.validation import whole
 from realrun import errors
 from realrun.algorithms.late import Absorbed, Delay, LateAverages, MomentumRule, State, Total
 from realrun.algorithms.local_update import Common, LocalUpdate

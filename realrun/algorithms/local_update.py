@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from co2sim.errors import Co2simError, OptionError
-from co2sim.units import Seconds
-from co2sim.validation import above, whole
+from co2sim.common.errors import Co2simError, OptionError
+from co2sim.common.units import Seconds
+from co2sim.common.validation import above, whole
 from realrun.algorithms.agreement import RateWatch, refuse_different_inside, refuse_drift
 from realrun.algorithms.average import BUCKET_MIB, Average
 from realrun.algorithms.flat import Flat, memory

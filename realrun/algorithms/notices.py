@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
-from co2sim.errors import OptionError
-from co2sim.units import Seconds
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Seconds
 from realrun.errors import MismatchError, NonFiniteError, RankFailure
 
 PERIOD: Seconds = 0.5

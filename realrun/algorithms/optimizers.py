@@ -8,7 +8,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
 """One optimizer, or several that share out the parameters, such as Muon and AdamW."""

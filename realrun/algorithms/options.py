@@ -5,9 +5,9 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from co2sim.errors import OptionError
-from co2sim.units import Seconds
-from co2sim.validation import above
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Seconds
+from co2sim.common.validation import above
 from realrun.errors import one_of
 
 Wire: TypeAlias = Literal["fp32", "bf16", "int8", "int4"]

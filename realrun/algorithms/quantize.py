@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import pad
 
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
 from realrun.algorithms.quantize_format import (
     HALF_BYTE,
     SHARE,

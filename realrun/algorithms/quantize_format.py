@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from co2sim.errors import OptionError
-from co2sim.schedule import SCALE_BYTES
-from co2sim.validation import whole
+from co2sim.common.errors import OptionError
+from co2sim.common.validation import whole
+from co2sim.schedule.schedule import SCALE_BYTES
 
 Bits: TypeAlias = Literal[4, 8]
 Rounding: TypeAlias = Literal["nearest", "stochastic"]

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import torch.distributed as dist
 
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
 from realrun.errors import SITES, sites_of
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
 from realrun.algorithms.quantize import dequantize, quantize, sum_and_quantize, sum_rows
 from realrun.algorithms.quantize_format import Quantized, Rounding, from_wire, to_wire
 

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from co2sim.console.entry import run_app
+from co2sim.common.cli import run_app
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from co2sim.console.tables import console, print_lines, print_table
-from co2sim.units import counted
+from co2sim.common.tables import console, print_lines, print_table
+from co2sim.common.units import counted
 from realrun.train.constants import Estimates, Point, commands, limits
 from realrun.train.folder import ESTIMATE
 from realrun.train.log import History

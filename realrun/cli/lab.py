@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from co2sim.console import options
+from co2sim.cli import options
 from realrun.dilation import SLEEPING, chosen
 from realrun.launch.lab import run_lab, stated_cluster
 from realrun.launch.lab_plan import INTRA_RATE, Lab

@@ -4,11 +4,11 @@ from typing import Annotated, get_args
 
 import typer
 
-from co2sim import validation
-from co2sim.cluster import Backend
-from co2sim.console.options import seconds, whole
-from co2sim.errors import OptionError, nearest
-from co2sim.units import Seconds
+from co2sim.cli.options import seconds, whole
+from co2sim.common import validation
+from co2sim.common.errors import OptionError, nearest
+from co2sim.common.units import Seconds
+from co2sim.hardware.cluster import Backend
 from realrun.dilation import DILATION, dilation
 
 _LONGEST: Seconds = 7 * 86400.0

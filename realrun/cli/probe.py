@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from co2sim.catalog import load_cluster, names
-from co2sim.console import options
-from co2sim.errors import OptionError, UnitError, nearest
-from co2sim.files import check_writable, write_atomically
-from co2sim.units import duration, parse, percent, scaled
+from co2sim.cli import options
+from co2sim.common.errors import OptionError, UnitError, nearest
+from co2sim.common.files import check_writable, write_atomically
+from co2sim.common.units import duration, parse, percent, scaled
 from realrun.cli import options as launching
 from realrun.errors import PRECISIONS, SITES, one_of, sites_of
 from realrun.launch.lab import CLUSTER
@@ -20,7 +20,7 @@ from realrun.launch.lab import CLUSTER
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from co2sim.cluster import GPU
+    from co2sim.hardware.cluster import GPU
     from realrun.cli.ranks import Rank
     from realrun.probe.fit import Fitted
     from realrun.probe.measurement import Plan
@@ -189,7 +189,7 @@ def _name(measured: "Measured", how: str) -> str:
 
 
 def _print(measured: "Measured", fitted: "Fitted", name: str) -> None:
-    from co2sim.console.tables import console  # noqa: PLC0415 - rich
+    from co2sim.common.tables import console  # noqa: PLC0415 - rich
 
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
@@ -200,7 +200,7 @@ def _print(measured: "Measured", fitted: "Fitted", name: str) -> None:
 
 
 def _print_links(out: "Console", fitted: "Fitted", name: str) -> None:
-    from co2sim.console.tables import print_table  # noqa: PLC0415 - rich
+    from co2sim.common.tables import print_table  # noqa: PLC0415 - rich
 
     links = [
         (place, scaled(link.bandwidth, "B/s"), duration(link.latency))
@@ -236,7 +236,7 @@ def _print_links(out: "Console", fitted: "Fitted", name: str) -> None:
 
 
 def _print_processor(out: "Console", measured: "Measured", processor: "GPU") -> None:
-    from co2sim.console.tables import print_table  # noqa: PLC0415 - rich
+    from co2sim.common.tables import print_table  # noqa: PLC0415 - rich
     from realrun.probe.fit import attained  # noqa: PLC0415 - only for this table
 
     for precision, samples in measured.compute.items():

@@ -9,12 +9,12 @@ from pathlib import Path
 from threading import Timer
 from typing import NoReturn
 
-from co2sim.case import Case
-from co2sim.cluster import Backend
-from co2sim.errors import Co2simError, OptionError, error_line
-from co2sim.files import write_atomically
-from co2sim.result import Result
-from co2sim.units import Seconds, counted, duration
+from co2sim.common.errors import Co2simError, OptionError, error_line
+from co2sim.common.files import write_atomically
+from co2sim.common.units import Seconds, counted, duration
+from co2sim.hardware.cluster import Backend
+from co2sim.prediction.case import Case
+from co2sim.prediction.result import Result
 from realrun import record
 from realrun.dilation import lasting
 from realrun.errors import BAD_INPUT, CheckpointError, RankFailure
@@ -196,7 +196,7 @@ def _print(records: Sequence[Record], folders: Sequence[Path], *, as_json: bool)
     if as_json:
         print(json.dumps(figures[0] if len(figures) == 1 else figures, indent=2))
         return
-    from co2sim.console.result_tables import print_result  # noqa: PLC0415 - rich
+    from co2sim.report.text.result import print_result  # noqa: PLC0415 - rich
 
     for one, folder in zip(figures, folders, strict=True):
         print_result(Result.from_dict(one), measured=True)

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from co2sim.console import options
-from co2sim.errors import OptionError
-from co2sim.files import check_writable
-from co2sim.schedule import Layout
+from co2sim.cli import options
+from co2sim.common.errors import OptionError
+from co2sim.common.files import check_writable
+from co2sim.schedule.schedule import Layout
 from co2sim.strategies import parse, with_options
 from co2sim.strategies.step import title
 from realrun.cli import options as launching

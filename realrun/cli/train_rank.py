@@ -8,9 +8,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from co2sim.errors import OptionError
-from co2sim.progress import progress_bar
-from co2sim.units import counted, duration, scaled
+from co2sim.common.errors import OptionError
+from co2sim.common.progress import progress_bar
+from co2sim.common.units import counted, duration, scaled
 from realrun.train.folder import FIGURE, LOG, Resume, check_checkpoint, check_new, checkpoints
 from realrun.train.lock import alone, check_free
 from realrun.train.log import History, read

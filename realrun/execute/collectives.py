@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from co2sim.errors import OptionError
-from co2sim.schedule import Collective, DType, Kind
-from co2sim.units import Seconds
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Seconds
+from co2sim.schedule.schedule import Collective, DType, Kind
 from realrun.execute.world import RankCommunicator
 
 _SUMMED = {DType.FP32: torch.float32, DType.FP16: torch.float16, DType.BF16: torch.bfloat16}

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from co2sim.errors import Co2simError
-from co2sim.schedule import Collective, Compute, Instance
-from co2sim.trace import Span, Trace
-from co2sim.units import Seconds
+from co2sim.common.errors import Co2simError
+from co2sim.common.units import Seconds
+from co2sim.schedule.schedule import Collective, Compute, Instance
+from co2sim.simulation.trace import Span, Trace
 from realrun.dilation import now
 from realrun.execute.collectives import Buffers, alone, launch
 from realrun.execute.kernels import Synthetic

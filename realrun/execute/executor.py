@@ -2,9 +2,9 @@
 
 import math
 
-from co2sim.schedule import Schedule
-from co2sim.trace import Trace
-from co2sim.units import Seconds
+from co2sim.common.units import Seconds
+from co2sim.schedule.schedule import Schedule
+from co2sim.simulation.trace import Trace
 from realrun.errors import MismatchError
 from realrun.execute.kernels import KernelSet
 from realrun.execute.run import OnRound, Run

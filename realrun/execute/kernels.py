@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from co2sim.schedule import Compute, Instance
-from co2sim.units import Flops, Seconds
+from co2sim.common.units import Flops, Seconds
+from co2sim.schedule.schedule import Compute, Instance
 from realrun.dilation import now
 from realrun.speed import Products
 

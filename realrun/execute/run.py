@@ -7,9 +7,9 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from co2sim.schedule import Collective, Instance, Schedule
-from co2sim.trace import Span, Trace
-from co2sim.units import Seconds
+from co2sim.common.units import Seconds
+from co2sim.schedule.schedule import Collective, Instance, Schedule
+from co2sim.simulation.trace import Span, Trace
 from realrun.errors import MismatchError
 from realrun.execute.collectives import Buffers, allocate
 from realrun.execute.kernels import KernelSet

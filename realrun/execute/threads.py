@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from co2sim.errors import Co2simError
-from co2sim.schedule import Collective, Instance
-from co2sim.trace import Span, Trace
-from co2sim.units import Seconds
+from co2sim.common.errors import Co2simError
+from co2sim.common.units import Seconds
+from co2sim.schedule.schedule import Collective, Instance
+from co2sim.simulation.trace import Span, Trace
 from realrun.dilation import lasting, now
 from realrun.errors import MismatchError, RankFailure
 from realrun.execute.collectives import alone, carry_out

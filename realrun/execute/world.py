@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from co2sim.cluster import Backend
-from co2sim.errors import OptionError
-from co2sim.schedule import Collective, Group, Layout, Schedule
-from co2sim.units import Seconds
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Seconds
+from co2sim.hardware.cluster import Backend
+from co2sim.schedule.schedule import Collective, Group, Layout, Schedule
 from realrun.dilation import dilation, now
 from realrun.errors import MismatchError, RankFailure, sites_of
 from realrun.execute.priority import communicating

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from co2sim.errors import UnitError
-from co2sim.units import BytesPerSecond, Seconds, parse
-from co2sim.validation import whole
+from co2sim.common.errors import UnitError
+from co2sim.common.units import BytesPerSecond, Seconds, parse
+from co2sim.common.validation import whole
 from realrun.dilation import MOST
 from realrun.errors import LabError
 from realrun.launch.local import MAX_RANKS

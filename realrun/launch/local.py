@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from co2sim.units import Seconds
+from co2sim.common.units import Seconds
 from realrun.errors import LaunchError
 from realrun.launch.processes import (
     RankProcess,

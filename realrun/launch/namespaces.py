@@ -4,7 +4,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from co2sim.units import BytesPerSecond, Seconds
+from co2sim.common.units import BytesPerSecond, Seconds
 from realrun.errors import LabError
 
 SWITCH = "10.77.255.254"

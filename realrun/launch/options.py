@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from co2sim.console import options
+from co2sim.cli import options
 
 Nodes = Annotated[
     int,

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
-from co2sim.units import Seconds
+from co2sim.common.units import Seconds
 from realrun.errors import LaunchError
 from realrun.launch.namespaces import NodePlace
 

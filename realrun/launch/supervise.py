@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import IO, Self, TextIO
 
-from co2sim.units import Seconds
+from co2sim.common.units import Seconds
 from realrun.launch.processes import RankProcess
 from realrun.launch.watch import Hearts, Store, gone, tell
 

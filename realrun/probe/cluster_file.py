@@ -4,9 +4,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from co2sim.cluster import GPU, Link
-from co2sim.errors import OptionError
-from co2sim.units import Bytes, Unit, duration
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Bytes, Unit, duration
+from co2sim.hardware.cluster import GPU, Link
 from realrun.probe.fit import Fitted, interference
 from realrun.probe.samples import Measured
 

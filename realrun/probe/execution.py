@@ -5,9 +5,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from co2sim.schedule import DType, Schedule
-from co2sim.trace import Trace
-from co2sim.units import Seconds
+from co2sim.common.units import Seconds
+from co2sim.schedule.schedule import DType, Schedule
+from co2sim.simulation.trace import Trace
 from realrun.execute.executor import execute
 from realrun.execute.kernels import Burn, KernelSet
 from realrun.execute.world import World, gather_objects

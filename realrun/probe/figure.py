@@ -13,10 +13,10 @@ from matplotlib.ticker import (
     PercentFormatter,
 )
 
-from co2sim.cluster import GPU, Cluster
-from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render
-from co2sim.schedule import Group, Kind
-from co2sim.units import duration, scaled
+from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
+from co2sim.common.units import duration, scaled
+from co2sim.hardware.cluster import GPU, Cluster
+from co2sim.schedule.schedule import Group, Kind
 from realrun.probe.cluster_file import size_text
 from realrun.probe.fit import Fitted, attained, bare, predict
 from realrun.probe.samples import Measured, Sample, by_kind

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from co2sim.cluster import GPU, Backend, Cluster, Link
-from co2sim.cost import compute_time, footprint
-from co2sim.errors import OptionError
-from co2sim.schedule import Group, Kind, Layout
-from co2sim.units import Flops, FlopsPerSecond, Seconds
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Flops, FlopsPerSecond, Seconds
+from co2sim.hardware.cluster import GPU, Backend, Cluster, Link
+from co2sim.schedule.schedule import Group, Kind, Layout
+from co2sim.simulation.collective_cost import compute_time, footprint
 from realrun.probe.hosts import expected, fit_bursts, fit_hosts, passes
 from realrun.probe.residuals import Line, Residuals, fit_line, residuals, scatter, weights
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown, by_kind

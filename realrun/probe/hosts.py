@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from co2sim import shaping
-from co2sim.cluster import Calls, Cluster, Link
-from co2sim.cost import footprint
-from co2sim.errors import OptionError
-from co2sim.schedule import Kind
-from co2sim.units import Seconds
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Seconds
+from co2sim.hardware.cluster import Calls, Cluster, Link
+from co2sim.schedule.schedule import Kind
+from co2sim.simulation import token_bucket
+from co2sim.simulation.collective_cost import footprint
 from realrun.probe.samples import Sample
 
 _CHAINS = {Kind.BROADCAST, Kind.REDUCE}
@@ -131,7 +131,7 @@ def fit_bursts(samples: Sequence[Sample], hosts: Cluster) -> Cluster:
         times = footprint(sample.work, hosts).link_times(hosts)
         links = (hosts.intra, hosts.inter, hosts.wan)
         late = sample.seconds - expected(sample, hosts)
-        after = (1 - shaping.passed(times, links)) * max(times)
+        after = (1 - token_bucket.passed(times, links)) * max(times)
         (far if times[1] > times[0] else near).append((late, after))
     return replace(hosts, intra=_lagging(hosts.intra, near), inter=_lagging(hosts.inter, far))
 

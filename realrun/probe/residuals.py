@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from co2sim.errors import OptionError
-from co2sim.schedule import Compute
-from co2sim.units import Bytes, BytesPerSecond, Seconds
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Bytes, BytesPerSecond, Seconds
+from co2sim.schedule.schedule import Compute
 from realrun.probe.samples import ComputeSample, Sample
 
 Vector: TypeAlias = NDArray[np.float64]

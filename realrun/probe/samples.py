@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from co2sim.cluster import Backend
-from co2sim.schedule import Collective, Compute, Group, Kind, Layout
-from co2sim.units import Bytes, Seconds
+from co2sim.common.units import Bytes, Seconds
+from co2sim.hardware.cluster import Backend
+from co2sim.schedule.schedule import Collective, Compute, Group, Kind, Layout
 
 Before = Literal["meeting", "pause", "equal"]
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from functools import partial
 from statistics import median
 
-from co2sim.schedule import WORLD, Kind
-from co2sim.units import Seconds
+from co2sim.common.units import Seconds
+from co2sim.schedule.schedule import WORLD, Kind
 from realrun.execute.world import World
 from realrun.probe.execution import ProbeTask, burn, shared, traces
 from realrun.probe.samples import ComputeSample, Sample, Slowdown

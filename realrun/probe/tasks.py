@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 from statistics import fmean, median
 
-from co2sim.schedule import (
+from co2sim.common.units import Seconds
+from co2sim.schedule.schedule import (
     NODE,
     PEERS,
     WORLD,
@@ -17,8 +18,7 @@ from co2sim.schedule import (
     Op,
     Schedule,
 )
-from co2sim.trace import Span, Trace
-from co2sim.units import Seconds
+from co2sim.simulation.trace import Span, Trace
 from realrun.probe.samples import Before, Slowdown
 
 SWEPT = "swept"

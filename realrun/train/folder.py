@@ -9,8 +9,8 @@ from os.path import lexists
 from pathlib import Path
 from typing import Any
 
-from co2sim.errors import OptionError
-from co2sim.files import is_folder, is_regular, read_bytes
+from co2sim.common.errors import OptionError
+from co2sim.common.files import is_folder, is_regular, read_bytes
 from realrun.errors import CheckpointError, DamagedError
 
 LOG = "log.csv"

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from co2sim.errors import OptionError
-from co2sim.units import Seconds
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Seconds
 
 _PATIENCE: Seconds = 5.0
 """For one that was killed a moment ago, and whose ranks are just ending."""

@@ -14,9 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render
-from co2sim.errors import CatalogError, OptionError
-from co2sim.files import MOST_RECORD_BYTES, text_of, write_atomically
+from co2sim.common.errors import CatalogError, OptionError
+from co2sim.common.files import MOST_RECORD_BYTES, text_of, write_atomically
+from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from realrun.train.constants import Estimates
 from realrun.train.folder import LOG, RECORD
 from realrun.train.settings import TrainSettings

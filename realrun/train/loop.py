@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from co2sim.errors import CatalogError, Co2simError, OptionError
-from co2sim.schedule import WORLD
-from co2sim.units import Seconds
+from co2sim.common.errors import CatalogError, Co2simError, OptionError
+from co2sim.common.units import Seconds
+from co2sim.schedule.schedule import WORLD
 from realrun.algorithms.notices import of_network
 from realrun.errors import BAD_INPUT, CheckpointError, DamagedError, RankFailure, TrainingError
 from realrun.execute.threads import short_collections

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
-from co2sim.errors import OptionError
-from co2sim.schedule import WORLD, DType
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Seconds
+from co2sim.schedule.schedule import WORLD, DType
 from co2sim.strategies import Strategy
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.ddp import DDP
@@ -24,7 +25,6 @@ from co2sim.strategies.diloco import DiLoCo
 from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.local import LocalSteps, Replica
 from co2sim.strategies.zeropp import ZeroPP
-from co2sim.units import Seconds
 from realrun import algorithms
 from realrun.algorithms.workers import Workers
 from realrun.execute.world import World

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from co2sim.errors import OptionError, nearest
-from co2sim.validation import between, parse_number
+from co2sim.common.errors import OptionError, nearest
+from co2sim.common.validation import between, parse_number
 from realrun import errors
 
 

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
+from co2sim.common.validation import between, whole
 from co2sim.strategies import Strategy, parse
 from co2sim.strategies.local import LocalSteps, round_steps
 from co2sim.strategies.step import title
-from co2sim.validation import between, whole
 from realrun.errors import one_of
 from realrun.train import outer
 from realrun.train.shapes import GPTS, GPTShape, known_size

@@ -5,10 +5,10 @@ Needs no torch: a prediction of `realrun train` uses the same numbers as the tra
 
 from dataclasses import dataclass
 
-from co2sim.architecture import Transformer, language_model
-from co2sim.errors import OptionError, nearest
-from co2sim.validation import whole
-from co2sim.workload import Model
+from co2sim.common.errors import OptionError, nearest
+from co2sim.common.validation import whole
+from co2sim.models.architecture import Transformer, language_model
+from co2sim.models.workload import Model
 
 VOCABULARY = 98
 """95 printable ASCII characters, newline, tab, and one that stands for all others."""

@@ -3,8 +3,8 @@
 from dataclasses import fields
 from importlib.util import find_spec
 
-from co2sim.errors import OptionError
-from co2sim.schedule import WORLD, DType, Layout
+from co2sim.common.errors import OptionError
+from co2sim.schedule.schedule import WORLD, DType, Layout
 from co2sim.strategies import Strategy
 from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.local import LocalSteps, Replica

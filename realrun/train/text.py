@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
 from realrun.train.gpt import GPT
 from realrun.train.shapes import VOCABULARY, GPTShape
 from realrun.train.task import LEFT_OUT, VALIDATION_BATCH, Batch, Task, fingerprint

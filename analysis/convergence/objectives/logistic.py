@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from scipy.special import expit
 
 from analysis.convergence.objectives.problems import Array, scikit_learn
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
 
 _MOST_STEPS = 100
 _SOLVED = 1e-10

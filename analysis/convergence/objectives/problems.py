@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from co2sim.errors import OptionError
+from co2sim.common.errors import OptionError
 
 Array = NDArray[np.float64]
 

@@ -23,9 +23,9 @@ from analysis.convergence.protocol.grid import GridCell, GridTask
 from analysis.convergence.protocol.late_oracle import LateOracleCell, LateOracleTask
 from analysis.convergence.protocol.oracle import OracleCell, OracleTask
 from analysis.convergence.protocol.rates import RateCell, RateTask
-from co2sim.errors import CatalogError
-from co2sim.files import MOST_RECORD_BYTES, read_bytes, write_atomically
-from co2sim.progress import Done
+from co2sim.common.errors import CatalogError
+from co2sim.common.files import MOST_RECORD_BYTES, read_bytes, write_atomically
+from co2sim.common.progress import Done
 
 Task: TypeAlias = OracleTask | GridTask | RateTask | ControlTask | LateOracleTask
 Cell: TypeAlias = OracleCell | GridCell | RateCell | ControlCell | LateOracleCell

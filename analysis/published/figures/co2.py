@@ -28,7 +28,7 @@ from analysis.published.figures.style import (
 )
 from analysis.published.parameters import GROUPS
 from analysis.published.sensitivity import GROUP
-from co2sim.published_cells import Use
+from co2sim.prediction.published import Use
 
 Series: TypeAlias = tuple[str, str, str]
 """Strategy, cluster and model."""

@@ -15,9 +15,9 @@ from analysis.published.figures.co2 import scalability
 from analysis.published.figures.style import PLAIN, WIDTH, in_style, legend, shown
 from analysis.published.figures.zeropp import throughput, volume
 from analysis.published.paper_cells import from_papers, unpredicted
-from co2sim.errors import OptionError, nearest
-from co2sim.progress import Done
-from co2sim.published_cells import QualityCell, Use
+from co2sim.common.errors import OptionError, nearest
+from co2sim.common.progress import Done
+from co2sim.prediction.published import QualityCell, Use
 
 
 @dataclass(frozen=True, slots=True)

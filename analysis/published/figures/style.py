@@ -21,8 +21,8 @@ from matplotlib.ticker import LogLocator, NullLocator
 from matplotlib.typing import LineStyleType
 
 from analysis.published.errors import CellPrediction
-from co2sim.console.figures import BLACK, BLUE, GREEN, PURPLE, VERMILION, render
-from co2sim.published_cells import Use
+from co2sim.common.plots import BLACK, BLUE, GREEN, PURPLE, VERMILION, render
+from co2sim.prediction.published import Use
 
 T = TypeVar("T")
 

@@ -1,7 +1,0 @@
-"""Schedules as execution traces of MLCommons Chakra, which ASTRA-sim and others read, and back."""
-
-from co2sim.chakra.export import Written, write
-from co2sim.chakra.reading import Imported, read
-from co2sim.chakra.replaying import Replay, replay
-
-__all__ = ["Imported", "Replay", "Written", "read", "replay", "write"]

@@ -1,0 +1,1 @@
+"""Errors, units, validation, files, tables and entry points: nothing here knows training."""

@@ -1,0 +1,190 @@
+"""Convert values that users give to the types that dataclasses declare.
+
+A count may be 16, 16.0, "16" or NumPy's 16; a name may be a path. What could mean two things is
+refused in words.
+"""
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from functools import lru_cache
+from types import MappingProxyType, NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+from co2sim.common import validation
+from co2sim.common.errors import OptionError, nearest
+
+Count: TypeAlias = int | float | str
+"""A whole number, as a number or as a text."""
+
+Number: TypeAlias = float | str
+"""A number, or a text that is one."""
+
+Reference: TypeAlias = str | os.PathLike[str]
+"""A catalog name, or the path of a file."""
+
+_SHOWN = 60
+"""Characters of a wrong value that a message repeats."""
+
+
+class Within(tuple[int, int]):
+    """The range of a count, both ends allowed: `Annotated[int, Within((1, 10))]`."""
+
+    __slots__ = ()
+
+
+def declared(owner: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` as the types that the fields of the dataclass `owner` declare.
+
+    Numbers, truths, texts and choices are converted; all else is left as it is. Raises OptionError
+    for what does not fit, and for a name that is no field.
+    """
+    hints = _hints(owner)
+    unknown = [name for name in values if name not in hints]
+    if unknown:
+        raise OptionError(f"unknown option {unknown[0]!r}; {nearest(unknown[0], hints)}")
+    return {name: _as_declared(name, value, hints[name]) for name, value in values.items()}
+
+
+def plain_fields(owner: type[Any]) -> tuple[str, ...]:
+    """The fields of a dataclass that hold one plain value: a number, a text or a choice."""
+    return tuple(name for name, hint in _hints(owner).items() if _plain(hint) is not None)
+
+
+def text(value: object) -> str:
+    """A value as a user would write it in a cluster file, or as an option of a strategy."""
+    value = _item(value)
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, os.PathLike):
+        return str(os.fspath(value))
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise OptionError(f"{shown(value)} is not a value: give a text or a number")
+
+
+def texts(name: str, given: Any) -> dict[str, str]:
+    """A mapping of paths to values as texts."""
+    if not isinstance(given, Mapping):
+        raise OptionError(
+            f"{name} is {shown(given)}; it must map names such as 'inter.bandwidth' to texts such"
+            " as '25 Gbit/s'"
+        )
+    return {str(path): text(value) for path, value in given.items()}
+
+
+def shown(value: object) -> str:
+    """A wrong value in a message, cut where it is long."""
+    found = " ".join(repr(value).split())
+    return found if len(found) <= _SHOWN else f"{found[:_SHOWN]}..."
+
+
+def whole(name: str, value: Any) -> int:
+    """A whole number from a number or a text: 16, 16.0, "16", "5e8"."""
+    number = _number(value)
+    if number is None or number != number // 1:
+        raise OptionError(f"{name} is {shown(value)}; it must be a whole number")
+    return int(number)
+
+
+def number(name: str, value: Any) -> float:
+    """A finite number from a number or a text."""
+    found = _number(value)
+    if found is None:
+        raise OptionError(f"{name} is {shown(value)}; it must be a number")
+    try:
+        return float(found)
+    except OverflowError:
+        raise OptionError(f"{name} is {shown(value)}; it must be at most 1.8e308") from None
+
+
+def _number(value: Any) -> int | float | None:
+    """The number that `value` is, or None: True and "1,000" are none, nor is infinity."""
+    value = _item(value)
+    if isinstance(value, str):
+        value = _read(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if isinstance(value, int) or math.isfinite(value) else None
+
+
+def _item(value: Any) -> Any:
+    """Python's own number for one of NumPy's, or of another library of arrays."""
+    return value.item() if hasattr(value, "item") and not getattr(value, "ndim", 1) else value
+
+
+def _read(given: str) -> int | float | None:
+    """Digits, a point and an exponent; Python's `1_000` is a typing error more often than 1000."""
+    for kind in (int, float):
+        try:
+            return None if "_" in given else kind(given)
+        except ValueError:
+            continue
+    return None
+
+
+def _truth(name: str, value: Any) -> bool:
+    found = {"true": True, "false": False}.get(str(_item(value)).strip().lower())
+    if found is None:
+        raise OptionError(f"{name} is {shown(value)}; it must be true or false")
+    return found
+
+
+def _chosen(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
+    if not isinstance(value, str) or value not in allowed:
+        raise OptionError(f"{name} is {shown(value)}; it is one of {', '.join(map(str, allowed))}")
+    return str(value)
+
+
+def _word(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise OptionError(f"{name} is {shown(value)}; it must be a text")
+    return str(value) if isinstance(value, StrEnum) else value
+
+
+_READERS = {int: whole, float: number, bool: _truth, str: _word}
+
+
+def _as_declared(name: str, value: Any, hint: Any) -> Any:
+    hint, bounds = (hint.__origin__, hint.__metadata__[0]) if _annotated(hint) else (hint, None)
+    if value is None and NoneType in get_args(hint):
+        return None
+    plain = _plain(hint)
+    if plain is None:
+        return value
+    if get_origin(plain) is Literal:
+        return _chosen(name, value, get_args(plain))
+    found: Any = _READERS[plain](name, value)
+    return validation.whole(name, found, *bounds) if bounds else found
+
+
+def _plain(hint: Any) -> Any:
+    """int, float, bool, str or the Literal that `hint` is, without None; None for all else."""
+    hint = hint.__origin__ if _annotated(hint) else hint
+    if get_origin(hint) in {Union, UnionType}:
+        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+        hint = kinds[0] if len(kinds) == 1 else None
+    return hint if hint in _READERS or get_origin(hint) is Literal else None
+
+
+def _annotated(hint: Any) -> bool:
+    return get_origin(hint) is Annotated
+
+
+_hints: Callable[[Any], Mapping[str, Any]] = lru_cache(64)(
+    lambda owner: MappingProxyType(get_type_hints(owner, include_extras=True))
+)
+
+
+def outside_parentheses(parts: list[str]) -> list[str]:
+    """The parts between commas, joined again where the next parenthesis is a closing one."""
+    found, inside = [parts[-1]], ")" in parts[-1].partition("(")[0]
+    for part in reversed(parts[:-1]):
+        if inside:
+            found[-1] = f"{part},{found[-1]}"
+        else:
+            found.append(part)
+        if "(" in part or ")" in part:
+            inside = ")" in part.partition("(")[0]
+    return found[::-1]

@@ -1,0 +1,80 @@
+"""Progress on stderr, where somebody looks at it."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeAlias
+
+from co2sim.common.units import Seconds, duration
+
+_SILENCE: Seconds = 5.0
+"""What work takes before it says in a pipe or a file, once, how far it is."""
+
+Done: TypeAlias = Callable[[int, int], None]
+"""To be called with how much is done, and of how much."""
+
+
+class Bar(Protocol):
+    """A bar on the terminal: a `Done` that may also say in words where the work stands."""
+
+    def __call__(self, done: int, total: int, words: str = "") -> None: ...  # noqa: D102
+
+
+@contextmanager
+def progress_bar(
+    what: str, *, shown: bool | None = None, after: Seconds = 0.0
+) -> Iterator[Bar | None]:
+    """A bar that appears `after` some seconds: if `shown`, or if None where stderr is a terminal.
+
+    It is gone when the work is done. Where stderr is no terminal, long work writes one line to it.
+    With `shown` False there is nothing to call: None.
+    """
+    if shown is False:
+        yield None
+        return
+    if shown is None and not sys.stderr.isatty():
+        yield _one_line(what)
+        return
+    from rich import progress  # noqa: PLC0415 - 0.1 s that only a terminal needs
+    from rich.console import Console  # noqa: PLC0415
+
+    bar = progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.fields[words]}", markup=False),
+        progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    task = bar.add_task(what, total=None, words="")
+    began = time.monotonic()
+
+    def update(done: int, total: int, words: str = "") -> None:
+        if not bar.live.is_started and time.monotonic() - began >= after:
+            bar.start()
+        bar.update(task, completed=done, total=total, words=words)
+
+    try:
+        yield update
+    finally:
+        bar.stop()
+
+
+def _one_line(what: str) -> Bar:
+    """For stderr that is no terminal: how far the work is, once, if it takes long."""
+    began = time.monotonic()
+    told = False
+
+    def update(done: int, total: int, words: str = "") -> None:
+        nonlocal told
+        took = time.monotonic() - began
+        if not told and took >= _SILENCE:
+            told = True
+            where = f", {words}" if words else ""
+            line = f"{what}: {done:,} of {total:,} done after {duration(took)}{where}\n"
+            sys.stderr.write(line)
+            sys.stderr.flush()
+
+    return update

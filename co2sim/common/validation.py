@@ -1,0 +1,220 @@
+"""What pydantic finds wrong with a file, in one line: what, what was given, what is allowed."""
+
+import math
+from collections.abc import Callable, Iterable
+from itertools import islice
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, TypeAlias
+
+from co2sim.common.errors import Co2simError, OptionError, given, nearest
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel, ValidationError
+    from pydantic_core import ErrorDetails
+
+Place: TypeAlias = tuple[int | str, ...]
+"""Names and places in lists that lead to a value."""
+
+_MOST_UNKNOWN = 3
+"""Unknown names that a message about missing ones tells, too."""
+
+_RULES = {
+    "greater_than": "above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "int_type": "a whole number",
+    "bool_parsing": "true or false",
+    "literal_error": "{expected}",
+    "model_type": "a table",
+}
+"""What a value must be, by pydantic's type of error."""
+
+
+def last_name(place: Place) -> str:
+    """The name of a value in its table."""
+    return str(place[-1]) if place else ""
+
+
+def first_problem(
+    error: "ValidationError",
+    allowed: Callable[[Place], Iterable[str]] | None = None,
+    path: Callable[[Place], str] = last_name,
+) -> str:
+    """The first thing that is wrong; of names that are missing, all.
+
+    Unknown names are told with missing ones: one may be the other, misspelt. `allowed` gives the
+    names that are known at a place, of which the nearest to a wrong one is shown, and `path` writes
+    a place as a user does. A validator's ValueError that begins with "must be" is a rule for the
+    value; any other is shown as it is, behind the path.
+    """
+    problems = error.errors(include_url=False)
+    problem = problems[0]
+    name, context = path(problem["loc"]), problem.get("ctx", {})
+    match problem["type"]:
+        case "missing":
+            missing = [path(other["loc"]) for other in problems if other["type"] == "missing"]
+            others = (other for other in problems if other["type"] == "extra_forbidden")
+            first = islice(others, _MOST_UNKNOWN)
+            unknown = "".join(f"; {_unknown(other['loc'], allowed, path)}" for other in first)
+            return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing{unknown}"
+        case "extra_forbidden":
+            return _unknown(problem["loc"], allowed, path)
+        case "union_tag_not_found":
+            return f"{context['discriminator'].strip(chr(39))} is missing"
+        case "union_tag_invalid":
+            tag = context["discriminator"].strip("'")
+            return f"{tag} is {given(context['tag'])}; it must be one of {context['expected_tags']}"
+    return _about_value(name, problem)
+
+
+def _unknown(
+    place: Place,
+    allowed: Callable[[Place], Iterable[str]] | None,
+    path: Callable[[Place], str],
+) -> str:
+    name = path(place)
+    parent = name[: name.rfind(".") + 1]
+    known = [parent + other for other in (allowed(place) if allowed else ())]
+    return f"unknown name {given(name)}; {nearest(name, known)}"
+
+
+def _about_value(name: str, problem: "ErrorDetails") -> str:
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] in _RULES:
+        message = f"must be {_RULES[problem['type']].format(**problem.get('ctx', {}))}"
+    message = message.replace("Input should be", "must be", 1)
+    if not name:
+        return message
+    shown = given(problem["input"])
+    is_table = isinstance(problem["input"], dict | list)
+    if message.startswith("must be ") and not is_table:
+        return f"{name} is {shown}; it {message}"
+    told = is_table or shown in message or repr(problem["input"]) in message
+    return f"{name}: {message}" if told else f"{name}: {message}, given {shown}"
+
+
+def names_at(spec: "type[BaseModel]", place: Place) -> list[str]:
+    """The names that the table at a place of a model may hold."""
+    allowed = spec.model_json_schema()
+    definitions = allowed.get("$defs", {})
+    names_here: list[str] = []
+    for part in place:
+        options = allowed.get("anyOf", []) + allowed.get("oneOf", []) + [allowed]
+        resolved = [definitions[o["$ref"].rsplit("/", 1)[1]] if "$ref" in o else o for o in options]
+        names_here = [name for option in resolved for name in option.get("properties", {})]
+        following = [
+            option["properties"][part]
+            for option in resolved
+            if part in option.get("properties", {})
+        ]
+        allowed = following[0] if following else allowed
+    return names_here or ["nothing"]
+
+
+_MOST_DIGITS = 20
+"""Of a whole number in a message: enough for all that 64 bits hold."""
+
+
+def at_least(
+    name: str, value: float, least: float, *, error: type[Co2simError] = OptionError
+) -> float:
+    """A finite number of `least` or more."""
+    allowed = f"at least {_short(least)}"
+    return _checked(name, value, least, math.inf, allowed, error)
+
+
+def above(
+    name: str, value: float, bound: float, *, error: type[Co2simError] = OptionError
+) -> float:
+    """A finite number greater than `bound`."""
+    allowed = f"above {_short(bound)}"
+    return _checked(name, value, math.nextafter(bound, math.inf), math.inf, allowed, error)
+
+
+def between(
+    name: str, value: float, least: float, most: float, *, error: type[Co2simError] = OptionError
+) -> float:
+    """A number from `least` to `most`, both allowed."""
+    allowed = f"{_short(least)} to {_short(most)}"
+    return _checked(name, value, least, most, allowed, error)
+
+
+def fraction(name: str, value: float, *, error: type[Co2simError] = OptionError) -> float:
+    """A number above 0 and at most 1."""
+    return _checked(name, value, math.nextafter(0, 1), 1.0, "above 0 and at most 1", error)
+
+
+def whole(
+    name: str,
+    value: float,
+    least: int = 0,
+    most: int | None = None,
+    *,
+    error: type[Co2simError] = OptionError,
+) -> int:
+    """A whole number from `least` to `most`, or without an upper bound; 48.0 is 48."""
+    allowed = f"at least {least}" if most is None else f"{least} to {_bound(most)}"
+    if not _is_number(value) or (_is_finite(value) and value != int(value)):
+        raise error(f"{name} is {_given(value)}; it must be a whole number, {allowed}")
+    if not (_is_finite(value) and least <= value and (most is None or value <= most)):
+        raise error(f"{name} is {_given(value)}; it must be {allowed}")
+    return int(value)
+
+
+def parse_number(name: str, text: str) -> float:
+    """A text as a finite number, 0 or more."""
+    number = _read(text)
+    if not 0 <= number < math.inf:
+        raise OptionError(f"{name} is {text!r}; it must be a number, 0 or more")
+    return number
+
+
+def _read(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _checked(
+    name: str, value: float, least: float, most: float, allowed: str, error: type[Co2simError]
+) -> float:
+    if not _is_number(value):
+        raise error(f"{name} is {_given(value)}; it must be a number, {allowed}")
+    finite = _is_finite(value)
+    if not (finite and least <= value <= most):
+        raise error(
+            f"{name} is {_given(value)}; it must be {'' if finite else 'finite and '}{allowed}"
+        )
+    return float(value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
+
+
+def _given(value: object) -> str:
+    """A value as a user would write it."""
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        few = abs(int(value)) < 10**_MOST_DIGITS
+        return str(int(value)) if few else f"a number of more than {_MOST_DIGITS} digits"
+    return repr(float(value)) if isinstance(value, Real) and _is_number(value) else given(value)
+
+
+def _bound(most: int) -> str:
+    """A whole number with all its digits, unless they are too many to read."""
+    return str(most) if abs(most) < 10**_MOST_DIGITS else _short(most)
+
+
+def _short(bound: float) -> str:
+    """A bound without needless digits: 0, 1e+12, 0.5."""
+    return str(int(bound)) if bound == int(bound) and abs(bound) < 1e9 else f"{bound:g}"  # noqa: PLR2004 - beyond it zeros are miscounted

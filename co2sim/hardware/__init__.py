@@ -1,0 +1,1 @@
+"""Clusters, GPUs, links, and how often they fail."""

@@ -1,0 +1,397 @@
+"""Links and clusters, with their GPUs (`gpu`): the hardware in plain numbers, in SI units."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+
+from co2sim.common.errors import OptionError
+from co2sim.common.quantities import (
+    MOST_NODES,
+    Bandwidth,
+    Between,
+    Burst,
+    Count,
+    Deviation,
+    Fraction,
+    Intensity,
+    Multiple,
+    Power,
+    Price,
+    Quantity,
+    Size,
+    Slowdown,
+    Speed,
+    Spread,
+    Time,
+    check,
+    in_order,
+)
+from co2sim.common.units import Bytes, BytesPerSecond, Flops
+from co2sim.common.validation import whole
+from co2sim.hardware.failures import Failures
+from co2sim.schedule.schedule import Layout
+from co2sim.simulation.waking import FULLY_IDLE
+
+_SPEED = Quantity(unit="FLOP/s", least=1)
+_WORK = Quantity(unit="FLOP", least=1)
+_ATTAINED = Quantity(most=1)
+"""Of the numbers that stand in tables."""
+
+Streams = Literal["apart", "shared"]
+"""apart: streams compute beside each other at full speed. shared: they share one processor, as the
+threads of a rank share a core; see `processor`."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTimes:
+    """How fast the kernels of a training step run, as fitted to published runs.
+
+    Matrix products attain `gemm_efficiency` of peak where arithmetic bounds them, and move their
+    operands at `operand_efficiency` of the memory bandwidth where that does; those over a
+    vocabulary attain `vocabulary_efficiency` of peak. Flash attention attains
+    `attention_efficiency` of it, counting the FLOP that it executes: one fraction, or fractions by
+    length of the sequences, between which it is interpolated over log length (None: not known, and
+    taken to be that of other products). Its backward pass attains `attention_backward` of that:
+    between 0.58 and 0.66 in Triton of 2023 (triton-lang/triton pull request 1917). `call_overhead`
+    is what the host needs to issue an operation, `kernel_gap` what the GPU loses between two.
+    """
+
+    gemm_efficiency: Fraction
+    operand_efficiency: Fraction = 1.0
+    vocabulary_efficiency: Fraction | None = None
+    attention_efficiency: float | tuple[tuple[int, float], ...] | None = None
+    attention_backward: Fraction = 1.0
+    call_overhead: Time = 0.0
+    kernel_gap: Time = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what no GPU can be."""
+        check(self, "kernels")
+        name, given = "kernels: attention_efficiency", self.attention_efficiency
+        if given is None:
+            return
+        points = given if isinstance(given, tuple) else ((1, given),)
+        for length, attained in points:
+            whole(f"{name}: length", length, 1)
+            _ATTAINED.checked(f"{name} at {length}", attained)
+        if not points or sorted(dict(points)) != [length for length, _ in points]:
+            raise OptionError(f"{name} must be listed by rising length, at least one")
+
+    def attention(self, length: int) -> float:
+        """Fraction of peak that flash attention over sequences of `length` attains."""
+        given = self.attention_efficiency
+        if not isinstance(given, tuple):
+            return self.gemm_efficiency if given is None else given
+        lengths = [math.log(one) for one, _ in given]
+        return float(np.interp(math.log(length), lengths, [attained for _, attained in given]))
+
+
+@dataclass(frozen=True, slots=True)
+class GPU:
+    """One accelerator.
+
+    `peak` is the dense speed by precision. `efficiency` lists (FLOP of an op, attained fraction of
+    peak) by rising FLOP; between entries it is interpolated over log FLOP, outside it is constant.
+    Where `kernels` is known, passes over blocks are costed by it and not by `efficiency`. `tdp` is
+    its thermal design power, `idle_power` what it draws while its processes wait (`power`).
+    `streams` says whether computes of several streams slow each other down.
+    """
+
+    name: str
+    memory: Size
+    memory_bandwidth: Bandwidth
+    peak: Mapping[str, Speed]
+    efficiency: tuple[tuple[Flops, float], ...]
+    memory_efficiency: Fraction = 1.0
+    launch_overhead: Time = 0.0
+    kernels: KernelTimes | None = None
+    tdp: Power | None = None
+    idle_power: Power | None = None
+    streams: Streams = "apart"
+
+    def __post_init__(self) -> None:
+        """Refuse what no GPU can be."""
+        if not self.peak or not self.efficiency:
+            raise OptionError(f"{self.name} needs a peak and an efficiency")
+        check(self, self.name)
+        for precision, speed in self.peak.items():
+            _SPEED.checked(f"{self.name}: peak {precision}", speed)
+        for size, attained in self.efficiency:
+            _WORK.checked(f"{self.name}: size of an efficiency", size)
+            _ATTAINED.checked(f"{self.name}: efficiency at {size}", attained)
+        if sorted(self.efficiency) != list(self.efficiency):
+            raise OptionError(f"{self.name}: efficiencies must be listed by rising FLOP")
+        in_order(self, self.name, "idle_power", "tdp")
+
+
+__all__ = ["GPU", "Calls", "Cluster", "KernelTimes", "Link", "Scatter", "Tier"]
+
+Backend = Literal["nccl", "gloo"]
+"""nccl: the collectives of a communicator run one at a time. gloo: those in flight share links."""
+
+Communicators = Literal["group", "stream"]
+"""Who has a communicator: every group, as in training frameworks, or every stream and group."""
+
+Hosts = Literal["apart", "shared"]
+"""shared: all nodes are one machine, as in a lab, whose cores serve all collectives."""
+
+Hops = Literal["pipelined", "in_turn"]
+"""pipelined: a ring moves data inside nodes and between them at once. in_turn: one after the
+other, as where a large buffer is collected inside the node before it leaves it."""
+
+AllReduce = Literal["auto", "ring", "tree", "hierarchical"]
+"""auto: what the backend picks; see `cost`."""
+
+Protocols = Literal["simple", "nvlink", "pci"]
+"""Which protocols of NCCL carry a message. simple: always Simple, whose hops take the `latency` of
+the links. nvlink, pci: the fastest of those that nodes with such links have; see `protocols`."""
+
+_layout = lru_cache(64)(Layout)
+"""The same one for the same numbers: every collective that is costed asks for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """Switches between pods of `nodes` nodes each: what leaves a pod passes them.
+
+    A pod's uplinks have the bandwidth of its nodes together, divided by `oversubscription`. Traffic
+    of a node that crosses the tier attains that of its network cards divided by `congestion`, as
+    where several flows meet on one uplink. Both are 1 or more.
+    """
+
+    nodes: Count
+    oversubscription: Multiple = 1.0
+    congestion: Multiple = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what no switch can be."""
+        check(self, "tier")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A link, one direction: `efficiency` is the fraction of `bandwidth` that payload attains.
+
+    Fractions of that are left to some collectives: `exchange_efficiency` to an all-to-all with its
+    many small messages, `relay_efficiency` where one rank of a node both receives and sends for all
+    of them, and `busy_efficiency` to all while GPUs of the node compute. `burst` is what a shaper
+    lets pass after a pause (see `shaping`), counted as `bandwidth` is: at once, or at
+    `burst_bandwidth` where hosts are slow. What is longer than a burst loses `burst_lag` of its
+    further time, until it has lost what the burst gained.
+    """
+
+    bandwidth: Bandwidth
+    latency: Time = 0.0
+    efficiency: Fraction = 1.0
+    exchange_efficiency: Fraction = 1.0
+    relay_efficiency: Fraction = 1.0
+    busy_efficiency: Fraction = 1.0
+    rail: Tier | None = None
+    spine: Tier | None = None
+    burst: Burst = 0.0
+    burst_bandwidth: Bandwidth | None = None
+    burst_lag: Slowdown = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what no link can be."""
+        check(self, "link")
+        if self.rail and self.spine and self.spine.nodes % self.rail.nodes:
+            raise OptionError(
+                f"spine: pods of {self.spine.nodes} nodes are no multiple of those of the rail,"
+                f" {self.rail.nodes}"
+            )
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers that there are, from the nearest on."""
+        return tuple(tier for tier in (self.rail, self.spine) if tier)
+
+    @property
+    def payload_bandwidth(self) -> BytesPerSecond:
+        """Payload bytes per second."""
+        return self.bandwidth * self.efficiency
+
+    @property
+    def payload_burst(self) -> Bytes:
+        """Payload bytes of a burst."""
+        return self.burst * self.efficiency
+
+    @property
+    def payload_burst_bandwidth(self) -> BytesPerSecond:
+        """Payload bytes per second of a burst; inf where it passes at once."""
+        if self.burst_bandwidth is None:
+            return math.inf
+        return self.burst_bandwidth * self.efficiency
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """How far single times were off when the cluster was measured.
+
+    Standard deviations of log(predicted / measured), of kernels and of collectives.
+    """
+
+    compute: Deviation
+    communication: Deviation
+
+    def __post_init__(self) -> None:
+        """Refuse what is no standard deviation."""
+        check(self, "scatter")
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """What hosts add to a collective of each kind, on top of the `call_overhead` of all.
+
+    Kinds are implemented differently: some sum up, some exchange more messages.
+    """
+
+    all_reduce: Time = 0.0
+    reduce_scatter: Time = 0.0
+    all_gather: Time = 0.0
+    all_to_all: Time = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what no time can be."""
+        check(self, "calls")
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Nodes of identical GPUs.
+
+    `intra` is one GPU's link to the others of its node, `inter` all NICs of one node together,
+    `wan` the uplink of one site. `interference` is the fraction by which compute slows down while
+    communication of the same rank is in flight, and `call_interference` what each collective takes
+    from compute on top of that, as it starts. `channels` is how many rings NCCL spreads a buffer
+    over: twice what it finds (src/graph/connect.cc), at least one for every network card.
+    `network_overhead` is what the host of a node needs to post a message (`protocols`), and
+    `call_overhead` what hosts add to every collective, however many steps it has: they launch it
+    and notice its end; `calls` is what they add to some kinds. `hosts` are `shared` where all nodes
+    are one machine, as in a lab: collectives in flight at once share what their latencies take of
+    it, and the first after a pause of `fully_idle` takes `wake_up` longer (`waking`). `currency` is
+    that of `price_per_gpu`. `scatter` is known where a probe measured the cluster, `failures` where
+    it is known how often its parts fail.
+
+    Nodes differ: the compute time of each has a lognormal factor of mean 1 with sigma `node_spread`
+    for as long as the job runs, and a new one with sigma `step_spread` in every step. Whoever meets
+    in a collective waits for the expected slowest (`spread`).
+
+    `node_power` is what a node draws but for its GPUs, `pue` what the site draws for each watt of
+    the nodes, `grid_intensity` the CO2 equivalents of its electricity. Prices and intensities have
+    a range, `_low` to `_high`, where one is published.
+    """
+
+    name: str
+    gpu: GPU
+    nodes: Count
+    gpus_per_node: Count
+    intra: Link
+    inter: Link
+    backend: Backend = "nccl"
+    communicators: Communicators = "group"
+    hosts: Hosts = "apart"
+    channels: Count = 2
+    all_reduce: AllReduce = "auto"
+    hops: Hops = "pipelined"
+    protocols: Protocols = "simple"
+    network_overhead: Time = 0.0
+    interference: Slowdown = 0.0
+    call_interference: Time = 0.0
+    node_spread: Spread = 0.0
+    step_spread: Spread = 0.0
+    call_overhead: Time = 0.0
+    calls: Calls | None = None
+    wake_up: Time = 0.0
+    sites: Count = 1
+    wan: Link | None = None
+    price_per_gpu: Price | None = None
+    price_low: Price | None = None
+    price_high: Price | None = None
+    currency: str = "USD"
+    node_power: Power | None = None
+    pue: Multiple | None = None
+    grid_intensity: Intensity | None = None
+    grid_intensity_low: Intensity | None = None
+    grid_intensity_high: Intensity | None = None
+    scatter: Scatter | None = None
+    failures: Failures | None = None
+    fully_idle: Between = FULLY_IDLE
+
+    def __post_init__(self) -> None:
+        """Refuse what no cluster can be."""
+        check(self, self.name)
+        in_order(self, self.name, "price_low", "price_per_gpu", "price_high")
+        ends = "grid_intensity_low", "grid_intensity", "grid_intensity_high"
+        in_order(self, self.name, *ends)
+        for where, link in (("intra", self.intra), ("wan", self.wan)):
+            if link and link != Link(
+                link.bandwidth,
+                link.latency,
+                link.efficiency,
+                burst=link.burst,
+                burst_bandwidth=link.burst_bandwidth,
+                burst_lag=link.burst_lag,
+            ):
+                raise OptionError(
+                    f"{self.name}: {where} has no exchange_efficiency, relay_efficiency or"
+                    " busy_efficiency other than 1, and no rail or spine; only inter has"
+                )
+        if self.wake_up and self.hosts != "shared":
+            raise OptionError(
+                f"{self.name}: wake_up is {self.wake_up:g} s, but hosts are {self.hosts}; it is"
+                ' simulated only with hosts = "shared"'
+            )
+        if self.sites > 1 and self.wan is None:
+            raise OptionError(f"{self.name}: {self.sites} sites need a wan between them")
+        if self.nodes % self.sites:
+            raise OptionError(
+                f"{self.name}: {self.nodes} nodes do not divide into {self.sites} equal sites"
+            )
+
+    @property
+    def interferes(self) -> bool:
+        """Whether communication slows the compute of its ranks down."""
+        return self.interference > 0 or self.call_interference > 0
+
+    @property
+    def layout(self) -> Layout:
+        """Placement of one rank per GPU."""
+        return _layout(self.nodes, self.gpus_per_node, self.sites)
+
+    @property
+    def nodes_per_site(self) -> int:
+        """Nodes at one site."""
+        return self.nodes // self.sites
+
+    def resized(self, gpus: int) -> "Cluster":
+        """The same kind of cluster with `gpus` GPUs: full nodes, or part of a single one.
+
+        Sizes beyond `nodes` are allowed: that is the what-if. With fewer nodes than sites every
+        node is a site. Raises OptionError when full nodes or equal sites cannot hold `gpus`.
+        """
+        per_node = min(gpus, self.gpus_per_node)
+        if gpus < 1 or gpus % per_node:
+            raise OptionError(
+                f"{gpus} GPUs do not fill nodes of {self.gpus_per_node}; use a multiple of"
+                f" {self.gpus_per_node}, or 1 to {self.gpus_per_node}"
+            )
+        nodes = gpus // per_node
+        if nodes > MOST_NODES:
+            raise OptionError(
+                f"{gpus:,} GPUs are {nodes:,} nodes of {per_node}; at most {MOST_NODES:,} nodes"
+                " can be simulated"
+            )
+        sites = min(self.sites, nodes)
+        if nodes % sites:
+            raise OptionError(
+                f"{gpus} GPUs are {nodes} nodes, which do not divide into {sites} equal sites"
+            )
+        sizes = nodes, per_node, sites
+        if sizes == (self.nodes, self.gpus_per_node, self.sites):
+            return self
+        return replace(self, nodes=nodes, gpus_per_node=per_node, sites=sites)

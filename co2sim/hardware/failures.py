@@ -1,0 +1,128 @@
+"""What fails on a cluster, how often, and what follows: plain numbers, in SI units."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from co2sim.common.errors import OptionError
+from co2sim.common.quantities import (
+    Bandwidth,
+    Between,
+    Count,
+    Fraction,
+    Multiple,
+    Natural,
+    Time,
+    check,
+)
+from co2sim.common.units import BytesPerSecond, Seconds
+from co2sim.common.validation import at_least
+
+Writing = Literal["background", "blocking"]
+"""background: work stops until the state is in host memory. blocking: until all is written."""
+
+DETECTION: Seconds = 600.0
+"""Source: torch.distributed, the timeout of NCCL: 10 minutes. Whoever watches nodes is faster."""
+
+RESTART: Seconds = 300.0
+"""Source: Kokolis et al. 2025, arXiv 2410.21680: 5 to 20 minutes; the lower end."""
+
+HOST_BANDWIDTH: BytesPerSecond = 32e9
+"""Source: NVIDIA A100 datasheet, 2021: PCIe Gen4 64 GB/s in both directions together."""
+
+PAUSE: Seconds = 6.3
+"""Source: pytorch.org/blog/reducing-checkpointing-times, 2024: a model of 7B, saved in the
+background by torch.distributed.checkpoint; 148.8 s where all is written before work goes on.
+"""
+
+WRITE_PER_NODE: BytesPerSecond = 20e9 / 32
+READ_PER_NODE: BytesPerSecond = 40e9 / 32
+"""Source: NVIDIA DGX SuperPOD H100 reference architecture, RA-11333-001, guidelines for storage
+performance, "better": 40 GB/s read and 20 GB/s written by a scalable unit of 32 nodes.
+"""
+
+ORIGINS = {
+    "detection": (f"{DETECTION:g} s", "default, assumed: the timeout of NCCL in torch.distributed"),
+    "restart": (
+        f"{RESTART:g} s",
+        "default, assumed: the least of 5 to 20 minutes in Kokolis et al., arXiv 2410.21680",
+    ),
+    "checkpoint_bandwidth": (
+        f"{WRITE_PER_NODE / 1e9:g} GB/s a node",
+        "default, assumed: 20 GB/s for 32 nodes, 'better' storage of NVIDIA's DGX SuperPOD H100",
+    ),
+    "reload_bandwidth": (
+        f"{READ_PER_NODE / 1e9:g} GB/s a node",
+        "default, assumed: 40 GB/s for 32 nodes, 'better' storage of NVIDIA's DGX SuperPOD H100",
+    ),
+    "pause": (
+        f"{PAUSE:g} s",
+        "default, assumed: 7B in the background, pytorch.org/blog/reducing-checkpointing-times",
+    ),
+    "host_bandwidth": (
+        f"{HOST_BANDWIDTH / 1e9:g} GB/s",
+        "default, assumed: PCIe Gen4 x16, NVIDIA A100 datasheet, 2021",
+    ),
+}
+"""Of the numbers that are taken where none is given: the value, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """Mean times between failures of one part, and what happens after a failure.
+
+    `gpu`, `node` and `switch` are those of one such part while it works, `job` that of a job of any
+    size: bugs, file systems, operators. None: it does not fail. Rates add up. `gpus_per_switch` is
+    how many GPUs stop with a switch. True rates are `rate_low` to `rate_high` times these.
+
+    After a failure there pass `detection`, `restart` (between `restart_low` and `restart_high`;
+    None: exactly `restart`) until processes run again, and the time to reload. `regroup` is how
+    long the workers of a local-update method stand still until they have a group without one that
+    failed. `spares` nodes wait to replace others, and a broken node is back after `repair`; 0:
+    there is always another one.
+
+    The whole cluster writes checkpoints at `checkpoint_bandwidth` and reads them at
+    `reload_bandwidth`; None: `WRITE_PER_NODE` and `READ_PER_NODE` for every node. `checkpoint` says
+    whether work goes on meanwhile. If so it stops for `pause`, and at least for the copy to host
+    memory, of every GPU at `host_bandwidth`.
+    """
+
+    name: str = ""
+    gpu: Between | None = None
+    node: Between | None = None
+    switch: Between | None = None
+    job: Between | None = None
+    gpus_per_switch: Count | None = None
+    rate_low: Fraction = 1.0
+    rate_high: Multiple = 1.0
+    detection: Time = DETECTION
+    restart: Time = RESTART
+    restart_low: Time | None = None
+    restart_high: Time | None = None
+    regroup: Time = 0.0
+    spares: Natural = 0
+    repair: Time = 0.0
+    checkpoint: Writing = "background"
+    pause: Time = PAUSE
+    checkpoint_bandwidth: Bandwidth | None = None
+    reload_bandwidth: Bandwidth | None = None
+    host_bandwidth: Bandwidth = HOST_BANDWIDTH
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        check(self, "failures")
+        if not any((self.gpu, self.node, self.switch, self.job)):
+            raise OptionError(
+                "failures: nothing fails; give the mean time between failures of a gpu, node,"
+                " switch or job, such as node = '150 days'"
+            )
+        if (self.switch is None) != (self.gpus_per_switch is None):
+            raise OptionError(
+                "failures: switch and gpus_per_switch go together: one is given without the other"
+            )
+        if self.restart_low is not None and self.restart_low > self.restart:
+            raise OptionError(
+                f"failures: restart_low is {self.restart_low:g} s; it must be at most restart,"
+                f" {self.restart:g} s"
+            )
+        if self.restart_high is not None:
+            at_least("failures: restart_high in s", self.restart_high, self.restart)

@@ -1,0 +1,154 @@
+"""Memory of a GPU, in bytes by item.
+
+Model states follow ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 3): 2 bytes of
+parameter and 2 of gradient in half precision, and K of optimizer state; activations follow
+Korthikanti et al. 2022 (arXiv 2205.05198). Strategies add what they gather and reduce.
+
+A step has two moments of much memory: the backward pass of the loss, with the logits, and that of
+the last layer, with the gradients of its activations. The larger one is the peak. PyTorch's
+allocator serves all that (`torch.cuda.max_memory_allocated`), and holds more than it serves; beside
+it there are the CUDA context and the buffers of NCCL: `OVERHEAD`.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from co2sim.common.units import Bytes
+from co2sim.models.workload import Block, Workload
+from co2sim.schedule.groups import Group, Layout
+
+GIB: Bytes = 2.0**30
+
+CONTEXT: Bytes = 0.51 * GIB
+"""Of the driver, for a process: what it uses beyond PyTorch's allocator without communication.
+
+Source: hahnyuan/PB-LLM issue 3, an A800: 79.27 GiB in use, 74.53 of them allocated by PyTorch and
+4.23 reserved. TianheWu/CoSeR issue 10, an A100: 14.25, 12.87 and 0.89, so 0.49.
+"""
+
+COMMUNICATOR: Mapping[bool, Bytes] = {False: 544e6, True: 688e6}
+"""Of NCCL, for a communicator of two ranks, or of more (True); further nodes add nothing.
+
+Source: NVIDIA/nccl issue 964, measured on 4 A100; issue 864 on the nodes. Connections that an
+all-to-all opens are not counted.
+"""
+
+FRAGMENTATION = 0.05
+"""What PyTorch's allocator holds and cannot use, as a fraction of what comes and goes in a step.
+
+Source: hahnyuan/PB-LLM issue 3: 4.23 GiB of 78.76. It is 15 % on average where memory is saved by
+offloading and adapters, and up to 33 % (Guo et al. 2024, GMLake, arXiv 2401.08156).
+"""
+
+OVERHEAD = ("fragmentation", "nccl", "context")
+"""Items that PyTorch's allocator does not count as allocated."""
+
+_LOSS_BYTES: Bytes = 12.0
+"""Of PyTorch's cross entropy for a logit, beside the logits in their own type: in fp32 the
+log-probabilities, their gradient, and the gradient of the logits (`nll_loss` behind `log_softmax`).
+"""
+
+
+def model_states(
+    job: Workload, *, parameter_shards: int = 1, gradient_shards: int = 1, optimizer_shards: int = 1
+) -> dict[str, Bytes]:
+    """Parameters, gradients and optimizer states, each divided over its number of shards."""
+    size = job.parameters * job.precision.bytes
+    return {
+        "parameters": size / parameter_shards,
+        "gradients": size / gradient_shards,
+        "optimizer": job.parameters * job.optimizer_bytes / optimizer_shards,
+    }
+
+
+def activations(job: Workload, held: float = 1.0) -> dict[str, Bytes]:
+    """What a micro-step needs at its peak, beside states; items of no bytes are left out.
+
+    What is kept for backward passes is that of `held` micro-batches: a stage of a pipeline begins
+    several before it ends one.
+    `checkpoints` are the inputs of the blocks that are run again, `activations` what is kept of the
+    others, and of the one that is run again just then. `logits` are those with their gradient and
+    what the loss holds, `workspace` the gradients of a block's activations, `tied_gradient` that of
+    an embedding by the head that shares it: autograd adds the embedding's own at the very end.
+    """
+    blocks = job.model.blocks
+    repeated = [block for block in blocks if job.repeats(block)]
+    kept = held * sum(_kept(job, block) for block in blocks if not job.repeats(block))
+    always = {
+        "checkpoints": held * _scaled(job, sum(block.boundary_bytes for block in repeated)),
+        "tied_gradient": sum(block.tied for block in blocks) * job.precision.bytes,
+    }
+    loss = {"activations": kept, "logits": max(_loss(job, block) for block in blocks)}
+    backward = max(
+        (
+            {
+                "activations": kept + (_kept(job, block) if job.repeats(block) else 0.0),
+                "workspace": _scaled(job, _workspace(job, block)),
+            }
+            for block in blocks
+        ),
+        key=lambda items: sum(items.values()),
+    )
+    peak = always | max(loss, backward, key=lambda items: sum(items.values()))
+    return {name: size for name, size in peak.items() if size}
+
+
+def overhead(
+    items: Mapping[str, Bytes], groups: Iterable[Group], layout: Layout
+) -> dict[str, Bytes]:
+    """What PyTorch does not allocate, beside `items` that it does, for the groups that meet.
+
+    Parameters, gradients and optimizer states stay where they are; all else leaves gaps.
+    """
+    lasting = ("parameters", "gradients", "optimizer", "secondary", "outer")
+    passing = sum(size for name, size in items.items() if name not in lasting)
+    ranks = [len(group.members(0, layout)) for group in groups]
+    found = {
+        "fragmentation": FRAGMENTATION * passing,
+        "nccl": sum(COMMUNICATOR[count > 2] for count in ranks if count > 1),  # noqa: PLR2004
+        "context": CONTEXT,
+    }
+    return {name: size for name, size in found.items() if size}
+
+
+def allocated(items: Mapping[str, Bytes]) -> Bytes:
+    """The part of all items that `torch.cuda.max_memory_allocated` counts."""
+    return sum(size for name, size in items.items() if name not in (*OVERHEAD, "total"))
+
+
+def _scaled(job: Workload, size: Bytes) -> Bytes:
+    """Bytes of a micro-batch, from those of a sample in a 2-byte type."""
+    return size * job.micro_batch * job.precision.bytes / 2
+
+
+def _kept(job: Workload, block: Block) -> Bytes:
+    """What a backward pass needs of a block, but for its logits."""
+    kept = _scaled(job, block.activation_bytes)
+    if block.scores is None or job.repeats_scores(block):
+        return kept
+    if job.fuses(block):
+        return kept + block.scores.statistics_bytes * job.micro_batch
+    return kept + _scaled(job, block.scores.bytes)
+
+
+def _loss(job: Workload, block: Block) -> Bytes:
+    """The logits of a block and what the loss makes of them; fused: their gradient, and no more."""
+    width = job.precision.bytes
+    beside = width if job.loss == "fused" else _LOSS_BYTES
+    return block.logits * job.micro_batch * (width + beside)
+
+
+def _workspace(job: Workload, block: Block) -> Bytes:
+    """Gradients of activations while a block's backward pass begins, of a sample in a 2-byte type.
+
+    Those of input and output of its last product, as its activations are still there; or those of
+    the scores of eager attention, before and behind the softmax.
+    """
+    if block.logits:
+        return 0.0
+    if not block.products:
+        return block.boundary_bytes
+    last = block.products[-1]
+    gradients = 2.0 * last.rows * (last.inner + last.columns)
+    if block.scores is None or job.fuses(block):
+        return gradients
+    return max(gradients, 4.0 * block.scores.heads * block.scores.length**2)

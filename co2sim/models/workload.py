@@ -1,0 +1,352 @@
+"""A model and how it is trained: parameters, FLOP and bytes of every block.
+
+FLOP count a multiply-add as two. The model FLOP of a token follow PaLM (Chowdhery et al. 2022,
+appendix B): 6 for every parameter that multiplies, plus 12 x layers x heads x head_dim x seq_len
+for softmax attention, without a discount for causal masks. Norms, biases and activations are left
+out. A backward pass is twice a forward pass; `recompute` adds to the hardware FLOP only, as
+published figures count them: selective the scores of eager attention, full a whole forward pass.
+What kernels execute is another matter: `Kernels` of a pass say it, and times follow from them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from typing import Literal, TypeAlias
+
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Bytes, Flops
+from co2sim.common.validation import whole
+from co2sim.models.architecture import part_of
+from co2sim.models.blocks import Block, Division, MatMul, Model, Scores
+from co2sim.schedule.schedule import (
+    Collective,
+    Compute,
+    DType,
+    Exchanges,
+    FusedAttention,
+    Kernels,
+    Kind,
+    tensor,
+)
+
+Pass: TypeAlias = Literal["forward", "recompute", "backward"]
+
+_LOSS_SUMS = 3
+"""All-reduces of a value for every row of logits: their largest, the target's, the sum of their
+exponentials. Source: Megatron-LM, megatron/core/tensor_parallel/cross_entropy.py."""
+
+
+def exchanged(
+    block: Division | None,
+    passes: Sequence[Pass],
+    samples: int,
+    dtype: DType,
+    stops_early: bool,  # noqa: FBT001
+) -> Exchanges | None:
+    """The exchanges of passes over a block with `samples` samples; None where it is whole.
+
+    A repeated forward pass that `stops_early` needs no result of the block's last product.
+    """
+    if block is None:
+        return None
+    made = [_of_pass(block, one, samples, dtype, stops_early) for one in passes]
+    return reduce(Exchanges.then, made)
+
+
+def _of_pass(
+    block: Division,
+    which: Pass,
+    samples: int,
+    dtype: DType,
+    stops_early: bool,  # noqa: FBT001
+) -> Exchanges:
+    group, elements = tensor(block.ranks), samples * block.elements
+
+    def make(kind: Kind, times: int) -> tuple[Collective, ...]:
+        return (Collective(kind, "activations", elements, dtype, group),) * times
+
+    inputs, outputs, rows = block.inputs, block.outputs, block.rows
+    if which == "backward":
+        inputs, outputs, rows = outputs, inputs, 0
+    elif which == "recompute" and stops_early:
+        outputs, rows = max(0, outputs - 1), 0
+    loss: tuple[Collective, ...] = ()
+    if rows:
+        sums = Collective(Kind.ALL_REDUCE, "loss", samples * rows, DType.FP32, group)
+        loss = (sums,) * _LOSS_SUMS
+    if not block.sequence:
+        return Exchanges(behind=(*make(Kind.ALL_REDUCE, outputs), *loss))
+    again = make(Kind.ALL_GATHER, outputs) if which == "backward" else ()
+    before, behind = make(Kind.ALL_GATHER, inputs), make(Kind.REDUCE_SCATTER, outputs)
+    return Exchanges(before, again, (*behind, *loss))
+
+
+__all__ = [
+    "AttentionKernel",
+    "Block",
+    "BlockWork",
+    "Checkpointing",
+    "Loss",
+    "MatMul",
+    "Model",
+    "Optimizer",
+    "Recompute",
+    "Scores",
+    "Workload",
+]
+
+AttentionKernel = Literal["flash", "eager"]
+"""flash: one kernel that never writes the scores. eager: products and softmax, scores kept."""
+
+Recompute = Literal["none", "selective", "full"]
+"""selective: the scores of eager attention again. full: every layer again, from its input."""
+
+Checkpointing = Literal["non_reentrant", "reentrant"]
+"""How "full" runs a layer again. non_reentrant: until the last tensor that the backward pass needs
+is there, so not the layer's last product, and not the head (PyTorch, torch.utils.checkpoint,
+`set_checkpoint_early_stop`). reentrant: every block as a whole (Megatron-LM, DeepSpeed)."""
+
+Loss = Literal["fused", "eager"]
+"""fused: the cross entropy in one kernel on 16-bit logits. eager: PyTorch's, in fp32."""
+
+Optimizer = Literal["adamw", "sgd"]
+
+_MOST_SAMPLES = 10_000
+"""Of a micro-batch, and micro-steps of a step: the schedule holds every micro-step."""
+
+MASTER_BYTES: Bytes = 4.0
+"""fp32 master copy of a parameter in mixed precision."""
+
+FLASH_BACKWARD = 2.5
+"""FLOP of FlashAttention's backward pass for one of its forward pass: it has five products instead
+of two, as it computes the scores again. Source: Dao 2023, arXiv 2307.08691, section 4.1."""
+
+_LOSS_WRITTEN: dict[Loss, Bytes] = {"fused": 1.0, "eager": 4.0}
+"""What a forward pass writes and reads for a logit in a 2-byte type; a backward pass twice as much.
+
+fused: the logits are read, then read again and overwritten by their gradient (flash-attn 2,
+`flash_attn/ops/triton/cross_entropy.py`). eager: in fp32, as the calibrated runs have it.
+"""
+
+OPTIMIZER_BYTES: dict[Optimizer, Bytes] = {"adamw": 12.0, "sgd": 8.0}
+"""fp32 master copy and moments per parameter: K of ZeRO (arXiv 1910.02054, section 3.1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWork:
+    """What one GPU does for one block and one micro-batch."""
+
+    block: Block
+    forward: Compute
+    backward: Compute
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model with its batch and precision.
+
+    `micro_batch` is samples per GPU and micro-step, `accumulation` micro-steps per optimizer step.
+    `attention`, `recompute`, `checkpointing` and `loss` are what the training framework does; the
+    defaults are those of most of them today. `tp` tensor-parallel GPUs hold the model together, and
+    count as one for the batch; with `sequence_parallel` they divide the sequence between products.
+    """
+
+    model: Model
+    micro_batch: int = 1
+    accumulation: int = 1
+    precision: DType = DType.BF16
+    attention: AttentionKernel = "flash"
+    recompute: Recompute = "none"
+    checkpointing: Checkpointing = "non_reentrant"
+    loss: Loss = "fused"
+    optimizer: Optimizer = "adamw"
+    tp: int = 1
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse batches that are not positive."""
+        for name in ("micro_batch", "accumulation", "tp"):
+            object.__setattr__(self, name, whole(name, getattr(self, name), 1, _MOST_SAMPLES))
+        if self.sequence_parallel and self.tp == 1:
+            raise OptionError("sequence_parallel=true needs tp of 2 or more: it divides no more")
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model."""
+        return self.model.parameters
+
+    @property
+    def samples_per_gpu(self) -> int:
+        """Samples that one GPU sees in an optimizer step: of tensor-parallel ones all the same."""
+        return self.micro_batch * self.accumulation
+
+    @cached_property
+    def share(self) -> "Workload":
+        """What one GPU does of it: its part of every block, and the exchanges between them.
+
+        Raises OptionError for a model that cannot be divided so.
+        """
+        if self.tp == 1 or any(block.division for block in self.model.blocks):
+            return self
+        part = part_of(self.model, self.tp, sequence=self.sequence_parallel)
+        return replace(self, model=part)
+
+    def works(self) -> tuple[BlockWork, ...]:
+        """Forward and backward work of every block; equal blocks share their works.
+
+        Memory traffic is the least that the pass can do: the weights once, and every activation
+        that is kept written once and read once; a backward pass moves twice as much.
+        """
+        return self._works
+
+    @cached_property
+    def _works(self) -> tuple[BlockWork, ...]:
+        shared: dict[Block, tuple[Compute, Compute]] = {}
+        works = []
+        for block in self.model.blocks:
+            key = replace(block, name="")
+            if key not in shared:
+                shared[key] = self._passes(block)
+            works.append(BlockWork(block, *shared[key]))
+        return tuple(works)
+
+    def repeats(self, block: Block) -> bool:
+        """Whether a backward pass begins with the block's forward pass."""
+        if self.recompute != "full":
+            return False
+        return self.checkpointing == "reentrant" or bool(block.boundary_bytes and not block.logits)
+
+    def repeats_scores(self, block: Block) -> bool:
+        """Whether a backward pass computes the scores of eager attention again, and no more."""
+        wanted = self.recompute == "selective" and self.attention == "eager"
+        return wanted and block.scores is not None
+
+    def fuses(self, block: Block) -> bool:
+        """Whether the block's attention is one kernel."""
+        return self.attention == "flash" and block.scores is not None
+
+    def _passes(self, block: Block) -> tuple[Compute, Compute]:
+        flops = block.flops * self.micro_batch
+        repeated = flops if self.recompute == "full" else 0.0
+        if block.scores and self.repeats_scores(block):
+            repeated = block.scores.flops * self.micro_batch
+        weights = (
+            block.parameters * self.precision.bytes if flops else 0.0
+        )  # a look-up reads only rows
+        again: list[Pass] = ["recompute"] if self.repeats(block) else []
+        traffic = weights + 2 * self._written(block) * self.precision.bytes / 2 * self.micro_batch
+        return (
+            Compute(
+                "forward",
+                flops,
+                traffic,
+                self._kernels(block, 1),
+                exchanges=self._exchanges(block, "forward"),
+            ),
+            Compute(
+                "backward",
+                2 * flops + repeated,
+                2 * traffic,
+                self._kernels(block, 2, again=self.repeats(block)),
+                exchanges=self._exchanges(block, *again, "backward"),
+            ),
+        )
+
+    def _written(self, block: Block) -> Bytes:
+        """What a forward pass writes and reads but for scores, in a 2-byte type, of one sample."""
+        return block.activation_bytes + _LOSS_WRITTEN[self.loss] * block.logits
+
+    def _kernels(self, block: Block, passes: int, *, again: bool = False) -> Kernels | None:
+        """What a forward (1), a backward (2) or no pass (0) launches, and a repeated one before it.
+
+        Elementwise kernels write every activation that is kept, attention scores included, and
+        read it again. Autograd runs one node for every operation of the forward pass, so a
+        backward pass issues as many as a forward pass, each twice as much work.
+        """
+        if not block.calls:
+            return None
+        often = passes + again
+        scores = often + (passes > 1 and self.repeats_scores(block))
+        last = passes if self.checkpointing == "non_reentrant" else often
+        times = [scores if matmul.count else often for matmul in block.products]
+        times[-1:] = [last] * len(times[-1:])
+        fused = block.scores if self.fuses(block) else None
+        kept = often * self._written(block)
+        if block.scores and not fused:
+            kept += scores * block.scores.bytes
+        width = self.precision.bytes
+        return Kernels(
+            tuple(
+                matmul.product(self.micro_batch, width).times(count)
+                for matmul, count in zip(block.products, times, strict=True)
+                if count and not (fused and matmul.count)
+            ),
+            (bool(passes) + again) * block.calls,
+            kept * width * self.micro_batch,
+            bool(block.logits),
+            self._fused(fused, passes, again) if fused else None,
+        )
+
+    def _fused(self, scores: Scores, passes: int, again: int) -> FusedAttention:
+        """Attention as one kernel: it reads and writes four arrays as wide as its heads together.
+
+        A backward pass reads the gradient of its output, too, and writes three: twice as much.
+        """
+        flops = scores.flops * self.micro_batch * (0.5 if scores.causal else 1.0)
+        moved = scores.flops / scores.length * self.micro_batch * self.precision.bytes
+        back = passes > 1
+        return FusedAttention(
+            flops * (again + (not back) * passes),
+            moved * (passes + again),
+            scores.length,
+            flops * FLASH_BACKWARD * back,
+        )
+
+    def recomputed(self, work: BlockWork) -> tuple[Compute, Compute]:
+        """A backward pass with full recomputation in two: the forward pass again, then the rest."""
+        forward, whole = work.forward, work.backward
+        return (
+            replace(
+                forward,
+                kernel="recompute",
+                kernels=self._kernels(work.block, 0, again=True),
+                exchanges=self._exchanges(work.block, "recompute"),
+            ),
+            Compute(
+                "backward",
+                whole.flops - forward.flops,
+                whole.memory_bytes,
+                self._kernels(work.block, 2),
+                exchanges=self._exchanges(work.block, "backward"),
+            ),
+        )
+
+    def _exchanges(self, block: Block, *passes: Pass) -> Exchanges | None:
+        early = self.checkpointing == "non_reentrant"
+        return exchanged(block.division, passes, self.micro_batch, self.precision, early)
+
+    @property
+    def hardware_flops_per_sample(self) -> Flops:
+        """FLOP of a training step on one sample as published figures count them.
+
+        Full recomputation counts as a whole forward pass (8 per parameter and token), even where
+        `checkpointing` leaves some of it out; what flash attention repeats is not counted.
+        """
+        works = self.works()
+        return sum(work.forward.flops + work.backward.flops for work in works) / self.micro_batch
+
+    @property
+    def optimizer_bytes(self) -> Bytes:
+        """Optimizer state per parameter; in fp32 the parameters are their own master copy."""
+        master = MASTER_BYTES if self.precision is DType.FP32 else 0.0
+        return OPTIMIZER_BYTES[self.optimizer] - master
+
+    def optimizer_step(self, elements: int) -> Compute:
+        """The optimizer over `elements` parameters: memory-bound.
+
+        Traffic: gradient, master copy and moments read; master copy, moments and parameter written.
+        """
+        state = self.optimizer_bytes
+        return Compute(
+            "optimizer", 12.0 * elements, elements * (2 * self.precision.bytes + 2 * state)
+        )

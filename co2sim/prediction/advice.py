@@ -1,0 +1,173 @@
+"""What a result must not be read without: an option that holds the strategy back, and its price."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from co2sim.catalog import Entry, Fact
+from co2sim.common.units import Seconds, counted, scaled
+from co2sim.hardware.cluster import GPU, Cluster
+from co2sim.models.workload import Block, Model, Workload
+from co2sim.prediction.result import Result
+from co2sim.schedule.schedule import Layout
+from co2sim.strategies import LocalSteps, Strategy, with_options
+from co2sim.strategies.local import Replica
+from co2sim.strategies.zero3 import Zero3
+from co2sim.strategies.zeropp import ZeroPP
+
+_LEAST_GAIN = 1e-3
+"""Of the speed: what a warning must be worth."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """What keeps blocks from being gathered ahead, in words, and a strategy without it."""
+
+    words: str
+    better: Strategy
+    options: str
+
+
+def warnings(
+    strategy: Strategy,
+    parts: Sequence[Sequence[Block]],
+    layout: Layout,
+    result: Result,
+    tried: Callable[[Strategy], Seconds],
+) -> tuple[str, ...]:
+    """A line on a budget that is smaller than some blocks, whose gathers are then exposed.
+
+    `parts` are the blocks of each stage of a pipeline, or all of them; `layout` is that of data
+    parallelism. `tried` is the step time of another strategy, by simulation. Where that gains
+    nothing there is no line.
+    """
+    limit = _limit(strategy, parts, layout)
+    if limit is None:
+        return ()
+    gain = result.step_time_s / tried(limit.better)
+    if gain < 1 + _LEAST_GAIN:
+        return ()
+    given, instead = (f"{result.tokens_per_s * times:,.0f}" for times in (1, gain))
+    line = (
+        f"{limit.words}, so these are gathered only when they are needed; {limit.options} gives"
+        f" {instead} {result.unit}s/s instead of {given}"
+    )
+    return (line,)
+
+
+def _limit(strategy: Strategy, parts: Sequence[Sequence[Block]], layout: Layout) -> _Limit | None:
+    """The limit that is too small, if there is one."""
+    if isinstance(strategy, Zero3 | ZeroPP):
+        return None if layout.world_size == 1 else _of_options(strategy, parts)
+    if not isinstance(strategy, LocalSteps) or strategy.inner != "zero3":
+        return None
+    budget = Zero3().prefetch
+    if Replica.of(strategy).ranks(layout) == 1 or _largest(parts).parameters <= budget:
+        return None
+    words = _prefetch_words(f"inner=zero3 has prefetch={budget}", budget, parts)
+    return _Limit(words, with_options(strategy, {"inner": "fsdp"}), "inner=fsdp")
+
+
+def _of_options(strategy: Zero3 | ZeroPP, parts: Sequence[Sequence[Block]]) -> _Limit | None:
+    """The smaller of its two budgets: for what is ahead, and for all that is present."""
+    largest = _largest(parts).parameters
+    pairs = [pair for blocks in parts for pair in pairwise(blocks)]
+    most = max(map(_together, pairs), default=largest)
+    options = {"prefetch": largest} if largest > strategy.prefetch else {}
+    options |= {"max_live": most} if most > strategy.max_live else {}
+    if not options:
+        return None
+    if "prefetch" in options:
+        words = _prefetch_words(f"prefetch={strategy.prefetch}", strategy.prefetch, parts)
+    else:
+        words = _live_words(strategy.max_live, pairs)
+    better = with_options(strategy, {name: str(value) for name, value in options.items()})
+    return _Limit(words, better, ",".join(f"{name}={value}" for name, value in options.items()))
+
+
+def _prefetch_words(given: str, budget: int, parts: Sequence[Sequence[Block]]) -> str:
+    sizes = [block.parameters for blocks in parts for block in blocks]
+    largest = _largest(parts)
+    return (
+        f"{given}: that prefetch budget is less than {sum(size > budget for size in sizes)} of"
+        f" {counted(len(sizes), 'block')} need ({largest.name} has"
+        f" {counted(largest.parameters, 'parameter')})"
+    )
+
+
+def _live_words(limit: int, pairs: Sequence[tuple[Block, Block]]) -> str:
+    one, other = max(pairs, key=_together)
+    over = sum(_together(pair) > limit for pair in pairs)
+    return (
+        f"max_live={limit}: that limit is less than {over} of {counted(len(pairs), 'block')} need"
+        f" beside the one before ({one.name} and {other.name} have"
+        f" {counted(_together((one, other)), 'parameter')})"
+    )
+
+
+def _largest(parts: Sequence[Sequence[Block]]) -> Block:
+    return max((block for blocks in parts for block in blocks), key=lambda one: one.parameters)
+
+
+def _together(pair: tuple[Block, Block]) -> int:
+    return pair[0].parameters + pair[1].parameters
+
+
+_OF_TOTALS = {"gpu.tdp", "gpu.idle_power", "node_power", "pue", "grid_intensity"}
+"""Numbers of a cluster that no speed rests on: `totals` names those that it used."""
+_NEGLIGIBLE = 0.01
+"""A probe measures passes of other shapes than a model's: sizes so near each other are the same."""
+
+
+def assumed(cluster: Entry[Cluster], model: Entry[Model]) -> tuple[Fact, ...]:
+    """The assumed numbers of both, which no source supports; no step depends on failures."""
+    return (*_under("cluster", cluster), *_under("model", model))
+
+
+def _under(prefix: str, entry: Entry[Any]) -> list[Fact]:
+    used = (
+        f
+        for f in entry.assumed
+        if f.path.removesuffix("_low").removesuffix("_high") not in _OF_TOTALS
+        and not f.path.startswith("failures.")
+    )
+    return [replace(fact, path=f"{prefix}.{fact.path}") for fact in used]
+
+
+def beyond_the_file(stated: Cluster, sized: Cluster) -> list[Fact]:
+    """More nodes than the cluster has: the what-if of buying more of the same."""
+    if sized.nodes <= stated.nodes:
+        return []
+    why = f"the cluster has {stated.nodes}; more of the same kind were asked for"
+    return [Fact("cluster.nodes", str(sized.nodes), why, assumed=True)]
+
+
+def beyond_the_table(gpu: GPU, job: Workload) -> list[Fact]:
+    """Passes smaller or larger than any whose efficiency is known, and flash attention of none."""
+    works = job.works()
+    sizes = [pass_.flops for w in works for pass_ in (w.forward, w.backward) if pass_.flops]
+    (least, at_least), (most, at_most) = gpu.efficiency[0], gpu.efficiency[-1]
+    found = _unknown_attention(gpu, job)
+    for size, bound, value, word in (
+        (min(sizes, default=least), least, at_least, "smaller"),
+        (max(sizes, default=most), most, at_most, "larger"),
+    ):
+        if (size / bound - 1) * (1 if word == "larger" else -1) > _NEGLIGIBLE:
+            why = (
+                f"passes of {scaled(size, 'FLOP')} are {word} than any whose efficiency is known"
+                f" ({scaled(bound, 'FLOP')})"
+            )
+            found.append(Fact("cluster.gpu.efficiency", str(value), why, assumed=True))
+    return found
+
+
+def _unknown_attention(gpu: GPU, job: Workload) -> list[Fact]:
+    """Flash attention where the speed of its kernels is not known."""
+    if not gpu.kernels or gpu.kernels.attention_efficiency is not None:
+        return []
+    if not any(job.fuses(block) for block in job.model.blocks):
+        return []
+    why = "no speed of flash attention is known for these kernels: that of other products is taken"
+    value = str(gpu.kernels.gemm_efficiency)
+    return [Fact("cluster.gpu.kernels.attention_efficiency", value, why, assumed=True)]

@@ -1,0 +1,302 @@
+"""A question, answered by simulation."""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, TypedDict, Unpack, get_type_hints
+
+from co2sim import strategies
+from co2sim.common import convert
+from co2sim.common.convert import Count, Number, Reference
+from co2sim.common.errors import OptionError, nearest
+from co2sim.common.progress import Done, progress_bar
+from co2sim.common.units import Seconds
+from co2sim.hardware.cluster import Cluster
+from co2sim.models.workload import AttentionKernel, Checkpointing, Loss, Model, Optimizer, Recompute
+from co2sim.prediction import advice, auto_delay, pipeline
+from co2sim.prediction.case import Case
+from co2sim.prediction.intervals import Predicted, Thoroughness
+from co2sim.prediction.prepared import Prepared, scheduled
+from co2sim.prediction.remarks import remarks as remarks_on
+from co2sim.prediction.result import Result
+from co2sim.schedule.schedule import Schedule
+from co2sim.simulation import metrics
+from co2sim.simulation.noise import QUIET, Noise
+from co2sim.simulation.steady_state import executed, round_time, simulated
+from co2sim.simulation.trace import Trace
+from co2sim.strategies import Strategy
+from co2sim.strategies.co2 import CO2
+
+_ROUNDS = "simulating rounds"
+_PATIENCE: Seconds = 1.0
+"""What a simulation takes before it shows a bar."""
+
+
+class JobOptions(TypedDict, total=False):
+    """The keywords of `simulate` but for the number of GPUs."""
+
+    micro_batch: Count
+    accumulation: Count
+    tp: Count
+    sequence_parallel: bool
+    pp: Count
+    interleave: Count
+    global_batch: Count | None
+    precision: str | None
+    attention: AttentionKernel
+    recompute: Recompute
+    checkpointing: Checkpointing
+    loss: Loss
+    optimizer: Optimizer
+    overrides: Mapping[str, Number] | None
+    noise: Noise
+    jitter: Number
+    straggle: Number
+    seed: Count
+    node_speed: Mapping[int, float] | None
+    rounds: Count | None
+    fold: bool
+    interval: Thoroughness
+
+
+class Options(JobOptions, total=False):
+    """The keywords of `simulate`."""
+
+    gpus: Count | None
+
+
+def simulate(  # noqa: PLR0913 - one keyword per field
+    cluster: Reference | Cluster,
+    model: Reference | Model,
+    strategy: str | Strategy,
+    *,
+    gpus: Count | None = None,
+    micro_batch: Count = 1,
+    accumulation: Count = 1,
+    tp: Count = 1,
+    sequence_parallel: bool = False,
+    pp: Count = 1,
+    interleave: Count = 1,
+    global_batch: Count | None = None,
+    precision: str | None = None,
+    attention: AttentionKernel = "flash",
+    recompute: Recompute = "none",
+    checkpointing: Checkpointing = "non_reentrant",
+    loss: Loss = "fused",
+    optimizer: Optimizer = "adamw",
+    overrides: Mapping[str, Number] | None = None,
+    noise: Noise = QUIET,
+    jitter: Number = 0.0,
+    straggle: Number = 0.0,
+    seed: Count = 0,
+    node_speed: Mapping[int, float] | None = None,
+    rounds: Count | None = None,
+    fold: bool = True,
+    interval: Thoroughness = "quick",
+    progress: bool | None = None,
+) -> Result:
+    """Simulate one configuration. Raises Co2simError, with one line, for anything that is wrong.
+
+    Args:
+        cluster: Catalog name (`co2sim list clusters`), path of a TOML file, or a `Cluster`.
+        model: Catalog name, path of a TOML file or of a Hugging Face config.json, or a `Model`.
+        strategy: A text such as "co2(tau=48, worker=node)", or an object such as `CO2(tau=48)`.
+        gpus: How many; default: the whole cluster. More than it has is a what-if.
+        micro_batch: Samples per GPU and micro-step.
+        accumulation: Micro-steps per optimizer step.
+        tp: GPUs of a node that share every layer (tensor parallelism), and train on the same
+            samples: `micro_batch` is that of all of them. It combines with every strategy.
+        sequence_parallel: Let them divide the sequence between matrix products, too.
+        pp: Stages of a pipeline (1F1B), each with a part of the layers. `accumulation` is how many
+            micro-batches pass through it in a step.
+        interleave: Chunks of layers of each stage (interleaved 1F1B).
+        global_batch: Samples per optimizer step over all GPUs, instead of `accumulation`.
+        precision: "bf16", "fp16" or "fp32"; default: bf16 if the GPU has it, else fp16.
+        attention: "flash" (one kernel, scores are never kept) or "eager".
+        recompute: Activations to recompute: "none", "selective" (the scores of eager attention) or
+            "full" (all of a layer, from its input).
+        checkpointing: How "full" does it: "non_reentrant" stops before a layer's last product, as
+            PyTorch's default does; "reentrant" repeats all, as Megatron-LM and DeepSpeed do.
+        loss: "fused" (one kernel on 16-bit logits) or "eager" (PyTorch's cross entropy, in fp32).
+        optimizer: "adamw" or "sgd".
+        overrides: Other numbers of the cluster or model, such as {"inter.bandwidth": "25 Gbit/s",
+            "model.seq_len": 4096}.
+        noise: What makes ranks differ, as an object; or give the four that follow.
+        jitter: Sigma of a lognormal factor on the time of every op, 0 to 1.
+        straggle: Sigma of a lognormal factor on the compute time of every node, 0 to 1.
+        seed: Of both.
+        node_speed: Relative compute speed of single nodes, such as {3: 0.8}.
+        rounds: How many to average over; default: 1, or 10 with jitter.
+        fold: Let one rank stand for all equal ones; the answer is the same without.
+        interval: "quick" takes no further simulation for `tokens_per_s_low` and `_high`; "full"
+            simulates with each uncertain constant moved both ways, where there are any.
+        progress: Show a bar on stderr; default: if it is a terminal, after a second. To a pipe or
+            a file one line says how far it is, after 5 seconds.
+
+    >>> simulate("a100-tcp80", "llama-7b", "co2(tau=48, worker=node)", gpus=128).fits_in_memory
+    True
+    """
+    given = dict(locals())  # all of the above, by name
+    shown = given.pop("progress")
+    return run(describe(**given), progress=shown)
+
+
+def describe(
+    cluster: Reference | Cluster,
+    model: Reference | Model,
+    strategy: str | Strategy,
+    **options: Unpack[Options],
+) -> Case:
+    """The case that the arguments of `simulate` describe."""
+    given: dict[str, Any] = {**options}
+    known = get_type_hints(Options)
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise OptionError(f"unknown option {unknown[0]!r}; {nearest(unknown[0], known)}")
+    uneven = {f.name: given.pop(f.name) for f in fields(Noise) if f.name in given}
+    noise = _noise(uneven.pop("node_speed", None) or {}, uneven)
+    if given.get("overrides", {}) is None:
+        del given["overrides"]
+    if noise != QUIET:
+        if given.get("noise", QUIET) != QUIET:
+            raise OptionError("give noise, or jitter, straggle, seed and node_speed, not both")
+        given["noise"] = noise
+    given |= {"cluster": cluster, "model": model, "strategy": strategy}
+    return Case(**given)
+
+
+def _noise(node_speed: Any, others: Mapping[str, Any]) -> Noise:
+    """Noise from values as users give them."""
+    if not isinstance(node_speed, Mapping):
+        raise OptionError(f"node_speed is {convert.shown(node_speed)}; it must map nodes to speeds")
+    speeds = {
+        convert.whole("node", node): convert.number(f"speed of node {node}", speed)
+        for node, speed in node_speed.items()
+    }
+    return Noise(node_speed=speeds, **convert.declared(Noise, others))
+
+
+def run(case: Case, *, progress: bool | None = False) -> Result:
+    """Simulate and measure. `progress` as in `simulate`."""
+    with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
+        if case.pp > 1:
+            return _of_pipeline(case, done)
+        case, notes = _settle(case, done)
+        prepared = case.prepare()
+        found, rounds, steady = simulated(case, prepared, done)
+        free = executed(case, prepared, found.rounds, done, free=True)
+        result = prepared.measure(found, rounds, steady, free)
+        cluster, nominal = prepared.cluster, result.round_time_s
+        blocks = prepared.job.share.model.blocks
+        remarks = remarks_on(cluster, prepared.job, blocks, case.noise, result.gpus)
+        result = replace(result, notes=(*notes, *remarks))
+        even = replace(prepared, cluster=replace(cluster, node_spread=0.0, step_spread=0.0))
+        if case.noise.uneven or cluster.node_spread or cluster.step_spread:
+            nominal = round_time(case, even, done)
+            delay = metrics.straggler_delay(result.round_time_s, nominal)
+            result = replace(result, straggler_delay_s=delay)
+
+        def tried(strategy: Strategy) -> Seconds:
+            """The step time, if it is in proportion to that of equal ranks."""
+            _, schedule = scheduled(strategy, prepared.job, cluster.layout)
+            other = replace(even, strategy=strategy, schedule=schedule)
+            return result.step_time_s * round_time(case, other, done) / nominal
+
+        warnings = advice.warnings(prepared.strategy, [blocks], prepared.layout, result, tried)
+        result = _with_interval(case, prepared, result, done)
+    return replace(result, warnings=warnings)
+
+
+def _of_pipeline(case: Case, done: Done | None) -> Result:
+    """The result with its interval, which takes no further simulation, and its warnings."""
+    result = pipeline.measured(case, done)
+    cluster, model = case.load()
+    first = case.stage(0)
+    strategy = first.strategy
+    found = Predicted(
+        cluster=cluster.value,
+        strategy=strategy,
+        model=model.value,
+        precision=str(first.precision),
+        tokens_per_s=result.tokens_per_s,
+        exposed_share=result.exposed_share,
+        again=lambda _: result.tokens_per_s,
+        alike=False,
+    ).interval()
+
+    def tried(other: Strategy) -> Seconds:
+        return pipeline.measured(replace(case, strategy=other), done).step_time_s
+
+    blocks = [job.share.model.blocks for job in case.stage_jobs()]
+    return replace(
+        result,
+        tokens_per_s_low=found.low,
+        tokens_per_s_high=found.high,
+        interval_source=found.source,
+        notes=remarks_on(first.cluster, first.job, sum(blocks, ()), case.noise, result.gpus),
+        warnings=advice.warnings(strategy, blocks, first.layout, result, tried),
+    )
+
+
+def _with_interval(case: Case, prepared: Prepared, result: Result, done: Done | None) -> Result:
+    """The result with its interval; the schedule is the same on all clusters of one layout."""
+
+    def again(cluster: Cluster) -> float:
+        moved = replace(prepared, cluster=cluster)
+        found, rounds, _ = simulated(case, moved, done)
+        during = metrics.window(found, prepared.schedule, rounds)
+        return result.tokens_per_s * result.round_time_s / during.round_time
+
+    found = Predicted(
+        cluster=prepared.cluster,
+        strategy=prepared.strategy,
+        model=prepared.job.model,
+        precision=str(prepared.precision),
+        tokens_per_s=result.tokens_per_s,
+        exposed_share=result.exposed_share,
+        again=again,
+        alike=prepared.job.tp == 1,
+    ).interval(case.interval)
+    return replace(
+        result,
+        tokens_per_s_low=found.low,
+        tokens_per_s_high=found.high,
+        interval_source=found.source,
+    )
+
+
+def trace(case: Case, *, progress: bool | None = False) -> tuple[Schedule, Trace]:
+    """The schedule of a case and its simulated trace, warm-up included."""
+    with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
+        case, _ = _settle(case, done)
+        prepared = case.prepare()
+        found = simulated(case, prepared, done)[0]
+        if found.rounds == 1:  # two show where one ends
+            found = executed(case, prepared, 2, done)
+        return prepared.schedule, found
+
+
+def settle(case: Case) -> Case:
+    """The case with numbers for "auto", chosen by simulation without noise."""
+    return _settle(case, None)[0]
+
+
+def _settle(case: Case, done: Done | None) -> tuple[Case, tuple[str, ...]]:
+    """The case with numbers for "auto", and a line on each."""
+    strategy = case.strategy
+    if isinstance(strategy, str):
+        strategy = strategies.parse(strategy)
+    if not isinstance(strategy, CO2) or not auto_delay.is_open(strategy):
+        return case, ()
+    quiet = replace(case, noise=QUIET, rounds=None, fold=True)
+
+    def time_of(tried: Strategy, averages: bool) -> Seconds:  # noqa: FBT001
+        prepared = replace(quiet, strategy=tried).prepare()
+        if not averages:
+            bare = auto_delay.without_averages(prepared.schedule)
+            prepared = replace(prepared, schedule=bare)
+        return round_time(quiet, prepared, done)
+
+    chosen, notes = auto_delay.choose(strategy, time_of)
+    if case.noise != QUIET:
+        notes = tuple(f"{note} (without jitter, stragglers and speeds of nodes)" for note in notes)
+    return replace(case, strategy=chosen), notes

@@ -1,0 +1,232 @@
+"""Goodput: what part of the time training gets on with its work where things fail, in closed form.
+
+Failures come at random, independently of each other, at a constant rate (exponential times between
+them), as counted in published logs of clusters (Kokolis et al., HPCA 2025, arXiv 2410.21680). The
+formulas here are exact for that; `events` simulates the same, event by event.
+"""
+
+import math
+from dataclasses import dataclass
+
+from scipy.special import lambertw
+
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Seconds
+from co2sim.common.validation import at_least, whole
+
+_MOST = 600.0
+"""Of an exponent: beyond it nothing is ever finished."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Failures per second of each part while it works, and of the job whatever its size.
+
+    That of the job does not fall with size: a bug, a file system, an operator.
+    """
+
+    gpu: float = 0.0
+    node: float = 0.0
+    switch: float = 0.0
+    job: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no rate."""
+        for name in ("gpu", "node", "switch", "job"):
+            at_least(f"failures of a {name} per second", getattr(self, name), 0)
+
+    def of(self, gpus: int, nodes: int, switches: int = 0) -> float:
+        """Failures per second of so many parts, with those of one job."""
+        return self.gpu * gpus + self.node * nodes + self.switch * switches + self.job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """What follows a failure.
+
+    `detection` until it is noticed; `restart` until processes run again on healthy nodes; `reload`
+    until they have their state. `spares` nodes wait to replace others; a broken one is back after
+    `repair`. Where no spare is left the job waits.
+    """
+
+    detection: Seconds = 0.0
+    restart: Seconds = 0.0
+    reload: Seconds = 0.0
+    spares: int = 0
+    repair: Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what takes less than no time."""
+        for name in ("detection", "restart", "reload", "repair"):
+            at_least(f"{name} in s", getattr(self, name), 0)
+        whole("spares", self.spares)
+
+    @property
+    def down(self) -> Seconds:
+        """From the failure until work goes on, where there is a spare."""
+        return self.detection + self.restart + self.reload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """How state is saved: work stops for `blocking`, and the copy is safe `writing` after that.
+
+    Written in the background, `writing` is more than 0: a failure meanwhile goes back to the copy
+    before. It is no longer than the time between two copies.
+    """
+
+    blocking: Seconds
+    writing: Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what takes less than no time."""
+        at_least("the time that a checkpoint stops work, in s", self.blocking, 0)
+        at_least("the time that a checkpoint is written behind work, in s", self.writing, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Fractions of the time, which sum to 1.
+
+    `useful` work that lasts; `checkpoint` stops for copies that last; `lost` work and copies that
+    are done again; `restart` from a failure until work goes on, but for `waiting` for a node.
+    """
+
+    useful: float
+    checkpoint: float
+    lost: float
+    restart: float
+    waiting: float
+
+
+def together(rate: float, every: Seconds, saving: Saving, after: Restart) -> Shares:
+    """Where one failure stops all, and all go back to the last copy: DDP, ZeRO, FSDP.
+
+    `rate` is that of failures per second of the whole job, `every` the work between two copies.
+    Failures while the job restarts begin the restart anew. Waiting for nodes is Erlang's loss
+    formula, whatever the distribution of repairs. Raises OptionError where nothing gets done.
+    """
+    at_least("failures per second", rate, 0)
+    at_least("the work between two checkpoints in s", every, 1e-9)
+    period = every + saving.blocking
+    if saving.writing > period * (1 + 1e-12):  # `every` may be what is left of it
+        raise OptionError(
+            f"a checkpoint takes {saving.writing:g} s to write, longer than the {period:g} s from"
+            " one to the next; write less often"
+        )
+    if rate == 0:
+        return _shares(every, saving.blocking, 0.0, 0.0, 0.0, period)
+    again = rate * (period + saving.writing)
+    if again > _MOST or rate * after.down > _MOST:
+        raise OptionError(
+            f"with a failure every {1 / rate:g} s nothing gets done in the {period:g} s from one"
+            " checkpoint to the next"
+        )
+    fails = -math.expm1(-rate * period)
+    down = math.expm1(rate * after.down) / rate  # a restart may fail, too
+    from_copy = (1 / rate + down) * math.expm1(again)  # to the next safe copy, from the last
+    whole_time = fails / rate + fails * (down + from_copy)
+    failures = fails * (1 + math.expm1(again))  # from one safe copy to the next
+    stopped = failures * down
+    lost = whole_time - stopped - period
+    waits = erlang_loss(after.spares + 1, rate * after.repair)
+    return _shares(every, saving.blocking, lost, stopped, waits, whole_time)
+
+
+def _shares(
+    useful: Seconds, saving: Seconds, lost: Seconds, stopped: Seconds, waits: float, time: Seconds
+) -> Shares:
+    part = (1 - waits) / time
+    return Shares(
+        useful=useful * part,
+        checkpoint=saving * part,
+        lost=lost * part,
+        restart=stopped * part,
+        waiting=waits,
+    )
+
+
+def best_interval(rate: float, saving: Saving) -> Seconds:
+    """The work between two copies that leaves most useful time, where `writing` is 0: exact.
+
+    T = (1 + W(-exp(-rate C - 1))) / rate with Lambert's W, for copies that stop work for C
+    seconds. `young` and `daly` are its expansions. Infinite without failures.
+    """
+    if rate == 0:
+        return math.inf
+    cost = rate * saving.blocking
+    if cost < 1e-8:  # noqa: PLR2004 - W has lost its digits; Young's is as exact
+        return young(rate, saving.blocking)
+    return (1 + float(lambertw(-math.exp(-cost - 1)).real)) / rate
+
+
+def young(rate: float, blocking: Seconds) -> Seconds:
+    """sqrt(2 C / rate): Young, CACM 17(9), 1974."""
+    return math.sqrt(2 * blocking / rate)
+
+
+def daly(rate: float, blocking: Seconds) -> Seconds:
+    """Daly's higher order: Future Generation Computer Systems 22, 2006, equation 37."""
+    mean = 1 / rate
+    if blocking >= 2 * mean:
+        return mean
+    part = math.sqrt(blocking / (2 * mean))
+    return math.sqrt(2 * blocking * mean) * (1 + part / 3 + part**2 / 9) - blocking
+
+
+def erlang_loss(servers: int, load: float) -> float:
+    """Erlang's B: how often all of so many nodes are away, with `load` away on average."""
+    blocked = 1.0
+    for number in range(1, servers + 1):
+        blocked = load * blocked / (number + load * blocked)
+    return blocked if load else 0.0
+
+
+def apart(
+    rate: float, workers: int, round_time: Seconds, after: Restart, stall: Seconds = 0.0
+) -> Shares:
+    """Where workers go on without one that has failed: local-update methods.
+
+    `rate` is that of failures per second of one worker. It loses its part of the round, is `down`
+    for detection, restart and reload (from a peer), and joins at the next round. All stand still
+    for `stall` at every failure, until they have formed a group without it. Nothing goes back to a
+    checkpoint: where all workers fail at once, which this does not count, it would.
+    """
+    at_least("failures per second", rate, 0)
+    at_least("a round in s", round_time, 1e-9)
+    whole("workers", workers, 1)
+    if rate == 0:
+        return Shares(useful=1.0, checkpoint=0.0, lost=0.0, restart=0.0, waiting=0.0)
+    within = rate * round_time
+    lost = 1 / rate - round_time / math.expm1(within) if within < _MOST else 1 / rate
+    down = after.down
+    rounds = math.ceil(down / round_time)
+    spare = rounds * round_time - down  # who fails later in the round joins a round later
+    later = (math.exp(-rate * spare) - math.exp(-within)) / -math.expm1(-within)
+    waiting = round_time * (rounds + later) - lost - down
+    cycle = 1 / rate + down + waiting
+    part = 1 / (cycle * (1 + stall * workers / cycle))
+    return Shares(
+        useful=(1 / rate - lost) * part,
+        checkpoint=0.0,
+        lost=lost * part,
+        restart=(down + stall * workers) * part,
+        waiting=waiting * part,
+    )
+
+
+def inside(outer: Shares, inner: Shares) -> Shares:
+    """Where the work that `outer` calls useful is divided as `inner` says.
+
+    Of local updates: `outer` is what stops all of them, `inner` what stops one worker. What all
+    lose is lost whatever it was. Exact where the workers are as often away after a restart of all
+    as ever; they all begin anew there, so it is pessimistic by about a failure of one for each.
+    """
+    part = outer.useful
+    return Shares(
+        useful=part * inner.useful,
+        checkpoint=outer.checkpoint + part * inner.checkpoint,
+        lost=outer.lost + part * inner.lost,
+        restart=outer.restart + part * inner.restart,
+        waiting=outer.waiting + part * inner.waiting,
+    )

@@ -1,0 +1,389 @@
+"""Figures of a pipeline: each kind of stage is simulated alone, and passes are lined up.
+
+A stage alone takes the time of its passes, and more: what the strategy adds to a step, such as
+reductions that nothing hides and the optimizer. `pipeline` gives the time at which each stage has
+ended its passes; behind that comes what its strategy adds. The last stage to end is the step. What
+a strategy hides behind passes it is not given credit for hiding behind the bubble, too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from typing import NamedTuple
+
+from co2sim.common.errors import OptionError
+from co2sim.common.progress import Done
+from co2sim.common.units import Bytes, Seconds
+from co2sim.hardware.cluster import Cluster
+from co2sim.models.workload import Recompute, Workload
+from co2sim.prediction.auto_delay import is_open
+from co2sim.prediction.case import Case
+from co2sim.prediction.pipeline_order import sizes
+from co2sim.prediction.prepared import Prepared, each
+from co2sim.prediction.result import Result
+from co2sim.schedule.schedule import Collective, Compute, Kind, tensor
+from co2sim.simulation import metrics
+from co2sim.simulation.collective_cost import compute_time, footprint, peak_flops
+from co2sim.simulation.steady_state import executed, simulated
+from co2sim.strategies import parse
+
+MOST_PASSES = 2_000_000
+"""Of all stages in a step: seconds of computing."""
+
+
+class StagePass(NamedTuple):
+    """A forward or a backward pass of a micro-batch over a chunk of a stage's layers."""
+
+    backward: bool
+    chunk: int
+    micro: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """`stages` with `chunks` of layers each, and the micro-batches of a step.
+
+    Raises OptionError for what the order does not allow, and for too many passes.
+    """
+
+    stages: int
+    chunks: int
+    micros: int
+
+    def __post_init__(self) -> None:
+        """Refuse micro-batches that interleaved stages cannot take in turn."""
+        passes = 2 * self.stages * self.chunks * self.micros
+        if passes > MOST_PASSES:
+            raise OptionError(
+                f"pp={self.stages}, interleave={self.chunks} and {self.micros:,} micro-steps are"
+                f" {passes:,} passes in a step; at most {MOST_PASSES:,} are simulated"
+            )
+        if self.chunks > 1 and self.micros % self.stages:
+            raise OptionError(
+                f"interleave={self.chunks} needs micro-steps in multiples of pp={self.stages}, and"
+                f" a step has {self.micros}; give accumulation or global_batch"
+            )
+
+    def warm_up(self, stage: int) -> int:
+        """Forward passes before the first backward pass of a stage."""
+        later = self.stages - 1 - stage
+        if self.chunks > 1:
+            later = 2 * later + (self.chunks - 1) * self.stages
+        return min(later, self.chunks * self.micros)
+
+    def held(self, stage: int) -> int:
+        """Passes whose activations a stage holds at its peak."""
+        return min(self.warm_up(stage) + 1, self.chunks * self.micros)
+
+    def order(self, stage: int) -> list[StagePass]:
+        """The passes of a stage in turn."""
+        forward, backward = (self._of(way) for way in (False, True))
+        before = self.warm_up(stage)
+        found = forward[:before]
+        for one, other in zip(forward[before:], backward, strict=False):
+            found += [one, other]
+        return found + backward[len(forward) - before :]
+
+    def _of(self, backward: bool) -> list[StagePass]:  # noqa: FBT001
+        """All passes in one direction: as many micro-batches as stages on each chunk in turn."""
+        group = min(self.stages, self.micros) if self.chunks > 1 else self.micros
+        chunks = range(self.chunks)
+        return [
+            StagePass(backward, chunk, micro)
+            for first in range(0, self.micros, group)
+            for chunk in (reversed(chunks) if backward else chunks)
+            for micro in range(first, first + group)
+        ]
+
+
+def ends(
+    pipeline: Pipeline,
+    forward: Sequence[Sequence[Seconds]],
+    backward: Sequence[Sequence[Seconds]],
+    between: Seconds,
+) -> list[Seconds]:
+    """When each stage ends its last pass; passes take `forward[stage][chunk]`, and `backward`.
+
+    `between` passes from the end of a pass until another stage has what it made.
+    """
+    last = pipeline.stages - 1, pipeline.chunks - 1
+    done: dict[tuple[int, StagePass], Seconds] = {}
+    orders = [pipeline.order(stage) for stage in range(pipeline.stages)]
+    place, free = [0] * pipeline.stages, [0.0] * pipeline.stages
+    waiting: dict[tuple[int, StagePass], int] = {}
+    ready = list(range(pipeline.stages))
+    while ready:
+        stage = ready.pop()
+        while place[stage] < len(orders[stage]):
+            one = orders[stage][place[stage]]
+            needed = _needed(stage, one, last)
+            start = free[stage]
+            if needed:
+                if needed not in done:
+                    waiting[needed] = stage
+                    break
+                start = max(start, done[needed] + between * (needed[0] != stage))
+            took = (backward if one.backward else forward)[stage][one.chunk]
+            free[stage] = done[stage, one] = start + took
+            place[stage] += 1
+            if (stage, one) in waiting:
+                ready.append(waiting.pop((stage, one)))
+    assert all(at == len(order) for at, order in zip(place, orders, strict=True))
+    return free
+
+
+def _needed(stage: int, one: StagePass, last: tuple[int, int]) -> tuple[int, StagePass] | None:
+    """The pass of another stage, or of the other direction, that a pass needs."""
+    stages, _ = last
+    if not one.backward:
+        if stage:
+            return stage - 1, one
+        return (stages, one._replace(chunk=one.chunk - 1)) if one.chunk else None
+    if (stage, one.chunk) == last:
+        return stage, one._replace(backward=False)
+    if stage < stages:
+        return stage + 1, one
+    return 0, one._replace(chunk=one.chunk + 1)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A stage alone: how long a step takes, and its passes over each chunk."""
+
+    prepared: Prepared
+    result: Result
+    step: Seconds
+    forward: tuple[Seconds, ...]
+    backward: tuple[Seconds, ...]
+
+    @property
+    def passes(self) -> Seconds:
+        """Of all micro-batches of a step."""
+        return self.prepared.job.accumulation * (sum(self.forward) + sum(self.backward))
+
+
+@dataclass(frozen=True)
+class _Line:
+    """All stages, with what they send each other."""
+
+    pipeline: Pipeline
+    stages: tuple[_Stage, ...]
+    between: Seconds
+
+    @cached_property
+    def ended(self) -> list[Seconds]:
+        """When each stage has ended its passes."""
+        forward, backward = (
+            [one.forward for one in self.stages],
+            [one.backward for one in self.stages],
+        )
+        return ends(self.pipeline, forward, backward, self.between)
+
+    @property
+    def step(self) -> Seconds:
+        """Until the last stage has ended its step."""
+        return max(
+            end + max(0.0, one.step - one.passes)
+            for end, one in zip(self.ended, self.stages, strict=True)
+        )
+
+
+def measured(case: Case, done: Done | None) -> Result:
+    """The figures of a case with several stages. Raises OptionError for what has none."""
+    _check(case)
+    first = case.stage(0)
+    pipeline = Pipeline(case.pp, case.interleave, first.job.accumulation)
+    whole = case.load()[0].value
+    whole = whole.resized(case.gpus) if case.gpus is not None else whole
+    sent = _sent(case, first.job)
+    paid, free = zip(*_stages(case, pipeline, done), strict=True)
+    between = _between(whole, first.cluster, sent)
+    lines = _Line(pipeline, paid, between), _Line(pipeline, free, 0.0)
+    return _result(case, whole, *lines, sent)
+
+
+class StageMemory:
+    """What the fullest stage takes on its GPUs, without a simulation.
+
+    Cases that differ in micro-batch, micro-steps and recomputation alone share the stages.
+    """
+
+    def __init__(self, case: Case) -> None:
+        few = replace(case, global_batch=None, accumulation=1, micro_batch=1)
+        # those between the first and the last are alike; the first of them holds most
+        self._stages = {number: few.stage(number) for number in {0, 1, case.pp - 1}}
+        self._case = case
+
+    def total(self, micro_batch: int, micro_steps: int, recompute: Recompute) -> Bytes:
+        """Bytes on a GPU. Raises OptionError for steps that interleaved stages cannot take."""
+        pipeline, most = Pipeline(self._case.pp, self._case.interleave, micro_steps), 0.0
+        for number, one in self._stages.items():
+            job = replace(
+                one.job, micro_batch=micro_batch, accumulation=micro_steps, recompute=recompute
+            )
+            held = pipeline.held(number) / pipeline.chunks
+            most = max(most, replace(one, job=job, held=held).memory()["total"])
+        return most
+
+
+def _check(case: Case) -> None:
+    if case.noise.uneven:
+        raise OptionError(f"pp={case.pp} does not combine with jitter, straggle or node_speed")
+    if case.interval == "full":
+        raise OptionError(f"pp={case.pp}: interval=full needs a schedule; take quick")
+    strategy = case.strategy
+    if is_open(parse(strategy) if isinstance(strategy, str) else strategy):
+        raise OptionError(f"pp={case.pp}: tau and delay are not chosen for it; give numbers")
+
+
+def _stages(case: Case, pipeline: Pipeline, done: Done | None) -> list[tuple["_Stage", "_Stage"]]:
+    """Every stage, and the same with free communication.
+
+    Those between the first and the last are alike; the first of them holds most.
+    """
+    found: list[tuple[_Stage, _Stage]] = []
+    for number in range(pipeline.stages):
+        alike = 1 < number < pipeline.stages - 1
+        found.append(found[1] if alike else _stage(case, pipeline, number, done))
+    return found
+
+
+def _stage(
+    case: Case, pipeline: Pipeline, number: int, done: Done | None
+) -> tuple["_Stage", "_Stage"]:
+    prepared = case.stage(number, pipeline.held(number) / pipeline.chunks)
+    trace, rounds, steady = simulated(case, prepared, done)
+    quiet = executed(case, prepared, trace.rounds, done, free=True)
+    result = prepared.measure(trace, rounds, steady, quiet)
+    whole = metrics.window(quiet, prepared.schedule, rounds).round_time
+    counts = sizes(prepared.job, number, pipeline.stages, pipeline.chunks)
+
+    def alone(step: Seconds, *, free: bool) -> _Stage:
+        ways = (
+            [_took(getattr(work, way), prepared, free=free) for work in prepared.job.works()]
+            for way in ("forward", "backward")
+        )
+        return _Stage(prepared, result, step, *(_by_chunk(times, counts) for times in ways))
+
+    return (
+        alone(result.step_time_s, free=False),
+        alone(whole / result.steps_per_round, free=True),
+    )
+
+
+def _by_chunk(times: Sequence[Seconds], counts: Sequence[int]) -> tuple[Seconds, ...]:
+    """The times of so many blocks after each other, summed."""
+    rest = iter(times)
+    return tuple(sum(islice(rest, count)) for count in counts)
+
+
+def _took(work: Compute, prepared: Prepared, *, free: bool) -> Seconds:
+    """A pass with its exchanges, those beside it hidden as far as it is long enough."""
+    compute = compute_time(work, prepared.cluster.gpu, prepared.job.precision)
+    if free or work.exchanges is None:
+        return compute
+    before, beside, behind = (
+        sum(footprint(one, prepared.cluster).alone(prepared.cluster) for one in found)
+        for found in (work.exchanges.before, work.exchanges.beside, work.exchanges.behind)
+    )
+    return before + max(compute, beside) + behind
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """What a GPU sends to the next stage behind a pass, and gathers there with its group."""
+
+    bytes: Bytes
+    gathered: Collective | None
+
+
+def _sent(case: Case, job: Workload) -> _Sent:
+    """The output of a pass. GPUs that share layers send a part each, and gather it behind.
+
+    Source: the scatter/gather optimization of Narayanan et al. 2021, arXiv 2104.04473, section 4.1.
+    With a divided sequence each has only its part in any case.
+    """
+    edge = next(block.boundary_bytes for block in job.model.blocks[1:])
+    size = edge * job.micro_batch * job.precision.bytes / 2
+    if case.tp == 1 or case.sequence_parallel:
+        return _Sent(size, None)
+    elements = round(size / job.precision.bytes)
+    work = Collective(Kind.ALL_GATHER, "boundary", elements, job.precision, tensor(case.tp))
+    return _Sent(size / case.tp, work)
+
+
+def _between(whole: Cluster, stage: Cluster, sent: _Sent) -> Seconds:
+    """From the end of a pass until the next stage has its output, by the slowest link."""
+    link, sharing = whole.intra, 1
+    if whole.nodes > 1:
+        link, sharing = whole.inter, min(whole.gpus_per_node, stage.layout.world_size)
+    time = link.latency + whole.call_overhead + sharing * sent.bytes / link.payload_bandwidth
+    return time + (footprint(sent.gathered, stage).alone(stage) if sent.gathered else 0.0)
+
+
+def _result(case: Case, whole: Cluster, line: _Line, free: _Line, sent: _Sent) -> Result:
+    """The result of the whole: that of the first stage, but for what is of all stages."""
+    stage = line.stages[0]
+    result, job = stage.result, stage.prepared.job
+    model, steps, gpus = case.load()[1].value, result.steps_per_round, whole.layout.world_size
+    step = line.step
+    samples = gpus // (case.pp * case.tp) * job.samples_per_gpu / step
+    full = replace(job, model=model, tp=1, sequence_parallel=False)
+    tokens, trained = samples * model.tokens, job.samples_per_gpu * model.tokens
+    exposed = max(0.0, step - free.step) * steps
+    times = 2 * case.interleave * job.accumulation  # outputs forward, their gradients backward
+    busy = result.comm_busy_s + times * line.between * steps
+    tight = max(
+        (one.result for one in line.stages), key=lambda one: one.memory_bytes_per_gpu["total"]
+    )
+    moved, far = _moved(line, whole, sent)
+    price = whole.price_per_gpu
+    cost = price * gpus / tokens * 1e9 if price is not None else None
+    return replace(
+        result,
+        gpus=gpus,
+        nodes=whole.nodes,
+        model=model.name,
+        pp=case.pp,
+        interleave=case.interleave,
+        tokens_per_gpu_per_step=each(trained, case.tp * case.pp),
+        round_time_s=step * steps,
+        step_time_s=step,
+        samples_per_s=samples,
+        tokens_per_s=tokens,
+        tokens_per_s_per_gpu=tokens / gpus,
+        model_tflops_per_gpu=samples * model.flops_per_sample / gpus / 1e12,
+        hardware_tflops_per_gpu=samples * full.hardware_flops_per_sample / gpus / 1e12,
+        mfu=samples * model.flops_per_sample / gpus / peak_flops(whole.gpu, job.precision),
+        comm_busy_s=busy,
+        exposed_comm_s=exposed,
+        overlap_ratio=max(0.0, 1 - exposed / busy) if busy else None,
+        breakdown_s=result.breakdown_s
+        | {"send_receive": times * line.between * steps, "idle": _idle(line) * steps},
+        wire_bytes_per_gpu_per_step=result.wire_bytes_per_gpu_per_step + moved,
+        nic_bytes_per_node_per_step=result.nic_bytes_per_node_per_step + far,
+        memory_bytes_per_gpu=tight.memory_bytes_per_gpu,
+        allocated_bytes_per_gpu=tight.allocated_bytes_per_gpu,
+        fits_in_memory=tight.fits_in_memory,
+        usd_per_billion_tokens=cost if whole.currency == "USD" else None,
+        cost_per_billion_tokens=cost,
+    )
+
+
+def _moved(line: _Line, whole: Cluster, sent: _Sent) -> tuple[Bytes, Bytes]:
+    """What a GPU of the first stage, and the NICs of its node, send for other stages in a step.
+
+    The first stage sends the outputs of all chunks, and gradients of all chunks but its first. It
+    receives as many messages, each of which GPUs that share layers gather.
+    """
+    pipeline, first = line.pipeline, line.stages[0].prepared.cluster
+    times = (2 * pipeline.chunks - 1) * pipeline.micros
+    gathered = footprint(sent.gathered, first).sent if sent.gathered else 0.0
+    crossing = min(whole.gpus_per_node, first.layout.world_size) if whole.nodes > 1 else 0
+    return times * (sent.bytes + gathered), times * sent.bytes * crossing
+
+
+def _idle(line: _Line) -> Seconds:
+    """Of the first stage in a step: until it has ended its passes, less what they take."""
+    return line.ended[0] - line.stages[0].passes

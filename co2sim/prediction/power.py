@@ -1,0 +1,75 @@
+"""The power of a cluster that trains, from the times of a simulation.
+
+A GPU draws `COMPUTING` of its TDP while it computes, and its idle power while it waits for
+collectives that nothing hides, or for slower ranks:
+
+    P = c * COMPUTING * tdp + (1 - c) * idle_power,   c = 1 - (exposed + straggler delay) / round
+
+All of the cluster: pue * (GPUs * P + nodes * node_power). A part of a node pays for the whole rest
+of it. What switches beyond the nodes and storage draw is not counted.
+
+That power is high while GPUs compute and near idle while they communicate: Choukse et al., Power
+Stabilization for AI Training Datacenters, arXiv 2508.14318, 2025.
+
+`COMPUTING`, 0.85: Morrison et al., Holistically Evaluating the Environmental Impact of Creating
+Language Models, ICLR 2025, arXiv 2503.05804, logged the power of GPUs that trained models of 20
+million to 13 billion parameters: it fluctuates between about 15 % and about 85 % of the maximum.
+Short peaks reach the TDP or exceed it (Patel et al., ASPLOS 2024, doi 10.1145/3620666.3651329), so
+that 1 bounds the average from above. It is one number for all kernels: steps that wait for memory
+or for the host draw less.
+
+Idle power is that of a GPU with a loaded process: 26 to 50 W above that of an empty one on H100 and
+A100 (Vadari, arXiv 2605.23918, 2026). It is a number of each GPU of the catalog.
+"""
+
+from co2sim.common.units import Watts
+from co2sim.hardware.cluster import GPU, Cluster
+from co2sim.prediction.result import Result
+
+COMPUTING = 0.85
+"""Fraction of its TDP that a GPU draws while it computes; sources above."""
+
+NEEDED = {"gpu.tdp": "700 W", "gpu.idle_power": "105 W", "node_power": "2.8 kW", "pue": "1.2"}
+"""The numbers of a cluster that its power needs, with an example of each."""
+
+
+def missing(cluster: Cluster) -> tuple[str, ...]:
+    """Which of the numbers that power needs the cluster does not have."""
+    gpu = cluster.gpu
+    values = gpu.tdp, gpu.idle_power, cluster.node_power, cluster.pue
+    return tuple(name for name, value in zip(NEEDED, values, strict=True) if value is None)
+
+
+def computing_share(result: Result) -> float:
+    """The part of a round in which an average GPU computes."""
+    waits = result.exposed_comm_s + (result.straggler_delay_s or 0.0)
+    return max(0.0, 1 - waits / result.round_time_s)
+
+
+def gpu_power(gpu: GPU, computing: float) -> Watts | None:
+    """The average power of a GPU that computes for this part of the time; None: not known."""
+    if gpu.tdp is None or gpu.idle_power is None:
+        return None
+    busy = max(COMPUTING * gpu.tdp, gpu.idle_power)
+    return computing * busy + (1 - computing) * gpu.idle_power
+
+
+def power(result: Result, cluster: Cluster) -> Watts | None:
+    """The average power of all nodes, at the meter of the site; None where a number is missing."""
+    return _at_the_meter(cluster, computing_share(result))
+
+
+def all_computing(cluster: Cluster) -> Watts | None:
+    """The power while all GPUs compute; with uneven nodes that of waiting, as some always wait.
+
+    Times the time of computing alone it is the least energy that a training takes.
+    """
+    return _at_the_meter(cluster, 0.0 if cluster.node_spread or cluster.step_spread else 1.0)
+
+
+def _at_the_meter(cluster: Cluster, computing: float) -> Watts | None:
+    one = gpu_power(cluster.gpu, computing)
+    if one is None or cluster.node_power is None or cluster.pue is None:
+        return None
+    layout = cluster.layout
+    return cluster.pue * (layout.world_size * one + layout.nodes * cluster.node_power)

@@ -1,0 +1,168 @@
+"""The figures of one configuration."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from co2sim.catalog import Fact
+from co2sim.common.html_card import card, charts
+from co2sim.common.units import Bytes, Seconds, counted, duration, scaled
+
+if TYPE_CHECKING:
+    import altair as alt
+
+_NAMED = 8
+"""Assumed inputs that are named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Result:
+    """Figures of one configuration. Times are of the steady state; a step is an optimizer step.
+
+    `tokens` are the model's units: tokens, or images. `exposed_comm_s` is the round time minus that
+    of the same round with free communication, `waiting_s` what a rank spends in collectives before
+    the last member is there, hidden or not, `straggler_delay_s` what slower or uneven ranks add to
+    the round (None without any, and for what was measured), and `overlap_ratio` 1 - exposed / busy
+    (None without communication). `breakdown_s` sums the spans of one rank in the last round by
+    kernel or collective, waiting included. `memory_bytes_per_gpu` is by item, and in all ("total");
+    `allocated_bytes_per_gpu` is what PyTorch's `max_memory_allocated` counts of it. `assumed` lists
+    the inputs that no source supports, `notes` what was chosen for options that were left open,
+    which options change nothing, and what is not counted, `warnings` which option holds the
+    strategy back, and what another value would give.
+    `tokens_per_s_low` and `tokens_per_s_high` are the ends of a 90 % interval (None where nothing
+    is known, and for what was measured), and `interval_source` says where they come from.
+    `cost_per_billion_tokens` is in `currency`; `usd_per_billion_tokens` is None for other ones.
+    """
+
+    cluster: str
+    model: str
+    unit: str
+    strategy: str
+    gpus: int
+    nodes: int
+    micro_batch: int
+    accumulation: int
+    tp: int = 1
+    sequence_parallel: bool = False
+    pp: int = 1
+    interleave: int = 1
+    tokens_per_gpu_per_step: int | float
+    precision: str
+    steps_per_round: int
+    round_time_s: Seconds
+    step_time_s: Seconds
+    samples_per_s: float
+    tokens_per_s: float
+    tokens_per_s_low: float | None = None
+    tokens_per_s_high: float | None = None
+    interval_source: str = ""
+    tokens_per_s_per_gpu: float
+    model_tflops_per_gpu: float
+    hardware_tflops_per_gpu: float
+    mfu: float
+    comm_busy_s: Seconds
+    waiting_s: Seconds
+    straggler_delay_s: Seconds | None = None
+    exposed_comm_s: Seconds
+    overlap_ratio: float | None
+    breakdown_s: dict[str, Seconds]
+    wire_bytes_per_gpu_per_step: Bytes
+    nic_bytes_per_node_per_step: Bytes
+    wan_bytes_per_site_per_step: Bytes
+    memory_bytes_per_gpu: dict[str, Bytes]
+    allocated_bytes_per_gpu: Bytes
+    gpu_memory_bytes: Bytes
+    fits_in_memory: bool
+    usd_per_billion_tokens: float | None
+    cost_per_billion_tokens: float | None = None
+    currency: str | None = None
+    steady: bool
+    rounds_simulated: int
+    assumed: tuple[Fact, ...] = ()
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        figures = ", ".join(f"{name} {value}" for name, value in self._key_figures().items())
+        where = f"{self.strategy}; {self.gpus} GPUs; {self.cluster}; {self.model}"
+        return f"<Result: {where}; {figures}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the answer with its interval, the key figures, warnings and notes."""
+        rows = [("step", duration(self.step_time_s))]
+        if self.steps_per_round > 1:
+            rows += [(f"round of {self.steps_per_round} steps", duration(self.round_time_s))]
+        rows += [(f"{self.unit}s/s of a GPU", f"{self.tokens_per_s_per_gpu:,.0f}")]
+        rows += list(self._key_figures().items())[2:]
+        return card(self._answer(), rows, remarks=self._remarks())
+
+    def _answer(self) -> str:
+        low, high = self.tokens_per_s_low, self.tokens_per_s_high
+        where = f"{self.strategy} on {counted(self.gpus, 'GPU')} of {self.cluster}"
+        speed = f"at {self.tokens_per_s:,.0f} {self.unit}s/s"
+        if low is not None and high is not None:
+            speed += f" (90 %: {low:,.0f} to {high:,.0f})"
+        if self.fits_in_memory:
+            return f"{where} trains {self.model} {speed}."
+        return f"{self.model} DOES NOT FIT in memory with {where}. If it did: {speed}."
+
+    def _remarks(self) -> list[str]:
+        """What a reader of the figures has to know."""
+        found = [f"Warning: {text}" for text in self.warnings]
+        if not self.steady:
+            found.append(f"Not a steady state: {counted(self.rounds_simulated, 'round')} were run.")
+        if self.interval_source:
+            found.append(f"90 % interval: {self.interval_source}")
+        found.extend(f"Note: {text}" for text in self.notes)
+        if self.assumed:
+            paths = list(dict.fromkeys(fact.path for fact in self.assumed))
+            rest = len(paths) - _NAMED
+            more = f" and {rest} more" if rest > 0 else ""
+            found.append(f"Assumed, without a source: {', '.join(paths[:_NAMED])}{more}")
+        return found
+
+    def plot(self) -> "alt.VConcatChart":
+        """What a round is spent on, and the memory of a GPU by item, as an Altair chart.
+
+        A notebook shows it; `chart.save("chart.svg")` keeps it. Raises OptionError without the
+        extra `report`.
+        """
+        drawn: alt.VConcatChart = charts().of_result(self)
+        return drawn
+
+    def _key_figures(self) -> dict[str, str]:
+        memory = scaled(self.memory_bytes_per_gpu["total"], "B")
+        fits = "" if self.fits_in_memory else ", DOES NOT FIT"
+        cost = {}
+        if self.cost_per_billion_tokens is not None:
+            price = f"{self.cost_per_billion_tokens:,.2f} {self.currency}"
+            cost = {f"cost of a billion {self.unit}s": price}
+        return {
+            f"{self.unit}s/s": f"{self.tokens_per_s:,.0f}",
+            "step": duration(self.step_time_s),
+            "MFU": f"{self.mfu:.1%}",
+            "exposed communication": f"{self.exposed_share:.1%}",
+            "memory": f"{memory} of {scaled(self.gpu_memory_bytes, 'B')}{fits}",
+            **cost,
+        }
+
+    @property
+    def exposed_share(self) -> float:
+        """Exposed communication as a fraction of the round."""
+        return self.exposed_comm_s / self.round_time_s
+
+    @property
+    def efficiency_vs_free_communication(self) -> float:
+        """Round time with free communication divided by the round time: 1 - `exposed_share`."""
+        return 1.0 - self.exposed_share
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Result":
+        """From `to_dict`, or its JSON. Raises ValueError for anything else."""
+        from pydantic import TypeAdapter  # noqa: PLC0415 - 0.1 s that a simulation does not need
+
+        return TypeAdapter(cls).validate_python(values)

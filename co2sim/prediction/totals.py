@@ -1,0 +1,188 @@
+"""What it takes to train so many tokens: time, GPU-hours, money, energy, carbon.
+
+Pure functions over results. A step of local updates is worth less than one of DDP, so that these
+methods train more tokens (`step_factors`). For the power see `power`.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from co2sim.catalog import Fact
+from co2sim.common.units import Watts
+from co2sim.common.validation import between, fraction
+from co2sim.hardware.cluster import Cluster
+from co2sim.prediction import power, step_factors
+from co2sim.prediction.case import Case
+from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import NO_GOAL, Goal, StepFactor, step_factor
+
+DAY = 86400.0
+"""In seconds."""
+_MOST_TOKENS = 1e18
+_NOTHING = 1e-6
+"""A goodput below which nothing gets done."""
+
+EXAMPLES = {"price_per_gpu": "2.5 USD/h", **power.NEEDED, "grid_intensity": "56 g/kWh"}
+"""The numbers of a cluster that totals need, with an example of each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """What it takes to train so many tokens, or what the model calls its units.
+
+    `tokens` are those that DDP would train, `trained` those that this strategy trains: times
+    `factor`. `goodput` is the share of the time that is useful work; 1 where no failures are named.
+    `cost` is in `currency`; both are None without a price. `power_w` is the average of all
+    nodes at the meter: with what cooling and distribution take (PUE).
+
+    `_low` and `_high` are the ends of an interval: of the 90 % interval of the speed, taken
+    together with the range of the price for the cost, and of the grid for carbon. None where
+    neither is known. `missing` are the numbers of the cluster without which a figure is None.
+    """
+
+    tokens: float
+    trained: float
+    factor: StepFactor
+    goodput: float
+    days: float
+    days_low: float | None
+    days_high: float | None
+    gpu_hours: float
+    cost: float | None
+    cost_low: float | None
+    cost_high: float | None
+    currency: str | None
+    power_w: Watts | None
+    energy_kwh: float | None
+    energy_kwh_low: float | None
+    energy_kwh_high: float | None
+    co2e_kg: float | None
+    co2e_kg_low: float | None
+    co2e_kg_high: float | None
+    missing: tuple[str, ...] = ()
+
+
+def totals(
+    result: Result,
+    cluster: Cluster,
+    tokens: float,
+    goal: Goal = NO_GOAL,
+    goodput: float = 1.0,
+    goodput_ends: tuple[float, float] | None = None,
+) -> Totals | None:
+    """What it takes to train `tokens`; None where no step factor is known.
+
+    `cluster` is that of the result, with its number of GPUs. All the time GPUs are paid for and
+    draw the power of training, whatever the goodput: work that is lost is done again.
+    `goodput_ends` are the least and the most that it may be. Raises OptionError for tokens or a
+    goodput out of range.
+    """
+    tokens = tokens_of(tokens)
+    goodput = fraction("goodput", goodput)
+    assert cluster.layout.world_size == result.gpus
+    factor = step_factor(result.strategy, goal)
+    if factor is None:
+        return None
+    trained = tokens * factor.factor
+    days = trained / result.tokens_per_s / goodput / DAY
+    least, most = (share / goodput for share in goodput_ends or (goodput, goodput))
+    ends = [_longer(result, result.tokens_per_s_high, most)]
+    ends.append(_longer(result, result.tokens_per_s_low, least))
+    billion, price = result.cost_per_billion_tokens, cluster.price_per_gpu
+    cost = None if billion is None else billion * trained / 1e9 / goodput
+    watts, grid = power.power(result, cluster), cluster.grid_intensity
+    energy = None if watts is None else watts / 1000 * days * 24
+    carbon = None if energy is None or grid is None else energy * grid
+    prices = cluster.price_low, cluster.price_high
+    grids = cluster.grid_intensity_low, cluster.grid_intensity_high
+    return Totals(
+        tokens=tokens,
+        trained=trained,
+        factor=factor,
+        goodput=goodput,
+        days=days,
+        **_ends("days", days, ends),
+        gpu_hours=days * 24 * result.gpus,
+        cost=cost,
+        **_ends("cost", cost, ends, price, prices),
+        currency=None if cost is None else result.currency,
+        power_w=watts,
+        energy_kwh=energy,
+        **_ends("energy_kwh", energy, ends),
+        co2e_kg=carbon,
+        **_ends("co2e_kg", carbon, ends, grid, grids),
+        missing=_missing(cluster),
+    )
+
+
+def totals_of(case: Case, result: Result, tokens: float, goal: Goal = NO_GOAL) -> Totals | None:
+    """`totals` of a case and its result; failures of its cluster count.
+
+    Raises OptionError where they leave no time for work.
+    """
+    entries = case.load()
+    cluster, model = entries[0].value, entries[1].value
+    sized = cluster.resized(result.gpus)
+    if cluster.failures is None:
+        return totals(result, sized, tokens, goal)
+    from co2sim.prediction.goodput.of_result import goodput_of  # noqa: PLC0415 - scipy, only when needed
+
+    found = goodput_of(result, cluster, model, optimizer=case.optimizer)
+    assert found is not None
+    return totals(result, sized, tokens, goal, found.useful, (found.low, found.high))
+
+
+def to_dict(case: Case, result: Result, goal: Goal, tokens: float | None) -> dict[str, Any]:
+    """A result as plain values for JSON, with `totals` (None: no step factor is known) for tokens.
+
+    With `to_loss` where the goal has steps. `totals` has a `basis`: see `basis`.
+    """
+    values = step_factors.to_dict(result, goal)
+    if tokens is None:
+        return values
+    found = totals_of(case, result, tokens, goal)
+    if found is None:
+        return values | {"totals": None}
+    return values | {"totals": {**asdict(found), "basis": [asdict(fact) for fact in basis(case)]}}
+
+
+def basis(case: Case) -> tuple[Fact, ...]:
+    """The numbers that totals rest on but for the speed: none of a cluster that is an object."""
+    return tuple(fact for fact in case.load()[0].facts if fact.path in EXAMPLES)
+
+
+def tokens_of(value: float) -> float:
+    """The tokens to train, checked."""
+    return between("tokens", value, 1, _MOST_TOKENS)
+
+
+def _missing(cluster: Cluster) -> tuple[str, ...]:
+    price = () if cluster.price_per_gpu is not None else ("price_per_gpu",)
+    grid = () if cluster.grid_intensity is not None else ("grid_intensity",)
+    return (*price, *power.missing(cluster), *grid)
+
+
+def _longer(result: Result, speed: float | None, share: float) -> float | None:
+    """How many times as long it takes at this speed, with this share of the goodput."""
+    return None if speed is None else result.tokens_per_s / speed / max(share, _NOTHING)
+
+
+def _ends(
+    name: str,
+    value: float | None,
+    times: list[float | None],
+    rate: float | None = None,
+    rates: tuple[float | None, float | None] = (None, None),
+) -> dict[str, float | None]:
+    """The ends of a figure that grows with time and a rate, by name; `times` are relative to 1.
+
+    Where only one of the two has a range, the other counts as exact.
+    """
+    found: list[float | None] = []
+    for time, end in zip(times, rates, strict=True):
+        if value is None or (time is None and end is None):
+            found.append(None)
+        else:
+            scale = 1.0 if end is None or not rate else end / rate
+            found.append(value * (1.0 if time is None else time) * scale)
+    return {f"{name}_low": found[0], f"{name}_high": found[1]}

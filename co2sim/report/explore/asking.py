@@ -1,0 +1,216 @@
+"""What a server is asked, and its answers, as plain values; runs in processes of its own."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from co2sim.catalog import load_cluster, load_model, names
+from co2sim.catalog.facts import Kind, Tree, read
+from co2sim.common.errors import CatalogError, Co2simError, OptionError, nearest
+from co2sim.prediction import driver
+from co2sim.prediction.case import Case
+from co2sim.prediction.step_factors import Goal
+from co2sim.report.explore.controls import Control, controls
+from co2sim.report.explore.page import asked
+from co2sim.report.explore.question import Question, figures, lost
+from co2sim.report.page import render
+from co2sim.report.study_page import Study, page
+from co2sim.studies.candidates import command_of, with_tokens
+from co2sim.studies.grid import counts, varied
+
+_LONG = 1000
+_MANY = 200
+Text = Annotated[str, StringConstraints(max_length=_LONG)]
+
+
+class PageView(BaseModel):
+    """What a page asks about. `options` are fields of a case, `set` overrides; all are texts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    cluster: Text
+    model: Text
+    strategies: Annotated[tuple[Text, ...], Field(max_length=_MANY)]
+    tokens: float | None = None
+    gpus: int | None = None
+    options: Annotated[dict[Text, Text], Field(max_length=_MANY)] = {}
+    set: Annotated[dict[Text, Text], Field(max_length=_MANY)] = {}
+
+
+Settings = Annotated[dict[Text, Text], Field(max_length=_MANY)]
+
+
+class Positions(BaseModel):
+    """A view, and what sliders set besides, once or several times."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    view: PageView
+    settings: Annotated[list[Settings], Field(min_length=1, max_length=64)]
+
+
+OPTIONS = (
+    *("recompute", "precision", "global_batch", "accumulation", "micro_batch", "tp", "pp"),
+    *("attention", "checkpointing", "loss", "optimizer", "sequence_parallel", "interleave"),
+)
+"""Fields of a case that a view may set."""
+_GIVEN = ("cluster", "model", "strategy")
+PARTS: Mapping[str, Kind] = {"gpu": "gpus", "failures": "failures"}
+"""What a cluster, or a setting, may name instead of spelling it out."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files that may be asked for besides the catalog: their paths, by the names in a page."""
+
+    clusters: Mapping[str, str]
+    models: Mapping[str, str]
+    parts: frozenset[str] = frozenset()
+    """GPUs and failures that the command line gave, by name or file."""
+
+    def cluster(self, name: str) -> str:
+        """The file, or the entry of the catalog. Raises CatalogError for any other file."""
+        return _known(name, "cluster", self.clusters, names("clusters"))
+
+    def model(self, name: str) -> str:
+        """As `cluster`."""
+        return _known(name, "model", self.models, names("models"))
+
+    def check(self, settings: Mapping[str, Any]) -> None:
+        """Raise Co2simError for settings that would read another file."""
+        for path, value in settings.items():
+            if path in _GIVEN:
+                raise OptionError(f"{path} has a field of its own; it cannot be set besides")
+            if path in PARTS and value not in self.parts:
+                _known(value, path, {}, names(PARTS[path]))
+
+
+def check_parts(tree: Tree) -> None:
+    """Raise CatalogError for the cluster of a stranger that names other files."""
+    for path, kind in PARTS.items():
+        given = tree.get(path)
+        name = given.get("value") if isinstance(given, dict) else given
+        if isinstance(name, str):
+            _known(name, path, {}, names(kind))
+
+
+def _known(name: str, kind: str, files: Mapping[str, str], catalog: Sequence[str]) -> str:
+    if name in files:
+        return files[name]
+    if name in catalog:
+        return name
+    raise CatalogError(f"unknown {kind} {name!r}; {nearest(name, [*files, *catalog])}")
+
+
+def question_of(view: PageView, files: Files, goal: Goal) -> Question:
+    """The question that a view asks. Raises Co2simError for one that makes no sense."""
+    unknown = next((name for name in view.options if name not in OPTIONS), None)
+    if unknown:
+        raise OptionError(f"nothing is called {unknown!r}; {nearest(unknown, OPTIONS)}")
+    given = {name: text.strip() for name, text in view.options.items() if text.strip()}
+    job = Case(
+        cluster=files.cluster(view.cluster),
+        model=files.model(view.model),
+        strategy="",
+        gpus=view.gpus,
+    )
+    sets = {path.strip(): text for path, text in view.set.items()}
+    files.check(sets)
+    if view.gpus is not None:
+        counts(varied(job, sets), [view.gpus])
+    return Question(varied(job, given | sets), view.strategies, view.tokens, goal)
+
+
+class Asker:
+    """Answers in a process; what it has read and simulated is kept."""
+
+    def __init__(self, files: Files, goal: Goal) -> None:
+        self.files, self.goal = files, goal
+        self._question = lru_cache(16)(self._read)
+        self._figures = lru_cache(4096)(self._simulated)
+
+    def _read(self, text: str) -> Question:
+        return question_of(PageView.model_validate_json(text), self.files, self.goal)
+
+    def question(self, view: PageView) -> Question:
+        """The question, kept."""
+        return self._question(view.model_dump_json())
+
+    def check(self, view: PageView) -> None:
+        """Raise Co2simError for what cannot be read."""
+        question_of(view, self.files, self.goal).case(0, {}).load()
+
+    @staticmethod
+    def check_file(kind: str, path: str) -> None:
+        """Raise Co2simError unless the file of a stranger is a cluster, or a model."""
+        if kind == "cluster":
+            check_parts(read("clusters", path))
+            load_cluster(path)
+        else:
+            load_model(path)
+
+    def begin(self, view: PageView) -> dict[str, Any]:
+        """The controls, and every number with its source."""
+        question = self.question(view)
+        hardware, trained = question.case(0, {}).load()
+        facts = [("", fact) for fact in hardware.facts]
+        facts += [("model.", fact) for fact in trained.facts]
+        found: list[Control] = controls(question)
+        return {
+            "asked": asked(question, found),
+            "names": [hardware.value.name, trained.value.name],
+            "facts": [{**asdict(fact), "path": before + fact.path} for before, fact in facts],
+        }
+
+    def figures(
+        self, view: PageView, settings: Sequence[Mapping[str, str]], places: Sequence[int]
+    ) -> list[list[Any]]:
+        """For each of the settings, the figures of these strategies, or why there are none."""
+        for one in settings:
+            self.files.check(one)
+        text = view.model_dump_json()
+        return [
+            [self._figures(text, place, tuple(sorted(one.items()))) for place in places]
+            for one in settings
+        ]
+
+    def _simulated(self, text: str, place: int, settings: tuple[tuple[str, str], ...]) -> Any:
+        try:
+            question = self._question(text)
+            case = question.loaded(place, dict(settings))
+            result = driver.run(case, progress=False)
+        except Co2simError as error:
+            return {"error": " ".join(str(error).split())}
+        taken = lost(case, result)
+        return {
+            **asdict(figures(case, result, question.goal)),
+            **(asdict(taken) if taken else {"lost": None}),
+            "notes": [*result.warnings, *result.notes],
+        }
+
+    def commands(self, view: PageView, settings: Mapping[str, str]) -> list[str]:
+        """What repeats the figures, a command for each strategy."""
+        self.files.check(settings)
+        question = self.question(view)
+        cases = (question.case(place, settings) for place in range(len(view.strategies)))
+        return [with_tokens(command_of(case), view.tokens, self.goal) for case in cases]
+
+    def report(self, view: PageView, settings: Mapping[str, str]) -> bytes:
+        """The page of `co2sim report` about a view: its strategies, on the GPUs that are set."""
+        self.files.check(settings)
+        question = self.question(view)
+        cases = [question.case(place, settings) for place in range(len(view.strategies))]
+        results = [driver.run(case, progress=False) for case in cases]
+        shown = Study(
+            cases=cases,
+            results=results,
+            goal=question.goal,
+            tokens=view.tokens,
+            comparisons=(),
+            command="\n".join(self.commands(view, settings)),
+            panels=[view.cluster] * len(cases),
+        )
+        return render(page(shown))

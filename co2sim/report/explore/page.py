@@ -1,0 +1,240 @@
+"""The page of `co2sim explore`: with a grid inside, or one that asks a server."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import altair as alt
+from markupsafe import Markup
+
+from co2sim import __version__
+from co2sim.common.plots import COLOURS
+from co2sim.prediction.case import Case
+from co2sim.prediction.result import Result
+from co2sim.report import html, sections
+from co2sim.report.bar_charts import PARTS
+from co2sim.report.bundle import vega
+from co2sim.report.chart_style import HEIGHT, ROW, STRATEGIES, TEXT, Spec, by_strategy, spec
+from co2sim.report.explore.board import MOST_CASES
+from co2sim.report.explore.controls import Control
+from co2sim.report.explore.grid import Exactness, ExploreGrid
+from co2sim.report.explore.question import MOST_STRATEGIES, Question
+from co2sim.report.tables import Answered
+from co2sim.studies.grid import label
+
+_PACKAGE = "co2sim.report.explore"
+
+
+def static_page(
+    question: Question,
+    grid: ExploreGrid,
+    cases: Sequence[tuple[Case, Result]],
+    command: str,
+) -> bytes:
+    """A page that holds its grid; `cases` are those with which it begins."""
+    first = cases[0][0].load()
+    named = [
+        Answered(label(case.cluster), name, case, result, None)
+        for name, (case, result) in zip(question.titles, cases, strict=True)
+    ]
+    content = {
+        "server": None,
+        "grid": grid.to_dict(),
+        "asked": asked(question, grid.controls),
+    }
+    page, _ = render(
+        title=f"{first[1].value.name} on {first[0].value.name}",
+        content=content,
+        exactness=exactness(grid),
+        sections=[sections.trust(named, named), sections.inputs(named)],
+        command=command,
+        scripts=["grid.js", "explore.js"],
+        policy=(),
+    )
+    return page
+
+
+def asked(question: Question, controls: Sequence[Control]) -> dict[str, Any]:
+    """What the page knows of a question beside figures."""
+    given, trained = question.case(0, {}).load()
+    cluster = question.case(0, begin(controls)).load()[0].value
+    price, low, high = cluster.price_per_gpu, given.value.price_low, given.value.price_high
+    if price != given.value.price_per_gpu:  # another price has not the range of the one given
+        low, high = None, None
+    return {
+        "title": f"{trained.value.name} on {cluster.name}",
+        "controls": [control.to_dict() for control in controls],
+        "strategies": question.titles,
+        "unit": trained.value.unit,
+        "gpus": question.job.gpus or cluster.layout.world_size,
+        "price": price,
+        "price_low": low,
+        "price_high": high,
+        "currency": cluster.currency,
+        "failures": cluster.failures is not None,
+        "tokens": question.tokens,
+    }
+
+
+def begin(controls: Sequence[Control]) -> dict[str, str]:
+    """What is set beside what was given where all controls are where they begin."""
+    stops = {one.path: one.stops[one.at].setting for one in controls if not one.given}
+    return {path: setting for path, setting in stops.items() if setting is not None}
+
+
+def render(
+    *,
+    title: str,
+    content: Mapping[str, Any],
+    exactness: Sequence[str],
+    sections: Sequence[Any],
+    command: str,
+    scripts: Sequence[str],
+    policy: Sequence[str],
+) -> tuple[bytes, str]:
+    """The file and its policy. `scripts` are ours, `policy` what they may do beside running."""
+    texts = [vega(), *(str(html.asset(name, _PACKAGE)) for name in scripts)]
+    specs = {
+        "curve": curve(),
+        "shares": shares(),
+        "memory": memory(),
+    }
+    rules = html.policy(texts, *policy)
+    page = (
+        html.environment(_PACKAGE)
+        .get_template("explore.html.j2")
+        .render(
+            title=title,
+            content=content,
+            charts=specs,
+            exactness=exactness,
+            sections=sections,
+            command=command,
+            server=content["server"] is not None,
+            scripts=[Markup(text) for text in texts],  # noqa: S704 - ours
+            policy=rules,
+            style=html.asset("page.css") + html.asset("explore.css", _PACKAGE),
+            version=__version__,
+        )
+        .encode()
+    )
+    return page, rules
+
+
+def exactness(grid: ExploreGrid) -> list[str]:
+    """How exact the figures between simulated positions are, in words: first in short, then all."""
+    simulated = f"{grid.simulated:,} cases were simulated for this page."
+    found: Exactness = grid.exactness
+    if not found.checked:
+        return [f"{simulated} Every position of every slider is one of them."]
+    end = "as asked for" if found.met else f"at most {MOST_CASES:,} cases make a page"
+    short = (
+        f"{simulated} Between them throughput is off by up to {found.largest:.2%} at"
+        f" {found.checked} random positions; the tolerance is {found.tolerance:.2%} ({end})."
+    )
+    more = (
+        "Figures between simulated positions are interpolated. At these random positions, none of"
+        " which was simulated for the page, they were compared with the simulator's: throughput is"
+        f" off by {found.median:.2%} at the median, exposed communication by"
+        f" {100 * found.largest_exposed:.2f} points of a round at most. Elsewhere it may be more."
+        " How far the simulator itself is off stands below, and in the 90 % intervals."
+    )
+    return [short, more]
+
+
+def server_page(
+    view: Mapping[str, Any], catalog: Mapping[str, Sequence[str]], token: str
+) -> tuple[bytes, int, dict[str, str]]:
+    """A page that asks the server which gave it out: content, status and headers."""
+    content = {"server": {"token": token, "view": view, "catalog": catalog}, "grid": None}
+    page, policy = render(
+        title="co2sim explore",
+        content=content,
+        exactness=["Every figure is simulated for this page, as by the command co2sim run."],
+        sections=[],
+        command="",
+        scripts=["server.js", "explore.js"],
+        policy=["connect-src 'self'"],
+    )
+    return page, 200, {"content-security-policy": f"{policy}; frame-ancestors 'none'"}
+
+
+_BAND = 0.15
+_ROWS, _NOW = alt.NamedData("rows"), alt.NamedData("now")
+
+
+def curve() -> Spec:
+    """A figure over a control, a line for each strategy; a dashed line is where the slider is.
+
+    The page sets the titles, the kind of the scale of y, and the strategies of colours and shapes.
+    """
+    colour, shape = by_strategy([str(place) for place in range(MOST_STRATEGIES)])
+    x = alt.X("text:N", sort=None, title="x", axis=alt.Axis(labelOverlap=True, labelAngle=0))
+    y = alt.Y("value:Q", title="y", scale=alt.Scale(nice=False, padding=10))
+    base = alt.Chart(_ROWS).transform_filter("isValid(datum.value)")
+    ends = {"y": alt.Y("low:Q", title="y"), "y2": "high:Q"}
+    tips = [
+        alt.Tooltip("strategy:N"),
+        alt.Tooltip("text:N", title="at"),
+        alt.Tooltip("shown:N", title="value"),
+        alt.Tooltip("interval:N", title="90 % interval"),
+        alt.Tooltip("memory:N"),
+    ]
+    band = base.transform_filter("isValid(datum.low)").mark_area(opacity=_BAND)
+    fill = alt.condition("datum.fits", alt.value(1.0), alt.value(0.0))
+    points = base.mark_point(size=60, filled=False).encode(
+        x=x, y=y, color=colour, shape=shape, tooltip=tips
+    )
+    inside = base.mark_point(size=60, filled=True).encode(
+        x=x, y=y, color=colour, shape=shape, opacity=fill, tooltip=tips
+    )
+    layers = [
+        band.encode(x=x, color=colour, **ends),
+        base.mark_line().encode(x=x, y=y, color=colour),
+        inside,
+        points,
+        alt.Chart(_NOW).mark_rule(strokeDash=[4, 3], color=TEXT).encode(x=x),
+    ]
+    return spec(alt.layer(*layers), HEIGHT)
+
+
+def shares() -> Spec:
+    """What a round is spent on, a bar for each strategy."""
+    colours = [COLOURS[5], COLOURS[2], COLOURS[1], COLOURS[7]]
+    chart = (
+        alt.Chart(_ROWS)
+        .mark_bar()
+        .encode(
+            x=alt.X(
+                "share:Q",
+                title="share of a round",
+                axis=alt.Axis(format=".0%"),
+                scale=alt.Scale(domain=[0, 1]),
+            ),
+            y=STRATEGIES,
+            color=alt.Color(
+                "part:N", title=None, scale=alt.Scale(domain=list(PARTS), range=colours)
+            ),
+            order=alt.Order("place:Q"),
+            tooltip=["strategy:N", "part:N", alt.Tooltip("share:Q", format=".1%")],
+        )
+    )
+    return spec(chart, ROW)
+
+
+def memory() -> Spec:
+    """The memory of a GPU, a bar for each strategy, beside what the GPU has."""
+    bars = (
+        alt.Chart(_ROWS)
+        .mark_bar(color=COLOURS[0])
+        .encode(
+            x=alt.X("size:Q", title="GiB on a GPU"),
+            y=STRATEGIES,
+            tooltip=["strategy:N", alt.Tooltip("size:Q", format=".3~g", title="GiB")],
+        )
+    )
+    rule = (
+        alt.Chart(_NOW)
+        .mark_rule(strokeDash=[6, 4], strokeWidth=2, color=TEXT)
+        .encode(x="has:Q", tooltip=[alt.Tooltip("has:Q", format=".4~g", title="GiB it has")])
+    )
+    return spec(alt.layer(bars, rule), ROW)

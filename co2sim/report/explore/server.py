@@ -1,0 +1,323 @@
+"""The server of `co2sim explore`, on this machine only: the page, and exact answers."""
+
+import asyncio
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TooLateError
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import uvicorn
+from pebble import ProcessExpired, ProcessPool
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from co2sim.catalog import names
+from co2sim.common.errors import Co2simError, OptionError, ResourceError, given
+from co2sim.common.resources import share_memory
+from co2sim.common.units import Seconds
+from co2sim.prediction.step_factors import Goal
+from co2sim.report.explore.asking import Asker, Files, PageView, Positions, Text
+from co2sim.report.explore.guard import Guard
+from co2sim.report.explore.page import server_page
+
+_NAME = re.compile(r"[\w][\w .()+-]{0,99}\.(toml|json)")
+_MOST_BYTES = 255
+"""Of a name in UTF-8, on nearly all file systems."""
+
+
+class Upload(BaseModel):
+    """A file of a user: a cluster or a model, as TOML, or the config.json of a model."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Text
+    name: Text
+    text: str
+
+
+def checked_name(upload: Upload) -> str:
+    """The name of the file, without folders. Raises OptionError if it or the kind is none."""
+    name = Path(upload.name).name
+    if not _NAME.fullmatch(name):
+        raise OptionError(f"{given(name)} is no name for a file; it must end in .toml or .json")
+    size = len(name.encode())
+    if size > _MOST_BYTES:
+        raise OptionError(f"{given(name)} has {size} bytes; at most {_MOST_BYTES} are allowed")
+    if upload.kind not in {"cluster", "model"}:
+        raise OptionError(f"kind is {given(upload.kind)}; it must be cluster or model")
+    return name
+
+
+def kept(upload: Upload, name: str, folder: Path) -> Path:
+    """Write the file below `folder`, which is new. Raises OptionError, without paths."""
+    path = folder / Path(name).stem / name  # config.json has no name of its own
+    try:
+        path.parent.mkdir(parents=True)
+        path.write_text(upload.text, "utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise OptionError(f"{given(name)} cannot be kept: {reason.lower()}") from None
+    return path
+
+
+HOST = "127.0.0.1"
+LIMIT: Seconds = 20.0
+"""What an answer may take: a page that stands still for longer is of no use."""
+_PATIENCE = 2
+"""Times the limit that an answer may take with the time until it is begun."""
+_PROCESSES = 2
+_LONGEST = 300
+"""Characters of an error."""
+_ENDED = "the server is ending"
+_MOST_FILES = 50
+
+
+class Answers:
+    """What the server knows: files, and processes that simulate."""
+
+    def __init__(self, files: Files, goal: Goal, folder: Path, limit: Seconds = LIMIT) -> None:
+        self.files, self.goal, self.folder, self.limit = files, goal, folder, limit
+        self.pool = _pool()
+        self.asked: set[Future[Any]] = set()
+        self.uploads = 0
+        self.ended = False
+
+    async def ask(self, what: str, *given: Any) -> Any:
+        """The answer of a method of `Asker`. Raises Co2simError, also where it takes too long."""
+        if self.ended:
+            raise OptionError(_ENDED)
+        if not self.pool.active:  # Pebble gives up a pool when a process is killed that is idle
+            self._renew()
+        began = time.monotonic()
+        asked = self.pool.schedule(
+            _answer, args=[self.files, self.goal, what, *given], timeout=self.limit
+        )
+        self.asked.add(asked)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(asked), _PATIENCE * self.limit)
+        except asyncio.CancelledError:
+            if not self.ended:
+                raise
+            raise OptionError(_ENDED) from None
+        except (ProcessExpired, BrokenProcessPool):
+            raise ResourceError("its process was killed, perhaps for want of memory") from None
+        except TooLateError:
+            if time.monotonic() - began >= _PATIENCE * self.limit:  # one was killed with a lock
+                self._renew()
+            raise OptionError(
+                f"this takes longer than {self.limit:g} s; ask `co2sim run` on the command line"
+            ) from None
+        finally:
+            self.asked.discard(asked)
+
+    def _renew(self) -> None:
+        """Begin with other processes."""
+        self.pool.stop()  # type: ignore[no-untyped-call]
+        self.pool.join()
+        self.pool = _pool()
+
+    async def figures(self, view: PageView, settings: Sequence[Mapping[str, str]]) -> list[Any]:
+        """Those of `Asker`, shared out: a single position by its strategies, else by positions."""
+        places = range(len(view.strategies))
+        alone = len(settings) == 1
+        found = await asyncio.gather(
+            *(
+                self.ask("figures", view, settings, places[part::_PROCESSES])
+                if alone
+                else self.ask("figures", view, settings[part::_PROCESSES], places)
+                for part in range(_PROCESSES)
+            )
+        )
+        if alone:
+            return [[found[place % _PROCESSES][0][place // _PROCESSES] for place in places]]
+        return [found[at % _PROCESSES][at // _PROCESSES] for at in range(len(settings))]
+
+    async def add(self, upload: Upload) -> str:
+        """Keep a file, if a process can read it in time; its name. Raises Co2simError."""
+        name = checked_name(upload)
+        self._check_room(upload.kind, name)
+        self.uploads += 1  # a path of its own: nothing that was read before is taken for it
+        path = kept(upload, name, self.folder / f"{self.uploads}")
+        try:
+            await self.ask("check_file", upload.kind, str(path))
+            changed = {**self._check_room(upload.kind, name), name: str(path)}
+        except BaseException as error:
+            path.unlink(missing_ok=True)
+            if isinstance(error, Co2simError):
+                raise OptionError(str(error).replace(str(path), name)) from None
+            raise
+        if upload.kind == "cluster":
+            self.files = replace(self.files, clusters=changed)
+        else:
+            self.files = replace(self.files, models=changed)
+        return name
+
+    def _check_room(self, kind: str, name: str) -> Mapping[str, str]:
+        """The files of a kind. Raises OptionError if there are too many for one more."""
+        known: Mapping[str, str] = getattr(self.files, f"{kind}s")
+        if len(known) >= _MOST_FILES and name not in known:
+            raise OptionError(f"there are {_MOST_FILES} files already; start anew for more")
+        return known
+
+    def warm(self, view: PageView) -> None:
+        """Let every process read and simulate what the page begins with, before it asks."""
+        places = range(len(view.strategies))
+        for _ in range(_PROCESSES):
+            given: list[Any] = [self.files, self.goal, "figures", view, [{}], places]
+            self.pool.schedule(_answer, args=given)
+
+    def close(self) -> None:
+        """End the processes, whatever they do, and all answers that are waited for."""
+        self.ended = True
+        for asked in list(self.asked):
+            asked.cancel()
+        self.pool.stop()  # type: ignore[no-untyped-call]
+        self.pool.join()
+
+
+class _Server(uvicorn.Server):
+    """One that ends its processes first, so that no answer is waited for."""
+
+    def __init__(self, config: uvicorn.Config, answers: Answers) -> None:
+        super().__init__(config)
+        self.answers = answers
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End."""
+        await asyncio.to_thread(self.answers.close)
+        await super().shutdown(sockets)
+
+
+def _pool() -> ProcessPool:
+    return ProcessPool(max_workers=_PROCESSES, initializer=_prepare)
+
+
+_askers: dict[str, Asker] = {}
+
+
+def _prepare() -> None:
+    share_memory(_PROCESSES)
+
+
+def _answer(files: Files, goal: Goal, what: str, *given: Any) -> Any:
+    """In a process: the asker is kept as long as the files are the same."""
+    key = repr(files)
+    if key not in _askers:
+        _askers.clear()
+        _askers[key] = Asker(files, goal)
+    return getattr(_askers[key], what)(*given)
+
+
+def application(answers: Answers, view: PageView, token: str) -> Starlette:
+    """The server: `view` is what its page begins with."""
+
+    async def page(_: Request) -> Response:
+        catalog = {
+            "clusters": list(dict.fromkeys([*answers.files.clusters, *names("clusters")])),
+            "models": list(dict.fromkeys([*answers.files.models, *names("models")])),
+        }
+        return HTMLResponse(*server_page(view.model_dump(), catalog, token))
+
+    async def begin(request: Request) -> Response:
+        return JSONResponse(await answers.ask("begin", await _read(request, PageView)))
+
+    async def check(request: Request) -> Response:
+        await answers.ask("check", await _read(request, PageView))
+        return JSONResponse({})
+
+    async def figures(request: Request) -> Response:
+        asked = await _read(request, Positions)
+        return JSONResponse(await answers.figures(asked.view, asked.settings))
+
+    async def commands(request: Request) -> Response:
+        asked = await _read(request, Positions)
+        return JSONResponse(await answers.ask("commands", asked.view, asked.settings[0]))
+
+    async def report(request: Request) -> Response:
+        asked = await _read(request, Positions)
+        return HTMLResponse(await answers.ask("report", asked.view, asked.settings[0]))
+
+    async def upload(request: Request) -> Response:
+        return JSONResponse({"name": await answers.add(await _read(request, Upload))})
+
+    asking = (begin, check, figures, commands, report, upload)
+    made = Starlette(
+        routes=[
+            Route("/", page),
+            *(Route(f"/{one.__name__}", one, methods=["POST"]) for one in asking),
+        ],
+        exception_handlers={
+            Co2simError: _refused,
+            ValidationError: _unreadable,
+            Exception: _unexpected,
+        },
+    )
+    made.add_middleware(Guard, token=token)
+    return made
+
+
+async def _read(request: Request, kind: type[Any]) -> Any:
+    return kind.model_validate_json(await request.body())
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    return JSONResponse({"error": " ".join(str(error).split())}, 422)
+
+
+async def _unreadable(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ValidationError)
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    return JSONResponse({"error": f"{where or 'the request'}: {first['msg']}"}, 422)
+
+
+async def _unexpected(_: Request, error: Exception) -> Response:
+    """What is no fault of the user: a line; uvicorn writes the traceback to the terminal."""
+    what = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
+    text = f"co2sim itself failed ({what}); the server's terminal says where"
+    return JSONResponse({"error": text}, 500)
+
+
+def serve(
+    files: Files, goal: Goal, view: PageView, token: str, port: int, say: Callable[[str], None]
+) -> None:
+    """Serve until control-C, or until the terminal closes.
+
+    Raises OptionError for a port that is taken.
+    """
+    try:
+        bound = socket.create_server((HOST, port))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise OptionError(f"--port {port}: {reason}; 0 takes any that is free") from None
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # ended so, it tidies up as well
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
+    with bound, TemporaryDirectory(prefix="co2sim-") as folder:
+        answers = Answers(files, goal, Path(folder))
+        try:
+            answers.warm(view)
+            app = application(answers, view, token)
+            config = uvicorn.Config(
+                app,
+                lifespan="off",
+                log_level="warning",
+                server_header=False,
+                timeout_graceful_shutdown=1,
+            )
+            say(f"http://{HOST}:{bound.getsockname()[1]}/?token={token}")
+            _Server(config, answers).run(sockets=[bound])
+        finally:
+            answers.close()

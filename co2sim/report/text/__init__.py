@@ -1,0 +1,1 @@
+"""Tables and sentences of answers for a terminal."""

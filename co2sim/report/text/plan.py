@@ -1,0 +1,225 @@
+"""What `co2sim plan` says: in words, as commands, and as plain values."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from co2sim.common.units import counted, scaled
+from co2sim.report.text.totals import amount, in_words
+from co2sim.studies.candidates import Candidate, Space, Wanted, command_of, with_tokens
+from co2sim.studies.grid import label
+from co2sim.studies.plan import Recommendation
+from co2sim.studies.sensitivity import BreakEven, Lever
+
+_KEEPS = "It keeps"
+_UNDECIDED = "Between the choice and the runner-up it is undecided: their intervals overlap."
+
+
+def words(found: Recommendation, turns: Sequence[BreakEven], held: Sequence[Lever]) -> list[str]:
+    """The answer in sentences."""
+    choice = found.choice
+    if choice is None:
+        return [nothing(found)]
+    told = [f"Take {_told(choice)}."]
+    if found.interrupted:
+        told = [_stopped(found), f"So far the best: {_told(choice)}."]
+    told += list(_limits(found, choice))
+    told += list(_against(found, choice))
+    if held:
+        lever = held[0]
+        told.append(
+            f"What binds: {lever.change}; a tenth more of it gives {lever.gain:.1%} more"
+            f" {choice.result.unit}s/s."
+        )
+    for turn in turns:
+        side = "rises above" if turn.above else "falls below"
+        told.append(
+            f"The runner-up wins where {turn.what} {side} {turn.shown_at} (now {turn.shown_now})."
+        )
+    return told
+
+
+def doubts(found: Recommendation) -> list[str]:
+    """Of the words, those that say what is not sure."""
+    choice = found.choice
+    if choice is None:
+        return []
+    told = [_stopped(found)] if found.interrupted else []
+    told += [text for text in _limits(found, choice) if not text.startswith(_KEEPS)]
+    return [*told, *([_UNDECIDED] if found.undecided else [])]
+
+
+def _stopped(found: Recommendation) -> str:
+    """What an interrupted plan leaves open."""
+    seen = f"{found.simulated:,} of {found.candidates:,} candidates"
+    return f"Stopped after {seen}: there may be a better one."
+
+
+def _told(option: Candidate) -> str:
+    case, found = option.case, option.totals
+    text = (
+        f"{counted(option.result.gpus, 'GPU')} of {label(case.cluster)} with"
+        f" {option.result.strategy}, micro-batch {case.micro_batch} x"
+        f" {option.result.accumulation}"
+    )
+    text += f", recompute {case.recompute}" if case.recompute != "none" else ""
+    return f"{text}: {in_words(found, option.result.unit)}"
+
+
+def _limits(found: Recommendation, choice: Candidate) -> Iterator[str]:
+    """Whether limits hold at the bad end of the interval, too."""
+    wanted, total = found.wanted, choice.totals
+    for name, most, worst, unit in (
+        ("deadline", wanted.deadline, total.days_high, "days"),
+        ("budget", wanted.budget, total.cost_high, total.currency),
+    ):
+        if most is None:
+            continue
+        shown = f"the {name} of {amount(most)} {unit}"
+        if worst is None:
+            yield f"How sure {shown} is, nobody knows: there is no interval."
+        elif worst <= most:
+            yield f"{_KEEPS} {shown} at the bad end of its interval, too."
+        else:
+            yield f"It may miss {shown}: the bad end of its interval is {amount(worst)} {unit}."
+            yield from _safer(found, name, most)
+
+
+def _safer(found: Recommendation, name: str, most: float) -> Iterator[str]:
+    """The best one of those shown that keeps a limit at the bad end, too."""
+
+    def worst(option: Candidate) -> float | None:
+        return option.totals.days_high if name == "deadline" else option.totals.cost_high
+
+    sure = [o for o in (*found.best, *found.front) if (w := worst(o)) is not None and w <= most]
+    if sure:
+        best = min(sure, key=lambda option: option.score(found.wanted.want))
+        yield f"The best of those below that keeps it at the bad end, too: {_told(best)}."
+
+
+def _against(found: Recommendation, choice: Candidate) -> Iterator[str]:
+    other, want = found.runner_up, found.wanted.want
+    if other is None:
+        yield "No other cluster, strategy or number of GPUs was tried that is within the limits."
+        return
+    margin = other.score(want) / choice.score(want) - 1
+    verb, what = {
+        "cheapest": ("is", "dearer"),
+        "fastest": ("is", "slower"),
+        "least-energy": ("takes", "more energy"),
+    }[want]
+    much = f"{margin:.1%}" if margin < 1 else f"{margin + 1:,.3g} times"
+    yield f"The runner-up {verb} {much} {what}: {_told(other)}."
+    yield _UNDECIDED if found.undecided else "Their intervals do not overlap."
+
+
+def nothing(found: Recommendation) -> str:
+    """Why there is no choice."""
+    wanted = found.wanted
+    limits = [
+        *([f"{wanted.deadline:g} days"] if wanted.deadline else []),
+        *([f"a budget of {wanted.budget:,.6g}"] if wanted.budget else []),
+        *([scaled(wanted.power, "W")] if wanted.power else []),
+    ]
+    if not found.front:
+        if found.failed:
+            return f"no candidate can be simulated: {found.failed[0]}"
+        return (
+            f"none of {found.large:,} candidates fits in memory; take more GPUs, another strategy"
+            " (-s fsdp), --recompute full or less --headroom"
+        )
+    fastest, cheapest = found.front[0], found.front[-1]
+    text = f"nothing is within {' and '.join(limits)}; the fastest is {_told(fastest)}"
+    return text if fastest is cheapest else f"{text}; the cheapest is {_told(cheapest)}"
+
+
+def looked(space: Space, found: Recommendation) -> Iterator[str]:
+    """What was looked at, and what was taken for granted."""
+    yield (
+        f"{found.candidates:,} candidates fit in memory with {space.headroom:.0%} to spare,"
+        f" {found.large:,} do not; {found.simulated:,} were simulated, the others"
+        f" {'were not looked at' if found.interrupted else 'cannot win'}"
+    )
+    given = space.job.global_batch is not None
+    why = "" if given else " (assumed: 4M tokens, as Llama 3 began with; --global-batch sets it)"
+    yield f"global batch: {space.global_batch:,} samples a step{why}"
+    for name, reason in list(found.impossible.items())[:3]:
+        yield f"left out: {name}: {reason}"
+    for reason in found.failed[:3]:
+        yield f"failed: {reason}"
+    for name in found.unknown:
+        yield f"left out: {name}: nobody has measured what its steps are worth; --steps-factor"
+
+
+def commands(choice: Candidate, wanted: Wanted) -> Iterator[str]:
+    """What repeats it, and what tests it on two nodes."""
+    yield f"to see it in full: {in_full(choice, wanted)}"
+    if command := trial(choice):
+        nodes = "two nodes" if choice.cluster.nodes > 1 else "one node"
+        yield f"to test it on {nodes}: {command}"
+
+
+def in_full(choice: Candidate, wanted: Wanted) -> str:
+    """The command that gives the same totals."""
+    return with_tokens(command_of(choice.case), wanted.tokens, wanted.goal)
+
+
+def trial(choice: Candidate) -> str:
+    """The command that runs the same on two real nodes, with the samples that a GPU has.
+
+    Empty for a pipeline, which cannot be run.
+    """
+    case, cluster = choice.case, choice.cluster
+    if case.pp > 1:
+        return ""
+    nodes = min(2, cluster.nodes)
+    groups = nodes * cluster.gpus_per_node // case.tp
+    batch = groups * case.micro_batch * choice.result.accumulation
+    asked = command_of(case, "run").replace("co2sim run", "-m realrun run --backend nccl", 1)
+    asked = asked.replace(f" --gpus {case.gpus}", "")
+    asked = asked.replace(f"--global-batch {case.global_batch}", f"--global-batch {batch}")
+    return (
+        f"torchrun --nnodes {nodes} --nproc-per-node {cluster.gpus_per_node} --rdzv-backend c10d"
+        f" --rdzv-endpoint first-node:29500 {asked} --out out"
+    )
+
+
+def plain(
+    found: Recommendation, turns: Sequence[BreakEven], held: Sequence[Lever]
+) -> dict[str, Any]:
+    """As plain values for JSON."""
+    choice = found.choice
+    return {
+        "answer": words(found, turns, held),
+        "want": found.wanted.want,
+        "choice": choice and _option(choice, found.wanted),
+        "runner_up": found.runner_up and _option(found.runner_up, found.wanted),
+        "undecided": found.undecided,
+        "break_even": [asdict(turn) for turn in turns],
+        "levers": [asdict(lever) for lever in held],
+        "front": [_option(option, found.wanted) for option in found.front],
+        "best": [_option(option, found.wanted) for option in found.best],
+        "candidates": found.candidates,
+        "simulated": found.simulated,
+        "do_not_fit": found.large,
+        "left_out": found.impossible,
+        "failed": list(found.failed),
+        "not_measured": list(found.unknown),
+        "interrupted": found.interrupted,
+        "commands": list(commands(choice, found.wanted)) if choice else [],
+    }
+
+
+def _option(option: Candidate, wanted: Wanted) -> dict[str, Any]:
+    case = option.case
+    return {
+        "cluster": label(case.cluster),
+        "strategy": option.result.strategy,
+        "gpus": option.result.gpus,
+        "micro_batch": case.micro_batch,
+        "accumulation": option.result.accumulation,
+        "recompute": case.recompute,
+        "totals": asdict(option.totals),
+        "command": in_full(option, wanted),
+        "result": option.result.to_dict(),
+    }

@@ -1,0 +1,427 @@
+"""The figures of a configuration, simulated or measured, on the terminal."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import islice, product
+from typing import cast
+
+from rich.console import Console
+from rich.text import Text
+
+from co2sim.catalog import Fact
+from co2sim.common.errors import Co2simError, OptionError
+from co2sim.common.tables import console, print_lines, print_table
+from co2sim.common.units import Bytes, counted, duration, figures, scaled
+from co2sim.models.memory import GIB, OVERHEAD, model_states
+from co2sim.models.workload import AttentionKernel, Recompute
+from co2sim.prediction import remarks
+from co2sim.prediction.case import Case
+from co2sim.prediction.prepared import Prepared, schedule_of
+from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import NO_GOAL, Goal
+from co2sim.prediction.totals import totals_of
+from co2sim.report.text import intervals, loss, totals
+from co2sim.schedule.schedule import Layout, Schedule
+from co2sim.simulation.noise import QUIET, Noise
+from co2sim.strategies import STRATEGIES, Strategy, parse, with_options
+from co2sim.strategies.step import title
+
+_NAMED = 4
+"""Nodes whose speeds are named one by one."""
+
+
+def print_result(
+    result: Result,
+    *,
+    measured: bool = False,
+    noise: Noise = QUIET,
+    goal: Goal | None = None,
+    more: Sequence[tuple[str, str]] = (),
+) -> None:
+    """All figures of one configuration, simulated or measured; `noise` is named in the header.
+
+    With a goal, even one without steps, it says what the steps of local updates are worth. `more`
+    are further rows of the table of figures.
+    """
+    out = console()
+    r = result
+    _print_header(out, r, noise)
+    print_chosen(out, [("", result)])
+    rows = [*_figures(r, measured=measured), *(loss.figures(r, goal) if goal else []), *more]
+    print_table(out, "figures", ("figure", "value"), rows)
+    if r.interval_source:
+        intervals.print_sources(out, [r], "")
+    if goal:
+        loss.print_remark(out, [r], goal, "")
+    rounds = counted(r.rounds_simulated, "round")
+    if measured:
+        out.print(f"measured: averages over the last of {rounds}")
+    elif not r.steady:
+        out.print(f"not a steady state: averaged over the last of {rounds}")
+    print_table(
+        out,
+        "spans of the last round on one rank, by work (overlapping, waiting included)",
+        ("work", "time"),
+        [(name, duration(value)) for name, value in r.breakdown_s.items()],
+    )
+    _print_memory(out, r)
+    print_warnings(out, [("", result)])
+    print_assumed(out, [result])
+
+
+def _print_memory(out: Console, r: Result) -> None:
+    """Memory by item; PyTorch counts those that it allocates, and not what is beside them."""
+    fits = "fits" if r.fits_in_memory else "DOES NOT FIT"
+    items = r.memory_bytes_per_gpu
+    beside = [name for name in items if name in OVERHEAD]
+    rows = [(name, scaled(size, "B")) for name, size in items.items() if name not in OVERHEAD]
+    if beside:
+        size = scaled(r.allocated_bytes_per_gpu, "B")
+        rows[-1:-1] = [
+            ("allocated, as max_memory_allocated counts", size),
+            *((name, scaled(items[name], "B")) for name in beside),
+        ]
+    memory = f"{scaled(r.gpu_memory_bytes, 'B')} ({r.gpu_memory_bytes / GIB:.3g} GiB)"
+    print_table(out, f"memory per GPU: {fits} in {memory}", ("item", "size"), rows)
+
+
+def print_simulated(
+    case: Case,
+    result: Result,
+    settle: Callable[[Case], Case],
+    goal: Goal = NO_GOAL,
+    tokens: float | None = None,
+) -> None:
+    """All figures of a simulated case, and what would fit if it does not.
+
+    `settle` gives a case numbers for what it leaves open. With `tokens` it says what it takes to
+    train these.
+    """
+    found = None if tokens is None else totals_of(case, result, tokens, goal)
+    more = [] if tokens is None else totals.rows_of(found, result.unit)
+    if tokens is not None:
+        totals.print_answer(console(), [(totals.where(result), result, found)])
+    print_result(result, noise=case.noise, goal=goal, more=more)
+    if tokens is not None:
+        totals.print_basis(console(), [case], [found])
+    if not result.fits_in_memory:
+        print_fitting(console(), case, settle)
+
+
+def _print_header(out: Console, r: Result, noise: Noise) -> None:
+    batch = f"micro-batch {r.micro_batch}" + (f" x {r.accumulation}" if r.accumulation > 1 else "")
+    size = counted(r.tokens_per_gpu_per_step, r.unit)
+    where = f" on {counted(r.gpus, 'GPU')} in {counted(r.nodes, 'node')}"
+    print_lines(
+        out,
+        Text.assemble((r.strategy, "bold"), where),
+        f"cluster  {r.cluster}",
+        f"model    {r.model}, {batch}: {size} per GPU and step, {r.precision}",
+        *([f"layers   {division(r)}"] if r.tp * r.pp > 1 else []),
+        *(["spans    those of the first stage, as is what is sent"] if r.pp > 1 else []),
+        *([f"speeds   {speeds(noise, r)}"] if noise.uneven else []),
+        "",
+    )
+
+
+def division(r: Result) -> str:
+    """How GPUs divide the layers; empty where each has all of them."""
+    along = ", the sequence between products, too" if r.sequence_parallel else ""
+    found = [f"each layer on {r.tp} GPUs{along}"] if r.tp > 1 else []
+    if r.pp > 1:
+        chunks = f" of {r.interleave} chunks each" if r.interleave > 1 else ""
+        found.append(f"{r.pp} stages{chunks}")
+    return "; ".join(found)
+
+
+def speeds(noise: Noise, result: Result | None = None, varied: Collection[str] = ()) -> str:
+    """In words, how fast nodes and ops were: of one run, or of many, but for what `varied`."""
+    found = [f"node {node} at {speed:g} of nominal" for node, speed in noise.node_speed.items()]
+    more = len(found) - _NAMED
+    found = [*found[:_NAMED], *([f"{more} more nodes"] if more > 0 else [])]
+    seed = "" if "seed" in varied else f"seed {noise.seed}"
+    behind = f" ({seed})" if seed else ""
+    if noise.straggle and result is not None:
+        layout = Layout(result.nodes, result.gpus // result.nodes)
+        slowdowns = noise.node_slowdowns(layout)
+        span = f"{1 / max(slowdowns):.3g} to {1 / min(slowdowns):.3g} of nominal"
+        found.append(f"all nodes from {span} (straggle {noise.straggle:g}, {seed})")
+    elif noise.straggle and "straggle" not in varied:
+        found.append(f"straggle {noise.straggle:g} on every node{behind}")
+    if noise.jitter and "jitter" not in varied:
+        found.append(f"jitter {noise.jitter:g} on every op{behind}")
+    return ", ".join(found)
+
+
+def _figures(r: Result, *, measured: bool) -> list[tuple[str, str]]:
+    overlap = "no communication" if r.overlap_ratio is None else f"{r.overlap_ratio:.1%}"
+    steps = f" ({r.steps_per_round} steps)" if r.steps_per_round > 1 else ""
+    exposed = f"{duration(r.exposed_comm_s)} ({r.exposed_share:.1%})"
+    rows = [
+        ("round time", duration(r.round_time_s) + steps),
+        ("step time", duration(r.step_time_s)),
+        (f"{r.unit}s/s", f"{r.tokens_per_s:,.0f}"),
+        *([(intervals.HEAD, intervals.ends(r))] if r.tokens_per_s_low is not None else []),
+        (f"{r.unit}s/s per GPU", f"{r.tokens_per_s_per_gpu:,.1f}"),
+        ("model TFLOP/s per GPU", _tflops(r.model_tflops_per_gpu)),
+        ("hardware TFLOP/s per GPU", _tflops(r.hardware_tflops_per_gpu)),
+        ("MFU", f"{r.mfu:.1%}"),
+        ("communication busy, per round", duration(r.comm_busy_s)),
+        ("communication exposed, per round", exposed),
+    ]
+    if r.straggler_delay_s is not None:
+        delay = f"{duration(r.straggler_delay_s)} ({r.straggler_delay_s / r.round_time_s:.1%})"
+        rows.append(("delay by slower ranks, per round", delay))
+    elif measured and r.waiting_s:
+        rows.append(("waiting for other ranks, hidden or not, per round", duration(r.waiting_s)))
+    rows += [
+        ("overlap ratio", overlap),
+        ("sent per GPU and step", scaled(r.wire_bytes_per_gpu_per_step, "B")),
+        ("sent per node's NICs and step", scaled(r.nic_bytes_per_node_per_step, "B")),
+    ]
+    if r.wan_bytes_per_site_per_step:
+        wan = scaled(r.wan_bytes_per_site_per_step, "B")
+        rows.append(("sent per site over the WAN and step", wan))
+    if r.cost_per_billion_tokens is not None:
+        rows.append((f"{r.currency} per billion {r.unit}s", f"{r.cost_per_billion_tokens:,.2f}"))
+    return rows
+
+
+def _tflops(value: float) -> str:
+    """One decimal; three significant figures for tiny models."""
+    return f"{value:.1f}" if value >= 10 else figures(value)  # noqa: PLR2004
+
+
+def print_chosen(out: Console, named: Iterable[tuple[str, Result]]) -> None:
+    """What was chosen for options left open, behind the name of its case; and remarks."""
+    named = list(named)
+    lines = [
+        f"{name}{': ' if name else ''}{note}" for name, r in named for note in remarks.own(r.notes)
+    ]
+    if lines:
+        print_lines(out, *lines, "")
+    print_remarks(out, [r for _, r in named])
+
+
+def print_remarks(out: Console, results: Iterable[Result]) -> None:
+    """The notes that many results have alike, once each."""
+    lines = [f"note: {remark}" for remark in remarks.alike(r.notes for r in results)]
+    if lines:
+        print_lines(out, *lines, "")
+
+
+def print_warnings(out: Console, named: Iterable[tuple[str, Result]]) -> None:
+    """What holds a strategy back: one line for each case, behind its name."""
+    lines = [
+        f"warning: {name}{': ' if name else ''}{warning}"
+        for name, r in named
+        for warning in r.warnings
+    ]
+    if lines:
+        print_lines(out, *lines, "")
+
+
+def print_assumed(out: Console, results: Iterable[Result]) -> None:
+    """The inputs that no source supports: one line each, whatever their values."""
+    found: dict[str, list[Fact]] = {}
+    for fact in dict.fromkeys(fact for result in results for fact in result.assumed):
+        found.setdefault(fact.path, []).append(fact)
+    if found:
+        rows = [(path, *_merged(facts)) for path, facts in found.items()]
+        title = "assumed, not measured or published"
+        print_table(out, title, ("number", "value", "why"), rows, left=3)
+
+
+def _merged(facts: list[Fact]) -> tuple[str, str]:
+    """The value, or the first and the last of several, and why."""
+    values = list(dict.fromkeys(fact.value for fact in facts))
+    reasons = list(dict.fromkeys(fact.source.removeprefix("assumed: ") for fact in facts))
+    value = values[0] if len(values) == 1 else f"{values[0]} to {values[-1]}"
+    others = len(reasons) - 1
+    return value, reasons[0] + (f"; and {counted(others, 'case')} like it" if others else "")
+
+
+_SHARDED = ("zero2", "zero3")
+"""Strategies, or inner ones, that keep less than a whole model on every GPU."""
+_DOUBLINGS = 6
+"""Of the GPUs: up to 64 times as many."""
+_MORE_GPUS = "more GPUs"
+_FEWER_SAMPLES = "a smaller --micro-batch"
+_WHAT_HELPS = {
+    "parameters": ("a strategy that shards them, such as zero3", _MORE_GPUS),
+    "gradients": ("a strategy that shards them, such as zero2", _MORE_GPUS),
+    "optimizer": ("a strategy that shards it, such as zero2", _MORE_GPUS),
+    "secondary": ("hpz=false",),
+    "outer": ("worker=node",),
+    "gathered": ("a smaller prefetch",),
+    "activations": ("--recompute full", _FEWER_SAMPLES),
+    "checkpoints": (_FEWER_SAMPLES,),
+    "logits": ("--loss fused", _FEWER_SAMPLES),
+}
+"""What makes an item of memory smaller."""
+_MOST = 6
+"""Alternatives that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A configuration near one that does not fit: what to change, and its bytes on a GPU."""
+
+    changes: dict[str, str]
+    memory: Bytes
+
+
+def largest(prepared: Prepared) -> str:
+    """The largest item of memory, and what makes it smaller, in a line."""
+    memory, job = prepared.memory(), prepared.job.share
+    name = max((item for item in memory if item != "total"), key=lambda item: memory[item])
+    idle = {f"--recompute {job.recompute}", f"--loss {job.loss}"}
+    if job.micro_batch == 1:
+        idle.add(_FEWER_SAMPLES)
+    whole = model_states(job)
+    if name in whole and memory[name] < whole[name]:
+        idle |= {option for option in _WHAT_HELPS[name] if option != _MORE_GPUS}
+    twice = prepared.cluster.resized(2 * prepared.cluster.layout.world_size)
+    if replace(prepared, cluster=twice).memory()[name] >= memory[name]:
+        idle.add(_MORE_GPUS)
+    helps = [option for option in _WHAT_HELPS.get(name, ()) if option not in idle]
+    less = f": less with {', or '.join(helps)}" if helps else ""
+    return f"the largest item is {name}, {scaled(memory[name], 'B')}{less}"
+
+
+def print_fitting(out: Console, case: Case, settle: Callable[[Case], Case]) -> None:
+    """Print what to change so that the case fits, or what comes nearest.
+
+    `settle` gives a case numbers for what it leaves open.
+    """
+    if case.pp > 1:  # its stages are simulated one by one
+        print_lines(out, "less memory: more stages (--pp), --tp, or --recompute full", "")
+        return
+    asked = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
+    prepared = settle(case).prepare()
+    memory = prepared.cluster.gpu.memory
+    print_lines(out, largest(prepared), "`co2sim plan` finds what fits and costs least", "")
+    found = list(alternatives(prepared, asked))
+    fitting = _fewest_changes([one for one in found if one.memory <= memory])
+    heading = f"what would fit in {scaled(memory, 'B')}"
+    if not fitting:
+        fitting = sorted(found, key=lambda one: one.memory)[:1]
+        heading = f"nothing tried fits in {scaled(memory, 'B')}; the smallest"
+    rows = [
+        (
+            " ".join(f"--{name} {value}" for name, value in one.changes.items()),
+            scaled(one.memory, "B"),
+        )
+        for one in islice(filter(partial(_runs, case, settle), fitting), _MOST)
+    ]
+    if rows:
+        print_table(out, heading, ("instead", "memory per GPU"), rows)
+
+
+def alternatives(prepared: Prepared, asked: Strategy) -> Iterator[Alternative]:
+    """Combinations of a sharded strategy, more recomputation, a smaller micro-batch, more GPUs.
+
+    Those with the fewest changes come first. What the strategy `asked` for leaves open stays open.
+    """
+    job, layout = prepared.job, prepared.cluster.layout
+    strategies = {"": prepared.strategy}
+    for name in _SHARDED:
+        if (open_ := _sharded(asked, name)) and (settled := _sharded(prepared.strategy, name)):
+            strategies[_text(open_)] = settled
+    eager = job.attention == "eager"
+    attentions = ["", *(["flash"] if eager else [])]
+    recomputes = ["", *(["selective"] if eager and job.recompute == "none" else [])]
+    if job.recompute != "full" and any(block.boundary_bytes for block in job.model.blocks):
+        recomputes.append("full")
+    halves = [job.micro_batch >> times for times in range(1, job.micro_batch.bit_length())]
+    gpus = [layout.world_size << times for times in range(1, _DOUBLINGS + 1)]
+    sizes = (["", *map(str, halves)], ["", *map(str, gpus)])
+    points = product(strategies, attentions, recomputes, *sizes)
+    names = ("strategy", "attention", "recompute", "micro-batch", "gpus")
+    schedules: dict[str, Schedule] = {"": prepared.schedule}
+    for point in sorted(points, key=lambda point: sum(map(bool, point))):
+        changes = {name: value for name, value in zip(names, point, strict=True) if value}
+        if not changes:
+            continue
+        text, attention, recompute, micro_batch, count = point
+        if attention and recompute == "selective":  # which flash attention makes needless
+            continue
+        try:
+            if text not in schedules:
+                schedules[text] = schedule_of(strategies[text], job, layout)
+            found = replace(
+                prepared,
+                strategy=strategies[text],
+                schedule=schedules[text],
+                job=replace(
+                    job,
+                    attention=cast(AttentionKernel, attention or job.attention),
+                    recompute=cast(Recompute, recompute or job.recompute),
+                    micro_batch=int(micro_batch or job.micro_batch),
+                ),
+                cluster=prepared.cluster.resized(int(count or layout.world_size)),
+            )
+            yield Alternative(changes, found.memory()["total"])
+        except Co2simError:  # the cluster cannot hold them, or the strategy has no such option
+            continue
+
+
+def _sharded(strategy: Strategy, name: str) -> Strategy | None:
+    """The same strategy with this inner one, or this one in its place; None if it is no other."""
+    options = {option.name for option in fields(strategy)}  # type: ignore[arg-type]
+    try:
+        if {"worker", "inner"} <= options:
+            worker = "site" if strategy.worker == "site" else "node"  # type: ignore[attr-defined]
+            found = with_options(strategy, {"worker": worker, "inner": name})
+        else:
+            found = STRATEGIES[name]()
+    except OptionError:  # another option rules it out
+        return None
+    return found if title(found) != title(strategy) else None
+
+
+def _text(strategy: Strategy) -> str:
+    """As it is given to --strategy without quotes."""
+    return title(strategy).replace("(", ":").replace(", ", ",").removesuffix(")")
+
+
+def _fewest_changes(found: list[Alternative]) -> list[Alternative]:
+    """Those that change nothing in vain: no other one changes less of the same."""
+    kept: list[Alternative] = []
+    for one in found:
+        if not any(_within(other.changes, one.changes) for other in kept):
+            kept.append(one)
+    return kept
+
+
+def _within(few: dict[str, str], many: dict[str, str]) -> bool:
+    """Whether `many` changes the same, and as far or further."""
+    for name, value in few.items():
+        match name:
+            case _ if name not in many:
+                return False
+            case "micro-batch" | "gpus":
+                further = int(many[name]) - int(value)
+                if (further if name == "gpus" else -further) < 0:
+                    return False
+            case "strategy" if many[name] != value:
+                return False
+    return True
+
+
+def _runs(case: Case, settle: Callable[[Case], Case], alternative: Alternative) -> bool:
+    """Whether the changed case is allowed, and needs the memory that was promised."""
+    changes = alternative.changes
+    try:
+        changed = replace(
+            case,
+            strategy=changes.get("strategy", case.strategy),
+            attention=cast(AttentionKernel, changes.get("attention", case.attention)),
+            recompute=cast(Recompute, changes.get("recompute", case.recompute)),
+            micro_batch=int(changes.get("micro-batch", case.micro_batch)),
+            gpus=int(changes["gpus"]) if "gpus" in changes else case.gpus,
+        )
+        return settle(changed).prepare().memory()["total"] == alternative.memory
+    except Co2simError:  # a global batch that does not divide
+        return False

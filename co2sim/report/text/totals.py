@@ -1,0 +1,296 @@
+"""What it takes to train so many tokens, on the terminal: rows, a table, and lines on both."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, TypeAlias
+
+import typer
+from rich.console import Console
+
+from co2sim.catalog import Fact
+from co2sim.cli.options import number
+from co2sim.common.tables import print_lines, print_table
+from co2sim.common.units import counted, figures, scaled
+from co2sim.hardware.cluster import Cluster
+from co2sim.prediction.case import Case
+from co2sim.prediction.power import COMPUTING, NEEDED
+from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import Goal
+from co2sim.prediction.totals import EXAMPLES, Totals, basis, tokens_of, totals_of
+
+Tokens = Annotated[
+    float | None,
+    typer.Option(
+        parser=lambda text: tokens_of(number("--tokens")(text)),
+        metavar="N",
+        help="Add what it takes to train N tokens, such as 1e12: days, GPU-hours, money, kWh and kg"
+        " of CO2e. N are those that ddp would train; local updates need more.",
+    ),
+]
+Named: TypeAlias = Sequence[tuple[Sequence[str], Totals | None]]
+"""Totals behind the texts that name their cases."""
+
+_NAMED = 3
+"""Values of one number that are named."""
+
+
+def rows_of(found: Totals | None, unit: str) -> list[tuple[str, str]]:
+    """The totals as rows of a single result."""
+    if found is None:
+        return [("days, cost and energy", "steps factor not known")]
+    more = f", {found.trained:.4g} trained" if found.trained != found.tokens else ""
+    rows = [
+        (f"days for {found.tokens:.4g} {unit}s{more}", _days(found)),
+        ("GPU-hours", figures(found.gpu_hours)),
+    ]
+    if found.cost is not None:
+        rows.append((str(found.currency), _cost(found)))
+    if found.power_w is not None:
+        rows += [("average power, at the meter", scaled(found.power_w, "W"))]
+        rows += [("kWh", _energy(found))]
+    if found.co2e_kg is not None:
+        rows.append(("kg CO2e", _carbon(found)))
+    return rows
+
+
+def print_totals(
+    out: Console, title: str, columns: Sequence[str], named: Named, left: int = 1
+) -> None:
+    """A table of the totals of many cases; columns that no case knows are left out."""
+    known = [found for _, found in named if found is not None]
+    currencies = {found.currency for found in known if found.currency}
+    shown = {
+        "days": _days,
+        "GPU-hours": lambda found: figures(found.gpu_hours),
+        " or ".join(sorted(currencies)): lambda found: _cost(found, named=len(currencies) > 1),
+        "kW": lambda found: "-" if found.power_w is None else figures(found.power_w / 1000),
+        "kWh": _energy,
+        "kg CO2e": _carbon,
+    }
+    cells = {
+        head: ["-" if found is None else cell(found) for _, found in named]
+        for head, cell in shown.items()
+    }
+    kept = {head: column for head, column in cells.items() if set(column) - {"-"}}
+    rows = [[*texts, *(c[i] for c in kept.values())] for i, (texts, _) in enumerate(named)]
+    print_table(out, title, [*columns, *kept], rows, left=left)
+
+
+def print_basis(
+    out: Console, cases: Sequence[Case], found: Iterable[Totals | None], *after: str
+) -> None:
+    """What totals rest on, and which numbers are missing, in a few lines; then those `after`."""
+    print_lines(out, *basis_lines(cases, found), *after)
+
+
+def basis_lines(cases: Sequence[Case], found: Iterable[Totals | None]) -> list[str]:
+    """What totals rest on, and which numbers are missing; nothing where there are none."""
+    known = [one for one in found if one is not None]
+    if not known:
+        return []
+    facts = _facts(cases)
+    lines = [_useful(cases, known)]
+    if any(one.power_w is not None for one in known):
+        said = {name: _said(facts, name) for name in NEEDED}
+        lines.append(
+            f"energy: {COMPUTING:.0%} of the TDP{said['gpu.tdp']} while a GPU computes, its idle"
+            f" power{said['gpu.idle_power']} while it waits for others; the rest of a"
+            f" node{said['node_power']}; PUE{said['pue']}"
+        )
+    if any(one.co2e_kg is not None for one in known):
+        lines.append(
+            f"carbon: grid_intensity{_said(facts, 'grid_intensity')}; others: co2sim list grids"
+        )
+    if any(one.cost is not None for one in known):
+        lines.append(f"cost: price_per_gpu{_said(facts, 'price_per_gpu')}")
+    missing = [name for name in EXAMPLES if any(name in one.missing for one in known)]
+    return [*lines, *_lacking(missing)]
+
+
+def marked(texts: list[str], outcome: object) -> list[str]:
+    """The texts of a row, with a star where the case does not fit in memory."""
+    lost = isinstance(outcome, Result) and not outcome.fits_in_memory
+    return [*texts[:-1], f"{texts[-1]}*"] if lost else texts
+
+
+def _useful(cases: Sequence[Case], known: Sequence[Totals]) -> str:
+    """What is said of failures."""
+    names = {c.failures.name or "as given" for c in _clusters(cases) if c.failures}
+    if not names:
+        return "totals count no failures: all the time is useful work; --set failures=meta-rsc-1"
+    least, most = (end(one.goodput for one in known) for end in (min, max))
+    share = f"{least:.1%}" if least == most else f"{least:.1%} to {most:.1%}"
+    return f"totals count failures ({', '.join(sorted(names))}): {share} of the time is useful work"
+
+
+def _clusters(cases: Sequence[Case]) -> list[Cluster]:
+    return [case.load()[0].value for case in cases]
+
+
+def totals_for(
+    cases: Sequence[Case], outcomes: Sequence[object], tokens: float, goal: Goal
+) -> list[Totals | None]:
+    """The totals of cases by their outcomes; None where one is no result."""
+    return [
+        totals_of(case, outcome, tokens, goal) if isinstance(outcome, Result) else None
+        for case, outcome in zip(cases, outcomes, strict=True)
+    ]
+
+
+def _lacking(missing: Sequence[str]) -> list[str]:
+    lines = []
+    power = [name for name in missing if name in NEEDED]
+    for names, what in (
+        ([name for name in missing if name == "price_per_gpu"], "cost"),
+        (power, "energy"),
+        ([name for name in missing if name == "grid_intensity"], "carbon"),
+    ):
+        if names:
+            sets = " ".join(f"--set {name}={EXAMPLES[name]!r}" for name in names)
+            are = "is" if len(names) == 1 else "are"
+            lines.append(f"no {what}: {' and '.join(names)} {are} not known; give {sets}, say")
+    return lines
+
+
+def _facts(cases: Sequence[Case]) -> Mapping[str, list[Fact]]:
+    """The numbers of all cases that totals rest on, each once."""
+    found: dict[str, dict[Fact, None]] = {}
+    apart = {(str(case.cluster), *case.overrides.items()): case for case in cases}
+    for case in apart.values():
+        for fact in basis(case):
+            found.setdefault(fact.path, {})[fact] = None
+    return {path: list(those) for path, those in found.items()}
+
+
+def _said(facts: Mapping[str, Sequence[Fact]], path: str) -> str:
+    """The values of a number, each with the first words on where it comes from."""
+    said = [f"{fact.value}{_why(fact)}" for fact in facts.get(path, ())]
+    more = len(said) - _NAMED
+    others = f" or {more} others" if more > 0 else ""
+    return f" {' or '.join(said[:_NAMED])}{others}" if said else ""
+
+
+def _why(fact: Fact) -> str:
+    name = fact.source.partition(":")[0]
+    if fact.assumed:
+        return " (assumed)" if name.startswith("assumed") else f" (assumed: {name})"
+    return f" ({name})" if fact.path in {"price_per_gpu", "grid_intensity", "pue"} and name else ""
+
+
+def _days(found: Totals) -> str:
+    return _range(found.days, found.days_low, found.days_high)
+
+
+def _cost(found: Totals, *, named: bool = False) -> str:
+    said = _range(found.cost, found.cost_low, found.cost_high)
+    return f"{said} {found.currency}" if named and found.currency else said
+
+
+def _energy(found: Totals) -> str:
+    return _range(found.energy_kwh, found.energy_kwh_low, found.energy_kwh_high)
+
+
+def _carbon(found: Totals) -> str:
+    return _range(found.co2e_kg, found.co2e_kg_low, found.co2e_kg_high)
+
+
+def _range(value: float | None, low: float | None, high: float | None) -> str:
+    if value is None:
+        return "-"
+    if low is None and high is None:
+        return figures(value)
+    ends = " to ".join("?" if end is None else figures(end) for end in (low, high))
+    return f"{figures(value)} ({ends})"
+
+
+Trainings = Sequence[tuple[str, Result, Totals | None]]
+"""What is trained how, in words; the figures, and what it takes."""
+
+_LONG = 1000
+
+
+def in_words(found: Totals, unit: str) -> str:
+    """Days, money (or GPU-hours), energy and carbon, as far as they are known, with intervals.
+
+    `unit` is what the model calls its tokens.
+    """
+    text = in_short(found, unit)
+    for value, low, high, unit_ in (
+        (found.energy_kwh, found.energy_kwh_low, found.energy_kwh_high, "MWh"),
+        (found.co2e_kg, found.co2e_kg_low, found.co2e_kg_high, "t CO2e"),
+    ):
+        if value is not None:
+            text += f", {amount(value / 1000)} {unit_}{_between(low, high, 1000)}"
+    return text
+
+
+def in_short(found: Totals, unit: str) -> str:
+    """Days and money (or GPU-hours), as `in_words` has them."""
+    text = f"{_short(found.tokens)} {unit}s in {amount(found.days)} days"
+    text += _between(found.days_low, found.days_high)
+    if found.factor.measured is not None:
+        text += f" or more, as {found.factor.factor:.3g} steps or more are worth one of ddp"
+    if found.cost is None:
+        text += f", {found.gpu_hours:,.0f} GPU-hours"
+    else:
+        ends = _between(found.cost_low, found.cost_high)
+        text += f", for {found.cost:,.0f} {found.currency}{ends}"
+    return text
+
+
+def print_answer(out: Console, trainings: Trainings) -> None:
+    """The training of a single case; of several that fit in memory, the cheapest and fastest."""
+    print_lines(out, *sentences(trainings), "")
+
+
+def sentences(trainings: Trainings) -> list[str]:
+    """The answer, a sentence each."""
+    best = chosen(trainings)
+    if not best:
+        return ["nobody knows what its steps are worth: --steps-factor sets that"]
+    alone = sum(found is not None for _, _, found in trainings) == 1
+    said = []
+    if not next(iter(best.values()))[1].fits_in_memory:
+        said.append(f"{'it does' if alone else 'none of these does'} not fit in memory; if it did:")
+    for head, (name, result, found) in best.items():
+        assert found is not None
+        said.append(f"{'' if alone else f'{head}: '}{name}: {in_words(found, result.unit)}.")
+    return said
+
+
+def chosen(trainings: Trainings) -> dict[str, tuple[str, Result, Totals | None]]:
+    """The cheapest and the fastest of those that fit in memory, or of all; the same may be both."""
+    known = [one for one in trainings if one[2] is not None]
+    if not known:
+        return {}
+    fitting = [one for one in known if one[1].fits_in_memory] or known
+    fastest = min(fitting, key=lambda one: one[2].days if one[2] else math.inf)
+    priced = [(one[2].cost, one) for one in fitting if one[2] and one[2].cost is not None]
+    currencies = {one[2].currency for one in fitting if one[2]}
+    if len(priced) < len(fitting) or len(currencies) > 1:
+        return {"Fastest": fastest}
+    cheapest = min(priced, key=lambda pair: pair[0])[1]
+    if cheapest is fastest:
+        return {"Cheapest and fastest": fastest}
+    return {"Cheapest": cheapest, "Fastest": fastest}
+
+
+def where(result: Result) -> str:
+    """A single case: its strategy and its GPUs."""
+    return f"{result.strategy} on {counted(result.gpus, 'GPU')}"
+
+
+def amount(value: float) -> str:
+    """Days or money: three digits, and all before the point."""
+    return f"{value:,.0f}" if value >= _LONG else f"{value:.3g}"
+
+
+def _short(tokens: float) -> str:
+    """A large number as people type it: 1e12, 2.5e11."""
+    return f"{tokens:g}".replace("e+", "e")
+
+
+def _between(low: float | None, high: float | None, unit: float = 1) -> str:
+    if low is None or high is None:
+        return ""
+    return f" (90 %: {amount(low / unit)} to {amount(high / unit)})"

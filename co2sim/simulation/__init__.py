@@ -1,0 +1,1 @@
+"""Costs of collectives and compute, the engines, traces and their metrics."""

@@ -1,0 +1,261 @@
+"""A schedule as a folder of Chakra traces, one file for each rank."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from co2sim.common.errors import OptionError
+from co2sim.common.files import MOST_RECORD_BYTES, new_folder
+from co2sim.common.progress import Done
+from co2sim.common.units import Bytes, counted, scaled
+from co2sim.common.validation import whole
+from co2sim.hardware.cluster import Cluster
+from co2sim.schedule.groups import Group, Layout
+from co2sim.schedule.ops import Collective, Compute
+from co2sim.schedule.schedule import Instance, Schedule
+from co2sim.simulation.chakra import works
+from co2sim.simulation.chakra.process_groups import FILE, numbered, to_json
+from co2sim.simulation.chakra.schema import VERSION, delimited, schema
+from co2sim.simulation.compute_cost import compute_time
+
+NAME = "trace"
+"""Files are called trace.0.et, trace.1.et and so on: what ASTRA-sim puts behind its argument."""
+MOST_RANKS = 65_536
+"""Files of one folder."""
+MOST_NODES = 1_000_000
+"""Of one file: ops of a round times rounds."""
+MOST_TRACE_BYTES: Bytes = 100e9
+"""Of all files together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What was written: `ranks` files, `size` bytes in all, of `nodes` nodes each."""
+
+    ranks: int
+    size: int
+    nodes: int
+    rounds: int
+    unsupported: tuple[str, ...]
+    """Kinds of collectives in it that ASTRA-sim 2 does not simulate."""
+
+
+def write(
+    schedule: Schedule,
+    cluster: Cluster,
+    folder: Path,
+    *,
+    precision: str,
+    rounds: int | None = None,
+    done: Done | None = None,
+) -> Written:
+    """Write `rounds` rounds of a schedule as Chakra traces into a new folder: all files or none.
+
+    Every rank has its file, whether or not a simulation would fold it. `precision` is that of
+    computing, for the durations. By default there are as many rounds as show every wait: one more
+    than the farthest goes back; fewer are refused. Raises OptionError for what cannot be written.
+    """
+    least = schedule.lag + 1
+    rounds = whole("rounds", least if rounds is None else rounds, 1)
+    if rounds < least:
+        raise OptionError(
+            f"rounds is {rounds}; {schedule.name} has ops that wait for"
+            f" {counted(schedule.lag, 'round')} ago, which at least {least} rounds show"
+        )
+    ranks, nodes = cluster.layout.world_size, rounds * len(schedule.body)
+    for what, number, most in (
+        ("ranks", ranks, MOST_RANKS),
+        ("nodes of a rank", nodes, MOST_NODES),
+    ):
+        if number > most:
+            raise OptionError(f"{number:,} {what} are more than the {most:,} that are written")
+    made = RankFiles(schedule, cluster.layout, rounds, durations(schedule, cluster, precision))
+    size = 0
+    with new_folder(folder) as put:
+        _check_room(folder.resolve().parent, ranks, len(made.of_rank(0)))
+        for rank in range(ranks):
+            content = made.of_rank(rank)
+            put(f"{NAME}.{rank}.et", content)
+            size += len(content)
+            if done:
+                done(rank + 1, ranks)
+        put(FILE, to_json(made.numbers).encode())
+    unknown = {str(kind) for kind in _kinds(schedule) & {"broadcast", "reduce"}}
+    return Written(ranks, size, nodes, rounds, tuple(sorted(unknown)))
+
+
+def durations(schedule: Schedule, cluster: Cluster, precision: str) -> tuple[int, ...]:
+    """Whole microseconds of every compute op, at least 1; of collectives 0."""
+    known = [
+        max(1, round(1e6 * compute_time(work, cluster.gpu, precision)))
+        if isinstance(work, Compute)
+        else 0
+        for work in schedule.works
+    ]
+    return tuple(known[number] for number in schedule.work_numbers)
+
+
+def _kinds(schedule: Schedule) -> set[str]:
+    return {work.kind for work in schedule.works if not isinstance(work, Compute)}
+
+
+def _check_room(parent: Path, ranks: int, size: int) -> None:
+    """Refuse what is larger than files may be, or than the disk has room for."""
+    if size > MOST_RECORD_BYTES:
+        raise OptionError(
+            f"a file would be {scaled(size, 'B')}; at most {scaled(MOST_RECORD_BYTES, 'B')}"
+            " are written; take fewer rounds"
+        )
+    free = shutil.disk_usage(parent).free
+    if ranks * size > min(MOST_TRACE_BYTES, free):
+        raise OptionError(
+            f"{ranks:,} files of {scaled(size, 'B')} are about {scaled(ranks * size, 'B')}; at most"
+            f" {scaled(MOST_TRACE_BYTES, 'B')} are written, and {parent} has"
+            f" {scaled(free, 'B')} free"
+        )
+
+
+FORMAT = 1
+"""Of what co2sim adds to a trace; see docs/exchange.md."""
+
+
+class RankFiles:
+    """The files of a schedule, `rounds` rounds of it one after the other.
+
+    `micros` is what a compute op of the body takes in microseconds, for simulators that replay
+    times; of collectives it is 0.
+    """
+
+    def __init__(
+        self, schedule: Schedule, layout: Layout, rounds: int, micros: Sequence[int]
+    ) -> None:
+        self.schedule, self.layout, self.rounds, self.micros = schedule, layout, rounds, micros
+        self.numbers = numbered(schedule.groups, layout)
+        places = works.places(op.work for op in schedule.body)
+        self._works = [works.typed(work) for work in places]
+        self._numbers = [places[op.work] for op in schedule.body]
+        self._schema: Any = schema()
+        self._nodes: dict[tuple[int, int], bytes] = {}
+
+    def of_rank(self, rank: int) -> bytes:
+        """The file of a rank."""
+        meets = {group: group.members(rank, self.layout) for group in self.schedule.groups}
+        parts = [self._head]
+        for part in self._parts:
+            if isinstance(part, bytes):
+                parts.append(part)
+            else:
+                number, group = part
+                members = meets[group]
+                node = self._node(number, len(members))
+                parts.append(delimited(node + self._tails.get(members, b"")))
+        return b"".join(parts)
+
+    @cached_property
+    def _head(self) -> bytes:
+        """The metadata: what schedule, on which layout, and its works."""
+        schedule, layout = self.schedule, self.layout
+        sizes = {
+            "co2sim.format": FORMAT,
+            "co2sim.steps": schedule.steps,
+            "co2sim.rounds": self.rounds,
+            "co2sim.nodes": layout.nodes,
+            "co2sim.gpus_per_node": layout.gpus_per_node,
+            "co2sim.sites": layout.sites,
+        }
+        attribute = self._schema.AttributeProto
+        texts = self._schema.StringList(values=[works.text_of(work) for work in self._works])
+        found = self._schema.GlobalMetadata(version=VERSION)
+        found.attr.append(attribute(name="co2sim.schedule", string_val=schedule.name))
+        found.attr.extend(attribute(name=n, uint64_val=size) for n, size in sizes.items())
+        found.attr.append(attribute(name="co2sim.works", string_list=texts))
+        return delimited(found.SerializeToString(deterministic=True))
+
+    @cached_property
+    def _instances(self) -> tuple[Instance, ...]:
+        return tuple(self.schedule.instances(self.rounds))
+
+    @cached_property
+    def _parts(self) -> tuple[bytes | tuple[int, Group], ...]:
+        """Nodes of computes, neighbours in one piece; of collectives the number and the group."""
+        found: list[bytes | tuple[int, Group]] = []
+        for number, _, op, _ in self._instances:
+            if isinstance(op.work, Collective):
+                found.append((number, op.work.group))
+                continue
+            node = delimited(self._node(number, 1))
+            if found and isinstance(found[-1], bytes):
+                found[-1] += node
+            else:
+                found.append(node)
+        return tuple(found)
+
+    @cached_property
+    def _tails(self) -> dict[range, bytes]:
+        """What is put behind a node, for the members of every process group."""
+        attribute, node = self._schema.AttributeProto, self._schema.Node
+        return {
+            members: node(
+                attr=[attribute(name="pg_name", string_val=str(number))]
+            ).SerializeToString()
+            for members, number in self.numbers.items()
+        }
+
+    def _node(self, number: int, members: int) -> bytes:
+        """The node of an instance, where so many ranks meet."""
+        if (number, members) not in self._nodes:
+            made = self._made(number, members)
+            self._nodes[number, members] = made.SerializeToString(deterministic=True)
+        return self._nodes[number, members]
+
+    def _made(self, number: int, members: int) -> Any:
+        schedule = self.schedule
+        place = number % len(schedule.body)
+        op, work_number = schedule.body[place], self._numbers[place]
+        work = self._works[work_number]
+        kind = works.node_type(work, members)
+        attribute = self._schema.AttributeProto
+        node = self._schema.Node(
+            id=number,
+            name=op.name,
+            type=self._schema.NodeType.Value(kind),
+            ctrl_deps=self._before[number],
+            data_deps=self._waits(number),
+            duration_micros=self.micros[place],
+        )
+        node.attr.append(attribute(name="is_cpu_op", bool_val=False))
+        if isinstance(work, Collective) and not works.is_alone(work, members):
+            name = works.COLLECTIVES[work.kind]
+            value = self._schema.CollectiveCommType.Value(name)
+            node.attr.append(attribute(name="comm_type", int64_val=value))
+        amounts = works.numbers(work, members).items()
+        node.attr.extend(attribute(name=name, uint64_val=value) for name, value in amounts)
+        node.attr.append(attribute(name="co2sim.stream", string_val=op.stream))
+        node.attr.append(attribute(name="co2sim.work", uint64_val=work_number))
+        return node
+
+    @cached_property
+    def _before(self) -> tuple[tuple[int, ...], ...]:
+        """For every instance, the one before it on its stream."""
+        last: dict[str, int] = {}
+        found = []
+        for number, _, op, _ in self._instances:
+            found.append((last[op.stream],) if op.stream in last else ())
+            last[op.stream] = number
+        return tuple(found)
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {op.name: place for place, op in enumerate(self.schedule.body)}
+
+    def _waits(self, number: int) -> Iterator[int]:
+        """What an instance waits for, in the order of its op; rounds before the first are over."""
+        size = len(self.schedule.body)
+        first = number - number % size
+        for wait in self.schedule.body[number % size].after:
+            found = first - wait.rounds_ago * size + self._places[wait.op]
+            if found >= 0:
+                yield found

@@ -1,0 +1,99 @@
+"""The schema of Chakra, and files of its messages: each has its length, as a varint, before it.
+
+Source: et_def.proto and protolib.py of MLCommons' package mlc-chakra 1.0.
+"""
+
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import count
+from typing import Any, TypeAlias
+
+from co2sim.common.errors import OptionError, visible
+from co2sim.common.files import MOST_BYTES
+
+Message: TypeAlias = Any
+"""A message of protobuf, whose classes are made when the schema is loaded."""
+
+VERSION = "1.0.0"
+"""Of the schema, as MLCommons' own generator writes it."""
+
+PREFIX = "co2sim."
+"""Of the names of attributes that only co2sim writes."""
+
+_SHIFTS = range(0, 35, 7)
+_MORE = 0x80
+"""Of a byte of a varint: another follows."""
+
+
+def schema() -> Any:
+    """The module of MLCommons' package that holds the messages. Raises OptionError without it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a protobuf one version newer than the schema
+            return import_module("chakra.schema.protobuf.et_def_pb2")
+    except Exception as error:  # protobuf has errors of its own for versions that do not fit
+        raise OptionError(
+            "Chakra traces need the package mlc-chakra of MLCommons, and a protobuf that it takes:"
+            f" pip install 'co2sim[chakra]' ({type(error).__name__}: {error})"
+        ) from error
+
+
+def delimited(message: bytes) -> bytes:
+    """A message with its length before it."""
+    rest, length = len(message), bytearray()
+    while rest >= _MORE:
+        length.append(rest % _MORE | _MORE)
+        rest //= _MORE
+    length.append(rest)
+    return bytes(length) + message
+
+
+def messages(content: bytes, most: int) -> Iterator[bytes]:
+    """The messages of a file. Raises ValueError for what is none, or for more than `most`."""
+    at = 0
+    for number in count():
+        if at == len(content):
+            return
+        if number >= most:
+            raise ValueError(f"it holds more than {most:,} messages")
+        size = 0
+        for shift in _SHIFTS:
+            if at == len(content):
+                break
+            byte = content[at]
+            at += 1
+            size |= byte % _MORE << shift
+            if byte < _MORE:
+                break
+        else:
+            raise ValueError(f"message {number} has no length; it is no file of Chakra messages")
+        if not 0 < size <= min(MOST_BYTES, len(content) - at):
+            raise ValueError(
+                f"message {number} is {size:,} bytes long, and {len(content) - at:,} follow; a"
+                f" message has 1 to {MOST_BYTES:,}"
+            )
+        yield content[at : at + size]
+        at += size
+
+
+def parsed(kind: type[Message], content: bytes, what: str) -> Message:
+    """A message of a kind. Raises ValueError for what is none."""
+    from google.protobuf.message import DecodeError  # noqa: PLC0415 - of an extra
+
+    try:
+        return kind.FromString(content)
+    except DecodeError as error:
+        raise ValueError(f"{what} is no {kind.DESCRIPTOR.name} of Chakra") from error
+
+
+def attributes(message: Message, what: str) -> dict[str, Any]:
+    """The attributes of a message by name; lists as lists. Raises ValueError for a name twice."""
+    found: dict[str, Any] = {}
+    for one in message.attr:
+        kind = one.WhichOneof("value") or ""
+        if one.name in found:
+            raise ValueError(f"{what} has its attribute {visible(one.name)!r} twice")
+        value: Any = getattr(one, kind) if kind else None
+        found[one.name] = list(value.values) if kind.endswith("_list") else value
+    return found

@@ -1,0 +1,533 @@
+"""What collectives cost on a cluster: pure functions to seconds, and to bytes on each link.
+
+A collective is a footprint: latency steps, and the bytes that it pushes through its links. Alone it
+takes latency + the largest of bytes / bandwidth; `network` shares the links among several.
+
+Bytes per link of a ring over m ranks with a buffer of S bytes: (m-1)/m S for all_gather and
+reduce_scatter, twice that for all_reduce (Patarasuk and Yuan 2009); the ring leaves each node, and
+each site, once. Latency steps follow NCCL's model, and so does the choice of a protocol
+(`protocols`); switches between nodes may be narrow (`tiers`). A broadcast goes once
+around all ranks from its root, and a reduction to it: every hop waits for a piece before it passes
+it on. Roots are costed as if they were the first of their node.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Bytes, BytesPerSecond, Seconds
+from co2sim.hardware.cluster import AllReduce, Cluster, Hops, Protocols, Tier
+from co2sim.schedule.schedule import LEADERS, PEERS, Collective, Group, Kind, Schedule
+from co2sim.simulation import token_bucket
+from co2sim.simulation.compute_cost import compute_time, efficiency, kernel_time, peak_flops
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """One group's collective on a tier: `bytes` through the uplinks of each pod.
+
+    `members` is how many of its ranks a full pod has, `share` the part of what a node sends that
+    crosses.
+    """
+
+    tier: Tier
+    bytes: Bytes
+    members: int
+    share: float
+
+    @property
+    def slowdown(self) -> float:
+        """Of the network cards, by congestion."""
+        return 1 + self.share * (self.tier.congestion - 1)
+
+    def groups(self, cluster: Cluster) -> int:
+        """How many groups of the kind share the uplinks of a pod."""
+        return cluster.gpus_per_node * self.tier.nodes // self.members
+
+
+def crossings(
+    cluster: Cluster,
+    members: int,
+    per_node: int,
+    per_site: int,
+    inter: Bytes,
+    exchanged: Bytes | None = None,
+) -> tuple[Crossing, ...]:
+    """The tiers that a group crosses whose busiest node sends `inter` bytes to others.
+
+    `exchanged` is the buffer of an all-to-all. A group of consecutive ranks is taken to fill pods
+    from the first on, or to lie inside one; one that meets `per_site` ranks of each site has no
+    more of them in a pod of that site.
+    """
+    found = []
+    for tier in cluster.inter.tiers:
+        sites = -(-tier.nodes // cluster.nodes_per_site)  # that a pod reaches
+        here = min(per_node * tier.nodes, per_site * sites)
+        if here >= members:
+            continue
+        if exchanged is None:
+            found.append(Crossing(tier, inter, here, 1.0))
+        else:
+            away = exchanged * here * (members - here) / members
+            found.append(Crossing(tier, away, here, (members - here) / (members - per_node)))
+    return tuple(found)
+
+
+def uplinks(tier: Tier, cluster: Cluster) -> BytesPerSecond:
+    """Payload bytes per second that leave a pod at most."""
+    return tier.nodes * cluster.inter.payload_bandwidth / tier.oversubscription
+
+
+Algorithm = Literal["ring", "tree"]
+Name = Literal["simple", "ll128", "ll"]
+
+_NAMES: dict[Protocols, tuple[Name, ...]] = {
+    "simple": ("simple",),
+    "pci": ("simple", "ll"),
+    "nvlink": ("simple", "ll128", "ll"),
+}
+"""LL128 needs stores of 128 bytes to arrive whole: NVLink only."""
+
+_START: dict[Algorithm, dict[Name, Seconds]] = {
+    "ring": {"simple": 8.4e-6, "ll128": 14.0e-6, "ll": 6.6e-6},
+    "tree": {"simple": 8.4e-6, "ll128": 14.0e-6, "ll": 6.8e-6},
+}
+_HOP: dict[str, dict[Algorithm, dict[Name, Seconds]]] = {
+    "nvlink": {
+        "ring": {"simple": 3.4e-6, "ll128": 1.9e-6, "ll": 0.6e-6},
+        "tree": {"simple": 4.0e-6, "ll128": 1.25e-6, "ll": 0.6e-6},
+    },
+    "pci": {
+        "ring": {"simple": 5.7e-6, "ll128": 2.5e-6, "ll": 1.0e-6},
+        "tree": {"simple": 4.0e-6, "ll128": 1.9e-6, "ll": 1.0e-6},
+    },
+    "network": {
+        "ring": {"simple": 14.0e-6, "ll128": 4.0e-6, "ll": 2.7e-6},
+        "tree": {"simple": 14.0e-6, "ll128": 8.5e-6, "ll": 5.0e-6},
+    },
+}
+_SHARE: dict[Algorithm, dict[Name, float]] = {
+    "ring": {"simple": 1.0, "ll128": 0.92, "ll": 0.5},
+    "tree": {"simple": 1.0, "ll128": 120 / 128, "ll": 1 / 3.8},
+}
+_LL_MOST: dict[bool, BytesPerSecond] = {False: 39.0e9, True: 20.4e9}
+"""What LL attains on up to two nodes, and on more: the smallest of the table's rows."""
+_POSTS = 3
+"""Posts to the network that a step of Simple takes; one in the other protocols."""
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """One of them on a cluster: `start` once, then the latency of each hop by the link it crosses.
+
+    `share` is what payload attains of the payload bandwidth of a link, `most` of any.
+    """
+
+    start: Seconds
+    intra: Seconds
+    inter: Seconds
+    wan: Seconds
+    share: float
+    most: BytesPerSecond | None = None
+
+
+def choices(
+    algorithm: Algorithm, cluster: Cluster, protocols: Protocols, *, nodes: int, members: int
+) -> list[Protocol]:
+    """The protocols that a collective over so many nodes and ranks may take, of `protocols`.
+
+    Hops take as long as the links of the cluster say for a ring by Simple, others in proportion.
+    In rings that leave the node every hop takes at least as long as the host posts a message; with
+    one rank in each node all hops cross the network, and take as long as those of a tree.
+    """
+    wan = cluster.wan.latency if cluster.wan else cluster.inter.latency
+    if cluster.backend != "nccl" or protocols == "simple":
+        return [Protocol(0.0, cluster.intra.latency, cluster.inter.latency, wan, 1.0)]
+    found = []
+    for name in _NAMES[protocols]:
+        outside: Algorithm = "tree" if nodes == members else algorithm
+        far = _HOP["network"][outside][name] / _HOP["network"]["ring"]["simple"]
+        near = _HOP[protocols][algorithm][name] / _HOP[protocols]["ring"]["simple"]
+        intra = cluster.intra.latency * near
+        if algorithm == "ring" and nodes > 1:
+            posts = _POSTS if name == "simple" else 1
+            intra = max(intra, posts * cluster.network_overhead)
+        found.append(
+            Protocol(
+                _START[algorithm][name],
+                intra,
+                cluster.inter.latency * far,
+                wan * far,
+                _SHARE[algorithm][name],
+                _LL_MOST[nodes > 2] if name == "ll" else None,  # noqa: PLR2004 - see there
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Ranks of a group: in all, on each of its nodes, at each of its sites."""
+
+    members: int
+    per_node: int
+    per_site: int
+
+    @property
+    def nodes(self) -> int:
+        """How many have members."""
+        return self.members // self.per_node
+
+    @property
+    def sites(self) -> int:
+        """How many have members."""
+        return self.members // self.per_site
+
+
+def placement(group: Group, cluster: Cluster) -> Placement:
+    """Of a group. Raises OptionError for ranks that do not stand evenly on nodes and sites."""
+    layout = cluster.layout
+    members = group.members(0, layout)
+    per_node = max(1, min(len(members), layout.gpus_per_node // members.step))
+    on_site = layout.gpus_per_node * cluster.nodes_per_site // members.step
+    per_site = max(1, min(len(members), on_site))
+    block = group.ranks * group.stride  # other groups are spread evenly on any layout
+    if block and not (
+        _divides(block, layout.gpus_per_node)
+        and _divides(block, layout.gpus_per_node * cluster.nodes_per_site)
+    ):
+        raise OptionError(
+            f"group {group} is not spread evenly over nodes of {layout.gpus_per_node} GPUs and"
+            f" sites of {cluster.nodes_per_site} nodes"
+        )
+    return Placement(len(members), per_node, per_site)
+
+
+def _divides(one: int, other: int) -> bool:
+    """Whether the smaller number divides the larger."""
+    return max(one, other) % min(one, other) == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """One group's collective on its links, one direction.
+
+    `intra` is bytes through each member's link inside the node, `inter` through the NICs of each
+    node, `wan` through the uplink of each site; `sent` is what each member puts on any of them.
+    `members_per_node` and `members_per_site` count the group's ranks there. `inter_efficiency` is
+    the fraction of the payload bandwidth of the NICs that these messages attain, `share` that of
+    all links, by their protocol. `step` is the one of the latency steps after which bytes flow: it
+    matters where links are shaped (`shaping`). `call` is the part of the latency that hosts add.
+    """
+
+    latency: Seconds
+    intra: Bytes
+    inter: Bytes
+    wan: Bytes
+    sent: Bytes
+    members_per_node: int
+    members_per_site: int
+    inter_efficiency: float = 1.0
+    share: float = 1.0
+    tiers: tuple[Crossing, ...] = ()
+    step: Seconds | None = None
+    call: Seconds = 0.0
+
+    def groups(self, cluster: Cluster) -> tuple[int, int]:
+        """How many groups of the kind share the NICs of a node, and the uplink of a site."""
+        g = cluster.gpus_per_node
+        return g // self.members_per_node, g * cluster.nodes_per_site // self.members_per_site
+
+    def loads(self, cluster: Cluster) -> tuple[Bytes, Bytes, Bytes]:
+        """Bytes on links of a GPU, of a node and of a site, with all groups of the kind."""
+        on_node, on_site = self.groups(cluster)
+        return self.intra, self.inter * on_node, self.wan * on_site
+
+    def link_times(self, cluster: Cluster) -> tuple[Seconds, Seconds, Seconds]:
+        """Time that the bytes need on the links of a GPU, of a node and of a site, each alone."""
+        wan = cluster.wan.payload_bandwidth if cluster.wan else math.inf
+        nics = cluster.inter.payload_bandwidth * self.inter_efficiency
+        intra, inter, far = (load / self.share for load in self.loads(cluster))
+        return intra / cluster.intra.payload_bandwidth, inter / nics, far / wan
+
+    def tier_times(self, cluster: Cluster) -> list[Seconds]:
+        """Time that the bytes need on the uplinks of a pod of each tier that they cross."""
+        return [
+            one.bytes * one.groups(cluster) / self.share / uplinks(one.tier, cluster)
+            for one in self.tiers
+        ]
+
+    def bound_by(self, cluster: Cluster) -> int:
+        """The link that takes longest, as its place in `link_times`: it bounds the collective."""
+        times = self.link_times(cluster)
+        return times.index(max(times))
+
+    def lead(self, cluster: Cluster) -> Seconds:
+        """The part of the latency that comes on top of the time of the bytes."""
+        if self.step is None:
+            return self.latency
+        link = (cluster.intra, cluster.inter, cluster.wan)[self.bound_by(cluster)]
+        share = token_bucket.hidden_share(link, self.step) if link else 0.0
+        return self.latency - share * (self.latency - self.call - self.step)
+
+    def alone(self, cluster: Cluster) -> Seconds:
+        """Time when nothing but the groups of the same kind is in flight, after a pause."""
+        times = self.link_times(cluster)
+        links = (cluster.intra, cluster.inter, cluster.wan)
+        burst, longest = token_bucket.passed(times, links), max(*times, *self.tier_times(cluster))
+        lag = token_bucket.lagged(burst, max(link.burst_lag for link in links if link))
+        steps = max(self.latency, self.lead(cluster) + (1 - burst + lag) * longest)
+        return steps + burst * token_bucket.held(times, links)
+
+
+__all__ = [
+    "PIECE",
+    "Footprint",
+    "Traffic",
+    "compute_time",
+    "efficiency",
+    "footprint",
+    "footprints",
+    "kernel_time",
+    "peak_flops",
+    "traffic",
+]
+
+PIECE: Bytes = 2.0**19
+"""What a hop of a chain holds of a buffer before it passes it on, in each of its channels.
+
+NCCL: a step of the Simple protocol is an eighth (NCCL_STEPS, src/include/device.h) of its buffer of
+4 MiB (NCCL_BUFFSIZE), and broadcasts and reductions send single steps (BROADCAST_SLICESTEPS and
+REDUCE_SLICESTEPS, src/include/collectives.h). Over Gloo, realrun's chains pass on as much.
+"""
+
+
+def footprint(work: Collective, cluster: Cluster) -> Footprint:
+    """Footprint of `work` for one group of the cluster."""
+    found, call = _footprint(work, cluster), cluster.call_overhead
+    if cluster.calls:
+        call += getattr(cluster.calls, work.kind, 0.0)
+    if not call or not found.sent:  # a rank alone calls nobody
+        return found
+    return replace(found, latency=found.latency + call, call=call)
+
+
+def _footprint(work: Collective, cluster: Cluster) -> Footprint:
+    at = placement(work.group, cluster)
+    size = work.bytes
+    if at.members == 1:
+        return Footprint(0.0, 0.0, 0.0, 0.0, 0.0, 1, 1)
+    if work.group.name == LEADERS.name:
+        return _led(replace(work, group=replace(work.group, name=PEERS.name)), cluster)
+    match work.kind:
+        case Kind.ALL_TO_ALL:
+            return _pairwise(size, at, cluster)
+        case Kind.BROADCAST | Kind.REDUCE:
+            return _chain(size, at, cluster)
+        case Kind.ALL_GATHER | Kind.REDUCE_SCATTER:
+            pushed = size * (at.members - 1) / at.members
+            return _quickest(
+                [_ring(pushed, 1, at, cluster, by) for by in _by("ring", at, cluster)],
+                cluster,
+            )
+    return _all_reduce(size, cluster.all_reduce, at, cluster)
+
+
+def _by(algorithm: Algorithm, at: Placement, cluster: Cluster) -> list[Protocol]:
+    return choices(algorithm, cluster, cluster.protocols, nodes=at.nodes, members=at.members)
+
+
+def _simple(at: Placement, cluster: Cluster) -> Protocol:
+    """The only one of what is neither a ring nor a tree."""
+    (by,) = choices("ring", cluster, "simple", nodes=at.nodes, members=at.members)
+    return by
+
+
+def _quickest(candidates: list[Footprint], cluster: Cluster) -> Footprint:
+    """What takes the least time alone, as NCCL chooses."""
+    if len(candidates) == 1:
+        return candidates[0]
+    return min(candidates, key=lambda found: found.alone(cluster))
+
+
+def _carried(found: Footprint, by: Protocol, cluster: Cluster) -> Footprint:
+    """The footprint of a message by a protocol that may not fill the links."""
+    if not by.start and by.share == 1:
+        return found
+    share = by.share
+    if by.most is not None:  # of the bandwidth of the bus: of what every rank pushes
+        share = min(share, by.most * max(found.link_times(cluster)) / found.sent)
+    return replace(found, latency=found.latency + by.start, share=share)
+
+
+def _led(work: Collective, cluster: Cluster) -> Footprint:
+    """What the first ranks of all nodes do: as peers would, but one group has NICs and uplinks.
+
+    With several ranks in a node it enters and leaves the node at the same one. Of groups with a
+    stride there are as many in a node.
+    """
+    found = _footprint(work, cluster)
+    g = cluster.gpus_per_node // work.group.stride
+    relay = cluster.inter.relay_efficiency if g > 1 else 1.0
+    return replace(
+        found,
+        members_per_node=g,
+        members_per_site=g * cluster.nodes_per_site,
+        inter_efficiency=found.inter_efficiency * relay,
+        tiers=tuple(replace(one, members=one.members * g) for one in found.tiers),
+    )
+
+
+def _tree_out(size: Bytes, nodes: int) -> Bytes:
+    """What the busiest node sends in two binary trees, each of half the buffer.
+
+    It is inside one tree, sending up and to two children, and a leaf of the other; with two nodes
+    each is one tree's root, with three one is a root with two children.
+    """
+    return size * {1: 0.0, 2: 1.0, 3: 1.5}.get(nodes, 2.0)
+
+
+def _ring(
+    pushed: Bytes,
+    passes: int,
+    at: Placement,
+    cluster: Cluster,
+    by: Protocol,
+    hops: Hops | None = None,
+) -> Footprint:
+    """Every member pushes `pushed` bytes to the next; the ring leaves each node and site once."""
+    steps = _steps(at.members - at.nodes, at.nodes - at.sites, at.sites - 1, by)
+    intra = pushed if at.per_node > 1 else 0.0
+    before = 0.0
+    if (hops or cluster.hops) == "in_turn" and at.nodes > 1:
+        before, intra = intra / cluster.intra.payload_bandwidth, 0.0
+    tiers = crossings(cluster, at.members, at.per_node, at.per_site, pushed)
+    found = Footprint(
+        latency=passes * steps + before,
+        intra=intra,
+        inter=pushed if at.nodes > 1 else 0.0,
+        wan=pushed if at.sites > 1 else 0.0,
+        sent=pushed,
+        members_per_node=at.per_node,
+        members_per_site=at.per_site,
+        inter_efficiency=1 / max((one.slowdown for one in tiers), default=1.0),
+        tiers=tiers,
+        step=_first_step(at, by) if cluster.backend == "gloo" else None,
+    )
+    return _carried(found, by, cluster)
+
+
+def _first_step(at: Placement, by: Protocol) -> Seconds:
+    """The latency of one message to the farthest member."""
+    return _steps(at.nodes == 1, at.nodes > 1 and at.sites == 1, at.sites > 1, by)
+
+
+def _chain(size: Bytes, at: Placement, cluster: Cluster) -> Footprint:
+    """A buffer passes every hop from end to end, in pieces; the slowest hop is busy with it all."""
+    piece = min(size, PIECE * (cluster.channels if cluster.backend == "nccl" else 1))
+    wan = cluster.wan.payload_bandwidth if cluster.wan else math.inf
+    hops = (
+        [piece / cluster.intra.payload_bandwidth] * (at.members - at.nodes)
+        + [piece / cluster.inter.payload_bandwidth] * (at.nodes - at.sites)
+        + [piece / wan] * (at.sites - 1)
+    )
+    ring = _ring(size, 1, at, cluster, _simple(at, cluster), hops="pipelined")
+    return replace(ring, latency=ring.latency + sum(hops) - max(hops), step=None)
+
+
+def _pairwise(size: Bytes, at: Placement, cluster: Cluster) -> Footprint:
+    """Every member sends an equal part of its buffer to each other one, one after the other."""
+    m, k, q = at.members, at.per_node, at.per_site
+    by = _simple(at, cluster)
+    inter = size * k * (m - k) / m
+    tiers = crossings(cluster, m, k, q, inter, exchanged=size)
+    slowdown = max((one.slowdown for one in tiers), default=1.0)
+    return Footprint(
+        latency=_steps(k - 1, q - k, m - q, by),
+        intra=size * (k - 1) / m,
+        inter=inter,
+        wan=size * q * (m - q) / m,
+        sent=size * (m - 1) / m,
+        members_per_node=k,
+        members_per_site=q,
+        inter_efficiency=cluster.inter.exchange_efficiency / slowdown,
+        tiers=tiers,
+        step=_first_step(at, by) if cluster.backend == "gloo" else None,
+    )
+
+
+def _all_reduce(size: Bytes, algorithm: AllReduce, at: Placement, cluster: Cluster) -> Footprint:
+    """An all-reduce by one of its algorithms.
+
+    ring: around all ranks, twice. tree: up and down two trees of nodes (Sanders, Speck and Traeff
+    2009). hierarchical: in the node, among peers, in the node, as a pipeline. auto is what the
+    backend does: NCCL takes the faster of ring and tree, Gloo the ring.
+    """
+    if algorithm == "auto":
+        names: tuple[AllReduce, ...] = ("ring", "tree") if cluster.backend == "nccl" else ("ring",)
+        candidates = [_all_reduce(size, name, at, cluster) for name in names]
+        return _quickest(candidates, cluster)
+    pushed = 2 * size * (at.members - 1) / at.members
+    if algorithm == "ring":
+        rings = [_ring(pushed, 2, at, cluster, by) for by in _by("ring", at, cluster)]
+        return _quickest(rings, cluster)
+    if algorithm == "tree":
+        trees = [_tree(size, pushed, at, cluster, by) for by in _by("tree", at, cluster)]
+        return _quickest(trees, cluster)
+    by = _simple(at, cluster)
+    between = 2 * size * (at.nodes - 1) / at.nodes
+    return replace(
+        _ring(pushed, 2, at, cluster, by),
+        latency=2 * _steps(at.per_node - 1, at.nodes - at.sites, at.sites - 1, by),
+        intra=2 * size * (at.per_node - 1) / at.per_node,
+        inter=between,
+        wan=between if at.sites > 1 else 0.0,
+        tiers=crossings(cluster, at.members, at.per_node, at.per_site, between),
+    )
+
+
+def _tree(size: Bytes, pushed: Bytes, at: Placement, cluster: Cluster, by: Protocol) -> Footprint:
+    depth, far = (math.ceil(math.log2(many)) for many in (at.nodes // at.sites, at.sites))
+    out = _tree_out(size, at.nodes)
+    found = replace(
+        _ring(pushed, 2, at, cluster, by),
+        share=1.0,
+        latency=2 * _steps(at.per_node - 1, depth, far, by),
+        intra=2 * size if at.per_node > 1 else 0.0,
+        inter=out,
+        wan=_tree_out(size, at.sites),
+        tiers=crossings(cluster, at.members, at.per_node, at.per_site, out),
+    )
+    return _carried(found, by, cluster)
+
+
+def footprints(schedule: Schedule, cluster: Cluster) -> list[Footprint | None]:
+    """Footprint of every work in `schedule.works`, None for compute."""
+    return [
+        footprint(work, cluster) if isinstance(work, Collective) else None
+        for work in schedule.works
+    ]
+
+
+def _steps(intra: int, inter: int, wan: int, by: Protocol) -> Seconds:
+    """Latency of sequential hops by the kind of link they cross."""
+    return intra * by.intra + inter * by.inter + wan * by.wan
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes sent in a round: per GPU on any link, per node by its NICs, per site over the WAN."""
+
+    gpu: Bytes
+    nic: Bytes
+    wan: Bytes
+
+
+def traffic(schedule: Schedule, cluster: Cluster) -> Traffic:
+    """What one round of `schedule` sends."""
+    known = footprints(schedule, cluster)
+    each = [(cost.sent, *cost.loads(cluster)[1:]) if cost else None for cost in known]
+    found = [sent for number in schedule.work_numbers if (sent := each[number])]
+    gpu, nic, wan = (sum(one) for one in zip(*found, strict=True)) if found else (0.0, 0.0, 0.0)
+    return Traffic(gpu, nic, wan)

@@ -1,0 +1,75 @@
+"""What compute costs on a GPU: a roofline, or the kernels that a pass consists of."""
+
+import math
+
+import numpy as np
+
+from co2sim.common.errors import OptionError, nearest
+from co2sim.common.units import BytesPerSecond, FlopsPerSecond, Seconds
+from co2sim.hardware.cluster import GPU, KernelTimes
+from co2sim.schedule.schedule import Compute, FusedAttention, Kernels
+
+
+def peak_flops(gpu: GPU, precision: str) -> FlopsPerSecond:
+    """Dense peak speed. Raises OptionError when the GPU does not compute in `precision`."""
+    if precision not in gpu.peak:
+        raise OptionError(
+            f"{gpu.name} has no {precision} in our catalog; {nearest(precision, gpu.peak)}"
+        )
+    return gpu.peak[precision]
+
+
+def efficiency(gpu: GPU, flops: float) -> float:
+    """Fraction of peak that an op of `flops` FLOP attains: the GPU's table over log FLOP."""
+    sizes = [math.log(size) for size, _ in gpu.efficiency]
+    return float(np.interp(math.log(flops), sizes, [fraction for _, fraction in gpu.efficiency]))
+
+
+def kernel_time(kernels: Kernels, gpu: GPU, times: KernelTimes, precision: str) -> Seconds:
+    """A pass over a block: the slower of the GPU and of the host that issues its operations.
+
+    The GPU needs the time of the matrix products, of flash attention, and of elementwise kernels,
+    which move memory and hardly compute, and a gap after each. A product whose arithmetic takes as
+    long as its memory traffic overlaps them in part: the two add like the sides of a right angle.
+    """
+    peak = peak_flops(gpu, precision)
+    memory = gpu.memory_bandwidth * times.operand_efficiency
+    if kernels.vocabulary and times.vocabulary_efficiency is not None:
+        flops = sum(product.flops for product in kernels.products)
+        products = flops / (peak * times.vocabulary_efficiency)
+    else:
+        products = sum(
+            math.hypot(product.flops / (peak * times.gemm_efficiency), product.bytes / memory)
+            for product in kernels.products
+        )
+    if kernels.attention:
+        products += _attention_time(kernels.attention, peak, memory, times)
+    elementwise = kernels.elementwise_bytes / (gpu.memory_bandwidth * gpu.memory_efficiency)
+    device = products + elementwise + kernels.calls * times.kernel_gap
+    return max(device, kernels.calls * times.call_overhead)
+
+
+def _attention_time(
+    work: FusedAttention, peak: FlopsPerSecond, memory: BytesPerSecond, times: KernelTimes
+) -> Seconds:
+    """Flash attention at its own efficiency; where none is known, as any other product."""
+    forward, backward = (flops / peak for flops in (work.flops, work.backward))
+    if times.attention_efficiency is not None:
+        return (forward + backward / times.attention_backward) / times.attention(work.length)
+    return math.hypot((forward + backward) / times.gemm_efficiency, work.bytes / memory)
+
+
+def compute_time(work: Compute, gpu: GPU, precision: str) -> Seconds:
+    """Roofline: the slower of arithmetic and memory traffic, plus the launch overhead.
+
+    Where both say what kernels a pass consists of, `kernel_time` instead; parts take their sum.
+    """
+    if work.parts:
+        return sum(compute_time(part, gpu, precision) for part in work.parts)
+    if work.kernels and gpu.kernels:
+        return kernel_time(work.kernels, gpu, gpu.kernels, precision)
+    arithmetic = 0.0
+    if work.flops:
+        arithmetic = work.flops / (peak_flops(gpu, precision) * efficiency(gpu, work.flops))
+    memory = work.memory_bytes / (gpu.memory_bandwidth * gpu.memory_efficiency)
+    return max(arithmetic, memory) + gpu.launch_overhead

@@ -1,0 +1,454 @@
+"""One class of ranks that stands for all, event by event: what SimPy simulates, with fewer events.
+
+An op that nothing slows down ends at a time that is known when it starts. So every stream runs
+ahead until it waits for what is not known yet. Then nothing can come earlier than the next event:
+a collective that arrives, starts or ends where others do, or a compute that they slow down. The
+rules are those of `communicators`; links are those of `flows`. The tests compare all times with
+those of SimPy.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from co2sim.common.units import Bytes, Seconds
+from co2sim.schedule.schedule import Collective, Group
+from co2sim.simulation.lowering import Lowered, Times, Transfer
+from co2sim.simulation.network import max_min_rates
+from co2sim.simulation.processor import INSTANT, Begun, Processor
+
+LAST = 9
+"""Priority behind all that happens at the same instant, which has 1."""
+
+Happening: TypeAlias = Callable[[Seconds, Any, int], None]
+"""What happens: when, to what, of which version."""
+
+
+class Agenda:
+    """What is to happen, in the order of time, of priority, and in which it was put there."""
+
+    def __init__(self) -> None:
+        """Start with nothing to do."""
+        self._events: list[tuple[Seconds, int, int, Happening, Any, int]] = []
+        self._tickets = count()
+
+    def at(
+        self, time: Seconds, happen: Happening, what: object, version: int = 0, priority: int = 1
+    ) -> None:
+        """Let something happen at a time."""
+        heappush(self._events, (time, priority, next(self._tickets), happen, what, version))
+
+    def is_free(self, until: Seconds) -> bool:
+        """Whether nothing happens until then, nor at that instant."""
+        return not self._events or self._events[0][0] > until
+
+    def run(self, most: int) -> bool:
+        """Let so many things happen; whether there are more."""
+        events = self._events
+        for _ in range(most):
+            if not events:
+                return False
+            now, _, _, happen, what, version = heappop(events)
+            happen(now, what, version)
+        return bool(events)
+
+
+@dataclass(eq=False, slots=True)
+class Flow:
+    """Work of instance `number`: `left` of it at `since`, done at `rate` from then on.
+
+    `loads` are the bytes on each link. `version` counts the changes of the rate.
+    """
+
+    number: int
+    loads: Mapping[Hashable, Bytes]
+    left: float = 1.0
+    rate: float = 0.0
+    since: Seconds = 0.0
+    version: int = 0
+
+    def set_rate(self, now: Seconds, rate: float) -> Seconds:
+        """Go on at another rate; when it will be done, inf at a rate of 0."""
+        self.left = self.left_at(now)
+        self.rate, self.since, self.version = rate, now, self.version + 1
+        return now + max(self.left, 0.0) / rate if rate else math.inf
+
+    def left_at(self, now: Seconds) -> float:
+        """What is left of it, at the same rate."""
+        return self.left - self.rate * (now - self.since)
+
+
+class FairLinks:
+    """The links, and the flows on them; `done` is called with a flow that has arrived."""
+
+    def __init__(self, lowered: Lowered, agenda: Agenda, done: Happening) -> None:
+        """Start with no flow in flight, and no compute under way."""
+        self._agenda, self._done = agenda, done
+        self._capacity = dict(lowered.capacity)
+        self._nic = "nic", lowered.folding.node(0)
+        self._full, self._left = self._capacity[self._nic], lowered.cluster.inter.busy_efficiency
+        self._computing, self._slower = 0, False
+        self._flows: list[Flow] = []
+        self._transfers: dict[int, Transfer] = {}
+        self._rates: dict[tuple[int, ...], list[float]] = {}
+
+    def transfer(self, now: Seconds, flow: Flow, transfer: Transfer) -> None:
+        """Start a flow, which enters its links after its latency."""
+        begin = now + transfer.latency
+        if transfer.solo <= 0:
+            self._agenda.at(begin, self._done, flow)
+            return
+        end = begin + transfer.alone
+        if not self._flows and not self._slower and self._agenda.is_free(end):
+            self._agenda.at(end, self._done, flow)  # nobody comes before it is gone
+        else:
+            self._transfers[id(flow.loads)] = transfer
+            self._agenda.at(begin, self._enter, flow)
+
+    def occupy(self, now: Seconds, change: int) -> None:
+        """Count what computes; the NICs attain less while anything does."""
+        self._computing += change
+        if self._left < 1 and self._slower != (self._computing > 0):
+            self._agenda.at(now, self._resize, None, priority=LAST)
+
+    def _resize(self, now: Seconds, _: None, __: int) -> None:
+        self._slower = self._computing > 0
+        capacity = self._full * self._left if self._slower else self._full
+        if capacity != self._capacity[self._nic]:
+            self._capacity[self._nic] = capacity
+            self._share(now, self._users(self._nic))
+
+    def _enter(self, now: Seconds, flow: Flow, _: int) -> None:
+        flow.since = now
+        alone = not (self._slower and self._nic in flow.loads) and all(
+            flow.loads.keys().isdisjoint(other.loads) for other in self._flows
+        )
+        self._flows.append(flow)
+        if alone:
+            self._go_on(now, flow, 1 / self._transfers[id(flow.loads)].solo)
+        else:
+            self._share(now, [flow])
+
+    def _leave(self, now: Seconds, flow: Flow, version: int) -> None:
+        if version == flow.version:
+            self._flows.remove(flow)
+            self._share(now, [other for link in flow.loads for other in self._users(link)])
+            self._done(now, flow, 0)
+
+    def _users(self, link: Hashable) -> list[Flow]:
+        return [flow for flow in self._flows if link in flow.loads]
+
+    def _share(self, now: Seconds, seeds: Sequence[Flow]) -> None:
+        """New rates for all flows that share links with `seeds`, directly or through others."""
+        found = dict.fromkeys(seeds)
+        queue = list(found)
+        while queue:
+            for link in queue.pop().loads:
+                new = [flow for flow in self._users(link) if flow not in found]
+                found.update(dict.fromkeys(new))
+                queue.extend(new)
+        if not found:
+            return
+        key = self._slower, *(id(flow.loads) for flow in found)
+        if key not in self._rates:
+            copies = [self._transfers[id(flow.loads)].copies for flow in found]
+            loads = [flow.loads for flow in found]
+            self._rates[key] = max_min_rates(loads, self._capacity, copies)
+        for flow, rate in zip(found, self._rates[key], strict=True):
+            if rate != flow.rate:
+                self._go_on(now, flow, rate)
+
+    def _go_on(self, now: Seconds, flow: Flow, rate: float) -> None:
+        end = flow.set_rate(now, rate)
+        self._agenda.at(end, self._leave, flow, flow.version)
+
+
+_UNKNOWN: Seconds = -1.0
+_EVENTS = 1000
+"""Between two reports of progress."""
+
+
+@dataclass(eq=False, slots=True)
+class _Turns:
+    """The collectives of an exclusive communicator that are ready, by number; whether one runs."""
+
+    ready: "list[tuple[int, _Pending]]" = field(default_factory=list)
+    running: bool = False
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Work:
+    """What ops of a work take, and what others have to do with them.
+
+    They end after `latency + seconds`, unless the `transfer` may share, or others make them
+    `slowed`. `busy` says that the NICs attain less meanwhile, `first` that they go first on a
+    processor that streams share.
+    """
+
+    latency: Seconds
+    seconds: Seconds
+    transfer: Transfer | None = None
+    queue: _Turns | None = None
+    slowed: bool = False
+    busy: bool = False
+    first: bool = False
+
+
+_Step: TypeAlias = tuple[int, tuple[int, ...], _Work, bool]
+"""The place of an op in the body, its offsets, its work; whether its end is known at its start."""
+
+
+@dataclass(eq=False, slots=True)
+class _Span:
+    """A time without a gap in which a stream computes."""
+
+    end: Seconds
+
+
+@dataclass(eq=False, slots=True)
+class _Track:
+    """How far a stream has come: to step `index` of the round that begins with instance `turn`.
+
+    It has nothing else to do from `free` on, and computes in `span`, the last one that is known.
+    """
+
+    steps: list[_Step] = field(default_factory=list)
+    turn: int = 0
+    index: int = 0
+    free: Seconds = 0.0
+    span: _Span | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Pending(Flow):
+    """A collective, or a compute that is slowed down, and who waits for it."""
+
+    stream: _Track = field(kw_only=True)
+    work: _Work = field(kw_only=True)
+
+
+def applies(lowered: Lowered) -> bool:
+    """Whether one class stands for all ranks, without jitter, on links without bursts."""
+    return len(lowered.classes) == 1 and not lowered.class_factors and lowered.steady
+
+
+def run(
+    lowered: Lowered, sharing: set[int], progress: Callable[[float], None] | None = None
+) -> Times:
+    """Starts and ends of all rounds, where this `applies`.
+
+    `sharing` are the works that may share links or wait for their communicator, by number.
+    """
+    return _OneClass(lowered, sharing).times(progress)
+
+
+class _OneClass:
+    def __init__(self, lowered: Lowered, sharing: set[int]) -> None:
+        offsets = lowered.schedule.offsets
+        self.size = len(lowered.schedule.body)
+        self.before = max((offset for each in offsets for offset in each), default=0)
+        self.total = self.before + lowered.rounds * self.size
+        self.starts, self.ends = [_UNKNOWN] * self.total, [_UNKNOWN] * self.total
+        self.ends[: self.before] = [0.0] * self.before  # what the first rounds wait for
+        self.slows = lowered.slows
+        self.streams = _streams(lowered, sharing, self.before)
+        self.waiting: dict[int, list[_Track]] = {}
+        self.agenda = Agenda()
+        self.links = FairLinks(lowered, self.agenda, self._done)
+        self.processor = Processor(lowered.cluster.interference, lowered.first is not None)
+        self.call = lowered.cluster.call_interference
+        self.calls = Begun()
+        self.slowed: list[_Pending] = []
+
+    def times(self, progress: Callable[[float], None] | None) -> Times:
+        if progress:
+            progress(0.0)
+        self._advance([*self.streams])
+        while self.agenda.run(_EVENTS):
+            if progress:
+                rounds = min(stream.turn for stream in self.streams) - self.before
+                progress(rounds / (self.total - self.before))
+        if progress:
+            progress(1.0)
+        starts, ends = (np.array(times[self.before :]) for times in (self.starts, self.ends))
+        return starts.reshape(-1, 1), ends.reshape(-1, 1)
+
+    # --- streams ----------------------------------------------------------------------------------
+
+    def _advance(self, streams: list[_Track]) -> None:
+        """Let streams run ahead as far as all is known, and those that wait for what they do."""
+        while streams:
+            streams += self._run_ahead(streams.pop())
+
+    def _run_ahead(self, stream: _Track) -> list[_Track]:
+        """Those that waited for what a stream has done."""
+        starts, ends, waiting, woken = self.starts, self.ends, self.waiting, list[_Track]()
+        steps, turn, index, free = stream.steps, stream.turn, stream.index, stream.free
+        while turn < self.total:
+            place, offsets, work, known = steps[index]
+            number, start = turn + place, free
+            for offset in offsets:
+                end = ends[number - offset]
+                if end > start:
+                    start = end
+                elif end < 0:
+                    waiting.setdefault(number - offset, []).append(stream)
+                    break
+            else:
+                starts[number] = start
+                index += 1
+                if index == len(steps):
+                    turn, index = turn + self.size, 0
+                if known:
+                    free = ends[number] = start + work.latency + work.seconds
+                    if work.busy and work.seconds:
+                        self._busy(stream, start, free)
+                    if number in waiting:
+                        woken += waiting.pop(number)
+                    continue
+                self._begin(stream, work, number, start)
+            break
+        stream.turn, stream.index, stream.free = turn, index, free
+        return woken
+
+    def _begin(self, stream: _Track, work: _Work, number: int, start: Seconds) -> None:
+        """Put what ends when others let it on the agenda."""
+        if work.transfer:
+            task = _Pending(number, work.transfer.loads, stream=stream, work=work)
+            self.agenda.at(start, self._come, task)
+        else:
+            task = _Pending(number, _NOWHERE, work.seconds, stream=stream, work=work)
+            self.agenda.at(start, self._compute, task)
+
+    def _busy(self, stream: _Track, start: Seconds, end: Seconds) -> None:
+        if stream.span and stream.span.end == start:
+            stream.span.end = end
+        else:
+            stream.span = _Span(end)
+            self.agenda.at(start, self._occupy, stream.span)
+
+    def _done(self, now: Seconds, task: _Pending, _: int) -> None:
+        self.ends[task.number] = task.stream.free = now
+        self._advance([task.stream, *self.waiting.pop(task.number, ())])
+        if self.slows and task.work.transfer:
+            self._count(now, -1)
+        if queue := task.work.queue:
+            queue.running = False
+            self._next(now, queue)
+
+    # --- communicators ----------------------------------------------------------------------------
+
+    def _come(self, now: Seconds, task: _Pending, _: int) -> None:
+        if queue := task.work.queue:
+            heappush(queue.ready, (task.number, task))
+            self._next(now, queue)
+        else:
+            self._start(now, task)
+
+    def _next(self, now: Seconds, queue: _Turns) -> None:
+        """Start the collective issued first, once nothing else happens at this instant."""
+        if self.agenda.is_free(now):
+            self._launch(now, queue, 0)
+        else:
+            self.agenda.at(now, self._launch, queue, priority=LAST)
+
+    def _launch(self, now: Seconds, queue: _Turns, _: int) -> None:
+        if queue.ready and not queue.running:
+            queue.running = True
+            self._start(now, heappop(queue.ready)[1])
+
+    def _start(self, now: Seconds, task: _Pending) -> None:
+        assert task.work.transfer
+        if self.slows:
+            takes_time = task.work.transfer.solo > 0 or task.work.transfer.latency > 0
+            self._count(now, 1, self.call if takes_time else 0.0)
+        self.links.transfer(now, task, task.work.transfer)
+
+    # --- communication and computing slow each other down -----------------------------------------
+
+    def _count(self, now: Seconds, change: int, call: Seconds = 0.0) -> None:
+        """Count collectives in flight; computing is slower beside them, and as one starts."""
+        processor = self.processor
+        before = processor.in_flight > 0
+        processor.in_flight += change
+        if call:
+            self.calls.begin(now)
+        if call or before != (processor.in_flight > 0):
+            for task in self.slowed:
+                self._go_on(now, task, call)
+
+    def _compute(self, now: Seconds, task: _Pending, _: int) -> None:
+        self._share(now, task, 1)
+        self.slowed.append(task)
+        self._go_on(now, task, (self.calls.count - self.calls.before(now)) * self.call)
+
+    def _share(self, now: Seconds, task: _Pending, change: int) -> None:
+        """Count computes, which may share the processor; the NICs attain less meanwhile."""
+        self.links.occupy(now, change)
+        self.processor.occupy(change, first=task.work.first)
+        if self.processor.shared:
+            for other in self.slowed:
+                self._go_on(now, other)
+
+    def _go_on(self, now: Seconds, task: _Pending, call: Seconds = 0.0) -> None:
+        pace = self.processor.pace(first=task.work.first)
+        if task.left_at(now) > INSTANT:
+            task.left += call
+        else:  # what ends as others begin has ended
+            pace = pace or 1.0
+        end = task.set_rate(now, pace)
+        if pace:
+            self.agenda.at(end, self._computed, task, task.version)
+
+    def _computed(self, now: Seconds, task: _Pending, version: int) -> None:
+        if version == task.version:
+            self.slowed.remove(task)
+            self._share(now, task, -1)
+            self._done(now, task, 0)
+
+    def _occupy(self, now: Seconds, span: _Span, _: int) -> None:
+        self.links.occupy(now, 1)
+        self.agenda.at(span.end, self._release, span)
+
+    def _release(self, now: Seconds, span: _Span, _: int) -> None:
+        if span.end > now:  # it has grown
+            self.agenda.at(span.end, self._release, span)
+        else:
+            self.links.occupy(now, -1)
+
+
+_NOWHERE: Mapping[object, float] = MappingProxyType({})
+"""The links of a compute."""
+
+
+def _streams(lowered: Lowered, sharing: set[int], start: int) -> list[_Track]:
+    """The steps of every stream; `start` is the number of the first instance."""
+    schedule, slows, first = lowered.schedule, lowered.slows, lowered.first or ()
+    queues: dict[Group, _Turns] = {
+        group: _Turns() for group, (one,) in lowered.communicators.items() if one.exclusive
+    }
+    works: dict[int, _Work] = {}
+    streams = {stream: _Track(turn=start) for stream in schedule.streams}
+    for place, (op, offsets, number) in enumerate(
+        zip(schedule.body, schedule.offsets, schedule.work_numbers, strict=True)
+    ):
+        if number not in works:
+            if isinstance(op.work, Collective):
+                (one,) = lowered.transfers[place]
+                shared = (one, queues.get(op.work.group)) if number in sharing or slows else ()
+                works[number] = _Work(one.latency, one.alone, *shared)
+            else:
+                seconds = lowered.seconds[place] * lowered.classes[0].slowdown
+                slowed, busy = slows and seconds > 0, lowered.contend and not slows
+                goes_first = op.stream in first
+                works[number] = _Work(0.0, seconds, slowed=slowed, busy=busy, first=goes_first)
+        work = works[number]
+        known = not work.transfer and not work.slowed
+        streams[op.stream].steps.append((place, offsets, work, known))
+    return list(streams.values())

@@ -1,0 +1,363 @@
+"""From a schedule and a cluster to what each class of ranks does, and what that costs.
+
+Nothing runs here: `simulator` and `lockstep` execute what `lower` gives.
+"""
+
+from collections.abc import Hashable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import repeat
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Bytes, BytesPerSecond, Seconds
+from co2sim.common.validation import whole
+from co2sim.hardware.cluster import Cluster, Link, Tier
+from co2sim.schedule.schedule import Collective, Compute, Group, Schedule
+from co2sim.simulation.collective_cost import Footprint, compute_time, footprints, uplinks
+from co2sim.simulation.folding import Folding, RankClass, class_count
+from co2sim.simulation.folding import fold as fold_ranks
+from co2sim.simulation.noise import Noise
+from co2sim.simulation.processor import first_streams
+from co2sim.simulation.token_bucket import HOST, HostShare, Shaper
+
+
+def capacities(cluster: Cluster, folding: Folding) -> dict[Hashable, BytesPerSecond]:
+    """Payload bytes per second of every link, and seconds per second of a shared host."""
+    found: dict[Hashable, float] = {}
+    for index in range(len(folding.classes)):
+        found["gpu", index] = cluster.intra.payload_bandwidth
+        found["nic", folding.node(index)] = cluster.inter.payload_bandwidth
+        for tier in cluster.inter.tiers:
+            found[tier, pod_of(tier, folding, index)] = uplinks(tier, cluster)
+    if cluster.hosts == "shared":
+        found[HOST] = 1.0
+    if cluster.wan:
+        speed = cluster.wan.payload_bandwidth
+        found.update({("wan", site): speed for site in range(cluster.sites)})
+    return found
+
+
+def pod_of(tier: Tier, folding: Folding, index: int) -> int:
+    """The pod of a class; folded ones share one."""
+    return 0 if folding.folded else folding.node(index) // tier.nodes
+
+
+def shapers(cluster: Cluster, folding: Folding) -> dict[Hashable, Shaper]:
+    """Those of the links that have one."""
+    found: dict[Hashable, Link] = {}
+    for index in range(len(folding.classes)):
+        found["gpu", index] = cluster.intra
+        found["nic", folding.node(index)] = cluster.inter
+    if cluster.wan:
+        found.update({("wan", site): cluster.wan for site in range(cluster.sites)})
+    return {at: Shaper.of(link) for at, link in found.items() if link.burst}
+
+
+Times: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""When instances start and end, [instance, class of ranks]."""
+
+SPAN_BYTES: Bytes = 400.0
+"""Memory that a span may take while it is simulated and measured: 60 to 320 were seen."""
+LOCKSTEP_SPAN_BYTES: Bytes = 300.0
+"""The same where many classes of ranks run in lockstep, in arrays: 33 to 195 were seen."""
+
+MOST_SPANS = 50_000_000
+"""What a simulation may hold: up to 20 GB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A collective of one communicator on its links.
+
+    `loads` are the bytes on each link, `copies` the number of equal flows that a folded one stands
+    for there, `latency` comes before the first byte, `solo` is what the bytes take alone, and the
+    whole takes `least` at least. `host` says what it takes of a shared host, if there is one.
+    """
+
+    loads: Mapping[Hashable, Bytes]
+    copies: Mapping[Hashable, int]
+    latency: Seconds
+    solo: Seconds
+    least: Seconds = 0.0
+    host: HostShare | None = None
+
+    @property
+    def alone(self) -> Seconds:
+        """What the bytes take where nobody else is: as on the network, by the rate of a flow."""
+        return 1.0 / (1.0 / self.solo) if self.solo else 0.0
+
+    def scaled(self, factor: float) -> "Transfer":
+        """The same with `factor` times the bytes and the latency."""
+        loads = {link: size * factor for link, size in self.loads.items()}
+        latency, solo, least = (factor * time for time in (self.latency, self.solo, self.least))
+        return Transfer(loads, self.copies, latency, solo, least, self.host)
+
+
+NOTHING = Transfer({}, {}, 0.0, 0.0)
+"""What a rank that is alone transfers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Communicator:
+    """Classes of ranks that meet in a group: one collective at a time in an `exclusive` one."""
+
+    number: int
+    members: tuple[int, ...]
+    exclusive: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A schedule on a cluster: places in `seconds` and `transfers` are those of ops in the body.
+
+    `seconds` is the nominal time of a compute op. `transfers` lists, for a collective, one transfer
+    for each communicator of its group; both are empty for the other kind of work. `class_factors`
+    and `communicator_factors` are the factors of jitter on every instance of an op, by class and by
+    communicator; None without jitter. `contend` says that communication and computing slow each
+    other down. `first` are the streams whose computes go first, where streams share the processor.
+    """
+
+    schedule: Schedule
+    cluster: Cluster
+    rounds: int
+    folding: Folding
+    free: bool
+    seconds: tuple[Seconds, ...]
+    communicators: Mapping[Group, tuple[Communicator, ...]]
+    transfers: tuple[tuple[Transfer, ...], ...]
+    capacity: Mapping[Hashable, BytesPerSecond]
+    shapers: Mapping[Hashable, Shaper]
+    class_factors: tuple[NDArray[np.float64], ...] | None
+    communicator_factors: tuple[NDArray[np.float64], ...] | None
+    contend: bool
+    first: AbstractSet[str] | None
+
+    @property
+    def slows(self) -> bool:
+        """Whether a compute may take longer than alone."""
+        return (self.contend and self.cluster.interferes) or self.first is not None
+
+    @property
+    def steady(self) -> bool:
+        """Whether links and hosts give a collective alone the same time whenever it comes."""
+        return not self.shapers and self.cluster.hosts == "apart"
+
+    @property
+    def classes(self) -> tuple[RankClass, ...]:
+        """The classes of ranks."""
+        return self.folding.classes
+
+    @cached_property
+    def place(self) -> Mapping[Group, tuple[int, ...]]:
+        """For every group, the place of each class's communicator among those of the group."""
+        found = {}
+        for group, together in self.communicators.items():
+            places = {index: n for n, one in enumerate(together) for index in one.members}
+            found[group] = tuple([place for _, place in sorted(places.items())])
+        return found
+
+
+def span_count(
+    schedule: Schedule, cluster: Cluster, *, rounds: int, noise: Noise, fold: bool = True
+) -> int:
+    """How many spans a simulation of `rounds` rounds records; see `SPAN_BYTES`."""
+    slowdowns = noise.node_slowdowns(cluster.layout)
+    classes = class_count(cluster.layout, slowdowns, schedule, allowed=fold and not noise.jitter)
+    return classes * len(schedule.body) * rounds
+
+
+def lower(
+    schedule: Schedule,
+    cluster: Cluster,
+    *,
+    precision: str,
+    rounds: int,
+    noise: Noise,
+    fold: bool,
+    free: bool,
+    slowdown: float = 1.0,
+) -> Lowered:
+    """Fold the ranks and cost every op. Raises OptionError where the spans would be too many.
+
+    Compute takes `slowdown` times as long on every rank, beside what `noise` says.
+    """
+    rounds = whole("rounds", rounds, 0)
+    spans = span_count(schedule, cluster, rounds=rounds, noise=noise, fold=fold)
+    if spans > MOST_SPANS:
+        classes = spans // max(1, rounds * len(schedule.body))
+        raise OptionError(
+            f"{rounds:,} rounds, warm-up included, of {len(schedule.body):,} ops on {classes:,}"
+            f" simulated ranks are {spans:,} spans; at most {MOST_SPANS:,} are simulated"
+        )
+    slowdowns = noise.node_slowdowns(cluster.layout)
+    if slowdown != 1:
+        slowdowns = tuple([slowdown * one for one in slowdowns])
+    allowed = fold and not noise.jitter
+    folding = fold_ranks(cluster.layout, slowdowns, schedule, allowed=allowed)
+    communicators = _communicators(schedule, cluster, folding)
+    capacity = capacities(cluster, folding)
+    count = rounds * len(schedule.body)
+    total = sum(map(len, communicators.values()))
+    return Lowered(
+        schedule=schedule,
+        cluster=cluster,
+        rounds=rounds,
+        folding=folding,
+        free=free,
+        seconds=_seconds(schedule, cluster, precision),
+        communicators=communicators,
+        transfers=_transfers(schedule, cluster, folding, communicators, capacity, free=free),
+        capacity=capacity,
+        shapers=shapers(cluster, folding),
+        class_factors=tuple(noise.op_slowdowns(1, c.rank, count) for c in folding.classes)
+        if noise.jitter
+        else None,
+        communicator_factors=tuple(noise.op_slowdowns(2, n, count) for n in range(total))
+        if noise.jitter
+        else None,
+        contend=not free
+        and (cluster.interferes or (cluster.inter.busy_efficiency < 1 and cluster.nodes > 1)),
+        first=first_streams(schedule, cluster),
+    )
+
+
+def _seconds(schedule: Schedule, cluster: Cluster, precision: str) -> tuple[Seconds, ...]:
+    known = [
+        compute_time(work, cluster.gpu, precision) if isinstance(work, Compute) else 0.0
+        for work in schedule.works
+    ]
+    return tuple([known[number] for number in schedule.work_numbers])
+
+
+def _communicators(
+    schedule: Schedule, cluster: Cluster, folding: Folding
+) -> dict[Group, tuple[Communicator, ...]]:
+    """The communicators of every group. One stream alone never needs the lock."""
+    streams: dict[Group, set[str]] = {}
+    for work, stream in zip(schedule.works, schedule.work_streams, strict=True):
+        if isinstance(work, Collective):
+            streams.setdefault(work.group, set()).add(stream)
+    found: dict[Group, tuple[Communicator, ...]] = {}
+    number = 0
+    for group, used in streams.items():
+        shared = cluster.communicators == "group" and len(used) > 1
+        exclusive = cluster.backend == "nccl" and shared
+        meetings = folding.meetings(group)
+        found[group] = tuple(
+            Communicator(number + place, members, exclusive and _meet(group, folding, members))
+            for place, members in enumerate(meetings)
+        )
+        number += len(meetings)
+    return found
+
+
+def _transfers(
+    schedule: Schedule,
+    cluster: Cluster,
+    folding: Folding,
+    communicators: Mapping[Group, tuple[Communicator, ...]],
+    capacity: Mapping[Hashable, BytesPerSecond],
+    *,
+    free: bool,
+) -> tuple[tuple[Transfer, ...], ...]:
+    meets = {
+        group: [_meet(group, folding, one.members) for one in together]
+        for group, together in communicators.items()
+    }
+    costs = repeat(None) if free else footprints(schedule, cluster)
+    known = [
+        tuple(
+            _transfer(cluster, folding, one.members, cost, capacity, sum(meets[work.group]))
+            if cost and others
+            else NOTHING
+            for one, others in zip(communicators[work.group], meets[work.group], strict=True)
+        )
+        if isinstance(work, Collective)
+        else ()
+        for work, cost in zip(schedule.works, costs, strict=False)
+    ]
+    return tuple([known[number] for number in schedule.work_numbers])
+
+
+def _meet(group: Group, folding: Folding, members: tuple[int, ...]) -> bool:
+    """Whether several ranks meet. One alone only copies, and waits for nobody."""
+    return len(group.members(folding.classes[members[0]].rank, folding.layout)) > 1
+
+
+def _transfer(
+    cluster: Cluster,
+    folding: Folding,
+    members: tuple[int, ...],
+    cost: Footprint,
+    capacity: Mapping[Hashable, BytesPerSecond],
+    together: int,
+) -> Transfer:
+    """Bytes on every link; a folded rank stands for all groups that share its node and site.
+
+    `together` counts the communicators of the group.
+    """
+    loads: dict[Hashable, float] = {}
+    copies: dict[Hashable, int] = {}
+    intra, nic, wan = cost.loads(cluster)
+    nic /= cost.inter_efficiency  # the time of the link that the messages take
+    on_node, on_site = cost.groups(cluster)
+    for index in members:
+        loads["gpu", index] = intra
+        node = folding.node(index)
+        if folding.folded:
+            loads["nic", node], copies["nic", node] = nic, on_node
+            loads["wan", 0], copies["wan", 0] = wan, on_site
+        else:
+            loads["nic", node] = cost.inter / cost.inter_efficiency
+            loads["wan", node // cluster.nodes_per_site] = cost.wan
+        for one in cost.tiers:
+            pod = one.tier, pod_of(one.tier, folding, index)
+            many = one.groups(cluster) if folding.folded else 1
+            loads[pod], copies[pod] = one.bytes * many, many
+    loads = {link: size / cost.share for link, size in loads.items() if size}
+    solo = max((size / capacity[link] for link, size in loads.items()), default=0.0)
+    host = None
+    if cluster.hosts == "shared":
+        on_link = on_node if cost.inter and not folding.folded else 1
+        host = HostShare(1 / together, min(1.0, on_link / together))
+    return Transfer(loads, copies, cost.lead(cluster), solo, cost.latency, host)
+
+
+def shared_works(lowered: Lowered) -> set[int]:
+    """Works, by number, that may meet others on a link or wait for their communicator.
+
+    Those of one communicator in one stream follow each other. NICs that attain less while their
+    node computes are shared with that; how much credit a shaped link has depends on what came
+    before. Free communication shares nothing.
+    """
+    if lowered.free:
+        return set()
+    schedule, users = lowered.schedule, dict[object, set[tuple[str, int]]]()
+    nics = {("nic", lowered.folding.node(index)) for index in range(len(lowered.classes))}
+    transfers_of = dict(zip(schedule.work_numbers, lowered.transfers, strict=True))
+    works = {
+        number: (lowered.communicators[work.group], transfers_of[number])
+        for number, work in enumerate(schedule.works)
+        if isinstance(work, Collective)
+    }
+    for number, (together, transfers) in works.items():
+        for one, transfer in zip(together, transfers, strict=True):
+            for link in transfer.loads:
+                users.setdefault(link, set()).add((schedule.work_streams[number], one.number))
+    return {
+        number
+        for number, (together, transfers) in works.items()
+        if any(
+            (one.exclusive and (transfer.solo or transfer.latency))
+            or any(len(users[link]) > 1 for link in transfer.loads)
+            or (lowered.contend and any(link in nics for link in transfer.loads))
+            or any(link in lowered.shapers for link in transfer.loads)
+            or transfer.host is not None
+            for one, transfer in zip(together, transfers, strict=True)
+        )
+    }

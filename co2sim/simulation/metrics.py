@@ -1,0 +1,165 @@
+"""What a trace means: times, overlap, throughput. Every figure is defined here, once."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from co2sim.common.units import Seconds
+from co2sim.schedule.schedule import LEADERS, Collective, Compute, Schedule, Work
+from co2sim.simulation.trace import Span, Trace
+
+_Array: TypeAlias = NDArray[np.float64]
+
+_STEADY = 1e-9
+"""Relative difference below which two periods count as equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The last `rounds` rounds of a trace: from the end of the last compute op before them on."""
+
+    start: Seconds
+    end: Seconds
+    rounds: int
+
+    @property
+    def round_time(self) -> Seconds:
+        """Average length of a round."""
+        return (self.end - self.start) / self.rounds
+
+
+def window(trace: Trace, schedule: Schedule, rounds: int) -> Window:
+    """The last `rounds` rounds. A trace of just as many rounds starts at 0.
+
+    Where no op computes, the last op of the body stands for the last that does.
+    """
+    body = schedule.body
+    backwards = range(len(body) - 1, -1, -1)
+    last = next((n for n in backwards if isinstance(body[n].work, Compute)), len(body) - 1)
+    ends = np.fmax.reduce(trace.grid(schedule).ends[:, last], axis=-1, initial=0.0)
+    before = trace.rounds - rounds - 1
+    return Window(float(ends[before]) if before >= 0 else 0.0, float(ends[-1]), rounds)
+
+
+def is_steady(trace: Trace, schedule: Schedule, rounds: int = 1) -> bool:
+    """Whether the last `rounds` rounds, and every further one, repeat the same, shifted in time.
+
+    True if their periods, and the last `lag` ones, are equal for all ops: then all that the next
+    round waits for is shifted by the same time.
+    """
+    periods = max(schedule.lag, rounds)
+    first = trace.rounds - 1 - periods
+    if first < 0:
+        return False
+    shift = np.diff(trace.grid(schedule).ends[first:], axis=0)
+    return bool(shift.max() - shift.min() <= _STEADY * shift.max())
+
+
+def busy(spans: Iterable[Span], during: Window) -> Seconds:
+    """Time in the window, per round, during which at least one of the spans was under way."""
+    times = [(span.start, span.end) for span in spans]
+    starts, ends = np.array(times).reshape(-1, 2).T
+    return _busy(starts, ends, during)
+
+
+def _busy(starts: _Array, ends: _Array, during: Window) -> Seconds:
+    """As `busy`, for arrays of starts and ends."""
+    ends = np.minimum(ends, during.end)
+    order = np.lexsort((ends, starts))
+    starts, ends = starts[order], ends[order]
+    reached = np.maximum.accumulate(np.concatenate([[during.start], ends]))[:-1]
+    lengths = np.maximum(ends - np.maximum(starts, reached), 0.0)
+    return float(np.cumsum(np.concatenate([[0.0], lengths]))[-1]) / during.rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """Seconds per round of the busiest rank: its collectives, and waits for slower ranks."""
+
+    busy: Seconds
+    waiting: Seconds
+
+
+def communication(trace: Trace, schedule: Schedule, during: Window) -> Communication:
+    """Split the spans of collectives into waiting and communication.
+
+    A span starts when its rank is ready. Until the last member is there it waits. From then on the
+    collective is under way (or waits for its communicator), until the last member has ended: ranks
+    that share a core end one after the other. A rank that is alone in its group only copies.
+    The busiest and the longest waiting rank count; where the first ranks of nodes do something
+    alone, the others wait for what these do, so that only the waits of these count.
+    """
+    led = next((one for one in schedule.groups if one.name == LEADERS.name), None)
+    totals = [
+        (_busy(come, ends, during), _busy(starts, come, during))
+        for starts, come, ends in _meetings(trace, schedule, during.start)
+    ]
+    return Communication(
+        busy=max(moving for moving, _ in totals),
+        waiting=max(
+            waiting
+            for rank, (_, waiting) in zip(trace.ranks, totals, strict=True)
+            if led is None or rank % trace.layout.gpus_per_node < led.stride
+        ),
+    )
+
+
+def _meetings(trace: Trace, schedule: Schedule, after: Seconds) -> list[_Array]:
+    """By rank, when it comes to each collective that ends after `after`; the last come and end."""
+    grid = trace.grid(schedule)
+    found = [[np.empty((3, 0))] for _ in trace.ranks]
+    numbers = np.array(schedule.work_numbers)
+    for group in schedule.groups:
+        meet = [isinstance(work, Collective) and work.group == group for work in schedule.works]
+        here = np.flatnonzero(np.array(meet)[numbers])
+        together: dict[range, list[int]] = {}
+        for index, rank in enumerate(trace.ranks):
+            together.setdefault(group.members(rank, trace.layout), []).append(index)
+        for members, indices in together.items():
+            if len(members) == 1:
+                continue
+            starts, ends = (times[:, here][..., indices] for times in grid)
+            counts = ends > after
+            come = np.where(counts, starts, -np.inf).max(axis=-1)
+            over = np.where(counts, ends, -np.inf).max(axis=-1)
+            for place, index in enumerate(indices):
+                kept = counts[..., place]
+                times = (starts[..., place][kept], come[kept], over[kept])
+                found[index].append(np.stack(times))
+    return [np.concatenate(parts, axis=1) for parts in found]
+
+
+def straggler_delay(round_time: Seconds, equal_round_time: Seconds) -> Seconds:
+    """Seconds by which slower or uneven ranks delay a round.
+
+    `equal_round_time` is that of the same case with every node at nominal speed and no jitter; a
+    round that is shorter than that is not delayed. Waiting that something else hides is left out
+    (`Communication.waiting` counts it): a rank that waits behind its own compute loses no time.
+    """
+    return max(0.0, round_time - equal_round_time)
+
+
+def breakdown(trace: Trace, schedule: Schedule) -> dict[str, Seconds]:
+    """Seconds per round of each kernel and collective, summed over the last round of one rank."""
+    starts, ends = (times[-1, :, 0] for times in trace.grid(schedule))
+    found: dict[str, Seconds] = {}
+    labels = [_label(work) for work in schedule.works]
+    numbers, taken = schedule.work_numbers, (ends - starts).tolist()
+    for place in np.argsort(ends, kind="stable").tolist():
+        if not math.isnan(taken[place]):
+            label = labels[numbers[place]]
+            found[label] = found.get(label, 0.0) + taken[place]
+    return found
+
+
+def _label(work: Work) -> str:
+    return f"{work.kind} {work.group}" if isinstance(work, Collective) else work.kernel
+
+
+def scalability_ratio(per_gpu: float, reference_per_gpu: float) -> float:
+    """(throughput_b / b) / (throughput_a / a), from throughputs per GPU at b and at a."""
+    return per_gpu / reference_per_gpu

@@ -1,0 +1,407 @@
+"""The SimPy interpreter of a schedule on a cluster.
+
+What `single_class` and `lockstep` cannot run has one process per stream and class of ranks;
+`communicators` says how they meet.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+import simpy
+from simpy.core import EmptySchedule
+from simpy.events import EventPriority
+
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Seconds
+from co2sim.hardware.cluster import Cluster
+from co2sim.schedule.schedule import Compute, Group, Instance, Schedule
+from co2sim.simulation import array_engine, event_engine, stragglers
+from co2sim.simulation.folding import leaves_node
+from co2sim.simulation.lowering import NOTHING, Communicator, Lowered, Times, lower, shared_works
+from co2sim.simulation.network import Network
+from co2sim.simulation.noise import QUIET, Noise
+from co2sim.simulation.processor import INSTANT, Begun, Processor
+from co2sim.simulation.trace import SpanTable, Trace
+from co2sim.simulation.waking import Hosts
+
+_AFTER_ALL_ELSE = EventPriority(9)
+"""SimPy priority behind everything else that happens at the same instant."""
+
+_Start: TypeAlias = Callable[[], None]
+
+
+@dataclass(eq=False, slots=True)
+class _Queue:
+    """Of one communicator: who has come to which collective, and which of them wait to start."""
+
+    arrived: dict[int, tuple[list[int], simpy.Event]] = field(default_factory=dict)
+    ready: list[tuple[int, _Start]] = field(default_factory=list)
+    busy: bool = False
+
+
+class Meetings:
+    """All communicators of a simulation, and the network below them.
+
+    `processors` say what is under way on each class of ranks, where that slows compute, and `calls`
+    counts the collectives that have begun, where each takes some of it.
+    """
+
+    def __init__(self, env: simpy.Environment, lowered: Lowered) -> None:
+        """Start without a class under way to any collective."""
+        self._env, self._lowered = env, lowered
+        self._network = Network(env, lowered.capacity, lowered.shapers)
+        self._hosts = Hosts(lowered.cluster.wake_up, lowered.cluster.fully_idle)
+        self._queues = [_Queue() for together in lowered.communicators.values() for _ in together]
+        self._size = len(lowered.schedule.body)
+        classes = range(len(lowered.classes))
+        interference, shared = lowered.cluster.interference, lowered.first is not None
+        self.processors = [Processor(interference, shared) for _ in classes]
+        self.calls = [Begun() for _ in classes]
+        self._changed: list[simpy.Event | None] = [None for _ in classes]
+        self._computing = {lowered.folding.node(index): 0 for index in classes}
+        self._busy = dict.fromkeys(self._computing, False)
+
+    def join(self, index: int, number: int, group: Group) -> simpy.Event | None:
+        """A class arrives at a collective; the event fires when it has ended for all members.
+
+        None where that takes no time: one class stands for all members, and communication is free.
+        """
+        lowered = self._lowered
+        place = lowered.place[group][index]
+        communicator = lowered.communicators[group][place]
+        if lowered.free and len(communicator.members) == 1:
+            return None
+        arrived = self._queues[communicator.number].arrived
+        here, event = arrived.setdefault(number, ([], self._env.event()))
+        here.append(index)
+        if len(here) == len(communicator.members):
+            del arrived[number]
+            self._come(communicator, place, number, event)
+        return event
+
+    def _come(
+        self, communicator: Communicator, place: int, number: int, event: simpy.Event
+    ) -> None:
+        """All members have come: start as soon as the communicator is free."""
+        start: _Start = partial(self._start, communicator, place, number, event)
+        if not communicator.exclusive:
+            start()
+            return
+        queue = self._queues[communicator.number]
+        heapq.heappush(queue.ready, (number, start))
+        self._next(queue)
+
+    def _next(self, queue: _Queue) -> None:
+        """Start the collective issued first among those that are ready at this instant."""
+
+        def launch(_: simpy.Event) -> None:
+            if queue.ready and not queue.busy:
+                queue.busy = True
+                heapq.heappop(queue.ready)[1]()
+
+        self._last(launch)
+
+    def _start(
+        self, communicator: Communicator, place: int, number: int, event: simpy.Event
+    ) -> None:
+        transfer = self._lowered.transfers[number % self._size][place]
+        factors = self._lowered.communicator_factors
+        if factors and transfer is not NOTHING:
+            transfer = transfer.scaled(float(factors[communicator.number][number]))
+        queue = self._queues[communicator.number]
+        takes_time = transfer.solo > 0 or transfer.latency > 0
+        on_hosts = takes_time and transfer.host is not None
+
+        def done() -> None:
+            if on_hosts:
+                self._hosts.end(self._env.now)
+            event.succeed()
+            self._count(communicator, -1)
+            if communicator.exclusive:
+                queue.busy = False
+                self._next(queue)
+
+        def go(_: simpy.Event | None = None) -> None:
+            self._network.transfer(
+                transfer.loads,
+                transfer.latency,
+                transfer.solo,
+                done,
+                transfer.copies,
+                transfer.least,
+                transfer.host,
+            )
+
+        self._count(communicator, 1, call=takes_time)
+        wait = self._hosts.begin(self._env.now) if on_hosts else 0.0
+        if wait:
+            awake = self._env.timeout(wait)
+            assert awake.callbacks is not None
+            awake.callbacks.append(go)
+        elif takes_time:
+            go()
+        else:
+            done()
+
+    def _last(self, call: Callable[[simpy.Event], None]) -> None:
+        """Call it when all else that happens at this instant has happened."""
+        last = simpy.Event(self._env)
+        last._ok, last._value = True, None  # noqa: SLF001 - the documented way to a custom priority
+        assert last.callbacks is not None
+        last.callbacks.append(call)
+        self._env.schedule(last, priority=_AFTER_ALL_ELSE)
+
+    # --- communication and computing slow each other down -----------------------------------------
+
+    def change(self, index: int) -> simpy.Event:
+        """An event at which what slows the compute of a class down may be another."""
+        event = self._changed[index] or self._env.event()
+        self._changed[index] = event
+        return event
+
+    def _count(self, communicator: Communicator, change: int, *, call: bool = False) -> None:
+        """Count collectives in flight on the members, and tell who computes there."""
+        cluster = self._lowered.cluster
+        if not cluster.interferes:
+            return
+        call = call and cluster.call_interference > 0
+        for index in communicator.members:
+            processor = self.processors[index]
+            was = processor.in_flight > 0
+            processor.in_flight += change
+            if call:
+                self.calls[index].begin(self._env.now)
+            if call or was != (processor.in_flight > 0):
+                self._tell(index)
+
+    def _tell(self, index: int) -> None:
+        """Let the computes of a class find out how fast they go on."""
+        event = self._changed[index]
+        if event is not None:
+            event.succeed()
+            self._changed[index] = None
+
+    def occupy(self, index: int, change: int, *, first: bool = False) -> None:
+        """Count computes: they may share a processor, and NICs of their node attain less meanwhile.
+
+        Those of streams that go `first` may let others stand still.
+        """
+        self.processors[index].occupy(change, first=first)
+        if self._lowered.first is not None:
+            self._tell(index)
+        node, inter = self._lowered.folding.node(index), self._lowered.cluster.inter
+        self._computing[node] += change
+
+        def resize(_: simpy.Event) -> None:
+            self._busy[node] = self._computing[node] > 0
+            share = inter.busy_efficiency if self._busy[node] else 1.0
+            self._network.resize(("nic", node), inter.payload_bandwidth * share)
+
+        if inter.busy_efficiency < 1 and self._busy[node] != (self._computing[node] > 0):
+            self._last(resize)  # ops that follow each other at once do not let go in between
+
+
+_STEPS = 2000
+"""Events between two reports of progress."""
+
+
+def execute(
+    schedule: Schedule,
+    cluster: Cluster,
+    *,
+    precision: str,
+    rounds: int,
+    noise: Noise = QUIET,
+    fold: bool = True,
+    free_communication: bool = False,
+    progress: Callable[[float], None] | None = None,
+) -> Trace:
+    """Simulate `rounds` rounds of `schedule` on `cluster`.
+
+    Equal ranks are folded into one that stands for all, unless `fold` is false; nodes of different
+    speed stay apart, and jitter unfolds every rank. With `free_communication` collectives take no
+    time once all members are there: the baseline of exposed communication. `progress` is called now
+    and then with the fraction that is done. Raises OptionError where the spans would be too many,
+    or where both the cluster and `noise` say how nodes differ.
+    """
+    lowered = lower(
+        schedule,
+        cluster,
+        precision=precision,
+        rounds=rounds,
+        noise=noise,
+        fold=fold,
+        free=free_communication,
+        slowdown=expected_slowdown(schedule, cluster, precision=precision, noise=noise),
+    )
+    times = run(lowered, progress)
+    spans = SpanTable(schedule.places, tuple(c.rank for c in lowered.classes), *times)
+    ranks = {c.rank: c.count for c in lowered.classes}
+    return Trace(schedule.name, cluster.layout, rounds, ranks, spans)
+
+
+def expected_slowdown(
+    schedule: Schedule, cluster: Cluster, *, precision: str, noise: Noise = QUIET
+) -> float:
+    """Factor on the compute time of the slowest node that all others wait for, as expected.
+
+    Its speed and its steps spread as the cluster says. A round takes as long as on that node, which
+    is exact as long as the spread changes nothing else: nodes that wait for each other in turn
+    (blocks of nodes, or sites) count as if all of them met. 1 where no collective leaves its node.
+    Raises OptionError where `noise` makes nodes differ, too.
+    """
+    if not (cluster.node_spread or cluster.step_spread):
+        return 1.0
+    if noise.uneven:
+        raise OptionError(
+            f"{cluster.name}: node_spread={cluster.node_spread:g} and"
+            f" step_spread={cluster.step_spread:g} say what to expect of uneven nodes, jitter,"
+            " straggle and node_speed what single ones do; give one of both, the others as 0"
+        )
+    if not any(leaves_node(group, cluster.layout) for group in schedule.groups):
+        return 1.0
+    per_round = 0.0
+    if cluster.step_spread:
+        between = _slack(schedule, cluster, precision)
+        per_round = stragglers.with_slack(
+            stragglers.mean_of(cluster.step_spread, between.steps),
+            cluster.nodes,
+            between.slack / between.compute if between.compute else 0.0,
+            between.ahead / between.compute if between.compute else 0.0,
+        )
+    return stragglers.expected_slowest(math.hypot(cluster.node_spread, per_round), cluster.nodes)
+
+
+def _slack(schedule: Schedule, cluster: Cluster, precision: str) -> stragglers.Slack:
+    """That of the schedule where all nodes are equal."""
+    lowered = lower(
+        schedule,
+        cluster,
+        precision=precision,
+        rounds=stragglers.rounds_needed(schedule),
+        noise=QUIET,
+        fold=True,
+        free=False,
+    )
+    return stragglers.find(lowered, run(lowered))
+
+
+def run(lowered: Lowered, progress: Callable[[float], None] | None = None) -> Times:
+    """Starts and ends, [instance, class], by the fastest engine that applies."""
+    sharing = shared_works(lowered)
+    if event_engine.applies(lowered):
+        return event_engine.run(lowered, sharing, progress)
+    if array_engine.applies(lowered, sharing):
+        return array_engine.run(lowered, progress)
+    return Simulation(lowered).run(progress)
+
+
+@dataclass(slots=True)
+class _Spans:
+    """When a class of ranks starts and ends every instance, and who waits for what has not ended.
+
+    Ends are NaN until then.
+    """
+
+    starts: list[Seconds]
+    ends: list[Seconds]
+    waiting: dict[int, simpy.Event] = field(default_factory=dict)
+
+
+class Simulation:
+    """SimPy, event by event: the reference that the faster engines are compared with."""
+
+    def __init__(self, lowered: Lowered) -> None:
+        self.lowered = lowered
+        self.env = simpy.Environment()
+        self.meetings = Meetings(self.env, lowered)
+        count = lowered.rounds * len(lowered.schedule.body)
+        self.spans = [_Spans([math.nan] * count, [math.nan] * count) for _ in lowered.classes]
+        self.ended = 0
+
+    def run(self, progress: Callable[[float], None] | None = None) -> Times:
+        """Starts and ends, [instance, class]."""
+        schedule, env = self.lowered.schedule, self.env
+        by_stream: dict[str, list[Instance]] = {stream: [] for stream in schedule.streams}
+        for instance in schedule.instances(self.lowered.rounds):
+            by_stream[instance.op.stream].append(instance)
+        for index in range(len(self.spans)):
+            for instances in by_stream.values():
+                env.process(self._stream(index, instances))
+        if progress:
+            self._step(progress)
+        env.run()
+        starts, ends = (np.array([getattr(c, n) for c in self.spans]) for n in ("starts", "ends"))
+        return starts.T, ends.T
+
+    def _step(self, progress: Callable[[float], None]) -> None:
+        """Run, and say how far it has come."""
+        total = len(self.spans) * len(self.lowered.schedule.body) * self.lowered.rounds
+        with suppress(EmptySchedule):
+            while True:
+                progress(self.ended / total)
+                for _ in range(_STEPS):
+                    self.env.step()
+        progress(1.0)
+
+    def _stream(self, index: int, instances: Sequence[Instance]) -> Generator[simpy.Event]:
+        """What one class of ranks does on one stream."""
+        lowered, env, spans = self.lowered, self.env, self.spans[index]
+        starts, ends, waiting = spans.starts, spans.ends, spans.waiting
+        slowdown, seconds = lowered.classes[index].slowdown, lowered.seconds
+        factors = lowered.class_factors[index].tolist() if lowered.class_factors else None
+        size, beside = len(lowered.schedule.body), lowered.contend or lowered.slows
+        for number, _, op, waits in instances:
+            for wait in waits:
+                if math.isnan(ends[wait]):
+                    yield waiting.setdefault(wait, env.event())
+            starts[number] = env.now
+            if isinstance(op.work, Compute):
+                work = seconds[number % size] * slowdown
+                if factors:
+                    work *= factors[number]
+                if work and beside:
+                    first = lowered.first is not None and op.stream in lowered.first
+                    yield from self._compute(index, work, first=first)
+                elif work:
+                    yield env.timeout(work)
+            elif event := self.meetings.join(index, number, op.work.group):
+                yield event
+            ends[number] = env.now
+            self.ended += 1
+            if number in waiting:
+                waiting.pop(number).succeed()
+
+    def _compute(self, index: int, work: Seconds, *, first: bool) -> Generator[simpy.Event]:
+        """Compute that slows down while communication of the same ranks is in flight.
+
+        Computes of other streams may slow it down, too, or let it stand still if they go `first`.
+        The NICs of its node may attain less meanwhile.
+        """
+        meetings, cluster = self.meetings, self.lowered.cluster
+        processor = meetings.processors[index]
+        meetings.occupy(index, 1, first=first)
+        if not self.lowered.slows:
+            yield self.env.timeout(work)
+            work = 0.0
+        calls = meetings.calls[index]
+        known = calls.before(self.env.now)
+        while work > 0:
+            if work > INSTANT:  # what ends as a collective begins has ended
+                work += (calls.count - known) * cluster.call_interference
+            known = calls.count
+            pace = processor.pace(first=first)
+            started, changed = self.env.now, meetings.change(index)
+            if not pace and work > INSTANT:
+                yield changed
+                continue
+            done = self.env.timeout(work / (pace or 1.0))
+            yield done | changed
+            work = 0.0 if done.processed else work - (self.env.now - started) * pace
+        meetings.occupy(index, -1, first=first)

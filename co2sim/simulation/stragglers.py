@@ -1,0 +1,188 @@
+"""How stragglers slow a round down, and the slack of collectives between nodes.
+
+It is the total float of the critical path method (Kelley and Walker 1959): by how much a collective
+could end later without delaying the stream that computes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from co2sim.common.units import Seconds
+from co2sim.schedule.schedule import Collective, Schedule
+from co2sim.simulation.folding import leaves_node
+from co2sim.simulation.lowering import Lowered, Times
+
+_STEP = 0.02
+"""Of the quadrature. The integrands are smooth and vanish at both ends: halving it changes nothing
+beyond the thirteenth digit."""
+
+
+@cache
+def _normal() -> tuple[NDArray[np.float64], ...]:
+    """Points from -10 to 13, and there the logarithms of density and distribution of a normal."""
+    points = np.arange(-10.0, 13.0, _STEP)
+    tails = np.array([math.erfc(abs(z) / math.sqrt(2)) / 2 for z in points])
+    density = -points * points / 2 - math.log(math.sqrt(2 * math.pi))
+    return points, density, np.where(points > 0, np.log1p(-tails), np.log(tails))
+
+
+@cache
+def expected_slowest(sigma: float, count: int) -> float:
+    """Mean of the largest of `count` independent lognormal factors of mean 1.
+
+    The integral of x over the density n phi(z) Phi(z)^(n-1) of the largest of n normals, with
+    x = exp(sigma z - sigma^2 / 2). `sigma` is 0 to 1, `count` any number.
+    Source: David and Nagaraja, Order Statistics, 3rd ed., 2003, eq. 3.1.1.
+    """
+    if count == 1 or not sigma:
+        return 1.0
+    points, density, below = _normal()
+    weights = np.exp(density + (count - 1) * below + math.log(count) + sigma * points)
+    return float(weights.sum()) * _STEP * math.exp(-sigma * sigma / 2)
+
+
+@cache
+def expected_largest(count: int) -> float:
+    """Mean of the largest of `count` independent standard normals."""
+    points, density, below = _normal()
+    weights = np.exp(density + (count - 1) * below + math.log(count))
+    return float((points * weights).sum()) * _STEP
+
+
+def mean_of(sigma: float, steps: float) -> float:
+    """Sigma of the mean of `steps` independent lognormal factors, taken as lognormal itself.
+
+    Mean and variance are exact: the variance is that of one, divided by `steps`.
+    Source: Fenton, The sum of log-normal probability distributions, IRE Trans. CS-8, 1960.
+    """
+    return math.sqrt(math.log1p(math.expm1(sigma * sigma) / steps))
+
+
+def with_slack(sigma: float, count: int, slack: float, ahead: float) -> float:
+    """Sigma that is left of the spread of a round where an average may come late.
+
+    A node waits only once it is `slack` rounds ahead of the slowest, and computes `ahead` rounds
+    between the launch and the use of an average; both are 0 where it waits at once. In between,
+    slow and fast rounds of a node even out: times of nodes diffuse, and the slowest holds back
+    those that are `slack` ahead of it. Their distances from that barrier are exponential with rate
+    2 v / sigma^2 if the slowest falls back by v a round, and the largest of n such distances,
+    harmonic(n) / rate, is the slack. So v = sigma^2 harmonic(n) / (2 slack), which is joined to
+    v = sigma x (expected largest of n) without slack. Even without slack a delay reaches the others
+    `ahead` rounds late, and meets their own ones there: by simulation it then costs as much as the
+    least divisor below says, within 5 % (tests/test_spread.py).
+    """
+    if count == 1 or not sigma:
+        return sigma
+    if math.isinf(slack):
+        return 0.0
+    harmonic = math.log(count) + 0.5772156649015329 + 1 / (2 * count)
+    diffusing = 1 + 2 * slack * expected_largest(count) / (sigma * harmonic)
+    return sigma / max(diffusing, 1 + ahead * (1 - 1 / math.sqrt(count - 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class Slack:
+    """Of a schedule without noise: what lies between two meetings of all nodes.
+
+    `steps` is how many optimizer steps a node takes in between, `compute` the time of these.
+    `slack` is the least float of a collective between nodes, `ahead` the least time that a node
+    computes between the launch of one and its use.
+    """
+
+    steps: float
+    compute: Seconds
+    slack: Seconds
+    ahead: Seconds
+
+
+def rounds_needed(schedule: Schedule) -> int:
+    """Rounds after which the float of one in the midst of a training is known."""
+    return 2 * schedule.lag + 2
+
+
+def find(lowered: Lowered, times: Times) -> Slack:
+    """The slack of a run of `rounds_needed` rounds in which all nodes are equal."""
+    schedule, seconds = lowered.schedule, lowered.seconds
+    size, lag = len(schedule.body), schedule.lag
+    busy = dict.fromkeys(schedule.streams, 0.0)
+    for op, length in zip(schedule.body, seconds, strict=True):
+        busy[op.stream] += length
+    main = max(busy, key=lambda stream: busy[stream])
+    starts, ends = times[0][:, 0].tolist(), times[1][:, 0].tolist()
+    before = _predecessors(lowered)
+    floats, uses = [math.inf] * len(ends), [math.inf] * len(ends)
+    for number in range(len(ends) - 1, -1, -1):
+        computes = schedule.body[number % size].stream == main
+        late = 0.0 if computes else floats[number]
+        use = starts[number] if computes else uses[number]
+        for earlier in before[number]:
+            floats[earlier] = min(floats[earlier], starts[number] - ends[earlier] + late)
+            uses[earlier] = min(uses[earlier], use)
+    first = lag * size
+    far = [
+        number
+        for number in range(first, first + size)
+        if _leaves(lowered, number % size) and schedule.body[number % size].stream != main
+    ]
+    meetings = _meetings(lowered, before, main, first)
+    steps = max(1.0, schedule.steps / meetings) if meetings else float(schedule.steps)
+    return Slack(
+        steps=steps,
+        compute=busy[main] * steps / schedule.steps,
+        slack=min((floats[number] for number in far), default=0.0),
+        ahead=min(
+            (_between(lowered, starts, ends, main, starts[n], uses[n]) for n in far), default=0.0
+        ),
+    )
+
+
+def _leaves(lowered: Lowered, place: int) -> bool:
+    work = lowered.schedule.body[place].work
+    return isinstance(work, Collective) and leaves_node(work.group, lowered.cluster.layout)
+
+
+def _predecessors(lowered: Lowered) -> list[list[int]]:
+    """What every instance waits for: in `after`, and on its stream."""
+    found: list[list[int]] = []
+    last: dict[str, int] = {}
+    for number, _, op, waits in lowered.schedule.instances(lowered.rounds):
+        found.append([*waits, *([last[op.stream]] if op.stream in last else [])])
+        last[op.stream] = number
+    return found
+
+
+def _meetings(lowered: Lowered, before: Sequence[Sequence[int]], main: str, first: int) -> int:
+    """Ops of a round that compute once a collective between nodes, or what follows, has ended."""
+    body, size = lowered.schedule.body, len(lowered.schedule.body)
+    behind: set[int] = set()
+    met = 0
+    for number in range(first + (1 + lowered.schedule.lag) * size):
+        place = number % size
+        after = any(earlier in behind for earlier in before[number])
+        if body[place].stream == main:
+            met += after and number >= first + lowered.schedule.lag * size
+        elif after or _leaves(lowered, place):
+            behind.add(number)
+    return met
+
+
+def _between(
+    lowered: Lowered,
+    starts: Sequence[Seconds],
+    ends: Sequence[Seconds],
+    main: str,
+    since: Seconds,
+    until: Seconds,
+) -> Seconds:
+    """Time that the main stream computes between two instants."""
+    size = len(lowered.schedule.body)
+    return sum(
+        max(0.0, min(end, until) - max(start, since))
+        for number, (start, end) in enumerate(zip(starts, ends, strict=True))
+        if lowered.schedule.body[number % size].stream == main
+    )

@@ -1,0 +1,343 @@
+"""What happened when: the rules that every trace must obey, and files that viewers open."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from co2sim.common.html_card import card, charts
+from co2sim.common.units import Seconds, counted, duration
+from co2sim.schedule.schedule import Collective, Instance, Kind, Layout, Op, Schedule
+
+if TYPE_CHECKING:
+    import altair as alt
+
+
+class Span(NamedTuple):
+    """One op of one round on one rank. A collective's span starts when the rank is ready for it."""
+
+    rank: int
+    round: int
+    op: str
+    stream: str
+    start: Seconds
+    end: Seconds
+
+
+class Grid(NamedTuple):
+    """Starts and ends in s, [round, place of the op, place of the rank]; NaN without a span."""
+
+    starts: NDArray[np.float64]
+    ends: NDArray[np.float64]
+
+
+class SpanTable(Sequence[Span]):
+    """The spans of a simulation as arrays, made into spans when somebody looks at one.
+
+    `ops` are the names and streams of a round's ops, `ranks` those that are traced; `starts` and
+    `ends` are in s, [round x ops + place of the op, place of the rank]. Spans are in the order in
+    which they end.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[tuple[str, str]],
+        ranks: Sequence[int],
+        starts: NDArray[np.float64],
+        ends: NDArray[np.float64],
+    ) -> None:
+        """Take the arrays as they are."""
+        self.ops, self.ranks, self.starts, self.ends = ops, ranks, starts, ends
+
+    @cached_property
+    def _spans(self) -> tuple[Span, ...]:
+        order = np.argsort(self.ends, axis=None, kind="stable")
+        numbers, places = np.divmod(order, len(self.ranks))
+        starts, ends = self.starts.ravel()[order].tolist(), self.ends.ravel()[order].tolist()
+        names, streams = zip(*self.ops, strict=True)
+        turns, ops = (found.tolist() for found in np.divmod(numbers, len(self.ops)))
+        return tuple(
+            [
+                Span(self.ranks[place], turn, names[op], streams[op], start, end)
+                for place, turn, op, start, end in zip(
+                    places.tolist(), turns, ops, starts, ends, strict=True
+                )
+            ]
+        )
+
+    def first(self, rounds: int) -> "SpanTable":
+        """Those of the first rounds."""
+        kept = rounds * len(self.ops)
+        return SpanTable(self.ops, self.ranks, self.starts[:kept], self.ends[:kept])
+
+    def __len__(self) -> int:
+        return self.ends.size
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Span]: ...
+    def __getitem__(self, index: int | slice) -> Span | Sequence[Span]:
+        return self._spans[index]
+
+    def __iter__(self) -> Iterator[Span]:
+        return iter(self._spans)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._spans == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return SpanTable, (self.ops, self.ranks, self.starts, self.ends)
+
+
+def last_end(spans: Sequence[Span]) -> Seconds:
+    """When the last one ends; 0 for none."""
+    if isinstance(spans, SpanTable):
+        return float(np.nanmax(spans.ends, initial=0.0))
+    return max((span.end for span in spans), default=0.0)
+
+
+def by_stream(spans: Sequence[Span], rank: int) -> dict[str, tuple[int, Seconds]]:
+    """The spans of a rank by stream: how many, and how long they take in all."""
+    found: dict[str, tuple[int, Seconds]] = {}
+    if isinstance(spans, SpanTable):
+        place = spans.ranks.index(rank)
+        taken = (spans.ends - spans.starts)[:, place].reshape(-1, len(spans.ops))
+        counts, sums = (~np.isnan(taken)).sum(axis=0), np.nansum(taken, axis=0)
+        own = [
+            (stream, count, length)
+            for (_, stream), count, length in zip(
+                spans.ops, counts.tolist(), sums.tolist(), strict=True
+            )
+        ]
+    else:
+        own = [(span.stream, 1, span.end - span.start) for span in spans if span.rank == rank]
+    for stream, count, length in own:
+        before, taken_before = found.get(stream, (0, 0.0))
+        found[stream] = before + count, taken_before + length
+    return found
+
+
+__all__ = ["Grid", "Span", "SpanTable", "Trace"]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The spans of a run. `ranks` maps every traced rank to the number of ranks it stands for."""
+
+    schedule: str
+    layout: Layout
+    rounds: int
+    ranks: Mapping[int, int]
+    spans: Sequence[Span]
+
+    def first(self, rounds: int) -> "Trace":
+        """The trace of the first rounds only."""
+        spans: Sequence[Span]
+        if isinstance(self.spans, SpanTable):
+            spans = self.spans.first(rounds)
+        else:
+            spans = tuple([span for span in self.spans if span.round < rounds])
+        return replace(self, rounds=rounds, spans=spans)
+
+    def grid(self, schedule: Schedule) -> Grid:
+        """The spans of all ops of `schedule` as arrays."""
+        shape = (self.rounds, len(schedule.body), len(self.ranks))
+        spans = self.spans
+        if isinstance(spans, SpanTable):
+            return Grid(spans.starts.reshape(shape), spans.ends.reshape(shape))
+        grid = Grid(np.full(shape, np.nan), np.full(shape, np.nan))
+        places = {op.name: place for place, op in enumerate(schedule.body)}
+        ranks = {rank: place for place, rank in enumerate(self.ranks)}
+        for span in spans:
+            if span.op in places and span.rank in ranks and span.round < self.rounds:
+                where = span.round, places[span.op], ranks[span.rank]
+                grid.starts[where], grid.ends[where] = span.start, span.end
+        return grid
+
+    def violations(
+        self, schedule: Schedule, tolerance: Seconds = 0.0, skew: Seconds = 0.0
+    ) -> list[str]:
+        """Broken rules of the schedule, in words; empty for a correct trace.
+
+        `tolerance` is the clock error to forgive. `skew` is how far apart a collective may end on
+        its members: 0 in a simulation; on a real network (infinity) a member leaves as soon as its
+        own part is done, but never before every member has come.
+        """
+        return list(_violations(self, schedule, tolerance, skew))
+
+    def _repr_html_(self) -> str:
+        """For notebooks: how much there is of it, and what the first rank did."""
+        took, rounds = duration(last_end(self.spans)), counted(self.rounds, "round")
+        traced = f"{len(self.ranks):,} of {counted(self.layout.world_size, 'rank')} traced"
+        answer = (
+            f"{self.schedule}: {rounds} in {took}, {traced}, {counted(len(self.spans), 'span')}."
+        )
+        if not self.ranks:
+            return card(answer, [])
+        rank, count = next(iter(self.ranks.items()))
+        rows = [
+            (stream, f"{number:,}", duration(length))
+            for stream, (number, length) in by_stream(self.spans, rank).items()
+        ]
+        stands = f"Rank {rank} stands for {count} equal ranks." if count > 1 else ""
+        columns = "stream", f"spans of rank {rank}", "which take in all"
+        return card(answer, rows, columns, [stands] if stands else [])
+
+    def plot(self, schedule: Schedule, rank: int | None = None) -> "alt.Chart":
+        """The timeline of the last round on a traced rank (default: the first), as Altair chart.
+
+        Ops of one kind with no visible gap between them are one bar; the wheel zooms. Raises
+        OptionError for a rank that was not traced, or another schedule, or without the extra
+        `report`.
+        """
+        drawn: alt.Chart = charts().of_trace(self, schedule, rank)
+        return drawn
+
+    def to_chrome(self, schedule: Schedule) -> dict[str, object]:
+        """Chrome trace: one process per rank, one track per stream. Perfetto opens it."""
+        ops = {op.name: op for op in schedule.body}
+        tracks = {stream: number for number, stream in enumerate(schedule.streams)}
+        events: list[dict[str, object]] = []
+        for rank, count in self.ranks.items():
+            stands = f" (stands for {count} ranks)" if count > 1 else ""
+            events.append(_named("process_name", f"rank {rank}{stands}", rank))
+            events.extend(
+                _named("thread_name", stream, rank, tid) for stream, tid in tracks.items()
+            )
+        events.extend(
+            {
+                "name": span.op,
+                "cat": span.stream,
+                "ph": "X",
+                "pid": span.rank,
+                "tid": tracks[span.stream],
+                "ts": span.start * 1e6,
+                "dur": (span.end - span.start) * 1e6,
+                "args": {"round": span.round, **_arguments(ops[span.op])},
+            }
+            for span in self.spans
+        )
+        return {
+            "displayTimeUnit": "ms",
+            "otherData": {"schedule": self.schedule},
+            "traceEvents": events,
+        }
+
+    def to_json_lines(self) -> Iterator[str]:
+        """A header line, then one line per span; `trace_lines.read_json_lines` is the inverse."""
+        yield json.dumps(
+            {
+                "schedule": self.schedule,
+                "nodes": self.layout.nodes,
+                "gpus_per_node": self.layout.gpus_per_node,
+                **({"sites": self.layout.sites} if self.layout.sites > 1 else {}),
+                "rounds": self.rounds,
+                "ranks": {str(rank): count for rank, count in self.ranks.items()},
+            }
+        )
+        for span in self.spans:
+            yield json.dumps(span._asdict())
+
+
+def _named(kind: str, name: str, rank: int, track: int = 0) -> dict[str, object]:
+    return {"name": kind, "ph": "M", "pid": rank, "tid": track, "args": {"name": name}}
+
+
+def _arguments(op: Op) -> dict[str, object]:
+    if isinstance(op.work, Collective):
+        work = op.work
+        return {"work": str(work), "kind": work.kind, "bytes": work.bytes, "group": str(work.group)}
+    return {"work": str(op.work), "flops": op.work.flops, "bytes": op.work.memory_bytes}
+
+
+def _violations(
+    trace: Trace, schedule: Schedule, tolerance: Seconds, skew: Seconds
+) -> Iterator[str]:
+    found: dict[tuple[int, int, str], Span] = {}
+    for span in trace.spans:
+        if (span.rank, span.round, span.op) in found:
+            yield f"rank {span.rank} ran {span.op!r} twice in round {span.round}"
+        if span.end < span.start - tolerance:
+            yield f"rank {span.rank}: {span.op!r} of round {span.round} ends before it starts"
+        found[span.rank, span.round, span.op] = span
+    instances = list(schedule.instances(trace.rounds))
+    for rank in trace.ranks:
+        yield from _order(rank, instances, found, tolerance)
+    expected = len(instances) * len(trace.ranks)
+    if len(found) > expected:
+        yield f"{len(found) - expected} spans are not in the schedule"
+    yield from _togetherness(trace, schedule, found, tolerance, skew)
+
+
+def _order(
+    rank: int,
+    instances: Iterable[Instance],
+    found: Mapping[tuple[int, int, str], Span],
+    tolerance: Seconds,
+) -> Iterator[str]:
+    free: dict[str, Span] = {}
+    spans: list[Span | None] = []
+    for instance in instances:
+        _, turn, op, waits = instance
+        span = found.get((rank, turn, op.name))
+        spans.append(span)
+        if span is None:
+            yield f"rank {rank} did not run {op.name!r} in round {turn}"
+            continue
+        which = f"rank {rank}: {op.name!r} of round {turn}"
+        if span.stream != op.stream:
+            yield f"{which} ran on {span.stream!r}, not on {op.stream!r}"
+        before = free.get(op.stream)
+        if before is not None and span.start < before.end - tolerance:
+            yield f"{which} starts before {before.op!r} frees {op.stream!r}"
+        free[op.stream] = span
+        for wait in waits:
+            awaited = spans[wait]
+            if awaited is not None and span.start < awaited.end - tolerance:
+                yield f"{which} starts before {awaited.op!r} has finished"
+
+
+def _decisive(spans: Sequence[Span], work: Collective) -> tuple[Span, Span]:
+    """The member that may not end before another has come, and that other."""
+    root = sorted(spans, key=lambda span: span.rank)[work.root % len(spans)]
+    first = root if work.kind is Kind.REDUCE else min(spans, key=lambda span: span.end)
+    last = root if work.kind is Kind.BROADCAST else max(spans, key=lambda span: span.start)
+    return first, last
+
+
+def _togetherness(
+    trace: Trace,
+    schedule: Schedule,
+    found: Mapping[tuple[int, int, str], Span],
+    tolerance: Seconds,
+    skew: Seconds,
+) -> Iterator[str]:
+    """A collective ends on no member before all have come, and on all within `skew`."""
+    for op in schedule.body:
+        if not isinstance(op.work, Collective):
+            continue
+        for turn in range(trace.rounds):
+            meetings: dict[range, list[Span]] = {}
+            for rank in trace.ranks:
+                if (rank, turn, op.name) in found:
+                    members = op.work.group.members(rank, trace.layout)
+                    meetings.setdefault(members, []).append(found[rank, turn, op.name])
+            for spans in meetings.values():
+                which = f"{op.name!r} of round {turn}"
+                first, last = _decisive(spans, op.work)
+                if first.end < last.start - tolerance:
+                    early = duration(last.start - first.end)
+                    yield (
+                        f"{which} ends on rank {first.rank} {early} before rank {last.rank} has"
+                        " come"
+                    )
+                ends = [span.end for span in spans]
+                if max(ends) - min(ends) > skew + tolerance:
+                    yield f"{which} ends apart in the group of rank {first.rank}"

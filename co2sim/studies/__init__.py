@@ -1,0 +1,1 @@
+"""Many cases: grids, sweeps, plans, and the workers that run them."""

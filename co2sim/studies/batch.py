@@ -1,0 +1,121 @@
+"""Many cases, in order, on one process or several: what fails is named, and the others go on."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from co2sim.common.convert import Count
+from co2sim.common.errors import Co2simError, NoRoomError, ResourceError
+from co2sim.common.progress import progress_bar
+from co2sim.common.units import counted
+from co2sim.prediction.case import Case
+from co2sim.prediction.driver import run
+from co2sim.prediction.result import Result
+from co2sim.studies.inputs import Inputs
+from co2sim.studies.workers.engine import Engine, opened
+from co2sim.studies.workers.flow import Pool, through
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A case without a result, and why."""
+
+    case: str
+    error: Exception
+
+    @property
+    def reason(self) -> str:
+        """One line."""
+        kind = "" if isinstance(self.error, Co2simError) else f"{type(self.error).__name__}: "
+        return " ".join(f"{kind}{self.error}".split())
+
+
+Outcome: TypeAlias = Result | Failure
+
+
+class Interrupted(KeyboardInterrupt):
+    """Control-C before all cases were done: what those that were gave, by their places."""
+
+    def __init__(self, outcomes: Mapping[int, Outcome], cases: int) -> None:
+        super().__init__(f"{len(outcomes)} of {counted(cases, 'case')} were done")
+        self.outcomes = dict(sorted(outcomes.items()))
+
+
+def run_all(
+    cases: Sequence[Case],
+    jobs: Count = 1,
+    *,
+    engine: Engine | None = None,
+    progress: bool | None = None,
+    what: str = "simulating cases",
+) -> list[Outcome]:
+    """A result, or a failure, for every case, in order; `progress` as in `simulate`, with `what`.
+
+    `jobs` is how many processes run them, -1 for one per core; never more than there are cases, or
+    two per core. An `engine` instead says who does. A case whose process is killed runs again, at
+    the end alone, as does one without room beside others. Raises the error of the first case when
+    none gave a result, and `Interrupted` at control-C.
+    """
+    with opened(engine or Engine(jobs=jobs), len(cases)) as pool:
+        return run_on(pool, cases, progress=progress, what=what)
+
+
+def run_on(
+    pool: Pool | None,
+    cases: Sequence[Case],
+    *,
+    progress: bool | None = None,
+    what: str = "simulating cases",
+) -> list[Outcome]:
+    """As `run_all`, on workers that are there already; without any in this process."""
+    found: dict[int, Outcome] = {}
+    try:
+        with progress_bar(what, shown=progress) as done:
+            for place, outcome in _outcomes(pool, cases):
+                found[place] = outcome
+                if done:
+                    done(len(found), len(cases))
+    except KeyboardInterrupt:
+        raise Interrupted(found, len(cases)) from None
+    ordered = [found[place] for place in range(len(cases))]
+    failures = [outcome for outcome in ordered if isinstance(outcome, Failure)]
+    if failures and len(failures) == len(ordered):
+        first = failures[0]
+        if isinstance(first.error, Co2simError):
+            raise type(first.error)(f"{first.case}: {first.reason}") from first.error
+        raise first.error
+    return ordered
+
+
+def _outcomes(pool: Pool | None, cases: Sequence[Case]) -> Iterator[tuple[int, Outcome]]:
+    """Outcomes with the places of their cases, as they come."""
+    if pool is None:
+        yield from ((place, outcome_of(case)) for place, case in enumerate(cases))
+        return
+    inputs = Inputs()
+    items = ((place, inputs.inlined(case)) for place, case in enumerate(cases))
+    yield from spread(pool, items, outcome_of, len(cases))
+
+
+def spread(
+    pool: Pool, items: Iterable[tuple[int, Case]], function: Any, total: int
+) -> Iterator[tuple[int, Any]]:
+    """What a function gives of cases with their places, or a failure, as it comes.
+
+    The function runs on workers, which read no file: cases are `Inputs.inlined`.
+    """
+    for place, case, answer in through(pool, items, function, total, _crowded):
+        killed = isinstance(answer, ResourceError)
+        yield place, Failure(case.title, answer) if killed else answer
+
+
+def _crowded(answer: Any) -> bool:
+    return isinstance(answer, Failure) and isinstance(answer.error, NoRoomError)
+
+
+def outcome_of(case: Case) -> Outcome:
+    """The result of a case, or why there is none."""
+    try:
+        return run(case)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other cases have a right to go on
+        return Failure(case.title, error)

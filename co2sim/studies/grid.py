@@ -1,0 +1,377 @@
+"""Many configurations from one: what varies, over which values, in all combinations."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any, TypeAlias, get_args, get_type_hints
+
+from co2sim.catalog import load_cluster
+from co2sim.common import convert
+from co2sim.common.convert import shown
+from co2sim.common.errors import OptionError, nearest
+from co2sim.hardware.cluster import Cluster, Link
+from co2sim.prediction.case import Case
+from co2sim.simulation.noise import Noise
+from co2sim.strategies import parse, with_options
+from co2sim.strategies.step import title
+
+Grid: TypeAlias = Mapping[str, str | Iterable[Any]]
+"""Paths, as `vary` takes them, with their values: "8, 16", or anything that yields values."""
+
+Setting: TypeAlias = Mapping[str, Any]
+"""One point of a grid: a value for every path."""
+
+_MOST_CASES = 10_000
+"""Of one study: hours of simulation, and what a reader can still sort."""
+_OF_A_CASE = ("cluster", "model", "strategy", *convert.plain_fields(Case))
+_OF_NOISE = convert.plain_fields(Noise)
+_OF_A_CLUSTER = (
+    *(n for n, hint in get_type_hints(Cluster).items() if Link not in {hint, *get_args(hint)}),
+    "grid",
+)
+"""What `vary` changes by a single name; what is inside a link or a GPU has a dot in its path."""
+
+
+def vary(case: Case, path: str, value: Any) -> Case:
+    """The case with one thing changed.
+
+    `path` is a field of `Case` or of `Noise` that holds one value, an option of the strategy
+    ("strategy.tau"), or anything that `overrides` takes ("inter.bandwidth", "model.layers"). The
+    value may be a text.
+    """
+    if path.startswith("strategy."):
+        return varied(case, {path: value})
+    if path in _OF_A_CASE:
+        return replace(case, **{path: value})
+    if path in _OF_NOISE:
+        return replace(case, noise=replace(case.noise, **convert.declared(Noise, {path: value})))
+    if "." not in path and path not in _OF_A_CLUSTER:
+        known = nearest(path, [*_OF_A_CASE, *_OF_NOISE, *_OF_A_CLUSTER])
+        raise OptionError(
+            f"nothing is called {path!r}; {known} (or strategy.OPTION, model.NAME, inter.NAME,"
+            " intra.NAME, gpu.NAME, wan.NAME)"
+        )
+    return replace(case, overrides={**case.overrides, path: value})
+
+
+def varied(case: Case, changes: Setting) -> Case:
+    """The case with several things changed: the strategy first, then all its options at once."""
+    options = {
+        path.removeprefix("strategy."): convert.text(value)
+        for path, value in changes.items()
+        if path.startswith("strategy.")
+    }
+    rest = {path: value for path, value in changes.items() if not path.startswith("strategy.")}
+    for path in sorted(rest, key=lambda path: path != "strategy"):
+        case = vary(case, path, rest[path])
+    if not options:
+        return case
+    strategy = case.strategy
+    if isinstance(strategy, str):
+        strategy = parse(strategy)
+    return replace(case, strategy=with_options(strategy, options))
+
+
+def check(grid: Any) -> None:
+    """Raise OptionError for what is no grid."""
+    if not isinstance(grid, Mapping):
+        raise OptionError(
+            f"vary is {convert.shown(grid)}; it must map paths to values, such as"
+            ' {"gpus": "8, 16"}'
+        )
+    for path, values in grid.items():
+        if not isinstance(path, str):
+            raise OptionError(f"vary: {convert.shown(path)} is not a path, such as 'gpus'")
+        if values is None:
+            raise OptionError(f"{path} has no values to vary over")
+
+
+def settings(grid: Grid) -> list[Setting]:
+    """All combinations, the last path fastest. Raises OptionError for none, or too many."""
+    found = axes(grid, _MOST_CASES, "; give a folder (--out) for more")
+    return [dict(zip(found, point, strict=True)) for point in product(*found.values())]
+
+
+def axes(grid: Grid, most: int, otherwise: str = "") -> dict[str, list[Any]]:
+    """The values of every path. Raises OptionError for none, or for more than `most` cases."""
+    check(grid)
+    found = {path: _values(path, given) for path, given in grid.items()}
+    if not found:
+        raise OptionError("nothing varies; give a path with values, such as gpus=8,16")
+    count = math.prod(map(len, found.values()))
+    if count > most:
+        sizes = " x ".join(str(len(axis)) for axis in found.values())
+        raise OptionError(
+            f"the grid has {sizes} = {count} cases; at most {most} are run{otherwise}"
+        )
+    for path, values in found.items():
+        _refuse_twice(path, values)
+    return found
+
+
+def cases_of(case: Case, found: Sequence[Setting]) -> list[Case]:
+    """The case at every setting. Raises OptionError for a path that is overridden already.
+
+    Clusters and models are loaded, each once: what cannot be read is better said before any run.
+    """
+    refuse_both(case, found[0])
+    cases = [varied(case, setting) for setting in found]
+    check_inputs(cases)
+    return cases
+
+
+def refuse_both(case: Case, setting: Setting) -> None:
+    """Raise OptionError for a path that is overridden and varied."""
+    both = case.overrides.keys() & setting.keys()
+    if both:
+        raise OptionError(f"{both.pop()} is both overridden (--set) and varied (--vary)")
+
+
+def check_inputs(cases: Sequence[Case]) -> None:
+    """Load what the cases name, each combination once, and read their strategies."""
+    loaded: set[object] = set()
+    texts = [case.strategy for case in cases if isinstance(case.strategy, str)]
+    for strategy in dict.fromkeys(texts):
+        parse(strategy)
+    for case in cases:
+        inputs = (label(case.cluster), label(case.model), *case.overrides.items())
+        if inputs not in loaded:
+            case.load()
+            loaded.add(inputs)
+
+
+def over_sizes(
+    job: Case, clusters: Sequence[Any], strategies: Sequence[Any], gpus: Any = None
+) -> list[Case]:
+    """Every strategy on every cluster at every GPU count; see `counts`.
+
+    Raises OptionError for what is given twice, and for counts that a cluster cannot have.
+    """
+    for what, names in (
+        ("cluster", [label(cluster) for cluster in clusters]),
+        ("strategy", [strategy_title(strategy) for strategy in strategies]),
+    ):
+        if not names:
+            raise OptionError(f"no {what} is given")
+        if len(set(names)) < len(names):
+            raise OptionError(f"a {what} is given twice: {', '.join(names)}")
+    cases = [
+        replace(job, cluster=cluster, strategy=strategy, gpus=count)
+        for cluster in clusters
+        for sizes in [counts(replace(job, cluster=cluster), gpus)]
+        for strategy in strategies
+        for count in sizes
+    ]
+    if len(cases) > _MOST_CASES:
+        raise OptionError(f"these are {len(cases)} cases; at most {_MOST_CASES} are run")
+    check_inputs(cases)
+    return cases
+
+
+def panels(
+    job: Case,
+    clusters: Sequence[str],
+    strategies: Sequence[Any],
+    gpus: Any,
+    found: Sequence[Setting],
+) -> list[tuple[str, Case]]:
+    """As `over_sizes` for each cluster at every setting: the name of its panel with every case.
+
+    Raises OptionError for paths of what is compared inside of a panel, too.
+    """
+    for path in found[0]:
+        if path in {"cluster", "strategy", "gpus"} or path.startswith("strategy."):
+            flag = path.partition(".")[0]
+            raise OptionError(f"--vary {path}: here give --{flag} as often as it takes")
+    refuse_both(job, found[0])
+    made = []
+    for cluster, setting in product(clusters, found):
+        name = ", ".join([cluster, *(f"{path}={label(value)}" for path, value in setting.items())])
+        cases = over_sizes(varied(job, setting), [cluster], strategies, gpus)
+        made += [(name, case) for case in cases]
+    if len(made) > _MOST_CASES:
+        raise OptionError(f"these are {len(made)} cases; at most {_MOST_CASES} are run")
+    return made
+
+
+def counts(case: Case, given: Any = None) -> list[int]:
+    """GPU counts: those given, or one node doubled up to the whole cluster, where sites divide."""
+    changes = {path: v for path, v in case.overrides.items() if not path.startswith("model.")}
+    cluster = case.cluster
+    found = cluster if isinstance(cluster, Cluster) else load_cluster(cluster, changes).value
+    if given is not None:
+        values = _values("gpus", given)
+        _refuse_twice("gpus", values)
+        asked = [replace(case, gpus=value).gpus for value in values]
+        sizes = sorted(size for size in asked if size is not None)
+        for size in sizes:
+            found.resized(size)
+        return sizes
+    return list(_doubled(found))
+
+
+def _doubled(cluster: Cluster) -> Iterator[int]:
+    count, most = cluster.gpus_per_node, cluster.layout.world_size
+    while count < most:
+        nodes = count // cluster.gpus_per_node
+        if nodes % min(cluster.sites, nodes) == 0:
+            yield count
+        count *= 2
+    yield most
+
+
+def label(value: Any) -> str:
+    """A value of a grid in a table: objects by their name."""
+    if isinstance(value, str):
+        return value
+    if hasattr(value, "schedule"):
+        return title(value)
+    return str(value.name) if hasattr(value, "name") else convert.text(value)
+
+
+def strategy_title(strategy: Any) -> str:
+    """The strategy as results name it, but for numbers that are still to be chosen."""
+    if isinstance(strategy, str):
+        return title(parse(strategy))
+    return title(strategy) if hasattr(strategy, "schedule") else convert.shown(strategy)
+
+
+def _values(path: str, given: Any) -> list[Any]:
+    """The values of one path."""
+    if isinstance(given, str):
+        return _split(path, given)
+    values = list(given) if isinstance(given, Iterable) else [given]
+    if not values:
+        raise OptionError(f"{path} has no values to vary over")
+    missing = any(value is None for value in values)
+    if missing and not path.startswith("strategy."):  # there "none" may be a choice
+        raise OptionError(f"{path}: None is no value to vary over; give numbers or texts")
+    return values
+
+
+def _refuse_twice(path: str, values: Sequence[Any]) -> None:
+    """Raise OptionError for a value that is there twice, also where it is written in two ways."""
+    found: dict[Any, Any] = {}
+    for value in values:
+        key = _meaning(path, value)
+        if key in found:
+            one, other = label(found[key]), label(value)
+            same = f"{one} is" if one == other else f"{one} and {other} are the same,"
+            raise OptionError(f"{path}: {same} given twice")
+        found[key] = value
+
+
+def _meaning(path: str, value: Any) -> Any:
+    """What is equal for two values of a path that mean the same."""
+    if path == "strategy":
+        return strategy_title(value)
+    if path in {"cluster", "model"}:
+        return value if isinstance(value, str) else id(value)  # objects may share a name
+    for owner, names in ((Case, _OF_A_CASE), (Noise, _OF_NOISE)):
+        if path in names:
+            return convert.declared(owner, {path: value})[path]
+    text = label(value)
+    try:
+        return convert.number(path, text)
+    except OptionError:
+        return text.lower() if path.startswith("strategy.") else text
+
+
+def _split(path: str, text: str) -> list[str]:
+    """Values between semicolons, or between commas; those inside parentheses belong to a value.
+
+    So do those before an option of a strategy: "co2:tau=48,worker=node, ddp" are two.
+    """
+    parts = text.split(";") if ";" in text else convert.outside_parentheses(text.split(","))
+    found: list[str] = []
+    for part in parts:
+        if path == "strategy" and found and ":" in found[-1] and re.match(r"\s*\w+\s*=", part):
+            found[-1] += f",{part}"
+        else:
+            found.append(part.strip())
+    if not all(found):
+        raise OptionError(f"{path}: {text!r} has an empty value")
+    return found
+
+
+MOST_CASES = 10_000_000
+"""Of a table that is written as it grows: their keys take 240 MB, a tenth of a day on 100 cores."""
+_MOST_SHARDS = 10_000
+_TRIED = 1000
+"""Values of a path that are read before anything runs: a second or two."""
+
+
+@dataclass(frozen=True)
+class Points:
+    """A case at every point of a grid, the last path fastest."""
+
+    case: Case
+    axes: dict[str, Sequence[Any]]
+
+    @classmethod
+    def of(cls, case: Case, given: Grid) -> "Points":
+        """Of values as users give them.
+
+        Raises Co2simError for a grid that cannot be, and for a value with which no case can be:
+        of each path the first thousand are tried, the others being the first of theirs.
+        """
+        made = cls(case, dict(axes(given, MOST_CASES)))
+        first = made.setting(0)
+        refuse_both(case, first)
+        for path, values in made.axes.items():
+            tried = [varied(case, {**first, path: one}) for one in values[:_TRIED]]
+            check_inputs(tried)
+        return made
+
+    def __len__(self) -> int:
+        return self._sizes[0]
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """How many cases there are from each path on; 1 behind the last."""
+        counts = [len(values) for values in self.axes.values()]
+        return [math.prod(counts[path:]) for path in range(len(counts) + 1)]
+
+    def setting(self, place: int) -> Setting:
+        """What varies there."""
+        sizes = self._sizes[1:]
+        return {
+            path: values[place // size % len(values)]
+            for (path, values), size in zip(self.axes.items(), sizes, strict=True)
+        }
+
+    def at(self, place: int) -> Case:
+        """The case there. Raises Co2simError where none can be."""
+        return varied(self.case, self.setting(place))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Every `count`-th case, from the `number`-th on: so all shards take about as long."""
+
+    number: int = 1
+    count: int = 1
+
+    @classmethod
+    def read(cls, text: Any) -> "Shard":
+        """From a text such as 3/16. Raises OptionError for anything else."""
+        found = re.fullmatch(r"\s*([0-9]{1,9})\s*/\s*([0-9]{1,9})\s*", str(text))
+        number, count = map(int, found.groups()) if found else (0, 0)
+        if not 1 <= number <= count <= _MOST_SHARDS:
+            raise OptionError(
+                f"shard is {shown(text)}; it must be N/COUNT, such as 3/16: the third of sixteen,"
+                f" at most {_MOST_SHARDS:,}"
+            )
+        return cls(number, count)
+
+    def places(self, cases: int) -> range:
+        """The places of its cases, of so many."""
+        return range(self.number - 1, cases, self.count)
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its files begin with; nothing where it is all."""
+        return "" if self.count == 1 else f"shard-{self.number}-of-{self.count}-"

@@ -1,0 +1,441 @@
+"""A sweep that goes to a folder as it runs: any number of cases, in the memory of a few thousand.
+
+What the folder has already is not computed again. Parts are written when they are complete, and
+those that are not every half minute, so that a kill costs no more than that.
+"""
+
+import io
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+import numpy as np
+
+from co2sim.common.errors import Co2simError, EngineError, OptionError
+from co2sim.common.files import check_writable, is_folder, is_regular, read_bytes, write_atomically
+from co2sim.common.progress import Done, progress_bar
+from co2sim.common.units import Seconds, counted
+from co2sim.prediction.case import Case
+from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import NO_GOAL, Goal
+from co2sim.studies.batch import Failure, outcome_of, spread
+from co2sim.studies.grid import Points, Setting, Shard, label
+from co2sim.studies.inputs import Inputs
+from co2sim.studies.table import DERIVED, NESTED, TO_LOSS, TOTALS, VARIED, memory_column, row_of
+from co2sim.studies.workers.flow import Pool
+
+ROWS = 1000
+"""Of a part: a few seconds of the cheapest cases, and far less than a megabyte."""
+_EARLIER = "_earlier"
+"""A folder inside, which readers of Parquet skip: parts of other cases, until all is complete."""
+_AT_HAND = 64
+"""Parts that are kept in memory after they were read."""
+_KEY_BYTES = 16
+
+
+class Parts:
+    """The parts of one table; `prefix` names the shard that they are of, if any.
+
+    Raises OptionError for a folder that holds something else, or without pyarrow.
+    """
+
+    def __init__(self, folder: Path, columns: Mapping[str, str], prefix: str = "") -> None:
+        """Find out what the folder holds."""
+        self._arrow, self._parquet = _pyarrow()
+        self._folder, self._prefix = folder, prefix
+        self._columns = dict(columns)
+        self._schema = self._arrow.schema(
+            [(name, self._arrow.type_for_alias(kind)) for name, kind in columns.items()]
+        )
+        if folder.exists() and not is_folder(folder):
+            raise OptionError(f"cannot write into {folder}: it is not a folder")
+        check_writable(folder)
+        self._files = [*folder.glob("*.parquet"), *(folder / _EARLIER).glob("*.parquet")]
+        self._places, self._keys = self._index()
+        self._at_hand: OrderedDict[int, Any] = OrderedDict()
+        self._written: set[Path] = set()
+
+    def find(self, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """The rows with these keys that the folder has, but for those of cases that failed."""
+        wanted = np.array([bytes.fromhex(key) for key in keys], dtype=f"V{_KEY_BYTES}")
+        if not len(self._keys) or not len(wanted):
+            return {}
+        at = np.minimum(np.searchsorted(_ordered(self._keys), _ordered(wanted)), self._last)
+        there = np.flatnonzero(self._keys[at] == wanted)
+        by_file: dict[int, list[tuple[int, str]]] = {}
+        for place in there.tolist():
+            file, row = self._places[at[place]].tolist()
+            by_file.setdefault(file, []).append((row, keys[place]))
+        found: dict[str, dict[str, Any]] = {}
+        for file, rows in by_file.items():
+            table = self._table(file)
+            places = [row for row, _ in rows if table is not None and row < table.num_rows]
+            values = table.take(places).to_pylist() if places else []
+            asked = {key for _, key in rows}
+            # another process may have written the file anew meanwhile
+            found |= {v["key"]: v for v in values if v["key"] in asked and v["error"] is None}
+        return found
+
+    def write(self, number: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write a part, complete or not. What it held of other cases is kept until `finish`."""
+        path = self._folder / f"{self._prefix}part-{number:06d}.parquet"
+        table = self._arrow.Table.from_pylist(list(rows), schema=self._schema)
+        content = io.BytesIO()
+        self._parquet.write_table(table, content, compression="zstd")
+        if not is_regular(path) or read_bytes(path) != content.getvalue():
+            if path not in self._written:
+                self._put_aside(path, {str(row["key"]) for row in rows})
+            write_atomically({path: content.getvalue()})
+        self._written.add(path)
+
+    def finish(self) -> None:
+        """The table is complete: remove the parts of other cases, and of shards, that it had.
+
+        A shard leaves the parts of others alone.
+        """
+        earlier = self._folder / _EARLIER
+        for path in [*self._folder.glob("*.parquet"), *earlier.glob("*.parquet")]:
+            if path not in self._written and path.name.startswith(self._prefix):
+                path.unlink(missing_ok=True)
+        with suppress(OSError):  # others may still need it
+            earlier.rmdir()
+
+    def _put_aside(self, path: Path, keys: set[str]) -> None:
+        """Move a part that is there, and holds other cases, out of the way."""
+        if not path.exists():
+            return
+        there = self._parquet.read_table(path, columns=["key"])["key"].to_pylist()
+        if set(there) <= keys:
+            return
+        moved = self._folder / _EARLIER / f"{path.stem}-{secrets.token_hex(8)}.parquet"
+        moved.parent.mkdir(exist_ok=True)
+        path.rename(moved)
+        self._files = [moved if one == path else one for one in self._files]
+
+    def _index(self) -> tuple[Any, Any]:
+        """File and row of every case that has figures, by rising key; 24 bytes each."""
+        keys, places = [], []
+        for file, path in enumerate(self._files):
+            found = list(self._known(path))
+            keys.append(np.array([key for _, key in found], dtype=f"V{_KEY_BYTES}"))
+            rows = np.array([row for row, _ in found], dtype=np.int32)
+            places.append(np.stack([np.full(len(rows), file, np.int32), rows], axis=1))
+        if not keys:
+            return np.empty((0, 2), np.int32), np.empty(0, f"V{_KEY_BYTES}")
+        every = np.concatenate(keys)
+        halves = _ordered(every)
+        order = np.lexsort((halves["low"], halves["high"]))
+        return np.concatenate(places)[order], every[order]
+
+    @property
+    def _last(self) -> int:
+        return len(self._keys) - 1
+
+    def _known(self, path: Path) -> Iterator[tuple[int, bytes]]:
+        """Row and key of each case with figures in a file."""
+        try:
+            schema = self._parquet.read_schema(path)
+            ours = schema.equals(self._schema)
+            table = self._parquet.read_table(path, columns=["key", "error"]) if ours else None
+        except (OSError, self._arrow.ArrowException) as error:
+            reason = " ".join(str(error).split())
+            raise OptionError(f"cannot read {path}: {reason}; remove it, and go on") from None
+        if table is None:
+            raise OptionError(
+                f"{path} has other columns than this table: it is of another question, or of"
+                " another co2sim; give a folder of its own"
+            )
+        pairs = zip(table["key"].to_pylist(), table["error"].to_pylist(), strict=True)
+        for row, (key, failed) in enumerate(pairs):
+            if failed is None:
+                yield row, bytes.fromhex(key)
+
+    def _table(self, file: int) -> Any:
+        """A file, read or at hand; None if it is gone."""
+        if file not in self._at_hand:
+            try:
+                table = self._parquet.read_table(self._files[file])
+            except (OSError, self._arrow.ArrowException):
+                table = None
+            self._at_hand[file] = table
+            if len(self._at_hand) > _AT_HAND:
+                self._at_hand.popitem(last=False)
+        return self._at_hand[file]
+
+
+def _ordered(keys: Any) -> Any:
+    """Keys as pairs of numbers, which NumPy can sort: it has no order for bytes with zeros."""
+    return keys.view([("high", ">u8"), ("low", ">u8")])
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow as pa  # noqa: PLC0415 - optional
+        from pyarrow import parquet  # noqa: PLC0415
+    except ImportError:
+        raise OptionError(
+            "a folder of results needs pyarrow: pip install 'co2sim[parquet]'"
+        ) from None
+    return pa, parquet
+
+
+MEMORY_ITEMS = (
+    *("parameters", "gradients", "optimizer", "gathered", "bucket", "secondary", "outer"),
+    *("activations", "checkpoints", "tied_gradient", "logits", "workspace"),
+    *("fragmentation", "nccl", "context", "total"),
+)
+"""Of every strategy of ours; `_OTHER` is the sum of what others keep."""
+_OTHER = "other"
+
+_KINDS: Mapping[type[Any], str] = {int: "int64", float: "double", bool: "bool", str: "string"}
+"""Types of Arrow."""
+
+
+def columns(paths: Iterable[str], goal: Goal, tokens: float | None) -> dict[str, str]:
+    """Names with types of Arrow: place and key of a case, what varies, its figures, its error."""
+    hints = get_type_hints(Result)
+    found = {"case": "int64", "key": "string"}
+    found |= {f"{VARIED}{path}": "string" for path in paths}
+    found |= {"cluster_key": "string", "model_key": "string"}
+    found |= {f.name: _kind(hints[f.name]) for f in fields(Result) if f.name not in NESTED}
+    found |= dict.fromkeys(DERIVED, "double")
+    found |= {memory_column(item): "double" for item in (*MEMORY_ITEMS, _OTHER)}
+    found |= dict.fromkeys(TO_LOSS, "double") if goal.steps is not None else {}
+    found |= dict.fromkeys(TOTALS, "double") if tokens is not None else {}
+    return found | {"warnings": "string", "error": "string"}
+
+
+def fitted(row: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
+    """A row with these columns only, None where it has no value, and their types."""
+    found = {name: _value(row.get(name), kind) for name, kind in kinds.items()}
+    unknown = [name for name in row if name not in kinds and name.startswith("memory_")]
+    if unknown:
+        found[memory_column(_OTHER)] = float(sum(row[name] for name in unknown))
+    return found
+
+
+def _value(value: Any, kind: str) -> Any:
+    return float(value) if kind == "double" and value is not None else value
+
+
+def _kind(hint: Any) -> str:
+    options = [option for option in get_args(hint) if option is not NoneType]
+    return _KINDS[options[0] if options else hint]
+
+
+_SAVE: Seconds = 30.0
+"""Between two times that incomplete parts are written."""
+_NAMED = 1000
+"""Failures that are kept to be named."""
+
+
+@dataclass(kw_only=True)
+class Kept:
+    """What became of the cases of a sweep, or of its shard, that is kept in a folder.
+
+    `computed` of them were simulated by now, `reused` stood in the folder already; `failed` of
+    those computed have an error in place of figures, and the first of them are in `failures`, with
+    what they vary.
+    """
+
+    folder: Path
+    cases: int
+    computed: int = 0
+    reused: int = 0
+    failed: int = 0
+    failures: list[tuple[Setting, Failure]] = field(default_factory=list, repr=False)
+
+    @property
+    def done(self) -> int:
+        """Cases that the folder has."""
+        return self.computed + self.reused
+
+    def so_far(self) -> str:
+        """What the folder has of a sweep that did not end."""
+        cases = counted(self.cases, "case")
+        return f"{self.done:,} of {cases} are in {self.folder}; the same command goes on from there"
+
+    def summary(self) -> dict[str, Any]:
+        """As plain values for JSON."""
+        counts = {name: getattr(self, name) for name in ("cases", "computed", "reused", "failed")}
+        return {"out": str(self.folder), **counts}
+
+
+class SweepStopped(KeyboardInterrupt):
+    """Control-C before all cases were done: what the folder has by now."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__(kept.so_far())
+        self.kept = kept
+
+
+@dataclass(frozen=True)
+class SweepTable:
+    """What is asked for: the cases, the loss and the tokens of further columns, and the place."""
+
+    points: Points
+    folder: Path
+    shard: Shard = field(default_factory=Shard)
+    goal: Goal = NO_GOAL
+    tokens: float | None = None
+
+
+def stream(
+    table: SweepTable,
+    pool: Pool | None,
+    progress: bool | None = None,  # noqa: FBT001
+) -> Kept:
+    """Simulate what the folder does not have yet.
+
+    Raises `SweepStopped` at control-C, EngineError where no worker is left, and OptionError for a
+    folder that cannot be written; whatever was done by then is in the folder.
+    """
+    with progress_bar("simulating cases", shown=progress) as done:
+        run = _Filling(table, done)
+        try:
+            run.through(pool)
+        except KeyboardInterrupt:
+            run.save()
+            raise SweepStopped(run.kept) from None
+        except EngineError as error:
+            run.save()
+            raise EngineError(f"{error}; {run.kept.so_far()}") from error
+        except BaseException:
+            with suppress(Co2simError):  # such as a full disk, which is what is raised
+                run.save()
+            raise
+    run.parts.finish()
+    return run.kept
+
+
+@dataclass(slots=True)
+class _Part:
+    """Rows of a part by their places; complete when there are `size` of them.
+
+    `unsaved` says whether some were computed after it was written.
+    """
+
+    number: int
+    size: int
+    keys: dict[int, str]
+    rows: dict[int, dict[str, Any]] = field(default_factory=dict)
+    unsaved: bool = False
+
+
+class _Filling:
+    """The parts that are not complete yet, and what became of the others."""
+
+    def __init__(self, table: SweepTable, done: Done | None) -> None:
+        self._table, self._done = table, done
+        self._columns = columns(table.points.axes, table.goal, table.tokens)
+        self.parts = Parts(table.folder, self._columns, table.shard.prefix)
+        self._places = table.shard.places(len(table.points))
+        self.kept = Kept(folder=table.folder, cases=len(self._places))
+        self._inputs = Inputs([list(self._columns), table.goal, table.tokens])
+        self._open: dict[int, _Part] = {}
+        self._part_of: dict[int, _Part] = {}
+        self._saved = time.monotonic()
+
+    def through(self, pool: Pool | None) -> None:
+        """Simulate all cases that are not there."""
+        function = partial(figures, goal=self._table.goal, tokens=self._table.tokens)
+        answers: Iterator[tuple[int, Any]]
+        if pool is None:
+            answers = ((place, function(case)) for place, case in self._missing())
+        else:
+            answers = spread(pool, self._missing(), function, len(self._places))
+        for place, answer in answers:
+            self._take(place, answer)
+
+    def save(self) -> None:
+        """Write what is there of parts that are not complete."""
+        for part in self._open.values():
+            if part.unsaved:
+                self._write(part)
+        self._saved = time.monotonic()
+
+    def _missing(self) -> Iterator[tuple[int, Case]]:
+        """Cases to simulate; their parts are open from now on."""
+        places = iter(self._places)
+        number = 0
+        while chunk := list(islice(places, ROWS)):
+            yield from self._begin(number, chunk)
+            number += 1
+
+    def _begin(self, number: int, places: Sequence[int]) -> Iterator[tuple[int, Case]]:
+        """Open a part, and take what is known of it; gives the other cases."""
+        cases, keys = {}, {}
+        wrong: dict[int, Failure] = {}
+        for place in places:
+            try:
+                case = self._inputs.inlined(self._table.points.at(place))
+                cases[place], keys[place] = case, self._inputs.key(case)
+            except Co2simError as error:
+                wrong[place] = Failure("", error)
+        self._open[number] = part = _Part(number, len(places), keys)
+        self._part_of |= dict.fromkeys(places, part)
+        found = self.parts.find(list(keys.values()))
+        for place, failure in wrong.items():
+            self._take(place, failure)
+        for place, case in cases.items():
+            row = found.get(keys[place])
+            if row is None:
+                yield place, case
+            else:
+                self.kept.reused += 1
+                self._note(place, row)
+
+    def _take(self, place: int, answer: dict[str, Any] | Failure) -> None:
+        """An answer of a worker, or the reason why there is no case."""
+        self.kept.computed += 1
+        self._part_of[place].unsaved = True
+        if isinstance(answer, Failure):
+            self.kept.failed += 1
+            if len(self.kept.failures) < _NAMED:
+                setting = self._table.points.setting(place)
+                self.kept.failures.append((setting, answer))
+            answer = row_of(self._known(place), answer)
+        self._note(place, answer)
+        if time.monotonic() - self._saved >= _SAVE:
+            self.save()
+
+    def _known(self, place: int) -> Case:
+        """The case there; where none can be, what all have in common."""
+        try:
+            return self._table.points.at(place)
+        except Co2simError:
+            return self._table.points.case
+
+    def _note(self, place: int, row: dict[str, Any]) -> None:
+        part = self._part_of.pop(place)
+        varied = {f"{VARIED}{p}": label(v) for p, v in self._table.points.setting(place).items()}
+        whole = {**row, **varied, "case": place, "key": part.keys.get(place, "")}
+        part.rows[place] = fitted(whole, self._columns)
+        if len(part.rows) == part.size:
+            self._write(part)
+            del self._open[part.number]
+        if self._done:
+            self._done(self.kept.done, self.kept.cases)
+
+    def _write(self, part: _Part) -> None:
+        self.parts.write(part.number, [part.rows[place] for place in sorted(part.rows)])
+        part.unsaved = False
+
+
+def figures(case: Case, goal: Goal, tokens: float | None) -> dict[str, Any] | Failure:
+    """In a worker: the row of a case, or why it has none."""
+    outcome = outcome_of(case)
+    if not isinstance(outcome, Result):
+        return outcome
+    try:
+        return row_of(case, outcome, goal, tokens)
+    except Co2simError as error:
+        return Failure(case.title, error)

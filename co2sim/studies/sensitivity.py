@@ -1,0 +1,278 @@
+"""Where an answer changes: the price, bandwidth or step factor at which the runner-up wins."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from scipy.optimize import brentq
+
+from co2sim.common.errors import Co2simError
+from co2sim.hardware.cluster import Cluster
+from co2sim.prediction import driver
+from co2sim.prediction.calibrations import replaced
+from co2sim.prediction.case import Case
+from co2sim.prediction.result import Result
+from co2sim.prediction.totals import totals_of
+from co2sim.strategies import parse
+from co2sim.strategies.local import LocalSteps
+from co2sim.studies.candidates import Candidate, Wanted
+from co2sim.studies.grid import label, strategy_title
+from co2sim.studies.targets import Axis, axis_of
+
+_REACH = 100.0
+"""How far bandwidths are searched: from a hundredth to a hundred times what is there."""
+_POINTS = 7
+_NEAR = 1e-3
+"""How exactly they are found."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakEven:
+    """A number `what`, which is `now`, and the value `at` which the runner-up becomes the better.
+
+    Texts `shown_now` and `shown_at` have units. `above` says that it does so from there up.
+    """
+
+    what: str
+    now: float
+    at: float
+    shown_now: str
+    shown_at: str
+    above: bool
+
+
+def break_even(choice: Candidate, other: Candidate, wanted: Wanted) -> list[BreakEven]:
+    """All numbers that can turn the answer, each alone.
+
+    Prices and step factors by division; bandwidths between nodes and sites, of the chosen cluster,
+    by simulation of both options from a hundredth to a hundred times what is there; how often its
+    parts fail, from a hundredth to a hundred times as often.
+    """
+    ratio = other.score(wanted.want) / choice.score(wanted.want)
+    return [
+        *_prices(choice, other, wanted, ratio),
+        *_factors(choice, other, ratio),
+        *_bandwidths(choice, other, wanted),
+        *_failures(choice, other, wanted),
+    ]
+
+
+def _prices(
+    choice: Candidate, other: Candidate, wanted: Wanted, ratio: float
+) -> Iterator[BreakEven]:
+    """Of two clusters; those of one change together."""
+    same = label(choice.case.cluster) == label(other.case.cluster)
+    if wanted.want != "cheapest" or same:
+        return
+    for option, factor in ((choice, ratio), (other, 1 / ratio)):
+        price = option.cluster.price_per_gpu
+        if price:
+            now, at = price * 3600, price * 3600 * factor
+            yield BreakEven(
+                what=f"the price of a GPU of {label(option.case.cluster)}",
+                now=now,
+                at=at,
+                shown_now=f"{now:,.2f} {option.cluster.currency}/h",
+                shown_at=f"{at:,.2f} {option.cluster.currency}/h",
+                above=factor > 1,
+            )
+
+
+def _factors(choice: Candidate, other: Candidate, ratio: float) -> Iterator[BreakEven]:
+    """Of local updates: more steps to the same loss than was measured, or fewer."""
+    for option, factor in ((choice, ratio), (other, 1 / ratio)):
+        strategy = option.result.strategy
+        if isinstance(parse(strategy), LocalSteps):
+            now = option.totals.factor.factor
+            yield BreakEven(
+                what=f"the step factor of {strategy}",
+                now=now,
+                at=now * factor,
+                shown_now=f"{now:.3g}",
+                shown_at=f"{now * factor:.3g}",
+                above=factor > 1,
+            )
+
+
+def _bandwidths(choice: Candidate, other: Candidate, wanted: Wanted) -> Iterator[BreakEven]:
+    """Of the links between nodes, and between sites, of the cluster that was chosen."""
+    cluster = choice.cluster
+    paths = [
+        *(["inter.bandwidth"] if cluster.nodes > 1 else []),
+        *(["wan.bandwidth"] if cluster.wan and cluster.sites > 1 else []),
+    ]
+    both = label(choice.case.cluster) == label(other.case.cluster)
+    for path in paths:
+        axis = axis_of(choice.case, path)
+        link = cluster.inter if path.startswith("inter") else cluster.wan
+        assert link is not None
+        now = link.bandwidth
+
+        def behind(value: float, axis: Axis = axis) -> float:
+            """How far the choice is behind: above 0 where the other one is the better."""
+            mine = _score(choice, axis.at(choice.case, value), wanted)
+            its = _score(other, axis.at(other.case, value), wanted) if both else None
+            return math.log(mine / (other.score(wanted.want) if its is None else its))
+
+        for at in _turns(behind, now):
+            yield BreakEven(
+                what=f"{path} of {label(choice.case.cluster)}",
+                now=now,
+                at=at,
+                shown_now=axis.shown(now),
+                shown_at=axis.shown(at),
+                above=at > now,
+            )
+
+
+def _failures(choice: Candidate, other: Candidate, wanted: Wanted) -> Iterator[BreakEven]:
+    """How many times as often parts of the chosen cluster would have to fail, or as seldom."""
+    if choice.cluster.failures is None:
+        return
+    both = label(choice.case.cluster) == label(other.case.cluster)
+
+    def behind(times: float) -> float:
+        mine = _failing(choice, times, wanted)
+        its = _failing(other, times, wanted) if both else other.score(wanted.want)
+        return math.log(mine / its)
+
+    for at in _turns(behind, 1.0):
+        yield BreakEven(
+            what=f"the rate of failures on {label(choice.case.cluster)}",
+            now=1.0,
+            at=at,
+            shown_now="as stated",
+            shown_at=f"{at:.3g} times the stated one",
+            above=at > 1,
+        )
+
+
+def _failing(option: Candidate, times: float, wanted: Wanted) -> float:
+    """The score where parts fail so many times as often."""
+    failures = option.cluster.failures
+    assert failures is not None
+    means = {name: getattr(failures, name) for name in ("gpu", "node", "switch", "job")}
+    shorter = {name: mean / times for name, mean in means.items() if mean is not None}
+    cluster = replace(option.cluster, failures=replace(failures, **shorter))
+    model = option.case.load()[1].value
+    case = replace(option.case, cluster=cluster, model=model, overrides={}, gpus=None)
+    found = totals_of(case, option.result, wanted.tokens, wanted.goal)
+    assert found is not None
+    return replace(option, totals=found).score(wanted.want)
+
+
+def _turns(behind: Callable[[float], float], now: float) -> Iterator[float]:
+    """The nearest values below and above at which it stops being below 0."""
+    for reach in (1 / _REACH, _REACH):
+        points = [now * float(step) for step in np.geomspace(1, reach, _POINTS)]
+        try:
+            for near, far in pairwise(points):
+                if behind(far) > 0:
+                    ends = math.log(near), math.log(far)
+                    yield math.exp(brentq(lambda x: behind(math.exp(x)), *ends, xtol=_NEAR))
+                    break
+        except (Co2simError, ValueError):  # one of them cannot be had there
+            continue
+
+
+def _score(option: Candidate, case: Case, wanted: Wanted) -> float:
+    """The score of an option where a number of its case is another."""
+    result = driver.run(case)
+    found = totals_of(case, result, wanted.tokens, wanted.goal)
+    assert found is not None, strategy_title(case.strategy)
+    return replace(option, result=result, totals=found).score(wanted.want)
+
+
+MORE = 1.1
+"""How many times better each number is made: more bandwidth, or less latency."""
+
+_ROUNDING = 1e-9
+"""A gain that is nothing."""
+
+_LINKS = ("intra", "inter", "wan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lever:
+    """What one number does.
+
+    `change` says what is changed, `gain` is the growth of tokens/s, `gpus` how many more GPUs of
+    the same kind would give the same, and `worth_per_hour` what those cost, in `currency`. The last
+    three are None where no more GPUs give more, or nothing has a price.
+    """
+
+    change: str
+    gain: float
+    gpus: float | None
+    worth_per_hour: float | None
+    currency: str | None
+
+
+def moved(case: Case) -> tuple[Case, list[tuple[str, Cluster]]]:
+    """The case with its numbers as objects, and its cluster with each number a tenth better."""
+    case = driver.settle(case)
+    cluster, model = case.load()
+    sized = cluster.value.resized(case.gpus) if case.gpus is not None else cluster.value
+    return replace(case, cluster=sized, model=model.value, overrides={}, gpus=None), list(
+        _moves(sized)
+    )
+
+
+def levers(case: Case) -> list[Lever]:
+    """All levers of a case, the strongest first; each takes a simulation."""
+    plain, moves = moved(case)
+    sized = plain.cluster
+    assert isinstance(sized, Cluster)
+    before = driver.run(plain)
+    marginal = _marginal(plain, sized, before)
+    found = []
+    for change, better in moves:
+        gain = driver.run(replace(plain, cluster=better)).tokens_per_s / before.tokens_per_s - 1
+        gain = gain if abs(gain) > _ROUNDING else 0.0
+        gpus = gain * before.tokens_per_s / marginal if marginal else None
+        price = sized.price_per_gpu
+        worth = None if gpus is None or price is None else gpus * price * 3600
+        found.append(
+            Lever(
+                change=change,
+                gain=gain,
+                gpus=gpus,
+                worth_per_hour=worth,
+                currency=None if price is None else sized.currency,
+            )
+        )
+    return sorted(found, key=lambda lever: -lever.gain)
+
+
+def _moves(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
+    """Clusters of which one number is better."""
+    gpu = cluster.gpu
+    peaks = {kind: speed * MORE for kind, speed in gpu.peak.items()}
+    faster = replace(gpu, peak=peaks)
+    yield "gpu.peak", replace(cluster, gpu=faster)
+    wide = replace(gpu, memory_bandwidth=gpu.memory_bandwidth * MORE)
+    yield "gpu.memory_bandwidth", replace(cluster, gpu=wide)
+    for name in _LINKS:
+        link: Any = getattr(cluster, name)
+        used = {"intra": cluster.gpus_per_node > 1, "inter": cluster.nodes_per_site > 1}
+        if link is None or not used.get(name, cluster.sites > 1):
+            continue
+        path = f"{name}.bandwidth"
+        yield path, replaced(cluster, path, link.bandwidth * MORE)
+        if link.latency:
+            path = f"{name}.latency"
+            yield path, replaced(cluster, path, link.latency / MORE)
+
+
+def _marginal(case: Case, cluster: Cluster, before: Result) -> float | None:
+    """Tokens/s that a further GPU gives, by adding a node to each site; None for no more."""
+    more = cluster.layout.world_size + cluster.gpus_per_node * cluster.sites
+    try:
+        after = driver.run(replace(case, gpus=more))
+    except Co2simError:  # a global batch that does not divide, say
+        return before.tokens_per_s / before.gpus
+    gain = (after.tokens_per_s - before.tokens_per_s) / (more - before.gpus)
+    return gain if gain > 0 else None

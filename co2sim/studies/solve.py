@@ -1,0 +1,358 @@
+"""The inverse question: which value of a number reaches a target, found by simulation."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TypeAlias
+
+from scipy.optimize import brentq
+
+from co2sim.common.errors import Co2simError, OptionError
+from co2sim.common.progress import Done
+from co2sim.prediction import driver
+from co2sim.prediction.case import Case
+from co2sim.prediction.goodput.of_result import goodput_of
+from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import NO_GOAL, Goal, step_factor
+from co2sim.strategies import parse
+from co2sim.studies.sensitivity import moved
+from co2sim.studies.targets import Axis, End, Target, View
+
+Figure: TypeAlias = Callable[[float], float | None]
+"""A figure at a value of the axis; None where there is none."""
+
+_EXACT = 1e-7
+"""How near to a crossing the search comes, relative to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Values that meet a target, both ends included.
+
+    `open_low` and `open_high` say that an end is that of the searched range, and not a crossing.
+    """
+
+    low: float
+    high: float
+    open_low: bool
+    open_high: bool
+
+
+def spans(
+    figure: Figure, points: Sequence[float], axis: Axis, target: Target, value: float
+) -> Iterable[Stretch]:
+    """The ranges of the axis in which the figure meets the value, from the lowest on."""
+    met = [target.met(figure(x), value) for x in points]
+    low: tuple[float, bool] | None = (points[0], True) if met[0] else None
+    for (x, before), (y, after) in pairwise(zip(points, met, strict=True)):
+        if before == after:
+            continue
+        edge = _edge(figure, axis, target, value, x, y)
+        if after:
+            low = (edge, False)
+        else:
+            assert low is not None
+            yield Stretch(low[0], edge, low[1], open_high=False)
+            low = None
+    if low:
+        yield Stretch(low[0], points[-1], low[1], open_high=True)
+
+
+def _edge(
+    figure: Figure, axis: Axis, target: Target, value: float, low: float, high: float
+) -> float:
+    """The last value that meets the target, between two of which one does."""
+
+    def meets(x: float) -> bool:
+        return target.met(figure(x), value)
+
+    inside, outside = (low, high) if meets(low) else (high, low)
+    if axis.step:
+        while abs(inside - outside) > axis.step:
+            middle = axis.low + axis.step * axis.place((inside + outside) / 2)
+            inside, outside = (middle, outside) if meets(middle) else (inside, middle)
+        return inside
+    root = _root(figure, value, inside, outside)
+    if root is not None:
+        for place in (root, root * (1 + _EXACT), root * (1 - _EXACT)):
+            near = min(max(place, low), high)
+            if meets(near):
+                inside = near
+            else:
+                outside = near
+    while abs(math.log(inside / outside)) > 2 * _EXACT:  # a jump, or a figure that is missing
+        middle = math.sqrt(inside * outside)
+        inside, outside = (middle, outside) if meets(middle) else (inside, middle)
+    return inside
+
+
+def _root(figure: Figure, value: float, inside: float, outside: float) -> float | None:
+    """Where the figure is the value; None where it is not known between the two."""
+
+    def beyond(place: float) -> float:
+        found = figure(math.exp(place))
+        if found is None:
+            raise _UnknownError
+        return found - value
+
+    try:
+        return math.exp(brentq(beyond, math.log(inside), math.log(outside), xtol=_EXACT / 4))
+    except (_UnknownError, ValueError):  # no figure, or one that rounds to the value at an end
+        return None
+
+
+class _UnknownError(Exception):
+    """There is no figure at a point."""
+
+
+def monotone(figures: Sequence[float]) -> bool:
+    """Whether they never turn, but for rounding."""
+    if not figures:
+        return True
+    small = 1e-9 * max(map(abs, figures))
+    steps = [b - a for a, b in pairwise(figures)]
+    return all(step >= -small for step in steps) or all(step <= small for step in steps)
+
+
+_LEAST = 1e-6
+"""Of the time: where less is useful, nothing gets done."""
+
+_LITTLE = 1e-3
+"""A gain that is not worth a word."""
+
+
+class Curve:
+    """The figure over the axis; every value is simulated once."""
+
+    def __init__(
+        self, case: Case, axis: Axis, target: Target, tokens: float | None, goal: Goal
+    ) -> None:
+        self._case, self._axis, self._target = case, axis, target
+        self._tokens, self._goal = tokens, goal
+        self._views: dict[float, View | None] = {}
+        self._alone: dict[str, Result] = {}
+        self.error: Co2simError | None = None
+        self.has_interval = False
+        self.currency: str | None = None
+
+    def figure(self, value: float) -> float | None:
+        """As predicted; None where it does not fit in memory, or cannot be simulated."""
+        return self.of("predicted")(value)
+
+    def known(self, value: float) -> bool:
+        """Whether the value can be simulated."""
+        return self._view(value) is not None
+
+    def of(self, end: End) -> Figure:
+        """At an end of the interval."""
+
+        def figure(value: float) -> float | None:
+            view = self._view(value)
+            if view is None:
+                return None
+            if not view.result.fits_in_memory and self._target.name != "memory":
+                return None
+            return self._target.metric.of(view.at(end))
+
+        return figure
+
+    def binding(self, value: float) -> tuple[str, float] | None:
+        """The number of which a tenth more does most for the figure there, and what it gives."""
+        metric = self._target.metric
+        before = self.figure(value)
+        assert before is not None
+        plain, moves = moved(self._axis.at(self._case, value))
+        sign = 1 if metric.more else -1
+        best: tuple[str, float] | None = None
+        for change, cluster in moves:
+            if change == self._axis.path:
+                continue
+            found = metric.of(self._seen(replace(plain, cluster=cluster)))
+            if sign * (found - (best[1] if best else before)) > _LITTLE * abs(before):
+                best = change, found
+        return best
+
+    def _view(self, value: float) -> View | None:
+        if value not in self._views:
+            try:
+                self._views[value] = self._seen(self._axis.at(self._case, value))
+            except Co2simError as error:
+                self.error = self.error or error
+                self._views[value] = None
+        return self._views[value]
+
+    def _seen(self, case: Case) -> View:
+        result = driver.run(case)
+        self.has_interval = self.has_interval or result.tokens_per_s_low is not None
+        self.currency = self.currency or result.currency
+        alone = self._one_node(case) if self._target.metric.needs == "alone" else None
+        tokens = self._tokens
+        if self._target.metric.needs == "tokens":
+            factor = step_factor(result.strategy, self._goal)
+            if factor is None or tokens is None:
+                raise OptionError(
+                    f"nobody knows what a step of {result.strategy} is worth; give"
+                    f" --steps-factor {result.strategy.partition('(')[0]}=1.3, say"
+                )
+            tokens *= factor.factor
+        return View(result, alone, tokens, self._goodput(case, result))
+
+    def _goodput(self, case: Case, result: Result) -> tuple[float, float, float] | None:
+        """The useful share of the time, and its ends, where the target asks for it."""
+        entries = case.load()
+        cluster, model = entries[0].value, entries[1].value
+        if cluster.failures is None or self._target.metric.needs not in {"tokens", "failures"}:
+            return None
+        found = goodput_of(result, cluster, model, optimizer=case.optimizer)
+        assert found is not None
+        return (found.useful, max(found.low, _LEAST), found.high)
+
+    def _one_node(self, case: Case) -> Result:
+        """The result on one node: what is between nodes is not asked for again."""
+        single = replace(case, gpus=case.load()[0].value.gpus_per_node)
+        beyond = ("inter.", "wan.")
+        same = {k: v for k, v in single.overrides.items() if not k.startswith(beyond)}
+        key = f"{single.strategy} {single.micro_batch} {single.accumulation} {same}"
+        if isinstance(single.cluster, str) and key in self._alone:
+            return self._alone[key]
+        found = driver.run(single)
+        if isinstance(single.cluster, str):
+            self._alone[key] = found
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Where a target is met: as predicted, and at both ends of the 90 % interval of tokens/s.
+
+    `sure` and `hoped` are None where there is no interval.
+    """
+
+    value: float
+    met: tuple[Stretch, ...]
+    sure: tuple[Stretch, ...] | None
+    hoped: tuple[Stretch, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """The answers of one case.
+
+    `best` is the value of the axis where the figure is best, and that figure; None where nothing
+    fits in memory. `binds` is the number of the hardware that holds the best one back, and the
+    figure with a tenth more of it; None where an answer was found, or nothing helps. `monotone`
+    says that the figure only grows, or only falls, over the `points` that were looked at. `failed`
+    says why some of them cannot be simulated, `large` how many do not fit in memory: these meet no
+    target but memory. Prices are in `currency`. `bands` are the least and the most of the figure at
+    each point, where its interval is known.
+    """
+
+    case: Case
+    axis: Axis
+    target: Target
+    answers: tuple[Answer, ...]
+    points: tuple[tuple[float, float | None], ...]
+    best: tuple[float, float] | None
+    binds: tuple[str, float] | None
+    monotone: bool
+    failed: str | None
+    large: int
+    currency: str | None
+    bands: tuple[tuple[float, float] | None, ...]
+
+
+def solve(
+    case: Case,
+    axis: Axis,
+    target: Target,
+    *,
+    tokens: float | None = None,
+    goal: Goal = NO_GOAL,
+    done: Done | None = None,
+) -> Solved:
+    """Which values of the axis reach each value of the target.
+
+    The figure is looked at over the whole range; between two neighbours of which one meets the
+    target and the other does not, the crossing is found to 1e-7 (whole numbers: exactly). Of
+    crossings that lie nearer to each other than the points, both are missed. `tokens` are those
+    that DDP would train; local updates need more, as `goal` or the measured step factors say.
+    Raises the error of the first point where none can be simulated.
+    """
+    check(case, target, tokens)
+    curve = Curve(case, axis, target, tokens, goal)
+    points = axis.points()
+    for place, point in enumerate(points, 1):
+        curve.figure(point)
+        if done:
+            done(place, len(points))
+    points = [point for point in points if curve.known(point)]
+    if not points:
+        assert curve.error is not None
+        raise curve.error
+    values = [curve.figure(point) for point in points]
+    answers = tuple(_answer(curve, points, axis, target, value) for value in target.values)
+    found = [(x, value) for x, value in zip(points, values, strict=True) if value is not None]
+    best = None
+    if found:
+        best = (max if target.metric.more else min)(found, key=lambda pair: pair[1])
+    unmet = best is not None and not all(answer.met for answer in answers)
+    return Solved(
+        case=case,
+        axis=axis,
+        target=target,
+        answers=answers,
+        points=tuple(zip(points, values, strict=True)),
+        best=best,
+        binds=curve.binding(best[0]) if unmet and best else None,
+        monotone=monotone([value for _, value in found]),
+        failed=str(curve.error) if curve.error else None,
+        large=len(points) - len(found),
+        currency=curve.currency,
+        bands=tuple(_band(curve, point, target) for point in points),
+    )
+
+
+def _band(curve: Curve, point: float, target: Target) -> tuple[float, float] | None:
+    """The figure where tokens/s are at the ends of their interval, the lesser one first."""
+    if not _uncertain(curve, target):
+        return None
+    low, high = curve.of("low")(point), curve.of("high")(point)
+    return None if low is None or high is None else (min(low, high), max(low, high))
+
+
+def _uncertain(curve: Curve, target: Target) -> bool:
+    """Whether there is an interval; memory has none."""
+    return curve.has_interval and target.name != "memory"
+
+
+def check(case: Case, target: Target, tokens: float | None) -> None:
+    """Refuse a target that lacks something, and a strategy whose rounds are still to be chosen."""
+    if target.metric.needs == "tokens" and tokens is None:
+        raise OptionError(f"{target.name} needs the tokens to train: --tokens 1e12, say")
+    if target.metric.needs == "failures" and case.load()[0].value.failures is None:
+        raise OptionError(f"{target.name} needs failures: --set failures=meta-rsc-1, say")
+    strategy = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
+    if getattr(strategy, "tau", None) == "auto":
+        raise OptionError(
+            f"{strategy.name}: tau=auto is chosen anew for every value, which takes too long; give"
+            " a number, or solve for strategy.tau"
+        )
+    currency = case.load()[0].value.currency
+    if target.dollars and currency != "USD":
+        raise OptionError(f"prices of the cluster are in {currency}, not in USD; ask for cost")
+
+
+def _answer(
+    curve: Curve, points: Sequence[float], axis: Axis, target: Target, value: float
+) -> Answer:
+    def reached(end: End) -> tuple[Stretch, ...]:
+        return tuple(spans(curve.of(end), points, axis, target, value))
+
+    uncertain = _uncertain(curve, target)
+    return Answer(
+        value=value,
+        met=reached("predicted"),
+        sure=reached("low") if uncertain else None,
+        hoped=reached("high") if uncertain else None,
+    )

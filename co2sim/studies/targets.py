@@ -1,0 +1,473 @@
+"""What is to be reached: a figure of a result, and how much of it is enough."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from co2sim.common.errors import OptionError, UnitError, nearest
+from co2sim.common.quantities import Quantity
+from co2sim.common.units import Unit, duration, number, parse, parse_price, scaled
+from co2sim.hardware.cluster import Cluster
+from co2sim.prediction.calibrations import replaced
+from co2sim.prediction.case import Case
+from co2sim.prediction.result import Result
+from co2sim.prediction.totals import DAY
+from co2sim.strategies import parse as parse_strategy
+from co2sim.studies.grid import vary
+
+End: TypeAlias = Literal["predicted", "low", "high"]
+"""Of a figure: as predicted, or where tokens/s are at an end of their 90 % interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A result, with what figures need beside it.
+
+    `alone` is the result of the same case on one node. `tokens` is how many are to be trained, what
+    steps of local updates are worth included. `goodput` is the useful share of the time, with the
+    least and the most that it may be; None where nothing fails.
+    """
+
+    result: Result
+    alone: Result | None = None
+    tokens: float | None = None
+    goodput: tuple[float, float, float] | None = None
+
+    @property
+    def useful(self) -> float:
+        """The useful share of the time."""
+        return self.goodput[0] if self.goodput else 1.0
+
+    def at(self, end: End) -> "View":
+        """The view where tokens/s are at that end; itself where there is no interval."""
+        found = self.result
+        value = {"low": found.tokens_per_s_low, "high": found.tokens_per_s_high}.get(end)
+        if value is None:
+            return self
+        goodput = self.goodput
+        if goodput:
+            goodput = ({"low": goodput[1], "high": goodput[2]}[end], *goodput[1:])
+        ratio = value / found.tokens_per_s
+        billion, usd = found.cost_per_billion_tokens, found.usd_per_billion_tokens
+        moved = replace(
+            found,
+            tokens_per_s=value,
+            tokens_per_s_per_gpu=found.tokens_per_s_per_gpu * ratio,
+            step_time_s=found.step_time_s / ratio,
+            mfu=found.mfu * ratio,
+            exposed_comm_s=found.round_time_s * max(0.0, 1 - (1 - found.exposed_share) * ratio),
+            cost_per_billion_tokens=None if billion is None else billion / ratio,
+            usd_per_billion_tokens=None if usd is None else usd / ratio,
+        )
+        return replace(self, result=moved, goodput=goodput)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """A figure: its name in words, its unit, whether more is better, and how it is read off.
+
+    `usual` are the values asked for by default. `needs` says what a view must have.
+    """
+
+    words: str
+    unit: Literal["share", "s", "days", "money", ""]
+    more: bool
+    of: Callable[[View], float]
+    usual: tuple[float, ...] = ()
+    needs: Literal["", "alone", "tokens", "failures"] = ""
+
+    def shown(self, value: float, currency: str | None = None) -> str:
+        """A value for people."""
+        if self.unit == "share":
+            return f"{100 * value:.4g} %"
+        if self.unit == "money":
+            return f"{value:,.2f} {currency or 'USD'}"
+        if self.unit == "days":
+            return f"{value:.4g} days"
+        return duration(value) if self.unit == "s" else number(value)
+
+
+def _efficiency(view: View) -> float:
+    assert view.alone is not None
+    return view.result.tokens_per_s_per_gpu / view.alone.tokens_per_s_per_gpu
+
+
+def _seconds(view: View) -> float:
+    assert view.tokens is not None
+    return view.tokens / view.result.tokens_per_s / view.useful
+
+
+def _cost(view: View) -> float:
+    return _seconds(view) * view.result.tokens_per_s / 1e9 * _billion(view)
+
+
+def _billion(view: View) -> float:
+    cost = view.result.cost_per_billion_tokens
+    if cost is None:
+        raise OptionError(
+            "the cluster has no price; give one: --set price_per_gpu='2.5 USD/h', say"
+        )
+    return cost
+
+
+_TABLE = (0.5, 0.8, 0.9, 0.95, 0.99)
+
+METRICS: Mapping[str, Metric] = {
+    "efficiency": Metric(
+        words="throughput per GPU, relative to one node",
+        unit="share",
+        more=True,
+        of=_efficiency,
+        usual=_TABLE,
+        needs="alone",
+    ),
+    "utilization": Metric(
+        words="round time with free communication, relative to the round time",
+        unit="share",
+        more=True,
+        of=lambda view: view.result.efficiency_vs_free_communication,
+        usual=_TABLE,
+    ),
+    "exposed": Metric(
+        words="share of a round that waits for communication",
+        unit="share",
+        more=False,
+        of=lambda view: view.result.exposed_share,
+        usual=(0.5, 0.2, 0.1, 0.05, 0.01),
+    ),
+    "mfu": Metric(
+        words="model FLOP utilization", unit="share", more=True, of=lambda view: view.result.mfu
+    ),
+    "tokens_per_s": Metric(
+        words="tokens/s of all GPUs", unit="", more=True, of=lambda v: v.result.tokens_per_s
+    ),
+    "tokens_per_s_per_gpu": Metric(
+        words="tokens/s of a GPU", unit="", more=True, of=lambda v: v.result.tokens_per_s_per_gpu
+    ),
+    "step": Metric(
+        words="time of a step", unit="s", more=False, of=lambda view: view.result.step_time_s
+    ),
+    "days": Metric(
+        words="days to train all tokens",
+        unit="days",
+        more=False,
+        of=lambda view: _seconds(view) / DAY,
+        needs="tokens",
+    ),
+    "cost": Metric(
+        words="cost of training all tokens", unit="money", more=False, of=_cost, needs="tokens"
+    ),
+    "cost_per_billion_tokens": Metric(
+        words="cost of a billion tokens", unit="money", more=False, of=_billion
+    ),
+    "goodput": Metric(
+        words="share of the time that is useful work, where parts fail",
+        unit="share",
+        more=True,
+        of=lambda view: view.useful,
+        usual=_TABLE,
+        needs="failures",
+    ),
+    "memory": Metric(
+        words="share of a GPU's memory that is used",
+        unit="share",
+        more=False,
+        of=lambda view: view.result.memory_bytes_per_gpu["total"] / view.result.gpu_memory_bytes,
+        usual=(1.0,),
+    ),
+}
+"""What can be asked for. In tokens, or in what the model calls its units."""
+
+ALIASES: Mapping[str, tuple[str, float | None]] = {
+    "fits": ("memory", 1.0),
+    "usd": ("cost", None),
+    "usd_per_billion_tokens": ("cost_per_billion_tokens", None),
+}
+"""Other names, with the value that they mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A figure, and values of it that are enough: at least or at most, as `metric.more` says.
+
+    `dollars` says that its values are in USD, whatever the prices of the cluster are in.
+    """
+
+    name: str
+    values: tuple[float, ...]
+    dollars: bool = False
+
+    @property
+    def metric(self) -> Metric:
+        """The figure."""
+        return METRICS[self.name]
+
+    def met(self, found: float | None, value: float) -> bool:
+        """Whether a figure is enough; None is not."""
+        if found is None:
+            return False
+        return found >= value if self.metric.more else found <= value
+
+
+def target_of(text: str) -> Target:
+    """A target from a text such as "efficiency=90%", "days=30", "step=1.2 s", "fits".
+
+    Several values are separated by commas. Without a value the usual ones are meant. Raises
+    OptionError for what is unknown, has no value, or is out of range.
+    """
+    given, separator, rest = text.partition("=")
+    name, fixed = ALIASES.get(given.strip(), (given.strip(), None))
+    if name not in METRICS:
+        known = nearest(given.strip(), [*METRICS, *ALIASES])
+        raise OptionError(f"--for {text!r}: nothing to reach is called {given.strip()!r}; {known}")
+    if fixed is not None and separator:
+        raise OptionError(f"--for {text!r}: {given.strip()} takes no value")
+    metric = METRICS[name]
+    if separator:
+        values = tuple(_value(metric, text, part.strip()) for part in rest.split(","))
+        if len(set(values)) < len(values):
+            raise OptionError(f"--for {text!r}: a value is given twice")
+    else:
+        values = metric.usual if fixed is None else (fixed,)
+    if not values:
+        raise OptionError(f"--for {text!r} needs a value, such as {name}={_example(metric)}")
+    return Target(name, values, dollars=given.strip().startswith("usd"))
+
+
+def _value(metric: Metric, text: str, part: str) -> float:
+    what = f"--for {text!r}: {part!r}"
+    if metric.unit == "s":
+        try:
+            found = parse(part, "s")
+        except UnitError as error:
+            raise OptionError(f"--for {text!r}: {error}") from None
+    else:
+        bare = part.removesuffix("%").removesuffix("days").strip() if part else part
+        try:
+            found = float(bare) / (100 if part.endswith("%") else 1)
+        except ValueError:
+            raise OptionError(f"{what} is no number such as {_example(metric)}") from None
+    if not math.isfinite(found) or found <= 0:
+        raise OptionError(f"{what} must be above 0")
+    if part.endswith("%") and metric.unit != "share":
+        raise OptionError(f"{what} is a share; it must be a number such as {_example(metric)}")
+    if metric.unit == "share" and found > 1 and not part.endswith("%"):
+        raise OptionError(f"{what} is above 1; write {part}% for a share in per cent")
+    return found
+
+
+def _example(metric: Metric) -> str:
+    return {"share": "90%", "s": "'1.2 s'", "days": "30", "money": "50000", "": "1e6"}[metric.unit]
+
+
+EXAMPLES = "inter.bandwidth, inter.latency, strategy.tau, strategy.delay, gpus, micro_batch"
+
+_COUNTS: Mapping[str, int] = {
+    "gpus": 65_536,
+    "micro_batch": 4096,
+    "accumulation": 4096,
+    "global_batch": 1_048_576,
+}
+"""Numbers of a case, and how far they are searched by default."""
+
+_SEARCHED: Mapping[Unit, tuple[float, float]] = {
+    "B/s": (1e6 / 8, 1e14 / 8),
+    "s": (1e-8, 10.0),
+    "B": (1e6, 1e13),
+    "FLOP/s": (1e11, 1e17),
+    "USD/s": (1e-3 / 3600, 1e3 / 3600),
+}
+"""By default: 1 Mbit/s to 100 Tbit/s, 10 ns to 10 s, 1 MB to 10 TB, and so on."""
+
+_MOST_WHOLE = 1000
+"""Of other whole numbers, by default: a round of so many steps is still simulated in seconds."""
+
+_LEAST_SHARE = 1e-3
+_MINUTE, _DAY = 60.0, 86400.0
+_PER_DECADE = 4
+_MOST_POINTS = 129
+_ALL = 8
+"""Whole numbers up to here are all looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A number of a case: its path, as `grid.vary` takes it, and the range that is searched.
+
+    Values are `low`, `low + step`, `low + 2 step` and so on up to `high`; with a step of 0 all
+    between. Both ends are above 0. A price is in `currency` per second.
+    """
+
+    path: str
+    unit: Unit
+    low: float
+    high: float
+    step: int = 0
+    currency: str = "USD"
+
+    def points(self) -> list[float]:
+        """Values all over the range, evenly on a log scale."""
+        count = math.ceil(_PER_DECADE * math.log10(self.high / self.low)) + 1
+        count = min(max(count, 5), _MOST_POINTS)
+        spread = np.geomspace(self.low, self.high, count)
+        if not self.step:
+            return [self.low, *map(float, spread[1:-1]), self.high]
+        last = self.place(self.high)
+        places = {*range(min(_ALL, last + 1)), *map(self.place, spread), last}
+        return [self.low + place * self.step for place in sorted(places)]
+
+    def place(self, value: float) -> int:
+        """How many steps a value is behind the lowest, rounded down."""
+        return int((value - self.low + 1e-9) // self.step) if self.step else 0
+
+    def at(self, case: Case, value: float) -> Case:
+        """The case with this value."""
+        if isinstance(case.cluster, Cluster) and _of_cluster(self.path):
+            cluster = case.cluster
+            if self.path == "price_per_gpu":  # another price has not the range of the one given
+                cluster = replace(cluster, price_low=None, price_high=None)
+            return replace(case, cluster=replaced(cluster, self.path, value))
+        return vary(case, self.path, self.text(value))
+
+    def text(self, value: float) -> str:
+        """The value as `--set` takes it, with all its digits."""
+        if self.step:
+            return str(round(value))
+        if self.unit == "USD/s":
+            return f"{value * 3600!r} {self.currency}/h"
+        return f"{value!r} {self.unit}".strip()
+
+    def shown(self, value: float) -> str:
+        """The value for people: three significant digits."""
+        if self.step:
+            return f"{round(value):,}"
+        if self.unit == "USD/s":
+            return f"{number(value * 3600)} {self.currency}/h"
+        if self.unit == "B/s" and self.path.startswith(("inter.", "wan.")):
+            return scaled(8 * value, "bit/s")
+        if self.unit == "s":
+            return duration(value) if value < _MINUTE else f"{number(value / _DAY)} days"
+        return scaled(value, self.unit) if self.unit else number(value)
+
+
+def axis_of(case: Case, path: str, low: str | None = None, high: str | None = None) -> Axis:
+    """The axis of a path. `low` and `high` are texts with units; by default a wide range.
+
+    Raises OptionError for what is no number, and for a range that has no values.
+    """
+    found = _declared(case, path)
+    ends = {}
+    for name, text in (("low", low), ("high", high)):
+        if text is not None:
+            ends[name] = _read(found, f"the {'lowest' if name == 'low' else 'highest'}", text)
+    found = replace(found, **ends)  # type: ignore[arg-type]
+    if found.low >= found.high:
+        raise OptionError(
+            f"{path} is searched from {found.shown(found.low)} to {found.shown(found.high)}; the"
+            " first must be below the second"
+        )
+    return found
+
+
+def _read(axis: Axis, which: str, text: str) -> float:
+    what = f"{which} {axis.path}"
+    if axis.unit == "USD/s":
+        value, currency = parse_price(text)
+        if currency != axis.currency:
+            raise OptionError(f"{what} is {text!r}; the cluster's prices are in {axis.currency}")
+    else:
+        value = parse(text, axis.unit)
+    if value <= 0:
+        raise OptionError(f"{what} is {text!r}; it must be above 0")
+    if axis.step and (value < axis.low or (value - axis.low) % axis.step):
+        several = "a whole number" if axis.step == 1 else f"{axis.step}, or a multiple of it"
+        raise OptionError(f"{what} is {text!r}; it must be {several}, at least {axis.low:g}")
+    return value
+
+
+def _of_cluster(path: str) -> bool:
+    return path not in _COUNTS and not path.startswith(("strategy.", "model."))
+
+
+def _declared(case: Case, path: str) -> Axis:
+    """The axis with its default range."""
+    cluster = case.load()[0].value
+    if path == "gpus":
+        full = cluster.gpus_per_node * cluster.sites
+        return Axis(path, "", full, max(_COUNTS[path] // full, 2) * full, full)
+    if path in _COUNTS:
+        return Axis(path, "", 1, _COUNTS[path], 1)
+    if path.startswith("strategy."):
+        return _option(case, path)
+    if path.startswith("model."):
+        return Axis(path, "", 1, 1_000_000, 1)
+    base, quantity = _quantity(path)
+    if base is int:
+        return Axis(path, "", 1, quantity.most or _MOST_WHOLE, 1)
+    low, high = _SEARCHED.get(quantity.unit, (_LEAST_SHARE, 1 / _LEAST_SHARE))
+    if path.startswith("failures.") and quantity.unit == "s":
+        low, high = _MINUTE, 1000 * 365.25 * _DAY
+    high = min(high, quantity.most or high)
+    low = max(low, quantity.least or low)
+    return Axis(path, quantity.unit, low, high, currency=cluster.currency)
+
+
+def _option(case: Case, path: str) -> Axis:
+    """The axis of an option of the strategy."""
+    strategy = case.strategy
+    if isinstance(strategy, str):
+        strategy = parse_strategy(strategy)
+    hints = get_type_hints(type(strategy))
+    name = path.removeprefix("strategy.")
+    if name not in hints:
+        known = nearest(name, [key for key in hints if key not in {"name", "wires"}])
+        raise OptionError(f"{strategy.name} has no option {name!r}; {known}")
+    kinds = {hints[name], *get_args(hints[name])}
+    if int in kinds:
+        return Axis(path, "", 1, _MOST_WHOLE, 1)
+    if float in kinds:
+        usual = getattr(strategy, name)
+        if isinstance(usual, float | int) and usual > 1:
+            return Axis(path, "", usual * _LEAST_SHARE, usual / _LEAST_SHARE)
+        return Axis(path, "", _LEAST_SHARE, 1.0)
+    raise OptionError(f"{path} is no number; solve for one of {EXAMPLES}, or any other number")
+
+
+def _quantity(path: str) -> tuple[Any, Quantity]:
+    """What the classes of clusters declare of the number at a path."""
+    kind: Any = Cluster
+    hint: Any = None
+    for part in path.split("."):
+        if get_origin(kind) is not None:  # a mapping, such as the peaks by precision
+            hint = get_args(kind)[-1]
+        else:
+            hints = get_type_hints(kind, include_extras=True) if is_dataclass(kind) else {}
+            if part not in hints:
+                raise OptionError(
+                    f"nothing to solve for is called {path!r}; {EXAMPLES}, or any other number of a"
+                    " cluster, a model or a strategy"
+                )
+            hint = hints[part]
+        kind = _table(hint)
+    for option in (hint, *get_args(hint)):
+        if get_origin(option) is Annotated:
+            base, quantity, *_ = get_args(option)
+            if isinstance(quantity, Quantity):
+                return base, quantity
+    raise OptionError(f"{path} is no number; solve for one of {EXAMPLES}, or any other number")
+
+
+def _table(hint: Any) -> Any:
+    """The dataclass, or the mapping, that a field holds."""
+    for option in (hint, *get_args(hint)):
+        if is_dataclass(option) or (get_origin(option) is not None and _is_mapping(option)):
+            return option
+    return None
+
+
+def _is_mapping(hint: Any) -> bool:
+    origin = get_origin(hint)
+    return isinstance(origin, type) and issubclass(origin, Mapping)

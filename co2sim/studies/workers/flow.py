@@ -1,0 +1,232 @@
+"""Many cases through a pool: some at a time, with so many under way, whoever dies.
+
+Memory does not grow with the number of cases: they are taken as workers are free.
+"""
+
+import pickle
+import platform
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from dataclasses import astuple
+from itertools import islice
+from typing import Any, Protocol, TypeAlias
+
+from co2sim.common.errors import Co2simError, EngineError, ResourceError
+from co2sim.common.resources import share_memory
+from co2sim.common.units import Seconds
+from co2sim.common.version import own_identity
+
+PATIENCE: Seconds = 30.0
+"""What a scheduler may take to answer as one, and to have a worker."""
+ABSENCE: Seconds = 120.0
+"""For how long a scheduler may be without any worker: a lost one is started again by then."""
+
+
+class Pool(Protocol):
+    """Workers that are there. A future gives what `task.work` gives, or the engine's own error."""
+
+    @property
+    def slots(self) -> int:
+        """How many tasks should be under way."""
+
+    @property
+    def share(self) -> int:
+        """The most workers that one machine has, which share its memory."""
+
+    def submit(self, share: int, content: bytes) -> Future[Any]:
+        """Start a task; `share` is how many share the memory of a machine meanwhile."""
+
+    def died(self, error: BaseException) -> bool:
+        """Whether an error of a future says that its worker died, again and again."""
+
+    def check(self) -> None:
+        """Raise EngineError where nobody is left to work; called every few seconds."""
+
+    def close(self) -> None:
+        """Stop what is under way, and let go of the workers."""
+
+
+_DONE, _OTHER, _UNREAD = "done", "other", "unread"
+
+
+def pack(function: Callable[[Any], Any], cases: Sequence[Any]) -> bytes:
+    """The content of a task; what a script or a notebook defines travels with it."""
+    import cloudpickle  # noqa: PLC0415 - time that one process does not need
+
+    packed: bytes = cloudpickle.dumps((function, cases))
+    return packed
+
+
+def expected() -> tuple[str, ...]:
+    """What a worker has to be: plain texts."""
+    return astuple(own_identity())
+
+
+def work(expected: Sequence[str], share: int, content: bytes) -> tuple[str, Any]:
+    """In a worker: the function of every case, with the seconds that it all took.
+
+    Nothing is read before it is clear that the sender has the same co2sim.
+    """
+    own = own_identity()
+    if tuple(expected) != astuple(own):
+        return _OTHER, (platform.node(), str(own))
+    share_memory(share)
+    try:
+        function, cases = pickle.loads(content)  # noqa: S301 - of who may run code here anyway
+    except Exception as error:  # noqa: BLE001 - whatever a class of a user raises
+        return _UNREAD, f"{type(error).__name__}: {error}"
+    began = time.perf_counter()
+    found = [function(case) for case in cases]
+    return _DONE, (time.perf_counter() - began, found)
+
+
+def answers(given: tuple[str, Any]) -> tuple[float, list[Any]]:
+    """Seconds and answers of a task. Raises EngineError for a worker that could not work."""
+    kind, found = given
+    if kind == _OTHER:
+        host, other = found
+        raise EngineError(
+            f"the worker on {host} has {other}; here it is {own_identity()}: install the same there"
+        )
+    if kind == _UNREAD:
+        raise EngineError(
+            f"a worker cannot read the cases: {found}; what they are made of has to be installed"
+            " there, too"
+        )
+    seconds, results = found
+    return seconds, results
+
+
+Item: TypeAlias = tuple[int, Any]
+"""A case with its place."""
+Answer: TypeAlias = tuple[int, Any, Any]
+"""A place, its case, and what the function gives of it; ResourceError if its worker was killed."""
+
+_TASK: Seconds = 0.25
+"""Of cases that make one task: far longer than it takes to send them."""
+_MOST_OF_A_TASK = 64
+_MOST_ALONE = 1000
+"""Cases that wait to run alone, before the others wait for them."""
+_LOOK: Seconds = 5.0
+"""Between two looks at whether anybody is left to work."""
+_KILLED = "its process was killed, perhaps for want of memory"
+
+
+def through(
+    pool: Pool,
+    items: Iterable[Item],
+    function: Callable[[Any], Any],
+    total: int,
+    crowded: Callable[[Any], bool],
+) -> Iterator[Answer]:
+    """What the function gives of each case, as it comes; `total` is how many cases there are.
+
+    A case whose worker dies runs again. If that happens twice it runs alone at the end, and so do
+    those whose answer is `crowded`: they have no room beside others. Raises EngineError where
+    workers have another co2sim, or where none is left.
+    """
+    flow = _CaseFlow(pool, function, total)
+    source = iter(items)
+    try:
+        while True:
+            alone: list[Item] = []
+            for place, case, answer in flow.together(source):
+                if isinstance(answer, ResourceError) or crowded(answer):
+                    alone.append((place, case))
+                    flow.paused = len(alone) >= _MOST_ALONE
+                else:
+                    yield place, case, answer
+            yield from flow.one_by_one(alone)
+            if not flow.paused:
+                return
+            flow.paused = False
+    finally:
+        flow.cancel()
+
+
+class _CaseFlow:
+    """What is under way; `paused` starts nothing new."""
+
+    def __init__(self, pool: Pool, function: Callable[[Any], Any], total: int) -> None:
+        self.paused = False
+        self._pool, self._function, self._left = pool, function, total
+        self._flying: dict[Future[Any], Sequence[Item]] = {}
+        self._again: deque[Item] = deque()
+        self._size = 1
+        self._looked = time.monotonic()
+
+    def together(self, source: Iterator[Item]) -> Iterator[Answer]:
+        """As many at a time as there are workers, until all cases are taken, or it is paused."""
+        while True:
+            while len(self._flying) < self._pool.slots and (chunk := self._next(source)):
+                self._start(chunk, self._pool.share)
+            if not self._flying:
+                return
+            for future in self._done():
+                chunk = self._flying.pop(future)
+                found = self._answers(future)
+                if found is not None:
+                    for (place, case), answer in zip(chunk, found, strict=True):
+                        yield place, case, answer
+                elif len(chunk) > 1:
+                    self._again.extend(chunk)
+                else:
+                    yield *chunk[0], ResourceError(_KILLED)
+
+    def one_by_one(self, items: Iterable[Item]) -> Iterator[Answer]:
+        """Each alone: nothing else is under way."""
+        for place, case in items:
+            self._start([(place, case)], 1)
+            while not (done := self._done()):
+                pass
+            (future,) = done
+            del self._flying[future]
+            found = self._answers(future)
+            yield place, case, ResourceError(_KILLED) if found is None else found[0]
+
+    def cancel(self) -> None:
+        """Want no answers any more."""
+        for future in self._flying:
+            future.cancel()
+
+    def _next(self, source: Iterator[Item]) -> Sequence[Item]:
+        """Cases of the next task: one of those whose worker died, or some new ones."""
+        if self._again:
+            return [self._again.popleft()]
+        if self.paused:
+            return []
+        fair = self._left // (2 * self._pool.slots)  # so that all end at about the same time
+        chunk = list(islice(source, max(1, min(self._size, fair))))
+        self._left -= len(chunk)
+        return chunk
+
+    def _start(self, chunk: Sequence[Item], share: int) -> None:
+        content = pack(self._function, [case for _, case in chunk])
+        self._flying[self._pool.submit(share, content)] = chunk
+
+    def _done(self) -> set[Future[Any]]:
+        if time.monotonic() - self._looked >= _LOOK:
+            self._pool.check()
+            self._looked = time.monotonic()
+        return wait(self._flying, timeout=_LOOK, return_when=FIRST_COMPLETED).done
+
+    def _answers(self, future: Future[Any]) -> list[Any] | None:
+        """What a task found; None where its worker died."""
+        try:
+            seconds, found = answers(future.result())
+        except Co2simError:
+            raise
+        except (Exception, CancelledError) as error:
+            if self._pool.died(error):
+                return None
+            self._pool.check()
+            causes = (error.__cause__, error)
+            reason = next(f"{type(one).__name__}: {one}" for one in causes if one is not None)
+            raise EngineError(
+                f"a worker cannot run {own_identity()}: {' '.join(reason.split())}"
+            ) from error
+        each = max(seconds / len(found), 1e-6)
+        self._size = max(1, min(int(_TASK / each), 2 * self._size, _MOST_OF_A_TASK))
+        return found
