@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         ScheduleError,
         UnitError,
     )
-    from co2sim.common.html_card import plot
     from co2sim.hardware.cluster import GPU, Cluster, KernelTimes, Link
     from co2sim.hardware.failures import Failures
     from co2sim.models.workload import Block, MatMul, Model
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from co2sim.prediction.result import Result
     from co2sim.prediction.step_factors import Goal, ToLoss, to_loss
     from co2sim.prediction.totals import Totals, totals_of
+    from co2sim.report.plot import plot
     from co2sim.schedule.schedule import Layout, Schedule
     from co2sim.simulation.noise import Noise
     from co2sim.simulation.trace import Span, Trace
@@ -41,27 +41,27 @@ if TYPE_CHECKING:
     from co2sim.studies.sweep import scale, sweep, sweep_to
 
 _EXPORTS = {
-    "case": ("Case",),
-    "cluster": ("GPU", "Cluster", "KernelTimes", "Link"),
-    "failures": ("Failures",),
-    "errors": (
+    "prediction.case": ("Case",),
+    "hardware.cluster": ("GPU", "Cluster", "KernelTimes", "Link"),
+    "hardware.failures": ("Failures",),
+    "common.errors": (
         *("CatalogError", "Co2simError", "OptionError", "ResourceError", "ScheduleError"),
         "UnitError",
     ),
-    "experiments": ("scale", "sweep", "sweep_to"),
-    "noise": ("Noise",),
-    "notebook": ("plot",),
-    "result": ("Result",),
-    "schedule": ("Layout", "Schedule"),
-    "step_factors": ("Goal", "ToLoss", "to_loss"),
+    "studies.sweep": ("scale", "sweep", "sweep_to"),
+    "simulation.noise": ("Noise",),
+    "report.plot": ("plot",),
+    "prediction.result": ("Result",),
+    "schedule.schedule": ("Layout", "Schedule"),
+    "prediction.step_factors": ("Goal", "ToLoss", "to_loss"),
     "strategies": (
         *("CO2", "DDP", "DiLoCo", "FSDP", "LocalSGD", "OverlapLocalSGD", "SlowMo", "Strategy"),
         *("Zero1", "Zero2", "Zero3", "ZeroPP"),
     ),
-    "study": ("run", "simulate"),
-    "totals": ("Totals", "totals_of"),
-    "trace": ("Span", "Trace"),
-    "workload": ("Block", "MatMul", "Model"),
+    "prediction.driver": ("run", "simulate"),
+    "prediction.totals": ("Totals", "totals_of"),
+    "simulation.trace": ("Span", "Trace"),
+    "models.workload": ("Block", "MatMul", "Model"),
 }
 """The same for who runs it: names by module."""
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
@@ -118,7 +118,7 @@ if not TYPE_CHECKING:  # for whom a name that is not above is an error
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
-            return import_module(f"{__name__}.own_version").own_version()
+            return import_module(f"{__name__}.common.own_version").own_version()
         if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         found = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -1,4 +1,4 @@
-"""For MkDocs: files of the repository that pages link to, such as ../co2sim/simulation/collective_cost.py, join the site.
+"""For MkDocs: files of the repository that pages link to, such as ../pyproject.toml, join the site.
 
 So the same links work in the site and where a code host shows the pages as plain Markdown.
 """

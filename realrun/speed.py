@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from co2sim.common.units import Flops, FlopsPerSecond, Seconds
 from co2sim.hardware.cluster import GPU
-from co2sim.prediction.case import Case, preferred_precision
+from co2sim.prediction.case import Case
 from co2sim.schedule.schedule import Collective, Compute, Schedule
 from co2sim.simulation.compute_cost import compute_time
 from co2sim.simulation.trace import Span, Trace
@@ -99,7 +99,7 @@ def at_speed(case: Case, speed: FlopsPerSecond) -> Case:
     """A record's case on GPUs that multiply large matrices so fast, all else in proportion."""
     cluster = case.load()[0].value
     gpu = cluster.gpu
-    ratio = beside(speed, gpu, case.precision or preferred_precision(gpu))
+    ratio = beside(speed, gpu, case.precision or gpu.preferred_precision)
     peak = {name: value * ratio for name, value in gpu.peak.items()}
     changed = replace(gpu, peak=peak, memory_bandwidth=gpu.memory_bandwidth * ratio)
     return replace(case, cluster=replace(cluster, gpu=changed))

@@ -6,8 +6,8 @@ that predicts, as follows.
 1. A collective's span is *waiting* until the last member of its group has started, then *active*.
    The difference of the waiting parts is the part `waiting`.
 2. An active time is a time alone, stretched by a factor. A collective is stretched while others of
-   its rank load the link that bounds it (equal shares, as in `co2sim.simulation.network`), or hold its NCCL
-   communicator. A compute op is stretched while communication of its rank is under way. In the
+   its rank load the link that bounds it (equal shares, as in `simulation.network`), or hold its
+   NCCL communicator. A compute op is stretched while communication of its rank is under way. In the
    prediction the cluster states by how much. In the measurement it is the factor that makes equal
    works on one rank take equally long; 1 where no work ran both with and without communication.
 3. Measured compute of a rank is also stretched by the *pace* of the rank: all that it computes,

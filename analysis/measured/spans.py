@@ -82,7 +82,7 @@ def split(trace: Trace, schedule: Schedule, cluster: Cluster, first: int) -> dic
 
     A compute op overlaps while a collective of its rank runs. A collective loses to others of its
     rank the time until it may run, and what equal shares of the link that bounds it on `cluster`
-    (`co2sim.simulation.collective_cost.Footprint.bound_by`) leave to them; of the latter only the share of its time alone
+    (`Footprint.bound_by`) leave to them; of the latter only the share of its time alone
     that is not latency.
     """
     works = {op.name: op.work for op in schedule.body if isinstance(op.work, Collective)}

@@ -30,12 +30,16 @@ from co2sim.common.quantities import (
     check,
     in_order,
 )
-from co2sim.common.units import Bytes, BytesPerSecond, Flops
+from co2sim.common.units import Bytes, BytesPerSecond, Flops, Seconds
 from co2sim.common.validation import whole
 from co2sim.hardware.failures import Failures
-from co2sim.schedule.schedule import Layout
-from co2sim.simulation.waking import FULLY_IDLE
+from co2sim.schedule.schedule import DType, Layout
 
+FULLY_IDLE: Seconds = 5e-3
+"""After so long a pause hosts take as long to wake up as after any longer one."""
+
+_PRECISIONS = (DType.BF16, DType.FP16, DType.FP32)
+"""Training precisions, the default first."""
 _SPEED = Quantity(unit="FLOP/s", least=1)
 _WORK = Quantity(unit="FLOP", least=1)
 _ATTAINED = Quantity(most=1)
@@ -126,6 +130,11 @@ class GPU:
         if sorted(self.efficiency) != list(self.efficiency):
             raise OptionError(f"{self.name}: efficiencies must be listed by rising FLOP")
         in_order(self, self.name, "idle_power", "tdp")
+
+    @property
+    def preferred_precision(self) -> str:
+        """What it trains in unless a user says otherwise: bf16, else fp16, else fp32."""
+        return next(str(kind) for kind in _PRECISIONS if kind in self.peak)
 
 
 __all__ = ["GPU", "Calls", "Cluster", "KernelTimes", "Link", "Scatter", "Tier"]

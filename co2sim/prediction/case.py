@@ -11,7 +11,7 @@ from co2sim.catalog.facts import is_file
 from co2sim.common import convert
 from co2sim.common.convert import Within
 from co2sim.common.errors import OptionError
-from co2sim.hardware.cluster import GPU, Cluster
+from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import (
     AttentionKernel,
     Checkpointing,
@@ -28,12 +28,10 @@ from co2sim.prediction.prepared import Prepared, scheduled
 from co2sim.schedule.schedule import DType
 from co2sim.schedule.tensor_parallel import data_layout
 from co2sim.simulation.collective_cost import peak_flops
-from co2sim.simulation.noise import QUIET, Noise
+from co2sim.simulation.noise import QUIET, Noise, RunOptions
 from co2sim.strategies import LocalSteps, Strategy
 from co2sim.strategies.step import title
 
-_PRECISIONS = (DType.BF16, DType.FP16, DType.FP32)
-"""Training precisions, the default first."""
 _MOST_GPUS = 10_000_000
 _MOST_TP = 1024
 _MOST_PP = 1024
@@ -109,6 +107,11 @@ class Case:
         changed = "".join(f", {path}={text}" for path, text in self.overrides.items())
         return f"{strategy} on {self.gpus or 'all'} GPUs of {cluster}{changed}"
 
+    @property
+    def run_options(self) -> RunOptions:
+        """What the simulation of its schedule needs to know."""
+        return RunOptions(self.noise, self.rounds, self.fold)
+
     def load(self) -> tuple[Entry[Cluster], Entry[Model]]:
         """The cluster and the model, from names, files or objects."""
         for_model = {
@@ -178,7 +181,7 @@ class Case:
         )
 
     def _workload(self, model: Model, cluster: Cluster) -> Workload:
-        precision = self.precision or preferred_precision(cluster.gpu)
+        precision = self.precision or cluster.gpu.preferred_precision
         peak_flops(cluster.gpu, precision)
         if self.recompute == "full" and not any(block.boundary_bytes for block in model.blocks):
             raise OptionError(
@@ -213,11 +216,6 @@ class Case:
                 f" micro_batch={self.micro_batch} = {per_micro_step}"
             )
         return self.global_batch // per_micro_step
-
-
-def preferred_precision(gpu: GPU) -> str:
-    """What a GPU trains in, unless somebody says otherwise."""
-    return next(str(kind) for kind in _PRECISIONS if kind in gpu.peak)
 
 
 def _check_sites(strategy: Strategy, cluster: Cluster) -> None:

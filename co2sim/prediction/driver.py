@@ -182,8 +182,8 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
             return _of_pipeline(case, done)
         case, notes = _settle(case, done)
         prepared = case.prepare()
-        found, rounds, steady = simulated(case, prepared, done)
-        free = executed(case, prepared, found.rounds, done, free=True)
+        found, rounds, steady = simulated(case.run_options, prepared, done)
+        free = executed(case.run_options, prepared, found.rounds, done, free=True)
         result = prepared.measure(found, rounds, steady, free)
         cluster, nominal = prepared.cluster, result.round_time_s
         blocks = prepared.job.share.model.blocks
@@ -191,7 +191,7 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
         result = replace(result, notes=(*notes, *remarks))
         even = replace(prepared, cluster=replace(cluster, node_spread=0.0, step_spread=0.0))
         if case.noise.uneven or cluster.node_spread or cluster.step_spread:
-            nominal = round_time(case, even, done)
+            nominal = round_time(case.run_options, even, done)
             delay = metrics.straggler_delay(result.round_time_s, nominal)
             result = replace(result, straggler_delay_s=delay)
 
@@ -199,7 +199,7 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
             """The step time, if it is in proportion to that of equal ranks."""
             _, schedule = scheduled(strategy, prepared.job, cluster.layout)
             other = replace(even, strategy=strategy, schedule=schedule)
-            return result.step_time_s * round_time(case, other, done) / nominal
+            return result.step_time_s * round_time(case.run_options, other, done) / nominal
 
         warnings = advice.warnings(prepared.strategy, [blocks], prepared.layout, result, tried)
         result = _with_interval(case, prepared, result, done)
@@ -242,7 +242,7 @@ def _with_interval(case: Case, prepared: Prepared, result: Result, done: Done | 
 
     def again(cluster: Cluster) -> float:
         moved = replace(prepared, cluster=cluster)
-        found, rounds, _ = simulated(case, moved, done)
+        found, rounds, _ = simulated(case.run_options, moved, done)
         during = metrics.window(found, prepared.schedule, rounds)
         return result.tokens_per_s * result.round_time_s / during.round_time
 
@@ -269,9 +269,9 @@ def trace(case: Case, *, progress: bool | None = False) -> tuple[Schedule, Trace
     with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
         case, _ = _settle(case, done)
         prepared = case.prepare()
-        found = simulated(case, prepared, done)[0]
+        found = simulated(case.run_options, prepared, done)[0]
         if found.rounds == 1:  # two show where one ends
-            found = executed(case, prepared, 2, done)
+            found = executed(case.run_options, prepared, 2, done)
         return prepared.schedule, found
 
 
@@ -294,7 +294,7 @@ def _settle(case: Case, done: Done | None) -> tuple[Case, tuple[str, ...]]:
         if not averages:
             bare = auto_delay.without_averages(prepared.schedule)
             prepared = replace(prepared, schedule=bare)
-        return round_time(quiet, prepared, done)
+        return round_time(quiet.run_options, prepared, done)
 
     chosen, notes = auto_delay.choose(strategy, time_of)
     if case.noise != QUIET:

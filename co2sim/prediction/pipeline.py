@@ -253,8 +253,8 @@ def _stage(
     case: Case, pipeline: Pipeline, number: int, done: Done | None
 ) -> tuple["_Stage", "_Stage"]:
     prepared = case.stage(number, pipeline.held(number) / pipeline.chunks)
-    trace, rounds, steady = simulated(case, prepared, done)
-    quiet = executed(case, prepared, trace.rounds, done, free=True)
+    trace, rounds, steady = simulated(case.run_options, prepared, done)
+    quiet = executed(case.run_options, prepared, trace.rounds, done, free=True)
     result = prepared.measure(trace, rounds, steady, quiet)
     whole = metrics.window(quiet, prepared.schedule, rounds).round_time
     counts = sizes(prepared.job, number, pipeline.stages, pipeline.chunks)

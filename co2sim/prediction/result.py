@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from co2sim.catalog import Fact
-from co2sim.common.html_card import card, charts
+from co2sim.common.html_card import card
 from co2sim.common.units import Bytes, Seconds, counted, duration, scaled
 
 if TYPE_CHECKING:
-    import altair as alt
+    pass
 
 _NAMED = 8
 """Assumed inputs that are named."""
@@ -120,15 +120,6 @@ class Result:
             more = f" and {rest} more" if rest > 0 else ""
             found.append(f"Assumed, without a source: {', '.join(paths[:_NAMED])}{more}")
         return found
-
-    def plot(self) -> "alt.VConcatChart":
-        """What a round is spent on, and the memory of a GPU by item, as an Altair chart.
-
-        A notebook shows it; `chart.save("chart.svg")` keeps it. Raises OptionError without the
-        extra `report`.
-        """
-        drawn: alt.VConcatChart = charts().of_result(self)
-        return drawn
 
     def _key_figures(self) -> dict[str, str]:
         memory = scaled(self.memory_bytes_per_gpu["total"], "B")

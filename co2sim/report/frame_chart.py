@@ -47,8 +47,8 @@ def framed(frame: Any, y: str, x: str | None) -> tuple[Drawn, str, list[str]]:
 def _check(frame: Any, y: str, x: str | None) -> None:
     if not isinstance(frame, pd.DataFrame):
         raise OptionError(
-            f"plot takes a table of co2sim.sweep or co2sim.scale, not a {type(frame).__name__};"
-            " a Result, a Trace and a Schedule have their own .plot()"
+            f"plot takes a Result, a Trace, a Schedule, or a table of co2sim.sweep or co2sim.scale,"
+            f" not a {type(frame).__name__}"
         )
     if len(frame) > _MOST:
         raise OptionError(f"the table has {len(frame):,} rows; a chart shows at most {_MOST:,}")

@@ -104,7 +104,7 @@ class Kernels:
 class Compute:
     """Local work: looked up by `kernel` when run, costed by FLOP and bytes of memory traffic.
 
-    `kernels` says what it consists of, for GPUs whose kernels are known (`co2sim.simulation.collective_cost`). `parts`
+    `kernels` says what it consists of, for GPUs whose kernels are known (`compute_cost`). `parts`
     are works that it does one after the other; the other fields then hold their sums. `exchanges`
     are those of tensor-parallel ranks: `tensor_parallel` makes ops of them, and nothing else does.
     """

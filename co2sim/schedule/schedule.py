@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from co2sim.common.errors import ScheduleError, nearest
-from co2sim.common.html_card import SHOWN, card, charts
+from co2sim.common.html_card import SHOWN, card
 from co2sim.common.units import counted
 from co2sim.common.validation import whole
 from co2sim.schedule.groups import (
@@ -47,7 +47,7 @@ from co2sim.schedule.ops import (
 )
 
 if TYPE_CHECKING:
-    import altair as alt
+    pass
 
 
 def apart(streams: Sequence[str], offsets: Sequence[Sequence[int]]) -> bool:
@@ -287,15 +287,6 @@ class Schedule:
         rest = len(self.body) - SHOWN
         remarks = [f"{counted(rest, 'further op')} not shown."] if rest > 0 else []
         return card(answer, rows, ("op", "stream", "work", "waits for"), remarks)
-
-    def plot(self, first: int = 40) -> "alt.LayerChart":
-        """The first ops in order of issue, by stream, and what waits for what, as Altair chart.
-
-        It knows no times: those of a simulation are in `Trace.plot`. `first` is how many ops, 1 to
-        500. Raises OptionError for another number, or without the extra `report`.
-        """
-        drawn: alt.LayerChart = charts().of_schedule(self, whole("first", first, 1, 500))
-        return drawn
 
     def __str__(self) -> str:
         """The table that is golden file, documentation and error context at once."""

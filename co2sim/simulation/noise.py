@@ -64,3 +64,12 @@ def _factors(seed: list[int], sigma: float, count: int) -> NDArray[np.float64]:
     if not sigma:
         return np.ones(count)
     return np.random.default_rng(seed).lognormal(-sigma * sigma / 2, sigma, count)
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How a schedule is simulated: `rounds` to average (None: 1, or 10 with jitter), or folded."""
+
+    noise: Noise = QUIET
+    rounds: int | None = None
+    fold: bool = True

@@ -8,12 +8,11 @@ from co2sim.common.progress import Done
 from co2sim.common.resources import require_memory
 from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Cluster
-from co2sim.prediction.case import Case
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation import metrics
 from co2sim.simulation.folding import class_count
 from co2sim.simulation.lowering import LOCKSTEP_SPAN_BYTES, MOST_SPANS, SPAN_BYTES, span_count
-from co2sim.simulation.noise import QUIET
+from co2sim.simulation.noise import QUIET, RunOptions
 from co2sim.simulation.reference_engine import execute
 from co2sim.simulation.trace import Trace
 
@@ -34,60 +33,62 @@ class Scheduled(Protocol):
     def precision(self) -> str: ...  # noqa: D102
 
 
-def round_time(case: Case, prepared: Scheduled, done: Done | None) -> Seconds:
+def round_time(options: RunOptions, prepared: Scheduled, done: Done | None) -> Seconds:
     """How long a round takes where all ranks are equal."""
-    found, rounds, _ = simulated(replace(case, noise=QUIET), prepared, done)
+    found, rounds, _ = simulated(replace(options, noise=QUIET), prepared, done)
     return metrics.window(found, prepared.schedule, rounds).round_time
 
 
-def simulated(case: Case, prepared: Scheduled, done: Done | None) -> tuple[Trace, int, bool]:
+def simulated(
+    options: RunOptions, prepared: Scheduled, done: Done | None
+) -> tuple[Trace, int, bool]:
     """A trace, how many of its last rounds to measure, and whether they are a steady state."""
     warm_up = max(prepared.schedule.lag, 1)
-    if case.noise.jitter:
-        measured = case.rounds or _ROUNDS_OF_JITTER
-        return executed(case, prepared, warm_up + measured, done), measured, False
-    measured = case.rounds or 1
-    if _repeats(case, prepared):
-        return executed(case, prepared, measured, done), measured, True
+    if options.noise.jitter:
+        measured = options.rounds or _ROUNDS_OF_JITTER
+        return executed(options, prepared, warm_up + measured, done), measured, False
+    measured = options.rounds or 1
+    if _repeats(options, prepared):
+        return executed(options, prepared, measured, done), measured, True
     while True:
-        found = executed(case, prepared, warm_up + measured, done)
+        found = executed(options, prepared, warm_up + measured, done)
         steady = metrics.is_steady(found, prepared.schedule, measured)
         most = warm_up >= _MOST_ROUNDS
-        if steady or most or not _fits(case, prepared, 2 * warm_up + measured):
+        if steady or most or not _fits(options, prepared, 2 * warm_up + measured):
             half = found.rounds // 2
             return found, (measured if steady else max(measured, half)), steady
         warm_up *= 2
 
 
 def executed(
-    case: Case, prepared: Scheduled, rounds: int, done: Done | None, *, free: bool = False
+    options: RunOptions, prepared: Scheduled, rounds: int, done: Done | None, *, free: bool = False
 ) -> Trace:
     """Rounds in the midst of a training: where computing slows communication down, others follow.
 
     Else what is under way behind the last step would be faster than it ever is.
     """
-    more = _further(case, prepared)
+    more = _further(options, prepared)
     if not free:  # which comes second, and is counted with the first
-        _check_memory(case, prepared, rounds)
+        _check_memory(options, prepared, rounds)
     found = execute(
         prepared.schedule,
         prepared.cluster,
         precision=prepared.precision,
         rounds=rounds + more,
-        noise=case.noise,
-        fold=case.fold,
+        noise=options.noise,
+        fold=options.fold,
         free_communication=free,
         progress=(lambda share: done(round(share * rounds), rounds)) if done else None,
     )
     return found.first(rounds) if more else found
 
 
-def _repeats(case: Case, prepared: Scheduled) -> bool:
+def _repeats(options: RunOptions, prepared: Scheduled) -> bool:
     """Whether all rounds are like the first: nothing of a round is left when the next one begins.
 
     All ranks end it at the same time, and no link has bytes saved that it may send at once.
     """
-    schedule, cluster, noise = prepared.schedule, prepared.cluster, case.noise
+    schedule, cluster, noise = prepared.schedule, prepared.cluster, options.noise
     links = cluster.intra, cluster.inter, *([cluster.wan] if cluster.wan else [])
     if noise.uneven or any(link.burst for link in links) or not schedule.apart:
         return False
@@ -95,34 +96,34 @@ def _repeats(case: Case, prepared: Scheduled) -> bool:
     return class_count(cluster.layout, slowdowns, schedule, allowed=True) == 1
 
 
-def _further(case: Case, prepared: Scheduled) -> int:
+def _further(options: RunOptions, prepared: Scheduled) -> int:
     """Rounds that are simulated behind those asked for; see `executed`."""
-    if prepared.cluster.inter.busy_efficiency == 1 or _repeats(case, prepared):
+    if prepared.cluster.inter.busy_efficiency == 1 or _repeats(options, prepared):
         return 0
     return prepared.schedule.lag
 
 
-def _fits(case: Case, prepared: Scheduled, rounds: int) -> bool:
+def _fits(options: RunOptions, prepared: Scheduled, rounds: int) -> bool:
     """Whether so many rounds can be simulated here."""
     try:
-        return _check_memory(case, prepared, rounds) <= MOST_SPANS
+        return _check_memory(options, prepared, rounds) <= MOST_SPANS
     except ResourceError:
         return False
 
 
-def _check_memory(case: Case, prepared: Scheduled, rounds: int) -> int:
+def _check_memory(options: RunOptions, prepared: Scheduled, rounds: int) -> int:
     """The spans of so many rounds. Raises ResourceError if they need too much memory."""
-    schedule, cluster, noise = prepared.schedule, prepared.cluster, case.noise
-    rounds, ops = rounds + _further(case, prepared), len(schedule.body)
-    spans = span_count(schedule, cluster, rounds=rounds, noise=noise, fold=case.fold)
+    schedule, cluster, noise = prepared.schedule, prepared.cluster, options.noise
+    rounds, ops = rounds + _further(options, prepared), len(schedule.body)
+    spans = span_count(schedule, cluster, rounds=rounds, noise=noise, fold=options.fold)
     ranks = spans // (rounds * ops)
     in_arrays = ranks > 1 and not cluster.interferes and cluster.gpu.streams == "apart"
-    given = case.rounds or (_ROUNDS_OF_JITTER if noise.jitter else 1)
+    given = options.rounds or (_ROUNDS_OF_JITTER if noise.jitter else 1)
     advice = {
         "fewer GPUs": cluster.layout.world_size > 1,
         f"rounds below {given}": given > 1,
         "no jitter": noise.jitter,
-        "folded ranks": not case.fold,
+        "folded ranks": not options.fold,
     }
     require_memory(
         (LOCKSTEP_SPAN_BYTES if in_arrays else SPAN_BYTES) * spans,

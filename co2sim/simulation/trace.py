@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from co2sim.common.html_card import card, charts
+from co2sim.common.html_card import card
 from co2sim.common.units import Seconds, counted, duration
 from co2sim.schedule.schedule import Collective, Instance, Kind, Layout, Op, Schedule
 
 if TYPE_CHECKING:
-    import altair as alt
+    pass
 
 
 class Span(NamedTuple):
@@ -189,16 +189,6 @@ class Trace:
         stands = f"Rank {rank} stands for {count} equal ranks." if count > 1 else ""
         columns = "stream", f"spans of rank {rank}", "which take in all"
         return card(answer, rows, columns, [stands] if stands else [])
-
-    def plot(self, schedule: Schedule, rank: int | None = None) -> "alt.Chart":
-        """The timeline of the last round on a traced rank (default: the first), as Altair chart.
-
-        Ops of one kind with no visible gap between them are one bar; the wheel zooms. Raises
-        OptionError for a rank that was not traced, or another schedule, or without the extra
-        `report`.
-        """
-        drawn: alt.Chart = charts().of_trace(self, schedule, rank)
-        return drawn
 
     def to_chrome(self, schedule: Schedule) -> dict[str, object]:
         """Chrome trace: one process per rank, one track per stream. Perfetto opens it."""

@@ -10,9 +10,7 @@ after a pause of 0.5 ms and by 0.3 after 20 ms, and several threads wake up one 
 import math
 
 from co2sim.common.units import Seconds
-
-FULLY_IDLE: Seconds = 5e-3
-"""After so long a pause hosts take as long to wake up as after any longer one."""
+from co2sim.hardware.cluster import FULLY_IDLE
 
 
 class Hosts:

@@ -24,7 +24,7 @@ from typing import Any
 
 from co2sim.common.errors import Co2simError, error_line
 from co2sim.common.units import Seconds, counted, duration
-from co2sim.simulation.waking import FULLY_IDLE
+from co2sim.hardware.cluster import FULLY_IDLE
 from realrun.dilation import DILATION
 from realrun.errors import REALTIME, SITES, LabError, one_of
 from realrun.launch.lab_plan import Lab, stated_wan

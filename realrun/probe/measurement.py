@@ -17,8 +17,8 @@ import torch
 from scipy.stats import trim_mean
 
 from co2sim.common.units import Bytes, Flops, Seconds
+from co2sim.hardware.cluster import FULLY_IDLE
 from co2sim.schedule.schedule import Collective, Compute, Group, Kind, Op, Schedule
-from co2sim.simulation.waking import FULLY_IDLE
 from realrun.dilation import dilation
 from realrun.execute.kernels import KernelSet, Sleep, Synthetic
 from realrun.execute.world import World, describe

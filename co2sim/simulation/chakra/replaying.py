@@ -9,13 +9,13 @@ from co2sim.common.errors import OptionError
 from co2sim.common.progress import Done
 from co2sim.common.units import Bytes, Seconds, counted
 from co2sim.hardware.cluster import Cluster
-from co2sim.prediction.case import Case, preferred_precision
 from co2sim.schedule.groups import Layout
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation import metrics
 from co2sim.simulation.chakra.reading import Imported
 from co2sim.simulation.collective_cost import peak_flops, traffic
 from co2sim.simulation.metrics import Window
+from co2sim.simulation.noise import RunOptions
 from co2sim.simulation.steady_state import executed, simulated
 from co2sim.simulation.trace import Trace
 
@@ -70,15 +70,15 @@ def replay(
             f"the trace is of {_words(trace.layout)}, and {trace.ranks} GPUs of {cluster.name} are"
             f" {_words(cluster.layout)}; they must be the same, as ranks meet by their nodes"
         )
-    precision = precision or preferred_precision(cluster.gpu)
+    precision = precision or cluster.gpu.preferred_precision
     peak_flops(cluster.gpu, precision)
-    case, schedule = Case(cluster=cluster, model="", strategy=""), trace.schedule
+    options, schedule = RunOptions(), trace.schedule
     what = _Replayed(schedule, cluster, precision)
     if trace.layout:
-        found, rounds, steady = simulated(case, what, done)
+        found, rounds, steady = simulated(options, what, done)
     else:
-        found, rounds, steady = executed(case, what, 1, done), 1, True
-    free = executed(case, what, found.rounds, done, free=True)
+        found, rounds, steady = executed(options, what, 1, done), 1, True
+    free = executed(options, what, found.rounds, done, free=True)
     during, without = (_window(trace, one, rounds) for one in (found, free))
     sent = traffic(schedule, cluster)
     return Replay(
