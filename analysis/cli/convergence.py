@@ -25,8 +25,7 @@ from analysis.cli.json_output import print_json
 from co2sim.cli import options
 from co2sim.cli.over_sizes import Report
 from co2sim.common import validation
-from co2sim.common.cli import keeping
-from co2sim.common.command_line import command_line
+from co2sim.common.cli import command_line, keeping
 from co2sim.common.errors import OptionError
 from co2sim.common.files import check_writable, write_atomically
 from co2sim.common.progress import progress_bar

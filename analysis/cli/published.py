@@ -11,7 +11,7 @@ import typer
 from analysis.published.papers import DATA_VARIABLE, PAPERS, TABLES_ELSEWHERE
 from analysis.published.parameters import GROUPS
 from co2sim.cli.over_sizes import Report
-from co2sim.common.command_line import command_line
+from co2sim.common.cli import command_line
 from co2sim.common.errors import OptionError
 from co2sim.common.files import check_writable, write_atomically
 from co2sim.common.progress import progress_bar

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from co2sim.cli import options
-from co2sim.common.command_line import command_line
+from co2sim.common.cli import command_line
 from co2sim.common.errors import OptionError
 from co2sim.common.files import write_atomically
 from co2sim.common.validation import between

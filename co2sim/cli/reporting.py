@@ -8,7 +8,7 @@ import typer
 
 from co2sim.cli import options, over_sizes
 from co2sim.cli.failures import end_with_failures
-from co2sim.common.command_line import command_line
+from co2sim.common.cli import command_line
 from co2sim.common.files import write_atomically
 from co2sim.common.repeated import refuse_twice
 from co2sim.prediction.case import Case

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from co2sim.cli import reporting
-from co2sim.common.command_line import command_line
+from co2sim.common.cli import command_line
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.progress import progress_bar
 from co2sim.common.tables import console, print_lines, print_table

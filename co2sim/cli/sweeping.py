@@ -10,7 +10,7 @@ from rich.console import Console
 
 from co2sim.cli import reporting
 from co2sim.cli.failures import end_interrupted, end_with_failures
-from co2sim.common.command_line import command_line
+from co2sim.common.cli import command_line
 from co2sim.common.files import write_atomically
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import counted, duration, scaled

@@ -2,6 +2,7 @@
 
 import io
 import os
+import shlex
 import signal
 import sys
 from collections import Counter
@@ -188,3 +189,19 @@ def _print_version() -> None:
 
     print(own_version())
     raise typer.Exit
+
+
+_WHO = ("--jobs", "--engine", "--scheduler")
+"""Who computes, and how many, changes nothing of what they find."""
+
+
+def command_line(program: str) -> str:
+    """What a page names as its command, for a shell: without those, which change no page."""
+    words = iter(sys.argv[1:])
+    kept = [program]
+    for word in words:
+        if word in _WHO:
+            next(words, None)
+        elif not word.startswith(tuple(f"{name}=" for name in _WHO)):
+            kept.append(word)
+    return shlex.join(kept)
