@@ -7,8 +7,8 @@ import typer
 
 from co2sim.cli import options, over_sizes
 from co2sim.common import convert
+from co2sim.common.cli import refuse_twice
 from co2sim.common.errors import OptionError, UnitError
-from co2sim.common.repeated import refuse_twice
 from co2sim.common.units import parse as quantity
 from co2sim.prediction.case import Case
 from co2sim.report.option import check

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from co2sim.cli import options
-from co2sim.common.repeated import refuse_twice
+from co2sim.common.cli import refuse_twice
 from co2sim.prediction.case import Case
 from co2sim.strategies import parse
 from co2sim.strategies.step import title

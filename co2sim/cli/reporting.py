@@ -8,9 +8,8 @@ import typer
 
 from co2sim.cli import options, over_sizes
 from co2sim.cli.failures import end_with_failures
-from co2sim.common.cli import command_line
+from co2sim.common.cli import command_line, refuse_twice
 from co2sim.common.files import write_atomically
-from co2sim.common.repeated import refuse_twice
 from co2sim.prediction.case import Case
 from co2sim.prediction.published_speeds import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.prediction.result import Result

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from co2sim.cli import options, over_sizes
+from co2sim.common.cli import refuse_twice
 from co2sim.common.errors import OptionError
 from co2sim.common.files import write_atomically
-from co2sim.common.repeated import refuse_twice
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
 from co2sim.prediction.totals import to_dict

@@ -6,7 +6,7 @@ import shlex
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -205,3 +205,10 @@ def command_line(program: str) -> str:
         elif not word.startswith(tuple(f"{name}=" for name in _WHO)):
             kept.append(word)
     return shlex.join(kept)
+
+
+def refuse_twice(what: str, given: Iterable[str]) -> None:
+    """Raise OptionError for what is given twice."""
+    repeated = [name for name, times in Counter(given).items() if times > 1]
+    if repeated:
+        raise OptionError(f"{what} {repeated[0]} is given twice")

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from co2sim.common.cli import refuse_twice
 from co2sim.common.errors import OptionError
-from co2sim.common.repeated import refuse_twice
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.memory import GIB
 from co2sim.models.workload import Model
