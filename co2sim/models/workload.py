@@ -16,8 +16,7 @@ from typing import Literal, TypeAlias
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, Flops
 from co2sim.common.validation import whole
-from co2sim.models.architecture import part_of
-from co2sim.models.blocks import Block, Division, MatMul, Model, Scores
+from co2sim.models.architecture import Block, Division, MatMul, Model, Scores, part_of
 from co2sim.schedule.schedule import (
     Collective,
     Compute,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster
-from co2sim.models.blocks import Block
+from co2sim.models.architecture import Block
 from co2sim.models.workload import Workload
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from co2sim.hardware.cluster import Cluster
-from co2sim.models.blocks import Block
+from co2sim.models.architecture import Block
 from co2sim.models.workload import Workload
 from co2sim.simulation.noise import Noise
 
