@@ -1,10 +1,11 @@
 """How fast a rank computes, beside what else it does at the same time."""
 
+import math
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from co2sim.common.units import Seconds
-from co2sim.hardware.cluster import Cluster
+from co2sim.hardware.cluster import FULLY_IDLE, Cluster
 from co2sim.schedule.schedule import Collective, Schedule
 
 
@@ -73,3 +74,30 @@ class Begun:
     def before(self, now: Seconds) -> int:
         """How many have begun before this instant, which is not before that of the last one."""
         return self.count - (self._now if now - self._last <= INSTANT else 0)
+
+
+class Hosts:
+    """The hosts that all nodes share: whether they are awake.
+
+    `wake_up` is what a collective takes longer after a pause of `fully_idle`; after a shorter one,
+    in proportion less. What starts while they wake up waits for the same moment.
+    """
+
+    def __init__(self, wake_up: Seconds, fully_idle: Seconds = FULLY_IDLE) -> None:
+        """Idle for as long as can be."""
+        self._wake_up, self._fully_idle = wake_up, fully_idle
+        self._in_flight = 0
+        self._idle_since, self._awake = -math.inf, -math.inf
+
+    def begin(self, now: Seconds) -> Seconds:
+        """A collective starts: how long it waits until hosts are awake."""
+        if not self._in_flight:
+            idle = min(1.0, (now - self._idle_since) / self._fully_idle)
+            self._awake = now + idle * self._wake_up
+        self._in_flight += 1
+        return max(0.0, self._awake - now)
+
+    def end(self, now: Seconds) -> None:
+        """A collective has ended."""
+        self._in_flight -= 1
+        self._idle_since = now

@@ -26,9 +26,8 @@ from co2sim.simulation.folding import leaves_node
 from co2sim.simulation.lowering import NOTHING, Communicator, Lowered, Times, lower, shared_works
 from co2sim.simulation.network import Network
 from co2sim.simulation.noise import QUIET, Noise
-from co2sim.simulation.processor import INSTANT, Begun, Processor
+from co2sim.simulation.processor import INSTANT, Begun, Hosts, Processor
 from co2sim.simulation.trace import SpanTable, Trace
-from co2sim.simulation.waking import Hosts
 
 _AFTER_ALL_ELSE = EventPriority(9)
 """SimPy priority behind everything else that happens at the same instant."""
