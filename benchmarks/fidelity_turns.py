@@ -31,8 +31,7 @@ from fidelity import SHORT_PROBE, LabJob, as_ranks, quick_jobs, turns_jobs
 from reports import folder, machine, made_by, parser, table
 
 from co2sim.common.units import Seconds
-from co2sim.prediction.case import Case
-from co2sim.prediction.prepared import Prepared
+from co2sim.prediction.case import Case, Prepared
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Compute
 from co2sim.simulation.compute_cost import compute_time

@@ -8,8 +8,7 @@ import torch
 
 from co2sim.common.errors import Co2simError
 from co2sim.common.units import Seconds
-from co2sim.prediction.case import Case
-from co2sim.prediction.prepared import Prepared
+from co2sim.prediction.case import Case, Prepared
 from co2sim.schedule.schedule import Compute, DType
 from co2sim.simulation.collective_cost import compute_time
 from co2sim.simulation.trace import Span, Trace

@@ -15,9 +15,8 @@ from analysis.convergence.setting import Setting
 from co2sim.common.errors import OptionError
 from co2sim.common.tables import print_table
 from co2sim.common.units import Seconds, duration, percent
-from co2sim.prediction.case import Case
+from co2sim.prediction.case import Case, Prepared
 from co2sim.prediction.driver import run
-from co2sim.prediction.prepared import Prepared
 from co2sim.strategies import LocalSteps, Strategy
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local import Replica, round_steps

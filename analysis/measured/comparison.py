@@ -18,7 +18,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds, Unit, duration, scaled
 from co2sim.common.validation import Place, first_problem, names_at
 from co2sim.hardware.cluster import GPU, Cluster
-from co2sim.prediction.prepared import Prepared
+from co2sim.prediction.case import Prepared
 from co2sim.prediction.result import Result
 from co2sim.report.page import Figure, PageSection
 from co2sim.report.tables import Table

@@ -13,7 +13,7 @@ from analysis.published.parameters import model_of
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import driver
-from co2sim.prediction.prepared import Prepared
+from co2sim.prediction.case import Prepared
 from co2sim.schedule.schedule import Collective, Compute, Kind, Schedule
 from co2sim.simulation import metrics
 from co2sim.simulation.collective_cost import compute_time, footprint

@@ -13,9 +13,8 @@ from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import AttentionKernel, Checkpointing, Loss, Model, Optimizer, Recompute
 from co2sim.prediction import advice, auto_delay, pipeline
-from co2sim.prediction.case import Case
+from co2sim.prediction.case import Case, Prepared, scheduled
 from co2sim.prediction.intervals import Predicted, Thoroughness
-from co2sim.prediction.prepared import Prepared, scheduled
 from co2sim.prediction.remarks import remarks as remarks_on
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Schedule

@@ -18,9 +18,8 @@ from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import Recompute, Workload
 from co2sim.prediction.auto_delay import is_open
-from co2sim.prediction.case import Case
+from co2sim.prediction.case import Case, Prepared, each
 from co2sim.prediction.pipeline_order import sizes
-from co2sim.prediction.prepared import Prepared, each
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Collective, Compute, Kind, tensor
 from co2sim.simulation import metrics

@@ -13,9 +13,8 @@ from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import Model, Recompute
 from co2sim.prediction.auto_delay import is_open
-from co2sim.prediction.case import Case
+from co2sim.prediction.case import Case, Prepared
 from co2sim.prediction.pipeline import StageMemory
-from co2sim.prediction.prepared import Prepared
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
 from co2sim.prediction.totals import Totals, tokens_of

@@ -16,8 +16,7 @@ from co2sim.common.units import Bytes, counted, duration, figures, scaled
 from co2sim.models.memory import GIB, OVERHEAD, model_states
 from co2sim.models.workload import AttentionKernel, Recompute
 from co2sim.prediction import remarks
-from co2sim.prediction.case import Case
-from co2sim.prediction.prepared import Prepared, schedule_of
+from co2sim.prediction.case import Case, Prepared, schedule_of
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
 from co2sim.prediction.totals import totals_of
