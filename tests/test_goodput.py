@@ -20,22 +20,20 @@ from co2sim.hardware.failures import HOST_BANDWIDTH, READ_PER_NODE, WRITE_PER_NO
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
 from co2sim.prediction.goodput.closed_forms import (
+    Goodput,
     Rates,
     Restart,
     Saving,
+    Trained,
     apart,
     best_interval,
     daly,
     erlang_loss,
+    missing,
     together,
     young,
 )
 from co2sim.prediction.goodput.of_result import goodput_of, goodput_where
-from co2sim.prediction.goodput.parts import (
-    Goodput,
-    Trained,
-    missing,
-)
 
 DAY, HOUR = 86400.0, 3600.0
 PLAIN = Failures(node=100 * DAY, detection=60.0, restart=240.0)

@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 from goodput_simulation import NAMES, simulated
 
-from co2sim.prediction.goodput.closed_forms import Restart, Saving, Shares
-from co2sim.prediction.goodput.parts import FailingWorkers, WholeJob, shares_of
+from co2sim.prediction.goodput.closed_forms import (
+    FailingWorkers,
+    Restart,
+    Saving,
+    Shares,
+    WholeJob,
+    shares_of,
+)
 
 
 def of_shares(shares: Shares) -> dict[str, float]:

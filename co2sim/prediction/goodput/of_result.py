@@ -8,12 +8,16 @@ from co2sim.common.validation import above
 from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.failures import READ_PER_NODE, WRITE_PER_NODE, Failures
 from co2sim.models.workload import OPTIMIZER_BYTES, Model, Optimizer
-from co2sim.prediction.goodput.closed_forms import Rates, Restart, Saving, apart, best_interval
-from co2sim.prediction.goodput.parts import (
+from co2sim.prediction.goodput.closed_forms import (
     FailingWorkers,
     Goodput,
+    Rates,
+    Restart,
+    Saving,
     Trained,
     WholeJob,
+    apart,
+    best_interval,
     missing,
     shares_of,
 )
