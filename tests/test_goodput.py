@@ -29,11 +29,12 @@ from co2sim.prediction.goodput.closed_forms import (
     best_interval,
     daly,
     erlang_loss,
+    goodput_of,
+    goodput_where,
     missing,
     together,
     young,
 )
-from co2sim.prediction.goodput.of_result import goodput_of, goodput_where
 
 DAY, HOUR = 86400.0, 3600.0
 PLAIN = Failures(node=100 * DAY, detection=60.0, restart=240.0)
