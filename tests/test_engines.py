@@ -20,9 +20,9 @@ from co2sim import Case, OptionError, ResourceError, run, sweep_to
 from co2sim.common.errors import EngineError
 from co2sim.common.version import own_identity
 from co2sim.studies import batch, results_folder
+from co2sim.studies.batch import Inputs
 from co2sim.studies.candidates import Space, Wanted
 from co2sim.studies.grid import Points
-from co2sim.studies.inputs import Inputs
 from co2sim.studies.plan import plan
 from co2sim.studies.results_folder import SweepTable, stream
 from co2sim.studies.workers import flow

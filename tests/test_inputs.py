@@ -13,7 +13,7 @@ import tiny
 import co2sim
 from co2sim import CO2, DDP, Case, Noise, OptionError, run
 from co2sim.catalog import Contents
-from co2sim.studies.inputs import Inputs
+from co2sim.studies.batch import Inputs
 
 CATALOG = Path(co2sim.__file__).parent / "catalog"
 CASE = Case(cluster="a100-tcp80", model="gpt2-small", strategy="co2:tau=2", gpus=16)

@@ -26,9 +26,8 @@ from co2sim.common.units import Seconds, counted
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
-from co2sim.studies.batch import Failure, outcome_of, spread
+from co2sim.studies.batch import Failure, Inputs, outcome_of, spread
 from co2sim.studies.grid import Points, Setting, Shard, label
-from co2sim.studies.inputs import Inputs
 from co2sim.studies.table import DERIVED, NESTED, TO_LOSS, TOTALS, VARIED, memory_column, row_of
 from co2sim.studies.workers.flow import Pool
 
