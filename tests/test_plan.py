@@ -20,7 +20,7 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.pipeline import StageMemory
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import totals, totals_of
-from co2sim.studies import search as search_module
+from co2sim.studies import plan as search_module
 from co2sim.studies.candidates import Candidate, Space, Want, Wanted, candidates, fits
 from co2sim.studies.grid import label, strategy_title
 from co2sim.studies.plan import Recommendation, front, plan

@@ -1,16 +1,24 @@
 """What to buy, or how to run what there is: the best of all candidates, and what comes near it."""
 
-from collections.abc import Iterable, Iterator
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TypeAlias
 
-from co2sim.common.errors import OptionError
+from co2sim.common.errors import Co2simError, EngineError, OptionError
 from co2sim.common.progress import Done
-from co2sim.prediction import power
+from co2sim.hardware.cluster import Cluster
+from co2sim.prediction import driver, power
+from co2sim.prediction.case import Case
 from co2sim.prediction.step_factors import step_factor
-from co2sim.studies.candidates import Candidate, Space, Want, Wanted, candidates
-from co2sim.studies.grid import strategy_title
-from co2sim.studies.search import Search
-from co2sim.studies.workers.engine import Engine
+from co2sim.prediction.totals import DAY, totals_of
+from co2sim.studies.batch import Failure, Interrupted, Outcome, run_on
+from co2sim.studies.candidates import Candidate, Fitting, Space, Want, Wanted, candidates, fits
+from co2sim.studies.grid import label, strategy_title
+from co2sim.studies.workers.engine import Engine, opened
+from co2sim.studies.workers.flow import Pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,3 +152,246 @@ def _check_prices(space: Space, wanted: Wanted) -> None:
             f"a budget needs prices, and {unpriced[0]!r} has none; give one:"
             " --set price_per_gpu='2.5 USD/h', say"
         )
+
+
+class Floor:
+    """The highest throughput by case; every kind of micro-step is simulated once.
+
+    On one GPU, or on those that share every layer.
+
+    A strategy adds communication, an optimizer's step and waiting to it, and takes nothing off.
+    A pipeline does the same work, and adds a bubble.
+    """
+
+    def __init__(self) -> None:
+        self._speeds: dict[object, float] = {}
+
+    def tokens_per_s(self, case: Case) -> float:
+        """Of all GPUs of a case, if they did nothing but their micro-steps."""
+        assert case.gpus is not None
+        cluster = case.cluster if isinstance(case.cluster, str) else id(case.cluster)
+        key = (cluster, case.micro_batch, case.recompute, case.tp)
+        if key not in self._speeds:
+            self._speeds[key] = _each_gpu(case)
+        return case.gpus * self._speeds[key]
+
+
+def _each_gpu(case: Case) -> float:
+    """Tokens/s of a GPU by what a second micro-step adds to a step of as few as are needed."""
+    alone = replace(case, strategy="ddp", gpus=case.tp, global_batch=None, pp=1, interleave=1)
+    one, two = (driver.run(replace(alone, accumulation=steps)) for steps in (1, 2))
+    return one.tokens_per_gpu_per_step / (two.step_time_s - one.step_time_s)
+
+
+_Leaders: TypeAlias = tuple[tuple[object, float] | None, tuple[object, float] | None]
+"""The best group and the next one, each with the score of its best option."""
+
+_WAVE = 16
+"""Cases for each process at a time; between waves, those that cannot win any more are dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Promise:
+    """A candidate, what it is compared with, and the least that it can take.
+
+    That is what its computation alone takes, or its busiest link alone.
+    """
+
+    case: Case
+    cluster: Cluster
+    group: object
+    score: float
+    days: float
+    spent: float
+
+
+class Search:
+    """All candidates, one wave after the other, for one wish.
+
+    `options` are those within the limits, with their group: the best is wanted, the best of another
+    group, and all that none beats in both days and money. `simulated` counts cases, `large` those
+    of them that did not fit after all; `failed` says why others have no figures.
+    """
+
+    def __init__(self, fitting: Sequence[Fitting], wanted: Wanted, headroom: float) -> None:
+        """Nothing is simulated yet, but for micro-steps of one GPU."""
+        self._wanted, self._headroom = wanted, headroom
+        self._promises = list(_promises(fitting, wanted))
+        self._promises.sort(key=lambda one: (one.score, one.days, one.cluster.layout.world_size))
+        self._left = deque(self._promises)
+        self._seen: set[int] = set()
+        self._front: list[tuple[float, float]] = []
+        self._outside: list[tuple[object, Candidate]] = []
+        self.options: list[tuple[object, Candidate]] = []
+        self._leaders: _Leaders = (None, None)
+        self.failed: list[str] = []
+        self.large = 0
+        self.simulated = 0
+
+    def run(self, engine: Engine, done: Done | None) -> bool:
+        """Look at all cases; False if somebody stopped it.
+
+        What cannot win once those before it in its wave are known does not count, as if one process
+        had looked at one case after the other: the answer is the same, however many there are.
+        """
+        total = len(self._promises)
+        try:
+            with opened(engine, total) as pool:
+                size = 1 if pool is None else _WAVE * pool.slots
+                while now := list(islice(self._hopeful(), size)):
+                    for promise, outcome in zip(now, _outcomes(now, pool), strict=True):
+                        if not self._hopeless(promise):
+                            self._note(promise, outcome)
+                    if done:
+                        done(total - len(self._left), total)
+        except KeyboardInterrupt:
+            return False
+        return True
+
+    def _hopeful(self) -> Iterator[_Promise]:
+        """Those that are left, the most promising first, but for the hopeless."""
+        while self._left:
+            one = self._left.popleft()
+            if not self._hopeless(one):
+                yield one
+
+    def lift_limits(self) -> None:
+        """Forget the limits; what was left out because of them is looked at again."""
+        self._wanted = replace(self._wanted, budget=None, deadline=None, power=None)
+        for group, option in self._outside:
+            self._keep(group, option)
+        self._outside = []
+        self._left = deque(one for one in self._promises if id(one) not in self._seen)
+
+    def best(self) -> list[Candidate]:
+        """The best option of every group, the best of all first."""
+        found: dict[object, Candidate] = {}
+
+        def rank(pair: tuple[object, Candidate]) -> tuple[float, float, int]:
+            option = pair[1]
+            return option.score(self._wanted.want), option.totals.days, option.result.gpus
+
+        for group, option in sorted(self.options, key=rank):
+            found.setdefault(group, option)
+        return list(found.values())
+
+    def _hopeless(self, one: _Promise) -> bool:
+        """Whether even at its best a case is out of the limits, or beaten in all that counts.
+
+        What counts is to be the best, or the best of another group (the runner-up), or on the
+        front.
+        """
+        wanted = self._wanted
+        if wanted.deadline is not None and one.days > wanted.deadline:
+            return True
+        if wanted.budget is not None and one.spent > wanted.budget:
+            return True
+        return one.score >= self._to_beat(one.group) and any(
+            days <= one.days and spent <= one.spent for days, spent in self._front
+        )
+
+    def _to_beat(self, group: object) -> float:
+        """The score of the best option, for its own group; of the runner-up for all others."""
+        first, second = self._leaders
+        if first is None:
+            return math.inf
+        if group == first[0]:
+            return first[1]
+        return math.inf if second is None else second[1]
+
+    def _keep(self, group: object, option: Candidate) -> None:
+        """Note an option within the limits."""
+        self.options.append((group, option))
+        self._lead(group, option.score(self._wanted.want))
+        days, spent = option.totals.days, option.spent
+        if not any(d <= days and s <= spent for d, s in self._front):
+            self._front = [(d, s) for d, s in self._front if d < days or s < spent]
+            self._front.append((days, spent))
+
+    def _lead(self, group: object, score: float) -> None:
+        """Keep the best two groups, with the scores of their best options."""
+        known = dict(pair for pair in self._leaders if pair)
+        known[group] = min(score, known.get(group, math.inf))
+        ranked = sorted(known.items(), key=lambda pair: pair[1])
+        self._leaders = ranked[0], ranked[1] if len(ranked) > 1 else None
+
+    def _note(self, one: _Promise, outcome: Outcome) -> None:
+        self.simulated += 1
+        self._seen.add(id(one))
+        if isinstance(outcome, Failure):
+            self.failed.append(outcome.reason)
+            return
+        used, room = outcome.memory_bytes_per_gpu["total"], outcome.gpu_memory_bytes
+        if not fits(used, room, self._headroom):
+            self.large += 1
+            return
+        try:
+            found = totals_of(one.case, outcome, self._wanted.tokens, self._wanted.goal)
+        except OptionError as error:  # failures leave no time
+            self.failed.append(f"{one.case.title}: {error}")
+            return
+        if found is None:
+            self.failed.append(f"nobody knows what a step of {outcome.strategy} is worth")
+            return
+        option = Candidate(case=one.case, cluster=one.cluster, result=outcome, totals=found)
+        if option.within(self._wanted):
+            self._keep(one.group, option)
+        else:
+            self._outside.append((one.group, option))
+
+
+def _promises(fitting: Sequence[Fitting], wanted: Wanted) -> Iterator[_Promise]:
+    """Every case with the least that it can take."""
+    floor, group_of = Floor(), _grouping([one.case for one in fitting])
+    loaded: dict[object, tuple[Cluster, int]] = {}
+    for one in fitting:
+        case = one.case
+        key = (label(case.cluster), case.gpus)
+        if key not in loaded:
+            assert case.gpus is not None
+            assert case.global_batch is not None
+            entries = case.load()
+            tokens = case.global_batch * entries[1].value.tokens
+            loaded[key] = entries[0].value.resized(case.gpus), tokens
+        cluster, tokens = loaded[key]
+        factor = step_factor(strategy_title(case.strategy), wanted.goal)
+        trained = wanted.tokens * (1.0 if factor is None else factor.factor)
+        computing = trained / floor.tokens_per_s(case) / DAY
+        days = max(computing, trained / tokens * one.link_time / DAY)
+        price, gpus = cluster.price_per_gpu, cluster.layout.world_size
+        spent = days * gpus * (24 if price is None else DAY * price)
+        watts = power.all_computing(cluster)  # the least energy: nobody waits
+        energy = 0.0 if watts is None else watts / 1000 * computing * 24
+        score = {"fastest": days, "cheapest": spent, "least-energy": energy}[wanted.want]
+        yield _Promise(
+            case=case,
+            cluster=cluster,
+            group=group_of(case),
+            score=score,
+            days=days,
+            spent=spent,
+        )
+
+
+def _grouping(cases: Sequence[Case]) -> Callable[[Case], object]:
+    """By cluster and strategy; by GPUs where there is but one of each."""
+
+    def pair(case: Case) -> object:
+        return label(case.cluster), strategy_title(case.strategy)
+
+    if len({pair(case) for case in cases}) > 1:
+        return pair
+    return lambda case: case.gpus
+
+
+def _outcomes(promises: Sequence[_Promise], pool: Pool | None) -> Sequence[Outcome]:
+    """A result or a failure for each."""
+    cases = [one.case for one in promises]
+    try:
+        return run_on(pool, cases, progress=False)
+    except Interrupted:
+        raise KeyboardInterrupt from None
+    except EngineError:
+        raise
+    except Co2simError as error:  # all of them
+        return [Failure(case.title, error) for case in cases]
