@@ -31,7 +31,7 @@ from analysis.published.paper_cells import from_papers
 from analysis.published.report import ValidationReport, brief_report, render
 from co2sim.common.units import duration, percent
 from co2sim.prediction.intervals import RunKind
-from co2sim.report.page import render as rendered
+from co2sim.report.html import render as rendered
 from realrun.record import write
 
 pytestmark = pytest.mark.slow  # each page takes half a second

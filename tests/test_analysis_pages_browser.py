@@ -10,8 +10,8 @@ from test_compare import measured, more_latency, slower_network
 
 from analysis.measured.comparison import compare
 from analysis.published.report import brief_report
+from co2sim.report.html import Page, render
 from co2sim.report.markdown import sections
-from co2sim.report.page import Page, render
 from co2sim.simulation.noise import Noise
 
 __all__ = ["browser"]

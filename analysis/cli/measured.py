@@ -246,7 +246,7 @@ def _page(
 ) -> bytes:
     """The HTML page."""
     from analysis.measured.page import page  # noqa: PLC0415 - Altair
-    from co2sim.report.page import render  # noqa: PLC0415 - as above
+    from co2sim.report.html import render  # noqa: PLC0415 - as above
 
     return render(page(comparisons, command_line("co2analysis"), rank, stated, changes))
 

@@ -20,7 +20,7 @@ from analysis.convergence.protocol.rescue import RescueLine
 from analysis.convergence.protocol.tightness import LATE, RatioGroup, Sensitivity, margin
 from co2sim.common.units import counted
 from co2sim.report import markdown
-from co2sim.report.page import Page, render
+from co2sim.report.html import Page, render
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from co2sim.common.validation import Place, first_problem, names_at
 from co2sim.hardware.cluster import GPU, Cluster
 from co2sim.prediction.case import Prepared
 from co2sim.prediction.result import Result
-from co2sim.report.page import Figure, PageSection
+from co2sim.report.html import Figure, PageSection
 from co2sim.report.tables import Table
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation.metrics import is_steady

@@ -15,7 +15,7 @@ from co2sim.catalog import Fact
 from co2sim.common.plots import GREY
 from co2sim.common.units import counted, duration, percent
 from co2sim.report import bar_charts
-from co2sim.report.page import MOST_ROUNDS, Figure, Page, PageSection, Timelines
+from co2sim.report.html import MOST_ROUNDS, Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import Round, TimelineBar
 from co2sim.report.tables import Table
 

@@ -13,7 +13,7 @@ from analysis.published.kind_errors import KindCoverage
 from analysis.published.report import ValidationReport
 from co2sim.common.units import counted, figures
 from co2sim.report import markdown
-from co2sim.report.page import Figure, Page, PageSection
+from co2sim.report.html import Figure, Page, PageSection
 from co2sim.report.tables import Table
 
 _QUANTITIES = {

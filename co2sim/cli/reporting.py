@@ -22,7 +22,7 @@ from co2sim.studies import grid
 from co2sim.studies.batch import run_all
 
 if TYPE_CHECKING:
-    from co2sim.report.page import Page
+    from co2sim.report.html import Page
     from co2sim.report.study_page import Study
 
 
@@ -79,7 +79,7 @@ def page(
 
 def render(study: "Study") -> bytes:
     """The page."""
-    from co2sim.report import page as pages  # noqa: PLC0415 - Altair
+    from co2sim.report import html as pages  # noqa: PLC0415 - Altair
     from co2sim.report import study_page  # noqa: PLC0415 - Altair
 
     return pages.render(study_page.page(study))
@@ -87,7 +87,7 @@ def render(study: "Study") -> bytes:
 
 def write(path: Path, made: "Page") -> None:
     """Write a page."""
-    from co2sim.report import page as pages  # noqa: PLC0415 - Altair
+    from co2sim.report import html as pages  # noqa: PLC0415 - Altair
 
     write_atomically({path: pages.render(made)})
 

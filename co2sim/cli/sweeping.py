@@ -125,9 +125,9 @@ def _show(
 
 
 def _page(swept: "Swept") -> bytes:
-    from co2sim.report import page, sweep_page  # noqa: PLC0415 - Altair
+    from co2sim.report import html, sweep_page  # noqa: PLC0415 - Altair
 
-    return page.render(sweep_page.page(swept))
+    return html.render(sweep_page.page(swept))
 
 
 def _figures(case: Case, outcome: Outcome, goal: Goal, tokens: float | None) -> dict[str, object]:

@@ -9,7 +9,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from markupsafe import Markup
 
-from co2sim.report.page import PageSection
+from co2sim.report.html import PageSection
 
 _FIGURE = Markup(
     '<figure><img alt="{alt}" src="data:image/png;base64,{data}">'

@@ -13,7 +13,7 @@ from co2sim.prediction.step_factors import remark
 from co2sim.prediction.totals import Totals
 from co2sim.report import bar_charts, decision_charts, sections
 from co2sim.report.chart_style import picking
-from co2sim.report.page import Figure, Page, PageSection, Timelines
+from co2sim.report.html import Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import last_round
 from co2sim.report.tables import Answered, Table, ranged
 from co2sim.report.text import plan, totals

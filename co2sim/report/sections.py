@@ -7,7 +7,7 @@ from co2sim.prediction.published_speeds import SpeedComparison
 from co2sim.prediction.remarks import ALIKE
 from co2sim.report import bar_charts, line_charts, tables
 from co2sim.report.chart_style import picking
-from co2sim.report.page import Figure, PageSection, Timelines
+from co2sim.report.html import Figure, PageSection, Timelines
 from co2sim.report.tables import Answered
 from co2sim.studies.sensitivity import Lever
 

@@ -11,7 +11,7 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, remark
 from co2sim.report import decision_charts, sections
-from co2sim.report.page import Figure, Page, PageSection
+from co2sim.report.html import Figure, Page, PageSection
 from co2sim.report.tables import Answered, Table
 from co2sim.report.text import solve
 from co2sim.studies.grid import label, strategy_title

@@ -15,7 +15,7 @@ from co2sim.prediction.step_factors import Goal, remark
 from co2sim.prediction.totals import Totals, to_dict
 from co2sim.report import bar_charts, comparison, line_charts, sections, tables
 from co2sim.report.chart_style import picking
-from co2sim.report.page import MOST_ROUNDS, Figure, Page, PageSection, Timelines
+from co2sim.report.html import MOST_ROUNDS, Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import last_round
 from co2sim.report.tables import Answered
 from co2sim.report.text import intervals, totals

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from co2sim.prediction.case import Case
 from co2sim.report import sections, sweep_charts, tables
-from co2sim.report.page import Figure, Page, PageSection
+from co2sim.report.html import Figure, Page, PageSection
 from co2sim.report.sweep import Swept
 from co2sim.report.tables import Answered
 from co2sim.report.text import totals

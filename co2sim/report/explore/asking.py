@@ -16,7 +16,7 @@ from co2sim.prediction.step_factors import Goal
 from co2sim.report.explore.controls import Control, controls
 from co2sim.report.explore.page import asked
 from co2sim.report.explore.question import Question, figures, lost
-from co2sim.report.page import render
+from co2sim.report.html import render
 from co2sim.report.study_page import Study, page
 from co2sim.studies.candidates import command_of, with_tokens
 from co2sim.studies.grid import counts, varied
