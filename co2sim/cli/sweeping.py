@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from co2sim.cli import reporting
-from co2sim.cli.failures import end_interrupted, end_with_failures
+from co2sim.cli.failures import end_interrupted, end_with, end_with_failures
 from co2sim.common.cli import command_line
 from co2sim.common.files import write_atomically
 from co2sim.common.tables import console, print_lines, print_table
@@ -23,8 +23,9 @@ from co2sim.report.text import intervals, loss, totals
 from co2sim.report.text.result import print_assumed, print_remarks, print_warnings, speeds
 from co2sim.studies.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.studies.grid import Setting, label
+from co2sim.studies.results_folder import Kept, SweepTable, stream
 from co2sim.studies.table import check_column, order, to_frame
-from co2sim.studies.workers.engine import Engine
+from co2sim.studies.workers.engine import Engine, opened
 
 if TYPE_CHECKING:
     from co2sim.report.sweep import Swept
@@ -274,3 +275,26 @@ def _cells(outcome: Outcome, count: int, mixed: bool) -> list[str]:  # noqa: FBT
         "-" if r.cost_per_billion_tokens is None else f"{r.cost_per_billion_tokens:,.2f}{currency}",
     ]
     return cells[:count]
+
+
+__all__ = ["SweepTable", "keep"]
+
+
+def keep(table: SweepTable, engine: Engine, *, as_json: bool) -> None:
+    """Simulate what the folder does not have, and say so; exit code 1 if a case failed."""
+    with opened(engine, len(table.shard.places(len(table.points)))) as pool:
+        kept = stream(table, pool)
+    print(json.dumps(kept.summary(), indent=2) if as_json else _words(kept))
+    if kept.failed:
+        failed = [
+            (", ".join(f"{path}={label(value)}" for path, value in setting.items()), failure)
+            for setting, failure in kept.failures
+        ]
+        end_with(failed, kept.failed, kept.cases, f"the others are in {kept.folder}")
+
+
+def _words(kept: Kept) -> str:
+    reused = f", {kept.reused:,} were there already" if kept.reused else ""
+    return (
+        f"{counted(kept.computed, 'case')} simulated{reused}: all {kept.cases:,} in {kept.folder}"
+    )

@@ -84,12 +84,12 @@ def sweep(  # noqa: PLR0913, PLR0917 - one argument per option
     who = options.engine(context, engine, scheduler, jobs)
     goal = options.goal(to_loss_steps, steps_factor)
     if out is not None:
-        from co2sim.cli import keeping  # noqa: PLC0415 - only then
+        from co2sim.cli import sweeping  # noqa: PLC0415 - only then
 
         _refuse_beside_out({"--csv": csv, "--sort": sort, "--report": report})
         part = Shard() if shard is None else Shard.read(shard)
         points = Points.of(case, varied)
-        keeping.keep(keeping.SweepTable(points, out, part, goal, tokens), who, as_json=json_)
+        sweeping.keep(sweeping.SweepTable(points, out, part, goal, tokens), who, as_json=json_)
         return
     if shard is not None:
         raise OptionError("--shard needs a folder: give --out, too")
