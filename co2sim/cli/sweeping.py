@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from co2sim.cli import reporting
-from co2sim.cli.failures import end_interrupted, end_with, end_with_failures
+from co2sim.cli.reporting import end_interrupted, end_with, end_with_failures
 from co2sim.common.cli import command_line
 from co2sim.common.files import write_atomically
 from co2sim.common.tables import console, print_lines, print_table
