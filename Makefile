@@ -3,8 +3,6 @@
 PYTHON ?= python3
 QUICK ?=
 VENV := .venv
-ENGINES := $(addprefix co2sim/,compute.py cost.py folding.py lockstep.py lowering.py network.py noise.py processor.py \
-  schedule.py simulator.py single_class.py stragglers.py waking.py)
 BIN := $(VENV)/bin
 PART ?= 0/1
 WORKERS = $(shell $(PYTHON) -c "import os; print(os.cpu_count() or 1)")
@@ -105,7 +103,7 @@ overhead: $(STAMP)-dev
 	$(BIN)/python benchmarks/overhead.py $(QUICK)
 
 mutants: $(STAMP)-dev
-	$(BIN)/python tests/planted_faults.py $(ENGINES) co2sim/strategies realrun/algorithms analysis/convergence --count 400 --out out/mutants.md
+	$(BIN)/python tests/planted_faults.py co2sim/simulation co2sim/strategies realrun/algorithms analysis/convergence --count 400 --out out/mutants.md
 
 faults: $(STAMP)-dev
 	$(BIN)/python tests/planted_faults.py co2sim realrun analysis --count 200 --out out/faults.md

@@ -118,7 +118,7 @@ if not TYPE_CHECKING:  # for whom a name that is not above is an error
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
-            return import_module(f"{__name__}.common.own_version").own_version()
+            return import_module(f"{__name__}.common.version").own_version()
         if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         found = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

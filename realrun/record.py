@@ -29,8 +29,7 @@ from co2sim.common.validation import Place, first_problem
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import Model
 from co2sim.prediction.case import Case
-from co2sim.simulation.trace import Trace
-from co2sim.simulation.trace_lines import read_json_lines
+from co2sim.simulation.trace import Trace, read_json_lines
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
 

@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 import rank_main
 from ranks import forked
 
-from co2sim.simulation.trace_lines import read_json_lines
+from co2sim.simulation.trace import read_json_lines
 
 ROOT = Path(__file__).parent.parent
 DEADLINE = 3.0

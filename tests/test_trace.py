@@ -14,8 +14,7 @@ from co2sim.common.errors import CatalogError
 from co2sim.schedule.schedule import WORLD, Collective, DType, Kind, Layout, Op, Schedule
 from co2sim.simulation.noise import Noise
 from co2sim.simulation.reference_engine import execute
-from co2sim.simulation.trace import Span, Trace
-from co2sim.simulation.trace_lines import read_json_lines
+from co2sim.simulation.trace import Span, Trace, read_json_lines
 
 
 def correct(strategy: str = "co2(tau=1,worker=node)") -> tuple[Schedule, Trace]:

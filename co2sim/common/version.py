@@ -29,9 +29,7 @@ def own_identity() -> Identity:
     """Of this process. Versions alone do not do: between tags, and in a checkout, they repeat."""
     from importlib.metadata import version  # noqa: PLC0415 - time that few commands need
 
-    from co2sim.common.own_version import own_version  # noqa: PLC0415 - as above
-
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     found = sha256()
     for path in sorted(folder.rglob("*")):
         if path.suffix in {".py", ".toml"}:
@@ -40,3 +38,13 @@ def own_identity() -> Identity:
             found.update(f"{name} {len(content)}\n".encode() + content)
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return Identity(own_version(), found.hexdigest(), python, version("numpy"))
+
+
+def own_version() -> str:
+    """The version; "not installed" for a copy of the files that nobody installed."""
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415 - as above
+
+    try:
+        return version("co2sim")
+    except PackageNotFoundError:
+        return "not installed"

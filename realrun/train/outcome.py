@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from co2sim.common.files import write_atomically
-from co2sim.common.own_version import own_version
 from co2sim.common.units import counted
+from co2sim.common.version import own_version
 from realrun.execute.world import World, describe
 from realrun.train.folder import ESTIMATE, FIGURE, MODEL
 from realrun.train.log import History, write_record
