@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from co2sim.catalog import Fact
 from co2sim.hardware.cluster import Backend
-from co2sim.prediction.advice import assumed
 from co2sim.prediction.case import Case
+from co2sim.prediction.notes import assumed
 from co2sim.schedule.schedule import Layout
 
 

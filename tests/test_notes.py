@@ -9,7 +9,7 @@ from commands import Command
 
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.prediction.driver import simulate
-from co2sim.prediction.remarks import SCALE
+from co2sim.prediction.notes import SCALE
 from co2sim.prediction.result import Result
 from co2sim.simulation.noise import Noise
 

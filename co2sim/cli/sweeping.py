@@ -14,7 +14,7 @@ from co2sim.common.cli import command_line
 from co2sim.common.files import write_atomically
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import counted, duration, scaled
-from co2sim.prediction import remarks
+from co2sim.prediction import notes
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
@@ -163,7 +163,7 @@ def _print(
         known = loss.cells(outcome, goal) if to_loss and isinstance(outcome, Result) else ["", ""]
         row.extend(known[: len(to_loss)])
     left = len(settings[0])
-    if any(remarks.own(result.notes) for result in results):
+    if any(notes.own(result.notes) for result in results):
         columns.insert(left, "chosen")
         for row, outcome in zip(rows, outcomes, strict=True):
             row.insert(left, outcome.strategy if isinstance(outcome, Result) else "")

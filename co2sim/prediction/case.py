@@ -26,8 +26,8 @@ from co2sim.models.workload import (
     Recompute,
     Workload,
 )
-from co2sim.prediction.advice import assumed, beyond_the_file, beyond_the_table
 from co2sim.prediction.intervals import Thoroughness
+from co2sim.prediction.notes import assumed, beyond_the_file, beyond_the_table
 from co2sim.prediction.pipeline_order import stage_cluster, stage_of
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import DType, Layout, Schedule

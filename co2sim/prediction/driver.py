@@ -12,10 +12,11 @@ from co2sim.common.progress import Done, progress_bar
 from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import AttentionKernel, Checkpointing, Loss, Model, Optimizer, Recompute
-from co2sim.prediction import advice, auto_delay, pipeline
+from co2sim.prediction import auto_delay, pipeline
 from co2sim.prediction.case import Case, Prepared, scheduled
 from co2sim.prediction.intervals import Predicted, Thoroughness
-from co2sim.prediction.remarks import remarks as remarks_on
+from co2sim.prediction.notes import remarks as remarks_on
+from co2sim.prediction.notes import warnings as warnings_of
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation import metrics
@@ -200,7 +201,7 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
             other = replace(even, strategy=strategy, schedule=schedule)
             return result.step_time_s * round_time(case.run_options, other, done) / nominal
 
-        warnings = advice.warnings(prepared.strategy, [blocks], prepared.layout, result, tried)
+        warnings = warnings_of(prepared.strategy, [blocks], prepared.layout, result, tried)
         result = _with_interval(case, prepared, result, done)
     return replace(result, warnings=warnings)
 
@@ -232,7 +233,7 @@ def _of_pipeline(case: Case, done: Done | None) -> Result:
         tokens_per_s_high=found.high,
         interval_source=found.source,
         notes=remarks_on(first.cluster, first.job, sum(blocks, ()), case.noise, result.gpus),
-        warnings=advice.warnings(strategy, blocks, first.layout, result, tried),
+        warnings=warnings_of(strategy, blocks, first.layout, result, tried),
     )
 
 

@@ -2,14 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from co2sim.catalog import Fact
 from co2sim.common.html_card import card
 from co2sim.common.units import Bytes, Seconds, counted, duration, scaled
-
-if TYPE_CHECKING:
-    pass
 
 _NAMED = 8
 """Assumed inputs that are named."""

@@ -14,7 +14,7 @@ The simulator and the executor are two interpreters of the same `Schedule`:
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from co2sim.common.errors import ScheduleError, nearest
 from co2sim.common.html_card import SHOWN, card
@@ -45,9 +45,6 @@ from co2sim.schedule.ops import (
     Product,
     Work,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 def apart(streams: Sequence[str], offsets: Sequence[Sequence[int]]) -> bool:

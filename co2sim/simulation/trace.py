@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,6 @@ from co2sim.common.files import MOST_RECORD_BYTES, text_of
 from co2sim.common.html_card import card
 from co2sim.common.units import Seconds, counted, duration
 from co2sim.schedule.schedule import Collective, Instance, Kind, Layout, Op, Schedule
-
-if TYPE_CHECKING:
-    pass
 
 
 class Span(NamedTuple):

@@ -15,7 +15,7 @@ from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import Bytes, counted, duration, figures, scaled
 from co2sim.models.memory import GIB, OVERHEAD, model_states
 from co2sim.models.workload import AttentionKernel, Recompute
-from co2sim.prediction import remarks
+from co2sim.prediction import notes
 from co2sim.prediction.case import Case, Prepared, schedule_of
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
@@ -196,7 +196,7 @@ def print_chosen(out: Console, named: Iterable[tuple[str, Result]]) -> None:
     """What was chosen for options left open, behind the name of its case; and remarks."""
     named = list(named)
     lines = [
-        f"{name}{': ' if name else ''}{note}" for name, r in named for note in remarks.own(r.notes)
+        f"{name}{': ' if name else ''}{note}" for name, r in named for note in notes.own(r.notes)
     ]
     if lines:
         print_lines(out, *lines, "")
@@ -205,7 +205,7 @@ def print_chosen(out: Console, named: Iterable[tuple[str, Result]]) -> None:
 
 def print_remarks(out: Console, results: Iterable[Result]) -> None:
     """The notes that many results have alike, once each."""
-    lines = [f"note: {remark}" for remark in remarks.alike(r.notes for r in results)]
+    lines = [f"note: {remark}" for remark in notes.alike(r.notes for r in results)]
     if lines:
         print_lines(out, *lines, "")
 
