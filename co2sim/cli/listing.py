@@ -1,0 +1,130 @@
+"""`co2sim list`."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from inspect import getdoc
+from typing import Annotated, get_args
+
+import typer
+from rich.console import Console
+
+from co2sim.catalog import Fact, load_cluster, load_model, names
+from co2sim.catalog.facts import Kind, facts, is_file, read
+from co2sim.catalog.rates import Rate, RateKind, rates
+from co2sim.common.errors import CatalogError, nearest
+from co2sim.common.tables import console, print_lines, print_table
+from co2sim.strategies import STRATEGIES, option_range, strategy_options
+
+
+def list_(
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            help="clusters, gpus, models, failures, strategies, prices, grids, or one name from"
+            " them."
+        ),
+    ] = None,
+) -> None:
+    """List what the catalog holds, or every number of one entry with its source."""
+    out = console()
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    everything: dict[str, Callable[[], None]] = {
+        kind: partial(_print_names, out, kind) for kind in kinds
+    }
+    everything["strategies"] = partial(_print_strategies, out)
+    named: tuple[RateKind, ...] = get_args(RateKind)
+    everything |= {kind: partial(_print_rates, out, kind) for kind in named}
+    if what is None:
+        for show in everything.values():
+            show()
+    elif what in everything:
+        everything[what]()
+    elif what in STRATEGIES:
+        _print_strategy(out, what)
+    elif is_file(what):
+        tree = read("models", what)
+        kind: Kind = "clusters" if "nodes" in tree else "gpus" if "peak" in tree else "models"
+        kind = (
+            "failures"
+            if {"gpu", "node", "switch", "job"} & tree.keys() and kind == "models"
+            else kind
+        )
+        _print_entry(out, kind, what)
+    else:
+        found = [kind for kind in kinds if what in names(kind)]
+        rated = [kind for kind in named if what in rates(kind)]
+        for one in rated:
+            _print_rates(out, one, what)
+        if not found and not rated:
+            known = [*everything, *STRATEGIES, *(name for kind in kinds for name in names(kind))]
+            known += [name for one in named for name in rates(one)]
+            raise CatalogError(f"nothing is called {what!r}; {nearest(what, known)}")
+        for kind in found:
+            _print_entry(out, kind, what)
+
+
+def _print_strategies(out: Console) -> None:
+    rows = []
+    for name, made in STRATEGIES.items():
+        options = ", ".join(option for option, _, _ in strategy_options(made))
+        rows.append((name, (getdoc(made) or "").splitlines()[0], options))
+    print_table(out, "strategies", ("name", "what a round does", "options"), rows, left=3)
+
+
+def _print_names(out: Console, kind: Kind) -> None:
+    rows = []
+    for name in names(kind):
+        tree = read(kind, name)
+        assumed = sum(fact.assumed for fact in facts(tree))
+        rows.append((name, str(tree["name"]), f"{assumed or ''}"))
+    print_table(out, kind, ("name", "what it is", "assumed numbers"), rows, left=2)
+
+
+def _print_rates(out: Console, kind: RateKind, only: str | None = None) -> None:
+    """Prices or grids, with range, date and source."""
+    rows = [
+        (name, rate.value, _ends(rate), rate.date, rate.source)
+        for name, rate in rates(kind).items()
+        if only in {None, name}
+    ]
+    columns = ("name", "value", "range", "date", "source")
+    print_table(out, kind, columns, rows, left=5)
+
+
+def _ends(rate: Rate) -> str:
+    return f"{rate.low} to {rate.high}" if rate.low and rate.high else ""
+
+
+def _print_strategy(out: Console, name: str) -> None:
+    made = STRATEGIES[name]
+    rows = [
+        (option, default, _with_range(allowed, option_range(made, option)))
+        for option, default, allowed in strategy_options(made)
+    ]
+    for paragraph in f"{name}: {getdoc(made)}".split("\n\n"):
+        print_lines(out, " ".join(paragraph.split()), "")
+    print_table(out, "options", ("option", "default", "allowed"), rows, left=3)
+
+
+def _with_range(allowed: str, bounds: str) -> str:
+    """Where an option is a number, its range behind it."""
+    kind = next((kind for kind in ("a whole number", "a number") if kind in allowed), "")
+    return allowed.replace(kind, f"{kind}, {bounds}", 1) if kind and bounds else allowed
+
+
+def _print_entry(out: Console, kind: Kind, what: str) -> None:
+    counted: list[tuple[str, str, str, str]] = []
+    name = str(read(kind, what).get("name", ""))
+    if kind in {"gpus", "failures"}:
+        entries: Iterable[Fact] = facts(read(kind, what))
+    elif kind == "clusters":
+        entries = load_cluster(what).facts
+    else:
+        model = load_model(what)
+        entries, name = model.facts, model.value.name
+        size = f"{model.value.parameters:,}"
+        counted = [("parameters", size, "", "counted from the shape")]
+    rows = [(f.path, f.value, "assumed" if f.assumed else "", f.source) for f in entries]
+    rows += [row for row in counted if row[0] not in {fact.path for fact in entries}]
+    columns = ("number", "value", "status", "source")
+    print_table(out, f"{what}: {name}" if name else what, columns, rows, left=4)
