@@ -11,7 +11,7 @@ from co2sim.common.cli import refuse_twice
 from co2sim.common.errors import OptionError, UnitError
 from co2sim.common.units import parse as quantity
 from co2sim.prediction.case import Case
-from co2sim.report.html import check
+from co2sim.report.option import check
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
 from co2sim.studies.candidates import RECOMPUTES, STRATEGIES, Space, Wanted

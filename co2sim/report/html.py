@@ -6,16 +6,13 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from co2sim import __version__
-from co2sim.common.errors import OptionError
-from co2sim.common.files import check_writable
-from co2sim.report.bundle import check_installed, vega
+from co2sim.report.bundle import vega
 from co2sim.report.rounds import Round
 from co2sim.report.tables import Table
 
@@ -166,17 +163,3 @@ def render(page: Page) -> bytes:
         )
         .encode()
     )
-
-
-def check(flag: str, path: Path | None, *, charts: bool = True) -> None:
-    """Refuse, before long work begins, what is no page, cannot be written or cannot be drawn.
-
-    A page without `charts` needs no extra.
-    """
-    if path is None:
-        return
-    if path.suffix != ".html":
-        raise OptionError(f"{flag} {path}: the file must end in .html")
-    if charts:
-        check_installed()
-    check_writable(path.parent)
