@@ -27,7 +27,7 @@ from co2sim.prediction.step_factors import NO_GOAL
 from co2sim.report import (
     bar_charts,
     bundle,
-    page,
+    html,
     rounds,
     sections,
     study_page,
@@ -62,7 +62,7 @@ def study_of(
 
 def rendered(study: Study) -> bytes:
     """The page of a study."""
-    return page.render(study_page.page(study))
+    return html.render(study_page.page(study))
 
 
 @pytest.fixture
