@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import simpy
 
-from co2sim.prediction.goodput.closed_forms import FailingWorkers, WholeJob
+from co2sim.prediction.goodput import FailingWorkers, WholeJob
 
 NAMES = ("useful", "checkpoint", "lost", "restart", "waiting")
 

@@ -34,7 +34,7 @@ from co2sim import simulate
 from co2sim.models.memory import GIB
 from co2sim.prediction.case import Case
 from co2sim.prediction.driver import run
-from co2sim.prediction.goodput.closed_forms import goodput_of
+from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.step_factors import NO_GOAL
 from co2sim.report.explore import asking
 from co2sim.report.explore.asking import Files, PageView

@@ -9,7 +9,7 @@ from scipy.stats import chi2
 from co2sim.catalog import load_cluster, names
 from co2sim.common.errors import Co2simError
 from co2sim.hardware.failures import Failures
-from co2sim.prediction.goodput.closed_forms import Trained, goodput_where
+from co2sim.prediction.goodput import Trained, goodput_where
 
 DAY = 86400.0
 

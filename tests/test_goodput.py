@@ -19,7 +19,7 @@ from co2sim.common.errors import OptionError
 from co2sim.hardware.failures import HOST_BANDWIDTH, READ_PER_NODE, WRITE_PER_NODE, Failures
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
-from co2sim.prediction.goodput.closed_forms import (
+from co2sim.prediction.goodput import (
     Goodput,
     Rates,
     Restart,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from goodput_simulation import NAMES, simulated
 
-from co2sim.prediction.goodput.closed_forms import (
+from co2sim.prediction.goodput import (
     FailingWorkers,
     Restart,
     Saving,

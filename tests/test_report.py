@@ -2,11 +2,11 @@
 
 import base64
 import hashlib
-import html
 import io
 import json
 import re
 from dataclasses import replace
+from html import unescape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def test_the_first_heading_is_the_answer_with_its_interval(text: str) -> None:
     """Days and money of the cheapest case that fits."""
     heading = re.search(r"<h1>(.*?)</h1>", text)
     assert heading
-    words = html.unescape(heading[1])
+    words = unescape(heading[1])
     study = study_of(tokens=1e9, overrides=PRICED)
     best = study.best.totals
     assert best is not None
@@ -90,7 +90,7 @@ def test_the_first_heading_is_the_answer_with_its_interval(text: str) -> None:
     assert best.cost == min(cost for cost in costs if cost is not None)
     figures = [f"{days:.3g}" for days in (best.days, best.days_low, best.days_high)]
     assert all(figure in words.split("(", 1)[at > 0] for at, figure in enumerate(figures))
-    assert words in html.unescape(text.partition("<title>")[2].partition("</title>")[0])
+    assert words in unescape(text.partition("<title>")[2].partition("</title>")[0])
 
 
 def test_the_data_inside_is_what_the_simulator_says(text: str) -> None:
@@ -116,7 +116,7 @@ def drawn_points(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_nothing_is_loaded_and_only_its_own_scripts_may_run(text: str) -> None:
     """The policy names the hash of each script, and allows no other source of anything."""
-    policy = html.unescape(re.search(r'Security-Policy" content="([^"]+)"', text)[1])  # type: ignore[index]
+    policy = unescape(re.search(r'Security-Policy" content="([^"]+)"', text)[1])  # type: ignore[index]
     assert policy.startswith("default-src 'none'")
     assert "unsafe-eval" not in policy
     scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
-from co2sim.prediction.goodput.closed_forms import goodput_of
+from co2sim.prediction.goodput import goodput_of
 from co2sim.simulation.noise import Noise
 from co2sim.studies.candidates import command_of
 from co2sim.studies.sensitivity import MORE, levers

@@ -15,7 +15,7 @@ from co2sim.common.files import text_of
 from co2sim.common.units import Seconds, parse, timespan
 from co2sim.common.validation import first_problem
 from co2sim.hardware.failures import Failures
-from co2sim.prediction.goodput.closed_forms import (
+from co2sim.prediction.goodput import (
     Restart,
     Saving,
     Trained,

@@ -14,7 +14,7 @@ from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import Seconds, counted, scaled, timespan
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
-from co2sim.prediction.goodput.closed_forms import FailingWorkers, Goodput, goodput_of
+from co2sim.prediction.goodput import FailingWorkers, Goodput, goodput_of
 from co2sim.prediction.result import Result
 from co2sim.report.text.result import print_assumed
 from co2sim.studies.candidates import command_of

@@ -125,7 +125,7 @@ def totals_of(case: Case, result: Result, tokens: float, goal: Goal = NO_GOAL) -
     sized = cluster.resized(result.gpus)
     if cluster.failures is None:
         return totals(result, sized, tokens, goal)
-    from co2sim.prediction.goodput.closed_forms import goodput_of  # noqa: PLC0415 - scipy, only when needed
+    from co2sim.prediction.goodput import goodput_of  # noqa: PLC0415 - scipy, only when needed
 
     found = goodput_of(result, cluster, model, optimizer=case.optimizer)
     assert found is not None

@@ -149,7 +149,7 @@ def render(page: Page) -> bytes:
     scripts = {"vega": vega(), "page": asset("page.js")} if charts else {}
     return (
         environment()
-        .get_template("report.j2")
+        .get_template("report.html.j2")
         .render(
             page=page,
             sections=sections,

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from co2sim.common.units import counted, scaled
 from co2sim.prediction.case import Case
-from co2sim.prediction.goodput.closed_forms import goodput_of
+from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.step_factors import remark
 from co2sim.prediction.totals import Totals
 from co2sim.report import bar_charts, decision_charts, sections

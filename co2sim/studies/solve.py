@@ -12,7 +12,7 @@ from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.progress import Done
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
-from co2sim.prediction.goodput.closed_forms import goodput_of
+from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, step_factor
 from co2sim.strategies import parse

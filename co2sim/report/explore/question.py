@@ -11,7 +11,7 @@ from co2sim.models.memory import GIB
 from co2sim.models.workload import Model
 from co2sim.prediction import power
 from co2sim.prediction.case import Case
-from co2sim.prediction.goodput.closed_forms import goodput_of
+from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, step_factor
 from co2sim.prediction.totals import tokens_of

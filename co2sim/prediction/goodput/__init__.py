@@ -1,1 +1,0 @@
-"""What part of the time training gets on with its work where parts fail."""
