@@ -31,7 +31,7 @@ import pandas as pd
 import psutil
 from reports import folder, machine, made_by, parser, table
 
-from realrun.launch.supervise import SILENT
+from realrun.launch.monitor import SILENT
 from realrun.train.log import read
 
 TARGETS = ("run", "train", "sweep", "lab run", "lab train")

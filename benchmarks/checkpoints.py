@@ -21,8 +21,8 @@ from reports import folder, machine, made_by, parser, table
 
 from realrun.train import checkpoint
 from realrun.train.folder import Saved
-from realrun.train.gpt import GPT
-from realrun.train.shapes import GPTS
+from realrun.train.tasks.gpt import GPT
+from realrun.train.tasks.presets import GPTS
 
 
 def state_of(size: str) -> dict[str, Any]:

@@ -42,14 +42,14 @@ from co2sim.simulation.collective_cost import compute_time
 from co2sim.simulation.reference_engine import execute
 from co2sim.simulation.trace import Trace
 from realrun.cli import ranks
-from realrun.dilation import for_cores
 from realrun.execute.executor import execute as carry_out
 from realrun.execute.kernels import Sleep
 from realrun.execute.world import gather_objects
-from realrun.launch.lab_plan import Lab
-from realrun.launch.local import cores
+from realrun.lab.plan import Lab
+from realrun.lab.time_dilation import for_cores
+from realrun.launch.launcher import cores
 from realrun.measure import merge
-from realrun.probe.tasks import groups
+from realrun.probe.schedules import groups
 
 Row: TypeAlias = dict[str, Any]
 

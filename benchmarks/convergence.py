@@ -38,11 +38,11 @@ from co2sim.strategies import parse
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local import LocalSteps
 from realrun.execute.world import World, join
-from realrun.launch.local import run_local
+from realrun.launch.launcher import run_local
 from realrun.train import TrainSettings
 from realrun.train.log import MARKERS
 from realrun.train.loop import train
-from realrun.train.outer import pairs
+from realrun.train.outer_options import pairs
 from realrun.train.settings import TaskName
 
 RUNS = "convergence-runs.csv"

@@ -33,11 +33,11 @@ from reports import folder, machine, made_by, parser, table
 from co2sim import Case, run
 from co2sim.catalog import load_cluster
 from co2sim.prediction.result import Result
-from realrun.dilation import SLEEPING, chosen
-from realrun.launch.lab_plan import Lab, overrides
-from realrun.launch.local import cores
+from realrun.execute.matmul_speed import at_speed, beside
+from realrun.lab.plan import Lab, overrides
+from realrun.lab.time_dilation import SLEEPING, chosen
+from realrun.launch.launcher import cores
 from realrun.record import Record, folder_name, read
-from realrun.speed import at_speed, beside
 
 MODELS = ("tiny-5m", "tiny-23m")
 LAYOUTS = ((2, 1), (4, 1), (2, 2))

@@ -45,7 +45,7 @@ from realrun.execute.world import gather_objects
 from realrun.measure import make_kernels, merge
 from realrun.probe.fit import fit_gpu
 from realrun.probe.samples import ComputeSample, Measured
-from realrun.probe.tasks import in_turn
+from realrun.probe.schedules import in_turn
 from realrun.resolve import resolve
 
 Times: TypeAlias = dict[Compute, list[Seconds]]

@@ -48,9 +48,9 @@ from analysis.convergence.setting import Setting
 from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from co2sim.strategies import parse
 from co2sim.strategies.co2 import CO2
-from realrun.launch.local import run_local
+from realrun.launch.launcher import run_local
 from realrun.train.log import MARKERS
-from realrun.train.outer import pairs
+from realrun.train.outer_options import pairs
 
 RUNS = "long_study-runs.csv"
 """The file of finished runs."""

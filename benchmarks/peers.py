@@ -46,9 +46,9 @@ from torch.optim import AdamW, Optimizer
 from realrun.algorithms import CO2, DiLoCo, LocalSGD
 from realrun.errors import TrainingError
 from realrun.execute.world import World, join
-from realrun.train.shapes import GPTS
-from realrun.train.task import Task, loss_of, scores
-from realrun.train.text import text
+from realrun.train.tasks.presets import GPTS
+from realrun.train.tasks.task import Task, loss_of, scores
+from realrun.train.tasks.text import text
 
 NODES = 4
 TAU = 12

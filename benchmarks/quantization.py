@@ -29,11 +29,11 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import AdamW
 
 from co2sim.schedule.schedule import SCALE_BYTES
-from realrun.algorithms.quantize import dequantize, quantize
-from realrun.algorithms.quantize_format import SHARE, SMALLEST, TOP, Bits, Rounding
+from realrun.algorithms.quantization import dequantize, quantize
+from realrun.algorithms.quantization_format import SHARE, SMALLEST, TOP, Bits, Rounding
 from realrun.train.settings import TrainSettings
-from realrun.train.task import Task, loss_of, means, scores
-from realrun.train.tasks import make_task
+from realrun.train.tasks.registry import make_task
+from realrun.train.tasks.task import Task, loss_of, means, scores
 
 _FP8 = torch.float8_e4m3fn
 _CLIPS = tuple(1 - 0.05 * number for number in range(15))
@@ -148,7 +148,7 @@ def reduced(gradients: list[Tensor], send: Send) -> Tensor:
 
 
 def averaged(displacements: list[Tensor], send: Send) -> Tensor:
-    """The mean of displacements as `realrun.algorithms.average` makes it: coded on both ways."""
+    """The mean of displacements as `realrun.algorithms.averaging` makes it: coded on both ways."""
     count = len(displacements)
     mean = torch.stack([send(_rows(one, count)) for one in displacements]).sum(0) / count
     return send(mean).flatten()[: len(displacements[0])]
@@ -252,7 +252,7 @@ def trained(ask: Ask) -> tuple[float, Sent]:
     torch.set_num_threads(1)
     kind: dict[str, Any] = {"task": "text" if ask.size == SIZE else "digits", "size": ask.size}
     of = TrainSettings(**kind, steps=ask.steps, warmup=ask.steps // 16, lr=RATE, seed=ask.seed)
-    task = make_task(of, torch.device("cpu"))
+    task = make_task(of.task, of.size, of.shape, torch.device("cpu"))
     return train(task, of, ask.place, CODES.get(ask.code), ask.block)
 
 

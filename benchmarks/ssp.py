@@ -35,8 +35,8 @@ from torch.optim import AdamW
 
 from co2sim.common.units import Seconds
 from realrun.train.settings import TrainSettings
-from realrun.train.task import Task, loss_of, means, scores
-from realrun.train.tasks import make_task
+from realrun.train.tasks.registry import make_task
+from realrun.train.tasks.task import Task, loss_of, means, scores
 
 RUNS, SEED = "ssp-runs.csv", 0
 STEP: Seconds = 0.1
@@ -243,7 +243,13 @@ def replay(
     same = {name: getattr(budget, name) for name in ("task", "size", "steps", "batch", "warmup")}
     settings = TrainSettings(**same, eval_every=budget.eval_every, lr=lr, seed=seed)
     course = ssp(place, workers(kind), budget.steps, bound)
-    found = tuple(train(make_task(settings, torch.device("cpu")), settings, course))
+    found = tuple(
+        train(
+            make_task(settings.task, settings.size, settings.shape, torch.device("cpu")),
+            settings,
+            course,
+        )
+    )
     print(f"SSP, bound {bound}, {kind}, lr {lr:g}, seed {seed}: {found[-1][2]:.4f}", flush=True)
     return found
 

@@ -39,15 +39,15 @@ from torch import Tensor, nn
 from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from co2sim.common.units import Seconds
 from realrun.execute.world import World, join
-from realrun.launch.lab import run_lab
-from realrun.launch.lab_plan import Lab
+from realrun.lab.lab import run_lab
+from realrun.lab.plan import Lab
 from realrun.train.log import MARKERS
 from realrun.train.loop import train
-from realrun.train.methods import build
+from realrun.train.parallelize import build
 from realrun.train.settings import TaskName, TrainSettings
-from realrun.train.task import LEFT_OUT, Batch, Task
-from realrun.train.tasks import make_task
-from realrun.train.text import CHARACTERS
+from realrun.train.tasks.registry import make_task
+from realrun.train.tasks.task import LEFT_OUT, Batch, Task
+from realrun.train.tasks.text import CHARACTERS
 
 TASKS: tuple[TaskName, ...] = ("text", "masked_text", "digits", "segmentation", "points")
 TAU = 12
@@ -212,7 +212,7 @@ def trained(ask: Ask) -> tuple[Task, nn.Module]:
             sys.exit(f"the training for a figure failed: {done.stderr}")
         weights = torch.load(Path(name) / "model.pt")
     given = TrainSettings(task=budget.task, size=budget.size, steps=budget.steps, warmup=1)
-    task = make_task(given, torch.device("cpu"))
+    task = make_task(given.task, given.size, given.shape, torch.device("cpu"))
     model = task.model()
     model.load_state_dict(weights)
     return task, model

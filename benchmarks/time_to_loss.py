@@ -60,10 +60,10 @@ from time_to_loss_plan import (
 from time_to_loss_runs import run_ranks
 
 from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
-from realrun.launch.lab import run_lab
-from realrun.launch.lab_plan import Lab
-from realrun.launch.local import run_local
-from realrun.train.shapes import GPTS
+from realrun.lab.lab import run_lab
+from realrun.lab.plan import Lab
+from realrun.launch.launcher import run_local
+from realrun.train.tasks.presets import GPTS
 
 
 def write(plan: Plan, known: Known, out: Path, results: Path) -> None:

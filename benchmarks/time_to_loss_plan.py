@@ -24,9 +24,9 @@ from co2sim.schedule.schedule import DType
 from co2sim.strategies import Strategy
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local import round_steps
-from realrun.launch.lab import stated_cluster
-from realrun.launch.lab_plan import Lab
-from realrun.train.shapes import GPTS
+from realrun.lab.lab import stated_cluster
+from realrun.lab.plan import Lab
+from realrun.train.tasks.presets import GPTS
 
 TAU = 12
 

@@ -51,12 +51,12 @@ from co2sim.common.units import Seconds
 from co2sim.schedule.schedule import WORLD
 from co2sim.strategies import parse
 from co2sim.strategies.co2 import CO2
-from realrun.algorithms.late import Stats
+from realrun.algorithms.delayed import Stats
 from realrun.execute.world import World, join
 from realrun.train import History, TrainSettings
 from realrun.train.loop import Build, Standing, train
-from realrun.train.methods import Method, build
-from realrun.train.outer import pairs
+from realrun.train.outer_options import pairs
+from realrun.train.parallelize import Method, build
 
 
 class Attachment(ExitStack):

@@ -15,10 +15,10 @@ from co2sim.simulation.trace import Span, Trace
 from realrun.errors import MismatchError
 from realrun.execute.executor import execute
 from realrun.execute.kernels import Burn, KernelSet, Sleep
+from realrun.execute.matmul_speed import each_round, slowest
 from realrun.execute.world import World, describe, gather_objects
 from realrun.record import Record
 from realrun.resolve import resolve
-from realrun.speed import each_round, slowest
 
 KernelName: TypeAlias = Literal["flops", "sleep"]
 """flops: as much arithmetic as every op states. sleep: hold the stream for the simulated time."""

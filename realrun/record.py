@@ -51,7 +51,7 @@ class Record:
     or sleep. `clock_error` is the most by which the clocks of two ranks may differ in the trace.
     `figures` are those of `co2sim.Result`, as measured. `environment` describes the hardware, and
     the versions of what ran on it. `product_speed` is what products of large matrices attained in
-    the measured rounds, on the ranks that others waited for (`realrun.speed`); None where none were
+    the measured rounds, on the ranks that others waited for (`matmul_speed`); None where none were
     timed: kernels slept, ran on a GPU, or an older program.
     """
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from co2sim.common.errors import Co2simError
 from realrun import algorithms
 from realrun.algorithms import CO2, LocalSGD, LocalUpdate, SlowMo, Workers
-from realrun.algorithms.average import Average, Flight
+from realrun.algorithms.averaging import Average, Flight
 from realrun.algorithms.options import Wire
 from realrun.execute.world import World
 

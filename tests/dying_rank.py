@@ -8,7 +8,7 @@ import os
 import signal
 
 from realrun.cli import main
-from realrun.train.task import Batch, Task
+from realrun.train.tasks.task import Batch, Task
 
 HOW, RANK, STEP = os.environ["DIES"].split(":")
 draw = Task.batch

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from realrun.execute.world import World
 from realrun.train import TrainSettings, estimate, loop, train
-from realrun.train.task import Batch
+from realrun.train.tasks.task import Batch
 
 
 def on_the_quadratic(world: World, strategies: list[str]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from realrun.train.task import Batch, Task
+from realrun.train.tasks.task import Batch, Task
 
 SIZE = 200
 """Parameters of the quadratic."""

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Generator, Tensor
 
 from co2sim.schedule.schedule import WORLD
-from realrun.algorithms.average import Average
+from realrun.algorithms.averaging import Average
 from realrun.algorithms.options import Wire
 from realrun.algorithms.zeropp_collectives import Places, Reduce, ZeroPP
 from realrun.execute.world import World

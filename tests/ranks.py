@@ -22,9 +22,9 @@ from typing import Any
 
 import rank_main
 
-from realrun.launch.local import GRACE, host_store, rank_environment
+from realrun.launch.launcher import GRACE, host_store, rank_environment
+from realrun.launch.monitor import supervise
 from realrun.launch.processes import RankProcess
-from realrun.launch.supervise import supervise
 
 LOADED = (
     "pytest",

@@ -13,7 +13,7 @@ import pytest
 from commands import in_process
 
 from realrun.errors import LabError
-from realrun.launch.lab import check_machine
+from realrun.lab.lab import check_machine
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"

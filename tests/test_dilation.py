@@ -5,33 +5,33 @@ from collections.abc import Iterator
 import pytest
 
 from co2sim.common.errors import OptionError
-from realrun import dilation
 from realrun.cli.options import known_backend
 from realrun.cli.train import _check_clock
+from realrun.lab import time_dilation
 
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process is in a lab that is three times slower."""
-    monkeypatch.setenv(dilation.DILATION, "3")
-    dilation.dilation.cache_clear()
+    monkeypatch.setenv(time_dilation.DILATION, "3")
+    time_dilation.dilation.cache_clear()
     yield
     monkeypatch.undo()
-    dilation.dilation.cache_clear()
+    time_dilation.dilation.cache_clear()
 
 
 @pytest.mark.usefixtures("three")
 def test_clock_and_waits_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """10 ms of the lab are 30 ms of the machine, which are 10 by the lab's clock."""
-    monkeypatch.setattr("realrun.dilation.time.monotonic", lambda: 90.03)
-    assert dilation.lasting(0.01) == pytest.approx(0.03)
-    assert dilation.now() == pytest.approx(30.01)
+    monkeypatch.setattr("realrun.lab.time_dilation.time.monotonic", lambda: 90.03)
+    assert time_dilation.lasting(0.01) == pytest.approx(0.03)
+    assert time_dilation.now() == pytest.approx(30.01)
 
 
 def test_outside_of_labs_the_clock_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """No variable, no change."""
-    monkeypatch.setattr("realrun.dilation.time.monotonic", lambda: 90.03)
-    assert (dilation.now(), dilation.lasting(2.5)) == (90.03, 2.5)
+    monkeypatch.setattr("realrun.lab.time_dilation.time.monotonic", lambda: 90.03)
+    assert (time_dilation.now(), time_dilation.lasting(2.5)) == (90.03, 2.5)
 
 
 def test_only_where_cores_are_few_a_lab_is_slower() -> None:
@@ -46,7 +46,7 @@ def test_only_where_cores_are_few_a_lab_is_slower() -> None:
         (8, 2, 6),
         (256, 1, 100),
     ]:
-        assert dilation.for_cores(ranks, cores) == times
+        assert time_dilation.for_cores(ranks, cores) == times
 
 
 @pytest.mark.usefixtures("three")

@@ -21,7 +21,7 @@ from pages import (
 )
 
 from realrun.errors import LabError
-from realrun.launch.lab import check_machine
+from realrun.lab.lab import check_machine
 
 WITH_TORCHRUN = next(
     block.text

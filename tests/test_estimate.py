@@ -21,7 +21,7 @@ from realrun.cli import main
 from realrun.train.constants import Estimate, Estimates, Point, commands, limits, moments
 from realrun.train.estimate import RankLoss, measure
 from realrun.train.settings import TrainSettings
-from realrun.train.task import Batch, loss_of
+from realrun.train.tasks.task import Batch, loss_of
 
 PLAIN: dict[str, Any] = {
     "optimizer": "sgd",

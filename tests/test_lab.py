@@ -19,18 +19,18 @@ from co2sim.catalog import load_cluster
 from co2sim.schedule.schedule import WORLD, Collective, DType, Kind
 from co2sim.simulation.collective_cost import footprint
 from realrun.cli.lab import cluster
-from realrun.dilation import for_cores
 from realrun.errors import LabError, LaunchError
-from realrun.launch.lab import TOOLS, check_machine, run_lab, stated_cluster
-from realrun.launch.lab_plan import Lab
-from realrun.launch.local import cores
-from realrun.launch.namespaces import FRAME, PAYLOAD, burst, on_cores, payload_share
+from realrun.lab.lab import TOOLS, check_machine, run_lab, stated_cluster
+from realrun.lab.network_namespaces import FRAME, PAYLOAD, burst, on_cores, payload_share
+from realrun.lab.plan import Lab
+from realrun.lab.time_dilation import for_cores
+from realrun.launch.launcher import cores
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 LAUNCH = """
 import json, sys
-from realrun.launch.lab import run_lab
-from realrun.launch.lab_plan import Lab
+from realrun.lab.lab import run_lab
+from realrun.lab.plan import Lab
 lab, grace, *command = sys.argv[1:]
 sys.exit(run_lab(command, Lab(**json.loads(lab)), grace=float(grace)))
 """

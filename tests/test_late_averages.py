@@ -13,8 +13,8 @@ from hypothesis import strategies as st  # noqa: E402 - needs torch
 from local_problem import loss, network, optimizer, train, vector  # noqa: E402 - needs torch
 
 from realrun.algorithms import CO2, OptionError  # noqa: E402 - needs torch
-from realrun.algorithms.late import LateAverages, depart, keep_since, stand  # noqa: E402 - needs torch
-from realrun.algorithms.late_loop import AutoDelay, Launch  # noqa: E402 - needs torch
+from realrun.algorithms.delayed import LateAverages, depart, keep_since, stand  # noqa: E402 - needs torch
+from realrun.algorithms.delayed_loop import AutoDelay, Launch  # noqa: E402 - needs torch
 
 
 def test_one_worker_equals_the_transcription() -> None:

@@ -12,14 +12,14 @@ import psutil
 import pytest
 
 from realrun.errors import LaunchError
-from realrun.launch.local import rank_environment, run_local
+from realrun.launch.launcher import rank_environment, run_local
+from realrun.launch.monitor import supervise
 from realrun.launch.processes import RankProcess, start
-from realrun.launch.supervise import supervise
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 LAUNCH = """
 import sys
-from realrun.launch.local import run_local
+from realrun.launch.launcher import run_local
 sys.exit(run_local(sys.argv[3:], int(sys.argv[1]), grace=float(sys.argv[2])))
 """
 
@@ -172,7 +172,7 @@ def test_a_rank_without_a_heartbeat_is_killed_once_others_have_ended(
 
     A command that has no heart may take as long as it likes.
     """
-    monkeypatch.setattr("realrun.launch.supervise.SILENT", 0.5)
+    monkeypatch.setattr("realrun.launch.monitor.SILENT", 0.5)
     store = Memory()
     store.set("realrun/heart/0", "the last beat")
     assert supervise(shells("kill -STOP $$", "true"), store, 30) == 1

@@ -40,7 +40,7 @@ from realrun.probe.fit import fit_gpu, interference
 from realrun.probe.hosts import fit_bursts, fit_hosts, passes
 from realrun.probe.residuals import fit_line
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
-from realrun.probe.tasks import (
+from realrun.probe.schedules import (
     PAUSE,
     SWEPT,
     USE,

@@ -10,8 +10,8 @@ from co2sim.schedule.schedule import WORLD, Collective, DType, Kind
 torch = pytest.importorskip("torch")
 from torch import Tensor  # noqa: E402 - needs torch
 
-from realrun.algorithms.quantize import dequantize, quantize  # noqa: E402
-from realrun.algorithms.quantize_format import (  # noqa: E402
+from realrun.algorithms.quantization import dequantize, quantize  # noqa: E402
+from realrun.algorithms.quantization_format import (  # noqa: E402
     SMALLEST,
     TOP,
     Bits,

@@ -15,10 +15,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="there is no Triton")
 from torch import Tensor  # noqa: E402 - needs torch
 
-from realrun.algorithms import quantize as reference  # noqa: E402
-from realrun.algorithms import quantize_kernels as kernels  # noqa: E402
-from realrun.algorithms import quantize_triton as fused  # noqa: E402
-from realrun.algorithms.quantize_format import Bits, Quantized, from_wire, to_wire  # noqa: E402
+from realrun.algorithms import quantization as reference  # noqa: E402
+from realrun.algorithms import quantization_kernels as kernels  # noqa: E402
+from realrun.algorithms import quantization_triton as fused  # noqa: E402
+from realrun.algorithms.quantization_format import Bits, Quantized, from_wire, to_wire  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

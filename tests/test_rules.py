@@ -24,13 +24,13 @@ from realrun.algorithms import (  # noqa: E402 - needs torch
     RankFailure,
     Stats,
 )
-from realrun.algorithms.average import Flight  # noqa: E402 - needs torch
+from realrun.algorithms.averaging import Flight  # noqa: E402 - needs torch
 from realrun.algorithms.co2 import CO2Rule  # noqa: E402 - needs torch
-from realrun.algorithms.flat import Flat  # noqa: E402 - needs torch
-from realrun.algorithms.late import State  # noqa: E402 - needs torch
-from realrun.algorithms.links import Links  # noqa: E402 - needs torch
-from realrun.algorithms.notices import Notices  # noqa: E402 - needs torch
+from realrun.algorithms.delayed import State  # noqa: E402 - needs torch
+from realrun.algorithms.departures import Notices  # noqa: E402 - needs torch
+from realrun.algorithms.flat_parameters import Flat  # noqa: E402 - needs torch
 from realrun.algorithms.outer_loop import finite_norm  # noqa: E402 - needs torch
+from realrun.algorithms.process_groups import Links  # noqa: E402 - needs torch
 from realrun.algorithms.workers import Workers  # noqa: E402 - needs torch
 
 ELEMENTS = 5
@@ -289,7 +289,7 @@ def test_all_buckets_of_an_average_share_one_deadline(monkeypatch: pytest.Monkey
         if seconds < 4.0:
             raise TimeoutError("nobody answers")
 
-    monkeypatch.setattr("realrun.algorithms.average.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("realrun.algorithms.averaging.time.monotonic", lambda: now[0])
     Flight(7, torch.zeros(1), [bucket] * 3, deadline=12.0).wait()
     late = Flight(7, torch.zeros(1), [bucket] * 4, deadline=10.0)
     with pytest.raises(RankFailure, match=r"round 7 .*10 s"):

@@ -25,10 +25,10 @@ with warnings.catch_warnings():
     import time_to_loss_plan as timed
     from ranks import on_ranks
 
-from realrun.algorithms.quantize_format import wire_bytes  # noqa: E402
+from realrun.algorithms.quantization_format import wire_bytes  # noqa: E402
 from realrun.train.settings import TrainSettings  # noqa: E402
-from realrun.train.task import loss_of, means, scores  # noqa: E402
-from realrun.train.tasks import make_task  # noqa: E402
+from realrun.train.tasks.registry import make_task  # noqa: E402
+from realrun.train.tasks.task import loss_of, means, scores  # noqa: E402
 
 pytestmark = pytest.mark.slow  # importing them takes seconds
 
@@ -221,7 +221,7 @@ def steps_of_adamw(task: Any, chosen: TrainSettings) -> Iterator[float]:
 def test_one_worker_learns_as_adamw() -> None:
     """However its pushes travel: it knows what it has pushed itself."""
     chosen = TrainSettings(task="digits", size="tiny", steps=8, batch=8, warmup=2, eval_every=4)
-    task = make_task(chosen, torch.device("cpu"))
+    task = make_task(chosen.task, chosen.size, chosen.shape, torch.device("cpu"))
     place = ssp.Servers(workers=1, servers=1, parameter_bytes=1.0, bandwidth=1.0)
     seen = list(ssp.train(task, chosen, ssp.ssp(place, lambda *_: 0.3, 8, 3)))
     assert [clocks for clocks, *_ in seen] == [4, 8]

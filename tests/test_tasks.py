@@ -15,14 +15,15 @@ pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 from pages import ROOT  # noqa: E402 - as the next
 from scipy.spatial import cKDTree  # noqa: E402 - as above
 
-from realrun.train.digits import split_images  # noqa: E402 - needs torch
-from realrun.train.gpt import turned  # noqa: E402 - needs torch
 from realrun.train.log import read  # noqa: E402
-from realrun.train.points import SURFACES  # noqa: E402 - needs torch
-from realrun.train.segmentation import CLASSES, SIDE, canvas  # noqa: E402 - needs torch
 from realrun.train.settings import UNITS, TrainSettings  # noqa: E402
-from realrun.train.shapes import VOCABULARY  # noqa: E402
-from realrun.train.task import (  # noqa: E402 - needs torch
+from realrun.train.tasks.digits import split_images  # noqa: E402 - needs torch
+from realrun.train.tasks.gpt import turned  # noqa: E402 - needs torch
+from realrun.train.tasks.point_clouds import SURFACES  # noqa: E402 - needs torch
+from realrun.train.tasks.presets import VOCABULARY  # noqa: E402
+from realrun.train.tasks.registry import make_task  # noqa: E402 - needs torch
+from realrun.train.tasks.segmentation import CLASSES, SIDE, canvas  # noqa: E402 - needs torch
+from realrun.train.tasks.task import (  # noqa: E402 - needs torch
     LEFT_OUT,
     Task,
     chamfer,
@@ -30,8 +31,7 @@ from realrun.train.task import (  # noqa: E402 - needs torch
     means,
     scores,
 )
-from realrun.train.tasks import make_task  # noqa: E402 - needs torch
-from realrun.train.text import MASK, SHARE, hide  # noqa: E402 - needs torch
+from realrun.train.tasks.text import MASK, SHARE, hide  # noqa: E402 - needs torch
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module", params=UNITS)
 def task(request: pytest.FixtureRequest) -> Task:
     """Each of the tasks, with its smallest model."""
-    return make_task(TrainSettings(task=request.param, size="tiny"), CPU)
+    chosen = TrainSettings(task=request.param, size="tiny")
+    return make_task(chosen.task, chosen.size, chosen.shape, CPU)
 
 
 def test_any_number_of_ranks_sees_the_same_samples(task: Task) -> None:

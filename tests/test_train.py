@@ -12,13 +12,13 @@ from co2sim.catalog import load_model
 from co2sim.common.errors import CatalogError, OptionError
 from co2sim.schedule.schedule import Layout
 from realrun.train import folder, log
-from realrun.train.gpt import GPT
 from realrun.train.log import Log, LogRow, draw
 from realrun.train.settings import TrainSettings
-from realrun.train.shapes import GPTS, VOCABULARY, GPTShape
 from realrun.train.support import check
-from realrun.train.task import Task, loss_of
-from realrun.train.text import UNKNOWN, corpus, decode, encode, text
+from realrun.train.tasks.gpt import GPT
+from realrun.train.tasks.presets import GPTS, VOCABULARY, GPTShape
+from realrun.train.tasks.task import Task, loss_of
+from realrun.train.tasks.text import UNKNOWN, corpus, decode, encode, text
 
 CPU = torch.device("cpu")
 SHAPE = GPTShape(layers=2, hidden=16, heads=2, context=24)

@@ -18,10 +18,10 @@ from co2sim.common.errors import OptionError
 from co2sim.prediction import driver
 from realrun.cli import main
 from realrun.errors import LabError
-from realrun.launch.lab import check_machine
+from realrun.lab.lab import check_machine
 from realrun.train import folder, log
 from realrun.train.settings import IN_EVERY_STEP, TrainSettings
-from realrun.train.shapes import GPTS
+from realrun.train.tasks.presets import GPTS
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -102,7 +102,7 @@ def test_a_training_leaves_its_log_figure_parameters_and_record(
 
 LAUNCH = """
 import sys
-from realrun.launch.local import run_local
+from realrun.launch.launcher import run_local
 sys.exit(run_local(sys.argv[1:], 2, grace=30.0, ask_first=True))
 """
 
@@ -221,13 +221,13 @@ def test_every_strategy_of_the_package_can_be_trained() -> None:
 
     An unknown name is refused where models are wrapped, too, whatever lets it in.
     """
-    from realrun.train import methods  # noqa: PLC0415 - for the mark
+    from realrun.train import parallelize  # noqa: PLC0415 - for the mark
 
     for name in strategies.STRATEGIES:
         assert TrainSettings(strategy=name).name.startswith(name)
-        assert (name in IN_EVERY_STEP) != (name in methods._ALGORITHMS)
+        assert (name in IN_EVERY_STEP) != (name in parallelize._ALGORITHMS)
     with pytest.raises(OptionError, match="mine"):
-        methods.shared(strategies.DDP(), "mine", nn.Linear(2, 2), None, None)
+        parallelize.shared(strategies.DDP(), "mine", nn.Linear(2, 2), None, None)
 
 
 def test_what_is_trained_can_be_predicted(here: Command, tmp_path: Path) -> None:

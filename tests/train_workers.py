@@ -9,9 +9,9 @@ import torch
 
 from co2sim.common.errors import Co2simError
 from realrun.execute.world import World
-from realrun.train import History, TrainSettings, methods, train
+from realrun.train import History, TrainSettings, parallelize, train
 from realrun.train.folder import MODEL
-from realrun.train.task import Task
+from realrun.train.tasks.task import Task
 
 SMALL: dict[str, Any] = {
     "size": "tiny",
@@ -126,7 +126,7 @@ def not_a_number(world: World) -> str:
 
     def noticed(settings: TrainSettings, model: Any, world: World) -> Any:
         models.append(model)
-        return methods.build(settings, model, world)
+        return parallelize.build(settings, model, world)
 
     Task.batch = spoiled  # type: ignore[method-assign]
     try:

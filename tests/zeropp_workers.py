@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from co2sim.common.errors import Co2simError
-from realrun.algorithms.quantize import dequantize, quantize
+from realrun.algorithms.quantization import dequantize, quantize
 from realrun.algorithms.zeropp import apply_zeropp
 from realrun.execute.world import World
 

@@ -22,10 +22,10 @@ from co2sim.report.option import check
 from co2sim.schedule.schedule import DType
 from co2sim.strategies import parse
 from realrun import record
-from realrun.dilation import SLEEPING, chosen
 from realrun.errors import PRECISIONS, one_of
-from realrun.launch.lab_plan import INTRA_RATE, Lab, overrides
-from realrun.launch.local import cores
+from realrun.lab.plan import INTRA_RATE, Lab, overrides
+from realrun.lab.time_dilation import SLEEPING, chosen
+from realrun.launch.launcher import cores
 from realrun.launch.options import Dilation, GpusPerNode, IntraRate, Nodes, Rate, Sites, Wan
 from realrun.launch.processes import started
 from realrun.record import folder_name

@@ -26,8 +26,8 @@ from co2sim.schedule.schedule import Schedule
 from co2sim.simulation.metrics import is_steady
 from co2sim.simulation.reference_engine import execute
 from co2sim.simulation.trace import Trace
+from realrun.execute.matmul_speed import at_speed, beside
 from realrun.record import Record
-from realrun.speed import at_speed, beside
 
 _HIDDEN = 0.01
 """Fraction of its busy time below which communication counts as hidden."""

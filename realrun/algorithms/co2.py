@@ -10,7 +10,7 @@ from co2sim.common.delayed_averaging import even_fragments, kept
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import between, whole
 from realrun import errors
-from realrun.algorithms.late import Absorbed, Delay, LateAverages, State, Total
+from realrun.algorithms.delayed import Absorbed, Delay, LateAverages, State, Total
 from realrun.algorithms.local_update import Common, LocalUpdate
 from realrun.algorithms.optimizers import Optimizers
 from realrun.errors import DEFAULT_GAP, GAPS, Gap

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import whole
 from realrun import errors
-from realrun.algorithms.late import Absorbed, Delay, LateAverages, MomentumRule, State, Total
+from realrun.algorithms.delayed import Absorbed, Delay, LateAverages, MomentumRule, State, Total
 from realrun.algorithms.local_update import Common, LocalUpdate
 from realrun.algorithms.optimizers import Optimizers
 

@@ -22,13 +22,12 @@ from torch.utils.hooks import RemovableHandle
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.units import Seconds
 from co2sim.common.validation import above, whole
-from realrun.algorithms.agreement import RateWatch, refuse_different_inside, refuse_drift
-from realrun.algorithms.average import BUCKET_MIB, Average
-from realrun.algorithms.flat import Flat, memory
-from realrun.algorithms.late import Rule, Stats
-from realrun.algorithms.late_loop import LateLoop
-from realrun.algorithms.links import Links
-from realrun.algorithms.notices import of_network, raised
+from realrun.algorithms.averaging import BUCKET_MIB, Average
+from realrun.algorithms.consistency import RateWatch, refuse_different_inside, refuse_drift
+from realrun.algorithms.delayed import Rule, Stats
+from realrun.algorithms.delayed_loop import LateLoop
+from realrun.algorithms.departures import of_network, raised
+from realrun.algorithms.flat_parameters import Flat, memory
 from realrun.algorithms.optimizers import (
     ATTACHED,
     Optimizers,
@@ -39,6 +38,7 @@ from realrun.algorithms.optimizers import (
 )
 from realrun.algorithms.options import Wire, wait_of, wire_of
 from realrun.algorithms.outer_loop import NobodyLeftError, OuterLoop, RoundLoop, mark_of
+from realrun.algorithms.process_groups import Links
 from realrun.algorithms.workers import Worker, Workers, workers_of
 from realrun.errors import RankFailure
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from realrun.algorithms.average import Average, Flight
-from realrun.algorithms.flat import Flat
-from realrun.algorithms.late import Counters, Rule, State, Stats
-from realrun.algorithms.links import Links
+from realrun.algorithms.averaging import Average, Flight
+from realrun.algorithms.delayed import Counters, Rule, State, Stats
+from realrun.algorithms.flat_parameters import Flat
+from realrun.algorithms.process_groups import Links
 from realrun.errors import NonFiniteError
 
 

@@ -22,7 +22,7 @@ from realrun.cli.lab import lab
 from realrun.cli.probe import probe
 from realrun.cli.train import train
 from realrun.errors import one_of
-from realrun.launch.lab import CLUSTER
+from realrun.lab.lab import CLUSTER
 from realrun.resolve import resolve
 
 _MOST_ROUNDS = 10_000

@@ -5,10 +5,10 @@ from typing import Annotated
 import typer
 
 from co2sim.cli import options
-from realrun.dilation import SLEEPING, chosen
-from realrun.launch.lab import run_lab, stated_cluster
-from realrun.launch.lab_plan import INTRA_RATE, Lab
-from realrun.launch.local import cores
+from realrun.lab.lab import run_lab, stated_cluster
+from realrun.lab.plan import INTRA_RATE, Lab
+from realrun.lab.time_dilation import SLEEPING, chosen
+from realrun.launch.launcher import cores
 from realrun.launch.options import Dilation, GpusPerNode, IntraRate, Nodes, Rate, Sites, Wan
 
 lab = typer.Typer(

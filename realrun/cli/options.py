@@ -9,7 +9,7 @@ from co2sim.common import validation
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Backend
-from realrun.dilation import DILATION, dilation
+from realrun.lab.time_dilation import DILATION, dilation
 
 _LONGEST: Seconds = 7 * 86400.0
 """Of a deadline. Far below what the clocks of PyTorch can count."""

@@ -15,7 +15,7 @@ from co2sim.common.files import check_writable, write_atomically
 from co2sim.common.units import duration, parse, percent, scaled
 from realrun.cli import options as launching
 from realrun.errors import PRECISIONS, SITES, one_of, sites_of
-from realrun.launch.lab import CLUSTER
+from realrun.lab.lab import CLUSTER
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from co2sim.hardware.cluster import GPU
     from realrun.cli.ranks import Rank
     from realrun.probe.fit import Fitted
-    from realrun.probe.measurement import Plan
+    from realrun.probe.probe import Plan
     from realrun.probe.residuals import Residuals
     from realrun.probe.samples import Measured
 
@@ -121,7 +121,7 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
     check_writable(out.parent)
     from realrun.cli import ranks  # noqa: PLC0415 - torch
     from realrun.probe.cluster_file import NOTHING  # noqa: PLC0415 - slow
-    from realrun.probe.measurement import Plan  # noqa: PLC0415 - torch
+    from realrun.probe.probe import Plan  # noqa: PLC0415 - torch
 
     settings = ranks.RankSettings(means, wait, nproc)
     if not precisions and str(nproc or os.environ.get("WORLD_SIZE")) == "1":
@@ -161,7 +161,7 @@ def _measure(
     rates: bool,
 ) -> None:
     """Measure as one rank among others; rank 0 writes and prints."""
-    from realrun.probe.measurement import probe as measure  # noqa: PLC0415 - torch
+    from realrun.probe.probe import probe as measure  # noqa: PLC0415 - torch
 
     measured = measure(rank.world, plan, rank.progress or (lambda _: None))
     if rank.world.rank:

@@ -16,11 +16,11 @@ from co2sim.hardware.cluster import Backend
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from realrun import record
-from realrun.dilation import lasting
 from realrun.errors import BAD_INPUT, CheckpointError, RankFailure
 from realrun.execute.world import World, end, join, need_gpus
-from realrun.launch.local import run_local
-from realrun.launch.watch import Place
+from realrun.lab.time_dilation import lasting
+from realrun.launch.heartbeat import Place
+from realrun.launch.launcher import run_local
 from realrun.measure import KernelName, Say, computing_time, measure, partial_trace
 from realrun.record import Record
 

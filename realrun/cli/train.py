@@ -14,8 +14,8 @@ from co2sim.strategies import parse, with_options
 from co2sim.strategies.step import title
 from realrun.cli import options as launching
 from realrun.cli.train_rank import check_out, resumed, run
-from realrun.dilation import DILATION, dilation
-from realrun.train.outer import pairs
+from realrun.lab.time_dilation import DILATION, dilation
+from realrun.train.outer_options import pairs
 from realrun.train.settings import TrainSettings
 from realrun.train.support import check, check_estimate
 

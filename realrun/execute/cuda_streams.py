@@ -10,11 +10,11 @@ from co2sim.common.errors import Co2simError
 from co2sim.common.units import Seconds
 from co2sim.schedule.schedule import Collective, Compute, Instance
 from co2sim.simulation.trace import Span, Trace
-from realrun.dilation import now
 from realrun.execute.collectives import Buffers, alone, launch
 from realrun.execute.kernels import Synthetic
 from realrun.execute.run import Run, common_start, compare
-from realrun.launch.watch import Place
+from realrun.lab.time_dilation import now
+from realrun.launch.heartbeat import Place
 
 _POLL: Seconds = 0.0005
 _CYCLES = 20_000_000

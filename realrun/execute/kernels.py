@@ -13,8 +13,8 @@ from torch import Tensor
 
 from co2sim.common.units import Flops, Seconds
 from co2sim.schedule.schedule import Compute, Instance
-from realrun.dilation import now
-from realrun.speed import Products
+from realrun.execute.matmul_speed import Products
+from realrun.lab.time_dilation import now
 
 INTENSITY = 4.0
 """FLOP per byte above which a flops kernel multiplies matrices; below, it moves memory.

@@ -15,13 +15,13 @@ from co2sim.common.errors import Co2simError
 from co2sim.common.units import Seconds
 from co2sim.schedule.schedule import Collective, Instance
 from co2sim.simulation.trace import Span, Trace
-from realrun.dilation import lasting, now
 from realrun.errors import MismatchError, RankFailure
 from realrun.execute.collectives import alone, carry_out
-from realrun.execute.priority import first
 from realrun.execute.run import Run, common_start, compare
 from realrun.execute.world import RankCommunicator
-from realrun.launch.watch import Place
+from realrun.lab.thread_priority import first
+from realrun.lab.time_dilation import lasting, now
+from realrun.launch.heartbeat import Place
 
 _GRACE: Seconds = 1.0
 """How long streams get to notice that another one failed."""

@@ -20,10 +20,10 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Backend
 from co2sim.schedule.schedule import Collective, Group, Layout, Schedule
-from realrun.dilation import dilation, now
 from realrun.errors import MismatchError, RankFailure, sites_of
-from realrun.execute.priority import communicating
-from realrun.launch.watch import Place, Store, Watch
+from realrun.lab.thread_priority import communicating
+from realrun.lab.time_dilation import dilation, now
+from realrun.launch.heartbeat import Place, Store, Watch
 
 _PINGS = 32
 

@@ -13,7 +13,6 @@ from types import FrameType
 
 from co2sim.common.units import Seconds
 from realrun.errors import LaunchError
-from realrun.launch.namespaces import NodePlace
 
 _MORTAL = """
 import ctypes, os, sys
@@ -64,6 +63,26 @@ while True:
 kill()
 """
 """A program that kills what the ranks started if the launcher is killed or stopped for long."""
+
+
+def entering(holder: int) -> list[str]:
+    """The command that runs another one in the network of a node, by the process that holds it."""
+    return ["nsenter", f"--net=/proc/{holder}/ns/net", "--"]
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlace:
+    """Where a rank runs: in the network of the process `holder`, None: here; on which cores."""
+
+    holder: int | None = None
+    cores: tuple[int, ...] = ()
+    """Empty: on any."""
+
+    def command(self, inner: Sequence[str]) -> list[str]:
+        """The command that runs another one there."""
+        enter = [] if self.holder is None else entering(self.holder)
+        cores = ["taskset", "--cpu-list", ",".join(map(str, self.cores))] if self.cores else []
+        return [*enter, *cores, *inner]
 
 
 _HERE = NodePlace()

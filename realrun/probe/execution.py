@@ -12,7 +12,7 @@ from realrun.execute.executor import execute
 from realrun.execute.kernels import Burn, KernelSet
 from realrun.execute.world import World, gather_objects
 from realrun.measure import TORCH_DTYPE
-from realrun.probe.tasks import durations
+from realrun.probe.schedules import durations
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from co2sim.schedule.schedule import WORLD, Kind
 from realrun.execute.world import World
 from realrun.probe.execution import ProbeTask, burn, shared, traces
 from realrun.probe.samples import ComputeSample, Sample, Slowdown
-from realrun.probe.tasks import (
+from realrun.probe.schedules import (
     ALONE,
     TAIL,
     TURNS,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from realrun.errors import CheckpointError, DamagedError
 from realrun.execute.world import World
-from realrun.train.everywhere import everywhere
+from realrun.train.collective_errors import everywhere
 from realrun.train.folder import (
     CHECKPOINTS,
     STATE,

@@ -15,10 +15,10 @@ from realrun.errors import TrainingError
 from realrun.execute.world import World
 from realrun.train.constants import Estimates, Point, length, moments
 from realrun.train.settings import MOST, TrainSettings
-from realrun.train.task import Task, loss_of
+from realrun.train.tasks.task import Task, loss_of
 
 if TYPE_CHECKING:
-    from realrun.train.methods import Method
+    from realrun.train.parallelize import Method
 
 CURVED = 4
 """Batches in number 0: the fewer samples, the more their curvature exceeds that of all."""

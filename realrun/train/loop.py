@@ -18,20 +18,20 @@ from torch.nn.utils import clip_grad_norm_
 from co2sim.common.errors import CatalogError, Co2simError, OptionError
 from co2sim.common.units import Seconds
 from co2sim.schedule.schedule import WORLD
-from realrun.algorithms.notices import of_network
+from realrun.algorithms.departures import of_network
 from realrun.errors import BAD_INPUT, CheckpointError, DamagedError, RankFailure, TrainingError
 from realrun.execute.threads import short_collections
 from realrun.execute.world import World
-from realrun.launch.watch import Place
+from realrun.launch.heartbeat import Place
 from realrun.train import checkpoint, outcome, support
+from realrun.train.collective_errors import everywhere
 from realrun.train.estimate import Estimator
-from realrun.train.everywhere import everywhere
 from realrun.train.folder import LOG, Resume
 from realrun.train.log import History, Log, LogRow, read
-from realrun.train.methods import Method, build
+from realrun.train.parallelize import Method, build
 from realrun.train.settings import TrainSettings
-from realrun.train.task import Task, loss_of
-from realrun.train.tasks import make_task
+from realrun.train.tasks.registry import make_task
+from realrun.train.tasks.task import Task, loss_of
 from realrun.train.validation import Validation
 
 
@@ -197,7 +197,7 @@ def train(
     support.check(settings, world.layout)
     if estimate:
         support.check_estimate(settings, world.layout, resume=bool(resume))
-    task = make_task(settings, world.device)
+    task = make_task(settings.task, settings.size, settings.shape, world.device)
     identity = {**settings.identity(), "data": task.facts["sha256"]}
     world.agree("training", json.dumps(identity, indent=1))
     with torch.random.fork_rng(devices=[]):

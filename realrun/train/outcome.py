@@ -16,8 +16,8 @@ from co2sim.common.version import own_version
 from realrun.execute.world import World, describe
 from realrun.train.folder import ESTIMATE, FIGURE, MODEL
 from realrun.train.log import History, write_record
-from realrun.train.methods import Method
-from realrun.train.task import Task
+from realrun.train.parallelize import Method
+from realrun.train.tasks.task import Task
 
 
 def facts(task: Task, method: Method, world: World) -> Mapping[str, Any]:

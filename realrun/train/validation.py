@@ -8,8 +8,8 @@ from torch import Tensor
 
 from realrun.execute.world import World
 from realrun.train.log import Log
-from realrun.train.methods import Method
-from realrun.train.task import Task, means, scores
+from realrun.train.parallelize import Method
+from realrun.train.tasks.task import Task, means, scores
 
 
 class Validation:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from co2sim.common.errors import OptionError
-from realrun.train.gpt import GPT
-from realrun.train.shapes import VOCABULARY, GPTShape
-from realrun.train.task import LEFT_OUT, VALIDATION_BATCH, Batch, Task, fingerprint
+from realrun.train.tasks.gpt import GPT
+from realrun.train.tasks.presets import VOCABULARY, GPTShape
+from realrun.train.tasks.task import LEFT_OUT, VALIDATION_BATCH, Batch, Task, fingerprint
 
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n\t"
 """Printable ASCII, newline and tab; their place is their number."""

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from realrun.train.shapes import POINT_WIDTHS
-from realrun.train.task import VALIDATION_BATCH, Batch, Task, fingerprint
+from realrun.train.tasks.presets import POINT_WIDTHS
+from realrun.train.tasks.task import VALIDATION_BATCH, Batch, Task, fingerprint
 
 POINTS = 128
 """Of a cloud."""

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from realrun.algorithms.links import Links
 from realrun.algorithms.optimizers import rates
 from realrun.algorithms.outer_loop import OuterLoop, mark_of
+from realrun.algorithms.process_groups import Links
 from realrun.errors import MismatchError
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from co2sim.common.units import BytesPerSecond, Seconds
 from realrun.errors import LabError
+from realrun.launch.processes import entering
 
 SWITCH = "10.77.255.254"
 """The address of the bridge, where the launcher serves its store."""
@@ -174,11 +175,6 @@ def _limit(enter: Sequence[str], device: str, bandwidth: BytesPerSecond, size: i
     run_tool([*enter, *f"tc qdisc replace dev {device} root tbf {tbf}".split()])
 
 
-def entering(holder: int) -> list[str]:
-    """The command that runs another one in the network of a node, by the process that holds it."""
-    return ["nsenter", f"--net=/proc/{holder}/ns/net", "--"]
-
-
 def on_cores(rank: int, ranks: int, cores: Sequence[int]) -> tuple[int, ...]:
     """The cores that a rank keeps to; none where there are fewer cores than ranks.
 
@@ -187,21 +183,6 @@ def on_cores(rank: int, ranks: int, cores: Sequence[int]) -> tuple[int, ...]:
     """
     each = len(cores) // ranks
     return tuple(cores[rank * each : (rank + 1) * each])
-
-
-@dataclass(frozen=True, slots=True)
-class NodePlace:
-    """Where a rank runs: in the network of the process `holder`, None: here; on which cores."""
-
-    holder: int | None = None
-    cores: tuple[int, ...] = ()
-    """Empty: on any."""
-
-    def command(self, inner: Sequence[str]) -> list[str]:
-        """The command that runs another one there."""
-        enter = [] if self.holder is None else entering(self.holder)
-        cores = ["taskset", "--cpu-list", ",".join(map(str, self.cores))] if self.cores else []
-        return [*enter, *cores, *inner]
 
 
 def _ip(*commands: str, enter: Iterable[str] = ()) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from realrun.train.shapes import VOCABULARY, GPTShape
+from realrun.train.tasks.presets import VOCABULARY, GPTShape
 
 _SPREAD = 0.02
 """Standard deviation of initial weights, as in GPT-2."""

@@ -8,11 +8,11 @@ from statistics import median_low
 import torch
 from torch import Tensor, nn
 
-from realrun.algorithms.average import Average, Flight
-from realrun.algorithms.flat import Flat
-from realrun.algorithms.late import LateAverages, Rule, State, depart, keep_since, stand
-from realrun.algorithms.links import Links
+from realrun.algorithms.averaging import Average, Flight
+from realrun.algorithms.delayed import LateAverages, Rule, State, depart, keep_since, stand
+from realrun.algorithms.flat_parameters import Flat
 from realrun.algorithms.outer_loop import OuterLoop
+from realrun.algorithms.process_groups import Links
 
 SAMPLES = 3
 """Averages that are measured, each until all ranks have it; the middle one decides.

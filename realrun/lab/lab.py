@@ -25,25 +25,14 @@ from typing import Any
 from co2sim.common.errors import Co2simError, error_line
 from co2sim.common.units import Seconds, counted, duration
 from co2sim.hardware.cluster import FULLY_IDLE
-from realrun.dilation import DILATION
 from realrun.errors import REALTIME, SITES, LabError, one_of
-from realrun.launch.lab_plan import Lab, stated_wan
-from realrun.launch.local import (
-    GRACE,
-    PATIENCE,
-    cores,
-    host_store,
-    rank_environment,
-    resolved,
-)
-from realrun.launch.namespaces import (
+from realrun.lab.network_namespaces import (
     ACK,
     FRAME,
     LOOPBACK_FRAME,
     LOOPBACK_PAYLOAD,
     PAYLOAD,
     SWITCH,
-    NodePlace,
     burst,
     loopback_burst,
     make_nodes,
@@ -51,7 +40,19 @@ from realrun.launch.namespaces import (
     payload_share,
     run_tool,
 )
+from realrun.lab.plan import Lab, stated_wan
+from realrun.lab.time_dilation import DILATION
+from realrun.launch.launcher import (
+    GRACE,
+    PATIENCE,
+    cores,
+    host_store,
+    rank_environment,
+    resolved,
+)
+from realrun.launch.monitor import supervise
 from realrun.launch.processes import (
+    NodePlace,
     Stopped,
     guard_process,
     ranks_killed_at_end,
@@ -59,7 +60,6 @@ from realrun.launch.processes import (
     started,
     stoppable,
 )
-from realrun.launch.supervise import supervise
 
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mount", "taskset")
 """What has to be installed: iproute2 and util-linux."""
@@ -105,9 +105,7 @@ def run_lab(
     if said := _said(lab):
         print(said, file=sys.stderr)  # noqa: T201 - while it can still be stopped
     inside = json.dumps([asdict(lab), grace, patience, program])
-    code = (
-        f"import sys; sys.path[:] = {sys.path!r}; from realrun.launch.lab import _first; _first()"
-    )
+    code = f"import sys; sys.path[:] = {sys.path!r}; from realrun.lab.lab import _first; _first()"
     outer = started([*_UNSHARE_ALL, sys.executable, "-P", "-c", code, inside], {})
     try:
         with stoppable(), guard_process(patience) as guard:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from co2sim.common.units import Seconds
 from realrun.errors import LaunchError
+from realrun.launch.monitor import supervise
 from realrun.launch.processes import (
     RankProcess,
     Stopped,
@@ -23,7 +24,6 @@ from realrun.launch.processes import (
     start,
     stoppable,
 )
-from realrun.launch.supervise import supervise
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

@@ -9,8 +9,12 @@ import torch
 import triton
 from torch import Tensor
 
-from realrun.algorithms.quantize_format import HALF_BYTE, SHARE, SMALLEST, TOP
-from realrun.algorithms.quantize_kernels import quantize_kernel, sum_and_quantize_kernel, sum_kernel
+from realrun.algorithms.quantization_format import HALF_BYTE, SHARE, SMALLEST, TOP
+from realrun.algorithms.quantization_kernels import (
+    quantize_kernel,
+    sum_and_quantize_kernel,
+    sum_kernel,
+)
 
 _LANES = 1024
 """Elements that one program decodes."""

@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import IO, Self, TextIO
 
 from co2sim.common.units import Seconds
+from realrun.launch.heartbeat import Hearts, Store, gone, tell
 from realrun.launch.processes import RankProcess
-from realrun.launch.watch import Hearts, Store, gone, tell
 
 TICK: Seconds = 0.05
 """How long a launcher waits for output before it looks after its processes again."""

@@ -28,7 +28,7 @@ from co2sim.strategies.zeropp import ZeroPP
 from realrun import algorithms
 from realrun.algorithms.workers import Workers
 from realrun.execute.world import World
-from realrun.train import outer
+from realrun.train import outer_options
 from realrun.train.log import OuterStats
 from realrun.train.settings import IN_EVERY_STEP, TrainSettings
 
@@ -299,7 +299,7 @@ def _outer(
     deadline: Seconds,
 ) -> OuterStep:
     """The algorithm of a local-update strategy."""
-    options: dict[str, Any] = outer.arguments(strategy.name, settings.outer)
+    options: dict[str, Any] = outer_options.arguments(strategy.name, settings.outer)
     options |= {"tau": strategy.tau, "dtype": str(strategy.dtype)}
     if isinstance(strategy, CO2):
         options |= {"staleness": strategy.staleness, "delay": strategy.delay}

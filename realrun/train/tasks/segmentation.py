@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from realrun.train.digits import Images, split_images
-from realrun.train.shapes import CONVNETS
-from realrun.train.task import VALIDATION_BATCH, Batch, Task, fingerprint
+from realrun.train.tasks.digits import Images, split_images
+from realrun.train.tasks.presets import CONVNETS
+from realrun.train.tasks.task import VALIDATION_BATCH, Batch, Task, fingerprint
 
 SIDE = 20
 """Pixels of a canvas, in both directions."""

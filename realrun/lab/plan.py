@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from co2sim.common.errors import UnitError
 from co2sim.common.units import BytesPerSecond, Seconds, parse
 from co2sim.common.validation import whole
-from realrun.dilation import MOST
 from realrun.errors import LabError
-from realrun.launch.local import MAX_RANKS
-from realrun.launch.namespaces import SendRates, payload_share, site_burst
+from realrun.lab.network_namespaces import SendRates, payload_share, site_burst
+from realrun.lab.time_dilation import MOST
+from realrun.launch.launcher import MAX_RANKS
 
 _TWO = 2
 
@@ -61,7 +61,7 @@ class Lab:
 
     `intra_rate` is what each rank sends at most inside its node; the ranks of a node share the sum.
     `sites` divide the nodes, in order; `wan` is what each sends to others at most. The lab has all
-    rates divided by `dilation`, and its clock is as much slower (`realrun.dilation`). Raises
+    rates divided by `dilation`, and its clock is as much slower (`time_dilation`). Raises
     LabError when it cannot be built anywhere.
     """
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realrun.algorithms.notices import PERIOD, Notices, lost
+from realrun.algorithms.departures import PERIOD, Notices, lost
 from realrun.algorithms.workers import Workers
 from realrun.errors import MismatchError
 

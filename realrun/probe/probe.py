@@ -19,14 +19,13 @@ from scipy.stats import trim_mean
 from co2sim.common.units import Bytes, Flops, Seconds
 from co2sim.hardware.cluster import FULLY_IDLE
 from co2sim.schedule.schedule import Collective, Compute, Group, Kind, Op, Schedule
-from realrun.dilation import dilation
 from realrun.execute.kernels import KernelSet, Sleep, Synthetic
 from realrun.execute.world import World, describe
+from realrun.lab.time_dilation import dilation
 from realrun.measure import Say
 from realrun.probe.execution import ProbeTask, burn, shared, time
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
-from realrun.probe.side_by_side import slowdowns, together
-from realrun.probe.tasks import (
+from realrun.probe.schedules import (
     PAUSE,
     SWEPT,
     USE,
@@ -36,6 +35,7 @@ from realrun.probe.tasks import (
     in_turn,
     sweep,
 )
+from realrun.probe.side_by_side import slowdowns, together
 
 
 def machine(world: World) -> str:

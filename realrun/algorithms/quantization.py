@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 from torch.nn.functional import pad
 
 from co2sim.common.errors import OptionError
-from realrun.algorithms.quantize_format import (
+from realrun.algorithms.quantization_format import (
     HALF_BYTE,
     SHARE,
     SMALLEST,
@@ -129,10 +129,10 @@ def sum_and_quantize(
 @cache
 def _kernels() -> ModuleType | None:
     try:
-        from realrun.algorithms import quantize_triton  # noqa: PLC0415 - needs Triton
+        from realrun.algorithms import quantization_triton  # noqa: PLC0415 - needs Triton
     except ImportError:
         return None
-    return quantize_triton
+    return quantization_triton
 
 
 def _fused(x: Tensor, bits: Bits, block: int) -> ModuleType | None:

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from realrun.train.shapes import CONVNETS
-from realrun.train.task import VALIDATION_BATCH, Batch, Task, fingerprint
+from realrun.train.tasks.presets import CONVNETS
+from realrun.train.tasks.task import VALIDATION_BATCH, Batch, Task, fingerprint
 
 _HELD_OUT = 5
 """Every fifth image is for validation."""

@@ -1,0 +1,1 @@
+"""A cluster of network namespaces on one machine: its plan, links, clock and threads."""

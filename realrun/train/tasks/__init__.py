@@ -1,0 +1,1 @@
+"""What is trained: texts, images, point clouds, and their models."""
