@@ -40,9 +40,9 @@ from co2sim.strategies.local import LocalSteps
 from realrun.execute.world import World, join
 from realrun.launch.launcher import run_local
 from realrun.train import TrainSettings
+from realrun.train.local_updates import pairs
 from realrun.train.log import MARKERS
 from realrun.train.loop import train
-from realrun.train.outer_options import pairs
 from realrun.train.settings import TaskName
 
 RUNS = "convergence-runs.csv"

@@ -49,8 +49,8 @@ from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from co2sim.strategies import parse
 from co2sim.strategies.co2 import CO2
 from realrun.launch.launcher import run_local
+from realrun.train.local_updates import pairs
 from realrun.train.log import MARKERS
-from realrun.train.outer_options import pairs
 
 RUNS = "long_study-runs.csv"
 """The file of finished runs."""

@@ -54,8 +54,8 @@ from co2sim.strategies.co2 import CO2
 from realrun.algorithms.delayed import Stats
 from realrun.execute.world import World, join
 from realrun.train import History, TrainSettings
+from realrun.train.local_updates import pairs
 from realrun.train.loop import Build, Standing, train
-from realrun.train.outer_options import pairs
 from realrun.train.parallelize import Method, build
 
 

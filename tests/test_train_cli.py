@@ -20,6 +20,7 @@ from realrun.cli import main
 from realrun.errors import LabError
 from realrun.lab.lab import check_machine
 from realrun.train import folder, log
+from realrun.train.local_updates import LOCAL_UPDATES
 from realrun.train.settings import IN_EVERY_STEP, TrainSettings
 from realrun.train.tasks.presets import GPTS
 
@@ -225,7 +226,7 @@ def test_every_strategy_of_the_package_can_be_trained() -> None:
 
     for name in strategies.STRATEGIES:
         assert TrainSettings(strategy=name).name.startswith(name)
-        assert (name in IN_EVERY_STEP) != (name in parallelize._ALGORITHMS)
+        assert (name in IN_EVERY_STEP) != (name in LOCAL_UPDATES)
     with pytest.raises(OptionError, match="mine"):
         parallelize.shared(strategies.DDP(), "mine", nn.Linear(2, 2), None, None)
 

@@ -19,16 +19,14 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
 from co2sim.schedule.schedule import WORLD, DType
 from co2sim.strategies import Strategy
-from co2sim.strategies.co2 import CO2
 from co2sim.strategies.ddp import DDP
-from co2sim.strategies.diloco import DiLoCo
 from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.local import LocalSteps, Replica
 from co2sim.strategies.zeropp import ZeroPP
 from realrun import algorithms
 from realrun.algorithms.workers import Workers
 from realrun.execute.world import World
-from realrun.train import outer_options
+from realrun.train import local_updates
 from realrun.train.log import OuterStats
 from realrun.train.settings import IN_EVERY_STEP, TrainSettings
 
@@ -99,15 +97,6 @@ def _fully_sharded(
 
 _BETA2 = 0.95
 """Of AdamW; lower than torch's, as is usual for language models."""
-
-
-_ALGORITHMS: dict[str, type[Any]] = {
-    "local_sgd": algorithms.LocalSGD,
-    "overlap_local_sgd": algorithms.OverlapLocalSGD,
-    "slowmo": algorithms.SlowMo,
-    "diloco": algorithms.DiLoCo,
-    "co2": algorithms.CO2,
-}
 
 
 class OuterStep(Protocol):
@@ -299,14 +288,10 @@ def _outer(
     deadline: Seconds,
 ) -> OuterStep:
     """The algorithm of a local-update strategy."""
-    options: dict[str, Any] = outer_options.arguments(strategy.name, settings.outer)
+    update = local_updates.LOCAL_UPDATES[strategy.name]
+    options = local_updates.arguments(strategy.name, settings.outer)
     options |= {"tau": strategy.tau, "dtype": str(strategy.dtype)}
-    if isinstance(strategy, CO2):
-        options |= {"staleness": strategy.staleness, "delay": strategy.delay}
-        options |= {"keep": strategy.keep, "predict": strategy.predict}
-        options |= {"fragments": strategy.fragments, "preview": strategy.preview}
-    if isinstance(strategy, DiLoCo):
-        options |= {"fragments": strategy.fragments, "delay": strategy.delay}
-    kind = _ALGORITHMS[strategy.name]
+    options |= {name: getattr(strategy, name) for name in update.passed}
+    kind = getattr(algorithms, update.algorithm)
     made: OuterStep = kind(model, optimizer, worker=workers, deadline=deadline, **options)
     return made

@@ -1,5 +1,6 @@
 """What the training can honour of a strategy: the rest is refused in words. Needs no torch."""
 
+from collections.abc import Mapping
 from dataclasses import fields
 from importlib.util import find_spec
 
@@ -10,6 +11,7 @@ from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.local import LocalSteps, Replica
 from co2sim.strategies.zeropp import ZeroPP
 from realrun.errors import SITES
+from realrun.train.local_updates import LOCAL_UPDATES
 from realrun.train.settings import TrainSettings
 
 _FETCHED = {
@@ -19,8 +21,7 @@ _FETCHED = {
     "reduce_bucket": "FSDP2 reduces a layer at once",
     "max_reuse": "nothing is recomputed",
 }
-_IGNORED = {
-    "co2": {"average": "every rank averages its share"},
+_REFUSED: dict[str, Mapping[str, str]] = {
     "zero1": {"bucket": "torch's ZeroRedundancyOptimizer has no buckets of its own"},
     "zero2": {
         "bucket": "FSDP2 reduces a layer at a time",
@@ -33,11 +34,9 @@ _IGNORED = {
         "clip": "--clip-grad bounds the norm, or does not",
         "version": "torch trains with fully_shard",
     },
-    "diloco": {
-        "scale_block": "its blocks have their own size",
-    },
+    **{name: update.refused for name, update in LOCAL_UPDATES.items()},
 }
-"""Options that torch's own form of a strategy, or ours, does not have."""
+"""Options that torch's own form of a strategy, or ours, does not have, with the reason."""
 
 _SHARDED = ("zero2", "zero3", "zeropp", "fsdp")
 """What leaves a rank with a part of the parameters."""
@@ -96,7 +95,7 @@ def check_estimate(settings: TrainSettings, layout: Layout, *, resume: bool) -> 
 def _check_options(strategy: Strategy) -> None:
     default = type(strategy)()
     for field in fields(default):  # type: ignore[arg-type]
-        name, why = field.name, _IGNORED.get(strategy.name, {}).get(field.name)
+        name, why = field.name, _REFUSED.get(strategy.name, {}).get(field.name)
         if why and getattr(strategy, name) != getattr(default, name):
             raise OptionError(f"{strategy.name}: {name} cannot be trained with: {why}")
     if not isinstance(strategy, LocalSteps):

@@ -1,11 +1,11 @@
-"""The options of the outer step: numbers that affect training but not the schedule.
+"""The local-update algorithms that can be trained: one entry each. Needs no torch.
 
-A strategy says when to average (`co2:tau=12`), these say what is done with the average:
-`momentum=0.5,lr=1.0,gap=gap_aware,clip=0.01`.
+A strategy says when to average (`co2:tau=12`). The options of the outer step say what is done with
+the average: `momentum=0.5,lr=1.0,gap=gap_aware,clip=0.01`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,25 +27,55 @@ class Option:
 
 _MOMENTUM = Option("outer_momentum", errors.momentum)
 _LR = Option("outer_lr", errors.step_size)
-OPTIONS: dict[str, dict[str, Option]] = {
-    "local_sgd": {},
-    "overlap_local_sgd": {
-        "pull": Option("pull", errors.pull),
-        "momentum": Option("anchor_momentum", errors.momentum),
-    },
-    "slowmo": {"momentum": _MOMENTUM, "lr": _LR},
-    "diloco": {
-        "momentum": _MOMENTUM,
-        "lr": _LR,
-        "keep": Option("keep", partial(between, least=0, most=1)),
-    },
-    "co2": {
-        "momentum": _MOMENTUM,
-        "lr": _LR,
-        "gap": Option("gap"),
-        "penalty": Option("penalty", partial(errors.penalty, gap="constant")),
-        "clip": Option("clip", errors.limit),
-    },
+
+
+@dataclass(frozen=True, slots=True)
+class LocalUpdate:
+    """How a strategy is trained.
+
+    `algorithm` is a class of `realrun.algorithms`. It takes `tau` and `dtype` of the strategy,
+    those of its options that `passed` names, and `outer`, the options of its outer step.
+    `refused` are options of the strategy that training does not have, each with the reason.
+    """
+
+    algorithm: str
+    outer: Mapping[str, Option] = field(default_factory=dict)
+    passed: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+LOCAL_UPDATES = {
+    "local_sgd": LocalUpdate("LocalSGD"),
+    "overlap_local_sgd": LocalUpdate(
+        "OverlapLocalSGD",
+        {
+            "pull": Option("pull", errors.pull),
+            "momentum": Option("anchor_momentum", errors.momentum),
+        },
+    ),
+    "slowmo": LocalUpdate("SlowMo", {"momentum": _MOMENTUM, "lr": _LR}),
+    "diloco": LocalUpdate(
+        "DiLoCo",
+        {
+            "momentum": _MOMENTUM,
+            "lr": _LR,
+            "keep": Option("keep", partial(between, least=0, most=1)),
+        },
+        passed=("fragments", "delay"),
+        refused={"scale_block": "its blocks have their own size"},
+    ),
+    "co2": LocalUpdate(
+        "CO2",
+        {
+            "momentum": _MOMENTUM,
+            "lr": _LR,
+            "gap": Option("gap"),
+            "penalty": Option("penalty", partial(errors.penalty, gap="constant")),
+            "clip": Option("clip", errors.limit),
+        },
+        passed=("staleness", "delay", "keep", "predict", "fragments", "preview"),
+        refused={"average": "every rank averages its share"},
+    ),
 }
 """By strategy; those that are not here have no outer step."""
 
@@ -65,11 +95,11 @@ def pairs(text: str) -> dict[str, str]:
 
 def arguments(strategy: str, given: Mapping[str, str]) -> dict[str, Any]:
     """What the algorithm of this strategy takes. Raises OptionError for what it does not know."""
-    if strategy not in OPTIONS:
+    if strategy not in LOCAL_UPDATES:
         if given:
             raise OptionError(f"{strategy} has no outer step: {next(iter(given))} does not apply")
         return {}
-    known = OPTIONS[strategy]
+    known = LOCAL_UPDATES[strategy].outer
     found = {}
     for name, text in given.items():
         if name not in known:
