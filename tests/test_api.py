@@ -64,7 +64,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 
 def test_the_signature_of_simulate_names_every_field_of_a_case() -> None:
-    """Completion works: no **options; every field of Case and of Noise has a keyword, a type."""
+    """Shells complete it: every field of Case and of Noise has a keyword, a type and a line."""
     found = inspect.signature(simulate).parameters
     assert all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in found.values())
     wanted = {f.name for f in fields(Case)} | {f.name for f in fields(Noise)}

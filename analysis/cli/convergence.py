@@ -58,9 +58,9 @@ def tau(  # noqa: PLR0913 - one argument per option
     strategy: Annotated[
         str, typer.Option("--strategy", "-s", help="co2, slowmo or local_sgd with options.")
     ] = "co2",
-    gpus: options.Gpus = None,
-    micro_batch: options.MicroBatch = 1,
-    overrides: options.Overrides = None,
+    gpus: Annotated[int | None, options.flag("gpus")] = None,
+    micro_batch: Annotated[int, options.flag("micro_batch")] = 1,
+    overrides: Annotated[list[str] | None, options.flag("overrides")] = None,
     taus: Annotated[
         str | None,
         typer.Option(help="Taus to simulate; default: 1 to 256, and longer while that is better."),

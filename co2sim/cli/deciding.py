@@ -33,7 +33,7 @@ def solve(  # noqa: PLR0913, PLR0917 - one argument per option
     ],
     cluster: options.Cluster,
     strategy: options.Strategies,
-    gpus: options.Gpus = None,
+    gpus: Annotated[int | None, options.flag("gpus")] = None,
     goal: Annotated[
         list[str] | None,
         typer.Option(
@@ -72,9 +72,10 @@ def solve(  # noqa: PLR0913, PLR0917 - one argument per option
     solving.solving(cases, what, targets, low, high, tokens, worth, report, as_json=json_)
 
 
+@options.plan_options
 def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     context: typer.Context,
-    model: options.Model,
+    job: Case,
     cluster: Annotated[
         list[str],
         typer.Option("--cluster", "-c", help="Catalog name or TOML file: an offer. Repeatable."),
@@ -135,11 +136,6 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
         str | None,
         typer.Option(help="Samples per GPU and micro-step, such as 1,2,4; default: powers of two."),
     ] = None,
-    tp: options.Tp = 1,
-    sequence_parallel: options.SequenceParallel = False,  # noqa: FBT002
-    pp: options.Pp = 1,
-    interleave: options.Interleave = 1,
-    global_batch: options.GlobalBatch = None,
     recompute: Annotated[
         str, typer.Option(help="Activations to recompute: none, selective, full, or several.")
     ] = ",".join(RECOMPUTES),
@@ -149,12 +145,6 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
             help="Memory to leave free. Measured peaks lie within 10 % of predicted ones."
         ),
     ] = "10%",
-    precision: options.Precision = None,
-    attention: options.Attention = "flash",
-    checkpointing: options.Checkpointing = "non_reentrant",
-    loss: options.Loss = "fused",
-    optimizer: options.Optimizer = "adamw",
-    overrides: options.Overrides = None,
     steps_factor: options.StepsFactor = None,
     jobs: options.Jobs = 1,
     engine: options.Name = "loky",
@@ -168,22 +158,6 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     refuse_twice("cluster", cluster)
     check("--report", report)
     who = options.engine(context, engine, scheduler, jobs)
-    job = Case(
-        cluster="",
-        model=model,
-        strategy="",
-        tp=tp,
-        sequence_parallel=sequence_parallel,
-        pp=pp,
-        interleave=interleave,
-        global_batch=global_batch,
-        precision=precision,
-        attention=attention,  # type: ignore[arg-type]
-        checkpointing=checkpointing,  # type: ignore[arg-type]
-        loss=loss,  # type: ignore[arg-type]
-        optimizer=optimizer,  # type: ignore[arg-type]
-        overrides=options.pairs(overrides, "--set"),
-    )
     space = Space(
         job=job,
         clusters=tuple(cluster),

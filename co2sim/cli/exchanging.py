@@ -20,7 +20,7 @@ def export(
     job: Case,
     cluster: options.Cluster,
     strategy: options.Strategy,
-    gpus: options.Gpus = None,
+    gpus: Annotated[int | None, options.flag("gpus")] = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="FOLDER", help="A new folder for the files.")
     ] = Path("chakra"),
@@ -68,8 +68,8 @@ def replay(
         ),
     ],
     cluster: options.Cluster,
-    precision: options.Precision = None,
-    overrides: options.Overrides = None,
+    precision: Annotated[str | None, options.flag("precision")] = None,
+    overrides: Annotated[list[str] | None, options.flag("overrides")] = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Simulate Chakra execution traces on a cluster: time, communication, traffic."""

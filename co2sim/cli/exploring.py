@@ -43,7 +43,7 @@ def explore(  # noqa: PLR0913, PLR0917 - one argument per option
         list[str] | None,
         typer.Option("--strategy", "-s", help="As in `run`. Repeatable: one line each."),
     ] = None,
-    gpus: options.Gpus = None,
+    gpus: Annotated[int | None, options.flag("gpus")] = None,
     over: Annotated[
         list[str] | None,
         typer.Option(

@@ -26,7 +26,7 @@ def goodput(
     job: Case,
     cluster: options.Cluster,
     strategy: options.Strategies,
-    gpus: options.Gpus = None,
+    gpus: Annotated[int | None, options.flag("gpus")] = None,
     every: Every = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:

@@ -1,10 +1,10 @@
 """The options that several commands share, and the case that they describe."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import MISSING, fields
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -16,96 +16,6 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.step_factors import Goal
 from co2sim.simulation.noise import Noise
 from co2sim.studies.workers.engine import LOKY, Engine
-
-Precision = Annotated[
-    str | None,
-    typer.Option(help="bf16, fp16 or fp32; default: bf16 if the GPU has it, else fp16."),
-]
-Accumulation = Annotated[
-    int,
-    typer.Option(
-        parser=partial(convert.whole, "--accumulation"),
-        metavar="N",
-        help="Micro-steps per optimizer step.",
-    ),
-]
-GlobalBatch = Annotated[
-    int | None,
-    typer.Option(
-        parser=partial(convert.whole, "--global-batch"),
-        metavar="N",
-        help="Samples per optimizer step over all GPUs; sets the accumulation.",
-    ),
-]
-Tp = Annotated[
-    int,
-    typer.Option(
-        "--tp",
-        parser=partial(convert.whole, "--tp"),
-        metavar="N",
-        help="GPUs of a node that share every layer (tensor parallelism), and train on the same"
-        " samples.",
-    ),
-]
-Pp = Annotated[
-    int,
-    typer.Option(
-        "--pp",
-        parser=partial(convert.whole, "--pp"),
-        metavar="N",
-        help="Stages of a pipeline (1F1B), each with a part of the layers.",
-    ),
-]
-Interleave = Annotated[
-    int,
-    typer.Option(
-        "--interleave",
-        parser=partial(convert.whole, "--interleave"),
-        metavar="N",
-        help="Chunks of layers of each stage of a pipeline.",
-    ),
-]
-SequenceParallel = Annotated[
-    bool,
-    typer.Option(
-        "--sequence-parallel",
-        help="Let GPUs that share layers divide the sequence between matrix products, too.",
-    ),
-]
-
-Attention = Annotated[
-    str,
-    typer.Option(
-        help="flash (one kernel, the scores are never kept) or eager (products and softmax, the"
-        " scores are kept)."
-    ),
-]
-Recompute = Annotated[
-    str,
-    typer.Option(
-        help="Activations to recompute: none, selective (the scores of eager attention), or full"
-        " (only the inputs of layers are kept)."
-    ),
-]
-Checkpointing = Annotated[
-    str,
-    typer.Option(
-        help="How full recomputation runs a layer again: non_reentrant (up to its last product, as"
-        " PyTorch does) or reentrant (all of it, as Megatron-LM and DeepSpeed do)."
-    ),
-]
-Loss = Annotated[
-    str,
-    typer.Option(
-        help="Cross entropy: fused (one kernel on 16-bit logits) or eager (PyTorch's, in fp32)."
-    ),
-]
-Optimizer = Annotated[str, typer.Option(help="adamw or sgd.")]
-
-
-def pipeline(*, pp: Pp = 1, interleave: Interleave = 1) -> dict[str, int]:
-    """Of a case: its pipeline."""
-    return {"pp": pp, "interleave": interleave}
 
 
 def number(flag: str) -> Callable[[str], float]:
@@ -158,75 +68,6 @@ Strategies = Annotated[
     list[str],
     typer.Option("--strategy", "-s", help=f"{_STRATEGY} Repeatable: one after the other."),
 ]
-Gpus = Annotated[
-    int | None,
-    typer.Option(
-        "--gpus",
-        "-g",
-        parser=whole("--gpus"),
-        metavar="N",
-        help="Number of GPUs; default: the whole cluster.",
-    ),
-]
-MicroBatch = Annotated[
-    int,
-    typer.Option(
-        parser=whole("--micro-batch"), metavar="N", help="Samples per GPU and micro-step."
-    ),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="NAME=VALUE",
-        help='Override any number of the cluster or, behind "model.", of the model:'
-        ' --set inter.bandwidth="25 Gbit/s" --set model.seq_len=4096. Repeatable.',
-    ),
-]
-Seed = Annotated[
-    int, typer.Option(parser=whole("--seed"), metavar="N", help="Seed of jitter and stragglers.")
-]
-Jitter = Annotated[
-    float,
-    typer.Option(
-        parser=number("--jitter"),
-        metavar="N",
-        help="Sigma of a lognormal factor on the time of every op; 0: none.",
-    ),
-]
-Straggle = Annotated[
-    float,
-    typer.Option(
-        parser=number("--straggle"),
-        metavar="N",
-        help="Sigma of a lognormal factor on the compute time of every node.",
-    ),
-]
-NodeSpeed = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NODE=SPEED",
-        help="Relative compute speed of one node: --node-speed 3=0.8. Repeatable.",
-    ),
-]
-Rounds = Annotated[
-    int | None,
-    typer.Option(
-        parser=whole("--rounds"),
-        metavar="N",
-        help="Rounds to average over; default: 1, or 10 with jitter.",
-    ),
-]
-Fold = Annotated[
-    bool, typer.Option(help="Let one rank stand for all equal ones, or simulate each.")
-]
-Interval = Annotated[
-    str,
-    typer.Option(
-        help="How the 90 % interval is found: quick (no further simulation) or full (with every"
-        " uncertain constant moved, where there are any)."
-    ),
-]
 Jobs = Annotated[
     int,
     typer.Option(
@@ -253,128 +94,141 @@ def pairs(texts: Iterable[str] | None, flag: str) -> dict[str, str]:
     return found
 
 
-def _noise(seed: int, jitter: float, straggle: float, node_speed: Iterable[str] | None) -> Noise:
-    """What makes ranks differ."""
-    speeds = {}
-    for node, speed in pairs(node_speed, "--node-speed").items():
+def _declared() -> dict[str, tuple[Any, Any, convert.Option]]:
+    """Every field of `Case` and `Noise` that is an option: its type, its default, what it is."""
+    found = {}
+    for owner in (Case, Noise):
+        hints = get_type_hints(owner)
+        for one in fields(owner):
+            if "option" in one.metadata:
+                default = None if one.default is MISSING else one.default
+                found[one.name] = hints[one.name], default, one.metadata["option"]
+    return found
+
+
+_DECLARED = _declared()
+
+
+def flag(name: str) -> Any:
+    """The option of a command line that a field of `Case` or `Noise` declares."""
+    hint, default, declared = _DECLARED[name]
+    spelled = declared.flags or (f"--{name.replace('_', '-')}",)
+    kinds = get_args(hint) or (hint,)
+    if default is True:
+        return typer.Option(help=declared.help)  # with its --no-
+    if get_origin(hint) in {Mapping, dict}:
+        metavar = "NODE=SPEED" if name == "node_speed" else "NAME=VALUE"
+        return typer.Option(*spelled, metavar=metavar, help=declared.help)
+    if int in kinds:
+        return typer.Option(*spelled, parser=whole(spelled[0]), metavar="N", help=declared.help)
+    if float in kinds:
+        return typer.Option(*spelled, parser=number(spelled[0]), metavar="N", help=declared.help)
+    return typer.Option(*spelled, help=declared.help)
+
+
+def _parameter(name: str) -> Parameter:
+    hint, default, _ = _DECLARED[name]
+    if get_origin(hint) in {Mapping, dict}:
+        hint = list[str] | None
+    elif get_origin(hint) is Literal:
+        hint = str
+    annotation: Any = Annotated[hint, flag(name)]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _speeds(texts: Iterable[str] | None) -> dict[int, float]:
+    found = {}
+    for node, speed in pairs(texts, "--node-speed").items():
         if not node.isdecimal():
             raise OptionError(f"--node-speed {node}={speed}: {node!r} is not the number of a node")
-        speeds[int(node)] = parse_number(f"speed of node {node}", speed)
-    return Noise(node_speed=speeds, straggle=straggle, jitter=jitter, seed=seed)
+        found[int(node)] = parse_number(f"speed of node {node}", speed)
+    return found
 
 
-def _job(  # noqa: PLR0913 - one parameter per option
-    model: Model,
-    *,
-    micro_batch: MicroBatch = 1,
-    accumulation: Accumulation = 1,
-    tp: Tp = 1,
-    sequence_parallel: SequenceParallel = False,
-    global_batch: GlobalBatch = None,
-    precision: Precision = None,
-    attention: Attention = "flash",
-    recompute: Recompute = "none",
-    checkpointing: Checkpointing = "non_reentrant",
-    loss: Loss = "fused",
-    optimizer: Optimizer = "adamw",
-    overrides: Overrides = None,
-) -> Case:
-    """The model and its batch; `Case` checks the values."""
-    return Case(
-        cluster="",
-        model=model,
-        strategy="",
-        micro_batch=micro_batch,
-        accumulation=accumulation,
-        tp=tp,
-        sequence_parallel=sequence_parallel,
-        global_batch=global_batch,
-        precision=precision,
-        attention=attention,  # type: ignore[arg-type]
-        recompute=recompute,  # type: ignore[arg-type]
-        checkpointing=checkpointing,  # type: ignore[arg-type]
-        loss=loss,  # type: ignore[arg-type]
-        optimizer=optimizer,  # type: ignore[arg-type]
-        overrides=pairs(overrides, "--set"),
-    )
+def _case(given: dict[str, Any]) -> Case:
+    """The case of these values, as a command line has them; `Case` checks them."""
+    given = {"cluster": "", "strategy": "", **given}
+    given["overrides"] = pairs(given.get("overrides"), "--set")
+    uneven = {one.name: given.pop(one.name) for one in fields(Noise) if one.name in given}
+    if uneven:
+        uneven["node_speed"] = _speeds(uneven["node_speed"])
+        given["noise"] = Noise(**uneven)
+    return Case(**given)
 
 
-def _simulation(
-    *,
-    seed: Seed = 0,
-    jitter: Jitter = 0.0,
-    straggle: Straggle = 0.0,
-    node_speed: NodeSpeed = None,
-    rounds: Rounds = None,
-    fold: Fold = True,
-    interval: Interval = "quick",
-) -> dict[str, Any]:
-    """What only a simulation has."""
-    noise = _noise(seed, jitter, straggle, node_speed)
-    return {"noise": noise, "rounds": rounds, "fold": fold, "interval": interval}
-
-
-def _single(cluster: Cluster, strategy: Strategy, gpus: Gpus = None) -> dict[str, Any]:
-    """Where and how to train, where there is one of each."""
-    return {"cluster": cluster, "strategy": strategy, "gpus": gpus}
-
-
-def job_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command all options but where and how; its parameter `job` receives the case."""
-    return _sharing(command, "job", _job, pipeline, _simulation)
-
-
-def case_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command all options of one configuration; its parameter `case` receives it."""
-    return _sharing(command, "case", _job, pipeline, _single, _simulation)
-
-
-def sweep_options(command: Callable[..., None]) -> Callable[..., None]:
-    """As `case_options`, but what varies need not be given; see `refuse_varied`."""
-    return _sharing(command, "case", _job, pipeline, _single, _simulation, optional=MAY_VARY)
-
-
-def model_options(
-    command: Callable[..., None], optional: Iterable[str] = ()
-) -> Callable[..., None]:
-    """Give a command the options of `_job` alone; `job` receives the case."""
-    return _sharing(command, "job", _job, optional=optional)
+_PLACE = {"model": Model, "cluster": Cluster, "strategy": Strategy}
+"""Options without a default."""
 
 
 def _sharing(
     command: Callable[..., None],
     target: str,
-    make: Callable[..., Case],
-    *further: Callable[..., Mapping[str, Any]],
-    optional: Iterable[str] = (),
+    groups: Collection[str],
+    *,
+    but: Collection[str] = (),
+    optional: Collection[str] = (),
 ) -> Callable[..., None]:
-    """`command` with the parameters of `make` and `further` in place of `target`.
+    """`command` with the options of `groups` in place of its parameter `target`, a `Case`.
 
-    `make` gives the case, and each of `further` some of its fields. Texts that are `optional` are
-    empty unless they are given.
+    It has none that are in `but`. Those of `_PLACE` that are `optional` are empty unless they are
+    given.
     """
     own = [p for p in signature(command).parameters.values() if p.name != target]
+    shared = [
+        Parameter(
+            name,
+            Parameter.KEYWORD_ONLY,
+            default="" if name in optional else Parameter.empty,
+            annotation=annotation,
+        )
+        for name, annotation in _PLACE.items()
+        if name == "model" or "place" in groups
+    ]
+    shared += [
+        _parameter(name)
+        for name, (_, _, declared) in _DECLARED.items()
+        if declared.group in groups and name not in but
+    ]
+    shared.sort(key=lambda p: p.default is not Parameter.empty)
 
     @wraps(command)
     def wrapper(**given: Any) -> None:
-        def call(source: Callable[..., Any]) -> Any:
-            return source(**{name: given.pop(name) for name in signature(source).parameters})
+        case = _case({p.name: given.pop(p.name) for p in shared})
+        command(**{target: case}, **given)
 
-        made = call(make)
-        for source in further:
-            made = replace(made, **call(source))
-        command(**{target: made}, **given)
-
-    shared = [
-        p.replace(default="") if p.name in optional else p
-        for source in (make, *further)
-        for p in signature(source).parameters.values()
-    ]
-    shared.sort(key=lambda p: p.default is not Parameter.empty)
     parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*shared, *own)]
     wrapper.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
     return wrapper
+
+
+def job_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command all options but where and how; its parameter `job` receives the case."""
+    return _sharing(command, "job", ("job", "pipeline", "simulation"))
+
+
+def case_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command all options of one configuration; its parameter `case` receives it."""
+    return _sharing(command, "case", ("job", "pipeline", "place", "simulation"))
+
+
+def sweep_options(command: Callable[..., None]) -> Callable[..., None]:
+    """As `case_options`, but what varies need not be given; see `refuse_varied`."""
+    groups = ("job", "pipeline", "place", "simulation")
+    return _sharing(command, "case", groups, optional=MAY_VARY)
+
+
+def plan_options(command: Callable[..., None]) -> Callable[..., None]:
+    """As `job_options`, but for what `plan` chooses, and for what only one simulation has."""
+    chosen = ("micro_batch", "accumulation", "recompute")
+    return _sharing(command, "job", ("job", "pipeline"), but=chosen)
+
+
+def model_options(
+    command: Callable[..., None], optional: Collection[str] = ()
+) -> Callable[..., None]:
+    """Give a command the options of a model and its batch; `job` receives the case."""
+    return _sharing(command, "job", ("job",), optional=optional)
 
 
 ToLossSteps = Annotated[

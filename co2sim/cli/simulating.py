@@ -32,7 +32,7 @@ def run(  # noqa: PLR0917 - one argument per option
     job: Case,
     cluster: options.Cluster,
     strategy: options.Strategies,
-    gpus: options.Gpus = None,
+    gpus: Annotated[int | None, options.flag("gpus")] = None,
     to_loss_steps: options.ToLossSteps = None,
     steps_factor: options.StepsFactor = None,
     tokens: totals.Tokens = None,

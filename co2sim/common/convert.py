@@ -7,6 +7,7 @@ refused in words.
 import math
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from types import MappingProxyType, NoneType, UnionType
@@ -32,6 +33,27 @@ class Within(tuple[int, int]):
     """The range of a count, both ends allowed: `Annotated[int, Within((1, 10))]`."""
 
     __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """How a field of a dataclass is an option of a command line.
+
+    `help` is what it prints. The flag is the name of the field with hyphens, unless `flags` says
+    otherwise. `group` says which commands have it.
+    """
+
+    help: str
+    group: str
+    flags: tuple[str, ...] = ()
+
+
+def option(default: Any, help_: str, group: str, *flags: str) -> Any:
+    """A field with this default that is an option, too; see `Option`."""
+    metadata = {"option": Option(help_, group, flags)}
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def declared(owner: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:

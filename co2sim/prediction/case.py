@@ -3,15 +3,15 @@
 import os
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypedDict, TypeVar
 
 from co2sim import strategies
 from co2sim.catalog import Contents, Entry, Fact, load_cluster, load_model
 from co2sim.catalog.facts import is_file
 from co2sim.common import convert
-from co2sim.common.convert import Within
+from co2sim.common.convert import Count, Number, Within, option
 from co2sim.common.errors import Co2simError, OptionError, ScheduleError
 from co2sim.common.resources import Recent
 from co2sim.common.units import Bytes
@@ -223,25 +223,80 @@ class Case:
     cluster: str | Cluster | Contents
     model: str | Model | Contents
     strategy: str | Strategy
-    gpus: Annotated[int | None, Within((1, _MOST_GPUS))] = None
-    micro_batch: int = 1
-    accumulation: int = 1
-    tp: Annotated[int, Within((1, _MOST_TP))] = 1
-    sequence_parallel: bool = False
-    pp: Annotated[int, Within((1, _MOST_PP))] = 1
-    interleave: Annotated[int, Within((1, _MOST_CHUNKS))] = 1
-    global_batch: Annotated[int | None, Within((1, _MOST_SAMPLES))] = None
-    precision: str | None = None
-    attention: AttentionKernel = "flash"
-    recompute: Recompute = "none"
-    checkpointing: Checkpointing = "non_reentrant"
-    loss: Loss = "fused"
-    optimizer: Optimizer = "adamw"
-    overrides: Mapping[str, str] = field(default_factory=dict)
+    gpus: Annotated[int | None, Within((1, _MOST_GPUS))] = option(
+        None, "Number of GPUs; default: the whole cluster.", "place", "--gpus", "-g"
+    )
+    micro_batch: int = option(1, "Samples per GPU and micro-step.", "job")
+    accumulation: int = option(1, "Micro-steps per optimizer step.", "job")
+    tp: Annotated[int, Within((1, _MOST_TP))] = option(
+        1,
+        "GPUs of a node that share every layer (tensor parallelism), and train on the same"
+        " samples.",
+        "job",
+    )
+    sequence_parallel: bool = option(
+        False,  # noqa: FBT003
+        "Let GPUs that share layers divide the sequence between matrix products, too.",
+        "job",
+    )
+    pp: Annotated[int, Within((1, _MOST_PP))] = option(
+        1, "Stages of a pipeline (1F1B), each with a part of the layers.", "pipeline"
+    )
+    interleave: Annotated[int, Within((1, _MOST_CHUNKS))] = option(
+        1, "Chunks of layers of each stage of a pipeline.", "pipeline"
+    )
+    global_batch: Annotated[int | None, Within((1, _MOST_SAMPLES))] = option(
+        None, "Samples per optimizer step over all GPUs; sets the accumulation.", "job"
+    )
+    precision: str | None = option(
+        None, "bf16, fp16 or fp32; default: bf16 if the GPU has it, else fp16.", "job"
+    )
+    attention: AttentionKernel = option(
+        "flash",
+        "flash (one kernel, the scores are never kept) or eager (products and softmax, the"
+        " scores are kept).",
+        "job",
+    )
+    recompute: Recompute = option(
+        "none",
+        "Activations to recompute: none, selective (the scores of eager attention), or full"
+        " (only the inputs of layers are kept).",
+        "job",
+    )
+    checkpointing: Checkpointing = option(
+        "non_reentrant",
+        "How full recomputation runs a layer again: non_reentrant (up to its last product, as"
+        " PyTorch does) or reentrant (all of it, as Megatron-LM and DeepSpeed do).",
+        "job",
+    )
+    loss: Loss = option(
+        "fused",
+        "Cross entropy: fused (one kernel on 16-bit logits) or eager (PyTorch's, in fp32).",
+        "job",
+    )
+    optimizer: Optimizer = option("adamw", "adamw or sgd.", "job")
+    overrides: Mapping[str, str] = option(
+        {},
+        'Override any number of the cluster or, behind "model.", of the model:'
+        ' --set inter.bandwidth="25 Gbit/s" --set model.seq_len=4096. Repeatable.',
+        "job",
+        "--set",
+    )
     noise: Noise = QUIET
-    rounds: Annotated[int | None, Within((1, _MOST_ROUNDS))] = None
-    fold: bool = True
-    interval: Thoroughness = "quick"
+    rounds: Annotated[int | None, Within((1, _MOST_ROUNDS))] = option(
+        None, "Rounds to average over; default: 1, or 10 with jitter.", "simulation"
+    )
+    fold: bool = option(
+        True,  # noqa: FBT003
+        "Let one rank stand for all equal ones, or simulate each.",
+        "simulation",
+    )
+    interval: Thoroughness = option(
+        "quick",
+        "How the 90 % interval is found: quick (no further simulation) or full (with every"
+        " uncertain constant moved, where there are any).",
+        "simulation",
+    )
 
     def __post_init__(self) -> None:
         """Convert every value, once and for all."""
@@ -422,3 +477,36 @@ def _strategy(given: Any) -> Any:
         f"strategy is {convert.shown(given)}; it must be a text such as 'co2(tau=48)', or a"
         " strategy such as CO2(tau=48)"
     )
+
+
+class JobOptions(TypedDict, total=False):
+    """For type checkers: the fields of `Case` and `Noise` but for the number of GPUs."""
+
+    micro_batch: Count
+    accumulation: Count
+    tp: Count
+    sequence_parallel: bool
+    pp: Count
+    interleave: Count
+    global_batch: Count | None
+    precision: str | None
+    attention: AttentionKernel
+    recompute: Recompute
+    checkpointing: Checkpointing
+    loss: Loss
+    optimizer: Optimizer
+    overrides: Mapping[str, Number] | None
+    noise: Noise
+    jitter: Number
+    straggle: Number
+    seed: Count
+    node_speed: Mapping[int, float] | None
+    rounds: Count | None
+    fold: bool
+    interval: Thoroughness
+
+
+class Options(JobOptions, total=False):
+    """The keywords of `simulate`."""
+
+    gpus: Count | None

@@ -1,20 +1,21 @@
 """A question, answered by simulation."""
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
-from typing import Any, TypedDict, Unpack, get_type_hints
+from dataclasses import MISSING, fields, replace
+from inspect import Parameter, Signature, signature
+from typing import Any, Unpack, get_type_hints
 
 from co2sim import strategies
 from co2sim.common import convert
-from co2sim.common.convert import Count, Number, Reference
+from co2sim.common.convert import Reference
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.progress import Done, progress_bar
 from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Cluster
-from co2sim.models.workload import AttentionKernel, Checkpointing, Loss, Model, Optimizer, Recompute
+from co2sim.models.workload import Model
 from co2sim.prediction import auto_delay, pipeline
-from co2sim.prediction.case import Case, Prepared, scheduled
-from co2sim.prediction.intervals import Predicted, Thoroughness
+from co2sim.prediction.case import Case, Options, Prepared, scheduled
+from co2sim.prediction.intervals import Predicted
 from co2sim.prediction.notes import remarks as remarks_on
 from co2sim.prediction.notes import warnings as warnings_of
 from co2sim.prediction.result import Result
@@ -31,68 +32,13 @@ _PATIENCE: Seconds = 1.0
 """What a simulation takes before it shows a bar."""
 
 
-class JobOptions(TypedDict, total=False):
-    """The keywords of `simulate` but for the number of GPUs."""
-
-    micro_batch: Count
-    accumulation: Count
-    tp: Count
-    sequence_parallel: bool
-    pp: Count
-    interleave: Count
-    global_batch: Count | None
-    precision: str | None
-    attention: AttentionKernel
-    recompute: Recompute
-    checkpointing: Checkpointing
-    loss: Loss
-    optimizer: Optimizer
-    overrides: Mapping[str, Number] | None
-    noise: Noise
-    jitter: Number
-    straggle: Number
-    seed: Count
-    node_speed: Mapping[int, float] | None
-    rounds: Count | None
-    fold: bool
-    interval: Thoroughness
-
-
-class Options(JobOptions, total=False):
-    """The keywords of `simulate`."""
-
-    gpus: Count | None
-
-
-def simulate(  # noqa: PLR0913 - one keyword per field
+def simulate(
     cluster: Reference | Cluster,
     model: Reference | Model,
     strategy: str | Strategy,
     *,
-    gpus: Count | None = None,
-    micro_batch: Count = 1,
-    accumulation: Count = 1,
-    tp: Count = 1,
-    sequence_parallel: bool = False,
-    pp: Count = 1,
-    interleave: Count = 1,
-    global_batch: Count | None = None,
-    precision: str | None = None,
-    attention: AttentionKernel = "flash",
-    recompute: Recompute = "none",
-    checkpointing: Checkpointing = "non_reentrant",
-    loss: Loss = "fused",
-    optimizer: Optimizer = "adamw",
-    overrides: Mapping[str, Number] | None = None,
-    noise: Noise = QUIET,
-    jitter: Number = 0.0,
-    straggle: Number = 0.0,
-    seed: Count = 0,
-    node_speed: Mapping[int, float] | None = None,
-    rounds: Count | None = None,
-    fold: bool = True,
-    interval: Thoroughness = "quick",
     progress: bool | None = None,
+    **options: Unpack[Options],
 ) -> Result:
     """Simulate one configuration. Raises Co2simError, with one line, for anything that is wrong.
 
@@ -100,44 +46,42 @@ def simulate(  # noqa: PLR0913 - one keyword per field
         cluster: Catalog name (`co2sim list clusters`), path of a TOML file, or a `Cluster`.
         model: Catalog name, path of a TOML file or of a Hugging Face config.json, or a `Model`.
         strategy: A text such as "co2(tau=48, worker=node)", or an object such as `CO2(tau=48)`.
-        gpus: How many; default: the whole cluster. More than it has is a what-if.
-        micro_batch: Samples per GPU and micro-step.
-        accumulation: Micro-steps per optimizer step.
-        tp: GPUs of a node that share every layer (tensor parallelism), and train on the same
-            samples: `micro_batch` is that of all of them. It combines with every strategy.
-        sequence_parallel: Let them divide the sequence between matrix products, too.
-        pp: Stages of a pipeline (1F1B), each with a part of the layers. `accumulation` is how many
-            micro-batches pass through it in a step.
-        interleave: Chunks of layers of each stage (interleaved 1F1B).
-        global_batch: Samples per optimizer step over all GPUs, instead of `accumulation`.
-        precision: "bf16", "fp16" or "fp32"; default: bf16 if the GPU has it, else fp16.
-        attention: "flash" (one kernel, scores are never kept) or "eager".
-        recompute: Activations to recompute: "none", "selective" (the scores of eager attention) or
-            "full" (all of a layer, from its input).
-        checkpointing: How "full" does it: "non_reentrant" stops before a layer's last product, as
-            PyTorch's default does; "reentrant" repeats all, as Megatron-LM and DeepSpeed do.
-        loss: "fused" (one kernel on 16-bit logits) or "eager" (PyTorch's cross entropy, in fp32).
-        optimizer: "adamw" or "sgd".
-        overrides: Other numbers of the cluster or model, such as {"inter.bandwidth": "25 Gbit/s",
-            "model.seq_len": 4096}.
-        noise: What makes ranks differ, as an object; or give the four that follow.
-        jitter: Sigma of a lognormal factor on the time of every op, 0 to 1.
-        straggle: Sigma of a lognormal factor on the compute time of every node, 0 to 1.
-        seed: Of both.
-        node_speed: Relative compute speed of single nodes, such as {3: 0.8}.
-        rounds: How many to average over; default: 1, or 10 with jitter.
-        fold: Let one rank stand for all equal ones; the answer is the same without.
-        interval: "quick" takes no further simulation for `tokens_per_s_low` and `_high`; "full"
-            simulates with each uncertain constant moved both ways, where there are any.
         progress: Show a bar on stderr; default: if it is a terminal, after a second. To a pipe or
             a file one line says how far it is, after 5 seconds.
+        noise: What makes ranks differ, as an object; or give `jitter` and what stands beside it.
+        options: The fields of `Case`, such as `gpus=128`, and those of `Noise`, such as
+            `jitter=0.05`. `overrides` are other numbers of the cluster or model, such as
+            {"inter.bandwidth": "25 Gbit/s", "model.seq_len": 4096}.
 
     >>> simulate("a100-tcp80", "llama-7b", "co2(tau=48, worker=node)", gpus=128).fits_in_memory
     True
     """
-    given = dict(locals())  # all of the above, by name
-    shown = given.pop("progress")
-    return run(describe(**given), progress=shown)
+    return run(describe(cluster, model, strategy, **options), progress=progress)
+
+
+def _keywords() -> Signature:
+    """The signature of `simulate` with every option, for shells and notebooks that complete it."""
+    own = signature(simulate).parameters
+    defaults = {f.name: f.default for f in (*fields(Case), *fields(Noise))}
+    options = [
+        Parameter(name, Parameter.KEYWORD_ONLY, annotation=hint, default=default)
+        for name, hint in get_type_hints(Options).items()
+        for default in [None if defaults[name] is MISSING else defaults[name]]
+    ]
+    *places, progress, _ = own.values()
+    return Signature([*places, *options, progress], return_annotation=Result)
+
+
+simulate.__signature__ = _keywords()  # type: ignore[attr-defined]
+simulate.__doc__ = (simulate.__doc__ or "").replace(
+    "        options: The",
+    "".join(
+        f"        {one.name}: {one.metadata['option'].help}\n"
+        for one in (*fields(Case), *fields(Noise))
+        if "option" in one.metadata
+    )
+    + "        options: The",
+)
 
 
 def describe(

@@ -1,11 +1,12 @@
 """Stragglers, mixed hardware and jitter, drawn from a seed so that a run can be repeated."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from co2sim.common.convert import option
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import above, between, whole
 from co2sim.schedule.schedule import Layout
@@ -20,10 +21,18 @@ class Noise:
     mean 1, so that they add spread, not work.
     """
 
-    node_speed: Mapping[int, float] = field(default_factory=dict)
-    straggle: float = 0.0
-    jitter: float = 0.0
-    seed: int = 0
+    node_speed: Mapping[int, float] = option(
+        {},
+        "Relative compute speed of one node: --node-speed 3=0.8. Repeatable.",
+        "simulation",
+    )
+    straggle: float = option(
+        0.0, "Sigma of a lognormal factor on the compute time of every node.", "simulation"
+    )
+    jitter: float = option(
+        0.0, "Sigma of a lognormal factor on the time of every op; 0: none.", "simulation"
+    )
+    seed: int = option(0, "Seed of jitter and stragglers.", "simulation")
 
     def __post_init__(self) -> None:
         """Refuse spreads out of range, and speeds of what is no node or not above 0."""

@@ -320,7 +320,6 @@ class Candidate:
         return all(most is None or (value is not None and value <= most) for most, value in limits)
 
 
-_SWITCHES = {"fold": "--no-fold", "sequence_parallel": "--sequence-parallel"}
 _NAMED = {"cluster", "model", "strategy", "overrides", "noise"}
 
 
@@ -354,10 +353,11 @@ def _options(case: Case) -> Iterator[str]:
         value = getattr(case, field.name)
         if field.name in _NAMED or value == field.default:
             continue
-        if field.name in _SWITCHES:
-            yield _SWITCHES[field.name]
+        name = field.name.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{name}" if value else f"--no-{name}"
         else:
-            yield from (f"--{field.name.replace('_', '-')}", str(value))
+            yield from (f"--{name}", str(value))
     noise = case.noise
     for name in ("seed", "jitter", "straggle"):
         if getattr(noise, name) != getattr(QUIET, name):

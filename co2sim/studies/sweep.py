@@ -10,8 +10,8 @@ from co2sim.common.convert import Count, Number, Reference, number, shown
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import Model
-from co2sim.prediction.case import Case
-from co2sim.prediction.driver import JobOptions, Options, describe
+from co2sim.prediction.case import Case, JobOptions, Options
+from co2sim.prediction.driver import describe
 from co2sim.prediction.step_factors import NO_GOAL, Goal
 from co2sim.prediction.totals import tokens_of
 from co2sim.simulation.noise import QUIET, Noise

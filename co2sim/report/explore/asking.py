@@ -1,7 +1,7 @@
 """What a server is asked, and its answers, as plain values; runs in processes of its own."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -52,9 +52,11 @@ class Positions(BaseModel):
     settings: Annotated[list[Settings], Field(min_length=1, max_length=64)]
 
 
-OPTIONS = (
-    *("recompute", "precision", "global_batch", "accumulation", "micro_batch", "tp", "pp"),
-    *("attention", "checkpointing", "loss", "optimizer", "sequence_parallel", "interleave"),
+OPTIONS = tuple(
+    one.name
+    for one in fields(Case)
+    if "option" in one.metadata and one.metadata["option"].group in {"job", "pipeline"}
+    if one.name != "overrides"
 )
 """Fields of a case that a view may set."""
 _GIVEN = ("cluster", "model", "strategy")
