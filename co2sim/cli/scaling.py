@@ -14,6 +14,7 @@ from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import counted, percent, scaled
 from co2sim.common.units import figures as shown
 from co2sim.prediction.case import Case
+from co2sim.prediction.figures import INTERVAL
 from co2sim.prediction.published_speeds import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
@@ -208,7 +209,7 @@ def _print_cluster(
     columns = [
         "strategy",
         *(str(size) for size in sizes),
-        *([f"{intervals.HEAD} at {sizes[-1]}"] if known else []),
+        *([f"{INTERVAL} at {sizes[-1]}"] if known else []),
         *(f"{start}->{sizes[-1]}" for start in starts),
         f"exposed at {sizes[-1]}",
         f"memory at {sizes[-1]}",

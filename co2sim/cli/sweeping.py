@@ -13,9 +13,10 @@ from co2sim.cli.reporting import end_interrupted, end_with, end_with_failures
 from co2sim.common.cli import command_line
 from co2sim.common.files import write_atomically
 from co2sim.common.tables import console, print_lines, print_table
-from co2sim.common.units import counted, duration, scaled
+from co2sim.common.units import counted
 from co2sim.prediction import notes
 from co2sim.prediction.case import Case
+from co2sim.prediction.figures import in_table
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import Totals, to_dict
@@ -146,10 +147,7 @@ def _print(
 ) -> None:
     results = [outcome for outcome in outcomes if isinstance(outcome, Result)]
     unit = results[0].unit
-    columns = [
-        *(*settings[0], f"{unit}s/s", intervals.HEAD, "per GPU", "step", "exposed"),
-        *("efficiency", "overlap", "MFU", "memory"),
-    ]
+    columns = [*settings[0], *(one.headed(results[0]) for one in in_table("sweep"))]
     currencies = {r.currency for r in results if r.currency is not None}
     columns += [f"{' or '.join(sorted(currencies))} per billion {unit}s"] if currencies else []
     mixed = len(currencies) > 1
@@ -262,18 +260,10 @@ def _cells(outcome: Outcome, count: int, mixed: bool) -> list[str]:  # noqa: FBT
         return ["failed", *[""] * (count - 1)]
     r = outcome
     currency = f" {r.currency}" if mixed else ""
-    cells = [
-        f"{r.tokens_per_s:,.0f}",
-        intervals.ends(r),
-        f"{r.tokens_per_s_per_gpu:,.1f}",
-        duration(r.step_time_s),
-        f"{r.exposed_share:.1%}",
-        f"{r.efficiency_vs_free_communication:.1%}",
-        "-" if r.overlap_ratio is None else f"{r.overlap_ratio:.1%}",
-        f"{r.mfu:.1%}",
-        scaled(r.memory_bytes_per_gpu["total"], "B") + ("" if r.fits_in_memory else "*"),
-        "-" if r.cost_per_billion_tokens is None else f"{r.cost_per_billion_tokens:,.2f}{currency}",
-    ]
+    cost = (
+        "-" if r.cost_per_billion_tokens is None else f"{r.cost_per_billion_tokens:,.2f}{currency}"
+    )
+    cells = [*(one.shown(r) or "-" for one in in_table("sweep")), cost]
     return cells[:count]
 
 

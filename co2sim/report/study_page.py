@@ -9,6 +9,7 @@ from itertools import groupby
 from co2sim.common.errors import Co2simError
 from co2sim.common.units import counted
 from co2sim.prediction.case import Case
+from co2sim.prediction.figures import ends
 from co2sim.prediction.published_speeds import SpeedComparison
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, remark
@@ -18,7 +19,7 @@ from co2sim.report.chart_style import picking
 from co2sim.report.html import MOST_ROUNDS, Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import last_round
 from co2sim.report.tables import Answered
-from co2sim.report.text import intervals, totals
+from co2sim.report.text import totals
 from co2sim.studies.grid import label, strategy_title
 from co2sim.studies.sensitivity import levers
 from co2sim.studies.table import to_frame
@@ -115,7 +116,7 @@ class Study:
             text += " is the fastest at" if len(group) > 1 else " runs at"
             text += f" {result.tokens_per_s:,.0f} {result.unit}s/s"
             if result.tokens_per_s_low is not None:
-                text += f" (90 %: {intervals.ends(result)})"
+                text += f" (90 %: {ends(result)})"
             yield f"{text}."
 
     def _trainings(self) -> totals.Trainings:

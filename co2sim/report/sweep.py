@@ -7,6 +7,7 @@ from functools import cached_property
 from co2sim.common.errors import Co2simError
 from co2sim.common.units import parse, parse_price
 from co2sim.prediction.case import Case
+from co2sim.prediction.figures import ends
 from co2sim.prediction.intervals import undecided
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
@@ -130,7 +131,7 @@ class Swept:
         text = f"{best.strategy} is the fastest at {best.result.tokens_per_s:,.0f}"
         text += f" {best.result.unit}s/s"
         if best.result.tokens_per_s_low is not None:
-            text += f" (90 %: {intervals.ends(best.result)})"
+            text += f" (90 %: {ends(best.result)})"
         return [f"{text}."]
 
     @cached_property

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from co2sim.catalog import Fact
 from co2sim.common.units import duration, figures, percent, scaled
 from co2sim.prediction.case import Case
+from co2sim.prediction.figures import in_table
 from co2sim.prediction.intervals import RunKind, kind_errors
 from co2sim.prediction.published_speeds import SpeedComparison
 from co2sim.prediction.result import Result
 from co2sim.prediction.totals import Totals
-from co2sim.report.text import intervals, totals
+from co2sim.report.text import totals
 from co2sim.studies.grid import label
 from co2sim.studies.sensitivity import Lever
 
@@ -46,33 +47,15 @@ class Table:
 
 def speeds(group: Sequence[Answered]) -> Table:
     """What every case of a cluster gives."""
-    unit = group[0].result.unit
-    columns = (
-        "strategy",
-        "GPUs",
-        f"{unit}s/s",
-        "90 % interval",
-        "step",
-        "exposed",
-        "MFU",
-        "memory",
-    )
-    return Table(columns, [_speed(one) for one in group])
+    heads = (one.headed(group[0].result) for one in in_table("page"))
+    return Table(("strategy", "GPUs", *heads), [_speed(one) for one in group])
 
 
 def _speed(one: Answered) -> list[str]:
-    result = one.result
-    fits = "" if result.fits_in_memory else ", DOES NOT FIT"
-    return [
-        one.strategy,
-        str(result.gpus),
-        f"{result.tokens_per_s:,.0f}",
-        intervals.ends(result),
-        duration(result.step_time_s),
-        f"{result.exposed_share:.1%}",
-        f"{result.mfu:.1%}",
-        f"{scaled(result.memory_bytes_per_gpu['total'], 'B')}{fits}",
-    ]
+    texts = [figure.shown(one.result) or "-" for figure in in_table("page")]
+    if not one.result.fits_in_memory:
+        texts[-1] = f"{texts[-1].removesuffix('*')}, DOES NOT FIT"
+    return [one.strategy, str(one.result.gpus), *texts]
 
 
 def trainings(every: Sequence[Answered]) -> Table | None:

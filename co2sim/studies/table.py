@@ -9,6 +9,7 @@ import pandas as pd
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.units import CURRENCIES
 from co2sim.prediction.case import Case
+from co2sim.prediction.figures import COLUMNS
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, to_loss
 from co2sim.prediction.totals import Totals, totals_of
@@ -89,14 +90,7 @@ def memory_column(item: str) -> str:
 
 
 _IN_TABLES = {
-    "per GPU": "tokens_per_s_per_gpu",
-    "90 % interval": "tokens_per_s_low",
-    "step": "step_time_s",
-    "exposed": "-efficiency_vs_free_communication",  # of which it is the rest to 1
-    "efficiency": "efficiency_vs_free_communication",
-    "overlap": "overlap_ratio",
-    "MFU": "mfu",
-    "memory": TOTAL,
+    **COLUMNS,
     "to loss": "time_to_loss_s",
     "cost to loss": "cost_to_loss",
     "GPU-hours": "gpu_hours",

@@ -7,10 +7,9 @@ from rich.console import Console
 
 from co2sim.common.tables import print_lines
 from co2sim.common.units import counted, percent
+from co2sim.prediction.figures import INTERVAL
 from co2sim.prediction.intervals import Interval, undecided
 from co2sim.prediction.result import Result
-
-HEAD = "90 % interval"
 
 _NAMED = 3
 """Strategies that are named."""
@@ -21,12 +20,6 @@ _PAIRS = 8
 def interval_of(result: Result) -> Interval:
     """The interval of a result."""
     return Interval(result.tokens_per_s_low, result.tokens_per_s_high, result.interval_source)
-
-
-def ends(result: Result) -> str:
-    """Its ends, in units per second of all GPUs; a dash for none."""
-    low, high = result.tokens_per_s_low, result.tokens_per_s_high
-    return "-" if low is None or high is None else f"{low:,.0f} to {high:,.0f}"
 
 
 def relative(result: Result) -> str:
@@ -44,7 +37,7 @@ def print_sources(out: Console, results: Iterable[Result], *after: str) -> None:
         found.setdefault(result.interval_source, {})[result.strategy] = None
     found.pop("", None)
     lines = [
-        f"{HEAD}{f' of {_first(strategies)}' if len(found) > 1 else ''}: {source}"
+        f"{INTERVAL}{f' of {_first(strategies)}' if len(found) > 1 else ''}: {source}"
         for source, strategies in found.items()
     ]
     print_lines(out, *lines, *after)
@@ -70,4 +63,4 @@ def not_told_apart(named: Sequence[tuple[str, Result]]) -> str:
     size = counted(ranked[0][1].gpus, "GPU")
     more = len(pairs) - _PAIRS
     named_ = "; ".join(pairs[:_PAIRS]) + (f"; and {more} pairs more" if more > 0 else "")
-    return f"undecided at {size}, as their {HEAD}s overlap: {named_}"
+    return f"undecided at {size}, as their {INTERVAL}s overlap: {named_}"

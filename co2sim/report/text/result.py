@@ -12,11 +12,12 @@ from rich.text import Text
 from co2sim.catalog import Fact
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.tables import console, print_lines, print_table
-from co2sim.common.units import Bytes, counted, duration, figures, scaled
+from co2sim.common.units import Bytes, counted, duration, scaled
 from co2sim.models.memory import GIB, OVERHEAD, model_states
 from co2sim.models.workload import AttentionKernel, Recompute
 from co2sim.prediction import notes
 from co2sim.prediction.case import Case, Prepared, schedule_of
+from co2sim.prediction.figures import list_of
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
 from co2sim.prediction.totals import totals_of
@@ -154,42 +155,9 @@ def speeds(noise: Noise, result: Result | None = None, varied: Collection[str] =
 
 
 def _figures(r: Result, *, measured: bool) -> list[tuple[str, str]]:
-    overlap = "no communication" if r.overlap_ratio is None else f"{r.overlap_ratio:.1%}"
-    steps = f" ({r.steps_per_round} steps)" if r.steps_per_round > 1 else ""
-    exposed = f"{duration(r.exposed_comm_s)} ({r.exposed_share:.1%})"
-    rows = [
-        ("round time", duration(r.round_time_s) + steps),
-        ("step time", duration(r.step_time_s)),
-        (f"{r.unit}s/s", f"{r.tokens_per_s:,.0f}"),
-        *([(intervals.HEAD, intervals.ends(r))] if r.tokens_per_s_low is not None else []),
-        (f"{r.unit}s/s per GPU", f"{r.tokens_per_s_per_gpu:,.1f}"),
-        ("model TFLOP/s per GPU", _tflops(r.model_tflops_per_gpu)),
-        ("hardware TFLOP/s per GPU", _tflops(r.hardware_tflops_per_gpu)),
-        ("MFU", f"{r.mfu:.1%}"),
-        ("communication busy, per round", duration(r.comm_busy_s)),
-        ("communication exposed, per round", exposed),
-    ]
-    if r.straggler_delay_s is not None:
-        delay = f"{duration(r.straggler_delay_s)} ({r.straggler_delay_s / r.round_time_s:.1%})"
-        rows.append(("delay by slower ranks, per round", delay))
-    elif measured and r.waiting_s:
-        rows.append(("waiting for other ranks, hidden or not, per round", duration(r.waiting_s)))
-    rows += [
-        ("overlap ratio", overlap),
-        ("sent per GPU and step", scaled(r.wire_bytes_per_gpu_per_step, "B")),
-        ("sent per node's NICs and step", scaled(r.nic_bytes_per_node_per_step, "B")),
-    ]
-    if r.wan_bytes_per_site_per_step:
-        wan = scaled(r.wan_bytes_per_site_per_step, "B")
-        rows.append(("sent per site over the WAN and step", wan))
-    if r.cost_per_billion_tokens is not None:
-        rows.append((f"{r.currency} per billion {r.unit}s", f"{r.cost_per_billion_tokens:,.2f}"))
-    return rows
-
-
-def _tflops(value: float) -> str:
-    """One decimal; three significant figures for tiny models."""
-    return f"{value:.1f}" if value >= 10 else figures(value)  # noqa: PLR2004
+    waits = measured and r.straggler_delay_s is None and r.waiting_s
+    what = "waiting for other ranks, hidden or not, per round"
+    return [*list_of(r), *([(what, duration(r.waiting_s))] if waits else [])]
 
 
 def print_chosen(out: Console, named: Iterable[tuple[str, Result]]) -> None:
