@@ -39,7 +39,7 @@ from co2sim.schedule.schedule import (
     Schedule,
 )
 from co2sim.simulation.collective_cost import compute_time
-from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Trace
 from realrun.cli import ranks
 from realrun.execute.executor import execute as carry_out

@@ -36,7 +36,7 @@ from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Compute
 from co2sim.simulation.compute_cost import compute_time
 from co2sim.simulation.noise import Noise
-from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Trace
 from realrun.cli import ranks
 from realrun.execute.executor import execute as carry_out

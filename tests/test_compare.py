@@ -31,7 +31,7 @@ from co2sim.schedule.schedule import (
     Schedule,
 )
 from co2sim.simulation.noise import QUIET, Noise
-from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Trace
 from realrun.record import Record, write
 

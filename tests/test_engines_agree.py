@@ -33,7 +33,8 @@ from co2sim.simulation.compute_cost import compute_time
 from co2sim.simulation.lowering import Lowered, lower
 from co2sim.simulation.metrics import breakdown, communication, window
 from co2sim.simulation.noise import QUIET, Noise
-from co2sim.simulation.reference_engine import Simulation, execute, run
+from co2sim.simulation.reference_engine import Simulation
+from co2sim.simulation.run import execute, run
 from co2sim.strategies import chaining
 
 LINKS = {"intra": Link(10e9, 1e-7), "inter": Link(1e9, 1e-6)}

@@ -18,7 +18,7 @@ from co2sim.schedule.schedule import Collective, Schedule
 from co2sim.simulation.collective_cost import Traffic, traffic
 from co2sim.simulation.metrics import communication, window
 from co2sim.simulation.noise import Noise
-from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.run import execute
 
 variants = st.sampled_from(tiny.VARIANTS)
 shapes = st.sampled_from(tiny.LAYOUTS)

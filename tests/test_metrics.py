@@ -24,7 +24,7 @@ from co2sim.schedule.schedule import (
 from co2sim.simulation import metrics
 from co2sim.simulation.metrics import Window
 from co2sim.simulation.noise import Noise
-from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Span, Trace
 
 COLLECTIVE = Collective(Kind.ALL_GATHER, "x", 1, DType.FP32, WORLD)

@@ -32,7 +32,7 @@ from co2sim.schedule.schedule import (
     Schedule,
 )
 from co2sim.simulation.collective_cost import compute_time, footprint
-from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Span, Trace
 from realrun.probe import fit
 from realrun.probe.cluster_file import to_toml

@@ -25,7 +25,7 @@ from co2sim.schedule.schedule import (
 )
 from co2sim.simulation.collective_cost import footprint
 from co2sim.simulation.network import Network
-from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.run import execute
 from co2sim.simulation.token_bucket import Shaper
 
 Loads: TypeAlias = dict[Hashable, float]

@@ -30,7 +30,7 @@ from co2sim.schedule.schedule import (
 )
 from co2sim.simulation.lowering import span_count
 from co2sim.simulation.noise import Noise
-from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Trace
 
 SECOND = 1e12

@@ -15,7 +15,7 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.driver import simulate
 from co2sim.schedule.schedule import SITE, SITE_PEERS, Collective, DType, Kind, Layout, Op, Schedule
 from co2sim.simulation.collective_cost import traffic
-from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Trace
 
 LATENT = {"intra": Link(10e9, 1e-7), "inter": Link(1e9, 1e-6)}

@@ -20,7 +20,7 @@ from co2sim.simulation import stragglers
 from co2sim.simulation.lowering import lower
 from co2sim.simulation.metrics import window
 from co2sim.simulation.noise import QUIET, Noise
-from co2sim.simulation.reference_engine import execute, run
+from co2sim.simulation.run import execute, run
 
 SIGMA = 0.05
 NODES = 8

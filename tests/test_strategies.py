@@ -15,7 +15,7 @@ from co2sim.models.workload import Block, MatMul, Model, Scores, Workload
 from co2sim.prediction.driver import simulate
 from co2sim.schedule.schedule import After, Collective, Compute, DType, Kind, Layout, Op, Schedule
 from co2sim.simulation.collective_cost import traffic
-from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.run import execute
 from co2sim.strategies.sharded import prefetch_waits
 from co2sim.strategies.step import Bucket, buckets, pieces
 

@@ -20,7 +20,7 @@ from co2sim.schedule.groups import LEADERS, NODE, PEERS, SITE, SITE_PEERS, WORLD
 from co2sim.schedule.schedule import Collective, Kind, Schedule, block, peers_of_blocks, tensor
 from co2sim.schedule.tensor_parallel import TENSOR
 from co2sim.simulation.collective_cost import footprints, traffic
-from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.run import execute
 from co2sim.strategies import chaining
 
 BODY = Transformer(layers=2, hidden=64, heads=8, ffn=256, dropout=True)

@@ -12,7 +12,7 @@ from co2sim.hardware.cluster import Cluster, Link, Tier
 from co2sim.schedule.schedule import PEERS, WORLD, Collective, DType, Group, Kind
 from co2sim.simulation.collective_cost import footprint
 from co2sim.simulation.metrics import window
-from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.run import execute
 
 KINDS = [Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.ALL_TO_ALL, Kind.BROADCAST]
 

@@ -13,7 +13,7 @@ import tiny
 from co2sim.common.errors import CatalogError
 from co2sim.schedule.schedule import WORLD, Collective, DType, Kind, Layout, Op, Schedule
 from co2sim.simulation.noise import Noise
-from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Span, Trace, read_json_lines
 
 

@@ -9,7 +9,7 @@ from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.schedule.schedule import WORLD, After, Collective, Compute, DType, Kind, Op, Schedule
 from co2sim.simulation.processor import FULLY_IDLE, Hosts
-from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.run import execute
 
 WAKE, STEP = 1e-3, 0.2e-3
 GATHER = Collective(Kind.ALL_GATHER, "x", 1, DType.INT8, WORLD)

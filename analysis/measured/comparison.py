@@ -24,7 +24,7 @@ from co2sim.report.html import Figure, PageSection
 from co2sim.report.tables import Table
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation.metrics import is_steady
-from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Trace
 from realrun.execute.matmul_speed import at_speed, beside
 from realrun.record import Record

@@ -17,7 +17,7 @@ from co2sim.prediction.case import Prepared
 from co2sim.schedule.schedule import Collective, Compute, Kind, Schedule
 from co2sim.simulation import metrics
 from co2sim.simulation.collective_cost import compute_time, footprint
-from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.run import execute
 
 _MANY_TIMES = 8192
 """Step times that are kept: a number each."""

@@ -13,7 +13,7 @@ from co2sim.simulation import metrics
 from co2sim.simulation.folding import class_count
 from co2sim.simulation.lowering import LOCKSTEP_SPAN_BYTES, MOST_SPANS, SPAN_BYTES, span_count
 from co2sim.simulation.noise import QUIET, RunOptions
-from co2sim.simulation.reference_engine import execute
+from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Trace
 
 _MOST_ROUNDS = 64
