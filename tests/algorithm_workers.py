@@ -24,7 +24,7 @@ from co2sim.common.errors import Co2simError
 from realrun import algorithms
 from realrun.algorithms import CO2, LocalSGD, LocalUpdate, SlowMo, Workers
 from realrun.algorithms.averaging import Average, Flight
-from realrun.algorithms.options import Wire
+from realrun.algorithms.process_groups import Wire
 from realrun.execute.world import World
 
 SMALL = 1e-4

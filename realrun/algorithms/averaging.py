@@ -26,7 +26,7 @@ from torch import Tensor
 
 from co2sim.common.units import Seconds
 from realrun.algorithms.departures import PERIOD, Notices, lost
-from realrun.algorithms.options import DEADLINE, Wire
+from realrun.algorithms.process_groups import DEADLINE, Wire
 from realrun.algorithms.quantization import dequantize, quantize, sum_rows
 from realrun.algorithms.quantization_format import Bits, from_wire, to_wire, wire_bytes
 

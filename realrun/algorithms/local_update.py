@@ -36,9 +36,8 @@ from realrun.algorithms.optimizers import (
     say_idle,
     trainable,
 )
-from realrun.algorithms.options import Wire, wait_of, wire_of
 from realrun.algorithms.outer_loop import NobodyLeftError, OuterLoop, RoundLoop, mark_of
-from realrun.algorithms.process_groups import Links
+from realrun.algorithms.process_groups import Links, Wire, wait_of, wire_of
 from realrun.algorithms.workers import Worker, Workers, workers_of
 from realrun.errors import RankFailure
 
