@@ -9,16 +9,7 @@ import tiny
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Link
 from co2sim.prediction.case import Case
-from co2sim.schedule.schedule import (
-    SITE,
-    SITE_PEERS,
-    Collective,
-    DType,
-    Kind,
-    Layout,
-    Op,
-    Schedule,
-)
+from co2sim.schedule.schedule import SITE, SITE_PEERS, Collective, DType, Kind, Layout, Op, Schedule
 from realrun.algorithms import Workers
 from realrun.algorithms.workers import workers_of
 from realrun.errors import SITES

@@ -16,14 +16,7 @@ from hypothesis import strategies as st
 
 from co2sim.catalog import load_cluster, load_model, names
 from co2sim.catalog.facts import facts
-from co2sim.catalog.specs import (
-    ClusterSpec,
-    GPUSpec,
-    KernelsSpec,
-    LinkSpec,
-    ScatterSpec,
-    TierSpec,
-)
+from co2sim.catalog.specs import ClusterSpec, GPUSpec, KernelsSpec, LinkSpec, ScatterSpec, TierSpec
 from co2sim.common.errors import CatalogError, Co2simError, OptionError
 from co2sim.hardware.cluster import GPU, Cluster, KernelTimes, Link, Scatter, Tier
 

@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 from goodput_simulation import NAMES, simulated
 
-from co2sim.prediction.goodput import (
-    FailingWorkers,
-    Restart,
-    Saving,
-    Shares,
-    WholeJob,
-    shares_of,
-)
+from co2sim.prediction.goodput import FailingWorkers, Restart, Saving, Shares, WholeJob, shares_of
 
 
 def of_shares(shares: Shares) -> dict[str, float]:

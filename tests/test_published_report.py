@@ -17,12 +17,7 @@ from analysis.published.cells import Cell, with_strategy_options
 from analysis.published.csv_tables import known_cells
 from analysis.published.formats import signed
 from analysis.published.paper_cells import from_papers
-from analysis.published.papers import (
-    PAPERS,
-    TABLES_ELSEWHERE,
-    papers,
-    tables_elsewhere,
-)
+from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, papers, tables_elsewhere
 from analysis.published.parameters import GROUPS
 from analysis.published.predict import predict
 from analysis.published.report import ValidationReport, full_report, render

@@ -11,9 +11,7 @@ from commands import Command
 from analysis.published.cells import Cell
 from analysis.published.csv_tables import from_csv, further_cells, known_cells
 from analysis.published.fsdp_rows import RATIOS, ratios
-from analysis.published.papers import (
-    PAPERS,
-)
+from analysis.published.papers import PAPERS
 from analysis.published.predict import predict
 from co2sim.common.errors import CatalogError
 from co2sim.schedule.schedule import DType

@@ -9,12 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from co2sim.common.errors import OptionError, UnitError
-from co2sim.common.units import (
-    EXAMPLES,
-    Unit,
-    parse,
-    parse_price,
-)
+from co2sim.common.units import EXAMPLES, Unit, parse, parse_price
 from co2sim.common.validation import above, at_least, between, fraction, whole
 
 READ: dict[str, tuple[Unit, float]] = {
