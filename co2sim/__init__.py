@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from co2sim.hardware.failures import Failures
     from co2sim.models.workload import Block, MatMul, Model
     from co2sim.prediction.case import Case
-    from co2sim.prediction.driver import run, simulate
+    from co2sim.prediction.driver import run, simulate, trace
     from co2sim.prediction.result import Result
     from co2sim.prediction.step_factors import Goal, ToLoss, to_loss
     from co2sim.prediction.totals import Totals, totals_of
@@ -58,7 +58,7 @@ _EXPORTS = {
         *("CO2", "DDP", "DiLoCo", "FSDP", "LocalSGD", "OverlapLocalSGD", "SlowMo", "Strategy"),
         *("Zero1", "Zero2", "Zero3", "ZeroPP"),
     ),
-    "prediction.driver": ("run", "simulate"),
+    "prediction.driver": ("run", "simulate", "trace"),
     "prediction.totals": ("Totals", "totals_of"),
     "simulation.trace": ("Span", "Trace"),
     "models.workload": ("Block", "MatMul", "Model"),
@@ -111,6 +111,7 @@ __all__ = [
     "sweep_to",
     "to_loss",
     "totals_of",
+    "trace",
 ]
 
 

@@ -26,7 +26,7 @@ def test_the_installed_command_answers_and_refuses() -> None:
 
 STUDY = """
 import signal, sys
-from co2sim import batch
+from co2sim.studies import batch
 from co2sim.cli import main
 run, done = batch.run, []
 def three(case):

@@ -25,14 +25,15 @@ import resource
 import sys
 from pathlib import Path
 import co2sim
-from co2sim import lowering, machine
+from co2sim.common import resources
+from co2sim.simulation import lowering
 co2sim.simulate("a100-tcp80", "gpt2-small", "ddp", gpus=16)  # loads what there is to load
 mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 room = 100e6
 resource.setrlimit(resource.RLIMIT_AS, (int(mapped + room), int(mapped + room)))
 ops = len(co2sim.Case(cluster="a100-tcp80", model="gpt2-small", strategy="ddp", gpus=16)
           .prepare().schedule.body)
-allowed = int(0.9 * machine.free_memory() / 2 / lowering.SPAN_BYTES / ops)
+allowed = int(0.9 * resources.free_memory() / 2 / lowering.SPAN_BYTES / ops)
 for rounds in (allowed, 2 * allowed, 1_000_000):
     try:
         found = co2sim.simulate("a100-tcp80", "gpt2-small", "ddp", gpus=16, rounds=rounds)
@@ -88,7 +89,9 @@ def test_the_search_for_a_steady_state_ends_where_memory_does(
 
 MEASURED = """
 from pathlib import Path
-from co2sim import Case, Noise, lowering, study
+from co2sim import Case, Noise
+from co2sim.prediction import driver
+from co2sim.simulation import lowering
 case = Case(cluster="dgx-h100", model="gpt2-xl", strategy="zeropp", gpus=32, rounds=80,
             noise=Noise(jitter=0.05))
 prepared = case.prepare()
@@ -96,7 +99,7 @@ def peak():
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x)
     return int(line.split()[1]) * 1024
 before = peak()
-study.run(case)
+driver.run(case)
 spans = lowering.span_count(prepared.schedule, prepared.cluster, rounds=81, noise=case.noise)
 print((peak() - before) / spans, lowering.LOCKSTEP_SPAN_BYTES)
 """

@@ -17,7 +17,6 @@ COMMAND_LINES = {
     "analysis/cli/convergence.py": "tau",
     "analysis/cli/published.py": "validate_command",
     "analysis/cli/measured.py": "lab",
-    "co2sim/prediction/driver.py": "simulate",
     "co2sim/cli/deciding.py": "plan",
     "co2sim/cli/exploring.py": "explore",
     "co2sim/cli/varying.py": "sweep",

@@ -48,10 +48,9 @@ def simulate(
         strategy: A text such as "co2(tau=48, worker=node)", or an object such as `CO2(tau=48)`.
         progress: Show a bar on stderr; default: if it is a terminal, after a second. To a pipe or
             a file one line says how far it is, after 5 seconds.
-        noise: What makes ranks differ, as an object; or give `jitter` and what stands beside it.
         options: The fields of `Case`, such as `gpus=128`, and those of `Noise`, such as
             `jitter=0.05`. `overrides` are other numbers of the cluster or model, such as
-            {"inter.bandwidth": "25 Gbit/s", "model.seq_len": 4096}.
+            {"inter.bandwidth": "25 Gbit/s", "model.seq_len": 4096}; `noise` is a `Noise`.
 
     >>> simulate("a100-tcp80", "llama-7b", "co2(tau=48, worker=node)", gpus=128).fits_in_memory
     True
@@ -80,7 +79,7 @@ simulate.__doc__ = (simulate.__doc__ or "").replace(
         for one in (*fields(Case), *fields(Noise))
         if "option" in one.metadata
     )
-    + "        options: The",
+    + "        noise: What makes ranks differ, as an object.\n        options: The",
 )
 
 
