@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
@@ -178,6 +178,15 @@ class Reached(NamedTuple):
     seconds: dict[str, float]
     processes: list[str]
 
+    def quickest(self, names: Iterable[str]) -> list[str]:
+        """Of these tests, those that together take at most SECONDS."""
+        chosen, budget = [], SECONDS
+        for name in sorted(names, key=lambda name: self.seconds[name]):
+            budget -= self.seconds[name]
+            if budget > 0:
+                chosen.append(name)
+        return chosen
+
 
 def run_tests(clone: Path, *arguments: str, seconds: float, **environment: str) -> int | None:
     """The exit code of pytest in a clone, or None if it took too long."""
@@ -251,14 +260,9 @@ def noticed(fault: Fault, clone: Path, known: Reached) -> str:
     path.write_text(source[: fault.begin] + fault.text + source[fault.end :])
     try:
         near = known.lines.get((fault.path, fault.line), set())
-        quickest = sorted(near, key=lambda name: known.seconds[name])
-        chosen, budget = [], SECONDS
-        for name in quickest:
-            budget -= known.seconds[name]
-            if budget > 0:
-                chosen.append(name)
         rest = [name for name in known.processes if name not in near]
-        for names in (chosen, rest if fault.path.startswith("realrun") or not near else []):
+        for names in (near, rest if fault.path.startswith("realrun") or not near else []):
+            names = known.quickest(names)  # noqa: PLW2901
             if names:
                 code = run_tests(clone, "-x", *names, seconds=5 * SECONDS)
                 if code != 0:
