@@ -62,7 +62,7 @@ def class_count(
     return layout.world_size
 
 
-def fold(
+def fold_ranks(
     layout: Layout, slowdowns: Sequence[float], schedule: Schedule, *, allowed: bool
 ) -> Folding:
     """Fold ranks on nodes of equal slowdown, if `allowed` and nothing speaks against it."""

@@ -19,8 +19,7 @@ from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster, Link, Tier
 from co2sim.schedule.schedule import Collective, Compute, Group, Schedule
 from co2sim.simulation.collective_cost import Footprint, compute_time, footprints, uplinks
-from co2sim.simulation.folding import Folding, RankClass, class_count
-from co2sim.simulation.folding import fold as fold_ranks
+from co2sim.simulation.folding import Folding, RankClass, class_count, fold_ranks
 from co2sim.simulation.noise import Noise
 from co2sim.simulation.processor import first_streams
 from co2sim.simulation.token_bucket import HOST, HostShare, Shaper
