@@ -7,8 +7,7 @@ from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation import array_engine, event_engine, stragglers
-from co2sim.simulation.folding import leaves_node
-from co2sim.simulation.lowering import Lowered, Times, lower, shared_works
+from co2sim.simulation.lowering import Lowered, Times, leaves_node, lower, shared_works
 from co2sim.simulation.noise import QUIET, Noise
 from co2sim.simulation.reference_engine import Simulation
 from co2sim.simulation.trace import SpanTable, Trace

@@ -10,8 +10,13 @@ from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation import metrics
-from co2sim.simulation.folding import class_count
-from co2sim.simulation.lowering import LOCKSTEP_SPAN_BYTES, MOST_SPANS, SPAN_BYTES, span_count
+from co2sim.simulation.lowering import (
+    LOCKSTEP_SPAN_BYTES,
+    MOST_SPANS,
+    SPAN_BYTES,
+    class_count,
+    span_count,
+)
 from co2sim.simulation.noise import QUIET, RunOptions
 from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Trace

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from co2sim.common.units import Seconds
 from co2sim.schedule.schedule import Collective, Schedule
-from co2sim.simulation.folding import leaves_node
-from co2sim.simulation.lowering import Lowered, Times
+from co2sim.simulation.lowering import Lowered, Times, leaves_node
 
 _STEP = 0.02
 """Of the quadrature. The integrands are smooth and vanish at both ends: halving it changes nothing
