@@ -21,12 +21,11 @@ from co2sim.common.units import Bytes
 from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import DType, Layout, Schedule
 from co2sim.strategies.co2 import CO2
-from co2sim.strategies.ddp import DDP
 from co2sim.strategies.diloco import DiLoCo
 from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.local import LocalSteps
 from co2sim.strategies.local_sgd import LocalSGD, OverlapLocalSGD, SlowMo
-from co2sim.strategies.zero1 import Zero1
+from co2sim.strategies.zero1 import DDP, Zero1
 from co2sim.strategies.zero3 import Zero2, Zero3
 from co2sim.strategies.zeropp import ZeroPP
 

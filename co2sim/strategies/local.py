@@ -32,7 +32,6 @@ from co2sim.schedule.schedule import (
     Schedule,
 )
 from co2sim.strategies.chaining import chain
-from co2sim.strategies.ddp import DDP
 from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.step import (
     COMM,
@@ -46,7 +45,7 @@ from co2sim.strategies.step import (
     title,
     whole_options,
 )
-from co2sim.strategies.zero1 import Zero1
+from co2sim.strategies.zero1 import DDP, Zero1
 from co2sim.strategies.zero3 import Zero2, Zero3
 from co2sim.strategies.zeropp import ZeroPP
 

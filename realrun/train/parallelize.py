@@ -19,9 +19,9 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
 from co2sim.schedule.schedule import WORLD, DType
 from co2sim.strategies import Strategy
-from co2sim.strategies.ddp import DDP
 from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.local import LocalSteps, Replica
+from co2sim.strategies.zero1 import DDP
 from co2sim.strategies.zeropp import ZeroPP
 from realrun import algorithms
 from realrun.algorithms.workers import Workers
