@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from co2sim import Case, Cluster, Goal, Result, run, scale, sweep, totals_of
 from co2sim.catalog import load_cluster
-from co2sim.catalog.rates import rates
+from co2sim.catalog.specs import rates
 from co2sim.common.errors import CatalogError
 from co2sim.common.units import parse
 from co2sim.prediction import power

@@ -12,8 +12,7 @@ from analysis.measured.attribution import Difference, attribute
 from analysis.measured.time_breakdown import TimeBreakdown, time_breakdown
 from co2sim.catalog import Fact
 from co2sim.catalog.facts import override, plain
-from co2sim.catalog.rates import put_rates
-from co2sim.catalog.specs import ClusterSpec
+from co2sim.catalog.specs import ClusterSpec, put_rates
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds, Unit, duration, scaled
 from co2sim.common.validation import Place, first_problem, names_at

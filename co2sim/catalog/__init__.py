@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from co2sim.catalog import huggingface
 from co2sim.catalog.facts import Fact, Kind, Tree, facts, is_file, names, override, plain, read
-from co2sim.catalog.rates import put_rates
+from co2sim.catalog.specs import put_rates
 from co2sim.common.errors import CatalogError, OptionError
 from co2sim.common.errors import given as shown
 from co2sim.common.files import is_below, is_regular

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from co2sim.catalog import Fact, load_cluster, load_model, names
 from co2sim.catalog.facts import Kind, facts, is_file, read
-from co2sim.catalog.rates import Rate, RateKind, rates
+from co2sim.catalog.specs import Rate, RateKind, rates
 from co2sim.common.errors import CatalogError, nearest
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.strategies import STRATEGIES, option_range, strategy_options
