@@ -45,7 +45,7 @@ from co2sim.strategies.step import (
     title,
     whole_options,
 )
-from co2sim.strategies.zero1 import DDP, Zero1
+from co2sim.strategies.zero import DDP, Zero1
 from co2sim.strategies.zero3 import Zero2, Zero3
 from co2sim.strategies.zeropp import ZeroPP
 

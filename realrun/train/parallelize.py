@@ -21,7 +21,7 @@ from co2sim.schedule.schedule import WORLD, DType
 from co2sim.strategies import Strategy
 from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.local import LocalSteps, Replica
-from co2sim.strategies.zero1 import DDP
+from co2sim.strategies.zero import DDP
 from co2sim.strategies.zeropp import ZeroPP
 from realrun import algorithms
 from realrun.algorithms.workers import Workers
