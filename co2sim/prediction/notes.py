@@ -15,7 +15,7 @@ from co2sim.schedule.schedule import Layout
 from co2sim.simulation.noise import Noise
 from co2sim.strategies import LocalSteps, Strategy, with_options
 from co2sim.strategies.local import Replica
-from co2sim.strategies.zero3 import Zero3
+from co2sim.strategies.zero import Zero3
 from co2sim.strategies.zeropp import ZeroPP
 
 _LEAST_GAIN = 1e-3

@@ -25,8 +25,7 @@ from co2sim.strategies.diloco import DiLoCo
 from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.local import LocalSteps
 from co2sim.strategies.local_sgd import LocalSGD, OverlapLocalSGD, SlowMo
-from co2sim.strategies.zero import DDP, Zero1
-from co2sim.strategies.zero3 import Zero2, Zero3
+from co2sim.strategies.zero import DDP, Zero1, Zero2, Zero3
 from co2sim.strategies.zeropp import ZeroPP
 
 __all__ = [

@@ -45,8 +45,7 @@ from co2sim.strategies.step import (
     title,
     whole_options,
 )
-from co2sim.strategies.zero import DDP, Zero1
-from co2sim.strategies.zero3 import Zero2, Zero3
+from co2sim.strategies.zero import DDP, Zero1, Zero2, Zero3
 from co2sim.strategies.zeropp import ZeroPP
 
 Worker: TypeAlias = Literal["gpu", "node", "site"]

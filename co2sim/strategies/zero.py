@@ -6,10 +6,21 @@ from typing import ClassVar
 from co2sim.common.units import Bytes
 from co2sim.common.validation import at_least
 from co2sim.models.memory import model_states
-from co2sim.models.workload import Workload
-from co2sim.schedule.schedule import WORLD, Group, Kind, Layout, Schedule
+from co2sim.models.workload import Block, Workload
+from co2sim.schedule.schedule import WORLD, Collective, Group, Kind, Layout, Schedule
 from co2sim.strategies.chaining import chain
-from co2sim.strategies.step import Reduction, Step, bucketed_step, title, whole_options
+from co2sim.strategies.sharded import (
+    GATHER,
+    KEPT,
+    REDUCE,
+    Budget,
+    Row,
+    check_budget,
+    fetched,
+    sharded_step,
+    transient,
+)
+from co2sim.strategies.step import Reduction, Step, bucketed_step, group_size, title, whole_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,3 +83,103 @@ class DDP:
         """Everything on every rank: 16 bytes per parameter with AdamW in half precision."""
         del layout
         return model_states(job)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Zero3:
+    """All-gather a block before its forward and its backward; reduce-scatter gradients.
+
+    Gathers run ahead of the compute while the blocks ahead hold at most `prefetch` elements, and
+    all blocks present at most `max_live`. A block larger than the budget is not prefetched, so its
+    gather is exposed. DeepSpeed itself fetches module by module, and so hides part of a large
+    layer: set `prefetch` to the size of a layer to see the other extreme. With full recomputation
+    a block larger than half of `max_reuse` is fetched a third time, for the recomputation (1e9 is
+    DeepSpeed's `stage3_max_reuse_distance`; here blocks are kept unless told otherwise). A block's
+    gradient is reduced in parts of `reduce_bucket` elements, each as soon as it is there. A block
+    is fetched in `gathers` equal parts, each with the latency of its own: in DeepSpeed a layer of
+    GPT takes one for each of its 4 matrices. Defaults:
+    DeepSpeed's `stage3_prefetch_bucket_size` and `stage3_max_live_parameters`. Source: Rajbhandari
+    et al. 2020, arXiv 1910.02054.
+    """
+
+    name: ClassVar[str] = "zero3"
+
+    prefetch: int = 50_000_000
+    max_live: int = 1_000_000_000
+    max_reuse: int = KEPT
+    reduce_bucket: int = KEPT
+    gathers: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse a budget that holds nothing."""
+        check_budget(self)
+
+    def step(self, job: Workload, layout: Layout, group: Group) -> Step:
+        """One optimizer step over `group`."""
+
+        def fetch(_direction: str, block: Block) -> list[Row]:
+            kind, dtype = Kind.ALL_GATHER, job.precision
+            return [
+                [(f"gather{part}", Collective(kind, block.name, size, dtype, group), GATHER)]
+                for part, size in fetched(block, self.gathers)
+            ]
+
+        def reduce(name: str, elements: int) -> list[Row]:
+            work = Collective(Kind.REDUCE_SCATTER, name, elements, job.precision, group)
+            return [[("reduce", work, REDUCE)]]
+
+        budget = Budget(self.prefetch, self.max_live, self.max_reuse, self.reduce_bucket)
+        return sharded_step(job, group_size(group, layout), budget, fetch, reduce)
+
+    def schedule(self, job: Workload, layout: Layout) -> Schedule:
+        """One optimizer step over all ranks."""
+        return Schedule(title(self), chain(self.step(job, layout, WORLD)))
+
+    def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
+        """(4 + K)/n bytes per parameter, and the blocks that are present whole."""
+        n = layout.world_size
+        states = model_states(job, parameter_shards=n, gradient_shards=n, optimizer_shards=n)
+        return states | transient(job, n, self.prefetch, self.max_live)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Zero2:
+    """Reduce-scatter gradients in every micro-step, update a share, all-gather parameters.
+
+    A rank keeps only its share of the gradients, so they cannot wait for the last micro-step.
+    `bucket` is in elements, as in `zero1`. Source: Rajbhandari et al. 2020, arXiv 1910.02054.
+
+    With `owners` every bucket belongs to one rank: gradients are reduced to it and parameters
+    broadcast from it, as ShardedDataParallel and OSS of FairScale do (their bucket: 8388608).
+    Owners are the ranks in turn, where OSS takes the rank with the least so far; they update as if
+    their shares were equal. A backward pass comes to them in reverse, so that every reduction
+    starts at the rank where the one before ended, and fills the chain anew. Broadcasts come in
+    order, each behind the one before, and are one here.
+    """
+
+    name: ClassVar[str] = "zero2"
+
+    bucket: int = 500_000_000
+    owners: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse buckets that hold nothing."""
+        whole_options(self, "bucket")
+
+    def step(self, job: Workload, layout: Layout, group: Group) -> Step:
+        """One optimizer step over `group`."""
+        kind = Kind.REDUCE if self.owners else Kind.REDUCE_SCATTER
+        reduction = Reduction(kind=kind, group=group, capacity=self.bucket, every_micro_step=True)
+        return bucketed_step(job, layout, reduction, gather_capacity=self.bucket)
+
+    def schedule(self, job: Workload, layout: Layout) -> Schedule:
+        """One optimizer step over all ranks."""
+        return Schedule(title(self), chain(self.step(job, layout, WORLD)))
+
+    def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
+        """2 + (2 + K)/n bytes per parameter, and the bucket being reduced."""
+        ranks = layout.world_size
+        states = model_states(job, gradient_shards=ranks, optimizer_shards=ranks)
+        if ranks > 1:
+            states["bucket"] = min(self.bucket, job.parameters) * job.precision.bytes
+        return states
