@@ -1,4 +1,4 @@
-"""ZeRO stage 1: the optimizer is sharded; gradients and parameters are whole."""
+"""Data parallelism: DDP, and the stages 1 to 3 of ZeRO."""
 
 from dataclasses import dataclass
 from typing import ClassVar
