@@ -15,7 +15,7 @@ from co2sim.prediction import driver
 from co2sim.prediction.case import Case
 from co2sim.prediction.published import ThroughputCell
 from co2sim.prediction.published_speeds import SpeedComparison
-from co2sim.report.scaling_figure import chart
+from co2sim.report.bar_charts import chart
 
 Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parent.parent

@@ -89,7 +89,7 @@ def _pictures(
     """By kind of file; nothing where the extra is missing."""
     if not installed():
         return {}
-    from co2sim.report.scaling_figure import draw  # noqa: PLC0415 - of an extra
+    from co2sim.report.bar_charts import draw  # noqa: PLC0415 - of an extra
 
     return draw(cases, named, comparisons, speeds(cases[0].noise))
 
