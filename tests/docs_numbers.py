@@ -16,7 +16,7 @@ from pages import PAGES, ROOT, shell
 
 from co2sim.common import units
 from co2sim.prediction import driver
-from co2sim.prediction.published_speeds import read_speeds
+from co2sim.prediction.published import read_speeds
 
 _BLOCK = re.compile(r"(?<=^<!-- numbers -->\n```console\n)(.*?)(?=^```$)", re.MULTILINE | re.DOTALL)
 _TABLE = re.compile(r"^(<!-- numbers: (.*?) -->\n)((?:\|.*\n)+)", re.MULTILINE)

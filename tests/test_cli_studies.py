@@ -13,8 +13,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.files import write_atomically
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
-from co2sim.prediction.published import ThroughputCell
-from co2sim.prediction.published_speeds import SpeedComparison
+from co2sim.prediction.published import SpeedComparison, ThroughputCell
 from co2sim.report.bar_charts import chart
 
 Run = Callable[..., tuple[int, str, str]]

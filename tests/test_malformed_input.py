@@ -30,7 +30,7 @@ from analysis.measured.comparison import UNITS as UNITS_OF
 from analysis.published.csv_tables import from_csv
 from co2sim.cli import main as co2sim
 from co2sim.common.errors import Co2simError, error_line
-from co2sim.prediction.published_speeds import read_speeds
+from co2sim.prediction.published import read_speeds
 
 ROOT = Path(__file__).parent.parent
 Files = Mapping[str, bytes]

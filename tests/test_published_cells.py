@@ -10,8 +10,7 @@ from analysis.published.csv_tables import known_cells
 from analysis.published.paper_cells import from_papers
 from co2sim.catalog import names
 from co2sim.common.errors import CatalogError, Co2simError
-from co2sim.prediction.published import read_cells
-from co2sim.prediction.published_speeds import read_speeds
+from co2sim.prediction.published import read_cells, read_speeds
 
 PAPERS = sorted(path.parent for path in (Path(__file__).parent.parent / "papers").glob("*/*.toml"))
 FOLDERS = sorted(set(PAPERS))

@@ -20,7 +20,7 @@ from co2sim.cli import main as co2sim
 from co2sim.common import files
 from co2sim.common.errors import CatalogError, OptionError, cut, error_line, visible
 from co2sim.common.files import write_atomically
-from co2sim.prediction.published_speeds import read_speeds
+from co2sim.prediction.published import read_speeds
 from realrun import record
 from realrun.launch.launcher import run_local
 

@@ -13,7 +13,7 @@ from co2sim.cli import options, over_sizes
 from co2sim.common.cli import command_line, refuse_twice
 from co2sim.common.files import write_atomically
 from co2sim.prediction.case import Case
-from co2sim.prediction.published_speeds import SpeedComparison, cases_of, compare, read_speeds
+from co2sim.prediction.published import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.report.option import check

@@ -15,7 +15,7 @@ from co2sim.common.units import counted, percent, scaled
 from co2sim.common.units import figures as shown
 from co2sim.prediction.case import Case
 from co2sim.prediction.figures import INTERVAL
-from co2sim.prediction.published_speeds import SpeedComparison, cases_of, compare, read_speeds
+from co2sim.prediction.published import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import to_dict

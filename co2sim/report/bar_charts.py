@@ -13,8 +13,7 @@ from co2sim.common.plots import COLOURS
 from co2sim.common.units import counted
 from co2sim.models.memory import GIB
 from co2sim.prediction.case import Case
-from co2sim.prediction.published import ThroughputCell
-from co2sim.prediction.published_speeds import SpeedComparison
+from co2sim.prediction.published import SpeedComparison, ThroughputCell
 from co2sim.prediction.result import Result
 from co2sim.report.chart_style import (
     COLUMNS,

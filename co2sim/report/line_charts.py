@@ -5,8 +5,7 @@ from typing import Any
 
 import altair as alt
 
-from co2sim.prediction.published import ThroughputCell
-from co2sim.prediction.published_speeds import SpeedComparison
+from co2sim.prediction.published import SpeedComparison, ThroughputCell
 from co2sim.prediction.totals import Totals
 from co2sim.report.chart_style import (
     HEIGHT,

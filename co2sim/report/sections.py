@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from co2sim.prediction.case import Case
 from co2sim.prediction.notes import ALIKE
-from co2sim.prediction.published_speeds import SpeedComparison
+from co2sim.prediction.published import SpeedComparison
 from co2sim.report import bar_charts, line_charts, tables
 from co2sim.report.chart_style import picking
 from co2sim.report.html import Figure, PageSection, Timelines

@@ -10,7 +10,7 @@ from co2sim.common.errors import Co2simError
 from co2sim.common.units import counted
 from co2sim.prediction.case import Case
 from co2sim.prediction.figures import ends
-from co2sim.prediction.published_speeds import SpeedComparison
+from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, remark
 from co2sim.prediction.totals import Totals, to_dict

@@ -9,7 +9,7 @@ from co2sim.common.units import duration, figures, percent, scaled
 from co2sim.prediction.case import Case
 from co2sim.prediction.figures import in_table
 from co2sim.prediction.intervals import RunKind, kind_errors
-from co2sim.prediction.published_speeds import SpeedComparison
+from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.result import Result
 from co2sim.prediction.totals import Totals
 from co2sim.report.text import totals
