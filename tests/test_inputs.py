@@ -13,6 +13,7 @@ import tiny
 import co2sim
 from co2sim import CO2, DDP, Case, Noise, OptionError, run
 from co2sim.catalog import Contents
+from co2sim.common.version import own_identity
 from co2sim.studies.batch import Inputs
 
 CATALOG = Path(co2sim.__file__).parent / "catalog"
@@ -138,3 +139,12 @@ def test_a_strategy_of_a_user_counts_with_its_source() -> None:
     assert key(replace(CASE, strategy=Mine())) != key(replace(CASE, strategy=Mine(steps=2)))
     with pytest.raises(OptionError, match="nobody can tell when its results change"):
         key(replace(CASE, strategy=Mine(steps=object())))
+
+
+def test_a_change_of_any_file_is_another_co2sim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hash of the source covers every folder, not only that of the module that makes it."""
+    read, before = Path.read_bytes, own_identity.__wrapped__().source
+    for name in ("co2.py", "a100-tcp80.toml"):
+        changed = lambda path, name=name: read(path) + b"#" * (path.name == name)  # noqa: E731
+        monkeypatch.setattr(Path, "read_bytes", changed)
+        assert own_identity.__wrapped__().source != before
