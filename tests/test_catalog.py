@@ -223,6 +223,8 @@ IMPOSSIBLE: list[Callable[[], Any]] = [
     lambda: KernelTimes(0.5, kernel_gap=-1e-6),
     lambda: GPU("g", 0.0, 1e9, {"bf16": 1e12}, ((1.0, 0.5),)),
     lambda: GPU("g", 1e9, 1e9, {"bf16": 0.0}, ((1.0, 0.5),)),
+    lambda: GPU("g", 1e9, 1e9, {"bf16": 1e12}, ()),
+    lambda: GPU("g", 1e9, 1e9, {}, ((1.0, 0.5),)),
     lambda: GPU("g", 1e9, 1e9, {"bf16": 1e12}, ((1.0, 1.5),)),
     lambda: GPU("g", 1e9, 1e9, {"bf16": 1e12}, ((2.0, 0.5), (1.0, 0.5))),
     lambda: tiny.cluster(0),
@@ -243,6 +245,6 @@ def test_objects_that_no_hardware_can_be_are_refused_in_one_line() -> None:
     for number, make in enumerate(IMPOSSIBLE):
         with pytest.raises(OptionError) as caught:
             make()
-        pattern = "must be|listed by rising|no multiple of|only inter has"
+        pattern = "must be|listed by rising|no multiple of|only inter has|needs a peak"
         assert re.search(pattern, str(caught.value)), number
         assert "\n" not in str(caught.value), number
