@@ -243,13 +243,8 @@ def replay(
     same = {name: getattr(budget, name) for name in ("task", "size", "steps", "batch", "warmup")}
     settings = TrainSettings(**same, eval_every=budget.eval_every, lr=lr, seed=seed)
     course = ssp(place, workers(kind), budget.steps, bound)
-    found = tuple(
-        train(
-            make_task(settings.task, settings.size, settings.shape, torch.device("cpu")),
-            settings,
-            course,
-        )
-    )
+    task = make_task(settings.task, settings.size, settings.shape, torch.device("cpu"))
+    found = tuple(train(task, settings, course))
     print(f"SSP, bound {bound}, {kind}, lr {lr:g}, seed {seed}: {found[-1][2]:.4f}", flush=True)
     return found
 

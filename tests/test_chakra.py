@@ -492,7 +492,7 @@ def test_without_the_package_one_line_says_what_to_install(
     """The base install has no protobuf."""
     monkeypatch.setitem(sys.modules, "chakra", None)
     monkeypatch.delitem(sys.modules, "chakra.schema.protobuf.et_def_pb2")
-    with pytest.raises(OptionError, match=r"pip install 'co2sim\[chakra\]'"):
+    with pytest.raises(OptionError, match=r"pip install '\.\[chakra\]'"):
         own(tmp_path / "t")
 
 

@@ -243,4 +243,4 @@ def test_a_bad_path_is_refused_before_anything_is_simulated(
     monkeypatch.setattr(bundle, "find_spec", lambda name: None if name == "vl_convert" else name)
     done = cli(*given, "--report", "r.html")
     assert (done.code, done.out) == (2, "")
-    assert "co2sim[report]" in done.err
+    assert ".[report]" in done.err

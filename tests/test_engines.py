@@ -225,7 +225,7 @@ def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says which extra to install."""
     monkeypatch.setitem(sys.modules, "distributed", None)
     with (
-        pytest.raises(OptionError, match=r"pip install 'co2sim\[dask\]'"),
+        pytest.raises(OptionError, match=r"pip install '\.\[dask\]'"),
         opened(Engine("dask"), 2),
     ):
         pass

@@ -201,7 +201,7 @@ def test_without_pyarrow_one_line_says_what_to_install(
 ) -> None:
     """Nothing is written."""
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(OptionError, match=r"co2sim\[parquet\]"):
+    with pytest.raises(OptionError, match=r"\.\[parquet\]"):
         kept(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

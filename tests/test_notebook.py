@@ -126,7 +126,7 @@ def test_without_altair_a_chart_says_what_to_install(monkeypatch: pytest.MonkeyP
     ):
         with pytest.raises(OptionError) as caught:
             drawn()
-        assert "pip install 'co2sim[report]'" in str(caught.value)
+        assert "pip install '.[report]'" in str(caught.value)
         assert "\n" not in str(caught.value)
     for shown in (result, schedule, trace):
         assert Page(shown._repr_html_()).elements.count("table") == 1

@@ -228,7 +228,7 @@ def test_a_missing_extra_is_named_before_anything_is_simulated(
     for name in ("run", "scale"):
         done = cli(name, *given)
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-        assert "co2sim[report]" in done.err
+        assert ".[report]" in done.err
 
 
 def test_the_bundle_is_kept_for_the_next_page(

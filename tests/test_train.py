@@ -111,7 +111,7 @@ def test_later_characters_do_not_change_earlier_logits() -> None:
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is an extra."""
     monkeypatch.setattr("realrun.train.support.find_spec", lambda _: None)
-    with pytest.raises(OptionError, match=r"pip install 'co2sim\[train\]'"):
+    with pytest.raises(OptionError, match=r"pip install '\.\[train\]'"):
         check(TrainSettings(task="digits"), Layout(1, 1))
 
 

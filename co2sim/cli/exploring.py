@@ -170,4 +170,4 @@ def _say(address: str) -> None:
 def _check_server() -> None:
     """Raise OptionError where the extra is missing."""
     if not all(map(find_spec, ("altair", "vl_convert", "starlette", "uvicorn", "pebble"))):
-        raise OptionError("the explorer's server needs more: pip install 'co2sim[explore]'")
+        raise OptionError("the explorer's server needs more: pip install '.[explore]'")

@@ -9,7 +9,7 @@ from pathlib import Path
 from co2sim.common.errors import OptionError
 from co2sim.common.files import write_atomically
 
-MISSING = "charts need Altair: pip install 'co2sim[report]'"
+MISSING = "charts need Altair: pip install '.[report]'"
 _SHOWN = "window.vegaEmbed = vegaEmbed;"
 
 

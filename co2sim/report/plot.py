@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import altair as alt
     import pandas as pd
 
-MISSING = "a chart needs Altair: pip install 'co2sim[report]'"
+MISSING = "a chart needs Altair: pip install '.[report]'"
 """What a user without the extra reads."""
 
 

@@ -180,9 +180,7 @@ def _pyarrow() -> tuple[Any, Any]:
         import pyarrow as pa  # noqa: PLC0415 - optional
         from pyarrow import parquet  # noqa: PLC0415
     except ImportError:
-        raise OptionError(
-            "a folder of results needs pyarrow: pip install 'co2sim[parquet]'"
-        ) from None
+        raise OptionError("a folder of results needs pyarrow: pip install '.[parquet]'") from None
     return pa, parquet
 
 

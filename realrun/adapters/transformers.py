@@ -50,7 +50,7 @@ class LocalUpdateTrainer(Trainer):
         if missing:
             raise OptionError(
                 f"this version of transformers has no Trainer.{missing[0]}; install the extra"
-                " co2sim[transformers]"
+                " '.[transformers]'"
             )
         self._algorithm, self._options = algorithm, algorithm_options or {}
         self._running: LocalUpdate | None = None

@@ -11,10 +11,10 @@ def main() -> None:
     # Before PyTorch is loaded: else it warns in every rank that it cannot find the name of a host.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:  # the launcher and the ranks have handlers of their own
-        run_app("realrun.cli.app", kept="runs that had finished are kept", sigterm=False)
+        run_app("realrun.cli.app", kept="what had finished is kept", sigterm=False)
     except ModuleNotFoundError as error:
         needed = {"torch": "PyTorch", "safetensors": "safetensors"}.get(error.name or "")
         if needed is None:
             raise
-        print(f"error: {needed} is not installed: pip install 'co2sim[torch]'", file=sys.stderr)
+        print(f"error: {needed} is not installed: pip install '.[torch]'", file=sys.stderr)
         sys.exit(2)

@@ -52,7 +52,7 @@ def check(settings: TrainSettings, layout: Layout) -> None:
     if settings.task in {"digits", "segmentation"} and find_spec("sklearn") is None:
         raise OptionError(
             f"task {settings.task} needs scikit-learn, which is not installed: pip install"
-            " 'co2sim[train]'"
+            " '.[train]'"
         )
     if isinstance(strategy, ZeroPP) and strategy.hpz_group not in {0, layout.gpus_per_node}:
         raise OptionError(

@@ -266,6 +266,6 @@ def scikit_learn() -> Any:
     except ImportError as error:
         raise OptionError(
             "the data of `verify` and `trends` come with scikit-learn, which is not installed:"
-            " pip install 'co2sim[analysis]'"
+            " pip install '.[analysis]'"
         ) from error
     return datasets

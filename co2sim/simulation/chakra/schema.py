@@ -35,7 +35,7 @@ def schema() -> Any:
     except Exception as error:  # protobuf has errors of its own for versions that do not fit
         raise OptionError(
             "Chakra traces need the package mlc-chakra of MLCommons, and a protobuf that it takes:"
-            f" pip install 'co2sim[chakra]' ({type(error).__name__}: {error})"
+            f" pip install '.[chakra]' ({type(error).__name__}: {error})"
         ) from error
 
 

@@ -169,7 +169,7 @@ def _distributed() -> Any:
             dask.config.set({"logging": dict.fromkeys(_LOGGERS, "critical")})
         import distributed  # noqa: PLC0415 - optional
     except ImportError:
-        raise OptionError("the engine dask needs Dask: pip install 'co2sim[dask]'") from None
+        raise OptionError("the engine dask needs Dask: pip install '.[dask]'") from None
     return distributed
 
 
