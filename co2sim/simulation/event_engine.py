@@ -3,7 +3,7 @@
 An op that nothing slows down ends at a time that is known when it starts. So every stream runs
 ahead until it waits for what is not known yet. Then nothing can come earlier than the next event:
 a collective that arrives, starts or ends where others do, or a compute that they slow down. The
-rules are those of `communicators`; links are those of `flows`. The tests compare all times with
+rules and links are those of `reference_engine`. The tests compare all times with
 those of SimPy.
 """
 

@@ -1,6 +1,6 @@
 """From a schedule and a cluster to what each class of ranks does, and what that costs.
 
-Nothing runs here: `simulator` and `lockstep` execute what `lower` gives.
+Nothing runs here: the engines execute what `lower` gives.
 """
 
 from collections.abc import Hashable, Mapping, Sequence

@@ -208,7 +208,7 @@ class Network:
             return
         if not self._coming:  # all that come at this instant share the credit
             last = simpy.Event(self._env)
-            last._ok, last._value = True, None  # noqa: SLF001 - as in `communicators`
+            last._ok, last._value = True, None  # noqa: SLF001 - as in `reference_engine`
             assert last.callbacks is not None
             last.callbacks.append(self._admit)
             self._env.schedule(last, priority=_LAST)
