@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from co2sim.cli import options
-from co2sim.common.cli import command_line
+from co2sim.common.cli import command_line, keeping
 from co2sim.common.errors import OptionError
 from co2sim.common.files import write_atomically
 from co2sim.common.validation import between
@@ -159,7 +158,7 @@ def _serve(  # noqa: PLR0917 - what a page begins with
     )
     question_of(view, files, goal).case(0, {}).load()
     token = secrets.token_urlsafe(24)
-    with suppress(KeyboardInterrupt):
+    with keeping("the server has ended"):
         serve(files, goal, view, token, port, _say)
 
 

@@ -163,7 +163,7 @@ def _factor(given: str, unit: Unit) -> float:
         raise UnitError(f"unit {shown(given)} where {EXAMPLES[unit]} is expected")
     if not _UNIT.fullmatch(given):
         raise UnitError(f"unknown unit {shown(given)}; expected {EXAMPLES[unit]}")
-    if re.search(r"b(?!it|yte)", given):
+    if re.search(r"(^|/)[A-Za-z]{0,2}b(/|$)", given):
         raise UnitError(
             f"unit {shown(given)} is ambiguous: b may be bits or bytes; write bit (Gbit) or B (GB)"
         )

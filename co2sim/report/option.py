@@ -16,6 +16,6 @@ def check(flag: str, path: Path | None, *, charts: bool = True) -> None:
         return
     if path.suffix != ".html":
         raise OptionError(f"{flag} {path}: the file must end in .html")
+    check_writable(path.parent)
     if charts:
         check_installed()
-    check_writable(path.parent)

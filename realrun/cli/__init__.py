@@ -10,8 +10,9 @@ def main() -> None:
     """Run a command of `realrun`."""
     # Before PyTorch is loaded: else it warns in every rank that it cannot find the name of a host.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    try:  # the launcher and the ranks have handlers of their own
-        run_app("realrun.cli.app", kept="what had finished is kept", sigterm=False)
+    launcher = "RANK" not in os.environ  # which must see that SIGTERM has ended a rank
+    try:
+        run_app("realrun.cli.app", kept="what had finished is kept", sigterm=launcher)
     except ModuleNotFoundError as error:
         needed = {"torch": "PyTorch", "safetensors": "safetensors"}.get(error.name or "")
         if needed is None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from co2sim.common.units import Seconds
 from realrun.errors import LaunchError
-from realrun.launch.monitor import supervise
+from realrun.launch.monitor import STOPPED, supervise
 from realrun.launch.processes import (
     RankProcess,
     Stopped,
@@ -79,6 +79,7 @@ def run_local(
             code = supervise(ranks, store, grace, lambda: asked.number, guard.cut)
             return 128 + asked.number if asked.number and not code else code
     except Stopped as stopped:
+        print(STOPPED, file=sys.stderr)  # noqa: T201
         return stopped.exit_code
 
 

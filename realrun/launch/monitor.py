@@ -112,6 +112,8 @@ class _Stream:
 SILENT: Seconds = 30.0
 """A rank whose heart has stopped for so long is killed, once another one has ended."""
 
+STOPPED = "stopped; what had finished is kept"
+
 _WRONG_INPUT = 2
 """Exit code of every command of ours, and of most others, for input that it cannot use."""
 
@@ -149,6 +151,7 @@ def supervise(
                 return 1
             if asked() and any(one.process.returncode == -signal.SIGTERM for one in ended):
                 _kill(running)
+                print(STOPPED, file=sys.stderr)  # noqa: T201 - as below
                 return int(first is not None)
             failed = [one for one in ended if one.process.returncode]
             codes |= {one.process.returncode for one in failed}
