@@ -17,7 +17,8 @@ from analysis.measured.op_table import by_label, causes, labels
 from analysis.measured.spans import split
 from co2sim.catalog import load_cluster, load_model
 from co2sim.common.errors import OptionError
-from co2sim.hardware.cluster import Calls, Cluster, Link
+from co2sim.hardware.cluster import Cluster, Link
+from co2sim.hardware.host import Calls, HostEffects, TokenBucket
 from co2sim.prediction.case import Case
 from co2sim.schedule.schedule import (
     NODE,
@@ -303,9 +304,11 @@ def test_predicting_on_the_cluster_that_was_measured_leaves_no_error() -> None:
 def test_an_unchanged_description_is_the_same_cluster() -> None:
     """Numbers survive the way through texts with units exactly, those of a lab, too."""
     named = [load_cluster(name, {}).value for name in ("dgx-h100", "two-sites-wan", "dgx2-ib1")]
-    link = Link(1e8, 3e-4, burst=1e5, burst_bandwidth=1.234e9, burst_lag=0.1)
-    lab = {"intra": link, "inter": link, "backend": "gloo", "hosts": "shared"}
-    lab |= {"call_overhead": 7.89e-4, "wake_up": 4.56e-4, "calls": Calls(all_gather=1.23e-4)}
+    link, burst = Link(1e8, 3e-4), TokenBucket(1e5, 1.234e9, 0.1)
+    host = HostEffects(
+        one_machine=True, wake_up=4.56e-4, calls=Calls(all_gather=1.23e-4), intra=burst, inter=burst
+    )
+    lab = {"intra": link, "inter": link, "backend": "gloo", "call_overhead": 7.89e-4, "host": host}
     for cluster in (*named, replace(named[0], **lab)):
         assert replace(changed(cluster, {}), name=cluster.name) == cluster
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from co2sim import strategies
 from co2sim.hardware.cluster import Cluster, Link, Tier
+from co2sim.hardware.host import HostEffects
 from co2sim.schedule.schedule import (
     LEADERS,
     NODE,
@@ -44,8 +45,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "gloo": {"backend": "gloo"},
     "stream": {"communicators": "stream"},
     "interference": {"interference": 0.3},
-    "calls": {"call_interference": 1e-6},
-    "shared": {"gpu": tiny.slow_and_shared()},
     "busy": {"inter": Link(1e9, 1e-6, relay_efficiency=0.5, busy_efficiency=0.4)},
     "hierarchical": {"all_reduce": "hierarchical"},
     "tiers": {"inter": Link(1e9, 1e-6, rail=Tier(2, 8.0), spine=Tier(4, 9.0))},
@@ -53,12 +52,23 @@ KINDS: dict[str, dict[str, Any]] = {
     "all": {
         "backend": "gloo",
         "interference": 0.2,
-        "call_interference": 1e-6,
-        "gpu": tiny.slow_and_shared(),
         "inter": Link(1e9, 1e-6, busy_efficiency=0.7),
     },
 }
 """Whatever makes ops slower that run side by side."""
+
+HOSTS: dict[str, dict[str, Any]] = {
+    "calls": {"host": HostEffects(call_interference=1e-6)},
+    "one core": {"gpu": tiny.slow_gpu(), "host": HostEffects(one_core=True)},
+    "host": {
+        "backend": "gloo",
+        "interference": 0.2,
+        "gpu": tiny.slow_gpu(),
+        "inter": Link(1e9, 1e-6, busy_efficiency=0.7),
+        "host": HostEffects(one_core=True, call_interference=1e-6),
+    },
+}
+"""What only the reference simulates."""
 
 BY_SITE = [
     "co2(tau=2,worker=site)",
@@ -70,6 +80,7 @@ BY_SITE = [
 ]
 
 kinds = st.sampled_from(list(KINDS))
+all_kinds = st.sampled_from([*KINDS, *HOSTS])
 shapes = st.sampled_from([(1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (3, 2)])
 noises = st.sampled_from(
     [QUIET, Noise(jitter=0.2), Noise(straggle=0.3), Noise(node_speed={0: 0.5}, jitter=0.1)]
@@ -79,7 +90,7 @@ variants = st.sampled_from(tiny.VARIANTS)
 
 def cluster(kind: str, nodes: int, gpus: int, **changes: Any) -> Cluster:
     """Of two sites where the layout has two."""
-    return tiny.cluster(nodes, gpus, **LINKS | KINDS[kind] | changes)
+    return tiny.cluster(nodes, gpus, **LINKS | (KINDS | HOSTS)[kind] | changes)
 
 
 def lowered(
@@ -125,19 +136,13 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return Schedule("random", tuple(body))
 
 
-def quick(kind: str, nodes: int, gpus: int) -> Cluster:
-    """With works that take about as long as collectives."""
-    streams = "shared" if "gpu" in KINDS[kind] else "apart"
-    return cluster(kind, nodes, gpus, gpu=tiny.gpu(streams=streams))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @given(schedules(), shapes)
 def test_random_schedules_end_when_simpy_says(
     kind: str, schedule: Schedule, shape: tuple[int, int]
 ) -> None:
     """Queues of communicators, shared links, and computing that slows and is slowed down."""
-    check_engine(lowered(schedule, quick(kind, *shape)))
+    check_engine(lowered(schedule, cluster(kind, *shape)))
 
 
 @given(schedules(), shapes, kinds, noises, st.booleans())
@@ -149,7 +154,7 @@ def test_uneven_ranks_end_when_simpy_says(
     free: bool,  # noqa: FBT001 - Hypothesis gives it
 ) -> None:
     """Jitter, stragglers, slow nodes and free communication on random schedules."""
-    check_engine(lowered(schedule, quick(kind, *shape), noise, free=free))
+    check_engine(lowered(schedule, cluster(kind, *shape), noise, free=free))
 
 
 @pytest.mark.parametrize("strategy", tiny.VARIANTS)
@@ -202,7 +207,7 @@ def check_folding(schedule: Schedule, on: Cluster, noise: Noise = QUIET) -> dict
 @given(
     st.sampled_from([*BY_SITE, *tiny.VARIANTS]),
     st.sampled_from([(2, 2, 2), (4, 1, 2), (4, 2, 2), (6, 1, 3), (4, 2, 4)]),
-    kinds,
+    all_kinds,
 )
 @example("diloco(tau=2,dtype=int4,worker=site,inner=zero3)", (4, 2, 2), "nccl")
 @example("slowmo(tau=2,worker=site,inner=zero3)", (4, 2, 2), "tiers")
@@ -258,7 +263,7 @@ def both(strategy: str, **changes: Any) -> tuple[Schedule, Schedule]:
         return whole, tiny.schedule(strategy, **changes)
 
 
-@given(variants, kinds, st.integers(1, 2))
+@given(variants, all_kinds, st.integers(1, 2))
 def test_fused_schedules_have_the_figures_of_their_ops_on_every_kind_of_cluster(
     strategy: str, kind: str, accumulation: int
 ) -> None:

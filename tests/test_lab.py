@@ -16,6 +16,7 @@ import pytest
 from tiny import cluster as tiny_cluster
 
 from co2sim.catalog import load_cluster
+from co2sim.hardware.host import HostEffects, TokenBucket
 from co2sim.schedule.schedule import WORLD, Collective, DType, Kind
 from co2sim.simulation.collective_cost import footprint
 from realrun.cli.lab import cluster
@@ -91,8 +92,8 @@ def test_stated_cluster_is_read_by_co2sim(tmp_path: Path) -> None:
     assert entry.value.backend == "gloo"
     assert entry.value.inter.bandwidth == pytest.approx(300e6 / 8)
     assert entry.value.inter.efficiency == pytest.approx(payload_share(300e6 / 8, two=False), 1e-4)
-    assert entry.value.inter.burst == burst(300e6 / 8)
-    assert entry.value.intra.burst == pytest.approx(10e9 / 8 * 1e-3 / 2)
+    near, far = TokenBucket(10e9 / 8 * 1e-3 / 2), TokenBucket(burst(300e6 / 8))
+    assert entry.value.host == HostEffects(one_machine=True, intra=near, inter=far)
     assumed = {fact.path for fact in entry.assumed if fact.path.startswith("int")}
     assert entry.value.intra.bandwidth == pytest.approx(5e9 / 8)
     assert assumed == {"intra.latency", "inter.latency", "interference"}

@@ -7,7 +7,7 @@ import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from co2sim.simulation.network import Network, max_min_rates
+from co2sim.simulation.network import Network, Transfer, max_min_rates
 
 Loads = Mapping[Hashable, float]
 LINKS = ("a", "b", "c", "d", "e")
@@ -23,7 +23,8 @@ def finish_times(
 
     def begin(number: int, loads: Loads) -> None:
         solo = max(size / capacity[link] for link, size in loads.items())
-        network.transfer(loads, latency, solo, lambda: ends.setdefault(number, env.now))
+        what = Transfer(loads, {}, latency, solo)
+        network.transfer(what, lambda: ends.setdefault(number, env.now))
 
     for number, (start, loads) in enumerate(flows):
         timer = env.timeout(start)
@@ -46,10 +47,15 @@ def test_a_link_that_changes_its_capacity_changes_the_rates_on_it() -> None:
     env = simpy.Environment()
     network = Network(env, {"nic": 10.0})
     ends: dict[str, float] = {}
+
+    def send(name: str, size: float) -> None:
+        what = Transfer({"nic": size}, {}, 0.0, size / 10)
+        network.transfer(what, lambda: ends.setdefault(name, env.now))
+
     for at, call in (
-        (0, lambda: network.transfer({"nic": 100}, 0, 10, lambda: ends.setdefault("a", env.now))),
+        (0, lambda: send("a", 100.0)),
         (2, lambda: network.resize("nic", 5.0)),
-        (3, lambda: network.transfer({"nic": 20}, 0, 2, lambda: ends.setdefault("b", env.now))),
+        (3, lambda: send("b", 20.0)),
         (6, lambda: network.resize("nic", 10.0)),
     ):
         timer = env.timeout(at)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from scipy.special import huber
 from co2sim.catalog import load_cluster
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.hardware.cluster import GPU, Backend, Cluster, Link
+from co2sim.hardware.host import HostEffects, TokenBucket
 from co2sim.schedule.schedule import (
     NODE,
     WORLD,
@@ -224,11 +226,12 @@ def test_the_file_says_what_was_fitted(tmp_path: Path) -> None:
         assert found.name == 'our "own" \\ cluster, Zürich'
         assert (found.layout, found.backend, found.communicators) == (layout, backend, "stream")
         assert found.interference == pytest.approx(0.25, rel=1e-3)
-        assert found.call_interference == pytest.approx(1e-3, rel=1e-3)
+        assert found.host
+        assert found.host.call_interference == pytest.approx(1e-3, rel=1e-3)
         busy = 1 / 1.6 if layout.nodes > 1 else 1.0
         assert found.inter.busy_efficiency == pytest.approx(busy, rel=2e-3)
         assert found.gpu.name == PROCESSOR.name
-        assert found.gpu.streams == "shared"
+        assert found.host.one_core
         assert found.gpu.peak == pytest.approx(dict(PROCESSOR.peak), rel=1e-3)
         points = [pytest.approx(point, rel=1e-3) for point in PROCESSOR.efficiency]
         assert list(found.gpu.efficiency) == points
@@ -444,11 +447,10 @@ def test_what_hosts_add_is_found_from_small_collectives() -> None:
     """A call, a step and a byte on every link, and waking up, exactly; large ones are left out."""
     for layout in [(2, 1), (4, 1), (2, 2)]:
         for call, wake in [(0.0, 0.0), (1e-3, 0.0), (1e-3, 5e-4)]:
-            intra = Link(1e8, 3e-4, burst=1e5, burst_bandwidth=1e9)
-            inter = Link(5e7, 7e-4, burst=5e4, burst_bandwidth=1e9)
-            true_ = tiny.cluster(
-                *layout, intra=intra, inter=inter, backend="gloo", call_overhead=call
-            )
+            intra, inter = Link(1e8, 3e-4), Link(5e7, 7e-4)
+            host = HostEffects(intra=TokenBucket(1e5, 1e9), inter=TokenBucket(5e4, 1e9))
+            links: dict[str, Any] = {"intra": intra, "inter": inter, "backend": "gloo"}
+            true_ = tiny.cluster(*layout, **links, host=host, call_overhead=call)
             every = groups(true_.layout)
             samples = []
             for kind, size, group in itertools.product(Kind, (2**12, 2**14, 2**22), every):
@@ -460,14 +462,17 @@ def test_what_hosts_add_is_found_from_small_collectives() -> None:
             stated = replace(
                 true_,
                 call_overhead=0.0,
-                intra=replace(intra, latency=1.0, burst_bandwidth=None),
-                inter=replace(inter, latency=1.0, burst_bandwidth=None),
+                intra=replace(intra, latency=1.0),
+                inter=replace(inter, latency=1.0),
+                host=HostEffects(intra=TokenBucket(1e5), inter=TokenBucket(5e4)),
             )
             found = fit_hosts(samples, stated)
+            assert found.host
+            assert found.host.inter
             assert found.call_overhead == pytest.approx(call, abs=1e-9)
-            assert found.wake_up == pytest.approx(wake, abs=1e-9)
+            assert found.host.wake_up == pytest.approx(wake, abs=1e-9)
             assert found.inter.latency == pytest.approx(7e-4)
-            assert found.inter.burst_bandwidth == pytest.approx(1e9)
+            assert found.host.inter.bandwidth == pytest.approx(1e9)
             assert found.intra.latency == pytest.approx(3e-4 if layout[1] > 1 else 1.0)
 
 
@@ -475,7 +480,8 @@ def test_what_is_longer_than_a_burst_tells_the_lag() -> None:
     """As a fraction of the time after the burst, 0 to 1; what passes at once says nothing."""
     for lag, found in [(0.0, 0.0), (0.1, 0.1), (1.5, 1.0), (-0.1, 0.0)]:
         for layout in [(2, 1), (4, 1)]:
-            hosts = tiny.cluster(*layout, inter=Link(5e7, 7e-4, burst=5e4), backend="gloo")
+            host = HostEffects(inter=TokenBucket(5e4))
+            hosts = tiny.cluster(*layout, inter=Link(5e7, 7e-4), backend="gloo", host=host)
             samples = []
             for kind, size in itertools.product(Kind, (2**12, 2**20)):
                 work = Collective(kind, "swept", size // 4, DType.FP32, WORLD)
@@ -484,8 +490,10 @@ def test_what_is_longer_than_a_burst_tells_the_lag() -> None:
                 seen = cost.alone(hosts) + (lag * after if size > 2**12 else 1.0)
                 samples.append(Sample(work, seen))
             fitted = fit_bursts(samples, hosts)
-            assert fitted.inter.burst_lag == pytest.approx(found, abs=1e-12)
-            assert replace(fitted, inter=hosts.inter) == hosts
+            assert fitted.host
+            assert fitted.host.inter
+            assert fitted.host.inter.lag == pytest.approx(found, abs=1e-12)
+            assert replace(fitted, host=host) == hosts
 
 
 def test_ranks_pause_between_meeting_and_collective_where_asked() -> None:

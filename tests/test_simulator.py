@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster, Link
+from co2sim.hardware.host import HostEffects
 from co2sim.schedule.schedule import (
     LEADERS,
     NODE,
@@ -247,7 +248,7 @@ def test_each_collective_takes_its_time_from_the_compute_beside_it() -> None:
         transfer("y", 1, After("half"), stream="a"),
         transfer("z", 1, After("work"), stream="b"),
     )
-    plain = tiny.cluster(3, 1, inter=link, call_interference=0.5, backend="gloo")
+    plain = tiny.cluster(3, 1, inter=link, host=HostEffects(call_interference=0.5), backend="gloo")
     assert ends(run(Schedule("s", body), plain))["work"] == pytest.approx(11.0)
     found = ends(run(Schedule("s", body), replace(plain, interference=0.25)))
     assert found["y"] == pytest.approx(12.4)
@@ -269,8 +270,7 @@ def test_streams_that_share_a_processor_let_those_that_communicate_go_first() ->
     )
     links: dict[str, Any] = {"inter": Link(1e40, 3.0), "backend": "gloo"}  # two ring steps: 6 s
     apart, shared = (
-        tiny.cluster(3, 1, gpu=tiny.gpu(streams=streams), **links)
-        for streams in ("apart", "shared")
+        tiny.cluster(3, 1, host=host, **links) for host in (None, HostEffects(one_core=True))
     )
     plain = {"x": 6.0, "y": 6.0}
     found = ends(run(Schedule("s", body), apart))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from co2sim import strategies
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster, Link
+from co2sim.hardware.host import HostEffects, TokenBucket
 from co2sim.prediction.case import Case
 from co2sim.prediction.driver import simulate
 from co2sim.schedule.schedule import SITE, SITE_PEERS, Collective, DType, Kind, Layout, Op, Schedule
@@ -119,7 +120,7 @@ def test_a_site_sends_the_model_once_around_its_peers(
 def test_a_burst_passes_an_uplink_at_once() -> None:
     """Of 15 kB that each site sends 5 kB pass at once, the others at 1 MB/s: 10 ms."""
     work = Collective(Kind.ALL_GATHER, "x", 15_000, DType.BF16, SITE_PEERS)
-    on = cluster((2, 1, 2), wan=Link(1e6, burst=5e3), backend="gloo")
+    on = cluster((2, 1, 2), wan=Link(1e6), backend="gloo", host=HostEffects(wan=TokenBucket(5e3)))
     trace = execute(
         Schedule("one", (Op("x", work, "comm"),)), on, precision="bf16", rounds=1, fold=False
     )

@@ -82,7 +82,9 @@ def test_a_lab_states_its_sites_and_the_link_between_them(tmp_path: Path) -> Non
     assert cluster.wan is not None
     assert cluster.wan.bandwidth == pytest.approx(50e6 / 8)
     assert cluster.wan.efficiency == pytest.approx(PAYLOAD / FRAME, abs=1e-4)
-    assert cluster.wan.burst == site_burst(50e6 / 8, 1e9 / 8) >= 2 * queue(1e9 / 8)[1]
+    assert cluster.host
+    assert cluster.host.wan
+    assert cluster.host.wan.size == site_burst(50e6 / 8, 1e9 / 8) >= 2 * queue(1e9 / 8)[1]
     one = tomllib.loads(stated_cluster(Lab(4, 1, "1 Gbit/s")))
     assert {"sites", "wan"}.isdisjoint(one)
 

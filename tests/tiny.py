@@ -58,9 +58,9 @@ def gpu(**changes: Any) -> GPU:
     return GPU(**fields | changes)
 
 
-def slow_and_shared() -> GPU:
-    """A million times slower, so that all ops take longer than an instant; streams share it."""
-    return gpu(memory_bandwidth=1e6, peak={"bf16": 1e6, "fp32": 1e6}, streams="shared")
+def slow_gpu() -> GPU:
+    """A million times slower, so that all ops take longer than an instant."""
+    return gpu(memory_bandwidth=1e6, peak={"bf16": 1e6, "fp32": 1e6})
 
 
 def cluster(nodes: int = 2, gpus_per_node: int = 2, **changes: Any) -> Cluster:

@@ -303,8 +303,7 @@ _INTENSITIES = "grid_intensity", "grid_intensity_low", "grid_intensity_high"
 UNITS: dict[str, Unit] = {
     "bandwidth": "B/s",
     "latency": "s",
-    "burst": "B",
-    "burst_bandwidth": "B/s",
+    "size": "B",
     "call_interference": "s",
     "call_overhead": "s",
     "wake_up": "s",
@@ -327,8 +326,9 @@ def changed(cluster: Cluster, changes: Mapping[str, str]) -> Cluster:
     if "gpu" in changes:
         raise OptionError("--set gpu: name a whole cluster with --cluster as well, or set gpu.NAME")
     tree = _texts(asdict(cluster)) | {"gpu": _gpu(cluster.gpu)}
-    if cluster.calls:
-        tree["calls"] = {kind: f"{more!r} s" for kind, more in asdict(cluster.calls).items()}
+    if cluster.host and cluster.host.calls:
+        calls = asdict(cluster.host.calls)
+        tree["host"]["calls"] = {kind: f"{more!r} s" for kind, more in calls.items()}
     shown = ", ".join(f"{p}={t}" for p, t in changes.items())
     currency = tree.pop("currency")  # a file says it with the price
     for name in ("price_per_gpu", "price_low", "price_high"):

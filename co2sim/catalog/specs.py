@@ -35,8 +35,9 @@ from co2sim.catalog.facts import Tree
 from co2sim.common.errors import CatalogError, OptionError, UnitError, nearest
 from co2sim.common.quantities import Quantity
 from co2sim.common.units import parse, parse_price
-from co2sim.hardware.cluster import GPU, Calls, Cluster, KernelTimes, Link, Scatter, Tier
+from co2sim.hardware.cluster import GPU, Cluster, KernelTimes, Link, Scatter, Tier
 from co2sim.hardware.failures import Failures
+from co2sim.hardware.host import Calls, HostEffects, TokenBucket
 from co2sim.models.architecture import (
     Attention,
     Bias,
@@ -250,7 +251,13 @@ LinkSpec = _spec(Link, _Built, latency=(_Time, ...))
 """`intra`, `inter` and `wan` of a cluster."""
 
 CallsSpec = _spec(Calls, _Built)
-"""`calls` of a cluster: overheads of collectives by kind."""
+"""`host.calls` of a cluster: overheads of collectives by kind."""
+
+BurstSpec = _spec(TokenBucket, _Built)
+"""`host.intra`, `host.inter` and `host.wan` of a cluster."""
+
+HostSpec = _spec(HostEffects, _Built)
+"""`host` of a cluster that is one machine."""
 
 ScatterSpec = _spec(Scatter, _Built)
 """`scatter` of a cluster that was probed."""

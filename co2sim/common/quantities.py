@@ -74,7 +74,6 @@ _SMALLEST, _LARGEST = 1e-18, 1e60
 
 
 Size = Annotated[Bytes, Quantity(unit="B", least=1)]
-Burst = Annotated[Bytes, Quantity(unit="B", least=0)]
 Bandwidth = Annotated[BytesPerSecond, Quantity(unit="B/s", least=1)]
 Speed = Annotated[FlopsPerSecond, Quantity(unit="FLOP/s", least=1)]
 Time = Annotated[Seconds, Quantity(unit="s", least=0)]

@@ -12,8 +12,6 @@ from co2sim.common.errors import OptionError
 from co2sim.common.quantities import (
     MOST_NODES,
     Bandwidth,
-    Between,
-    Burst,
     Count,
     Deviation,
     Fraction,
@@ -30,13 +28,11 @@ from co2sim.common.quantities import (
     check,
     in_order,
 )
-from co2sim.common.units import Bytes, BytesPerSecond, Flops, Seconds
+from co2sim.common.units import BytesPerSecond, Flops
 from co2sim.common.validation import whole
 from co2sim.hardware.failures import Failures
+from co2sim.hardware.host import HostEffects
 from co2sim.schedule.schedule import DType, Layout
-
-FULLY_IDLE: Seconds = 5e-3
-"""After so long a pause hosts take as long to wake up as after any longer one."""
 
 _PRECISIONS = (DType.BF16, DType.FP16, DType.FP32)
 """Training precisions, the default first."""
@@ -44,10 +40,6 @@ _SPEED = Quantity(unit="FLOP/s", least=1)
 _WORK = Quantity(unit="FLOP", least=1)
 _ATTAINED = Quantity(most=1)
 """Of the numbers that stand in tables."""
-
-Streams = Literal["apart", "shared"]
-"""apart: streams compute beside each other at full speed. shared: they share one processor, as the
-threads of a rank share a core; see `processor`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +94,6 @@ class GPU:
     peak) by rising FLOP; between entries it is interpolated over log FLOP, outside it is constant.
     Where `kernels` is known, passes over blocks are costed by it and not by `efficiency`. `tdp` is
     its thermal design power, `idle_power` what it draws while its processes wait (`power`).
-    `streams` says whether computes of several streams slow each other down.
     """
 
     name: str
@@ -115,7 +106,6 @@ class GPU:
     kernels: KernelTimes | None = None
     tdp: Power | None = None
     idle_power: Power | None = None
-    streams: Streams = "apart"
 
     def __post_init__(self) -> None:
         """Refuse what no GPU can be."""
@@ -137,16 +127,13 @@ class GPU:
         return next(str(kind) for kind in _PRECISIONS if kind in self.peak)
 
 
-__all__ = ["GPU", "Calls", "Cluster", "KernelTimes", "Link", "Scatter", "Tier"]
+__all__ = ["GPU", "Cluster", "KernelTimes", "Link", "Scatter", "Tier"]
 
 Backend = Literal["nccl", "gloo"]
 """nccl: the collectives of a communicator run one at a time. gloo: those in flight share links."""
 
 Communicators = Literal["group", "stream"]
 """Who has a communicator: every group, as in training frameworks, or every stream and group."""
-
-Hosts = Literal["apart", "shared"]
-"""shared: all nodes are one machine, as in a lab, whose cores serve all collectives."""
 
 Hops = Literal["pipelined", "in_turn"]
 """pipelined: a ring moves data inside nodes and between them at once. in_turn: one after the
@@ -187,10 +174,7 @@ class Link:
 
     Fractions of that are left to some collectives: `exchange_efficiency` to an all-to-all with its
     many small messages, `relay_efficiency` where one rank of a node both receives and sends for all
-    of them, and `busy_efficiency` to all while GPUs of the node compute. `burst` is what a shaper
-    lets pass after a pause (see `shaping`), counted as `bandwidth` is: at once, or at
-    `burst_bandwidth` where hosts are slow. What is longer than a burst loses `burst_lag` of its
-    further time, until it has lost what the burst gained.
+    of them, and `busy_efficiency` to all while GPUs of the node compute.
     """
 
     bandwidth: Bandwidth
@@ -201,9 +185,6 @@ class Link:
     busy_efficiency: Fraction = 1.0
     rail: Tier | None = None
     spine: Tier | None = None
-    burst: Burst = 0.0
-    burst_bandwidth: Bandwidth | None = None
-    burst_lag: Slowdown = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what no link can be."""
@@ -224,18 +205,6 @@ class Link:
         """Payload bytes per second."""
         return self.bandwidth * self.efficiency
 
-    @property
-    def payload_burst(self) -> Bytes:
-        """Payload bytes of a burst."""
-        return self.burst * self.efficiency
-
-    @property
-    def payload_burst_bandwidth(self) -> BytesPerSecond:
-        """Payload bytes per second of a burst; inf where it passes at once."""
-        if self.burst_bandwidth is None:
-            return math.inf
-        return self.burst_bandwidth * self.efficiency
-
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
@@ -253,38 +222,18 @@ class Scatter:
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
-    """What hosts add to a collective of each kind, on top of the `call_overhead` of all.
-
-    Kinds are implemented differently: some sum up, some exchange more messages.
-    """
-
-    all_reduce: Time = 0.0
-    reduce_scatter: Time = 0.0
-    all_gather: Time = 0.0
-    all_to_all: Time = 0.0
-
-    def __post_init__(self) -> None:
-        """Refuse what no time can be."""
-        check(self, "calls")
-
-
-@dataclass(frozen=True, slots=True)
 class Cluster:
     """Nodes of identical GPUs.
 
     `intra` is one GPU's link to the others of its node, `inter` all NICs of one node together,
     `wan` the uplink of one site. `interference` is the fraction by which compute slows down while
-    communication of the same rank is in flight, and `call_interference` what each collective takes
-    from compute on top of that, as it starts. `channels` is how many rings NCCL spreads a buffer
+    communication of the same rank is in flight. `channels` is how many rings NCCL spreads a buffer
     over: twice what it finds (src/graph/connect.cc), at least one for every network card.
     `network_overhead` is what the host of a node needs to post a message (`protocols`), and
     `call_overhead` what hosts add to every collective, however many steps it has: they launch it
-    and notice its end; `calls` is what they add to some kinds. `hosts` are `shared` where all nodes
-    are one machine, as in a lab: collectives in flight at once share what their latencies take of
-    it, and the first after a pause of `fully_idle` takes `wake_up` longer (`waking`). `currency` is
-    that of `price_per_gpu`. `scatter` is known where a probe measured the cluster, `failures` where
-    it is known how often its parts fail.
+    and notice its end. `host` is what the cores of a machine add that serves all ranks itself, as
+    in a lab. `currency` is that of `price_per_gpu`. `scatter` is known where a probe measured the
+    cluster, `failures` where it is known how often its parts fail.
 
     Nodes differ: the compute time of each has a lognormal factor of mean 1 with sigma `node_spread`
     for as long as the job runs, and a new one with sigma `step_spread` in every step. Whoever meets
@@ -303,19 +252,15 @@ class Cluster:
     inter: Link
     backend: Backend = "nccl"
     communicators: Communicators = "group"
-    hosts: Hosts = "apart"
     channels: Count = 2
     all_reduce: AllReduce = "auto"
     hops: Hops = "pipelined"
     protocols: Protocols = "simple"
     network_overhead: Time = 0.0
     interference: Slowdown = 0.0
-    call_interference: Time = 0.0
     node_spread: Spread = 0.0
     step_spread: Spread = 0.0
     call_overhead: Time = 0.0
-    calls: Calls | None = None
-    wake_up: Time = 0.0
     sites: Count = 1
     wan: Link | None = None
     price_per_gpu: Price | None = None
@@ -329,7 +274,7 @@ class Cluster:
     grid_intensity_high: Intensity | None = None
     scatter: Scatter | None = None
     failures: Failures | None = None
-    fully_idle: Between = FULLY_IDLE
+    host: HostEffects | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no cluster can be."""
@@ -338,22 +283,14 @@ class Cluster:
         ends = "grid_intensity_low", "grid_intensity", "grid_intensity_high"
         in_order(self, self.name, *ends)
         for where, link in (("intra", self.intra), ("wan", self.wan)):
-            if link and link != Link(
-                link.bandwidth,
-                link.latency,
-                link.efficiency,
-                burst=link.burst,
-                burst_bandwidth=link.burst_bandwidth,
-                burst_lag=link.burst_lag,
-            ):
+            if link and link != Link(link.bandwidth, link.latency, link.efficiency):
                 raise OptionError(
                     f"{self.name}: {where} has no exchange_efficiency, relay_efficiency or"
                     " busy_efficiency other than 1, and no rail or spine; only inter has"
                 )
-        if self.wake_up and self.hosts != "shared":
+        if self.host and self.host.wan and self.wan is None:
             raise OptionError(
-                f"{self.name}: wake_up is {self.wake_up:g} s, but hosts are {self.hosts}; it is"
-                ' simulated only with hosts = "shared"'
+                f"{self.name}: the host has a burst of wan, but the cluster has no wan"
             )
         if self.sites > 1 and self.wan is None:
             raise OptionError(f"{self.name}: {self.sites} sites need a wan between them")
@@ -361,11 +298,6 @@ class Cluster:
             raise OptionError(
                 f"{self.name}: {self.nodes} nodes do not divide into {self.sites} equal sites"
             )
-
-    @property
-    def interferes(self) -> bool:
-        """Whether communication slows the compute of its ranks down."""
-        return self.interference > 0 or self.call_interference > 0
 
     @property
     def layout(self) -> Layout:

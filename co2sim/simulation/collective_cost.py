@@ -218,7 +218,7 @@ class Footprint:
     `members_per_node` and `members_per_site` count the group's ranks there. `inter_efficiency` is
     the fraction of the payload bandwidth of the NICs that these messages attain, `share` that of
     all links, by their protocol. `step` is the one of the latency steps after which bytes flow: it
-    matters where links are shaped (`shaping`). `call` is the part of the latency that hosts add.
+    matters where links have bursts (`token_bucket`). `call` is the latency that hosts add.
     """
 
     latency: Seconds
@@ -265,20 +265,20 @@ class Footprint:
 
     def lead(self, cluster: Cluster) -> Seconds:
         """The part of the latency that comes on top of the time of the bytes."""
-        if self.step is None:
+        if self.step is None or cluster.host is None:
             return self.latency
-        link = (cluster.intra, cluster.inter, cluster.wan)[self.bound_by(cluster)]
-        share = token_bucket.hidden_share(link, self.step) if link else 0.0
+        shaper = token_bucket.shapers(cluster)[self.bound_by(cluster)]
+        share = token_bucket.hidden_share(shaper, self.step)
         return self.latency - share * (self.latency - self.call - self.step)
 
     def alone(self, cluster: Cluster) -> Seconds:
         """Time when nothing but the groups of the same kind is in flight, after a pause."""
         times = self.link_times(cluster)
-        links = (cluster.intra, cluster.inter, cluster.wan)
-        burst, longest = token_bucket.passed(times, links), max(*times, *self.tier_times(cluster))
-        lag = token_bucket.lagged(burst, max(link.burst_lag for link in links if link))
-        steps = max(self.latency, self.lead(cluster) + (1 - burst + lag) * longest)
-        return steps + burst * token_bucket.held(times, links)
+        longest = max(*times, *self.tier_times(cluster))
+        if cluster.host is None:
+            return self.latency + longest
+        on = token_bucket.shapers(cluster)
+        return token_bucket.alone(self.latency, self.lead(cluster), times, longest, on)
 
 
 __all__ = [
@@ -306,8 +306,8 @@ REDUCE_SLICESTEPS, src/include/collectives.h). Over Gloo, realrun's chains pass 
 def footprint(work: Collective, cluster: Cluster) -> Footprint:
     """Footprint of `work` for one group of the cluster."""
     found, call = _footprint(work, cluster), cluster.call_overhead
-    if cluster.calls:
-        call += getattr(cluster.calls, work.kind, 0.0)
+    if cluster.host and cluster.host.calls:
+        call += getattr(cluster.host.calls, work.kind, 0.0)
     if not call or not found.sent:  # a rank alone calls nobody
         return found
     return replace(found, latency=found.latency + call, call=call)

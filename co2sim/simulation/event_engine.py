@@ -7,7 +7,6 @@ rules and links are those of `reference_engine`. The tests compare all times wit
 those of SimPy.
 """
 
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -19,9 +18,9 @@ import numpy as np
 
 from co2sim.common.units import Bytes, Seconds
 from co2sim.schedule.schedule import Collective, Group
-from co2sim.simulation.lowering import Lowered, Times, Transfer
-from co2sim.simulation.network import max_min_rates
-from co2sim.simulation.processor import INSTANT, Begun, Processor
+from co2sim.simulation.lowering import Lowered, Times
+from co2sim.simulation.network import Transfer, max_min_rates
+from co2sim.simulation.processor import Processor
 
 LAST = 9
 """Priority behind all that happens at the same instant, which has 1."""
@@ -74,14 +73,10 @@ class Flow:
     version: int = 0
 
     def set_rate(self, now: Seconds, rate: float) -> Seconds:
-        """Go on at another rate; when it will be done, inf at a rate of 0."""
-        self.left = self.left_at(now)
+        """Go on at another rate; when it will be done."""
+        self.left -= self.rate * (now - self.since)
         self.rate, self.since, self.version = rate, now, self.version + 1
-        return now + max(self.left, 0.0) / rate if rate else math.inf
-
-    def left_at(self, now: Seconds) -> float:
-        """What is left of it, at the same rate."""
-        return self.left - self.rate * (now - self.since)
+        return now + max(self.left, 0.0) / rate
 
 
 class FairLinks:
@@ -187,8 +182,7 @@ class _Work:
     """What ops of a work take, and what others have to do with them.
 
     They end after `latency + seconds`, unless the `transfer` may share, or others make them
-    `slowed`. `busy` says that the NICs attain less meanwhile, `first` that they go first on a
-    processor that streams share.
+    `slowed`. `busy` says that the NICs attain less meanwhile.
     """
 
     latency: Seconds
@@ -197,7 +191,6 @@ class _Work:
     queue: _Turns | None = None
     slowed: bool = False
     busy: bool = False
-    first: bool = False
 
 
 _Step: TypeAlias = tuple[int, tuple[int, ...], _Work, bool]
@@ -234,8 +227,8 @@ class _Pending(Flow):
 
 
 def applies(lowered: Lowered) -> bool:
-    """Whether one class stands for all ranks, without jitter, on links without bursts."""
-    return len(lowered.classes) == 1 and not lowered.class_factors and lowered.steady
+    """Whether one class stands for all ranks, without jitter."""
+    return len(lowered.classes) == 1 and not lowered.class_factors
 
 
 def run(
@@ -261,9 +254,7 @@ class _OneClass:
         self.waiting: dict[int, list[_Track]] = {}
         self.agenda = Agenda()
         self.links = FairLinks(lowered, self.agenda, self._done)
-        self.processor = Processor(lowered.cluster.interference, lowered.first is not None)
-        self.call = lowered.cluster.call_interference
-        self.calls = Begun()
+        self.processor = Processor(lowered.cluster.interference)
         self.slowed: list[_Pending] = []
 
     def times(self, progress: Callable[[float], None] | None) -> Times:
@@ -366,50 +357,30 @@ class _OneClass:
     def _start(self, now: Seconds, task: _Pending) -> None:
         assert task.work.transfer
         if self.slows:
-            takes_time = task.work.transfer.solo > 0 or task.work.transfer.latency > 0
-            self._count(now, 1, self.call if takes_time else 0.0)
+            self._count(now, 1)
         self.links.transfer(now, task, task.work.transfer)
 
     # --- communication and computing slow each other down -----------------------------------------
 
-    def _count(self, now: Seconds, change: int, call: Seconds = 0.0) -> None:
-        """Count collectives in flight; computing is slower beside them, and as one starts."""
-        processor = self.processor
-        before = processor.in_flight > 0
-        processor.in_flight += change
-        if call:
-            self.calls.begin(now)
-        if call or before != (processor.in_flight > 0):
+    def _count(self, now: Seconds, change: int) -> None:
+        """Count collectives in flight; computing is slower beside them."""
+        if self.processor.communicate(change):
             for task in self.slowed:
-                self._go_on(now, task, call)
+                self._go_on(now, task)
 
     def _compute(self, now: Seconds, task: _Pending, _: int) -> None:
-        self._share(now, task, 1)
+        self.links.occupy(now, 1)
         self.slowed.append(task)
-        self._go_on(now, task, (self.calls.count - self.calls.before(now)) * self.call)
+        self._go_on(now, task)
 
-    def _share(self, now: Seconds, task: _Pending, change: int) -> None:
-        """Count computes, which may share the processor; the NICs attain less meanwhile."""
-        self.links.occupy(now, change)
-        self.processor.occupy(change, first=task.work.first)
-        if self.processor.shared:
-            for other in self.slowed:
-                self._go_on(now, other)
-
-    def _go_on(self, now: Seconds, task: _Pending, call: Seconds = 0.0) -> None:
-        pace = self.processor.pace(first=task.work.first)
-        if task.left_at(now) > INSTANT:
-            task.left += call
-        else:  # what ends as others begin has ended
-            pace = pace or 1.0
-        end = task.set_rate(now, pace)
-        if pace:
-            self.agenda.at(end, self._computed, task, task.version)
+    def _go_on(self, now: Seconds, task: _Pending) -> None:
+        end = task.set_rate(now, self.processor.pace)
+        self.agenda.at(end, self._computed, task, task.version)
 
     def _computed(self, now: Seconds, task: _Pending, version: int) -> None:
         if version == task.version:
             self.slowed.remove(task)
-            self._share(now, task, -1)
+            self.links.occupy(now, -1)
             self._done(now, task, 0)
 
     def _occupy(self, now: Seconds, span: _Span, _: int) -> None:
@@ -429,7 +400,7 @@ _NOWHERE: Mapping[object, float] = MappingProxyType({})
 
 def _streams(lowered: Lowered, sharing: set[int], start: int) -> list[_Track]:
     """The steps of every stream; `start` is the number of the first instance."""
-    schedule, slows, first = lowered.schedule, lowered.slows, lowered.first or ()
+    schedule, slows = lowered.schedule, lowered.slows
     queues: dict[Group, _Turns] = {
         group: _Turns() for group, (one,) in lowered.communicators.items() if one.exclusive
     }
@@ -446,8 +417,7 @@ def _streams(lowered: Lowered, sharing: set[int], start: int) -> list[_Track]:
             else:
                 seconds = lowered.seconds[place] * lowered.classes[0].slowdown
                 slowed, busy = slows and seconds > 0, lowered.contend and not slows
-                goes_first = op.stream in first
-                works[number] = _Work(0.0, seconds, slowed=slowed, busy=busy, first=goes_first)
+                works[number] = _Work(0.0, seconds, slowed=slowed, busy=busy)
         work = works[number]
         known = not work.transfer and not work.slowed
         streams[op.stream].steps.append((place, offsets, work, known))

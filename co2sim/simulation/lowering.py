@@ -4,7 +4,6 @@ Nothing runs here: the engines execute what `lower` gives.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, BytesPerSecond, Seconds
 from co2sim.common.validation import whole
-from co2sim.hardware.cluster import Cluster, Link, Tier
+from co2sim.hardware.cluster import Cluster, Tier
 from co2sim.schedule.schedule import (
     LEADERS,
     NODE,
@@ -30,9 +29,8 @@ from co2sim.schedule.schedule import (
     Schedule,
 )
 from co2sim.simulation.collective_cost import Footprint, compute_time, footprints, uplinks
+from co2sim.simulation.network import NOTHING, Transfer
 from co2sim.simulation.noise import Noise
-from co2sim.simulation.processor import first_streams
-from co2sim.simulation.token_bucket import HOST, HostShare, Shaper
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,15 +143,13 @@ def leaves_node(group: Group, layout: Layout) -> bool:
 
 
 def capacities(cluster: Cluster, folding: Folding) -> dict[Hashable, BytesPerSecond]:
-    """Payload bytes per second of every link, and seconds per second of a shared host."""
+    """Payload bytes per second of every link."""
     found: dict[Hashable, float] = {}
     for index in range(len(folding.classes)):
         found["gpu", index] = cluster.intra.payload_bandwidth
         found["nic", folding.node(index)] = cluster.inter.payload_bandwidth
         for tier in cluster.inter.tiers:
             found[tier, pod_of(tier, folding, index)] = uplinks(tier, cluster)
-    if cluster.hosts == "shared":
-        found[HOST] = 1.0
     if cluster.wan:
         speed = cluster.wan.payload_bandwidth
         found.update({("wan", site): speed for site in range(cluster.sites)})
@@ -163,17 +159,6 @@ def capacities(cluster: Cluster, folding: Folding) -> dict[Hashable, BytesPerSec
 def pod_of(tier: Tier, folding: Folding, index: int) -> int:
     """The pod of a class; folded ones share one."""
     return 0 if folding.folded else folding.node(index) // tier.nodes
-
-
-def shapers(cluster: Cluster, folding: Folding) -> dict[Hashable, Shaper]:
-    """Those of the links that have one."""
-    found: dict[Hashable, Link] = {}
-    for index in range(len(folding.classes)):
-        found["gpu", index] = cluster.intra
-        found["nic", folding.node(index)] = cluster.inter
-    if cluster.wan:
-        found.update({("wan", site): cluster.wan for site in range(cluster.sites)})
-    return {at: Shaper.of(link) for at, link in found.items() if link.burst}
 
 
 Times: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -186,38 +171,6 @@ LOCKSTEP_SPAN_BYTES: Bytes = 300.0
 
 MOST_SPANS = 50_000_000
 """What a simulation may hold: up to 20 GB."""
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """A collective of one communicator on its links.
-
-    `loads` are the bytes on each link, `copies` the number of equal flows that a folded one stands
-    for there, `latency` comes before the first byte, `solo` is what the bytes take alone, and the
-    whole takes `least` at least. `host` says what it takes of a shared host, if there is one.
-    """
-
-    loads: Mapping[Hashable, Bytes]
-    copies: Mapping[Hashable, int]
-    latency: Seconds
-    solo: Seconds
-    least: Seconds = 0.0
-    host: HostShare | None = None
-
-    @property
-    def alone(self) -> Seconds:
-        """What the bytes take where nobody else is: as on the network, by the rate of a flow."""
-        return 1.0 / (1.0 / self.solo) if self.solo else 0.0
-
-    def scaled(self, factor: float) -> "Transfer":
-        """The same with `factor` times the bytes and the latency."""
-        loads = {link: size * factor for link, size in self.loads.items()}
-        latency, solo, least = (factor * time for time in (self.latency, self.solo, self.least))
-        return Transfer(loads, self.copies, latency, solo, least, self.host)
-
-
-NOTHING = Transfer({}, {}, 0.0, 0.0)
-"""What a rank that is alone transfers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +190,7 @@ class Lowered:
     for each communicator of its group; both are empty for the other kind of work. `class_factors`
     and `communicator_factors` are the factors of jitter on every instance of an op, by class and by
     communicator; None without jitter. `contend` says that communication and computing slow each
-    other down. `first` are the streams whose computes go first, where streams share the processor.
+    other down.
     """
 
     schedule: Schedule
@@ -249,21 +202,14 @@ class Lowered:
     communicators: Mapping[Group, tuple[Communicator, ...]]
     transfers: tuple[tuple[Transfer, ...], ...]
     capacity: Mapping[Hashable, BytesPerSecond]
-    shapers: Mapping[Hashable, Shaper]
     class_factors: tuple[NDArray[np.float64], ...] | None
     communicator_factors: tuple[NDArray[np.float64], ...] | None
     contend: bool
-    first: AbstractSet[str] | None
 
     @property
     def slows(self) -> bool:
         """Whether a compute may take longer than alone."""
-        return (self.contend and self.cluster.interferes) or self.first is not None
-
-    @property
-    def steady(self) -> bool:
-        """Whether links and hosts give a collective alone the same time whenever it comes."""
-        return not self.shapers and self.cluster.hosts == "apart"
+        return self.contend and self.cluster.interference > 0
 
     @property
     def classes(self) -> tuple[RankClass, ...]:
@@ -331,7 +277,6 @@ def lower(
         communicators=communicators,
         transfers=_transfers(schedule, cluster, folding, communicators, capacity, free=free),
         capacity=capacity,
-        shapers=shapers(cluster, folding),
         class_factors=tuple(noise.op_slowdowns(1, c.rank, count) for c in folding.classes)
         if noise.jitter
         else None,
@@ -339,8 +284,7 @@ def lower(
         if noise.jitter
         else None,
         contend=not free
-        and (cluster.interferes or (cluster.inter.busy_efficiency < 1 and cluster.nodes > 1)),
-        first=first_streams(schedule, cluster),
+        and (cluster.interference > 0 or (cluster.inter.busy_efficiency < 1 and cluster.nodes > 1)),
     )
 
 
@@ -390,9 +334,7 @@ def _transfers(
     costs = repeat(None) if free else footprints(schedule, cluster)
     known = [
         tuple(
-            _transfer(cluster, folding, one.members, cost, capacity, sum(meets[work.group]))
-            if cost and others
-            else NOTHING
+            _transfer(cluster, folding, one.members, cost, capacity) if cost and others else NOTHING
             for one, others in zip(communicators[work.group], meets[work.group], strict=True)
         )
         if isinstance(work, Collective)
@@ -413,12 +355,8 @@ def _transfer(
     members: tuple[int, ...],
     cost: Footprint,
     capacity: Mapping[Hashable, BytesPerSecond],
-    together: int,
 ) -> Transfer:
-    """Bytes on every link; a folded rank stands for all groups that share its node and site.
-
-    `together` counts the communicators of the group.
-    """
+    """Bytes on every link; a folded rank stands for all groups that share its node and site."""
     loads: dict[Hashable, float] = {}
     copies: dict[Hashable, int] = {}
     intra, nic, wan = cost.loads(cluster)
@@ -439,19 +377,14 @@ def _transfer(
             loads[pod], copies[pod] = one.bytes * many, many
     loads = {link: size / cost.share for link, size in loads.items() if size}
     solo = max((size / capacity[link] for link, size in loads.items()), default=0.0)
-    host = None
-    if cluster.hosts == "shared":
-        on_link = on_node if cost.inter and not folding.folded else 1
-        host = HostShare(1 / together, min(1.0, on_link / together))
-    return Transfer(loads, copies, cost.lead(cluster), solo, cost.latency, host)
+    return Transfer(loads, copies, cost.lead(cluster), solo)
 
 
 def shared_works(lowered: Lowered) -> set[int]:
     """Works, by number, that may meet others on a link or wait for their communicator.
 
     Those of one communicator in one stream follow each other. NICs that attain less while their
-    node computes are shared with that; how much credit a shaped link has depends on what came
-    before. Free communication shares nothing.
+    node computes are shared with that. Free communication shares nothing.
     """
     if lowered.free:
         return set()
@@ -474,8 +407,6 @@ def shared_works(lowered: Lowered) -> set[int]:
             (one.exclusive and (transfer.solo or transfer.latency))
             or any(len(users[link]) > 1 for link in transfer.loads)
             or (lowered.contend and any(link in nics for link in transfer.loads))
-            or any(link in lowered.shapers for link in transfer.loads)
-            or transfer.host is not None
             for one, transfer in zip(together, transfers, strict=True)
         )
     }

@@ -2,24 +2,16 @@
 
 A flow pushes a given number of bytes through each of its links and progresses on all of them
 together, so its slowest link sets its pace. On every link that is full, the flows that it holds
-back get equal bytes per second, and what slower flows leave over goes to the faster ones. A link
-with a bucket lets a flow that comes pass at once, as far as its credit goes (`shaping`).
+back get equal bytes per second, and what slower flows leave over goes to the faster ones.
 """
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 
 import simpy
-from simpy.events import EventPriority
 
 from co2sim.common.units import Bytes, BytesPerSecond, Seconds
-from co2sim.simulation.token_bucket import HOST, Buckets, HostShare, Shaper
-
-_LAST = EventPriority(8)
-"""Behind what else comes at the same instant, but for the starts of exclusive collectives."""
 
 _TOLERANCE = 1e-12
 _MAX_PASSES = 1000
@@ -104,29 +96,47 @@ def _fill(wanted: Sequence[tuple[float, int]], capacity: float) -> float:
     return math.inf
 
 
-def _last_of(count: int, call: Callable[[], None]) -> Callable[[], None]:
-    """A call that is passed on when it has come so many times."""
-    left = count
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A collective of one communicator on its links.
 
-    def one() -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            call()
+    `loads` are the bytes on each link, `copies` the number of equal flows that a folded one stands
+    for there, `latency` comes before the first byte, and `solo` is what the bytes take alone.
+    """
 
-    return one
+    loads: Mapping[Hashable, Bytes]
+    copies: Mapping[Hashable, int]
+    latency: Seconds
+    solo: Seconds
+
+    @property
+    def alone(self) -> Seconds:
+        """What the bytes take where nobody else is: as on the network, by the rate of a flow."""
+        return 1.0 / (1.0 / self.solo) if self.solo else 0.0
+
+    @property
+    def takes_time(self) -> bool:
+        """Whether it has latency or bytes."""
+        return self.solo > 0 or self.latency > 0
+
+    def scaled(self, factor: float) -> "Transfer":
+        """The same with `factor` times the bytes and the latency."""
+        loads = {link: size * factor for link, size in self.loads.items()}
+        return replace(self, loads=loads, latency=factor * self.latency, solo=factor * self.solo)
+
+
+NOTHING = Transfer({}, {}, 0.0, 0.0)
+"""What a rank that is alone transfers."""
 
 
 @dataclass(eq=False, slots=True)
-class _Flow:
+class Flow:
+    """Of the fraction of a transfer that is `left` since a moment, `rate` a second gets done."""
+
     loads: Mapping[Hashable, Bytes]
     copies: Mapping[Hashable, int]
     on_done: Callable[[], None]
     solo_rate: float
-    earliest: Seconds = 0.0
-    host: HostShare | None = None
-    later: Seconds = 0.0
-    lag: float = 0.0
     left: float = 1.0
     rate: float = 0.0
     since: Seconds = 0.0
@@ -141,55 +151,22 @@ class _Flow:
 class Network:
     """Links of given payload capacity, and the flows on them, in a SimPy environment."""
 
-    def __init__(
-        self,
-        env: simpy.Environment,
-        capacity: Mapping[Hashable, BytesPerSecond],
-        shapers: Mapping[Hashable, Shaper] = MappingProxyType({}),
-    ) -> None:
-        """Start with no flow in flight. `shapers` are those of links, their credit full."""
+    def __init__(self, env: simpy.Environment, capacity: Mapping[Hashable, BytesPerSecond]) -> None:
+        """Start with no flow in flight."""
         self._env = env
         self.capacity = capacity
-        self._buckets = Buckets(capacity, shapers) if shapers else None
-        self._coming: list[_Flow] = []
         self._now = dict(capacity)
-        self._users: dict[Hashable, dict[_Flow, None]] = {
+        self._users: dict[Hashable, dict[Flow, None]] = {
             link: {} for link in capacity
         }  # ordered sets
 
-    def transfer(
-        self,
-        loads: Mapping[Hashable, Bytes],
-        latency: Seconds,
-        solo: Seconds,
-        on_done: Callable[[], None],
-        copies: Mapping[Hashable, int] = MappingProxyType({}),
-        least: Seconds = 0.0,
-        host: HostShare | None = None,
-    ) -> None:
-        """Start a transfer; `on_done` is called when its last byte has arrived.
-
-        `solo` is the time that the bytes take alone, without latency; `copies` as above. It ends no
-        earlier than `least` seconds after its start. With `host`, latency and what bytes of a burst
-        take are work of a shared host.
-        """
-        steps = host.steps if host else 0.0
-        if solo <= 0:
-            self._wait(max(latency, least), steps, on_done)
+    def transfer(self, what: Transfer, on_done: Callable[[], None]) -> None:
+        """Start a transfer; `on_done` is called when its last byte has arrived."""
+        if what.solo <= 0:
+            self._later(what.latency, on_done)
             return
-        flow = _Flow(loads, copies, on_done, 1 / solo)
-        if host:
-            flow.host, flow.later = host, max(0.0, least - latency)
-        else:
-            flow.earliest = self._env.now + least
-        self._wait(latency, steps, lambda: self._enter(flow))
-
-    def _wait(self, seconds: Seconds, host: float, call: Callable[[], None]) -> None:
-        """Call after so many seconds, or after so much work of a shared host."""
-        if host and seconds > 0:
-            self._begin(_Flow({HOST: seconds * host}, {}, call, 1 / seconds))
-        else:
-            self._later(seconds, lambda _: call())
+        flow = Flow(what.loads, what.copies, on_done, 1 / what.solo)
+        self._later(what.latency, lambda: self._begin(flow))
 
     def resize(self, link: Hashable, capacity: BytesPerSecond) -> None:
         """Give a link another capacity from now on; flows on it get new rates."""
@@ -197,47 +174,12 @@ class Network:
             self._now[link] = capacity
             self._share(self._users[link])
 
-    def _later(self, delay: Seconds, call: Callable[[simpy.Event], None]) -> None:
+    def _later(self, delay: Seconds, call: Callable[[], None]) -> None:
         timer = self._env.timeout(delay)
         assert timer.callbacks is not None
-        timer.callbacks.append(call)
+        timer.callbacks.append(lambda _: call())
 
-    def _enter(self, flow: _Flow) -> None:
-        if self._buckets is None or not any(link in self._buckets for link in flow.loads):
-            self._send(flow)
-            return
-        if not self._coming:  # all that come at this instant share the credit
-            last = simpy.Event(self._env)
-            last._ok, last._value = True, None  # noqa: SLF001 - as in `reference_engine`
-            assert last.callbacks is not None
-            last.callbacks.append(self._admit)
-            self._env.schedule(last, priority=_LAST)
-        self._coming.append(flow)
-
-    def _admit(self, _: simpy.Event) -> None:
-        """Let what there is credit for pass."""
-        assert self._buckets is not None
-        coming, self._coming = self._coming, []
-        passed = self._buckets.spend([flow.loads for flow in coming], self._env.now)
-        for flow, each in zip(coming, passed, strict=True):
-            took, share = each.together, 0.0
-            if flow.host:
-                took, share = each.alone, flow.host.bytes
-            flow.lag, flow.left = each.lag, 1.0 - each.fraction + each.lag
-            flow.earliest += took
-            if took:
-                self._wait(took, share, partial(self._send, flow))
-            else:
-                self._send(flow)
-
-    def _send(self, flow: _Flow) -> None:
-        """Let the bytes flow; later latency steps are work of a shared host meanwhile."""
-        if flow.host and flow.later > 0:
-            flow.on_done = _last_of(2, flow.on_done)
-            self._wait(flow.later, flow.host.steps, flow.on_done)
-        self._begin(flow)
-
-    def _begin(self, flow: _Flow) -> None:
+    def _begin(self, flow: Flow) -> None:
         flow.since = self._env.now
         alone = True
         for link in flow.loads:
@@ -249,25 +191,22 @@ class Network:
         else:
             self._share([flow])
 
-    def _finish(self, flow: _Flow, version: int) -> None:
+    def _finish(self, flow: Flow, version: int) -> None:
         if version != flow.version:
             return
-        if self._buckets:
-            self._buckets.use(flow.loads, -flow.rate, self._env.now)
-            self._buckets.give_back(flow.loads, flow.lag, self._env.now)
-        neighbours: dict[_Flow, None] = {}
+        self._leave(flow)
+        flow.on_done()
+
+    def _leave(self, flow: Flow) -> None:
+        neighbours: dict[Flow, None] = {}
         for link in flow.loads:
             users = self._users[link]
             del users[flow]
             neighbours.update(users)
         if neighbours:
             self._share(neighbours)
-        if self._env.now < flow.earliest:
-            self._later(flow.earliest - self._env.now, lambda _: flow.on_done())
-        else:
-            flow.on_done()
 
-    def _share(self, seeds: Iterable[_Flow]) -> None:
+    def _share(self, seeds: Iterable[Flow]) -> None:
         """Set the rates of all flows that share links with `seeds`, directly or through others."""
         found = dict.fromkeys(seeds)
         queue = list(found)
@@ -283,10 +222,8 @@ class Network:
                 flow.advance(self._env.now)
                 self._set_rate(flow, rate)
 
-    def _set_rate(self, flow: _Flow, rate: float) -> None:
-        if self._buckets:
-            self._buckets.use(flow.loads, rate - flow.rate, self._env.now)
+    def _set_rate(self, flow: Flow, rate: float) -> None:
         flow.rate = rate
         flow.version += 1
         version = flow.version
-        self._later(max(flow.left, 0.0) / rate, lambda _: self._finish(flow, version))
+        self._later(max(flow.left, 0.0) / rate, lambda: self._finish(flow, version))

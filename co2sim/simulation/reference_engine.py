@@ -15,9 +15,9 @@ from simpy.events import EventPriority
 
 from co2sim.common.units import Seconds
 from co2sim.schedule.schedule import Compute, Group, Instance
-from co2sim.simulation.lowering import NOTHING, Communicator, Lowered, Times
-from co2sim.simulation.network import Network
-from co2sim.simulation.processor import INSTANT, Begun, Hosts, Processor
+from co2sim.simulation.lowering import Communicator, Lowered, Times
+from co2sim.simulation.network import NOTHING, Network, Transfer
+from co2sim.simulation.processor import Processor
 
 _AFTER_ALL_ELSE = EventPriority(9)
 """SimPy priority behind everything else that happens at the same instant."""
@@ -37,24 +37,29 @@ class _Queue:
 class Meetings:
     """All communicators of a simulation, and the network below them.
 
-    `processors` say what is under way on each class of ranks, where that slows compute, and `calls`
-    counts the collectives that have begun, where each takes some of it.
+    `processors` say what is under way on each class of ranks, where that slows compute.
     """
 
     def __init__(self, env: simpy.Environment, lowered: Lowered) -> None:
         """Start without a class under way to any collective."""
         self._env, self._lowered = env, lowered
-        self._network = Network(env, lowered.capacity, lowered.shapers)
-        self._hosts = Hosts(lowered.cluster.wake_up, lowered.cluster.fully_idle)
+        self._network = self._make_network()
         self._queues = [_Queue() for together in lowered.communicators.values() for _ in together]
         self._size = len(lowered.schedule.body)
         classes = range(len(lowered.classes))
-        interference, shared = lowered.cluster.interference, lowered.first is not None
-        self.processors = [Processor(interference, shared) for _ in classes]
-        self.calls = [Begun() for _ in classes]
+        self.processors = [self._make_processor() for _ in classes]
         self._changed: list[simpy.Event | None] = [None for _ in classes]
         self._computing = {lowered.folding.node(index): 0 for index in classes}
         self._busy = dict.fromkeys(self._computing, False)
+
+    def _make_network(self) -> Network:
+        return Network(self._env, self._lowered.capacity)
+
+    def _make_processor(self) -> Processor:
+        return Processor(self._lowered.cluster.interference)
+
+    def _transfer(self, number: int, place: int) -> Transfer:
+        return self._lowered.transfers[number % self._size][place]
 
     def join(self, index: int, number: int, group: Group) -> simpy.Event | None:
         """A class arrives at a collective; the event fires when it has ended for all members.
@@ -99,42 +104,22 @@ class Meetings:
     def _start(
         self, communicator: Communicator, place: int, number: int, event: simpy.Event
     ) -> None:
-        transfer = self._lowered.transfers[number % self._size][place]
+        transfer = self._transfer(number, place)
         factors = self._lowered.communicator_factors
         if factors and transfer is not NOTHING:
             transfer = transfer.scaled(float(factors[communicator.number][number]))
         queue = self._queues[communicator.number]
-        takes_time = transfer.solo > 0 or transfer.latency > 0
-        on_hosts = takes_time and transfer.host is not None
 
         def done() -> None:
-            if on_hosts:
-                self._hosts.end(self._env.now)
             event.succeed()
             self._count(communicator, -1)
             if communicator.exclusive:
                 queue.busy = False
                 self._next(queue)
 
-        def go(_: simpy.Event | None = None) -> None:
-            self._network.transfer(
-                transfer.loads,
-                transfer.latency,
-                transfer.solo,
-                done,
-                transfer.copies,
-                transfer.least,
-                transfer.host,
-            )
-
-        self._count(communicator, 1, call=takes_time)
-        wait = self._hosts.begin(self._env.now) if on_hosts else 0.0
-        if wait:
-            awake = self._env.timeout(wait)
-            assert awake.callbacks is not None
-            awake.callbacks.append(go)
-        elif takes_time:
-            go()
+        self._count(communicator, 1, call=transfer.takes_time)
+        if transfer.takes_time:
+            self._network.transfer(transfer, done)
         else:
             done()
 
@@ -155,19 +140,15 @@ class Meetings:
         return event
 
     def _count(self, communicator: Communicator, change: int, *, call: bool = False) -> None:
-        """Count collectives in flight on the members, and tell who computes there."""
-        cluster = self._lowered.cluster
-        if not cluster.interferes:
-            return
-        call = call and cluster.call_interference > 0
-        for index in communicator.members:
-            processor = self.processors[index]
-            was = processor.in_flight > 0
-            processor.in_flight += change
-            if call:
-                self.calls[index].begin(self._env.now)
-            if call or was != (processor.in_flight > 0):
-                self._tell(index)
+        """Count collectives in flight on the members, and tell who computes there.
+
+        A `call` is one that begins and takes time.
+        """
+        del call
+        if self._lowered.slows:
+            for index in communicator.members:
+                if self.processors[index].communicate(change):
+                    self._tell(index)
 
     def _tell(self, index: int) -> None:
         """Let the computes of a class find out how fast they go on."""
@@ -176,14 +157,8 @@ class Meetings:
             event.succeed()
             self._changed[index] = None
 
-    def occupy(self, index: int, change: int, *, first: bool = False) -> None:
-        """Count computes: they may share a processor, and NICs of their node attain less meanwhile.
-
-        Those of streams that go `first` may let others stand still.
-        """
-        self.processors[index].occupy(change, first=first)
-        if self._lowered.first is not None:
-            self._tell(index)
+    def occupy(self, index: int, change: int) -> None:
+        """Count computes: NICs of their node attain less meanwhile."""
         node, inter = self._lowered.folding.node(index), self._lowered.cluster.inter
         self._computing[node] += change
 
@@ -218,10 +193,18 @@ class Simulation:
     def __init__(self, lowered: Lowered) -> None:
         self.lowered = lowered
         self.env = simpy.Environment()
-        self.meetings = Meetings(self.env, lowered)
+        self.meetings = self._make_meetings()
         count = lowered.rounds * len(lowered.schedule.body)
         self.spans = [_Spans([math.nan] * count, [math.nan] * count) for _ in lowered.classes]
         self.ended = 0
+
+    def _make_meetings(self) -> Meetings:
+        return Meetings(self.env, self.lowered)
+
+    @property
+    def beside(self) -> bool:
+        """Whether computes and what is beside them may slow each other down."""
+        return self.lowered.contend
 
     def run(self, progress: Callable[[float], None] | None = None) -> Times:
         """Starts and ends, [instance, class]."""
@@ -254,7 +237,7 @@ class Simulation:
         starts, ends, waiting = spans.starts, spans.ends, spans.waiting
         slowdown, seconds = lowered.classes[index].slowdown, lowered.seconds
         factors = lowered.class_factors[index].tolist() if lowered.class_factors else None
-        size, beside = len(lowered.schedule.body), lowered.contend or lowered.slows
+        size, beside = len(lowered.schedule.body), self.beside
         for number, _, op, waits in instances:
             for wait in waits:
                 if math.isnan(ends[wait]):
@@ -265,8 +248,7 @@ class Simulation:
                 if factors:
                     work *= factors[number]
                 if work and beside:
-                    first = lowered.first is not None and op.stream in lowered.first
-                    yield from self._compute(index, work, first=first)
+                    yield from self._compute(index, work, op.stream)
                 elif work:
                     yield env.timeout(work)
             elif event := self.meetings.join(index, number, op.work.group):
@@ -276,30 +258,21 @@ class Simulation:
             if number in waiting:
                 waiting.pop(number).succeed()
 
-    def _compute(self, index: int, work: Seconds, *, first: bool) -> Generator[simpy.Event]:
+    def _compute(self, index: int, work: Seconds, stream: str) -> Generator[simpy.Event]:
         """Compute that slows down while communication of the same ranks is in flight.
 
-        Computes of other streams may slow it down, too, or let it stand still if they go `first`.
         The NICs of its node may attain less meanwhile.
         """
-        meetings, cluster = self.meetings, self.lowered.cluster
-        processor = meetings.processors[index]
-        meetings.occupy(index, 1, first=first)
+        del stream
+        meetings = self.meetings
+        meetings.occupy(index, 1)
         if not self.lowered.slows:
             yield self.env.timeout(work)
             work = 0.0
-        calls = meetings.calls[index]
-        known = calls.before(self.env.now)
         while work > 0:
-            if work > INSTANT:  # what ends as a collective begins has ended
-                work += (calls.count - known) * cluster.call_interference
-            known = calls.count
-            pace = processor.pace(first=first)
+            pace = meetings.processors[index].pace
             started, changed = self.env.now, meetings.change(index)
-            if not pace and work > INSTANT:
-                yield changed
-                continue
-            done = self.env.timeout(work / (pace or 1.0))
+            done = self.env.timeout(work / pace)
             yield done | changed
             work = 0.0 if done.processed else work - (self.env.now - started) * pace
-        meetings.occupy(index, -1, first=first)
+        meetings.occupy(index, -1)

@@ -7,6 +7,7 @@ from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation import array_engine, event_engine, stragglers
+from co2sim.simulation.host_effects import HostSimulation
 from co2sim.simulation.lowering import Lowered, Times, leaves_node, lower, shared_works
 from co2sim.simulation.noise import QUIET, Noise
 from co2sim.simulation.reference_engine import Simulation
@@ -96,6 +97,8 @@ def _slack(schedule: Schedule, cluster: Cluster, precision: str) -> stragglers.S
 
 def run(lowered: Lowered, progress: Callable[[float], None] | None = None) -> Times:
     """Starts and ends, [instance, class], by the fastest engine that applies."""
+    if lowered.cluster.host:
+        return HostSimulation(lowered).run(progress)
     sharing = shared_works(lowered)
     if event_engine.applies(lowered):
         return event_engine.run(lowered, sharing, progress)

@@ -19,6 +19,7 @@ from co2sim.simulation.lowering import (
 )
 from co2sim.simulation.noise import QUIET, RunOptions
 from co2sim.simulation.run import execute
+from co2sim.simulation.token_bucket import shapers
 from co2sim.simulation.trace import Trace
 
 _MOST_ROUNDS = 64
@@ -94,8 +95,7 @@ def _repeats(options: RunOptions, prepared: Scheduled) -> bool:
     All ranks end it at the same time, and no link has bytes saved that it may send at once.
     """
     schedule, cluster, noise = prepared.schedule, prepared.cluster, options.noise
-    links = cluster.intra, cluster.inter, *([cluster.wan] if cluster.wan else [])
-    if noise.uneven or any(link.burst for link in links) or not schedule.apart:
+    if noise.uneven or any(shapers(cluster)) or not schedule.apart:
         return False
     slowdowns = noise.node_slowdowns(cluster.layout)
     return class_count(cluster.layout, slowdowns, schedule, allowed=True) == 1
@@ -122,7 +122,7 @@ def _check_memory(options: RunOptions, prepared: Scheduled, rounds: int) -> int:
     rounds, ops = rounds + _further(options, prepared), len(schedule.body)
     spans = span_count(schedule, cluster, rounds=rounds, noise=noise, fold=options.fold)
     ranks = spans // (rounds * ops)
-    in_arrays = ranks > 1 and not cluster.interferes and cluster.gpu.streams == "apart"
+    in_arrays = ranks > 1 and not cluster.interference and cluster.host is None
     given = options.rounds or (_ROUNDS_OF_JITTER if noise.jitter else 1)
     advice = {
         "fewer GPUs": cluster.layout.world_size > 1,

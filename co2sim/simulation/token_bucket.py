@@ -1,58 +1,78 @@
 """Links with a shaper: a token bucket, whose burst passes at once after a pause.
 
-`tc tbf` in a lab is one, and so are the rate limits of clouds. A bucket holds at most `burst` bytes
-of credit, earned at the rate of the link while the link is not full. What is sent while there is
-credit takes no time on the link (tc-tbf(8); RFC 2697).
+`tc tbf` in a laboratory is one. A bucket holds at most `burst` bytes of credit, earned at the rate
+of the link while the link is not full. What is sent while there is credit takes no time on the link
+(tc-tbf(8); RFC 2697).
 
 So latency steps of a collective are not lost: what the link could not send meanwhile passes at once
 in the next step, as far as the burst holds it. The collective takes one step and its bytes, or all
 of its steps, whichever is longer.
 
-Where hosts are slow, the bytes of a burst take time, too: those of `burst_bandwidth`, on top of all
-latency steps, since the same cores work for both. Hosts are also late to use what a busy link
-earns: a transfer longer than its burst falls behind by `burst_lag` of its further time, at most by
-what the burst gained, and the next one finds that credit (`benchmarks/collectives.py`). Where all
-nodes are one machine (`hosts` of a cluster), collectives in flight at once share its cores: what
-each takes of them alone adds up.
+Where cores are slow, the bytes of a burst take time, too: those of its bandwidth, on top of all
+latency steps, since the same cores work for both. Cores are also late to use what a busy link
+earns: a transfer longer than its burst falls behind by `lag` of its further time, at most by what
+the burst gained, and the next one finds that credit (`benchmarks/collectives.py`).
 """
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from co2sim.common.units import Bytes, BytesPerSecond, Seconds
-from co2sim.hardware.cluster import Link
-
-HOST = "host"
-"""The link that stands for a host which all nodes share; its bytes are seconds."""
+from co2sim.hardware.cluster import Cluster, Link
+from co2sim.hardware.host import TokenBucket
 
 
-class HostShare(NamedTuple):
-    """Fractions of a shared host that one transfer takes: its latency steps, and its bytes.
+@dataclass(frozen=True, slots=True)
+class Shaper:
+    """Of one link: payload bytes of a burst, the rate of the link, and how fast a burst passes.
 
-    What is known are times of all groups of a kind at once.
+    `lag` is the fraction of further time that longer transfers lose.
     """
 
-    steps: float
-    bytes: float
+    burst: Bytes
+    rate: BytesPerSecond
+    pace: BytesPerSecond = math.inf
+    lag: float = 0.0
+
+    @classmethod
+    def of(cls, link: Link | None, bucket: TokenBucket | None) -> "Shaper | None":
+        """The shaper of a link, if it has one."""
+        if link is None or bucket is None:
+            return None
+        pace = math.inf if bucket.bandwidth is None else bucket.bandwidth * link.efficiency
+        return cls(bucket.size * link.efficiency, link.payload_bandwidth, pace, bucket.lag)
 
 
-def hidden_share(link: Link, step: Seconds) -> float:
+Shapers: TypeAlias = tuple[Shaper | None, Shaper | None, Shaper | None]
+"""Of the links of a GPU, of a node and of a site."""
+
+
+def shapers(cluster: Cluster) -> Shapers:
+    """Those of a cluster's links."""
+    if (host := cluster.host) is None:
+        return None, None, None
+    return (
+        Shaper.of(cluster.intra, host.intra),
+        Shaper.of(cluster.inter, host.inter),
+        Shaper.of(cluster.wan, host.wan),
+    )
+
+
+def hidden_share(shaper: Shaper | None, step: Seconds) -> float:
     """The part of a latency step whose bytes the burst keeps for the next one, 0 to 1."""
-    lost = link.payload_bandwidth * step
-    return min(1.0, link.payload_burst / lost) if lost else 0.0
+    lost = shaper.rate * step if shaper else 0.0
+    return min(1.0, shaper.burst / lost) if shaper and lost else 0.0
 
 
-def passed(times: Sequence[Seconds], links: Sequence[Link | None]) -> float:
+def passed(times: Sequence[Seconds], on: Shapers) -> float:
     """The fraction, 0 to 1, of a transfer alone that passes at once after a pause.
 
     `times` are those that its bytes need on each of the links; it progresses on all together.
     """
     shares = [
-        link.payload_burst / link.payload_bandwidth / time
-        for time, link in zip(times, links, strict=True)
-        if link and link.burst and time
+        one.burst / one.rate / time for time, one in zip(times, on, strict=True) if one and time
     ]
     return min(1.0, *shares) if shares else 0.0
 
@@ -62,30 +82,20 @@ def lagged(share: float, lag: float) -> float:
     return min(share, lag * (1.0 - share))
 
 
-def held(times: Sequence[Seconds], links: Sequence[Link | None]) -> Seconds:
-    """The time of a transfer's bytes as fast as bursts pass; `times` as in `passed`."""
-    return max(
-        (
-            time * link.payload_bandwidth / link.payload_burst_bandwidth
-            for time, link in zip(times, links, strict=True)
-            if link and link.burst
-        ),
+def alone(
+    latency: Seconds, lead: Seconds, times: Sequence[Seconds], longest: Seconds, on: Shapers
+) -> Seconds:
+    """What a transfer alone takes after a pause; `lead` is the latency that is not hidden.
+
+    `longest` is what its bytes take on the slowest link, `times` as in `passed`.
+    """
+    burst = passed(times, on)
+    lag = lagged(burst, max((one.lag for one in on if one), default=0.0))
+    held = max(
+        (time * one.rate / one.pace for time, one in zip(times, on, strict=True) if one),
         default=0.0,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Shaper:
-    """Payload bytes of a burst, how fast they pass, and what longer transfers lose."""
-
-    burst: Bytes
-    pace: BytesPerSecond = math.inf
-    lag: float = 0.0
-
-    @classmethod
-    def of(cls, link: Link) -> "Shaper":
-        """The shaper of a link."""
-        return cls(link.payload_burst, link.payload_burst_bandwidth, link.burst_lag)
+    return max(latency, lead + (1 - burst + lag) * longest) + burst * held
 
 
 @dataclass(slots=True)
@@ -124,12 +134,10 @@ class Passing(NamedTuple):
 class Buckets:
     """The buckets of a network's links, full at the start."""
 
-    def __init__(
-        self, capacity: Mapping[Hashable, BytesPerSecond], shapers: Mapping[Hashable, Shaper]
-    ) -> None:
-        """Of the links that have a burst, in bytes of payload as their capacity is."""
+    def __init__(self, shapers: Mapping[Hashable, Shaper]) -> None:
+        """Of the links that have a shaper."""
         self._buckets = {
-            link: _Bucket(one.burst, capacity[link], one.burst, one.pace, one.lag)
+            link: _Bucket(one.burst, one.rate, one.burst, one.pace, one.lag)
             for link, one in shapers.items()
         }
 

@@ -20,6 +20,7 @@ from co2sim.prediction.step_factors import NO_GOAL, Goal
 from co2sim.prediction.totals import Totals, tokens_of
 from co2sim.simulation.collective_cost import traffic
 from co2sim.simulation.noise import QUIET
+from co2sim.simulation.token_bucket import shapers
 from co2sim.strategies import Strategy, parse
 from co2sim.strategies.step import title
 from co2sim.studies import grid
@@ -208,7 +209,7 @@ def _link_time(prepared: Prepared) -> Seconds:
     """
     cluster, schedule = prepared.cluster, prepared.schedule
     sent = traffic(schedule, cluster)
-    if cluster.inter.burst or (cluster.wan and cluster.wan.burst):
+    if any(shapers(cluster)[1:]):
         return 0.0
     far = sent.wan / cluster.wan.payload_bandwidth if cluster.wan else 0.0
     return max(sent.nic / cluster.inter.payload_bandwidth, far) / schedule.steps

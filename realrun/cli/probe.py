@@ -128,7 +128,8 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
         raise OptionError(NOTHING)
     if nproc is not None:
         raise typer.Exit(ranks.start(settings, sys.argv[1:]))
-    beyond = _BURSTS * load_cluster(os.environ[CLUSTER]).value.inter.burst if stated else None
+    host = load_cluster(os.environ[CLUSTER]).value.host if stated else None
+    beyond = _BURSTS * host.inter.size if host and host.inter else None
     plan = Plan(precisions, largest, seconds, means=stated, beyond=beyond)
     ranks.as_rank(
         settings, None, lambda rank: _measure(rank, plan, out, name, gpu, rates=not stated)

@@ -24,7 +24,7 @@ from typing import Any
 
 from co2sim.common.errors import Co2simError, error_line
 from co2sim.common.units import Seconds, counted, duration
-from co2sim.hardware.cluster import FULLY_IDLE
+from co2sim.hardware.host import FULLY_IDLE
 from realrun.errors import REALTIME, SITES, LabError, one_of
 from realrun.lab.network_namespaces import (
     ACK,
@@ -170,9 +170,18 @@ nodes = {lab.nodes}
 gpus_per_node = {lab.gpus_per_node}
 {sites}gpu = "virtual"
 backend = "gloo"
-hosts = {{ value = "shared", source = "all nodes are one machine" }}
+
+[host]
+one_machine = {{ value = true, source = "all nodes are one machine" }}
 fully_idle = {{ value = "{idle}", source = "the pause after which cores of one lab took longest \
 to wake up: 5 ms of the machine" }}
+
+[host.intra]
+size = {{ value = "{near:.0f} B", source = "burst of tc tbf at each node's loopback, by rank" }}
+
+[host.inter]
+size = {{ value = "{far} B", source = "burst of tc tbf at each node's eth0: 2 ms at its rate, \
+512 KiB at most" }}
 
 [intra]
 bandwidth = {{ value = "{intra}", source = "rate of tc tbf at each node's loopback, per rank" }}
@@ -180,7 +189,6 @@ efficiency = {{ value = {LOOPBACK_PAYLOAD / LOOPBACK_FRAME:.4f}, source = "TCP p
 frame of loopback, whose MTU is 65536: {LOOPBACK_PAYLOAD} of the {LOOPBACK_FRAME} bytes counted" }}
 latency = {{ value = "{inside}", assumed = true, source = "`realrun probe` on a virtual machine of \
 two cores gave 0.2 to 0.5 ms; depends on the machine and its load" }}
-burst = {{ value = "{near:.0f} B", source = "burst of tc tbf there, by rank" }}
 
 [inter]
 bandwidth = {{ value = "{rate}", source = "rate of tc tbf at each node's eth0" }}
@@ -189,7 +197,6 @@ frame: 1500 - 20 (IPv4) - 20 (TCP) - 12 (timestamps) = {PAYLOAD} of the {FRAME} 
 counts, and {ACK} bytes to acknowledge every packet" }}
 latency = {{ value = "{between}", assumed = true, source = "`realrun probe` in labs of 1 and 3 \
 Gbit/s gave 0.22 to 0.30 ms on a virtual machine of two cores; depends on machine and load" }}
-burst = {{ value = "{far} B", source = "burst of tc tbf there: 2 ms at its rate, 512 KiB at most" }}
 {stated_wan(lab.uplink, between)}"""
 
 

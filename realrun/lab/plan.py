@@ -15,20 +15,20 @@ _TWO = 2
 
 
 _SOURCES = {
-    "bandwidth": "rate of tc tbf at each site's uplink",
-    "efficiency": "TCP payload of an Ethernet frame, as between nodes",
-    "burst": "burst of tc tbf there; it holds whole packets of nodes",
+    "wan.bandwidth": "rate of tc tbf at each site's uplink",
+    "wan.efficiency": "TCP payload of an Ethernet frame, as between nodes",
+    "host.wan.size": "burst of tc tbf at each site's uplink; it holds whole packets of nodes",
 }
 
 
 def wan_facts(rates: SendRates, sites: int, text: str | None) -> dict[str, str]:
-    """What `text`, the rate of a site, gives, by key, with units; empty for one site."""
+    """What `text`, the rate of a site, gives, by dotted key, with units; empty for one site."""
     if text is None or rates.site is None:
         return {}
     return {
-        "bandwidth": " ".join(text.split()),
-        "efficiency": f"{payload_share(rates.node, two=sites == _TWO):.4f}",
-        "burst": f"{site_burst(rates.site, rates.node)} B",
+        "wan.bandwidth": " ".join(text.split()),
+        "wan.efficiency": f"{payload_share(rates.node, two=sites == _TWO):.4f}",
+        "host.wan.size": f"{site_burst(rates.site, rates.node)} B",
     }
 
 
@@ -36,19 +36,23 @@ def overrides(uplink: Mapping[str, str], sites: int, latency: Seconds) -> dict[s
     """Those that give a cluster of as many nodes at one site its sites; empty for one site."""
     if not uplink:
         return {}
-    link = {f"wan.{key}": text for key, text in uplink.items()}
-    return {"sites": str(sites), "wan.latency": f"{latency:.4g} s"} | link
+    return {"sites": str(sites), "wan.latency": f"{latency:.4g} s"} | dict(uplink)
 
 
 def stated_wan(facts: Mapping[str, str], latency: str) -> str:
-    """The part [wan] of a cluster file, with a latency to assume; nothing for one site."""
+    """The parts [wan] and [host.wan] of a cluster file; nothing for one site.
+
+    The latency is one to assume.
+    """
     if not facts:
         return ""
-    lines = [
-        f'{key} = {{ value = "{text}", source = "{_SOURCES[key]}" }}' for key, text in facts.items()
-    ]
     late = f'latency = {{ value = "{latency}", assumed = true, source = "as between nodes" }}'
-    return "\n".join(["\n[wan]", *lines, late, ""])
+    lines = {
+        key: f'{{ value = "{text}", source = "{_SOURCES[key]}" }}' for key, text in facts.items()
+    }
+    link = [f"{key.removeprefix('wan.')} = {lines[key]}" for key in facts if key.startswith("wan.")]
+    burst = f"size = {lines['host.wan.size']}"
+    return "\n".join(["\n[wan]", *link, late, "", "[host.wan]", burst, ""])
 
 
 INTRA_RATE = "3 Gbit/s"

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, Unit, duration
 from co2sim.hardware.cluster import GPU, Link
+from co2sim.hardware.host import TokenBucket
 from realrun.probe.fit import Fitted, interference
 from realrun.probe.samples import Measured
 
@@ -56,38 +57,64 @@ def _lines(measured: Measured, fitted: Fitted, name: str, gpu: str | None) -> It
         _text("stream"),
         "realrun makes a communicator for every stream and group",
     )
-    if fitted.hosts:
-        source = "the nodes of a lab are one machine, which serves all collectives in flight"
-        yield _fact("hosts", _text("shared"), source)
     yield from _interference(measured, kernels=fitted.processor is not None)
     if fitted.hosts and fitted.hosts.call_overhead:
         source = "fitted to collectives that pass at once with the bursts that the lab states"
         yield _fact("call_overhead", _text(quantity(fitted.hosts.call_overhead, "s")), source)
-    if fitted.hosts and fitted.hosts.wake_up:
-        source = "fitted to the same: what they take longer after a pause than after an equal one"
-        yield _fact("wake_up", _text(quantity(fitted.hosts.wake_up, "s")), source)
-        after = _text(quantity(fitted.hosts.fully_idle, "s"))
-        yield _fact("fully_idle", after, "as the lab states it")
     if fitted.processor is None:
         if gpu is None:
             raise OptionError("no kernel was run: name a GPU of the catalog with --gpu")
         yield _fact("gpu", _text(gpu), "stated with --gpu; its kernels were not run by the probe")
     else:
         yield from _processor(measured, fitted.processor)
-    yield from _calls(fitted)
+    yield from _host(measured, fitted)
     yield from _links(measured, fitted)
     yield from _scatter(fitted, gpu)
 
 
-def _calls(fitted: Fitted) -> Iterator[str]:
-    """What kinds of collectives take longer than the quickest."""
-    if fitted.hosts and fitted.hosts.calls:
-        yield ""
-        yield "[calls]"
-        source = "fitted to the same: what a call of this kind takes longer than the quickest"
-        for kind, more in asdict(fitted.hosts.calls).items():
-            if more:
-                yield _fact(kind, _text(quantity(more, "s")), source)
+def _host(measured: Measured, fitted: Fitted) -> Iterator[str]:
+    """What cores add: to computes, and in a lab to collectives; nothing where they add nothing."""
+    facts, tables = list(_beside_computes(measured)), list[str]()
+    host = fitted.hosts and fitted.hosts.host
+    if host:
+        source = "the nodes of a lab are one machine, which serves all collectives in flight"
+        facts.append(_fact("one_machine", "true", source))
+        if host.wake_up:
+            source = "fitted to what passes with bursts: what it takes longer after a pause"
+            facts.append(_fact("wake_up", _text(quantity(host.wake_up, "s")), source))
+            idle = _text(quantity(host.fully_idle, "s"))
+            facts.append(_fact("fully_idle", idle, "as the lab states it"))
+        if host.calls:
+            source = "fitted to what passes with bursts: what a call takes longer than the quickest"
+            times = [(kind, more) for kind, more in asdict(host.calls).items() if more]
+            calls = [_fact(kind, _text(quantity(more, "s")), source) for kind, more in times]
+            tables += ["", "[host.calls]", *calls]
+        for place, burst in (("intra", host.intra), ("inter", host.inter)):
+            if getattr(fitted, place) and burst:
+                tables += ["", f"[host.{place}]", *_burst(burst)]
+    if facts or tables:
+        yield from ["", "[host]", *facts, *tables]
+
+
+def _burst(burst: TokenBucket) -> Iterator[str]:
+    yield _fact("size", _text(quantity(burst.size, "B")), "payload, as the lab states it")
+    if burst.bandwidth:
+        value = _text(quantity(burst.bandwidth, "B/s"))
+        yield _fact("bandwidth", value, "fitted to collectives that pass with the burst")
+    if burst.lag:
+        source = "of the time after the burst: what longer collectives take longer than that"
+        yield _fact("lag", f"{burst.lag:.3g}", source)
+
+
+def _beside_computes(measured: Measured) -> Iterator[str]:
+    call = interference(measured.slowdowns)[1] if measured.slowdowns else 0.0
+    if call:
+        why = "from kernels beside all-reduces: what each collective takes besides interference"
+        yield _fact("call_interference", _text(quantity(call, "s")), why)
+    if measured.compute and measured.together is not None:
+        ratio = f"{measured.together:.3g} times as long as those of one alone"
+        source = f"kernels of two streams of a rank at once take {ratio}"
+        yield _fact("one_core", str(measured.together > _SHARED).lower(), source)
 
 
 def _scatter(fitted: Fitted, gpu: str | None) -> Iterator[str]:
@@ -112,11 +139,8 @@ def _interference(measured: Measured, *, kernels: bool) -> Iterator[str]:
             for one in measured.slowdowns
         )
         source = f"times as long as a kernel takes beside all-reduces of its rank: {beside}"
-        value, call = interference(measured.slowdowns)
+        value, _ = interference(measured.slowdowns)
         yield _fact("interference", f"{value:.3g}", source)
-        if call:
-            why = "from the same: what each collective takes from kernels besides"
-            yield _fact("call_interference", _text(quantity(call, "s")), why)
         return
     if kernels:
         source = "not measured: a single rank has nobody to communicate with"
@@ -155,11 +179,6 @@ def _processor(measured: Measured, gpu: GPU) -> Iterator[str]:
         "time of an empty op; waiting for another stream takes"
         f" {duration(measured.handover)} more, which is not in here",
     )
-    if measured.together is not None:
-        streams = "shared" if measured.together > _SHARED else "apart"
-        ratio = f"{measured.together:.3g} times as long as those of one alone"
-        source = f"kernels of two streams of a rank at once take {ratio}"
-        yield _fact("streams", _text(streams), source)
     yield ""
     yield "[gpu.peak]"
     for precision, speed in gpu.peak.items():
@@ -204,14 +223,6 @@ def _links(measured: Measured, fitted: Fitted) -> Iterator[str]:
             f"payload, {rate}" if link and not fitted.stated else rate,
             assumed=link is None,
         )
-        if link and link.burst:
-            yield _fact("burst", _text(quantity(link.burst, "B")), "payload, as the lab states it")
-        if link and link.burst_bandwidth:
-            value = _text(quantity(link.burst_bandwidth, "B/s"))
-            yield _fact("burst_bandwidth", value, "fitted to collectives that pass with the burst")
-        if link and link.burst_lag:
-            source = "of the time after the burst: what longer collectives take longer than that"
-            yield _fact("burst_lag", f"{link.burst_lag:.3g}", source)
         yield _fact(
             "latency", _text(quantity((link or other).latency, "s")), source, assumed=link is None
         )

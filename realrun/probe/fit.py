@@ -15,9 +15,10 @@ from scipy.optimize import least_squares
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Flops, FlopsPerSecond, Seconds
 from co2sim.hardware.cluster import GPU, Backend, Cluster, Link
+from co2sim.hardware.host import HostEffects
 from co2sim.schedule.schedule import Group, Kind, Layout
 from co2sim.simulation.collective_cost import compute_time, footprint
-from realrun.probe.hosts import expected, fit_bursts, fit_hosts, passes
+from realrun.probe.hosts import effects, expected, fit_bursts, fit_hosts, in_payload, passes
 from realrun.probe.residuals import Line, Residuals, fit_line, residuals, scatter, weights
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown, by_kind
 
@@ -46,13 +47,15 @@ def bare(
     found = Cluster("probed", gpu, *size, intra, inter, backend, "stream")
     if hosts is None:
         return found
-    return replace(
-        found,
-        hosts=hosts.hosts,
-        call_overhead=hosts.call_overhead,
-        calls=hosts.calls,
-        wake_up=hosts.wake_up,
+    known = effects(hosts)
+    host = HostEffects(
+        one_machine=known.one_machine,
+        wake_up=known.wake_up,
+        calls=known.calls,
+        intra=known.intra,
+        inter=known.inter,
     )
+    return replace(found, call_overhead=hosts.call_overhead, host=host)
 
 
 def predict(samples: Iterable[Sample], cluster: Cluster) -> list[Seconds]:
@@ -76,18 +79,12 @@ def fit_links(
     times = np.log([sample.seconds for sample in samples])
     start = _bounds(samples, layout, backend)
     free = np.repeat(present, 2)
-    near_link, far_link = (
-        (_payload(hosts.intra), _payload(hosts.inter)) if hosts else (Link(1.0), Link(1.0))
-    )
 
     def links(values: Vector) -> tuple[Link, Link]:
         every = start.copy()
         every[free] = values
         near_latency, near, far_latency, far = map(float, np.exp(every))
-        return (
-            replace(near_link, bandwidth=near, latency=near_latency),
-            replace(far_link, bandwidth=far, latency=far_latency),
-        )
+        return Link(near, near_latency), Link(far, far_latency)
 
     def errors(values: Vector) -> Vector:
         cluster = bare(layout, backend, *links(values), hosts)
@@ -178,15 +175,15 @@ def fit(measured: Measured, lab: Cluster | None = None, *, rates: bool = True) -
 
     In a `lab` its bursts are taken as stated, and without `rates` its bandwidths, too.
     """
-    layout, backend = measured.layout, measured.backend
+    layout, backend, lab = measured.layout, measured.backend, lab and in_payload(lab)
     samples = [
         one for one in measured.collectives if one.after != "equal" or (lab and passes(one, lab))
     ]
     hosts = fit_hosts(samples, lab) if lab else None
     if hosts and not rates:
         hosts = fit_bursts(samples, hosts)
-        intra: Link | None = _payload(hosts.intra) if layout.gpus_per_node > 1 else None
-        inter: Link | None = _payload(hosts.inter) if layout.nodes > 1 else None
+        intra: Link | None = hosts.intra if layout.gpus_per_node > 1 else None
+        inter: Link | None = hosts.inter if layout.nodes > 1 else None
     else:
         intra, inter = fit_links(samples, layout, backend, hosts)
     here = intra or inter
@@ -217,18 +214,6 @@ def fit(measured: Measured, lab: Cluster | None = None, *, rates: bool = True) -
         spread,
         stated=not rates,
         hosts=hosts,
-    )
-
-
-def _payload(link: Link) -> Link:
-    """The same link by what payload gets of it."""
-    pace = link.payload_burst_bandwidth if link.burst_bandwidth else None
-    return Link(
-        link.payload_bandwidth,
-        link.latency,
-        burst=link.payload_burst,
-        burst_bandwidth=pace,
-        burst_lag=link.burst_lag,
     )
 
 

@@ -16,7 +16,8 @@ from scipy.optimize import nnls
 
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
-from co2sim.hardware.cluster import Calls, Cluster, Link
+from co2sim.hardware.cluster import Cluster, Link
+from co2sim.hardware.host import Calls, HostEffects, TokenBucket
 from co2sim.schedule.schedule import Kind
 from co2sim.simulation import token_bucket
 from co2sim.simulation.collective_cost import footprint
@@ -62,8 +63,9 @@ def fit_hosts(samples: Sequence[Sample], stated: Cluster) -> Cluster:
         far if used[2] else stated.inter.latency,
         byte,
     )
-    shared = "shared" if wake else stated.hosts
-    return _by_kind(small, replace(hosts, hosts=shared, wake_up=wake))
+    host = effects(hosts)
+    host = replace(host, one_machine=host.one_machine or wake > 0, wake_up=wake)
+    return _by_kind(small, replace(hosts, host=host))
 
 
 def _by_kind(small: Sequence[Sample], hosts: Cluster) -> Cluster:
@@ -81,12 +83,12 @@ def _by_kind(small: Sequence[Sample], hosts: Cluster) -> Cluster:
     call = hosts.call_overhead + least
     if max(more.values()) < _LEAST:
         return hosts
-    return replace(hosts, call_overhead=call, calls=Calls(**more))
+    return replace(hosts, call_overhead=call, host=replace(effects(hosts), calls=Calls(**more)))
 
 
 def expected(sample: Sample, hosts: Cluster) -> Seconds:
     """What the cost model says about a sample, with waking up after a pause."""
-    wake = hosts.wake_up if sample.after == "pause" else 0.0
+    wake = effects(hosts).wake_up if sample.after == "pause" else 0.0
     return footprint(sample.work, hosts).alone(hosts) + wake
 
 
@@ -129,26 +131,61 @@ def fit_bursts(samples: Sequence[Sample], hosts: Cluster) -> Cluster:
         if sample.work.kind in _CHAINS or passes(sample, hosts):
             continue
         times = footprint(sample.work, hosts).link_times(hosts)
-        links = (hosts.intra, hosts.inter, hosts.wan)
         late = sample.seconds - expected(sample, hosts)
-        after = (1 - token_bucket.passed(times, links)) * max(times)
+        after = (1 - token_bucket.passed(times, token_bucket.shapers(hosts))) * max(times)
         (far if times[1] > times[0] else near).append((late, after))
-    return replace(hosts, intra=_lagging(hosts.intra, near), inter=_lagging(hosts.inter, far))
+    host = effects(hosts)
+    lagging = replace(host, intra=_lagging(host.intra, near), inter=_lagging(host.inter, far))
+    return replace(hosts, host=lagging)
 
 
-def _lagging(link: Link, seen: Sequence[tuple[Seconds, Seconds]]) -> Link:
+def _lagging(
+    burst: TokenBucket | None, seen: Sequence[tuple[Seconds, Seconds]]
+) -> TokenBucket | None:
     after = sum(time for _, time in seen)
     lag = sum(late for late, _ in seen) / after if after else 0.0
-    return replace(link, burst_lag=min(1.0, max(0.0, lag)))
+    return burst and replace(burst, lag=min(1.0, max(0.0, lag)))
 
 
 def _with(stated: Cluster, call: float, near: float, far: float, byte: float) -> Cluster:
     """Latencies in seconds, and the seconds that a byte of a burst takes; 0: at once."""
-    pace = 1 / byte if byte else None
+    pace, host = 1 / byte if byte else None, effects(stated)
     return replace(
         stated,
         call_overhead=call,
-        calls=None,
-        intra=replace(stated.intra, latency=near, burst_bandwidth=pace),
-        inter=replace(stated.inter, latency=far, burst_bandwidth=pace),
+        intra=replace(stated.intra, latency=near),
+        inter=replace(stated.inter, latency=far),
+        host=replace(
+            host,
+            calls=None,
+            intra=host.intra and replace(host.intra, bandwidth=pace),
+            inter=host.inter and replace(host.inter, bandwidth=pace),
+        ),
     )
+
+
+def effects(cluster: Cluster) -> HostEffects:
+    """Those of a cluster; none where it says nothing about them."""
+    return cluster.host or HostEffects()
+
+
+def in_payload(cluster: Cluster) -> Cluster:
+    """The same cluster by what payload gets of its links and bursts; without an uplink of sites."""
+    host = effects(cluster)
+    return replace(
+        cluster,
+        intra=Link(cluster.intra.payload_bandwidth, cluster.intra.latency),
+        inter=Link(cluster.inter.payload_bandwidth, cluster.inter.latency),
+        host=replace(
+            host,
+            intra=_payload(host.intra, cluster.intra),
+            inter=_payload(host.inter, cluster.inter),
+        ),
+    )
+
+
+def _payload(burst: TokenBucket | None, link: Link) -> TokenBucket | None:
+    if burst is None:
+        return None
+    pace = burst.bandwidth and burst.bandwidth * link.efficiency
+    return TokenBucket(burst.size * link.efficiency, pace, burst.lag)

@@ -1,9 +1,9 @@
-"""Shaped links: token buckets, against the virtual-scheduling form of the same algorithm."""
+"""One machine as a cluster: token buckets, against another form of the algorithm; its cores."""
 
 import math
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import TypeAlias, get_args
+from typing import TypeAlias
 
 import pytest
 import simpy
@@ -11,12 +11,16 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim.hardware.cluster import Cluster, Hosts, Link
+from co2sim.common.errors import OptionError
+from co2sim.hardware.cluster import Cluster, Link
+from co2sim.hardware.host import FULLY_IDLE, HostEffects, TokenBucket
 from co2sim.schedule.schedule import (
     NODE,
     PEERS,
     WORLD,
+    After,
     Collective,
+    Compute,
     DType,
     Group,
     Kind,
@@ -24,7 +28,7 @@ from co2sim.schedule.schedule import (
     Schedule,
 )
 from co2sim.simulation.collective_cost import footprint
-from co2sim.simulation.network import Network
+from co2sim.simulation.host_effects import Cores, HostNetwork, HostTransfer
 from co2sim.simulation.run import execute
 from co2sim.simulation.token_bucket import Shaper
 
@@ -43,8 +47,8 @@ def ends(
 ) -> list[float]:
     """When each flow (start, bytes on each link) ends."""
     env = simpy.Environment()
-    shapers = {link: Shaper(burst, pace, lag) for link, burst in bursts.items()}
-    network = Network(env, capacity, shapers)
+    shapers = {link: Shaper(size, capacity[link], pace, lag) for link, size in bursts.items()}
+    network = HostNetwork(env, capacity, shapers)
     found: dict[int, float] = {}
 
     def begin(number: int, loads: Loads) -> None:
@@ -53,7 +57,7 @@ def ends(
         def done() -> None:
             found[number] = env.now
 
-        network.transfer(loads, 0.0, solo, done, least=least)
+        network.transfer(HostTransfer(loads, {}, 0.0, solo, least), done)
 
     for number, (start, loads) in enumerate(flows):
         timer = env.timeout(start)
@@ -129,17 +133,19 @@ def shaped(
     burst: float,
     per_node: int = 1,
     pace: float | None = None,
-    hosts: Hosts = "apart",
+    *,
+    one_machine: bool = False,
     lag: float = 0.0,
 ) -> Cluster:
     """1 MB/s between nodes, 4 MB/s inside, 1 ms a step, Gloo, the same burst on every link."""
+    bucket = TokenBucket(burst, pace, lag) if burst else None
     return tiny.cluster(
         nodes,
         per_node,
-        intra=Link(4e6, LATENCY, burst=burst, burst_bandwidth=pace, burst_lag=lag),
-        inter=Link(1e6, LATENCY, burst=burst, burst_bandwidth=pace, burst_lag=lag),
+        intra=Link(4e6, LATENCY),
+        inter=Link(1e6, LATENCY),
         backend="gloo",
-        hosts=hosts,
+        host=HostEffects(one_machine, intra=bucket, inter=bucket),
     )
 
 
@@ -157,7 +163,7 @@ def in_a_row(kind: Kind, size: int, cluster: Cluster, count: int, group: Group =
     st.sampled_from([(2, 1), (3, 1), (4, 1), (2, 2), (1, 2)]),
     st.sampled_from([0.0, 300.0, 2_000.0, 50_000.0]),
     st.sampled_from([None, 3e6, 2e7]),
-    st.sampled_from(get_args(Hosts)),
+    st.booleans(),
     st.sampled_from([0.0, 0.15, 2.0]),
 )
 def test_alone_is_what_the_simulation_takes_after_a_pause(
@@ -166,7 +172,7 @@ def test_alone_is_what_the_simulation_takes_after_a_pause(
     layout: tuple[int, int],
     burst: float,
     pace: float | None,
-    hosts: Hosts,
+    one_machine: bool,  # noqa: FBT001 - Hypothesis gives it
     lag: float,
 ) -> None:
     """The closed form of the cost model, and the network event by event.
@@ -174,7 +180,7 @@ def test_alone_is_what_the_simulation_takes_after_a_pause(
     A burst that passes at once slows nothing. Whether hosts are shared changes nothing for one
     collective alone.
     """
-    cluster = shaped(layout[0], burst, layout[1], pace, hosts, lag)
+    cluster = shaped(layout[0], burst, layout[1], pace, one_machine=one_machine, lag=lag)
     work = Collective(kind, "x", size, DType.INT8, WORLD)
     alone = footprint(work, cluster).alone(cluster)
     assert in_a_row(kind, size, cluster, 1) == pytest.approx(alone, rel=1e-9)
@@ -191,17 +197,17 @@ def test_collectives_in_flight_share_a_host(burst: float) -> None:
     Large ones share the link anyway: 2 x 30 ms for 3/4 of 40 kB at 1 MB/s, and their steps beside.
     """
 
-    def both(size: int, hosts: Hosts) -> float:
+    def both(size: int, *, one_machine: bool) -> float:
         work = Collective(Kind.ALL_GATHER, "x", size, DType.INT8, WORLD)
         body = Schedule("both", tuple(Op(stream, work, stream) for stream in ("a", "b")))
-        cluster = shaped(4, burst, hosts=hosts)
+        cluster = shaped(4, burst, one_machine=one_machine)
         trace = execute(body, cluster, precision="bf16", rounds=1, fold=False)
         return max(span.end for span in trace.spans)
 
     small = (0.0 if burst else 2 * 75e-6) + 3 * LATENCY
-    assert both(100, "apart") == pytest.approx(small)
-    assert both(100, "shared") == pytest.approx(small + 3 * LATENCY)
-    apart, shared = both(40_000, "apart"), both(40_000, "shared")
+    assert both(100, one_machine=False) == pytest.approx(small)
+    assert both(100, one_machine=True) == pytest.approx(small + 3 * LATENCY)
+    apart, shared = (both(40_000, one_machine=one) for one in (False, True))
     assert 60e-3 - 2e-3 <= apart <= shared <= apart + 3 * LATENCY
 
 
@@ -216,12 +222,15 @@ def test_every_collective_takes_the_overhead_of_a_call() -> None:
     assert footprint(work, replace(shaped(1, 0.0), call_overhead=5e-3)).latency == 0
 
 
-@given(st.sampled_from([WORLD, NODE, PEERS]), st.sampled_from(get_args(Hosts)))
-def test_folded_and_unfolded_ranks_share_bursts_and_hosts_alike(group: Group, hosts: Hosts) -> None:
+@given(st.sampled_from([WORLD, NODE, PEERS]), st.booleans())
+def test_folded_and_unfolded_ranks_share_bursts_and_cores_alike(
+    group: Group,
+    one_machine: bool,  # noqa: FBT001 - Hypothesis gives it
+) -> None:
     """Groups of one kind: each gets the same part of the credit, and of the machine."""
     work = Collective(Kind.ALL_GATHER, "x", 10_000, DType.INT8, group)
     body = Schedule("both", tuple(Op(stream, work, stream) for stream in ("a", "b")))
-    cluster = shaped(3, 2_000.0, 2, 2e7, hosts)
+    cluster = shaped(3, 2_000.0, 2, 2e7, one_machine=one_machine)
     folded, unfolded = (
         {
             round(span.end, 12)
@@ -230,3 +239,54 @@ def test_folded_and_unfolded_ranks_share_bursts_and_hosts_alike(group: Group, ho
         for fold in (True, False)
     )
     assert sorted(folded) == pytest.approx(sorted(unfolded))
+
+
+# --- cores that sleep -----------------------------------------------------------------------------
+
+WAKE, STEP = 1e-3, 0.2e-3
+GATHER = Collective(Kind.ALL_GATHER, "x", 1, DType.INT8, WORLD)
+
+
+def waking() -> Cluster:
+    """Two nodes on one machine; a step takes 0.2 ms, bytes next to nothing."""
+    link = Link(1e15, STEP)
+    host = HostEffects(one_machine=True, wake_up=WAKE)
+    return tiny.cluster(2, 1, inter=link, backend="gloo", host=host)
+
+
+def op_ends(body: Schedule, on: Cluster) -> dict[str, float]:
+    """When the ops of a round end, in ms."""
+    trace = execute(body, on, precision="bf16", rounds=1, fold=False)
+    return {span.op: span.end * 1e3 for span in trace.spans}
+
+
+@pytest.mark.parametrize(("pause", "wait"), [(1e-3, 0.2), (4e-3, 0.8), (5e-3, 1.0), (1.0, 1.0)])
+def test_the_longer_the_pause_the_longer_it_takes(pause: float, wait: float) -> None:
+    """In proportion, up to 5 ms of idleness."""
+    on = waking()
+    kernel = Compute("pause", pause * on.gpu.peak["bf16"])
+    ops = Op("first", GATHER, "comm"), Op("pause", kernel, "compute", (After("first"),))
+    body = Schedule("pause", (*ops, Op("second", GATHER, "comm", (After("pause"),))))
+    seconds = op_ends(body, on)
+    length = seconds["pause"] - seconds["first"]
+    assert min(1.0, length * 1e-3 / FULLY_IDLE) == pytest.approx(wait, rel=0.01)
+    assert seconds["second"] - seconds["pause"] == pytest.approx(wait + 0.2, rel=0.01)
+
+
+def test_what_starts_while_hosts_wake_up_waits_for_the_same_moment() -> None:
+    """One that starts after 0.4 of 1 ms waits for the other 0.6; no collective wakes them twice."""
+    hosts = Cores(WAKE)
+    assert hosts.begin(7.0) == pytest.approx(WAKE)
+    assert hosts.begin(7.0004) == pytest.approx(0.6e-3)
+    assert hosts.begin(7.002) == 0
+    for _ in range(3):
+        hosts.end(7.003)
+    assert hosts.begin(7.003) == 0
+    hosts.end(7.003)
+    assert hosts.begin(7.003 + FULLY_IDLE / 2) == pytest.approx(WAKE / 2)
+
+
+def test_machines_of_their_own_do_not_wake_up_together() -> None:
+    """It is simulated for one machine only; one line says so."""
+    with pytest.raises(OptionError, match="one_machine"):
+        HostEffects(wake_up=WAKE)
