@@ -24,6 +24,7 @@ from co2sim.report.tables import Table
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation.metrics import is_steady
 from co2sim.simulation.run import execute
+from co2sim.simulation.stragglers import expected_slowdown
 from co2sim.simulation.trace import Trace
 from realrun.execute.matmul_speed import at_speed, beside
 from realrun.record import Record
@@ -192,18 +193,21 @@ def compare(name: str, record: Record, cluster: Cluster | None = None) -> RunCom
 
 def _predict(prepared: Prepared, record: Record) -> tuple[Trace, Result]:
     """The same rounds as were run, and their figures."""
+    precision, schedule, cluster = prepared.job.precision, prepared.schedule, prepared.cluster
+    slowdown = expected_slowdown(schedule, cluster, precision=precision)
     simulated, free = (
         execute(
-            prepared.schedule,
-            prepared.cluster,
-            precision=prepared.job.precision,
+            schedule,
+            cluster,
+            precision=precision,
             rounds=record.trace.rounds,
             fold=False,
             free_communication=without,
+            slowdown=slowdown,
         )
         for without in (False, True)
     )
-    steady = is_steady(simulated, prepared.schedule, record.rounds)
+    steady = is_steady(simulated, schedule, record.rounds)
     return simulated, prepared.measure(simulated, record.rounds, steady, free)
 
 

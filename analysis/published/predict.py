@@ -18,6 +18,7 @@ from co2sim.schedule.schedule import Collective, Compute, Kind, Schedule
 from co2sim.simulation import metrics
 from co2sim.simulation.collective_cost import compute_time, footprint
 from co2sim.simulation.run import execute
+from co2sim.simulation.stragglers import expected_slowdown
 
 _MANY_TIMES = 8192
 """Step times that are kept: a number each."""
@@ -137,7 +138,9 @@ def _extrapolated_step_time(setup: RunSetup) -> Seconds:
 def _simulated(setup: RunSetup, cluster: Cluster, layers: int, micro_steps: int) -> Seconds:
     """A round of a smaller run."""
     schedule = _shorter(_plain(setup), layers, micro_steps)
-    trace = execute(schedule, cluster, precision=setup.precision, rounds=2)
+    precision = setup.precision
+    slowdown = expected_slowdown(schedule, cluster, precision=precision)
+    trace = execute(schedule, cluster, precision=precision, rounds=2, slowdown=slowdown)
     return metrics.window(trace, schedule, 1).round_time
 
 

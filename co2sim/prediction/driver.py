@@ -22,7 +22,7 @@ from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation import metrics
 from co2sim.simulation.noise import QUIET, Noise
-from co2sim.simulation.steady_state import executed, round_time, simulated
+from co2sim.simulation.steady_state import Simulator, round_time
 from co2sim.simulation.trace import Trace
 from co2sim.strategies import Strategy
 from co2sim.strategies.co2 import CO2
@@ -125,8 +125,9 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
             return _of_pipeline(case, done)
         case, notes = _settle(case, done)
         prepared = case.prepare()
-        found, rounds, steady = simulated(case.run_options, prepared, done)
-        free = executed(case.run_options, prepared, found.rounds, done, free=True)
+        simulator = Simulator(case.run_options, prepared, done)
+        found, rounds, steady = simulator.simulated()
+        free = simulator.executed(found.rounds, free=True)
         result = prepared.measure(found, rounds, steady, free)
         cluster, nominal = prepared.cluster, result.round_time_s
         blocks = prepared.job.share.model.blocks
@@ -185,7 +186,7 @@ def _with_interval(case: Case, prepared: Prepared, result: Result, done: Done | 
 
     def again(cluster: Cluster) -> float:
         moved = replace(prepared, cluster=cluster)
-        found, rounds, _ = simulated(case.run_options, moved, done)
+        found, rounds, _ = Simulator(case.run_options, moved, done).simulated()
         during = metrics.window(found, prepared.schedule, rounds)
         return result.tokens_per_s * result.round_time_s / during.round_time
 
@@ -212,9 +213,10 @@ def trace(case: Case, *, progress: bool | None = False) -> tuple[Schedule, Trace
     with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
         case, _ = _settle(case, done)
         prepared = case.prepare()
-        found = simulated(case.run_options, prepared, done)[0]
+        simulator = Simulator(case.run_options, prepared, done)
+        found = simulator.simulated()[0]
         if found.rounds == 1:  # two show where one ends
-            found = executed(case.run_options, prepared, 2, done)
+            found = simulator.executed(2)
         return prepared.schedule, found
 
 

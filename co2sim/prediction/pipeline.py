@@ -24,7 +24,7 @@ from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Collective, Compute, Kind, tensor
 from co2sim.simulation import metrics
 from co2sim.simulation.collective_cost import compute_time, footprint, peak_flops
-from co2sim.simulation.steady_state import executed, simulated
+from co2sim.simulation.steady_state import Simulator
 from co2sim.strategies import parse
 
 MOST_PASSES = 2_000_000
@@ -252,8 +252,9 @@ def _stage(
     case: Case, pipeline: Pipeline, number: int, done: Done | None
 ) -> tuple["_Stage", "_Stage"]:
     prepared = case.stage(number, pipeline.held(number) / pipeline.chunks)
-    trace, rounds, steady = simulated(case.run_options, prepared, done)
-    quiet = executed(case.run_options, prepared, trace.rounds, done, free=True)
+    simulator = Simulator(case.run_options, prepared, done)
+    trace, rounds, steady = simulator.simulated()
+    quiet = simulator.executed(trace.rounds, free=True)
     result = prepared.measure(trace, rounds, steady, quiet)
     whole = metrics.window(quiet, prepared.schedule, rounds).round_time
     counts = sizes(prepared.job, number, pipeline.stages, pipeline.chunks)

@@ -1,6 +1,7 @@
 """As many rounds of a case as it takes: until they repeat, or as many as are to be averaged."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from co2sim.common.errors import ResourceError
@@ -19,6 +20,7 @@ from co2sim.simulation.lowering import (
 )
 from co2sim.simulation.noise import QUIET, RunOptions
 from co2sim.simulation.run import execute
+from co2sim.simulation.stragglers import expected_slowdown
 from co2sim.simulation.token_bucket import shapers
 from co2sim.simulation.trace import Trace
 
@@ -41,52 +43,66 @@ class Scheduled(Protocol):
 
 def round_time(options: RunOptions, prepared: Scheduled, done: Done | None) -> Seconds:
     """How long a round takes where all ranks are equal."""
-    found, rounds, _ = simulated(replace(options, noise=QUIET), prepared, done)
+    found, rounds, _ = Simulator(replace(options, noise=QUIET), prepared, done).simulated()
     return metrics.window(found, prepared.schedule, rounds).round_time
 
 
-def simulated(
-    options: RunOptions, prepared: Scheduled, done: Done | None
-) -> tuple[Trace, int, bool]:
-    """A trace, how many of its last rounds to measure, and whether they are a steady state."""
-    warm_up = max(prepared.schedule.lag, 1)
-    if options.noise.jitter:
-        measured = options.rounds or _ROUNDS_OF_JITTER
-        return executed(options, prepared, warm_up + measured, done), measured, False
-    measured = options.rounds or 1
-    if _repeats(options, prepared):
-        return executed(options, prepared, measured, done), measured, True
-    while True:
-        found = executed(options, prepared, warm_up + measured, done)
-        steady = metrics.is_steady(found, prepared.schedule, measured)
-        most = warm_up >= _MOST_ROUNDS
-        if steady or most or not _fits(options, prepared, 2 * warm_up + measured):
-            half = found.rounds // 2
-            return found, (measured if steady else max(measured, half)), steady
-        warm_up *= 2
+@dataclass(frozen=True)
+class Simulator:
+    """Simulates a case; `done` hears of the progress."""
 
+    options: RunOptions
+    prepared: Scheduled
+    done: Done | None
 
-def executed(
-    options: RunOptions, prepared: Scheduled, rounds: int, done: Done | None, *, free: bool = False
-) -> Trace:
-    """Rounds in the midst of a training: where computing slows communication down, others follow.
+    @cached_property
+    def slowdown(self) -> float:
+        """Of the slowest node that all others wait for. Raises OptionError, see there."""
+        what = self.prepared
+        return expected_slowdown(
+            what.schedule, what.cluster, precision=what.precision, noise=self.options.noise
+        )
 
-    Else what is under way behind the last step would be faster than it ever is.
-    """
-    more = _further(options, prepared)
-    if not free:  # which comes second, and is counted with the first
-        _check_memory(options, prepared, rounds)
-    found = execute(
-        prepared.schedule,
-        prepared.cluster,
-        precision=prepared.precision,
-        rounds=rounds + more,
-        noise=options.noise,
-        fold=options.fold,
-        free_communication=free,
-        progress=(lambda share: done(round(share * rounds), rounds)) if done else None,
-    )
-    return found.first(rounds) if more else found
+    def simulated(self) -> tuple[Trace, int, bool]:
+        """A trace, how many of its last rounds to measure, and whether they are a steady state."""
+        options, prepared = self.options, self.prepared
+        warm_up = max(prepared.schedule.lag, 1)
+        if options.noise.jitter:
+            measured = options.rounds or _ROUNDS_OF_JITTER
+            return self.executed(warm_up + measured), measured, False
+        measured = options.rounds or 1
+        if _repeats(options, prepared):
+            return self.executed(measured), measured, True
+        while True:
+            found = self.executed(warm_up + measured)
+            steady = metrics.is_steady(found, prepared.schedule, measured)
+            most = warm_up >= _MOST_ROUNDS
+            if steady or most or not _fits(options, prepared, 2 * warm_up + measured):
+                half = found.rounds // 2
+                return found, (measured if steady else max(measured, half)), steady
+            warm_up *= 2
+
+    def executed(self, rounds: int, *, free: bool = False) -> Trace:
+        """Rounds in the midst of a training: where computing slows communication, others follow.
+
+        Else what is under way behind the last step would be faster than it ever is.
+        """
+        options, prepared, done = self.options, self.prepared, self.done
+        more = _further(options, prepared)
+        if not free:  # which comes second, and is counted with the first
+            _check_memory(options, prepared, rounds)
+        found = execute(
+            prepared.schedule,
+            prepared.cluster,
+            precision=prepared.precision,
+            rounds=rounds + more,
+            noise=options.noise,
+            fold=options.fold,
+            free_communication=free,
+            slowdown=self.slowdown,
+            progress=(lambda share: done(round(share * rounds), rounds)) if done else None,
+        )
+        return found.first(rounds) if more else found
 
 
 def _repeats(options: RunOptions, prepared: Scheduled) -> bool:

@@ -12,9 +12,13 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
+from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import Collective, Schedule
-from co2sim.simulation.lowering import Lowered, Times, leaves_node
+from co2sim.simulation.lowering import Lowered, Times, leaves_node, lower
+from co2sim.simulation.noise import QUIET, Noise
+from co2sim.simulation.run import run
 
 _STEP = 0.02
 """Of the quadrature. The integrands are smooth and vanish at both ends: halving it changes nothing
@@ -185,3 +189,49 @@ def _between(
         for number, (start, end) in enumerate(zip(starts, ends, strict=True))
         if lowered.schedule.body[number % size].stream == main
     )
+
+
+def expected_slowdown(
+    schedule: Schedule, cluster: Cluster, *, precision: str, noise: Noise = QUIET
+) -> float:
+    """Factor on the compute time of the slowest node that all others wait for, as expected.
+
+    Its speed and its steps spread as the cluster says. A round takes as long as on that node, which
+    is exact as long as the spread changes nothing else: nodes that wait for each other in turn
+    (blocks of nodes, or sites) count as if all of them met. 1 where no collective leaves its node.
+    Raises OptionError where `noise` makes nodes differ, too.
+    """
+    if not (cluster.node_spread or cluster.step_spread):
+        return 1.0
+    if noise.uneven:
+        raise OptionError(
+            f"{cluster.name}: node_spread={cluster.node_spread:g} and"
+            f" step_spread={cluster.step_spread:g} say what to expect of uneven nodes, jitter,"
+            " straggle and node_speed what single ones do; give one of both, the others as 0"
+        )
+    if not any(leaves_node(group, cluster.layout) for group in schedule.groups):
+        return 1.0
+    per_round = 0.0
+    if cluster.step_spread:
+        between = _slack(schedule, cluster, precision)
+        per_round = with_slack(
+            mean_of(cluster.step_spread, between.steps),
+            cluster.nodes,
+            between.slack / between.compute if between.compute else 0.0,
+            between.ahead / between.compute if between.compute else 0.0,
+        )
+    return expected_slowest(math.hypot(cluster.node_spread, per_round), cluster.nodes)
+
+
+def _slack(schedule: Schedule, cluster: Cluster, precision: str) -> Slack:
+    """That of the schedule where all nodes are equal."""
+    lowered = lower(
+        schedule,
+        cluster,
+        precision=precision,
+        rounds=rounds_needed(schedule),
+        noise=QUIET,
+        fold=True,
+        free=False,
+    )
+    return find(lowered, run(lowered))

@@ -16,7 +16,7 @@ from co2sim.simulation.chakra.reading import Imported
 from co2sim.simulation.collective_cost import peak_flops, traffic
 from co2sim.simulation.metrics import Window
 from co2sim.simulation.noise import RunOptions
-from co2sim.simulation.steady_state import executed, simulated
+from co2sim.simulation.steady_state import Simulator
 from co2sim.simulation.trace import Trace
 
 
@@ -72,13 +72,13 @@ def replay(
         )
     precision = precision or cluster.gpu.preferred_precision
     peak_flops(cluster.gpu, precision)
-    options, schedule = RunOptions(), trace.schedule
-    what = _Replayed(schedule, cluster, precision)
+    schedule = trace.schedule
+    simulator = Simulator(RunOptions(), _Replayed(schedule, cluster, precision), done)
     if trace.layout:
-        found, rounds, steady = simulated(options, what, done)
+        found, rounds, steady = simulator.simulated()
     else:
-        found, rounds, steady = executed(options, what, 1, done), 1, True
-    free = executed(options, what, found.rounds, done, free=True)
+        found, rounds, steady = simulator.executed(1), 1, True
+    free = simulator.executed(found.rounds, free=True)
     during, without = (_window(trace, one, rounds) for one in (found, free))
     sent = traffic(schedule, cluster)
     return Replay(
