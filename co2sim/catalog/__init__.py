@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -36,6 +36,9 @@ T = TypeVar("T")
 
 _MOST_PARAMETERS = 10**15
 """Of a model: a thousand times the largest that are trained."""
+
+_MOST_KEPT = 128
+"""Clusters and models of the catalog that are kept, with their overrides."""
 
 _NO_PROBE = {
     "value": 0,
@@ -95,8 +98,12 @@ def cluster_contents(reference: str, overrides: Mapping[str, str]) -> Contents |
 
 def model_contents(reference: str) -> Contents | None:
     """What a user's file says of a model; None for a key of the catalog. Raises CatalogError."""
-    ours = is_file(reference) or is_regular(Path(reference) / "config.json")
-    return Contents(reference, _of_model(reference)) if ours else None
+    return Contents(reference, _of_model(reference)) if _is_own(reference) else None
+
+
+def _is_own(reference: str) -> bool:
+    """Whether a model is a user's: a file, or a folder as of Hugging Face."""
+    return is_file(reference) or is_regular(Path(reference) / "config.json")
 
 
 def _of_cluster(reference: str, overrides: Mapping[str, str]) -> Contents:
@@ -115,14 +122,22 @@ def load_cluster(
     `overrides` maps dotted paths, such as "inter.bandwidth", to texts, such as "25 Gbit/s".
     Raises CatalogError when anything is unknown, missing, or of the wrong kind.
     """
+    changes = overrides or {}
+    named = (reference, *(changes[name] for name in _KIND_OF if name in changes))
+    if all(isinstance(one, str) and not is_file(one) for one in named):
+        return _known_cluster(reference, tuple(changes.items()))
+    return _cluster(reference, changes)
+
+
+def _cluster(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[Cluster]:
     from co2sim.catalog.specs import ClusterSpec  # noqa: PLC0415 - pydantic is slow
 
     if isinstance(reference, Contents):
         tree, chosen, reference = deepcopy(reference.tree), [*reference.chosen], reference.name
     else:
-        found = _of_cluster(reference, overrides or {})
+        found = _of_cluster(reference, overrides)
         tree, chosen = found.tree, [*found.chosen]
-    changes = {path: text for path, text in (overrides or {}).items() if path not in _KIND_OF}
+    changes = {path: text for path, text in overrides.items() if path not in _KIND_OF}
     for name, fact in (
         ("interference", _NO_PROBE),
         ("node_spread", _EVEN_NODES),
@@ -143,6 +158,14 @@ def load_cluster(
         return Entry(spec.build(), (*chosen, *facts(tree)))
     except OptionError as error:
         raise CatalogError(f"{reference}: {error}") from error
+
+
+@lru_cache(maxsize=_MOST_KEPT)
+def _known_cluster(
+    reference: str | Contents, overrides: tuple[tuple[str, str], ...]
+) -> Entry[Cluster]:
+    """That of the catalog, which does not change."""
+    return _cluster(reference, dict(overrides))
 
 
 def _named(
@@ -218,13 +241,19 @@ def load_model(
 
     `overrides` maps names, such as "seq_len", to texts. Raises CatalogError like `load_cluster`.
     """
+    if isinstance(reference, str) and not _is_own(reference):
+        return _known_model(reference, tuple((overrides or {}).items()))
+    return _model(reference, overrides or {})
+
+
+def _model(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[Model]:
     from co2sim.catalog.specs import ModelSpec  # noqa: PLC0415 - pydantic is slow
 
     if isinstance(reference, Contents):
         tree, reference = deepcopy(reference.tree), reference.name
     else:
         tree = _of_model(reference)
-    for path, text in (overrides or {}).items():
+    for path, text in overrides.items():
         if path == "parameters":
             raise CatalogError(
                 "parameters follows from the shape of the model; set layers or hidden"
@@ -238,6 +267,12 @@ def load_model(
             f" {_MOST_PARAMETERS:.0e}"
         )
     return Entry(model, tuple(facts(tree)))
+
+
+@lru_cache(maxsize=_MOST_KEPT)
+def _known_model(reference: str, overrides: tuple[tuple[str, str], ...]) -> Entry[Model]:
+    """That of the catalog, which does not change."""
+    return _model(reference, dict(overrides))
 
 
 def _checked(spec: Any, tree: Tree, reference: str) -> Any:

@@ -83,6 +83,10 @@ simulate.__doc__ = (simulate.__doc__ or "").replace(
 )
 
 
+_OPTIONS = tuple(get_type_hints(Options))
+"""The names of all options."""
+
+
 def describe(
     cluster: Reference | Cluster,
     model: Reference | Model,
@@ -91,10 +95,9 @@ def describe(
 ) -> Case:
     """The case that the arguments of `simulate` describe."""
     given: dict[str, Any] = {**options}
-    known = get_type_hints(Options)
-    unknown = [name for name in given if name not in known]
+    unknown = [name for name in given if name not in _OPTIONS]
     if unknown:
-        raise OptionError(f"unknown option {unknown[0]!r}; {nearest(unknown[0], known)}")
+        raise OptionError(f"unknown option {unknown[0]!r}; {nearest(unknown[0], _OPTIONS)}")
     uneven = {f.name: given.pop(f.name) for f in fields(Noise) if f.name in given}
     noise = _noise(uneven.pop("node_speed", None) or {}, uneven)
     if given.get("overrides", {}) is None:
