@@ -86,7 +86,7 @@ def _simulates(process: psutil.Process) -> bool:
 @pytest.mark.parametrize(
     ("arguments", "heavy"),
     [
-        ("--help", "numpy pydantic rich simpy co2sim.prediction.case co2sim.cli.simulating"),
+        ("--help", "numpy pydantic rich simpy co2sim.prediction.case co2sim.cli.run"),
         (
             "run -c dgx-h100 -m gpt2-small -s ddp",
             "scipy matplotlib dask co2sim.prediction.published",
@@ -103,7 +103,7 @@ try:
     main()
 except SystemExit as ended:
     assert not ended.code
-heavy = set("{heavy} torch pandas joblib altair jinja2 co2sim.cli.varying".split())
+heavy = set("{heavy} torch pandas joblib altair jinja2 co2sim.cli.sweep".split())
 print(sorted(heavy & set(sys.modules)), file=sys.stderr)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

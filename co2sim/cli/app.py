@@ -5,19 +5,19 @@ import typer
 from co2sim.common.cli import Version, commands_of
 
 COMMANDS = {
-    "list": ("listing", "List the catalog, or every number of one entry with its source."),
-    "show": ("simulating", "Print the schedule: what every rank does in one round."),
-    "run": ("simulating", "Simulate configurations: times, breakdown, traffic, memory."),
-    "trace": ("simulating", "Simulate, and write the timeline of every traced rank."),
-    "scale": ("simulating", "Compare strategies over GPU counts: table, CSV and figure."),
-    "sweep": ("varying", "Vary any parameter over values, in parallel."),
-    "solve": ("deciding", "Find the value of a number that reaches a target."),
-    "plan": ("deciding", "Find what to buy, or how to run what there is."),
+    "list": ("catalog", "List the catalog, or every number of one entry with its source."),
+    "show": ("run", "Print the schedule: what every rank does in one round."),
+    "run": ("run", "Simulate configurations: times, breakdown, traffic, memory."),
+    "trace": ("run", "Simulate, and write the timeline of every traced rank."),
+    "scale": ("run", "Compare strategies over GPU counts: table, CSV and figure."),
+    "sweep": ("sweep", "Vary any parameter over values, in parallel."),
+    "solve": ("solve", "Find the value of a number that reaches a target."),
+    "plan": ("plan", "Find what to buy, or how to run what there is."),
     "goodput": ("goodput", "Say what part of the time is useful where parts fail."),
-    "export": ("exchanging", "Write the schedule as Chakra execution traces."),
-    "replay": ("exchanging", "Simulate Chakra execution traces on a cluster."),
-    "report": ("reporting", "Compare strategies over GPU counts: one HTML page."),
-    "explore": ("exploring", "Play: a page that asks the simulator."),
+    "export": ("chakra", "Write the schedule as Chakra execution traces."),
+    "replay": ("chakra", "Simulate Chakra execution traces on a cluster."),
+    "report": ("report_page", "Compare strategies over GPU counts: one HTML page."),
+    "explore": ("explore", "Play: a page that asks the simulator."),
 }
 """The module of every command, and what it does, in one line of a terminal."""
 

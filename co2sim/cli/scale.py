@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from co2sim.cli.reporting import end_interrupted, end_with_failures, page
+from co2sim.cli.report_page import end_interrupted, end_with_failures, page
 from co2sim.common.files import write_atomically
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import counted, percent, scaled

@@ -84,24 +84,26 @@ def sweep(  # noqa: PLR0913, PLR0917 - one argument per option
     who = options.engine(context, engine, scheduler, jobs)
     goal = options.goal(to_loss_steps, steps_factor)
     if out is not None:
-        from co2sim.cli import sweeping  # noqa: PLC0415 - only then
+        from co2sim.cli import sweep_answer  # noqa: PLC0415 - only then
 
         _refuse_beside_out({"--csv": csv, "--sort": sort, "--report": report})
         part = Shard() if shard is None else Shard.read(shard)
         points = Points.of(case, varied)
-        sweeping.keep(sweeping.SweepTable(points, out, part, goal, tokens), who, as_json=json_)
+        sweep_answer.keep(
+            sweep_answer.SweepTable(points, out, part, goal, tokens), who, as_json=json_
+        )
         return
     if shard is not None:
         raise OptionError("--shard needs a folder: give --out, too")
-    from co2sim.cli import sweeping  # noqa: PLC0415 - pandas
+    from co2sim.cli import sweep_answer  # noqa: PLC0415 - pandas
 
     settings = grid.settings(varied)
     cases = grid.cases_of(case, settings)
     check("--report", report)
-    wishes = sweeping.Wishes(
+    wishes = sweep_answer.Wishes(
         csv=csv, report=report, sort=sort, goal=goal, tokens=tokens, as_json=json_
     )
-    sweeping.sweep(cases, settings, who, wishes)
+    sweep_answer.sweep(cases, settings, who, wishes)
 
 
 def _refuse_beside_out(given: dict[str, object]) -> None:

@@ -49,9 +49,9 @@ def run(  # noqa: PLR0917 - one argument per option
     check("--report", report)
     results = [driver.run(case, progress=None) for case in cases]
     if report:
-        from co2sim.cli import reporting  # noqa: PLC0415 - only then
+        from co2sim.cli import report_page  # noqa: PLC0415 - only then
 
-        write_atomically({report: reporting.page(cases, results, goal, tokens)})
+        write_atomically({report: report_page.page(cases, results, goal, tokens)})
     pairs = list(zip(cases, results, strict=True))
     if json_:
         found = [to_dict(case, result, goal, tokens) for case, result in pairs]
@@ -106,11 +106,11 @@ def scale(  # noqa: PLR0913, PLR0917 - one argument per option
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Compare strategies over GPU counts: a table, a CSV file and a figure."""
-    from co2sim.cli import scaling  # noqa: PLC0415 - pandas and matplotlib
+    from co2sim.cli import scale  # noqa: PLC0415 - pandas and matplotlib
 
     refuse_twice("strategy", (title(parse(text)) for text in strategy))
     refuse_twice("cluster", cluster)
     cases = grid.over_sizes(job, cluster, strategy, gpus)
     goal = options.goal(to_loss_steps, steps_factor)
     check("--report", report)
-    scaling.scale(cases, published, out, jobs, goal, tokens, report, as_json=json_)
+    scale.scale(cases, published, out, jobs, goal, tokens, report, as_json=json_)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from co2sim.cli import reporting
-from co2sim.cli.reporting import end_interrupted, end_with, end_with_failures
+from co2sim.cli import report_page
+from co2sim.cli.report_page import end_interrupted, end_with, end_with_failures
 from co2sim.common.cli import command_line
 from co2sim.common.files import write_atomically
 from co2sim.common.tables import console, print_lines, print_table
@@ -122,7 +122,7 @@ def _show(
     else:
         _print(cases, settings, outcomes, goal, tokens)
         print_lines(console(), *([] if csv is None else [f"table   {csv}"]))
-    reporting.print_where(wishes.report, quiet=wishes.as_json)
+    report_page.print_where(wishes.report, quiet=wishes.as_json)
     return settings, outcomes
 
 

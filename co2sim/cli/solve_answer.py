@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from co2sim.cli import reporting
+from co2sim.cli import report_page
 from co2sim.common.cli import command_line
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.progress import progress_bar
@@ -67,7 +67,7 @@ def solving(  # noqa: PLR0917 - one argument per option
             goal=goal,
             command=command_line("co2sim"),
         )
-        reporting.write(report, page(answers))
+        report_page.write(report, page(answers))
     if as_json:
         print(json.dumps([plain(solved, moved) for solved in found], indent=2))
         return
@@ -81,7 +81,7 @@ def solving(  # noqa: PLR0917 - one argument per option
         print_lines(out, line, "")
     print_assumed(out, results.values())
     _print_checks(out, found, tokens, goal)
-    reporting.print_where(report)
+    report_page.print_where(report)
 
 
 def _as_they_are(

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from co2sim.cli import reporting
+from co2sim.cli import report_page
 from co2sim.common.cli import command_line
 from co2sim.common.errors import OptionError
 from co2sim.common.progress import progress_bar
@@ -95,12 +95,12 @@ def planning(
             interrupted=interrupted,
             command=command_line("co2sim"),
         )
-        reporting.write(report, page(planned))
+        report_page.write(report, page(planned))
     if as_json:
         print(json.dumps(plain(found, turns, held), indent=2))
     else:
         _print(console(), space, found, turns, held)
-    reporting.print_where(report, quiet=as_json)
+    report_page.print_where(report, quiet=as_json)
     if interrupted:
         raise KeyboardInterrupt("what was found until then is above")
     if choice is None:
