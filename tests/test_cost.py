@@ -28,7 +28,7 @@ from co2sim.schedule.schedule import (
     Schedule,
     block,
 )
-from co2sim.simulation.collective_cost import compute_time, footprint, traffic
+from co2sim.simulation.collective_cost import compute_time, cost_of, traffic
 
 Message = tuple[int, int, float]
 """Sender, receiver, bytes."""
@@ -166,7 +166,7 @@ def check_bytes(
 ) -> None:
     """The footprint is what the algorithm's messages add up to, link by link."""
     cluster, work = replace(shaped(*shape), all_reduce=all_reduce), collective(kind, group)
-    cost, count = footprint(work, cluster), Count(messages(work, cluster), cluster)
+    cost, count = cost_of(work, cluster), Count(messages(work, cluster), cluster)
     assert cost.intra == pytest.approx(most(count.intra))
     assert cost.inter == pytest.approx(most(count.inter))
     assert cost.wan == pytest.approx(most(count.wan))
@@ -207,7 +207,7 @@ def test_a_tree_all_reduce_moves_the_bytes_of_two_trees(nodes: int, gpus: int) -
     work = collective(Kind.ALL_REDUCE)
     ranks = list(range(nodes * gpus))
     count = Count(double_tree(ranks, work.bytes, cluster.layout), cluster)
-    cost = footprint(work, cluster)
+    cost = cost_of(work, cluster)
     assert cost.inter == pytest.approx(most(count.inter))
     assert cost.intra == pytest.approx(most(count.intra) if gpus != 2 else 2 * SIZE)
 
@@ -227,14 +227,14 @@ def test_latencies_are_those_of_the_links_on_the_path(shape: tuple[int, int, int
 
     last = nodes * gpus - 1
     path = sum(hop(rank, rank + 1) for rank in range(last))
-    assert footprint(collective(Kind.ALL_GATHER), cluster).latency == path
-    assert footprint(collective(Kind.REDUCE_SCATTER), cluster).latency == path
-    assert footprint(collective(Kind.ALL_REDUCE), cluster).latency == 2 * path
+    assert cost_of(collective(Kind.ALL_GATHER), cluster).latency == path
+    assert cost_of(collective(Kind.REDUCE_SCATTER), cluster).latency == path
+    assert cost_of(collective(Kind.ALL_REDUCE), cluster).latency == 2 * path
     exchange = sum(hop(0, rank + 1) for rank in range(last))
-    assert footprint(collective(Kind.ALL_TO_ALL), cluster).latency == exchange
+    assert cost_of(collective(Kind.ALL_TO_ALL), cluster).latency == exchange
     by_level = replace(cluster, all_reduce="hierarchical")
     once = (gpus - 1) + 100 * (nodes - sites) + 10_000 * (sites - 1)
-    assert footprint(collective(Kind.ALL_REDUCE), by_level).latency == 2 * once
+    assert cost_of(collective(Kind.ALL_REDUCE), by_level).latency == 2 * once
 
 
 @pytest.mark.parametrize(("nodes", "depth"), [(1, 0), (2, 1), (4, 2), (5, 3), (16, 4)])
@@ -243,7 +243,7 @@ def test_tree_latency_is_logarithmic_in_the_nodes(nodes: int, depth: int) -> Non
     cluster = tiny.cluster(
         nodes, 4, all_reduce="tree", intra=Link(1e9, 1.0), inter=Link(1e9, 100.0)
     )
-    assert footprint(collective(Kind.ALL_REDUCE), cluster).latency == 2 * (3 + 100 * depth)
+    assert cost_of(collective(Kind.ALL_REDUCE), cluster).latency == 2 * (3 + 100 * depth)
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 10**9), st.floats(0.0, 1e-3))
@@ -256,7 +256,7 @@ def test_auto_takes_the_faster_of_ring_and_tree_on_nccl_and_the_ring_on_gloo(
 
     def alone(algorithm: str, backend: str = "nccl") -> float:
         cluster = tiny.cluster(nodes, gpus, **links, all_reduce=algorithm, backend=backend)
-        cost = footprint(work, cluster)
+        cost = cost_of(work, cluster)
         return cost.latency + max(cost.intra / 10e9, cost.inter / 1e9)
 
     assert alone("auto") == pytest.approx(min(alone("ring"), alone("tree")))
@@ -287,7 +287,7 @@ def test_a_chain_takes_what_its_pieces_take_hop_by_hop(
             there[number] = free
     work = Collective(kind, "x", pieces * piece, DType.INT8, WORLD)
     expected = (there[-1] + sum(link.latency for link in hops)) if hops else 0.0
-    assert footprint(work, cluster).alone(cluster) == pytest.approx(expected)
+    assert cost_of(work, cluster).duration_alone(cluster) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_blocks_that_straddle_unevenly_are_refused(
     three (nodes 2 and 3 are at different sites).
     """
     with pytest.raises(OptionError, match=r"not spread evenly"):
-        footprint(collective(Kind.ALL_GATHER, group), shaped(*shape))
+        cost_of(collective(Kind.ALL_GATHER, group), shaped(*shape))
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 1), (3, 4, 1), (4, 2, 2), (1, 4, 1), (4, 1, 2)])

@@ -210,7 +210,7 @@ def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path: Path) 
     for page in ROOT.glob("docs/*.md"):
         site = (tmp_path / f"{page.stem}.html").read_text()
         assert not re.findall(r'(?:<script[^>]*src|<link[^>]*stylesheet[^>]*href)="?http', site)
-    assert "footprint" in (tmp_path / "api.html").read_text()
+    assert "cost_of" in (tmp_path / "api.html").read_text()
     assert "<em>" not in (tmp_path / "theory.html").read_text()  # no subscript read as emphasis
 
 

@@ -27,7 +27,7 @@ from co2sim.schedule.schedule import (
     Op,
     Schedule,
 )
-from co2sim.simulation.collective_cost import footprint
+from co2sim.simulation.collective_cost import cost_of
 from co2sim.simulation.host_effects import Cores, HostNetwork, HostTransfer
 from co2sim.simulation.run import execute
 from co2sim.simulation.token_bucket import Shaper
@@ -182,12 +182,12 @@ def test_alone_is_what_the_simulation_takes_after_a_pause(
     """
     cluster = shaped(layout[0], burst, layout[1], pace, one_machine=one_machine, lag=lag)
     work = Collective(kind, "x", size, DType.INT8, WORLD)
-    alone = footprint(work, cluster).alone(cluster)
+    alone = cost_of(work, cluster).duration_alone(cluster)
     assert in_a_row(kind, size, cluster, 1) == pytest.approx(alone, rel=1e-9)
     plain = shaped(layout[0], 0.0, layout[1])
-    assert footprint(work, cluster).latency <= alone
+    assert cost_of(work, cluster).latency <= alone
     if pace is None:
-        assert alone <= footprint(work, plain).alone(plain) * (1 + 1e-12)
+        assert alone <= cost_of(work, plain).duration_alone(plain) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("burst", [0.0, 2_000.0])
@@ -219,7 +219,7 @@ def test_every_collective_takes_the_overhead_of_a_call() -> None:
         before, after = (in_a_row(Kind.ALL_GATHER, size, one, 1) for one in (plain, slow))
         assert after == pytest.approx(before + 5e-3)
     work = Collective(Kind.ALL_GATHER, "x", 100, DType.INT8, WORLD)
-    assert footprint(work, replace(shaped(1, 0.0), call_overhead=5e-3)).latency == 0
+    assert cost_of(work, replace(shaped(1, 0.0), call_overhead=5e-3)).latency == 0
 
 
 @given(st.sampled_from([WORLD, NODE, PEERS]), st.booleans())

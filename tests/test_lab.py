@@ -18,7 +18,7 @@ from tiny import cluster as tiny_cluster
 from co2sim.catalog import load_cluster
 from co2sim.hardware.host import HostEffects, TokenBucket
 from co2sim.schedule.schedule import WORLD, Collective, DType, Kind
-from co2sim.simulation.collective_cost import footprint
+from co2sim.simulation.collective_cost import cost_of
 from realrun.cli.lab import cluster
 from realrun.errors import LabError, LaunchError
 from realrun.lab.lab import TOOLS, check_machine, run_lab, stated_cluster
@@ -346,7 +346,7 @@ def test_what_is_on_the_wire_is_what_was_predicted() -> None:
     for kind in Kind:
         dtype, scales = (DType.FP32, 0) if "reduce" in kind else (DType.INT4, 256)
         work = Collective(kind, "x", 1_000_000, dtype, WORLD, scales)
-        cost = footprint(work, tiny_cluster(4, 1, backend="gloo"))
+        cost = cost_of(work, tiny_cluster(4, 1, backend="gloo"))
         most = max(node[kind] for node in found)
         assert cost.inter < most < 1.08 * cost.inter + 20_000
 

@@ -28,7 +28,7 @@ from co2sim.schedule.schedule import (
     Kind,
     Product,
 )
-from co2sim.simulation.collective_cost import compute_time, footprint
+from co2sim.simulation.collective_cost import compute_time, cost_of
 
 CLUSTER = load_cluster("dgx2-ib1").value.resized(64)
 PASS = Compute("forward", 1e12, 0.0, Kernels((Product(1e12, 1e9),), 20, elementwise_bytes=1e9))
@@ -192,10 +192,10 @@ def test_hops_in_turn_add_the_time_inside_the_node() -> None:
     in_turn = replace(CLUSTER, hops="in_turn")
     pushed = 2e9 * 63 / 64
     extra = pushed / CLUSTER.intra.payload_bandwidth
-    together = footprint(work, CLUSTER).alone(CLUSTER)
-    assert footprint(work, in_turn).alone(in_turn) == pytest.approx(together + extra)
+    together = cost_of(work, CLUSTER).duration_alone(CLUSTER)
+    assert cost_of(work, in_turn).duration_alone(in_turn) == pytest.approx(together + extra)
     one, alone = CLUSTER.resized(16), in_turn.resized(16)
-    assert footprint(work, alone).alone(alone) == footprint(work, one).alone(one)
+    assert cost_of(work, alone).duration_alone(alone) == cost_of(work, one).duration_alone(one)
 
 
 def test_a_rank_that_relays_for_its_node_attains_a_fraction_of_the_nics() -> None:
@@ -205,15 +205,15 @@ def test_a_rank_that_relays_for_its_node_attains_a_fraction_of_the_nics() -> Non
     nodes = CLUSTER.nodes
     pushed = 2 * 2e9 * (nodes - 1) / nodes
     for cluster, rate in ((CLUSTER, 1.0), (slow, 0.5)):
-        found = footprint(work, cluster)
-        assert found.loads(cluster)[1] == pytest.approx(pushed)
+        found = cost_of(work, cluster)
+        assert found.bytes_per_link(cluster)[1] == pytest.approx(pushed)
         seconds = pushed / (cluster.inter.payload_bandwidth * rate)
-        assert found.alone(cluster) == pytest.approx(found.latency + seconds)
-    peers = footprint(replace(work, group=PEERS), slow)
-    assert peers.loads(slow)[1] == pytest.approx(pushed * slow.gpus_per_node)
+        assert found.duration_alone(cluster) == pytest.approx(found.latency + seconds)
+    peers = cost_of(replace(work, group=PEERS), slow)
+    assert peers.bytes_per_link(slow)[1] == pytest.approx(pushed * slow.gpus_per_node)
     assert peers.inter_efficiency == 1
     single = replace(slow, gpus_per_node=1)
-    assert footprint(work, single) == footprint(replace(work, group=WORLD), single)
+    assert cost_of(work, single) == cost_of(replace(work, group=WORLD), single)
 
 
 def case(strategy: str, recompute: str = "full") -> Case:

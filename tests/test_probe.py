@@ -33,7 +33,7 @@ from co2sim.schedule.schedule import (
     Op,
     Schedule,
 )
-from co2sim.simulation.collective_cost import compute_time, footprint
+from co2sim.simulation.collective_cost import compute_time, cost_of
 from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Span, Trace
 from realrun.probe import fit
@@ -100,7 +100,9 @@ def times(
         for size in SIZES
     ]
     return [
-        Sample(work, footprint(work, cluster).alone(cluster) * math.exp(chance.gauss(0, noise)))
+        Sample(
+            work, cost_of(work, cluster).duration_alone(cluster) * math.exp(chance.gauss(0, noise))
+        )
         for work in works
     ]
 
@@ -414,7 +416,7 @@ def test_a_probe_writes_a_cluster_that_co2sim_predicts_with(tmp_path: Path) -> N
     assert probed.layout == Layout(1, 2)
     assert probed.gpu.peak["fp32"] > 1e8
     work = Collective(Kind.ALL_REDUCE, "b", 2**16, DType.FP32, WORLD)
-    assert 1e-5 < footprint(work, probed).alone(probed) < 1
+    assert 1e-5 < cost_of(work, probed).duration_alone(probed) < 1
     assert (tmp_path / "here.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -455,7 +457,7 @@ def test_what_hosts_add_is_found_from_small_collectives() -> None:
             samples = []
             for kind, size, group in itertools.product(Kind, (2**12, 2**14, 2**22), every):
                 work = Collective(kind, "swept", size // 4, DType.FP32, group)
-                alone = footprint(work, true_).alone(true_)
+                alone = cost_of(work, true_).duration_alone(true_)
                 samples.append(Sample(work, alone + wake, after="pause"))
                 if passes(again := Sample(work, alone, after="equal"), true_):
                     samples.append(again)
@@ -485,9 +487,9 @@ def test_what_is_longer_than_a_burst_tells_the_lag() -> None:
             samples = []
             for kind, size in itertools.product(Kind, (2**12, 2**20)):
                 work = Collective(kind, "swept", size // 4, DType.FP32, WORLD)
-                cost = footprint(work, hosts)
+                cost = cost_of(work, hosts)
                 after = max(cost.link_times(hosts)) - 5e4 / 5e7
-                seen = cost.alone(hosts) + (lag * after if size > 2**12 else 1.0)
+                seen = cost.duration_alone(hosts) + (lag * after if size > 2**12 else 1.0)
                 samples.append(Sample(work, seen))
             fitted = fit_bursts(samples, hosts)
             assert fitted.host

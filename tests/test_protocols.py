@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from co2sim.catalog import load_cluster
 from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import NODE, WORLD, Collective, DType, Group, Kind
-from co2sim.simulation.collective_cost import footprint
+from co2sim.simulation.collective_cost import cost_of
 
 US = 1e-6
 H100 = load_cluster("dgx-h100").value.resized(512)
@@ -25,7 +25,7 @@ def collective(kind: Kind, size: float, group: Group = WORLD) -> Collective:
 
 def alone(work: Collective, on: Cluster) -> float:
     """Seconds when nothing else is in flight."""
-    return footprint(work, on).alone(on)
+    return cost_of(work, on).duration_alone(on)
 
 
 # Hops of a ring over 512 ranks: 448 inside nodes, 63 between them; of a tree up and down: 7 inside
@@ -45,7 +45,7 @@ def test_a_gather_takes_the_protocol_that_is_fastest(
 ) -> None:
     """LL for a kilobyte, LL128 for a layer, Simple for what takes 50 ms on 512 H100."""
     for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
-        found = footprint(collective(kind, size), H100)
+        found = cost_of(collective(kind, size), H100)
         assert found.latency == pytest.approx(latency * US)
         if share != 0.5:  # LL attains 20.4 GB/s at most
             assert found.share == share
@@ -73,24 +73,24 @@ def test_the_norm_of_gradients_is_a_tree_of_a_few_hops(gpus: int, latency: float
 def test_posts_of_a_slow_host_bound_the_hops_of_a_ring() -> None:
     """2 us with AMD's processors: 6 us a hop by Simple, 2 by the others; none inside a node."""
     amd = replace(H100, network_overhead=2e-6)
-    found = footprint(collective(Kind.ALL_GATHER, 200e6), amd)
+    found = cost_of(collective(Kind.ALL_GATHER, 200e6), amd)
     assert found.latency == pytest.approx((14.0 + 448 * 2.0 + 63 * 4.0) * US)
-    large = footprint(collective(Kind.ALL_GATHER, 100e9), amd)
+    large = cost_of(collective(Kind.ALL_GATHER, 100e9), amd)
     assert large.latency == pytest.approx((8.4 + 448 * 6.0 + 63 * 14.0) * US)
-    two = footprint(collective(Kind.ALL_GATHER, 200e6), amd.resized(16))
+    two = cost_of(collective(Kind.ALL_GATHER, 200e6), amd.resized(16))
     assert two.latency == pytest.approx((14.0 + 14 * 2.0 + 4.0) * US)
     inside = collective(Kind.ALL_GATHER, 200e6, NODE)
-    assert footprint(inside, amd) == footprint(inside, H100)
+    assert cost_of(inside, amd) == cost_of(inside, H100)
 
 
 def test_nodes_without_nvlink_have_no_ll128() -> None:
     """PCI has Simple and LL: 5.7 and 1.0 us a hop."""
     pci = replace(H100, protocols="pci", intra=replace(H100.intra, latency=5.7e-6))
     inside = collective(Kind.ALL_GATHER, 1e3, NODE)
-    assert footprint(inside, pci).latency == pytest.approx((6.6 + 7 * 1.0) * US)
+    assert cost_of(inside, pci).latency == pytest.approx((6.6 + 7 * 1.0) * US)
     large = collective(Kind.ALL_GATHER, 1e9, NODE)
-    assert footprint(large, pci).latency == pytest.approx((8.4 + 7 * 5.7) * US)
-    assert footprint(large, pci).share == 1
+    assert cost_of(large, pci).latency == pytest.approx((8.4 + 7 * 5.7) * US)
+    assert cost_of(large, pci).share == 1
 
 
 @given(

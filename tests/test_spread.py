@@ -81,9 +81,9 @@ def test_sums_of_steps_spread_less(tau: int) -> None:
     """The slowest of 16 sums of tau steps, drawn 3,000 times: within four standard errors."""
     steps = np.random.default_rng(3).lognormal(-0.02, 0.2, (3000, 16, tau)).mean(2).max(1)
     error = steps.std() / math.sqrt(len(steps))
-    found = stragglers.expected_slowest(stragglers.mean_of(0.2, tau), 16)
+    found = stragglers.expected_slowest(stragglers.sigma_of_mean(0.2, tau), 16)
     assert found == pytest.approx(steps.mean(), abs=4 * error + 0.002)
-    assert stragglers.mean_of(0.05, tau) == pytest.approx(0.05 / math.sqrt(tau), rel=2e-3)
+    assert stragglers.sigma_of_mean(0.05, tau) == pytest.approx(0.05 / math.sqrt(tau), rel=2e-3)
 
 
 def late_rounds(count: int, sigma: float, slack: float, rounds: int) -> float:
@@ -103,7 +103,7 @@ def late_rounds(count: int, sigma: float, slack: float, rounds: int) -> float:
 )
 def test_a_late_average_evens_out_slow_rounds(count: int, slack: float) -> None:
     """The closed form against 6,000 rounds of the recurrence: within a quarter of the loss."""
-    left = stragglers.with_slack(SIGMA, count, slack, ahead=1.0)
+    left = stragglers.residual_sigma(SIGMA, count, slack, ahead=1.0)
     found = stragglers.expected_slowest(left, count) - 1
     assert found == pytest.approx(late_rounds(count, SIGMA, slack, 6000), rel=0.25)
 
@@ -111,12 +111,12 @@ def test_a_late_average_evens_out_slow_rounds(count: int, slack: float) -> None:
 @given(st.integers(1, 10**6), st.floats(0, 5), st.floats(0, 5), st.floats(0, 3))
 def test_slack_never_costs(count: int, slack: float, more: float, ahead: float) -> None:
     """More slack leaves less spread; none and no delay leave it all, endless slack nothing."""
-    left = stragglers.with_slack(SIGMA, count, slack, ahead)
+    left = stragglers.residual_sigma(SIGMA, count, slack, ahead)
     assert left <= SIGMA
     if count > 1:
-        assert stragglers.with_slack(SIGMA, count, slack + more, ahead) <= left
-        assert stragglers.with_slack(SIGMA, count, math.inf, ahead) == 0
-    assert stragglers.with_slack(SIGMA, count, 0.0, 0.0) == SIGMA
+        assert stragglers.residual_sigma(SIGMA, count, slack + more, ahead) <= left
+        assert stragglers.residual_sigma(SIGMA, count, math.inf, ahead) == 0
+    assert stragglers.residual_sigma(SIGMA, count, 0.0, 0.0) == SIGMA
 
 
 # --- folded expectation against unfolded draws ---------------------------------------------------

@@ -19,7 +19,7 @@ from co2sim.prediction.case import schedule_of
 from co2sim.schedule.groups import LEADERS, NODE, PEERS, SITE, SITE_PEERS, WORLD, Group, Layout
 from co2sim.schedule.schedule import Collective, Kind, Schedule, block, peers_of_blocks, tensor
 from co2sim.schedule.tensor_parallel import TENSOR
-from co2sim.simulation.collective_cost import footprints, traffic
+from co2sim.simulation.collective_cost import costs_of, traffic
 from co2sim.simulation.run import execute
 from co2sim.strategies import chaining
 
@@ -142,7 +142,7 @@ def test_bytes_on_links_are_those_of_the_closed_form(tp: int) -> None:
     costs = [
         cost
         for number in schedule.work_numbers
-        if (cost := footprints(schedule, here)[number]) is not None
+        if (cost := costs_of(schedule, here)[number]) is not None
         and schedule.works[number].group == tensor(tp)  # type: ignore[union-attr]
     ]
     sums, ring = 4 * BODY.layers + 2, 2 * (tp - 1) / tp

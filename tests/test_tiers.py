@@ -10,7 +10,7 @@ from test_cost import messages
 
 from co2sim.hardware.cluster import Cluster, Link, Tier
 from co2sim.schedule.schedule import PEERS, WORLD, Collective, DType, Group, Kind
-from co2sim.simulation.collective_cost import footprint
+from co2sim.simulation.collective_cost import cost_of
 from co2sim.simulation.metrics import window
 from co2sim.simulation.run import execute
 
@@ -39,18 +39,18 @@ def test_bytes_that_leave_a_pod_are_counted_message_by_message(kind: Kind, group
             here, there = (one // on.gpus_per_node // 4 for one in (sender, receiver))
             if here != there:
                 sent[here] += size
-    (found,) = footprint(work, on).tiers
+    (found,) = cost_of(work, on).tiers
     assert found.bytes * found.groups(on) == pytest.approx(max(sent))
 
 
 def test_a_ring_feels_an_oversubscription_beyond_the_nodes_of_a_pod() -> None:
     """It leaves the pod of 4 once: 4 is no loss, 12 takes three times as long."""
     work, plain = collective(Kind.ALL_GATHER), cluster()
-    nics = footprint(work, plain).link_times(plain)[1]
+    nics = cost_of(work, plain).link_times(plain)[1]
     for factor, expected in ((4.0, 1.0), (12.0, 3.0)):
         on = cluster(rail=Tier(4, oversubscription=factor))
-        found = footprint(work, on)
-        assert found.alone(on) == pytest.approx(found.latency + expected * nics)
+        found = cost_of(work, on)
+        assert found.duration_alone(on) == pytest.approx(found.latency + expected * nics)
 
 
 def test_congestion_slows_what_crosses() -> None:
@@ -59,9 +59,9 @@ def test_congestion_slows_what_crosses() -> None:
     plain = cluster()
     for kind, factor in ((Kind.ALL_GATHER, 1.5), (Kind.ALL_TO_ALL, 1 + 0.5 * 4 / 7)):
         work = collective(kind)
-        nics = footprint(work, plain).link_times(plain)[1]
-        found = footprint(work, on)
-        assert found.alone(on) == pytest.approx(found.latency + factor * nics)
+        nics = cost_of(work, plain).link_times(plain)[1]
+        found = cost_of(work, on)
+        assert found.duration_alone(on) == pytest.approx(found.latency + factor * nics)
 
 
 @given(

@@ -36,7 +36,7 @@ from analysis.measured.spans import Key, Split, split
 from co2sim.common.units import Bytes, Flops, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import Collective, Compute, Group, Kind, Schedule
-from co2sim.simulation.collective_cost import compute_time, footprint
+from co2sim.simulation.collective_cost import compute_time, cost_of
 from co2sim.simulation.trace import Trace
 
 _MOST_INFLATION = 6.0
@@ -237,9 +237,11 @@ def _cost(work: Compute | Collective, cluster: Cluster, precision: str) -> _Cost
         growing = compute_time(work, cluster.gpu, precision) - launch
         key: Work = (work.kernel, work.flops, work.memory_bytes)
         return _Cost(key, work.kernel, None, launch, growing)
-    cost = footprint(work, cluster)
+    cost = cost_of(work, cluster)
     key = (work.kind, work.bytes, work.group)
-    return _Cost(key, work.kind, work.group, cost.latency, cost.alone(cluster) - cost.latency)
+    return _Cost(
+        key, work.kind, work.group, cost.latency, cost.duration_alone(cluster) - cost.latency
+    )
 
 
 def _stretched(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import Collective, Group, Schedule
-from co2sim.simulation.collective_cost import Footprint, footprint
+from co2sim.simulation.collective_cost import CollectiveCost, cost_of
 from co2sim.simulation.trace import Span, Trace
 
 Key: TypeAlias = tuple[str, int, int]
@@ -82,11 +82,11 @@ def split(trace: Trace, schedule: Schedule, cluster: Cluster, first: int) -> dic
 
     A compute op overlaps while a collective of its rank runs. A collective loses to others of its
     rank the time until it may run, and what equal shares of the link that bounds it on `cluster`
-    (`Footprint.bound_by`) leave to them; of the latter only the share of its time alone
+    (`CollectiveCost.bound_by`) leave to them; of the latter only the share of its time alone
     that is not latency.
     """
     works = {op.name: op.work for op in schedule.body if isinstance(op.work, Collective)}
-    costs = {work: _bound(footprint(work, cluster), cluster) for work in set(works.values())}
+    costs = {work: _bound(cost_of(work, cluster), cluster) for work in set(works.values())}
     bounds = {name: costs[work] for name, work in works.items()}
     starts = active_starts(trace, schedule)
     running = _running_starts(trace, schedule, cluster, starts)
@@ -184,12 +184,12 @@ class _Bound:
     growing: float
 
 
-def _bound(cost: Footprint, cluster: Cluster) -> _Bound:
+def _bound(cost: CollectiveCost, cluster: Cluster) -> _Bound:
     on_node, on_site = cost.groups(cluster)
     counts = (1.0, float(on_node), float(on_site))
-    loads = cost.loads(cluster)
+    loads = cost.bytes_per_link(cluster)
     intra, inter, far = (count if size else 0.0 for count, size in zip(counts, loads, strict=True))
-    alone = cost.alone(cluster)
+    alone = cost.duration_alone(cluster)
     return _Bound(
         flows=(intra, inter, far),
         link=cost.bound_by(cluster),

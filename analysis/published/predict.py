@@ -16,7 +16,7 @@ from co2sim.prediction import driver
 from co2sim.prediction.case import Prepared
 from co2sim.schedule.schedule import Collective, Compute, Kind, Schedule
 from co2sim.simulation import metrics
-from co2sim.simulation.collective_cost import compute_time, footprint
+from co2sim.simulation.collective_cost import compute_time, cost_of
 from co2sim.simulation.run import execute
 from co2sim.simulation.stragglers import expected_slowdown
 
@@ -80,7 +80,7 @@ def _volume(setup: RunSetup, part: str) -> float:
     """
     prepared, cluster = _prepared(_plain(setup)), setup.used_cluster()
     sent = sum(
-        footprint(replace(op.work, scale_block=0), cluster).loads(cluster)[1]
+        cost_of(replace(op.work, scale_block=0), cluster).bytes_per_link(cluster)[1]
         for op in prepared.schedule.body
         if isinstance(op.work, Collective) and part in {"total", _part(op.name, op.work)}
     )
@@ -196,7 +196,7 @@ def _serial_step_time(setup: RunSetup) -> Seconds:
 def _alone(work: Compute | Collective, cluster: Cluster, precision: str) -> Seconds:
     if isinstance(work, Compute):
         return compute_time(work, cluster.gpu, precision)
-    return footprint(work, cluster).alone(cluster)
+    return cost_of(work, cluster).duration_alone(cluster)
 
 
 @lru_cache(_MANY_SCHEDULES)

@@ -129,8 +129,8 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
         case, notes = _settle(case, done)
         prepared = case.prepare()
         simulator = Simulator(case.run_options, prepared, done)
-        found, rounds, steady = simulator.simulated()
-        free = simulator.executed(found.rounds, free=True)
+        found, rounds, steady = simulator.until_steady()
+        free = simulator.rounds(found.rounds, free=True)
         result = prepared.measure(found, rounds, steady, free)
         cluster, nominal = prepared.cluster, result.round_time_s
         blocks = prepared.job.share.model.blocks
@@ -189,7 +189,7 @@ def _with_interval(case: Case, prepared: Prepared, result: Result, done: Done | 
 
     def again(cluster: Cluster) -> float:
         moved = replace(prepared, cluster=cluster)
-        found, rounds, _ = Simulator(case.run_options, moved, done).simulated()
+        found, rounds, _ = Simulator(case.run_options, moved, done).until_steady()
         during = metrics.window(found, prepared.schedule, rounds)
         return result.tokens_per_s * result.round_time_s / during.round_time
 
@@ -217,9 +217,9 @@ def trace(case: Case, *, progress: bool | None = False) -> tuple[Schedule, Trace
         case, _ = _settle(case, done)
         prepared = case.prepare()
         simulator = Simulator(case.run_options, prepared, done)
-        found = simulator.simulated()[0]
+        found = simulator.until_steady()[0]
         if found.rounds == 1:  # two show where one ends
-            found = simulator.executed(2)
+            found = simulator.rounds(2)
         return prepared.schedule, found
 
 

@@ -23,7 +23,7 @@ from co2sim.prediction.pipeline_order import sizes
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Collective, Compute, Kind, tensor
 from co2sim.simulation import metrics
-from co2sim.simulation.collective_cost import compute_time, footprint, peak_flops
+from co2sim.simulation.collective_cost import compute_time, cost_of, peak_flops
 from co2sim.simulation.steady_state import Simulator
 from co2sim.strategies import parse
 
@@ -253,8 +253,8 @@ def _stage(
 ) -> tuple["_Stage", "_Stage"]:
     prepared = case.stage(number, pipeline.held(number) / pipeline.chunks)
     simulator = Simulator(case.run_options, prepared, done)
-    trace, rounds, steady = simulator.simulated()
-    quiet = simulator.executed(trace.rounds, free=True)
+    trace, rounds, steady = simulator.until_steady()
+    quiet = simulator.rounds(trace.rounds, free=True)
     result = prepared.measure(trace, rounds, steady, quiet)
     whole = metrics.window(quiet, prepared.schedule, rounds).round_time
     counts = sizes(prepared.job, number, pipeline.stages, pipeline.chunks)
@@ -284,7 +284,7 @@ def _took(work: Compute, prepared: Prepared, *, free: bool) -> Seconds:
     if free or work.exchanges is None:
         return compute
     before, beside, behind = (
-        sum(footprint(one, prepared.cluster).alone(prepared.cluster) for one in found)
+        sum(cost_of(one, prepared.cluster).duration_alone(prepared.cluster) for one in found)
         for found in (work.exchanges.before, work.exchanges.beside, work.exchanges.behind)
     )
     return before + max(compute, beside) + behind
@@ -319,7 +319,7 @@ def _between(whole: Cluster, stage: Cluster, sent: _Sent) -> Seconds:
     if whole.nodes > 1:
         link, sharing = whole.inter, min(whole.gpus_per_node, stage.layout.world_size)
     time = link.latency + whole.call_overhead + sharing * sent.bytes / link.payload_bandwidth
-    return time + (footprint(sent.gathered, stage).alone(stage) if sent.gathered else 0.0)
+    return time + (cost_of(sent.gathered, stage).duration_alone(stage) if sent.gathered else 0.0)
 
 
 def _result(case: Case, whole: Cluster, line: _Line, free: _Line, sent: _Sent) -> Result:
@@ -379,7 +379,7 @@ def _moved(line: _Line, whole: Cluster, sent: _Sent) -> tuple[Bytes, Bytes]:
     """
     pipeline, first = line.pipeline, line.stages[0].prepared.cluster
     times = (2 * pipeline.chunks - 1) * pipeline.micros
-    gathered = footprint(sent.gathered, first).sent if sent.gathered else 0.0
+    gathered = cost_of(sent.gathered, first).sent if sent.gathered else 0.0
     crossing = min(whole.gpus_per_node, first.layout.world_size) if whole.nodes > 1 else 0
     return times * (sent.bytes + gathered), times * sent.bytes * crossing
 

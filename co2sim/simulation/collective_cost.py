@@ -1,7 +1,7 @@
 """What collectives cost on a cluster: pure functions to seconds, and to bytes on each link.
 
-A collective is a footprint: latency steps, and the bytes that it pushes through its links. Alone it
-takes latency + the largest of bytes / bandwidth; `network` shares the links among several.
+The cost of a collective is its latency steps, and the bytes that it pushes through its links.
+Alone it takes latency + the largest of bytes / bandwidth; `network` shares links among several.
 
 Bytes per link of a ring over m ranks with a buffer of S bytes: (m-1)/m S for all_gather and
 reduce_scatter, twice that for all_reduce (Patarasuk and Yuan 2009); the ring leaves each node, and
@@ -210,7 +210,7 @@ def _divides(one: int, other: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Footprint:
+class CollectiveCost:
     """One group's collective on its links, one direction.
 
     `intra` is bytes through each member's link inside the node, `inter` through the NICs of each
@@ -239,7 +239,7 @@ class Footprint:
         g = cluster.gpus_per_node
         return g // self.members_per_node, g * cluster.nodes_per_site // self.members_per_site
 
-    def loads(self, cluster: Cluster) -> tuple[Bytes, Bytes, Bytes]:
+    def bytes_per_link(self, cluster: Cluster) -> tuple[Bytes, Bytes, Bytes]:
         """Bytes on links of a GPU, of a node and of a site, with all groups of the kind."""
         on_node, on_site = self.groups(cluster)
         return self.intra, self.inter * on_node, self.wan * on_site
@@ -248,7 +248,7 @@ class Footprint:
         """Time that the bytes need on the links of a GPU, of a node and of a site, each alone."""
         wan = cluster.wan.payload_bandwidth if cluster.wan else math.inf
         nics = cluster.inter.payload_bandwidth * self.inter_efficiency
-        intra, inter, far = (load / self.share for load in self.loads(cluster))
+        intra, inter, far = (load / self.share for load in self.bytes_per_link(cluster))
         return intra / cluster.intra.payload_bandwidth, inter / nics, far / wan
 
     def tier_times(self, cluster: Cluster) -> list[Seconds]:
@@ -263,7 +263,7 @@ class Footprint:
         times = self.link_times(cluster)
         return times.index(max(times))
 
-    def lead(self, cluster: Cluster) -> Seconds:
+    def exposed_latency(self, cluster: Cluster) -> Seconds:
         """The part of the latency that comes on top of the time of the bytes."""
         if self.step is None or cluster.host is None:
             return self.latency
@@ -271,24 +271,24 @@ class Footprint:
         share = token_bucket.hidden_share(shaper, self.step)
         return self.latency - share * (self.latency - self.call - self.step)
 
-    def alone(self, cluster: Cluster) -> Seconds:
+    def duration_alone(self, cluster: Cluster) -> Seconds:
         """Time when nothing but the groups of the same kind is in flight, after a pause."""
         times = self.link_times(cluster)
         longest = max(*times, *self.tier_times(cluster))
         if cluster.host is None:
             return self.latency + longest
         on = token_bucket.shapers(cluster)
-        return token_bucket.alone(self.latency, self.lead(cluster), times, longest, on)
+        return token_bucket.alone(self.latency, self.exposed_latency(cluster), times, longest, on)
 
 
 __all__ = [
     "PIECE",
-    "Footprint",
+    "CollectiveCost",
     "Traffic",
     "compute_time",
+    "cost_of",
+    "costs_of",
     "efficiency",
-    "footprint",
-    "footprints",
     "kernel_time",
     "peak_flops",
     "traffic",
@@ -303,9 +303,9 @@ REDUCE_SLICESTEPS, src/include/collectives.h). Over Gloo, realrun's chains pass 
 """
 
 
-def footprint(work: Collective, cluster: Cluster) -> Footprint:
-    """Footprint of `work` for one group of the cluster."""
-    found, call = _footprint(work, cluster), cluster.call_overhead
+def cost_of(work: Collective, cluster: Cluster) -> CollectiveCost:
+    """CollectiveCost of `work` for one group of the cluster."""
+    found, call = _cost_without_calls(work, cluster), cluster.call_overhead
     if cluster.host and cluster.host.calls:
         call += getattr(cluster.host.calls, work.kind, 0.0)
     if not call or not found.sent:  # a rank alone calls nobody
@@ -313,11 +313,11 @@ def footprint(work: Collective, cluster: Cluster) -> Footprint:
     return replace(found, latency=found.latency + call, call=call)
 
 
-def _footprint(work: Collective, cluster: Cluster) -> Footprint:
+def _cost_without_calls(work: Collective, cluster: Cluster) -> CollectiveCost:
     at = placement(work.group, cluster)
     size = work.bytes
     if at.members == 1:
-        return Footprint(0.0, 0.0, 0.0, 0.0, 0.0, 1, 1)
+        return CollectiveCost(0.0, 0.0, 0.0, 0.0, 0.0, 1, 1)
     if work.group.name == LEADERS.name:
         return _led(replace(work, group=replace(work.group, name=PEERS.name)), cluster)
     match work.kind:
@@ -344,15 +344,15 @@ def _simple(at: Placement, cluster: Cluster) -> Protocol:
     return by
 
 
-def _quickest(candidates: list[Footprint], cluster: Cluster) -> Footprint:
+def _quickest(candidates: list[CollectiveCost], cluster: Cluster) -> CollectiveCost:
     """What takes the least time alone, as NCCL chooses."""
     if len(candidates) == 1:
         return candidates[0]
-    return min(candidates, key=lambda found: found.alone(cluster))
+    return min(candidates, key=lambda found: found.duration_alone(cluster))
 
 
-def _carried(found: Footprint, by: Protocol, cluster: Cluster) -> Footprint:
-    """The footprint of a message by a protocol that may not fill the links."""
+def _carried(found: CollectiveCost, by: Protocol, cluster: Cluster) -> CollectiveCost:
+    """The cost of a message by a protocol that may not fill the links."""
     if not by.start and by.share == 1:
         return found
     share = by.share
@@ -361,13 +361,13 @@ def _carried(found: Footprint, by: Protocol, cluster: Cluster) -> Footprint:
     return replace(found, latency=found.latency + by.start, share=share)
 
 
-def _led(work: Collective, cluster: Cluster) -> Footprint:
+def _led(work: Collective, cluster: Cluster) -> CollectiveCost:
     """What the first ranks of all nodes do: as peers would, but one group has NICs and uplinks.
 
     With several ranks in a node it enters and leaves the node at the same one. Of groups with a
     stride there are as many in a node.
     """
-    found = _footprint(work, cluster)
+    found = _cost_without_calls(work, cluster)
     g = cluster.gpus_per_node // work.group.stride
     relay = cluster.inter.relay_efficiency if g > 1 else 1.0
     return replace(
@@ -395,7 +395,7 @@ def _ring(
     cluster: Cluster,
     by: Protocol,
     hops: Hops | None = None,
-) -> Footprint:
+) -> CollectiveCost:
     """Every member pushes `pushed` bytes to the next; the ring leaves each node and site once."""
     steps = _steps(at.members - at.nodes, at.nodes - at.sites, at.sites - 1, by)
     intra = pushed if at.per_node > 1 else 0.0
@@ -403,7 +403,7 @@ def _ring(
     if (hops or cluster.hops) == "in_turn" and at.nodes > 1:
         before, intra = intra / cluster.intra.payload_bandwidth, 0.0
     tiers = crossings(cluster, at.members, at.per_node, at.per_site, pushed)
-    found = Footprint(
+    found = CollectiveCost(
         latency=passes * steps + before,
         intra=intra,
         inter=pushed if at.nodes > 1 else 0.0,
@@ -423,7 +423,7 @@ def _first_step(at: Placement, by: Protocol) -> Seconds:
     return _steps(at.nodes == 1, at.nodes > 1 and at.sites == 1, at.sites > 1, by)
 
 
-def _chain(size: Bytes, at: Placement, cluster: Cluster) -> Footprint:
+def _chain(size: Bytes, at: Placement, cluster: Cluster) -> CollectiveCost:
     """A buffer passes every hop from end to end, in pieces; the slowest hop is busy with it all."""
     piece = min(size, PIECE * (cluster.channels if cluster.backend == "nccl" else 1))
     wan = cluster.wan.payload_bandwidth if cluster.wan else math.inf
@@ -436,14 +436,14 @@ def _chain(size: Bytes, at: Placement, cluster: Cluster) -> Footprint:
     return replace(ring, latency=ring.latency + sum(hops) - max(hops), step=None)
 
 
-def _pairwise(size: Bytes, at: Placement, cluster: Cluster) -> Footprint:
+def _pairwise(size: Bytes, at: Placement, cluster: Cluster) -> CollectiveCost:
     """Every member sends an equal part of its buffer to each other one, one after the other."""
     m, k, q = at.members, at.per_node, at.per_site
     by = _simple(at, cluster)
     inter = size * k * (m - k) / m
     tiers = crossings(cluster, m, k, q, inter, exchanged=size)
     slowdown = max((one.slowdown for one in tiers), default=1.0)
-    return Footprint(
+    return CollectiveCost(
         latency=_steps(k - 1, q - k, m - q, by),
         intra=size * (k - 1) / m,
         inter=inter,
@@ -457,7 +457,9 @@ def _pairwise(size: Bytes, at: Placement, cluster: Cluster) -> Footprint:
     )
 
 
-def _all_reduce(size: Bytes, algorithm: AllReduce, at: Placement, cluster: Cluster) -> Footprint:
+def _all_reduce(
+    size: Bytes, algorithm: AllReduce, at: Placement, cluster: Cluster
+) -> CollectiveCost:
     """An all-reduce by one of its algorithms.
 
     ring: around all ranks, twice. tree: up and down two trees of nodes (Sanders, Speck and Traeff
@@ -487,7 +489,9 @@ def _all_reduce(size: Bytes, algorithm: AllReduce, at: Placement, cluster: Clust
     )
 
 
-def _tree(size: Bytes, pushed: Bytes, at: Placement, cluster: Cluster, by: Protocol) -> Footprint:
+def _tree(
+    size: Bytes, pushed: Bytes, at: Placement, cluster: Cluster, by: Protocol
+) -> CollectiveCost:
     depth, far = (math.ceil(math.log2(many)) for many in (at.nodes // at.sites, at.sites))
     out = _tree_out(size, at.nodes)
     found = replace(
@@ -502,11 +506,10 @@ def _tree(size: Bytes, pushed: Bytes, at: Placement, cluster: Cluster, by: Proto
     return _carried(found, by, cluster)
 
 
-def footprints(schedule: Schedule, cluster: Cluster) -> list[Footprint | None]:
-    """Footprint of every work in `schedule.works`, None for compute."""
+def costs_of(schedule: Schedule, cluster: Cluster) -> list[CollectiveCost | None]:
+    """CollectiveCost of every work in `schedule.works`, None for compute."""
     return [
-        footprint(work, cluster) if isinstance(work, Collective) else None
-        for work in schedule.works
+        cost_of(work, cluster) if isinstance(work, Collective) else None for work in schedule.works
     ]
 
 
@@ -526,8 +529,8 @@ class Traffic:
 
 def traffic(schedule: Schedule, cluster: Cluster) -> Traffic:
     """What one round of `schedule` sends."""
-    known = footprints(schedule, cluster)
-    each = [(cost.sent, *cost.loads(cluster)[1:]) if cost else None for cost in known]
+    known = costs_of(schedule, cluster)
+    each = [(cost.sent, *cost.bytes_per_link(cluster)[1:]) if cost else None for cost in known]
     found = [sent for number in schedule.work_numbers if (sent := each[number])]
     gpu, nic, wan = (sum(one) for one in zip(*found, strict=True)) if found else (0.0, 0.0, 0.0)
     return Traffic(gpu, nic, wan)

@@ -22,23 +22,23 @@ from co2sim.simulation.lowering import Lowered, Times
 from co2sim.simulation.network import Transfer, max_min_rates
 from co2sim.simulation.processor import Processor
 
-LAST = 9
+AFTER_ALL = 9
 """Priority behind all that happens at the same instant, which has 1."""
 
-Happening: TypeAlias = Callable[[Seconds, Any, int], None]
+Callback: TypeAlias = Callable[[Seconds, Any, int], None]
 """What happens: when, to what, of which version."""
 
 
-class Agenda:
+class EventQueue:
     """What is to happen, in the order of time, of priority, and in which it was put there."""
 
     def __init__(self) -> None:
         """Start with nothing to do."""
-        self._events: list[tuple[Seconds, int, int, Happening, Any, int]] = []
+        self._events: list[tuple[Seconds, int, int, Callback, Any, int]] = []
         self._tickets = count()
 
     def at(
-        self, time: Seconds, happen: Happening, what: object, version: int = 0, priority: int = 1
+        self, time: Seconds, happen: Callback, what: object, version: int = 0, priority: int = 1
     ) -> None:
         """Let something happen at a time."""
         heappush(self._events, (time, priority, next(self._tickets), happen, what, version))
@@ -79,12 +79,12 @@ class Flow:
         return now + max(self.left, 0.0) / rate
 
 
-class FairLinks:
+class SharedLinks:
     """The links, and the flows on them; `done` is called with a flow that has arrived."""
 
-    def __init__(self, lowered: Lowered, agenda: Agenda, done: Happening) -> None:
+    def __init__(self, lowered: Lowered, events: EventQueue, done: Callback) -> None:
         """Start with no flow in flight, and no compute under way."""
-        self._agenda, self._done = agenda, done
+        self._events, self._done = events, done
         self._capacity = dict(lowered.capacity)
         self._nic = "nic", lowered.folding.node(0)
         self._full, self._left = self._capacity[self._nic], lowered.cluster.inter.busy_efficiency
@@ -97,20 +97,20 @@ class FairLinks:
         """Start a flow, which enters its links after its latency."""
         begin = now + transfer.latency
         if transfer.solo <= 0:
-            self._agenda.at(begin, self._done, flow)
+            self._events.at(begin, self._done, flow)
             return
         end = begin + transfer.alone
-        if not self._flows and not self._slower and self._agenda.is_free(end):
-            self._agenda.at(end, self._done, flow)  # nobody comes before it is gone
+        if not self._flows and not self._slower and self._events.is_free(end):
+            self._events.at(end, self._done, flow)  # nobody comes before it is gone
         else:
             self._transfers[id(flow.loads)] = transfer
-            self._agenda.at(begin, self._enter, flow)
+            self._events.at(begin, self._enter, flow)
 
     def occupy(self, now: Seconds, change: int) -> None:
         """Count what computes; the NICs attain less while anything does."""
         self._computing += change
         if self._left < 1 and self._slower != (self._computing > 0):
-            self._agenda.at(now, self._resize, None, priority=LAST)
+            self._events.at(now, self._resize, None, priority=AFTER_ALL)
 
     def _resize(self, now: Seconds, _: None, __: int) -> None:
         self._slower = self._computing > 0
@@ -161,7 +161,7 @@ class FairLinks:
 
     def _go_on(self, now: Seconds, flow: Flow, rate: float) -> None:
         end = flow.set_rate(now, rate)
-        self._agenda.at(end, self._leave, flow, flow.version)
+        self._events.at(end, self._leave, flow, flow.version)
 
 
 _UNKNOWN: Seconds = -1.0
@@ -170,10 +170,10 @@ _EVENTS = 1000
 
 
 @dataclass(eq=False, slots=True)
-class _Turns:
+class _CommunicatorQueue:
     """The collectives of an exclusive communicator that are ready, by number; whether one runs."""
 
-    ready: "list[tuple[int, _Pending]]" = field(default_factory=list)
+    ready: "list[tuple[int, _InFlight]]" = field(default_factory=list)
     running: bool = False
 
 
@@ -188,7 +188,7 @@ class _Work:
     latency: Seconds
     seconds: Seconds
     transfer: Transfer | None = None
-    queue: _Turns | None = None
+    queue: _CommunicatorQueue | None = None
     slowed: bool = False
     busy: bool = False
 
@@ -205,7 +205,7 @@ class _Span:
 
 
 @dataclass(eq=False, slots=True)
-class _Track:
+class _StreamState:
     """How far a stream has come: to step `index` of the round that begins with instance `turn`.
 
     It has nothing else to do from `free` on, and computes in `span`, the last one that is known.
@@ -219,10 +219,10 @@ class _Track:
 
 
 @dataclass(eq=False, slots=True)
-class _Pending(Flow):
+class _InFlight(Flow):
     """A collective, or a compute that is slowed down, and who waits for it."""
 
-    stream: _Track = field(kw_only=True)
+    stream: _StreamState = field(kw_only=True)
     work: _Work = field(kw_only=True)
 
 
@@ -238,10 +238,10 @@ def run(
 
     `sharing` are the works that may share links or wait for their communicator, by number.
     """
-    return _OneClass(lowered, sharing).times(progress)
+    return _EventEngine(lowered, sharing).times(progress)
 
 
-class _OneClass:
+class _EventEngine:
     def __init__(self, lowered: Lowered, sharing: set[int]) -> None:
         offsets = lowered.schedule.offsets
         self.size = len(lowered.schedule.body)
@@ -251,17 +251,17 @@ class _OneClass:
         self.ends[: self.before] = [0.0] * self.before  # what the first rounds wait for
         self.slows = lowered.slows
         self.streams = _streams(lowered, sharing, self.before)
-        self.waiting: dict[int, list[_Track]] = {}
-        self.agenda = Agenda()
-        self.links = FairLinks(lowered, self.agenda, self._done)
+        self.waiting: dict[int, list[_StreamState]] = {}
+        self.events = EventQueue()
+        self.links = SharedLinks(lowered, self.events, self._done)
         self.processor = Processor(lowered.cluster.interference)
-        self.slowed: list[_Pending] = []
+        self.slowed: list[_InFlight] = []
 
     def times(self, progress: Callable[[float], None] | None) -> Times:
         if progress:
             progress(0.0)
         self._advance([*self.streams])
-        while self.agenda.run(_EVENTS):
+        while self.events.run(_EVENTS):
             if progress:
                 rounds = min(stream.turn for stream in self.streams) - self.before
                 progress(rounds / (self.total - self.before))
@@ -272,14 +272,14 @@ class _OneClass:
 
     # --- streams ----------------------------------------------------------------------------------
 
-    def _advance(self, streams: list[_Track]) -> None:
+    def _advance(self, streams: list[_StreamState]) -> None:
         """Let streams run ahead as far as all is known, and those that wait for what they do."""
         while streams:
             streams += self._run_ahead(streams.pop())
 
-    def _run_ahead(self, stream: _Track) -> list[_Track]:
+    def _run_ahead(self, stream: _StreamState) -> list[_StreamState]:
         """Those that waited for what a stream has done."""
-        starts, ends, waiting, woken = self.starts, self.ends, self.waiting, list[_Track]()
+        starts, ends, waiting, woken = self.starts, self.ends, self.waiting, list[_StreamState]()
         steps, turn, index, free = stream.steps, stream.turn, stream.index, stream.free
         while turn < self.total:
             place, offsets, work, known = steps[index]
@@ -308,23 +308,23 @@ class _OneClass:
         stream.turn, stream.index, stream.free = turn, index, free
         return woken
 
-    def _begin(self, stream: _Track, work: _Work, number: int, start: Seconds) -> None:
-        """Put what ends when others let it on the agenda."""
+    def _begin(self, stream: _StreamState, work: _Work, number: int, start: Seconds) -> None:
+        """Put what ends when others let it on the events."""
         if work.transfer:
-            task = _Pending(number, work.transfer.loads, stream=stream, work=work)
-            self.agenda.at(start, self._come, task)
+            task = _InFlight(number, work.transfer.loads, stream=stream, work=work)
+            self.events.at(start, self._come, task)
         else:
-            task = _Pending(number, _NOWHERE, work.seconds, stream=stream, work=work)
-            self.agenda.at(start, self._compute, task)
+            task = _InFlight(number, _NOWHERE, work.seconds, stream=stream, work=work)
+            self.events.at(start, self._compute, task)
 
-    def _busy(self, stream: _Track, start: Seconds, end: Seconds) -> None:
+    def _busy(self, stream: _StreamState, start: Seconds, end: Seconds) -> None:
         if stream.span and stream.span.end == start:
             stream.span.end = end
         else:
             stream.span = _Span(end)
-            self.agenda.at(start, self._occupy, stream.span)
+            self.events.at(start, self._occupy, stream.span)
 
-    def _done(self, now: Seconds, task: _Pending, _: int) -> None:
+    def _done(self, now: Seconds, task: _InFlight, _: int) -> None:
         self.ends[task.number] = task.stream.free = now
         self._advance([task.stream, *self.waiting.pop(task.number, ())])
         if self.slows and task.work.transfer:
@@ -335,26 +335,26 @@ class _OneClass:
 
     # --- communicators ----------------------------------------------------------------------------
 
-    def _come(self, now: Seconds, task: _Pending, _: int) -> None:
+    def _come(self, now: Seconds, task: _InFlight, _: int) -> None:
         if queue := task.work.queue:
             heappush(queue.ready, (task.number, task))
             self._next(now, queue)
         else:
             self._start(now, task)
 
-    def _next(self, now: Seconds, queue: _Turns) -> None:
+    def _next(self, now: Seconds, queue: _CommunicatorQueue) -> None:
         """Start the collective issued first, once nothing else happens at this instant."""
-        if self.agenda.is_free(now):
+        if self.events.is_free(now):
             self._launch(now, queue, 0)
         else:
-            self.agenda.at(now, self._launch, queue, priority=LAST)
+            self.events.at(now, self._launch, queue, priority=AFTER_ALL)
 
-    def _launch(self, now: Seconds, queue: _Turns, _: int) -> None:
+    def _launch(self, now: Seconds, queue: _CommunicatorQueue, _: int) -> None:
         if queue.ready and not queue.running:
             queue.running = True
             self._start(now, heappop(queue.ready)[1])
 
-    def _start(self, now: Seconds, task: _Pending) -> None:
+    def _start(self, now: Seconds, task: _InFlight) -> None:
         assert task.work.transfer
         if self.slows:
             self._count(now, 1)
@@ -368,16 +368,16 @@ class _OneClass:
             for task in self.slowed:
                 self._go_on(now, task)
 
-    def _compute(self, now: Seconds, task: _Pending, _: int) -> None:
+    def _compute(self, now: Seconds, task: _InFlight, _: int) -> None:
         self.links.occupy(now, 1)
         self.slowed.append(task)
         self._go_on(now, task)
 
-    def _go_on(self, now: Seconds, task: _Pending) -> None:
+    def _go_on(self, now: Seconds, task: _InFlight) -> None:
         end = task.set_rate(now, self.processor.pace)
-        self.agenda.at(end, self._computed, task, task.version)
+        self.events.at(end, self._computed, task, task.version)
 
-    def _computed(self, now: Seconds, task: _Pending, version: int) -> None:
+    def _computed(self, now: Seconds, task: _InFlight, version: int) -> None:
         if version == task.version:
             self.slowed.remove(task)
             self.links.occupy(now, -1)
@@ -385,11 +385,11 @@ class _OneClass:
 
     def _occupy(self, now: Seconds, span: _Span, _: int) -> None:
         self.links.occupy(now, 1)
-        self.agenda.at(span.end, self._release, span)
+        self.events.at(span.end, self._release, span)
 
     def _release(self, now: Seconds, span: _Span, _: int) -> None:
         if span.end > now:  # it has grown
-            self.agenda.at(span.end, self._release, span)
+            self.events.at(span.end, self._release, span)
         else:
             self.links.occupy(now, -1)
 
@@ -398,14 +398,16 @@ _NOWHERE: Mapping[object, float] = MappingProxyType({})
 """The links of a compute."""
 
 
-def _streams(lowered: Lowered, sharing: set[int], start: int) -> list[_Track]:
+def _streams(lowered: Lowered, sharing: set[int], start: int) -> list[_StreamState]:
     """The steps of every stream; `start` is the number of the first instance."""
     schedule, slows = lowered.schedule, lowered.slows
-    queues: dict[Group, _Turns] = {
-        group: _Turns() for group, (one,) in lowered.communicators.items() if one.exclusive
+    queues: dict[Group, _CommunicatorQueue] = {
+        group: _CommunicatorQueue()
+        for group, (one,) in lowered.communicators.items()
+        if one.exclusive
     }
     works: dict[int, _Work] = {}
-    streams = {stream: _Track(turn=start) for stream in schedule.streams}
+    streams = {stream: _StreamState(turn=start) for stream in schedule.streams}
     for place, (op, offsets, number) in enumerate(
         zip(schedule.body, schedule.offsets, schedule.work_numbers, strict=True)
     ):

@@ -19,11 +19,11 @@ from co2sim.common.units import BytesPerSecond, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.host import FULLY_IDLE, HostEffects
 from co2sim.schedule.schedule import Collective, Schedule
-from co2sim.simulation.collective_cost import Footprint, footprint
+from co2sim.simulation.collective_cost import CollectiveCost, cost_of
 from co2sim.simulation.lowering import Communicator, Folding, Lowered
 from co2sim.simulation.network import NOTHING, Flow, Network, Transfer
 from co2sim.simulation.processor import INSTANT, Processor
-from co2sim.simulation.reference_engine import Meetings, Simulation
+from co2sim.simulation.reference_engine import Communicators, Simulation
 from co2sim.simulation.token_bucket import Buckets, Shaper, shapers
 
 _HOST = "host"
@@ -70,7 +70,7 @@ def _transfers(lowered: Lowered, place: int) -> tuple[Transfer, ...]:
     if not isinstance(work, Collective):
         return known
     together = sum(one is not NOTHING for one in known)
-    cost = footprint(work, lowered.cluster)
+    cost = cost_of(work, lowered.cluster)
     share = None
     if effects(lowered.cluster).one_machine and together:
         share = _share(cost, lowered.cluster, lowered.folding, together)
@@ -82,7 +82,7 @@ def _transfers(lowered: Lowered, place: int) -> tuple[Transfer, ...]:
     )
 
 
-def _share(cost: Footprint, cluster: Cluster, folding: Folding, together: int) -> _Share:
+def _share(cost: CollectiveCost, cluster: Cluster, folding: Folding, together: int) -> _Share:
     on_link = cost.groups(cluster)[0] if cost.inter and not folding.folded else 1
     return _Share(1 / together, min(1.0, on_link / together))
 
@@ -308,7 +308,7 @@ class Core(Processor):
         return self.pace / (self._first if self.goes_first(stream) else self._others)
 
 
-class _HostMeetings(Meetings):
+class _HostCommunicators(Communicators):
     def __init__(self, env: simpy.Environment, lowered: Lowered) -> None:
         host = effects(lowered.cluster)
         self.first = first_streams(lowered.schedule, host)
@@ -365,16 +365,16 @@ class _HostMeetings(Meetings):
 class HostSimulation(Simulation):
     """The reference engine on a cluster with a `host`."""
 
-    meetings: _HostMeetings
+    communicators: _HostCommunicators
 
-    def _make_meetings(self) -> Meetings:
-        return _HostMeetings(self.env, self.lowered)
+    def _make_communicators(self) -> Communicators:
+        return _HostCommunicators(self.env, self.lowered)
 
     @property
     def slows(self) -> bool:
         """Whether a compute may take longer than alone."""
-        calls = self.meetings.calls and not self.lowered.free
-        return self.lowered.slows or calls or self.meetings.first is not None
+        calls = self.communicators.calls and not self.lowered.free
+        return self.lowered.slows or calls or self.communicators.first is not None
 
     @property
     def beside(self) -> bool:
@@ -383,8 +383,8 @@ class HostSimulation(Simulation):
 
     def _compute(self, index: int, work: Seconds, stream: str) -> Generator[simpy.Event]:
         """Compute that slows down beside communication, and beside computes of the same core."""
-        meetings, core = self.meetings, self.meetings.core(index)
-        meetings.occupy_core(index, 1, stream)
+        communicators, core = self.communicators, self.communicators.core(index)
+        communicators.occupy_core(index, 1, stream)
         if not self.slows:
             yield self.env.timeout(work)
             work = 0.0
@@ -394,11 +394,11 @@ class HostSimulation(Simulation):
                 work += (core.begun - known) * core.call
             known = core.begun
             pace = core.pace_of(stream)
-            started, changed = self.env.now, meetings.change(index)
+            started, changed = self.env.now, communicators.change(index)
             if not pace and work > INSTANT:
                 yield changed
                 continue
             done = self.env.timeout(work / (pace or 1.0))
             yield done | changed
             work = 0.0 if done.processed else work - (self.env.now - started) * pace
-        meetings.occupy_core(index, -1, stream)
+        communicators.occupy_core(index, -1, stream)

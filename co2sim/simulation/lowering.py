@@ -28,7 +28,7 @@ from co2sim.schedule.schedule import (
     Op,
     Schedule,
 )
-from co2sim.simulation.collective_cost import Footprint, compute_time, footprints, uplinks
+from co2sim.simulation.collective_cost import CollectiveCost, compute_time, costs_of, uplinks
 from co2sim.simulation.network import NOTHING, Transfer
 from co2sim.simulation.noise import Noise
 
@@ -331,7 +331,7 @@ def _transfers(
         group: [_meet(group, folding, one.members) for one in together]
         for group, together in communicators.items()
     }
-    costs = repeat(None) if free else footprints(schedule, cluster)
+    costs = repeat(None) if free else costs_of(schedule, cluster)
     known = [
         tuple(
             _transfer(cluster, folding, one.members, cost, capacity) if cost and others else NOTHING
@@ -353,13 +353,13 @@ def _transfer(
     cluster: Cluster,
     folding: Folding,
     members: tuple[int, ...],
-    cost: Footprint,
+    cost: CollectiveCost,
     capacity: Mapping[Hashable, BytesPerSecond],
 ) -> Transfer:
     """Bytes on every link; a folded rank stands for all groups that share its node and site."""
     loads: dict[Hashable, float] = {}
     copies: dict[Hashable, int] = {}
-    intra, nic, wan = cost.loads(cluster)
+    intra, nic, wan = cost.bytes_per_link(cluster)
     nic /= cost.inter_efficiency  # the time of the link that the messages take
     on_node, on_site = cost.groups(cluster)
     for index in members:
@@ -377,7 +377,7 @@ def _transfer(
             loads[pod], copies[pod] = one.bytes * many, many
     loads = {link: size / cost.share for link, size in loads.items() if size}
     solo = max((size / capacity[link] for link, size in loads.items()), default=0.0)
-    return Transfer(loads, copies, cost.lead(cluster), solo)
+    return Transfer(loads, copies, cost.exposed_latency(cluster), solo)
 
 
 def shared_works(lowered: Lowered) -> set[int]:

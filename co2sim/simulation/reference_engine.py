@@ -34,7 +34,7 @@ class _Queue:
     busy: bool = False
 
 
-class Meetings:
+class Communicators:
     """All communicators of a simulation, and the network below them.
 
     `processors` say what is under way on each class of ranks, where that slows compute.
@@ -193,13 +193,13 @@ class Simulation:
     def __init__(self, lowered: Lowered) -> None:
         self.lowered = lowered
         self.env = simpy.Environment()
-        self.meetings = self._make_meetings()
+        self.communicators = self._make_communicators()
         count = lowered.rounds * len(lowered.schedule.body)
         self.spans = [_Spans([math.nan] * count, [math.nan] * count) for _ in lowered.classes]
         self.ended = 0
 
-    def _make_meetings(self) -> Meetings:
-        return Meetings(self.env, self.lowered)
+    def _make_communicators(self) -> Communicators:
+        return Communicators(self.env, self.lowered)
 
     @property
     def beside(self) -> bool:
@@ -251,7 +251,7 @@ class Simulation:
                     yield from self._compute(index, work, op.stream)
                 elif work:
                     yield env.timeout(work)
-            elif event := self.meetings.join(index, number, op.work.group):
+            elif event := self.communicators.join(index, number, op.work.group):
                 yield event
             ends[number] = env.now
             self.ended += 1
@@ -264,15 +264,15 @@ class Simulation:
         The NICs of its node may attain less meanwhile.
         """
         del stream
-        meetings = self.meetings
-        meetings.occupy(index, 1)
+        communicators = self.communicators
+        communicators.occupy(index, 1)
         if not self.lowered.slows:
             yield self.env.timeout(work)
             work = 0.0
         while work > 0:
-            pace = meetings.processors[index].pace
-            started, changed = self.env.now, meetings.change(index)
+            pace = communicators.processors[index].pace
+            started, changed = self.env.now, communicators.change(index)
             done = self.env.timeout(work / pace)
             yield done | changed
             work = 0.0 if done.processed else work - (self.env.now - started) * pace
-        meetings.occupy(index, -1)
+        communicators.occupy(index, -1)

@@ -30,7 +30,7 @@ _ROUNDS_OF_JITTER = 10
 """Averaged where nothing repeats, unless the user says how many."""
 
 
-class Scheduled(Protocol):
+class SimulationInput(Protocol):
     """What is simulated: a schedule on a cluster, such as `Prepared`."""
 
     @property
@@ -41,9 +41,9 @@ class Scheduled(Protocol):
     def precision(self) -> str: ...  # noqa: D102
 
 
-def round_time(options: RunOptions, prepared: Scheduled, done: Done | None) -> Seconds:
+def round_time(options: RunOptions, prepared: SimulationInput, done: Done | None) -> Seconds:
     """How long a round takes where all ranks are equal."""
-    found, rounds, _ = Simulator(replace(options, noise=QUIET), prepared, done).simulated()
+    found, rounds, _ = Simulator(replace(options, noise=QUIET), prepared, done).until_steady()
     return metrics.window(found, prepared.schedule, rounds).round_time
 
 
@@ -52,7 +52,7 @@ class Simulator:
     """Simulates a case; `done` hears of the progress."""
 
     options: RunOptions
-    prepared: Scheduled
+    prepared: SimulationInput
     done: Done | None
 
     @cached_property
@@ -63,18 +63,18 @@ class Simulator:
             what.schedule, what.cluster, precision=what.precision, noise=self.options.noise
         )
 
-    def simulated(self) -> tuple[Trace, int, bool]:
+    def until_steady(self) -> tuple[Trace, int, bool]:
         """A trace, how many of its last rounds to measure, and whether they are a steady state."""
         options, prepared = self.options, self.prepared
         warm_up = max(prepared.schedule.lag, 1)
         if options.noise.jitter:
             measured = options.rounds or _ROUNDS_OF_JITTER
-            return self.executed(warm_up + measured), measured, False
+            return self.rounds(warm_up + measured), measured, False
         measured = options.rounds or 1
         if _repeats(options, prepared):
-            return self.executed(measured), measured, True
+            return self.rounds(measured), measured, True
         while True:
-            found = self.executed(warm_up + measured)
+            found = self.rounds(warm_up + measured)
             steady = metrics.is_steady(found, prepared.schedule, measured)
             most = warm_up >= _MOST_ROUNDS
             if steady or most or not _fits(options, prepared, 2 * warm_up + measured):
@@ -82,13 +82,13 @@ class Simulator:
                 return found, (measured if steady else max(measured, half)), steady
             warm_up *= 2
 
-    def executed(self, rounds: int, *, free: bool = False) -> Trace:
+    def rounds(self, rounds: int, *, free: bool = False) -> Trace:
         """Rounds in the midst of a training: where computing slows communication, others follow.
 
         Else what is under way behind the last step would be faster than it ever is.
         """
         options, prepared, done = self.options, self.prepared, self.done
-        more = _further(options, prepared)
+        more = _trailing_rounds(options, prepared)
         if not free:  # which comes second, and is counted with the first
             _check_memory(options, prepared, rounds)
         found = execute(
@@ -105,7 +105,7 @@ class Simulator:
         return found.first(rounds) if more else found
 
 
-def _repeats(options: RunOptions, prepared: Scheduled) -> bool:
+def _repeats(options: RunOptions, prepared: SimulationInput) -> bool:
     """Whether all rounds are like the first: nothing of a round is left when the next one begins.
 
     All ranks end it at the same time, and no link has bytes saved that it may send at once.
@@ -117,14 +117,14 @@ def _repeats(options: RunOptions, prepared: Scheduled) -> bool:
     return class_count(cluster.layout, slowdowns, schedule, allowed=True) == 1
 
 
-def _further(options: RunOptions, prepared: Scheduled) -> int:
+def _trailing_rounds(options: RunOptions, prepared: SimulationInput) -> int:
     """Rounds that are simulated behind those asked for; see `executed`."""
     if prepared.cluster.inter.busy_efficiency == 1 or _repeats(options, prepared):
         return 0
     return prepared.schedule.lag
 
 
-def _fits(options: RunOptions, prepared: Scheduled, rounds: int) -> bool:
+def _fits(options: RunOptions, prepared: SimulationInput, rounds: int) -> bool:
     """Whether so many rounds can be simulated here."""
     try:
         return _check_memory(options, prepared, rounds) <= MOST_SPANS
@@ -132,10 +132,10 @@ def _fits(options: RunOptions, prepared: Scheduled, rounds: int) -> bool:
         return False
 
 
-def _check_memory(options: RunOptions, prepared: Scheduled, rounds: int) -> int:
+def _check_memory(options: RunOptions, prepared: SimulationInput, rounds: int) -> int:
     """The spans of so many rounds. Raises ResourceError if they need too much memory."""
     schedule, cluster, noise = prepared.schedule, prepared.cluster, options.noise
-    rounds, ops = rounds + _further(options, prepared), len(schedule.body)
+    rounds, ops = rounds + _trailing_rounds(options, prepared), len(schedule.body)
     spans = span_count(schedule, cluster, rounds=rounds, noise=noise, fold=options.fold)
     ranks = spans // (rounds * ops)
     in_arrays = ranks > 1 and not cluster.interference and cluster.host is None

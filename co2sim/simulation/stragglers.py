@@ -57,7 +57,7 @@ def expected_largest(count: int) -> float:
     return float((points * weights).sum()) * _STEP
 
 
-def mean_of(sigma: float, steps: float) -> float:
+def sigma_of_mean(sigma: float, steps: float) -> float:
     """Sigma of the mean of `steps` independent lognormal factors, taken as lognormal itself.
 
     Mean and variance are exact: the variance is that of one, divided by `steps`.
@@ -66,7 +66,7 @@ def mean_of(sigma: float, steps: float) -> float:
     return math.sqrt(math.log1p(math.expm1(sigma * sigma) / steps))
 
 
-def with_slack(sigma: float, count: int, slack: float, ahead: float) -> float:
+def residual_sigma(sigma: float, count: int, slack: float, ahead: float) -> float:
     """Sigma that is left of the spread of a round where an average may come late.
 
     A node waits only once it is `slack` rounds ahead of the slowest, and computes `ahead` rounds
@@ -93,14 +93,14 @@ class Slack:
     """Of a schedule without noise: what lies between two meetings of all nodes.
 
     `steps` is how many optimizer steps a node takes in between, `compute` the time of these.
-    `slack` is the least float of a collective between nodes, `ahead` the least time that a node
-    computes between the launch of one and its use.
+    `slack` is the least float of a collective between nodes, `compute_before_use` the least time
+    that a node computes between the launch of one and its use.
     """
 
     steps: float
     compute: Seconds
     slack: Seconds
-    ahead: Seconds
+    compute_before_use: Seconds
 
 
 def rounds_needed(schedule: Schedule) -> int:
@@ -108,7 +108,7 @@ def rounds_needed(schedule: Schedule) -> int:
     return 2 * schedule.lag + 2
 
 
-def find(lowered: Lowered, times: Times) -> Slack:
+def critical_path_slack(lowered: Lowered, times: Times) -> Slack:
     """The slack of a run of `rounds_needed` rounds in which all nodes are equal."""
     schedule, seconds = lowered.schedule, lowered.seconds
     size, lag = len(schedule.body), schedule.lag
@@ -138,7 +138,7 @@ def find(lowered: Lowered, times: Times) -> Slack:
         steps=steps,
         compute=busy[main] * steps / schedule.steps,
         slack=min((floats[number] for number in far), default=0.0),
-        ahead=min(
+        compute_before_use=min(
             (_between(lowered, starts, ends, main, starts[n], uses[n]) for n in far), default=0.0
         ),
     )
@@ -214,11 +214,11 @@ def expected_slowdown(
     per_round = 0.0
     if cluster.step_spread:
         between = _slack(schedule, cluster, precision)
-        per_round = with_slack(
-            mean_of(cluster.step_spread, between.steps),
+        per_round = residual_sigma(
+            sigma_of_mean(cluster.step_spread, between.steps),
             cluster.nodes,
             between.slack / between.compute if between.compute else 0.0,
-            between.ahead / between.compute if between.compute else 0.0,
+            between.compute_before_use / between.compute if between.compute else 0.0,
         )
     return expected_slowest(math.hypot(cluster.node_spread, per_round), cluster.nodes)
 
@@ -234,4 +234,4 @@ def _slack(schedule: Schedule, cluster: Cluster, precision: str) -> Slack:
         fold=True,
         free=False,
     )
-    return find(lowered, run(lowered))
+    return critical_path_slack(lowered, run(lowered))

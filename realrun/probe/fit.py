@@ -1,7 +1,7 @@
 """From measured times to the numbers of a cluster: pure functions.
 
-The links are fitted through `cost.footprint`, the formula that predictions are made with. So the
-residuals say how far a prediction of these very collectives would be off.
+The links are fitted through `cost_of`, the formula that predictions are made with. So residuals
+say how far a prediction of these very collectives would be off.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from co2sim.common.units import Flops, FlopsPerSecond, Seconds
 from co2sim.hardware.cluster import GPU, Backend, Cluster, Link
 from co2sim.hardware.host import HostEffects
 from co2sim.schedule.schedule import Group, Kind, Layout
-from co2sim.simulation.collective_cost import compute_time, footprint
+from co2sim.simulation.collective_cost import compute_time, cost_of
 from realrun.probe.hosts import effects, expected, fit_bursts, fit_hosts, in_payload, passes
 from realrun.probe.residuals import Line, Residuals, fit_line, residuals, scatter, weights
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown, by_kind
@@ -136,9 +136,9 @@ def _bounds(samples: Sequence[Sample], layout: Layout, backend: Backend) -> Vect
     for place, count in enumerate((layout.gpus_per_node, layout.nodes)):
         links = [Link(1e18, float(place == 0)), Link(1e18, float(place == 1))]
         cluster = bare(layout, backend, links[0], links[1])
-        costs = [(footprint(sample.work, cluster), sample.seconds) for sample in samples]
+        costs = [(cost_of(sample.work, cluster), sample.seconds) for sample in samples]
         steps = [seconds / cost.latency for cost, seconds in costs if cost.latency]
-        speed = max((cost.loads(cluster)[place] / s for cost, s in costs), default=0.0)
+        speed = max((cost.bytes_per_link(cluster)[place] / s for cost, s in costs), default=0.0)
         if count > 1 and not (steps and speed):
             where = ("inside a node", "between nodes")[place]
             raise OptionError(f"the link {where} cannot be fitted: no collective used it")

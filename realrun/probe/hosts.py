@@ -20,7 +20,7 @@ from co2sim.hardware.cluster import Cluster, Link
 from co2sim.hardware.host import Calls, HostEffects, TokenBucket
 from co2sim.schedule.schedule import Kind
 from co2sim.simulation import token_bucket
-from co2sim.simulation.collective_cost import footprint
+from co2sim.simulation.collective_cost import cost_of
 from realrun.probe.samples import Sample
 
 _CHAINS = {Kind.BROADCAST, Kind.REDUCE}
@@ -49,7 +49,7 @@ def fit_hosts(samples: Sequence[Sample], stated: Cluster) -> Cluster:
     units = [_with(stated, *row) for row in np.eye(4).tolist()]
     terms = np.array(
         [
-            [footprint(sample.work, unit).alone(unit) for unit in units]
+            [cost_of(sample.work, unit).duration_alone(unit) for unit in units]
             + [float(sample.after == "pause")]
             for sample in small
         ]
@@ -89,7 +89,7 @@ def _by_kind(small: Sequence[Sample], hosts: Cluster) -> Cluster:
 def expected(sample: Sample, hosts: Cluster) -> Seconds:
     """What the cost model says about a sample, with waking up after a pause."""
     wake = effects(hosts).wake_up if sample.after == "pause" else 0.0
-    return footprint(sample.work, hosts).alone(hosts) + wake
+    return cost_of(sample.work, hosts).duration_alone(hosts) + wake
 
 
 def passes(sample: Sample, stated: Cluster) -> bool:
@@ -97,7 +97,7 @@ def passes(sample: Sample, stated: Cluster) -> bool:
     free = _with(stated, 0.0, 0.0, 0.0, 0.0)
     times = 2 if sample.after == "equal" else 1
     work = replace(sample.work, elements=times * sample.work.elements)
-    return work.kind not in _CHAINS and not footprint(work, free).alone(free)
+    return work.kind not in _CHAINS and not cost_of(work, free).duration_alone(free)
 
 
 def _as_sums(terms: Vector, times: Vector) -> list[float]:
@@ -130,7 +130,7 @@ def fit_bursts(samples: Sequence[Sample], hosts: Cluster) -> Cluster:
     for sample in samples:
         if sample.work.kind in _CHAINS or passes(sample, hosts):
             continue
-        times = footprint(sample.work, hosts).link_times(hosts)
+        times = cost_of(sample.work, hosts).link_times(hosts)
         late = sample.seconds - expected(sample, hosts)
         after = (1 - token_bucket.passed(times, token_bucket.shapers(hosts))) * max(times)
         (far if times[1] > times[0] else near).append((late, after))

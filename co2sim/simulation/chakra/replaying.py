@@ -75,10 +75,10 @@ def replay(
     schedule = trace.schedule
     simulator = Simulator(RunOptions(), _Replayed(schedule, cluster, precision), done)
     if trace.layout:
-        found, rounds, steady = simulator.simulated()
+        found, rounds, steady = simulator.until_steady()
     else:
-        found, rounds, steady = simulator.executed(1), 1, True
-    free = simulator.executed(found.rounds, free=True)
+        found, rounds, steady = simulator.rounds(1), 1, True
+    free = simulator.rounds(found.rounds, free=True)
     during, without = (_window(trace, one, rounds) for one in (found, free))
     sent = traffic(schedule, cluster)
     return Replay(
