@@ -27,10 +27,18 @@ from reports import folder, machine, made_by, parser, table
 
 from co2sim.catalog import load_cluster
 from co2sim.hardware.cluster import Cluster
-from co2sim.schedule.groups import WORLD, Group
-from co2sim.schedule.ops import Collective, Compute, DType, Kind
-from co2sim.schedule.schedule import After, Op, Schedule
-from co2sim.simulation.collective_cost import compute_time
+from co2sim.schedule.schedule import (
+    WORLD,
+    After,
+    Collective,
+    Compute,
+    DType,
+    Group,
+    Kind,
+    Op,
+    Schedule,
+)
+from co2sim.simulation.compute_cost import compute_time
 from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Trace
 from realrun.cli import ranks

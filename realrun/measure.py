@@ -10,7 +10,7 @@ from co2sim.common.errors import Co2simError
 from co2sim.common.units import Seconds
 from co2sim.prediction.case import Case, Prepared
 from co2sim.schedule.schedule import Compute, DType
-from co2sim.simulation.collective_cost import compute_time
+from co2sim.simulation.compute_cost import compute_time
 from co2sim.simulation.trace import Span, Trace
 from realrun.errors import MismatchError
 from realrun.execute.executor import execute

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from co2sim.common.errors import CatalogError, OptionError
 from co2sim.hardware.cluster import Cluster
-from co2sim.schedule.ops import Work
 from co2sim.schedule.schedule import (
     LEADERS,
     NODE,
@@ -35,6 +34,7 @@ from co2sim.schedule.schedule import (
     Op,
     Product,
     Schedule,
+    Work,
     block,
     peers_of_blocks,
 )

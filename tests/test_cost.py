@@ -28,7 +28,8 @@ from co2sim.schedule.schedule import (
     Schedule,
     block,
 )
-from co2sim.simulation.collective_cost import compute_time, cost_of, traffic
+from co2sim.simulation.collective_cost import cost_of, traffic
+from co2sim.simulation.compute_cost import compute_time
 
 Message = tuple[int, int, float]
 """Sender, receiver, bytes."""

@@ -28,7 +28,8 @@ from co2sim.schedule.schedule import (
     Kind,
     Product,
 )
-from co2sim.simulation.collective_cost import compute_time, cost_of
+from co2sim.simulation.collective_cost import cost_of
+from co2sim.simulation.compute_cost import compute_time
 
 CLUSTER = load_cluster("dgx2-ib1").value.resized(64)
 PASS = Compute("forward", 1e12, 0.0, Kernels((Product(1e12, 1e9),), 20, elementwise_bytes=1e9))

@@ -16,8 +16,22 @@ from co2sim.models.architecture import Transformer, language_model
 from co2sim.models.memory import activations
 from co2sim.models.workload import Workload
 from co2sim.prediction.case import schedule_of
-from co2sim.schedule.groups import LEADERS, NODE, PEERS, SITE, SITE_PEERS, WORLD, Group, Layout
-from co2sim.schedule.schedule import Collective, Kind, Schedule, block, peers_of_blocks, tensor
+from co2sim.schedule.schedule import (
+    LEADERS,
+    NODE,
+    PEERS,
+    SITE,
+    SITE_PEERS,
+    WORLD,
+    Collective,
+    Group,
+    Kind,
+    Layout,
+    Schedule,
+    block,
+    peers_of_blocks,
+    tensor,
+)
 from co2sim.schedule.tensor_parallel import TENSOR
 from co2sim.simulation.collective_cost import costs_of, traffic
 from co2sim.simulation.run import execute

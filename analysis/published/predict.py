@@ -16,7 +16,8 @@ from co2sim.prediction import driver
 from co2sim.prediction.case import Prepared
 from co2sim.schedule.schedule import Collective, Compute, Kind, Schedule
 from co2sim.simulation import metrics
-from co2sim.simulation.collective_cost import compute_time, cost_of
+from co2sim.simulation.collective_cost import cost_of
+from co2sim.simulation.compute_cost import compute_time
 from co2sim.simulation.run import execute
 from co2sim.simulation.stragglers import expected_slowdown
 

@@ -33,8 +33,8 @@ from pydantic import (
 
 from co2sim.catalog.facts import Tree
 from co2sim.common.errors import CatalogError, OptionError, UnitError, nearest
-from co2sim.common.quantities import Quantity
 from co2sim.common.units import parse, parse_price
+from co2sim.common.validation import Quantity
 from co2sim.hardware.cluster import GPU, Cluster, KernelTimes, Link, Scatter, Tier
 from co2sim.hardware.failures import Failures
 from co2sim.hardware.host import Calls, HostEffects, TokenBucket

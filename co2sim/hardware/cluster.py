@@ -9,7 +9,8 @@ from typing import Literal
 import numpy as np
 
 from co2sim.common.errors import OptionError
-from co2sim.common.quantities import (
+from co2sim.common.units import BytesPerSecond, Flops
+from co2sim.common.validation import (
     MOST_NODES,
     Bandwidth,
     Count,
@@ -27,9 +28,8 @@ from co2sim.common.quantities import (
     Time,
     check,
     in_order,
+    whole,
 )
-from co2sim.common.units import BytesPerSecond, Flops
-from co2sim.common.validation import whole
 from co2sim.hardware.failures import Failures
 from co2sim.hardware.host import HostEffects
 from co2sim.schedule.schedule import DType, Layout

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from co2sim.common.errors import OptionError
-from co2sim.common.quantities import (
+from co2sim.common.units import BytesPerSecond, Seconds
+from co2sim.common.validation import (
     Bandwidth,
     Between,
     Count,
@@ -12,10 +13,9 @@ from co2sim.common.quantities import (
     Multiple,
     Natural,
     Time,
+    at_least,
     check,
 )
-from co2sim.common.units import BytesPerSecond, Seconds
-from co2sim.common.validation import at_least
 
 Writing = Literal["background", "blocking"]
 """background: work stops until the state is in host memory. blocking: until all is written."""

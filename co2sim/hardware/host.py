@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from co2sim.common.errors import OptionError
-from co2sim.common.quantities import Bandwidth, Between, Size, Slowdown, Time, check
 from co2sim.common.units import Seconds
+from co2sim.common.validation import Bandwidth, Between, Size, Slowdown, Time, check
 
 FULLY_IDLE: Seconds = 5e-3
 """After so long a pause cores take as long to wake up as after any longer one."""

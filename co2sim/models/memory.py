@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 
 from co2sim.common.units import Bytes
 from co2sim.models.workload import Block, Workload
-from co2sim.schedule.groups import Group, Layout
+from co2sim.schedule.schedule import Group, Layout
 
 GIB: Bytes = 2.0**30
 

@@ -33,7 +33,8 @@ from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import DType, Layout, Schedule
 from co2sim.schedule.tensor_parallel import data_layout, divided
 from co2sim.simulation import metrics
-from co2sim.simulation.collective_cost import peak_flops, traffic
+from co2sim.simulation.collective_cost import traffic
+from co2sim.simulation.compute_cost import peak_flops
 from co2sim.simulation.noise import QUIET, Noise, RunOptions
 from co2sim.simulation.trace import Trace
 from co2sim.strategies import STRATEGIES, LocalSteps, Strategy

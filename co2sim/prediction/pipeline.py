@@ -23,7 +23,8 @@ from co2sim.prediction.pipeline_order import sizes
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Collective, Compute, Kind, tensor
 from co2sim.simulation import metrics
-from co2sim.simulation.collective_cost import compute_time, cost_of, peak_flops
+from co2sim.simulation.collective_cost import cost_of
+from co2sim.simulation.compute_cost import compute_time, peak_flops
 from co2sim.simulation.steady_state import Simulator
 from co2sim.strategies import parse
 

@@ -11,40 +11,327 @@ The simulator and the executor are two interpreters of the same `Schedule`:
 5. Body order is a legal serial execution, so no schedule can deadlock.
 """
 
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from co2sim.common.errors import ScheduleError, nearest
 from co2sim.common.html_card import SHOWN, card
-from co2sim.common.units import counted
-from co2sim.common.validation import whole
-from co2sim.schedule.groups import (
-    LEADERS,
-    NODE,
-    PEERS,
-    SITE,
-    SITE_PEERS,
-    WORLD,
-    Group,
-    Layout,
-    block,
-    peers_of_blocks,
-    tensor,
-)
-from co2sim.schedule.ops import (
-    SCALE_BYTES,
-    Collective,
-    Compute,
-    DType,
-    Exchanges,
-    FusedAttention,
-    Kernels,
-    Kind,
-    Product,
-    Work,
-)
+from co2sim.common.units import Bytes, Flops, counted
+from co2sim.common.validation import at_least, whole
+
+# --- who meets ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How ranks are placed: `nodes` nodes of `gpus_per_node` ranks, filled node by node.
+
+    The nodes are those of all `sites` together, filled site by site, as many at each.
+    """
+
+    nodes: int
+    gpus_per_node: int
+    sites: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse an empty layout, and unequal sites."""
+        whole("nodes", self.nodes, 1, error=ScheduleError)
+        whole("gpus_per_node", self.gpus_per_node, 1, error=ScheduleError)
+        whole("sites", self.sites, 1, error=ScheduleError)
+        if self.nodes % self.sites:
+            raise ScheduleError(f"{self.nodes} nodes do not divide into {self.sites} equal sites")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def ranks_per_site(self) -> int:
+        """Number of ranks at one site."""
+        return self.world_size // self.sites
+
+    def strided(self, stride: int) -> "Layout":
+        """The layout in which `stride` consecutive ranks of a node count as one.
+
+        Raises ScheduleError where they do not divide the ranks of a node.
+        """
+        if stride == 1:
+            return self
+        whole("stride", stride, 1, error=ScheduleError)
+        if self.gpus_per_node % stride:
+            raise ScheduleError(
+                f"groups of {stride} ranks do not divide the {self.gpus_per_node} GPUs of a node"
+            )
+        return Layout(self.nodes, self.gpus_per_node // stride, self.sites)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Which ranks meet in a collective; `ranks` is the size of blocks, 0 where these are nodes.
+
+    `stride` consecutive ranks count as one in it: as many groups of the kind lie side by side, each
+    with the ranks of one place in their strides.
+    """
+
+    name: str
+    ranks: int = 0
+    stride: int = 1
+
+    def __str__(self) -> str:
+        """`world`, `node`, `site`, `peers`, `site_peers`, `leaders`, `block(4)` or `peers(4)`.
+
+        With a stride of 8 `world/8`, `block(4)/8`.
+        """
+        name = f"{self.name}({self.ranks})" if self.ranks else self.name
+        return f"{name}/{self.stride}" if self.stride > 1 else name
+
+    def members(self, rank: int, layout: Layout) -> range:
+        """Ranks of the group that `rank` belongs to, in ring order."""
+        if self.stride > 1:
+            place, by = rank % self.stride, self.stride
+            found = Group(self.name, self.ranks).members(rank // by, layout.strided(by))
+            return range(found.start * by + place, found.stop * by, found.step * by)
+        g, n = layout.gpus_per_node, layout.world_size
+        size = self.ranks or (layout.ranks_per_site if self.name.startswith("site") else g)
+        match self.name:
+            case "world":
+                return range(n)
+            case "node" | "site":
+                return range(rank // size * size, rank // size * size + size)
+            case "peers" | "site_peers" if n % size == 0:
+                return range(rank % size, n, size)
+            case "leaders":
+                return range(rank, rank + 1) if rank % g else range(0, n, g)
+            case "block" | "tensor" if self.ranks and n % size == 0:
+                return range(rank // size * size, rank // size * size + size)
+        raise ScheduleError(f"group {self} does not divide {n} ranks")
+
+
+WORLD = Group("world")
+"""All ranks."""
+NODE = Group("node")
+"""The ranks of one node."""
+PEERS = Group("peers")
+"""The ranks with the same place in every node."""
+LEADERS = Group("leaders")
+"""The first rank of every node; all others are alone."""
+SITE = Group("site")
+"""The ranks of one site."""
+SITE_PEERS = Group("site_peers")
+"""The ranks with the same place at every site."""
+
+
+def block(ranks: int) -> Group:
+    """Blocks of `ranks` consecutive ranks."""
+    return Group("block", ranks)
+
+
+def peers_of_blocks(ranks: int) -> Group:
+    """The ranks with the same place in every block of `ranks` consecutive ranks."""
+    return Group("peers", ranks)
+
+
+def tensor(ranks: int) -> Group:
+    """Tensor-parallel groups: blocks of `ranks` consecutive ranks that hold a model together."""
+    return Group("tensor", ranks)
+
+
+# --- what an op does ------------------------------------------------------------------------------
+
+
+class Kind(StrEnum):
+    """What a collective does with its buffer."""
+
+    ALL_REDUCE = "all_reduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_GATHER = "all_gather"
+    ALL_TO_ALL = "all_to_all"
+    BROADCAST = "broadcast"
+    REDUCE = "reduce"
+
+
+class DType(StrEnum):
+    """Type of the elements on the wire."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    INT8 = "int8"
+    INT4 = "int4"
+
+    @property
+    def bytes(self) -> Bytes:
+        """Bytes of one element; int4 counts half a byte."""
+        return _BYTES[self]
+
+
+_BYTES = {DType.FP32: 4.0, DType.FP16: 2.0, DType.BF16: 2.0, DType.INT8: 1.0, DType.INT4: 0.5}
+SCALE_BYTES: Bytes = 4.0
+"""Bytes of the fp32 scale that every block of a quantized buffer carries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product: its FLOP, and the bytes of its operands and its result, each once."""
+
+    flops: Flops
+    bytes: Bytes
+
+    def times(self, factor: float) -> "Product":
+        """The product `factor` times, which may be a fraction."""
+        return Product(self.flops * factor, self.bytes * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedAttention:
+    """Attention in one kernel, over sequences of `length`: its FLOP, and bytes read and written.
+
+    `flops` are those of forward passes, `backward` those of backward passes. Both are what a kernel
+    executes: half of the scores where the model is causal.
+    """
+
+    flops: Flops
+    bytes: Bytes
+    length: int
+    backward: Flops = 0.0
+
+    def times(self, factor: float) -> "FusedAttention":
+        """The same work `factor` times, which may be a fraction."""
+        return FusedAttention(
+            self.flops * factor, self.bytes * factor, self.length, self.backward * factor
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What a pass launches: matrix products, and the rest.
+
+    `calls` are operations that the framework issues, `elementwise_bytes` the memory traffic of
+    those that are no matrix products, and `vocabulary` says that the products' output has the
+    width of a vocabulary. `attention` is that part of attention which is one kernel.
+    """
+
+    products: tuple[Product, ...]
+    calls: float
+    elementwise_bytes: Bytes
+    vocabulary: bool = False
+    attention: FusedAttention | None = None
+
+    def times(self, factor: float) -> "Kernels":
+        """The same work `factor` times, which may be a fraction."""
+        return Kernels(
+            tuple(product.times(factor) for product in self.products),
+            self.calls * factor,
+            self.elementwise_bytes * factor,
+            self.vocabulary,
+            self.attention and self.attention.times(factor),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Local work: looked up by `kernel` when run, costed by FLOP and bytes of memory traffic.
+
+    `kernels` says what it consists of, for GPUs whose kernels are known (`compute_cost`). `parts`
+    are works that it does one after the other; the other fields then hold their sums. `exchanges`
+    are those of tensor-parallel ranks: `tensor_parallel` makes ops of them, and nothing else does.
+    """
+
+    kernel: str
+    flops: Flops
+    memory_bytes: Bytes = 0.0
+    kernels: Kernels | None = None
+    parts: tuple["Compute", ...] = ()
+    exchanges: "Exchanges | None" = None
+
+    def __post_init__(self) -> None:
+        """Refuse negative or infinite work."""
+        at_least(f"{self.kernel!r}: flops", self.flops, 0, error=ScheduleError)
+        at_least(f"{self.kernel!r}: memory_bytes", self.memory_bytes, 0, error=ScheduleError)
+
+    def __str__(self) -> str:
+        """`forward: 1.2e+13 FLOP, 4e+08 B`."""
+        return f"{self.kernel}: {self.flops:.3g} FLOP, {self.memory_bytes:.3g} B"
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Communication of `elements`: those of the whole, unsharded buffer.
+
+    For all_to_all that is each rank's input.
+
+    `scale_block` > 0 says that the buffer is block-quantized and carries one fp32 scale for every
+    `scale_block` elements. A broadcast comes from the member at place `root`, and a reduction goes
+    to it; places are counted around the group.
+    """
+
+    kind: Kind
+    buffer: str
+    elements: int
+    dtype: DType
+    group: Group
+    scale_block: int = 0
+    root: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse an empty or unnamed buffer, and a root that the kind does not have."""
+        if not self.buffer:
+            raise ScheduleError(f"{self.kind}: the buffer has no name")
+        if self.elements < 1 or self.scale_block < 0:
+            raise ScheduleError(
+                f"{self.kind}({self.buffer}): elements={self.elements},"
+                f" scale_block={self.scale_block}; elements must be at least 1,"
+                " scale_block 0 (no scales) or more"
+            )
+        if self.root and (self.root < 0 or self.kind not in {Kind.BROADCAST, Kind.REDUCE}):
+            raise ScheduleError(
+                f"{self.kind}({self.buffer}): root={self.root}; only a broadcast or a reduction has"
+                " one, 0 or more"
+            )
+
+    @property
+    def bytes(self) -> Bytes:
+        """Bytes of the whole buffer, scales of block quantization included."""
+        scales = math.ceil(self.elements / self.scale_block) if self.scale_block else 0
+        return self.elements * self.dtype.bytes + scales * SCALE_BYTES
+
+    def __str__(self) -> str:
+        """`all_gather(layer0: 1000 int8/256) over world`, `reduce(...) over world, root 3`."""
+        scales = f"/{self.scale_block}" if self.scale_block else ""
+        root = f", root {self.root}" if self.root else ""
+        what = f"{self.buffer}: {self.elements} {self.dtype}{scales}"
+        return f"{self.kind}({what}) over {self.group}{root}"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanges:
+    """What a pass exchanges with other ranks: `before` it, `beside` it, and `behind` it, in turn.
+
+    What follows on the pass's stream waits for all of them.
+    """
+
+    before: tuple[Collective, ...] = ()
+    beside: tuple[Collective, ...] = ()
+    behind: tuple[Collective, ...] = ()
+
+    def then(self, other: "Exchanges") -> "Exchanges":
+        """Those of two passes that are one op: what lies between the two comes behind it."""
+        return Exchanges(
+            self.before,
+            (*self.beside, *other.beside),
+            (*self.behind, *other.before, *other.behind),
+        )
+
+
+Work: TypeAlias = Compute | Collective
+
+
+# --- the schedule ---------------------------------------------------------------------------------
 
 
 def apart(streams: Sequence[str], offsets: Sequence[Sequence[int]]) -> bool:
@@ -74,35 +361,6 @@ def _waits(streams: Sequence[str], offsets: Sequence[Sequence[int]]) -> list[lis
         found.append([latest[stream], *(place - offset for offset in back)])
         latest[stream] = place
     return found
-
-
-__all__ = [
-    "LEADERS",
-    "NODE",
-    "PEERS",
-    "SCALE_BYTES",
-    "SITE",
-    "SITE_PEERS",
-    "WORLD",
-    "After",
-    "Collective",
-    "Compute",
-    "DType",
-    "Exchanges",
-    "FusedAttention",
-    "Group",
-    "Instance",
-    "Kernels",
-    "Kind",
-    "Layout",
-    "Op",
-    "Product",
-    "Schedule",
-    "Work",
-    "block",
-    "peers_of_blocks",
-    "tensor",
-]
 
 
 @dataclass(frozen=True, slots=True)

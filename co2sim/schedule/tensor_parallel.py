@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from co2sim.common.errors import OptionError
-from co2sim.schedule.ops import Work
-from co2sim.schedule.schedule import After, Collective, Compute, Layout, Op, Schedule
+from co2sim.schedule.schedule import After, Collective, Compute, Layout, Op, Schedule, Work
 
 TENSOR = "tensor"
 """The stream of exchanges among tensor-parallel ranks: their own communicator."""

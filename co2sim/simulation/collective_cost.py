@@ -20,7 +20,6 @@ from co2sim.common.units import Bytes, BytesPerSecond, Seconds
 from co2sim.hardware.cluster import AllReduce, Cluster, Hops, Protocols, Tier
 from co2sim.schedule.schedule import LEADERS, PEERS, Collective, Group, Kind, Schedule
 from co2sim.simulation import token_bucket
-from co2sim.simulation.compute_cost import compute_time, efficiency, kernel_time, peak_flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,19 +279,6 @@ class CollectiveCost:
         on = token_bucket.shapers(cluster)
         return token_bucket.alone(self.latency, self.exposed_latency(cluster), times, longest, on)
 
-
-__all__ = [
-    "PIECE",
-    "CollectiveCost",
-    "Traffic",
-    "compute_time",
-    "cost_of",
-    "costs_of",
-    "efficiency",
-    "kernel_time",
-    "peak_flops",
-    "traffic",
-]
 
 PIECE: Bytes = 2.0**19
 """What a hop of a chain holds of a buffer before it passes it on, in each of its channels.

@@ -22,7 +22,7 @@ from co2sim.schedule.schedule import Collective, Schedule
 from co2sim.simulation.collective_cost import CollectiveCost, cost_of
 from co2sim.simulation.lowering import Communicator, Folding, Lowered
 from co2sim.simulation.network import NOTHING, Flow, Network, Transfer
-from co2sim.simulation.processor import INSTANT, Processor
+from co2sim.simulation.processor import Processor
 from co2sim.simulation.reference_engine import Communicators, Simulation
 from co2sim.simulation.token_bucket import Buckets, Shaper, shapers
 
@@ -31,6 +31,10 @@ _HOST = "host"
 
 _LAST = EventPriority(8)
 """Behind what else comes at the same instant, but for the starts of exclusive collectives."""
+
+
+INSTANT: Seconds = 1e-9
+"""What is no further apart happens at once: what begins or ends is off by so much at most."""
 
 
 def effects(cluster: Cluster) -> HostEffects:

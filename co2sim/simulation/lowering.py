@@ -28,7 +28,8 @@ from co2sim.schedule.schedule import (
     Op,
     Schedule,
 )
-from co2sim.simulation.collective_cost import CollectiveCost, compute_time, costs_of, uplinks
+from co2sim.simulation.collective_cost import CollectiveCost, costs_of, uplinks
+from co2sim.simulation.compute_cost import compute_time
 from co2sim.simulation.network import NOTHING, Transfer
 from co2sim.simulation.noise import Noise
 

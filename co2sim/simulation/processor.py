@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from co2sim.common.units import Seconds
-
 
 @dataclass(eq=False, slots=True)
 class Processor:
@@ -22,7 +20,3 @@ class Processor:
     def pace(self) -> float:
         """Seconds of work that a compute gets done in a second."""
         return 1.0 / (1.0 + self.interference) if self.in_flight else 1.0
-
-
-INSTANT: Seconds = 1e-9
-"""What is no further apart happens at once: what begins or ends is off by so much at most."""

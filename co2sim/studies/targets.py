@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get
 import numpy as np
 
 from co2sim.common.errors import OptionError, UnitError, nearest
-from co2sim.common.quantities import Quantity
 from co2sim.common.units import Unit, duration, number, parse, parse_price, scaled
+from co2sim.common.validation import Quantity
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction.calibrations import replaced
 from co2sim.prediction.case import Case

@@ -17,7 +17,8 @@ from co2sim.common.units import Flops, FlopsPerSecond, Seconds
 from co2sim.hardware.cluster import GPU, Backend, Cluster, Link
 from co2sim.hardware.host import HostEffects
 from co2sim.schedule.schedule import Group, Kind, Layout
-from co2sim.simulation.collective_cost import compute_time, cost_of
+from co2sim.simulation.collective_cost import cost_of
+from co2sim.simulation.compute_cost import compute_time
 from realrun.probe.hosts import effects, expected, fit_bursts, fit_hosts, in_payload, passes
 from realrun.probe.residuals import Line, Residuals, fit_line, residuals, scatter, weights
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown, by_kind

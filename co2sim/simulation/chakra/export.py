@@ -13,9 +13,7 @@ from co2sim.common.progress import Done
 from co2sim.common.units import Bytes, counted, scaled
 from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster
-from co2sim.schedule.groups import Group, Layout
-from co2sim.schedule.ops import Collective, Compute
-from co2sim.schedule.schedule import Instance, Schedule
+from co2sim.schedule.schedule import Collective, Compute, Group, Instance, Layout, Schedule
 from co2sim.simulation.chakra import works
 from co2sim.simulation.chakra.process_groups import FILE, numbered, to_json
 from co2sim.simulation.chakra.schema import VERSION, delimited, schema

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from co2sim.common import files
 from co2sim.common.errors import given
 from co2sim.common.files import is_regular, text_of
-from co2sim.schedule.groups import WORLD, Group, Layout, block, peers_of_blocks
+from co2sim.schedule.schedule import WORLD, Group, Layout, block, peers_of_blocks
 
 FILE = "comm_group.json"
 EVERYBODY = ("", "0")

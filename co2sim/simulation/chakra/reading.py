@@ -17,9 +17,19 @@ from co2sim.common.files import MOST_RECORD_BYTES, is_folder, read_bytes
 from co2sim.common.progress import Done
 from co2sim.common.resources import require_memory
 from co2sim.common.units import Bytes
-from co2sim.schedule.groups import WORLD, Group, Layout
-from co2sim.schedule.ops import Collective, Compute, DType, Kind, Work
-from co2sim.schedule.schedule import After, Op, Schedule
+from co2sim.schedule.schedule import (
+    WORLD,
+    After,
+    Collective,
+    Compute,
+    DType,
+    Group,
+    Kind,
+    Layout,
+    Op,
+    Schedule,
+    Work,
+)
 from co2sim.simulation.chakra import works
 from co2sim.simulation.chakra.export import FORMAT, MOST_NODES, MOST_RANKS, RankFiles
 from co2sim.simulation.chakra.process_groups import EVERYBODY, FILE, Members, group_of, read_members

@@ -9,11 +9,11 @@ from co2sim.common.errors import OptionError
 from co2sim.common.progress import Done
 from co2sim.common.units import Bytes, Seconds, counted
 from co2sim.hardware.cluster import Cluster
-from co2sim.schedule.groups import Layout
-from co2sim.schedule.schedule import Schedule
+from co2sim.schedule.schedule import Layout, Schedule
 from co2sim.simulation import metrics
 from co2sim.simulation.chakra.reading import Imported
-from co2sim.simulation.collective_cost import peak_flops, traffic
+from co2sim.simulation.collective_cost import traffic
+from co2sim.simulation.compute_cost import peak_flops
 from co2sim.simulation.metrics import Window
 from co2sim.simulation.noise import RunOptions
 from co2sim.simulation.steady_state import Simulator

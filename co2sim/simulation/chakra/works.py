@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from co2sim.common import files
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.validation import first_problem
-from co2sim.schedule.ops import Collective, Compute, Kind, Work
+from co2sim.schedule.schedule import Collective, Compute, Kind, Work
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
