@@ -41,8 +41,7 @@ from realrun.probe import fit
 from realrun.probe.cluster_file import to_toml
 from realrun.probe.fit import fit_gpu, interference
 from realrun.probe.hosts import fit_bursts, fit_hosts, passes
-from realrun.probe.residuals import fit_line
-from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
+from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown, fit_line
 from realrun.probe.schedules import (
     PAUSE,
     SWEPT,

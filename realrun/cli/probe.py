@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from realrun.cli.ranks import Rank
     from realrun.probe.fit import Fitted
     from realrun.probe.probe import Plan
-    from realrun.probe.residuals import Residuals
-    from realrun.probe.samples import Measured
+    from realrun.probe.samples import Measured, Residuals
 
 _DEFAULTS = {"gloo": ("16 MiB", ("fp32",)), "nccl": ("256 MiB", ("bf16", "fp16", "fp32"))}
 """Largest collective, and precisions."""

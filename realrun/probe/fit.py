@@ -20,8 +20,19 @@ from co2sim.schedule.schedule import Group, Kind, Layout
 from co2sim.simulation.collective_cost import cost_of
 from co2sim.simulation.compute_cost import compute_time
 from realrun.probe.hosts import effects, expected, fit_bursts, fit_hosts, in_payload, passes
-from realrun.probe.residuals import Line, Residuals, fit_line, residuals, scatter, weights
-from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown, by_kind
+from realrun.probe.samples import (
+    ComputeSample,
+    Line,
+    Measured,
+    Residuals,
+    Sample,
+    Slowdown,
+    by_kind,
+    fit_line,
+    residuals,
+    scatter,
+    weights,
+)
 
 _OUTLIER = 0.2
 """Errors of log time beyond this count linearly, not squared (Huber 1964)."""
