@@ -31,7 +31,7 @@ from co2sim.common.files import check_writable, write_atomically
 from co2sim.common.progress import progress_bar
 from co2sim.common.tables import console, print_table
 from co2sim.prediction.case import Case
-from co2sim.report.option import check
+from co2sim.report.bundle import check
 from co2sim.strategies import parse
 
 

@@ -18,7 +18,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.files import check_writable, write_atomically
 from co2sim.common.tables import console
 from co2sim.hardware.cluster import Cluster
-from co2sim.report.option import check
+from co2sim.report.bundle import check
 from co2sim.schedule.schedule import DType
 from co2sim.strategies import parse
 from realrun import record

@@ -15,7 +15,7 @@ from co2sim.common.cli import command_line
 from co2sim.common.errors import OptionError
 from co2sim.common.files import check_writable, write_atomically
 from co2sim.common.progress import progress_bar
-from co2sim.report.option import check
+from co2sim.report.bundle import check
 
 if TYPE_CHECKING:
     from analysis.published.calibrate import Fit

@@ -18,7 +18,7 @@ from co2sim.common.validation import between
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
 from co2sim.prediction.step_factors import Goal
-from co2sim.report.option import check
+from co2sim.report.bundle import check
 from co2sim.report.text import totals
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from co2sim.common.cli import refuse_twice
 from co2sim.common.errors import OptionError, UnitError
 from co2sim.common.units import parse as quantity
 from co2sim.prediction.case import Case
-from co2sim.report.option import check
+from co2sim.report.bundle import check
 from co2sim.studies.candidates import RECOMPUTES, STRATEGIES, Space, Wanted
 
 _DAY = 86400.0

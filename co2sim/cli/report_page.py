@@ -16,7 +16,7 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.published import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
-from co2sim.report.option import check
+from co2sim.report.bundle import check
 from co2sim.report.text import totals
 from co2sim.strategies import parse
 from co2sim.strategies.step import title

@@ -14,7 +14,7 @@ from co2sim.common.files import write_atomically
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
 from co2sim.prediction.totals import to_dict
-from co2sim.report.option import check
+from co2sim.report.bundle import check
 from co2sim.report.text import totals
 from co2sim.strategies import parse
 from co2sim.strategies.step import title

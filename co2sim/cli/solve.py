@@ -8,7 +8,7 @@ import typer
 from co2sim.cli import options, over_sizes
 from co2sim.common.cli import refuse_twice
 from co2sim.prediction.case import Case
-from co2sim.report.option import check
+from co2sim.report.bundle import check
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
 

@@ -9,7 +9,7 @@ import typer
 from co2sim.cli import options, over_sizes
 from co2sim.common.errors import OptionError
 from co2sim.prediction.case import Case
-from co2sim.report.option import check
+from co2sim.report.bundle import check
 from co2sim.report.text import totals
 from co2sim.studies import grid
 from co2sim.studies.grid import Points, Shard

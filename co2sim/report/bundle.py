@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from co2sim.common.errors import OptionError
-from co2sim.common.files import write_atomically
+from co2sim.common.files import check_writable, write_atomically
 
 MISSING = "charts need Altair: pip install '.[report]'"
 _SHOWN = "window.vegaEmbed = vegaEmbed;"
@@ -43,3 +43,17 @@ def vega() -> str:
 def _cache() -> Path:
     """The folder of the user's cache, as the XDG base directories have it."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "co2sim"
+
+
+def check(flag: str, path: Path | None, *, charts: bool = True) -> None:
+    """Refuse, before long work begins, what is no page, cannot be written or cannot be drawn.
+
+    A page without `charts` needs no extra.
+    """
+    if path is None:
+        return
+    if path.suffix != ".html":
+        raise OptionError(f"{flag} {path}: the file must end in .html")
+    check_writable(path.parent)
+    if charts:
+        check_installed()
