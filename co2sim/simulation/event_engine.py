@@ -18,9 +18,9 @@ import numpy as np
 
 from co2sim.common.units import Bytes, Seconds
 from co2sim.schedule.schedule import Collective, Group
+from co2sim.simulation.compute_cost import Processor
 from co2sim.simulation.lowering import Lowered, Times
 from co2sim.simulation.network import Transfer, max_min_rates
-from co2sim.simulation.processor import Processor
 
 AFTER_ALL = 9
 """Priority behind all that happens at the same instant, which has 1."""

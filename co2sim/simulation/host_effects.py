@@ -20,9 +20,9 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.host import FULLY_IDLE, HostEffects
 from co2sim.schedule.schedule import Collective, Schedule
 from co2sim.simulation.collective_cost import CollectiveCost, cost_of
+from co2sim.simulation.compute_cost import Processor
 from co2sim.simulation.lowering import Communicator, Folding, Lowered
 from co2sim.simulation.network import NOTHING, Flow, Network, Transfer
-from co2sim.simulation.processor import Processor
 from co2sim.simulation.reference_engine import Communicators, Simulation
 from co2sim.simulation.token_bucket import Buckets, Shaper, shapers
 
