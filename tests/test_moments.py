@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.special import expit
 
-from analysis.convergence import exact_moments, late_moments, late_stability
-from analysis.convergence.late_stability import LateSystem
+from analysis.convergence import exact_moments, late_moments
+from analysis.convergence.late_moments import LateSystem
 from analysis.convergence.objectives.families import FAMILIES, apart, same
 from analysis.convergence.objectives.logistic import Minibatches, breast_cancer
 from analysis.convergence.objectives.mlp import Batches, digits
@@ -169,11 +169,11 @@ def test_jury_is_what_impulses_do(
     radius = np.abs(np.linalg.eigvals(matrix)).max()
     factor = mix[0] * ratio ** (tau - d) * (ratio**d - 1)
     system = LateSystem(load, tau, d, alpha, beta, *mix)
-    assert late_stability.disagreement(system) == pytest.approx(factor)
-    two, one, zero = late_stability.cubic(system)
+    assert late_moments.disagreement(system) == pytest.approx(factor)
+    two, one, zero = late_moments.cubic(system)
     assert np.poly(matrix) == pytest.approx(np.array([1.0, two, one, zero]), abs=1e-9)
     if min(abs(radius - 1), abs(abs(factor) - 1)) > 1e-6:
-        assert bool(late_stability.is_stable(system)) is bool(radius < 1 and abs(factor) < 1)
+        assert bool(late_moments.is_stable(system)) is bool(radius < 1 and abs(factor) < 1)
 
 
 # --- problems ------------------------------------------------------------------------------------
