@@ -20,6 +20,7 @@ import pytest
 from analysis.cli import main
 from analysis.convergence import bound, late_bound
 from analysis.convergence.bound import Bound, Infeasible
+from analysis.convergence.lateness import Setting
 from analysis.convergence.objectives.problems import Problem
 from analysis.convergence.protocol import (
     checks,
@@ -37,7 +38,6 @@ from analysis.convergence.protocol.grid import GridCell, GridRun, GridTask
 from analysis.convergence.protocol.oracle import IdentityTask, MomentsTask
 from analysis.convergence.protocol.store import Cell
 from analysis.convergence.protocol.tightness import TightnessRow
-from analysis.convergence.setting import Setting
 from analysis.convergence.simulate import run
 from analysis.convergence.variants import Outcome, RunSize, Variants
 

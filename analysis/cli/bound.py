@@ -67,7 +67,7 @@ def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
         bound_to_dict,
         print_bound,
     )
-    from analysis.convergence.setting import Setting  # noqa: PLC0415
+    from analysis.convergence.lateness import Setting  # noqa: PLC0415
 
     if allowed_delay is not None:
         validation.at_least("--allowed-delay", allowed_delay, 0)

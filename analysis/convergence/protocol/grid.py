@@ -9,12 +9,11 @@ import numpy as np
 
 from analysis.convergence import bound, exact_moments, late_moments
 from analysis.convergence.bound import Bound, Infeasible
-from analysis.convergence.lateness import Late
+from analysis.convergence.lateness import Late, Setting
 from analysis.convergence.objectives.families import AT_MINIMUM, FAMILIES
 from analysis.convergence.objectives.logistic import Logistic, Minibatches
 from analysis.convergence.objectives.problems import Array, Gaussian, Problem, Quadratic
 from analysis.convergence.protocol.tightness import EXACT, TightnessRow
-from analysis.convergence.setting import Setting
 from analysis.convergence.simulate import run
 from analysis.convergence.variants import RunSize, Variants, select, variants
 
