@@ -20,7 +20,7 @@ import pytest
 from analysis.cli import main
 from analysis.convergence import bound, late_bound
 from analysis.convergence.bound import Bound, Infeasible
-from analysis.convergence.lateness import Setting
+from analysis.convergence.lateness import Outcome, RunSize, Setting, Variants
 from analysis.convergence.objectives.problems import Problem
 from analysis.convergence.protocol import (
     checks,
@@ -39,7 +39,6 @@ from analysis.convergence.protocol.oracle import IdentityTask, MomentsTask
 from analysis.convergence.protocol.store import Cell
 from analysis.convergence.protocol.tightness import TightnessRow
 from analysis.convergence.simulate import run
-from analysis.convergence.variants import Outcome, RunSize, Variants
 
 slow = pytest.mark.slow
 PROBLEM = Setting(

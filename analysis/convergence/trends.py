@@ -13,11 +13,10 @@ from rich.console import Console
 
 from analysis.convergence import bound
 from analysis.convergence.bound import Bound
-from analysis.convergence.lateness import Setting
+from analysis.convergence.lateness import RunSize, Setting, Variants, variants
 from analysis.convergence.objectives.mlp import MLP, Batches, digits
 from analysis.convergence.objectives.problems import Array
 from analysis.convergence.simulate import Trajectory, walk
-from analysis.convergence.variants import RunSize, Variants, variants
 from co2sim.common.tables import print_table
 
 METHODS = (("local SGD", 0, 1.0, 0.0), ("SlowMo", 0, 1.0, 0.5), ("CO2", 1, 1.0, 0.5))

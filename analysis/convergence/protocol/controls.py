@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 
 from analysis.convergence import exact_moments
+from analysis.convergence.lateness import RunSize, Variants, variants
 from analysis.convergence.objectives.families import FAMILIES
 from analysis.convergence.objectives.problems import Array, Quadratic
 from analysis.convergence.protocol import oracle, rates
@@ -20,7 +21,6 @@ from analysis.convergence.protocol.isolation import (
 )
 from analysis.convergence.protocol.rescue import RescueCell, RescueLine, RescueTask
 from analysis.convergence.simulate import run
-from analysis.convergence.variants import RunSize, Variants, variants
 
 _SIGMA2 = 1.0
 _GENTLE = 0.3

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from analysis.convergence.lateness import RunSize, variants
 from analysis.convergence.objectives.families import FAMILIES
 from analysis.convergence.objectives.problems import Array, Gaussian
 from analysis.convergence.simulate import walk
-from analysis.convergence.variants import RunSize, variants
 
 CASES = (
     ("isotropic", 1.0, 0.0, 1.0, 1),

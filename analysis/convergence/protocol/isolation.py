@@ -11,11 +11,10 @@ import numpy as np
 
 from analysis.convergence import bound, exact_moments
 from analysis.convergence.bound import Bound
-from analysis.convergence.lateness import Setting
+from analysis.convergence.lateness import RunSize, Setting, variants
 from analysis.convergence.objectives.families import FAMILIES
 from analysis.convergence.objectives.problems import Quadratic
 from analysis.convergence.simulate import run
-from analysis.convergence.variants import RunSize, variants
 
 _SIGMA2 = 1.0
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from analysis.convergence import late_moments
 from analysis.convergence.late_moments import LateSystem
+from analysis.convergence.lateness import RunSize, variants
 from analysis.convergence.objectives.families import same
 from analysis.convergence.objectives.problems import Array, Quadratic
 from analysis.convergence.simulate import run
-from analysis.convergence.variants import RunSize, variants
 
 _SMALL_WORK = 16_000.0
 _SIZES = ((1, 1), (4, 1), (4, 3), (12, 4), (12, 12), (7, 5))

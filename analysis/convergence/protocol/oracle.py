@@ -8,11 +8,11 @@ import numpy as np
 
 from analysis.convergence import exact_moments
 from analysis.convergence.exact_moments import Moments
+from analysis.convergence.lateness import RunSize, Variants, select, variants
 from analysis.convergence.objectives.families import FAMILIES, same
 from analysis.convergence.objectives.problems import Array, Problem, Quadratic
 from analysis.convergence.protocol.identities import CASES, largest_error
 from analysis.convergence.simulate import run, walk
-from analysis.convergence.variants import RunSize, Variants, select, variants
 
 IDENTITY = 1e-12
 """Largest relative error of the identities."""

@@ -7,10 +7,10 @@ from typing import Literal
 import numpy as np
 
 from analysis.convergence import exact_moments
+from analysis.convergence.lateness import RunSize, Variants, variants
 from analysis.convergence.objectives.families import FAMILIES
 from analysis.convergence.objectives.problems import Quadratic
 from analysis.convergence.simulate import run
-from analysis.convergence.variants import RunSize, Variants, variants
 
 PAIRS = ((1.0, 0.0), (0.5, 0.5))
 """Outer steps and momenta, alpha = 1 - beta."""

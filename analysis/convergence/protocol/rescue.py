@@ -5,9 +5,9 @@ from typing import Literal
 
 import numpy as np
 
+from analysis.convergence.lateness import RunSize, Variants, variants
 from analysis.convergence.objectives.families import FAMILIES
 from analysis.convergence.simulate import run
-from analysis.convergence.variants import RunSize, Variants, variants
 
 _SIGMA2 = 1.0
 _CLIPS = (8.0, 2.0, 0.5)
