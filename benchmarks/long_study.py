@@ -43,7 +43,7 @@ from reports import RESULTS, Known, folder, machine, made_by, parser, read, tabl
 
 from analysis.convergence import bound
 from analysis.convergence.bound import Bound
-from analysis.convergence.lateness import Late, Setting
+from analysis.convergence.setting import Late, Setting
 from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from co2sim.strategies import parse
 from co2sim.strategies.co2 import CO2

@@ -14,7 +14,7 @@ from test_compare import measured
 
 from analysis.convergence import bound, tau
 from analysis.convergence.bound import Bound
-from analysis.convergence.lateness import Late, Setting
+from analysis.convergence.setting import Late, Setting
 from analysis.convergence.tau import print_tau
 from co2sim.common.errors import OptionError
 from co2sim.prediction.case import Case

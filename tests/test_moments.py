@@ -11,11 +11,11 @@ from scipy.special import expit
 
 from analysis.convergence import exact_moments, late_moments
 from analysis.convergence.late_moments import LateSystem
-from analysis.convergence.lateness import RunSize, Variants, variants
 from analysis.convergence.objectives.families import FAMILIES, apart, same
 from analysis.convergence.objectives.logistic import Minibatches, breast_cancer
 from analysis.convergence.objectives.mlp import Batches, digits
 from analysis.convergence.objectives.problems import Array, Problem, Quadratic
+from analysis.convergence.setting import RunSize, Variants, variants
 from analysis.convergence.simulate import run
 from co2sim.common.errors import OptionError
 

@@ -20,7 +20,6 @@ import pytest
 from analysis.cli import main
 from analysis.convergence import bound, late_bound
 from analysis.convergence.bound import Bound, Infeasible
-from analysis.convergence.lateness import Outcome, RunSize, Setting, Variants
 from analysis.convergence.objectives.problems import Problem
 from analysis.convergence.protocol import (
     checks,
@@ -38,6 +37,7 @@ from analysis.convergence.protocol.grid import GridCell, GridRun, GridTask
 from analysis.convergence.protocol.oracle import IdentityTask, MomentsTask
 from analysis.convergence.protocol.store import Cell
 from analysis.convergence.protocol.tightness import TightnessRow
+from analysis.convergence.setting import Outcome, RunSize, Setting, Variants
 from analysis.convergence.simulate import run
 
 slow = pytest.mark.slow

@@ -24,7 +24,7 @@ from analysis.cli.constants import (
     number,
 )
 from analysis.cli.json_output import print_json
-from analysis.convergence.lateness import ONE_ROUND
+from analysis.convergence.setting import ONE_ROUND
 from co2sim.cli import options
 from co2sim.common import validation
 from co2sim.common.tables import console
@@ -67,7 +67,7 @@ def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
         bound_to_dict,
         print_bound,
     )
-    from analysis.convergence.lateness import Setting  # noqa: PLC0415
+    from analysis.convergence.setting import Setting  # noqa: PLC0415
 
     if allowed_delay is not None:
         validation.at_least("--allowed-delay", allowed_delay, 0)

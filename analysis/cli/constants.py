@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from analysis.convergence.lateness import Delay, Late, delay
+from analysis.convergence.setting import Delay, Late, delay
 from co2sim.cli import options
 from co2sim.common.errors import OptionError
 

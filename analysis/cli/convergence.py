@@ -82,7 +82,7 @@ def tau(  # noqa: PLR0913 - one argument per option
     --smoothness, --noise and --gap are required, and either folders of runs or --cluster.
     """
     from analysis.convergence import tau as advice  # noqa: PLC0415 - scipy, only for this command
-    from analysis.convergence.lateness import Setting  # noqa: PLC0415
+    from analysis.convergence.setting import Setting  # noqa: PLC0415
     from analysis.convergence.tau import print_tau, tau_to_dict  # noqa: PLC0415
 
     advice.averaging(parse(strategy))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from scipy.optimize import minimize_scalar
 
 from analysis.convergence import late_bound
-from analysis.convergence.lateness import LARGEST, SMALLEST, Setting
+from analysis.convergence.setting import LARGEST, SMALLEST, Setting
 from co2sim.common.errors import OptionError
 
 _SMALLEST_FRACTION = 1e-60

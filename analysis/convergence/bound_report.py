@@ -9,7 +9,7 @@ from rich.console import Console
 
 from analysis.convergence import bound
 from analysis.convergence.bound import TERMS, Bound, Infeasible
-from analysis.convergence.lateness import Delay, Late, Setting
+from analysis.convergence.setting import Delay, Late, Setting
 from co2sim.common.tables import print_table
 
 

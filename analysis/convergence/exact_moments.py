@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from analysis.convergence.lateness import RunSize, Variants
 from analysis.convergence.objectives.problems import Array, Quadratic
+from analysis.convergence.setting import RunSize, Variants
 from co2sim.common.errors import OptionError
 
 _PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))

@@ -6,7 +6,7 @@ and all steps count 1. Source: docs/theory.md, the late average.
 
 import math
 
-from analysis.convergence.lateness import Late, Setting
+from analysis.convergence.setting import Late, Setting
 
 _MOST_ROUNDS = 1000
 """Rounds of drift that are followed one by one; the rest has a bound."""

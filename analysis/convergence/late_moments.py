@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analysis.convergence.exact_moments import Moments
-from analysis.convergence.lateness import RunSize, Variants
 from analysis.convergence.objectives.problems import Array, Quadratic
+from analysis.convergence.setting import RunSize, Variants
 from co2sim.common.errors import OptionError
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.convergence.lateness import Late, Outcome, RunSize, Variants
 from analysis.convergence.objectives.problems import Array, Gaussian, Problem, Sampler
+from analysis.convergence.setting import Late, Outcome, RunSize, Variants
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import whole
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from analysis.convergence import bound
 from analysis.convergence.bound import Bound
-from analysis.convergence.lateness import Delay, Late, Setting
+from analysis.convergence.setting import Delay, Late, Setting
 from co2sim.common.errors import OptionError
 from co2sim.common.tables import print_table
 from co2sim.common.units import Seconds, duration, percent

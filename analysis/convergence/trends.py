@@ -13,9 +13,9 @@ from rich.console import Console
 
 from analysis.convergence import bound
 from analysis.convergence.bound import Bound
-from analysis.convergence.lateness import RunSize, Setting, Variants, variants
 from analysis.convergence.objectives.mlp import MLP, Batches, digits
 from analysis.convergence.objectives.problems import Array
+from analysis.convergence.setting import RunSize, Setting, Variants, variants
 from analysis.convergence.simulate import Trajectory, walk
 from co2sim.common.tables import print_table
 

@@ -1,4 +1,4 @@
-"""Vega, Vega-Lite and Vega-Embed in one script, as vl-convert brings them."""
+"""--report FILE.html, and the script of its charts: Vega, Vega-Lite and Vega-Embed by vl-convert."""
 
 import os
 from contextlib import suppress

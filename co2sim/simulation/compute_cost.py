@@ -1,4 +1,4 @@
-"""What compute costs on a GPU: a roofline, or the kernels that a pass consists of."""
+"""What compute costs on a GPU: a roofline or its kernels, and its pace beside communication."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a probe measures: times of collectives and of kernels, and how they slow each other down."""
+"""What a probe measures, and how far a fit is off: times of collectives and of kernels."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -7,7 +7,6 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from analysis.convergence.bound import TERMS, Bound, Infeasible
-from analysis.convergence.lateness import Setting
 from analysis.convergence.protocol import controls, late_findings, oracle, rate_fits, tightness
 from analysis.convergence.protocol.check import Check
 from analysis.convergence.protocol.controls import ControlCell, ControlFindings
@@ -19,6 +18,7 @@ from analysis.convergence.protocol.rate_fits import RateFindings
 from analysis.convergence.protocol.rates import RateCell
 from analysis.convergence.protocol.store import Cell
 from analysis.convergence.protocol.tightness import GridFindings, TightnessRow
+from analysis.convergence.setting import Setting
 
 LEAST_CONFIGURATIONS = 3000
 TIGHT = 0.7

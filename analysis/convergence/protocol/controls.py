@@ -7,7 +7,6 @@ from typing import Literal
 import numpy as np
 
 from analysis.convergence import exact_moments
-from analysis.convergence.lateness import RunSize, Variants, variants
 from analysis.convergence.objectives.families import FAMILIES
 from analysis.convergence.objectives.problems import Array, Quadratic
 from analysis.convergence.protocol import oracle, rates
@@ -20,6 +19,7 @@ from analysis.convergence.protocol.isolation import (
     TermsTask,
 )
 from analysis.convergence.protocol.rescue import RescueCell, RescueLine, RescueTask
+from analysis.convergence.setting import RunSize, Variants, variants
 from analysis.convergence.simulate import run
 
 _SIGMA2 = 1.0

@@ -9,11 +9,11 @@ import numpy as np
 
 from analysis.convergence import bound, exact_moments, late_moments
 from analysis.convergence.bound import Bound, Infeasible
-from analysis.convergence.lateness import Late, RunSize, Setting, Variants, select, variants
 from analysis.convergence.objectives.families import AT_MINIMUM, FAMILIES
 from analysis.convergence.objectives.logistic import Logistic, Minibatches
 from analysis.convergence.objectives.problems import Array, Gaussian, Problem, Quadratic
 from analysis.convergence.protocol.tightness import EXACT, TightnessRow
+from analysis.convergence.setting import Late, RunSize, Setting, Variants, select, variants
 from analysis.convergence.simulate import run
 
 _PAIRS = ((1.0, 0.0), (0.5, 0.5), (1.0, 0.5), (0.1, 0.9), (0.6, 0.8), (1.5, 0.0))

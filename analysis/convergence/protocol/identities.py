@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.convergence.lateness import RunSize, variants
 from analysis.convergence.objectives.families import FAMILIES
 from analysis.convergence.objectives.problems import Array, Gaussian
+from analysis.convergence.setting import RunSize, variants
 from analysis.convergence.simulate import walk
 
 CASES = (

@@ -11,9 +11,9 @@ import numpy as np
 
 from analysis.convergence import bound, exact_moments
 from analysis.convergence.bound import Bound
-from analysis.convergence.lateness import RunSize, Setting, variants
 from analysis.convergence.objectives.families import FAMILIES
 from analysis.convergence.objectives.problems import Quadratic
+from analysis.convergence.setting import RunSize, Setting, variants
 from analysis.convergence.simulate import run
 
 _SIGMA2 = 1.0

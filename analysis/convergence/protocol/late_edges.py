@@ -8,9 +8,9 @@ import numpy as np
 
 from analysis.convergence import late_moments
 from analysis.convergence.late_moments import LateSystem
-from analysis.convergence.lateness import RunSize, variants
 from analysis.convergence.objectives.families import same
 from analysis.convergence.objectives.problems import Array, Quadratic
+from analysis.convergence.setting import RunSize, variants
 from analysis.convergence.simulate import run
 
 _SMALL_WORK = 16_000.0

@@ -7,12 +7,12 @@ from typing import Literal
 import numpy as np
 
 from analysis.convergence import exact_moments, late_moments
-from analysis.convergence.lateness import Late, RunSize, Variants, variants
 from analysis.convergence.objectives.families import FAMILIES, same
 from analysis.convergence.objectives.problems import Gaussian, Quadratic
 from analysis.convergence.protocol.identities import Watched
 from analysis.convergence.protocol.late_edges import LateStabilityCell, LateStabilityTask
 from analysis.convergence.protocol.oracle import z_scores
+from analysis.convergence.setting import Late, RunSize, Variants, variants
 from analysis.convergence.simulate import run
 
 CASES = (

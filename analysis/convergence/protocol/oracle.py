@@ -8,10 +8,10 @@ import numpy as np
 
 from analysis.convergence import exact_moments
 from analysis.convergence.exact_moments import Moments
-from analysis.convergence.lateness import RunSize, Variants, select, variants
 from analysis.convergence.objectives.families import FAMILIES, same
 from analysis.convergence.objectives.problems import Array, Problem, Quadratic
 from analysis.convergence.protocol.identities import CASES, largest_error
+from analysis.convergence.setting import RunSize, Variants, select, variants
 from analysis.convergence.simulate import run, walk
 
 IDENTITY = 1e-12

@@ -7,9 +7,9 @@ from typing import Literal
 import numpy as np
 
 from analysis.convergence import exact_moments
-from analysis.convergence.lateness import RunSize, Variants, variants
 from analysis.convergence.objectives.families import FAMILIES
 from analysis.convergence.objectives.problems import Quadratic
+from analysis.convergence.setting import RunSize, Variants, variants
 from analysis.convergence.simulate import run
 
 PAIRS = ((1.0, 0.0), (0.5, 0.5))

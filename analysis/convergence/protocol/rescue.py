@@ -5,8 +5,8 @@ from typing import Literal
 
 import numpy as np
 
-from analysis.convergence.lateness import RunSize, Variants, variants
 from analysis.convergence.objectives.families import FAMILIES
+from analysis.convergence.setting import RunSize, Variants, variants
 from analysis.convergence.simulate import run
 
 _SIGMA2 = 1.0

@@ -9,9 +9,9 @@ from scipy.stats import norm, t
 
 from analysis.convergence import bound
 from analysis.convergence.bound import TERMS, Bound, Infeasible
-from analysis.convergence.lateness import Setting
 from analysis.convergence.objectives.families import AT_MINIMUM
 from analysis.convergence.objectives.problems import Array
+from analysis.convergence.setting import Setting
 
 _MARGIN = 3.0
 """Standard errors that are added to the measured mean, if they are well known."""

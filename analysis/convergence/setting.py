@@ -1,4 +1,4 @@
-"""An average that is used some local steps after its launch, without a restart from it."""
+"""What the theorem and its simulator are given: numbers, late averages, variants of a method."""
 
 import re
 from dataclasses import dataclass, fields, replace
