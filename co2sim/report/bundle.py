@@ -1,4 +1,4 @@
-"""--report FILE.html, and the script of its charts: Vega, Vega-Lite and Vega-Embed by vl-convert."""
+"""--report FILE.html, and the script of its charts: Vega, Vega-Lite, Vega-Embed by vl-convert."""
 
 import os
 from contextlib import suppress
