@@ -8,13 +8,14 @@ those of SimPy.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from co2sim.common.units import Bytes, Seconds
 from co2sim.schedule.schedule import Collective, Group
@@ -258,6 +259,11 @@ class _EventEngine:
         self.slowed: list[_InFlight] = []
 
     def times(self, progress: Callable[[float], None] | None) -> Times:
+        self._run(progress)
+        starts, ends = (np.array(times[self.before :]) for times in (self.starts, self.ends))
+        return starts.reshape(-1, 1), ends.reshape(-1, 1)
+
+    def _run(self, progress: Callable[[float], None] | None) -> None:
         if progress:
             progress(0.0)
         self._advance([*self.streams])
@@ -267,8 +273,6 @@ class _EventEngine:
                 progress(rounds / (self.total - self.before))
         if progress:
             progress(1.0)
-        starts, ends = (np.array(times[self.before :]) for times in (self.starts, self.ends))
-        return starts.reshape(-1, 1), ends.reshape(-1, 1)
 
     # --- streams ----------------------------------------------------------------------------------
 
@@ -424,3 +428,149 @@ def _streams(lowered: Lowered, sharing: set[int], start: int) -> list[_StreamSta
         known = not work.transfer and not work.slowed
         streams[op.stream].steps.append((place, offsets, work, known))
     return list(streams.values())
+
+
+# --- several classes of ranks, where all that is shared is a collective of all --------------------
+
+_Array: TypeAlias = NDArray[np.float64]
+
+
+def applies_to_classes(lowered: Lowered, sharing: set[int]) -> bool:
+    """Whether whatever may wait for others is a collective of all classes, and slows no compute."""
+    if lowered.slows or lowered.contend:
+        return False
+    return all(
+        len(lowered.communicators[work.group]) == 1
+        for number, work in enumerate(lowered.schedule.works)
+        if number in sharing and isinstance(work, Collective)
+    )
+
+
+def run_classes(
+    lowered: Lowered, sharing: set[int], progress: Callable[[float], None] | None = None
+) -> Times:
+    """The same as `run` for several classes, where that `applies_to_classes`."""
+    return _ClassesEngine(lowered, sharing).times(progress)
+
+
+class _ClassesEngine(_EventEngine):
+    """Times are arrays over the classes: what all meet in ends for all at once."""
+
+    def __init__(self, lowered: Lowered, sharing: set[int]) -> None:
+        schedule, self.lowered, self.sharing = lowered.schedule, lowered, sharing
+        self.size = len(schedule.body)
+        self.before = max((offset for each in schedule.offsets for offset in each), default=0)
+        self.total = self.before + lowered.rounds * self.size
+        shape = self.total, len(lowered.classes)
+        self.start_times, self.end_times = np.zeros(shape), np.zeros(shape)
+        self.known = [True] * self.before + [False] * (self.total - self.before)
+        self.slows = False
+        self.slowdowns = np.array([one.slowdown for one in lowered.classes])
+        self.factors = np.stack(lowered.class_factors, axis=1) if lowered.class_factors else None
+        self.queues = {
+            group: _CommunicatorQueue()
+            for group, together in lowered.communicators.items()
+            if together[0].exclusive
+        }
+        self.transfers = _few_links(lowered, sharing)
+        self.kept: list[Transfer] = []  # rates are known by the place of their loads in memory
+        self.streams = []
+        self.free: dict[int, _Array] = {}
+        for stream in schedule.streams:
+            places = [place for place, op in enumerate(schedule.body) if op.stream == stream]
+            steps = [(place, schedule.offsets[place], _IDLE, False) for place in places]
+            self.streams.append(_StreamState(steps, self.before))
+            self.free[id(self.streams[-1])] = np.zeros(shape[1])
+        self.waiting = {}
+        self.events = EventQueue()
+        self.links = SharedLinks(lowered, self.events, self._done)
+
+    def times(self, progress: Callable[[float], None] | None) -> Times:
+        self._run(progress)
+        return self.start_times[self.before :], self.end_times[self.before :]
+
+    def _run_ahead(self, stream: _StreamState) -> list[_StreamState]:
+        woken: list[_StreamState] = []
+        while stream.turn < self.total:
+            place, offsets, _, _ = stream.steps[stream.index]
+            number, start = stream.turn + place, self.free[id(stream)]
+            for offset in offsets:
+                if not self.known[number - offset]:
+                    self.waiting.setdefault(number - offset, []).append(stream)
+                    return woken
+                start = np.maximum(start, self.end_times[number - offset])
+            self.start_times[number] = start
+            stream.index += 1
+            if stream.index == len(stream.steps):
+                stream.turn, stream.index = stream.turn + self.size, 0
+            work = self.lowered.schedule.body[place].work
+            if isinstance(work, Collective):
+                if self.lowered.schedule.work_numbers[place] in self.sharing:
+                    self._meet(stream, number, work.group, float(start.max()))
+                    break
+                end = self._after(number, place, work.group, start)
+            else:
+                seconds = self.lowered.seconds[place] * self.slowdowns
+                if self.factors is not None:
+                    seconds *= self.factors[number - self.before]
+                end = start + seconds
+            self.free[id(stream)] = end
+            woken += self._know(number, end)
+        return woken
+
+    def _know(self, number: int, end: _Array | Seconds) -> list[_StreamState]:
+        """Keep when an instance ends; gives the streams that waited for it."""
+        self.end_times[number], self.known[number] = end, True
+        return self.waiting.pop(number, [])
+
+    def _after(self, number: int, place: int, group: Group, start: _Array) -> _Array:
+        """When a collective that shares nothing ends, on each class."""
+        where = np.array(self.lowered.place[group])
+        come = np.full(len(self.lowered.communicators[group]), -np.inf)
+        np.maximum.at(come, where, start)
+        transfers, factors = self.lowered.transfers[place], self.lowered.communicator_factors
+        took = np.array([one.latency + one.alone for one in transfers])
+        if factors:
+            numbers = [one.number for one in self.lowered.communicators[group]]
+            took *= [factors[index][number - self.before] for index in numbers]
+        end: _Array = (come + took)[where]
+        return end
+
+    def _meet(self, stream: _StreamState, number: int, group: Group, come: Seconds) -> None:
+        (one,), factors = self.lowered.communicators[group], self.lowered.communicator_factors
+        work_number = self.lowered.schedule.work_numbers[(number - self.before) % self.size]
+        transfer = self.transfers[work_number]
+        if factors:
+            transfer = transfer.scaled(float(factors[one.number][number - self.before]))
+            self.kept.append(transfer)
+        work = _Work(transfer.latency, transfer.alone, transfer, self.queues.get(group))
+        task = _InFlight(number, transfer.loads, stream=stream, work=work)
+        self.events.at(come, self._come, task)
+
+    def _done(self, now: Seconds, task: _InFlight, _: int) -> None:
+        self.free[id(task.stream)] = np.full(len(self.slowdowns), now)
+        self._advance([task.stream, *self._know(task.number, now)])
+        if queue := task.work.queue:
+            queue.running = False
+            self._next(now, queue)
+
+
+_IDLE = _Work(0.0, 0.0)
+
+
+def _few_links(lowered: Lowered, sharing: set[int]) -> dict[int, Transfer]:
+    """What is shared, by number of its work, on one of all links that carry the same."""
+    found = {
+        number: transfers[0]
+        for number, transfers in zip(lowered.schedule.work_numbers, lowered.transfers, strict=True)
+        if number in sharing
+    }
+    alike: dict[tuple[object, ...], Hashable] = {}
+    for link, capacity in lowered.capacity.items():
+        carried = [(one.loads.get(link), one.copies.get(link)) for one in found.values()]
+        alike.setdefault((capacity, *carried), link)
+    kept = set(alike.values())
+    return {
+        number: replace(one, loads={k: size for k, size in one.loads.items() if k in kept})
+        for number, one in found.items()
+    }

@@ -57,4 +57,6 @@ def run(lowered: Lowered, progress: Callable[[float], None] | None = None) -> Ti
         return event_engine.run(lowered, sharing, progress)
     if array_engine.applies(lowered, sharing):
         return array_engine.run(lowered, progress)
+    if event_engine.applies_to_classes(lowered, sharing):
+        return event_engine.run_classes(lowered, sharing, progress)
     return Simulation(lowered).run(progress)
