@@ -1,10 +1,11 @@
-"""One class of ranks that stands for all, event by event: what SimPy simulates, with fewer events.
+"""The fast engine, event by event: what SimPy simulates, with fewer events.
 
 An op that nothing slows down ends at a time that is known when it starts. So every stream runs
 ahead until it waits for what is not known yet. Then nothing can come earlier than the next event:
 a collective that arrives, starts or ends where others do, or a compute that they slow down. The
-rules and links are those of `reference_engine`. The tests compare all times with
-those of SimPy.
+rules and links are those of `reference_engine`, and the tests compare all times with SimPy's.
+
+Times are numbers where one class of ranks stands for all, and arrays over the classes elsewhere.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -453,6 +454,18 @@ def run_classes(
     return _ClassesEngine(lowered, sharing).times(progress)
 
 
+class _Members(NamedTuple):
+    """Classes by communicator: `order` lists them, `cuts` says where each communicator begins.
+
+    `place` is the place of each class's communicator, `factors` is jitter, [instance, place].
+    """
+
+    order: NDArray[np.intp]
+    cuts: NDArray[np.intp]
+    place: NDArray[np.intp]
+    factors: _Array | None
+
+
 class _ClassesEngine(_EventEngine):
     """Times are arrays over the classes: what all meet in ends for all at once."""
 
@@ -473,6 +486,8 @@ class _ClassesEngine(_EventEngine):
             if together[0].exclusive
         }
         self.transfers = _few_links(lowered, sharing)
+        self.alone: dict[int, _Array] = {}
+        self.members: dict[Group, _Members] = {}
         self.kept: list[Transfer] = []  # rates are known by the place of their loads in memory
         self.streams = []
         self.free: dict[int, _Array] = {}
@@ -525,14 +540,15 @@ class _ClassesEngine(_EventEngine):
 
     def _after(self, number: int, place: int, group: Group, start: _Array) -> _Array:
         """When a collective that shares nothing ends, on each class."""
-        where = np.array(self.lowered.place[group])
-        come = np.full(len(self.lowered.communicators[group]), -np.inf)
-        np.maximum.at(come, where, start)
-        transfers, factors = self.lowered.transfers[place], self.lowered.communicator_factors
-        took = np.array([one.latency + one.alone for one in transfers])
-        if factors:
-            numbers = [one.number for one in self.lowered.communicators[group]]
-            took *= [factors[index][number - self.before] for index in numbers]
+        if place not in self.alone:
+            transfers = self.lowered.transfers[place]
+            self.alone[place] = np.array([one.latency + one.alone for one in transfers])
+        if group not in self.members:
+            self.members[group] = _members(self.lowered, group)
+        order, cuts, where, factors = self.members[group]
+        come, took = np.maximum.reduceat(start[order], cuts), self.alone[place]
+        if factors is not None:
+            took = took * factors[number - self.before]
         end: _Array = (come + took)[where]
         return end
 
@@ -556,6 +572,17 @@ class _ClassesEngine(_EventEngine):
 
 
 _IDLE = _Work(0.0, 0.0)
+
+
+def _members(lowered: Lowered, group: Group) -> _Members:
+    together, factors = lowered.communicators[group], lowered.communicator_factors
+    lengths = [len(one.members) for one in together]
+    return _Members(
+        np.array([index for one in together for index in one.members]),
+        np.cumsum([0, *lengths[:-1]]),
+        np.array(lowered.place[group]),
+        np.stack([factors[one.number] for one in together], axis=1) if factors else None,
+    )
 
 
 def _few_links(lowered: Lowered, sharing: set[int]) -> dict[int, Transfer]:

@@ -1,10 +1,10 @@
-"""Simulate a schedule on a cluster: the only place that chooses between the three engines."""
+"""Simulate a schedule on a cluster: the only place that chooses the engine."""
 
 from collections.abc import Callable
 
 from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import Schedule
-from co2sim.simulation import array_engine, event_engine
+from co2sim.simulation import event_engine
 from co2sim.simulation.host_effects import HostSimulation
 from co2sim.simulation.lowering import Lowered, Times, lower, shared_works
 from co2sim.simulation.noise import QUIET, Noise
@@ -55,8 +55,6 @@ def run(lowered: Lowered, progress: Callable[[float], None] | None = None) -> Ti
     sharing = shared_works(lowered)
     if event_engine.applies(lowered):
         return event_engine.run(lowered, sharing, progress)
-    if array_engine.applies(lowered, sharing):
-        return array_engine.run(lowered, progress)
     if event_engine.applies_to_classes(lowered, sharing):
         return event_engine.run_classes(lowered, sharing, progress)
     return Simulation(lowered).run(progress)
