@@ -27,17 +27,8 @@ from reports import folder, machine, made_by, parser, table
 
 from co2sim.catalog import load_cluster
 from co2sim.hardware.cluster import Cluster
-from co2sim.schedule.schedule import (
-    WORLD,
-    After,
-    Collective,
-    Compute,
-    DType,
-    Group,
-    Kind,
-    Op,
-    Schedule,
-)
+from co2sim.schedule import schedule
+from co2sim.schedule.schedule import WORLD, Collective, Compute, DType, Group, Kind, Op, Schedule
 from co2sim.simulation.compute_cost import compute_time
 from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Trace
@@ -82,7 +73,7 @@ def cells(kinds: Sequence[Kind], every: Sequence[Group], most: int) -> Iterator[
                         yield way, str(kind), str(size), str(group)
 
 
-def schedule(every: Sequence[Group], most: int) -> Schedule:
+def body_of(every: Sequence[Group], most: int) -> Schedule:
     """All cells, before each of which all ranks meet and pause."""
     named = {str(group): group for group in every}
     meet = Collective(Kind.ALL_REDUCE, "meeting", 1, DType.FP32, WORLD)
@@ -98,12 +89,14 @@ def schedule(every: Sequence[Group], most: int) -> Schedule:
                 f"{name}|{number}",
                 work,
                 "other" if way == "two in flight" and number else "comm",
-                (After(f"pause {name}"),),
+                (schedule.After(f"pause {name}"),),
             )
             for number in range(COUNTS[way])
         ]
         if way == "two in flight":  # both end before the next cell starts
-            ops.append(Op(f"end {name}", Compute("nothing", 0.0), "comm", (After(f"{name}|1"),)))
+            ops.append(
+                Op(f"end {name}", Compute("nothing", 0.0), "comm", (schedule.After(f"{name}|1"),))
+            )
     return Schedule("collectives", tuple(ops))
 
 
@@ -130,7 +123,7 @@ def as_rank(out: Path, most: int, rounds: int) -> None:
     gpu = load_cluster(os.environ["REALRUN_CLUSTER"]).value.gpu
 
     def work(rank: ranks.Rank) -> None:
-        body = schedule(groups(rank.world.layout), most)
+        body = body_of(groups(rank.world.layout), most)
         works = {op.work for op in body.body if isinstance(op.work, Compute)}
         sleep = Sleep({each: compute_time(each, gpu, "fp32") for each in works})
         traces = gather_objects(rank.world, carry_out(body, sleep, rounds + 1, rank.world))
@@ -142,7 +135,7 @@ def as_rank(out: Path, most: int, rounds: int) -> None:
 
 def predicted(cluster: Cluster, most: int) -> dict[str, float]:
     """Seconds of every cell by simulation."""
-    body = schedule(groups(cluster.layout), most)
+    body = body_of(groups(cluster.layout), most)
     return times(execute(body, cluster, precision="fp32", rounds=2, fold=False), body)
 
 

@@ -7,14 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from analysis.measured.charts import (
-    PIXELS,
-    WAITS,
-    RankBar,
-    bar_label,
-    rounds_shown,
-    windows,
-)
+from analysis.measured.charts import PIXELS, WAITS, RankBar, bar_label, rounds_shown, windows
 from analysis.measured.comparison import RunComparison
 from co2sim.common.plots import (
     BLUE,

@@ -15,14 +15,7 @@ from co2sim.common.files import text_of
 from co2sim.common.units import Seconds, parse, timespan
 from co2sim.common.validation import first_problem
 from co2sim.hardware.failures import Failures
-from co2sim.prediction.goodput import (
-    Restart,
-    Saving,
-    Trained,
-    apart,
-    goodput_where,
-    together,
-)
+from co2sim.prediction.goodput import Restart, Saving, Trained, apart, goodput_where, together
 
 _PER_NODE = 8
 """GPUs: of the A100 of Meta, its H100, and ByteDance's Hopper machines."""

@@ -9,21 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from analysis.published import (
-    ablation,
-    consistency,
-    diagnosis,
-    formats,
-    kind_errors,
-    sensitivity,
-)
+from analysis.published import ablation, consistency, diagnosis, formats, kind_errors, sensitivity
 from analysis.published.cells import Cell
-from analysis.published.errors import (
-    CellPrediction,
-    ErrorSummary,
-    summaries,
-    summaries_by_hardware,
-)
+from analysis.published.errors import CellPrediction, ErrorSummary, summaries, summaries_by_hardware
 from analysis.published.paper_cells import Unpredicted, unpredicted
 from analysis.published.papers import papers as sources
 from analysis.published.parameters import GROUPS, Constant, stated

@@ -21,13 +21,7 @@ from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import to_dict
 from co2sim.report.bundle import MISSING, installed
 from co2sim.report.text import intervals, loss, totals
-from co2sim.report.text.result import (
-    division,
-    print_assumed,
-    print_chosen,
-    print_warnings,
-    speeds,
-)
+from co2sim.report.text.result import division, print_assumed, print_chosen, print_warnings, speeds
 from co2sim.simulation.metrics import scalability_ratio
 from co2sim.simulation.noise import Noise
 from co2sim.studies.batch import Failure, Interrupted, Outcome, run_all

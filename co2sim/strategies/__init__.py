@@ -4,16 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType, NoneType, UnionType
-from typing import (
-    Any,
-    ClassVar,
-    Literal,
-    Protocol,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, ClassVar, Literal, Protocol, Union, get_args, get_origin, get_type_hints
 
 from co2sim.common import convert
 from co2sim.common.errors import OptionError, nearest

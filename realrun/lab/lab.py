@@ -42,14 +42,7 @@ from realrun.lab.network_namespaces import (
 )
 from realrun.lab.plan import Lab, stated_wan
 from realrun.lab.time_dilation import DILATION
-from realrun.launch.launcher import (
-    GRACE,
-    PATIENCE,
-    cores,
-    host_store,
-    rank_environment,
-    resolved,
-)
+from realrun.launch.launcher import GRACE, PATIENCE, cores, host_store, rank_environment, resolved
 from realrun.launch.monitor import supervise
 from realrun.launch.processes import (
     NodePlace,

@@ -25,16 +25,7 @@ from realrun.lab.time_dilation import dilation
 from realrun.measure import Say
 from realrun.probe.execution import ProbeTask, burn, shared, time
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
-from realrun.probe.schedules import (
-    PAUSE,
-    SWEPT,
-    USE,
-    before,
-    crossing,
-    groups,
-    in_turn,
-    sweep,
-)
+from realrun.probe.schedules import PAUSE, SWEPT, USE, before, crossing, groups, in_turn, sweep
 from realrun.probe.side_by_side import slowdowns, together
 
 

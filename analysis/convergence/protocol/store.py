@@ -10,14 +10,7 @@ from joblib import Parallel, delayed, parallel_config
 from pydantic import Field, TypeAdapter
 from pydantic_core import to_json
 
-from analysis.convergence.protocol import (
-    controls,
-    grid_plan,
-    late_oracle,
-    late_plan,
-    oracle,
-    rates,
-)
+from analysis.convergence.protocol import controls, grid_plan, late_oracle, late_plan, oracle, rates
 from analysis.convergence.protocol.controls import ControlCell, ControlTask
 from analysis.convergence.protocol.grid import GridCell, GridTask
 from analysis.convergence.protocol.late_oracle import LateOracleCell, LateOracleTask
