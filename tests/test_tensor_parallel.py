@@ -16,22 +16,8 @@ from co2sim.models.architecture import Transformer, language_model
 from co2sim.models.memory import activations
 from co2sim.models.workload import Workload
 from co2sim.prediction.case import schedule_of
-from co2sim.schedule.schedule import (
-    LEADERS,
-    NODE,
-    PEERS,
-    SITE,
-    SITE_PEERS,
-    WORLD,
-    Collective,
-    Group,
-    Kind,
-    Layout,
-    Schedule,
-    block,
-    peers_of_blocks,
-    tensor,
-)
+from co2sim.schedule import schedule as sched
+from co2sim.schedule.schedule import WORLD, Collective, Group, Kind, Layout, Schedule, tensor
 from co2sim.schedule.tensor_parallel import TENSOR
 from co2sim.simulation.collective_cost import costs_of, traffic
 from co2sim.simulation.run import execute
@@ -45,7 +31,8 @@ TOKENS = 32
 DIVISIONS = [(2, False), (4, False), (2, True), (4, True)]
 """Ranks that share layers, and whether they divide the sequence."""
 
-GROUPS = [WORLD, NODE, PEERS, LEADERS, SITE, SITE_PEERS, block(2), peers_of_blocks(2)]
+GROUPS = [WORLD, sched.NODE, sched.PEERS, sched.LEADERS, sched.SITE, sched.SITE_PEERS]
+GROUPS += [sched.block(2), sched.peers_of_blocks(2)]
 
 
 def job(tp: int = 1, *, sequence: bool = False, **changes: object) -> Workload:
