@@ -29,9 +29,10 @@ from co2sim.schedule.schedule import (
     Op,
     Schedule,
 )
+from co2sim.simulation import event_engine
 from co2sim.simulation.collective_cost import traffic
 from co2sim.simulation.compute_cost import compute_time
-from co2sim.simulation.lowering import Lowered, lower
+from co2sim.simulation.lowering import Lowered, lower, shared_works
 from co2sim.simulation.metrics import breakdown, communication, window
 from co2sim.simulation.noise import QUIET, Noise
 from co2sim.simulation.reference_engine import Simulation
@@ -175,6 +176,12 @@ def test_strategies_end_when_simpy_says_on_every_kind_of_cluster(
     """Four nodes of two GPUs, on which gathers, reductions and averages meet."""
     work = lowered(tiny.schedule(strategy, (4, 2)), cluster(kind, 4, 2), noise, free=free)
     check_engine(work)
+
+
+def test_ranks_with_jitter_that_all_meet_need_no_simpy() -> None:
+    """Gathers and reductions of ZeRO-3 share links; in SimPy 16,384 ranks would take minutes."""
+    work = lowered(tiny.schedule("zero3", (4, 2)), cluster("nccl", 4, 2), Noise(jitter=0.1))
+    assert event_engine.applies_to_classes(work, shared_works(work))
 
 
 # --- folding -------------------------------------------------------------------------------------

@@ -33,7 +33,6 @@ from co2sim.simulation.run import execute
 from co2sim.simulation.token_bucket import Shaper
 
 Loads: TypeAlias = dict[Hashable, float]
-
 RATE = 10.0
 
 
@@ -177,8 +176,7 @@ def test_alone_is_what_the_simulation_takes_after_a_pause(
 ) -> None:
     """The closed form of the cost model, and the network event by event.
 
-    A burst that passes at once slows nothing. Whether hosts are shared changes nothing for one
-    collective alone.
+    A burst that passes at once slows nothing. One collective alone shares the cores with none.
     """
     cluster = shaped(layout[0], burst, layout[1], pace, one_machine=one_machine, lag=lag)
     work = Collective(kind, "x", size, DType.INT8, WORLD)

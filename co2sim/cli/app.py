@@ -9,7 +9,7 @@ COMMANDS = {
     "show": ("run", "Print the schedule: what every rank does in one round."),
     "run": ("run", "Simulate configurations: times, breakdown, traffic, memory."),
     "trace": ("run", "Simulate, and write the timeline of every traced rank."),
-    "scale": ("run", "Compare strategies over GPU counts: table, CSV and figure."),
+    "scale": ("scale", "Compare strategies over GPU counts: table, CSV and figure."),
     "sweep": ("sweep", "Vary any parameter over values, in parallel."),
     "solve": ("solve", "Find the value of a number that reaches a target."),
     "plan": ("plan", "Find what to buy, or how to run what there is."),

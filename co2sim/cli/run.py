@@ -1,4 +1,4 @@
-"""The commands that simulate: their options, and what they print."""
+"""`co2sim show`, `run` and `trace`: their options, and what they print."""
 
 import json
 from dataclasses import replace
@@ -18,7 +18,6 @@ from co2sim.report.bundle import check
 from co2sim.report.text import totals
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
-from co2sim.studies import grid
 
 
 @options.case_options
@@ -86,31 +85,3 @@ def trace(
     write_atomically({out: text.encode()})
     opens = "" if out.suffix == ".jsonl" else "; open it at https://ui.perfetto.dev"
     print(f"{len(found.spans)} spans of {found.rounds} rounds in {out}{opens}")
-
-
-@options.job_options
-def scale(  # noqa: PLR0913, PLR0917 - one argument per option
-    job: Case,
-    cluster: over_sizes.Clusters,
-    strategy: over_sizes.Strategies,
-    gpus: over_sizes.Counts = None,
-    published: over_sizes.Published = None,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder for scale.csv, scale.png and scale.svg.")
-    ] = Path("out"),
-    jobs: options.Jobs = 1,
-    to_loss_steps: options.ToLossSteps = None,
-    steps_factor: options.StepsFactor = None,
-    tokens: totals.Tokens = None,
-    report: over_sizes.Report = None,
-    json_: options.Json = False,  # noqa: FBT002
-) -> None:
-    """Compare strategies over GPU counts: a table, a CSV file and a figure."""
-    from co2sim.cli import scale  # noqa: PLC0415 - pandas and matplotlib
-
-    refuse_twice("strategy", (title(parse(text)) for text in strategy))
-    refuse_twice("cluster", cluster)
-    cases = grid.over_sizes(job, cluster, strategy, gpus)
-    goal = options.goal(to_loss_steps, steps_factor)
-    check("--report", report)
-    scale.scale(cases, published, out, jobs, goal, tokens, report, as_json=json_)
