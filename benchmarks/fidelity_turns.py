@@ -146,7 +146,6 @@ class Job:
         )
         gpu = fit_gpu(measured)
         assert gpu is not None
-        gpu = replace(gpu, streams=cluster.gpu.streams)
         case = replace(self.case, cluster=replace(cluster, gpu=gpu))
         return replace(self, case=case, prepared=case.prepare(), jitter=jitter(kernels))
 
