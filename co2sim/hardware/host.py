@@ -73,3 +73,9 @@ class HostEffects:
                 f"host: wake_up is {self.wake_up:g} s, which is simulated only with one_machine ="
                 " true"
             )
+
+    @property
+    def depends_on_others(self) -> bool:
+        """Whether an op takes longer or shorter by what else runs: `calls` alone do not do that."""
+        bursts = self.intra, self.inter, self.wan
+        return self.one_machine or self.one_core or self.call_interference > 0 or any(bursts)

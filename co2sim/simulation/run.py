@@ -50,7 +50,7 @@ def execute(
 
 def run(lowered: Lowered, progress: Callable[[float], None] | None = None) -> Times:
     """Starts and ends, [instance, class], by the fastest engine that applies."""
-    if lowered.cluster.host:
+    if (host := lowered.cluster.host) and host.depends_on_others:
         return HostSimulation(lowered).run(progress)
     sharing = shared_works(lowered)
     if event_engine.applies(lowered):

@@ -138,7 +138,8 @@ def _check_memory(options: RunOptions, prepared: SimulationInput, rounds: int) -
     rounds, ops = rounds + _trailing_rounds(options, prepared), len(schedule.body)
     spans = span_count(schedule, cluster, rounds=rounds, noise=noise, fold=options.fold)
     ranks = spans // (rounds * ops)
-    in_arrays = ranks > 1 and not cluster.interference and cluster.host is None
+    beside = cluster.interference or (cluster.host and cluster.host.depends_on_others)
+    in_arrays = ranks > 1 and not beside
     given = options.rounds or (_ROUNDS_OF_JITTER if noise.jitter else 1)
     advice = {
         "fewer GPUs": cluster.layout.world_size > 1,

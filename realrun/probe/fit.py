@@ -15,7 +15,6 @@ from scipy.optimize import least_squares
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Flops, FlopsPerSecond, Seconds
 from co2sim.hardware.cluster import GPU, Backend, Cluster, Link
-from co2sim.hardware.host import HostEffects
 from co2sim.schedule.schedule import Group, Kind, Layout
 from co2sim.simulation.collective_cost import cost_of
 from co2sim.simulation.compute_cost import compute_time
@@ -59,14 +58,7 @@ def bare(
     found = Cluster("probed", gpu, *size, intra, inter, backend, "stream")
     if hosts is None:
         return found
-    known = effects(hosts)
-    host = HostEffects(
-        one_machine=known.one_machine,
-        wake_up=known.wake_up,
-        calls=known.calls,
-        intra=known.intra,
-        inter=known.inter,
-    )
+    host = replace(effects(hosts), wan=None)
     return replace(found, call_overhead=hosts.call_overhead, host=host)
 
 
