@@ -15,8 +15,7 @@ from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import Collective, Compute, Group, Instance, Layout, Schedule
 from co2sim.simulation.chakra import works
-from co2sim.simulation.chakra.process_groups import FILE, numbered, to_json
-from co2sim.simulation.chakra.schema import VERSION, delimited, schema
+from co2sim.simulation.chakra.schema import FILE, VERSION, delimited, numbered, schema, to_json
 from co2sim.simulation.compute_cost import compute_time
 
 NAME = "trace"

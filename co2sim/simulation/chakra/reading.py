@@ -32,8 +32,18 @@ from co2sim.schedule.schedule import (
 )
 from co2sim.simulation.chakra import works
 from co2sim.simulation.chakra.export import FORMAT, MOST_NODES, MOST_RANKS, RankFiles
-from co2sim.simulation.chakra.process_groups import EVERYBODY, FILE, Members, group_of, read_members
-from co2sim.simulation.chakra.schema import PREFIX, attributes, messages, parsed, schema
+from co2sim.simulation.chakra.schema import (
+    EVERYBODY,
+    FILE,
+    PREFIX,
+    Members,
+    attributes,
+    group_of,
+    messages,
+    parsed,
+    read_members,
+    schema,
+)
 
 _COMPUTE, _COMMUNICATION = "compute", "communication"
 """The streams of such a schedule."""
