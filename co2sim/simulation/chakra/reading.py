@@ -6,17 +6,20 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from co2sim.common.errors import CatalogError, Co2simError, given, visible
+import numpy as np
+
+from co2sim.common.errors import CatalogError, Co2simError, OptionError, given, visible
 from co2sim.common.files import MOST_RECORD_BYTES, is_folder, read_bytes
 from co2sim.common.progress import Done
 from co2sim.common.resources import require_memory
-from co2sim.common.units import Bytes
+from co2sim.common.units import Bytes, Seconds, counted
+from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import (
     WORLD,
     After,
@@ -30,6 +33,7 @@ from co2sim.schedule.schedule import (
     Schedule,
     Work,
 )
+from co2sim.simulation import metrics
 from co2sim.simulation.chakra import works
 from co2sim.simulation.chakra.export import FORMAT, MOST_NODES, MOST_RANKS, RankFiles
 from co2sim.simulation.chakra.schema import (
@@ -44,6 +48,12 @@ from co2sim.simulation.chakra.schema import (
     read_members,
     schema,
 )
+from co2sim.simulation.collective_cost import traffic
+from co2sim.simulation.compute_cost import peak_flops
+from co2sim.simulation.metrics import Window
+from co2sim.simulation.noise import RunOptions
+from co2sim.simulation.steady_state import Simulator
+from co2sim.simulation.trace import Trace
 
 _COMPUTE, _COMMUNICATION = "compute", "communication"
 """The streams of such a schedule."""
@@ -528,3 +538,95 @@ def _body(nodes: Sequence[Any], size: int, known: Sequence[Work]) -> tuple[Op, .
             raise ValueError(f"{what}: co2sim.stream is {given(stream)}, no text")  # noqa: TRY004
         body.append(Op(names[place], known[work], visible(stream), tuple(after)))
     return tuple(body)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """Figures of a trace on a cluster; times in seconds, those of communication per round."""
+
+    schedule: str
+    cluster: str
+    gpus: int
+    nodes: int
+    precision: str
+    steps_per_round: int
+    round_time_s: Seconds
+    step_time_s: Seconds
+    comm_busy_s: Seconds
+    exposed_comm_s: Seconds
+    wire_bytes_per_gpu_per_step: Bytes
+    nic_bytes_per_node_per_step: Bytes
+    breakdown_s: dict[str, Seconds]
+    steady: bool
+    rounds_simulated: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Replayed:
+    """What is simulated."""
+
+    schedule: Schedule
+    cluster: Cluster
+    precision: str
+
+
+def replay(
+    trace: Imported, cluster: Cluster, precision: str | None = None, done: Done | None = None
+) -> Replay:
+    """Simulate the schedule of a trace on as many GPUs of a cluster as it has ranks.
+
+    A trace that co2sim wrote is repeated until its rounds do, as `co2sim run` does; one of others
+    runs once, from its start to the end of its last node. `precision` defaults to what the GPU
+    trains in. Raises OptionError where the cluster does not fit: its nodes, if it is a trace of
+    co2sim, must be as large as those of the trace.
+    """
+    cluster = cluster.resized(trace.ranks)
+    if trace.layout and trace.layout != cluster.layout:
+        raise OptionError(
+            f"the trace is of {_words(trace.layout)}, and {trace.ranks} GPUs of {cluster.name} are"
+            f" {_words(cluster.layout)}; they must be the same, as ranks meet by their nodes"
+        )
+    precision = precision or cluster.gpu.preferred_precision
+    peak_flops(cluster.gpu, precision)
+    schedule = trace.schedule
+    simulator = Simulator(RunOptions(), _Replayed(schedule, cluster, precision), done)
+    if trace.layout:
+        found, rounds, steady = simulator.until_steady()
+    else:
+        found, rounds, steady = simulator.rounds(1), 1, True
+    free = simulator.rounds(found.rounds, free=True)
+    during, without = (_window(trace, one, rounds) for one in (found, free))
+    sent = traffic(schedule, cluster)
+    return Replay(
+        schedule=schedule.name,
+        cluster=cluster.name,
+        gpus=trace.ranks,
+        nodes=cluster.nodes,
+        precision=precision,
+        steps_per_round=schedule.steps,
+        round_time_s=during.round_time,
+        step_time_s=during.round_time / schedule.steps,
+        comm_busy_s=metrics.communication(found, schedule, during).busy,
+        exposed_comm_s=max(0.0, during.round_time - without.round_time),
+        wire_bytes_per_gpu_per_step=sent.gpu / schedule.steps,
+        nic_bytes_per_node_per_step=sent.nic / schedule.steps,
+        breakdown_s=metrics.breakdown(found, schedule),
+        steady=steady,
+        rounds_simulated=found.rounds,
+    )
+
+
+def _window(trace: Imported, found: Trace, rounds: int) -> Window:
+    """The rounds that are measured; of a trace of others, all of it."""
+    if trace.layout:
+        return metrics.window(found, trace.schedule, rounds)
+    return Window(0.0, float(np.nanmax(found.grid(trace.schedule).ends)), 1)
+
+
+def _words(layout: Layout) -> str:
+    sites = f" at {counted(layout.sites, 'site')}" if layout.sites > 1 else ""
+    return f"{counted(layout.nodes, 'node')} of {counted(layout.gpus_per_node, 'GPU')}{sites}"
