@@ -14,7 +14,7 @@ from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, remark
 from co2sim.prediction.totals import Totals, to_dict
-from co2sim.report import bar_charts, comparison, line_charts, sections, tables
+from co2sim.report import bar_charts, comparison, html, line_charts, tables
 from co2sim.report.chart_style import picking
 from co2sim.report.html import MOST_ROUNDS, Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import last_round
@@ -144,13 +144,13 @@ def page(study: Study) -> Page:
         answer=study.answer(),
         doubts=study.doubts(),
         sections=[
-            sections.money(study.all, names),
+            html.money(study.all, names),
             _speed(study, names),
             _time(study),
-            sections.memory(study.largest),
+            html.memory(study.largest),
             _gains(study),
-            sections.trust(study.all, at_most, study.comparisons),
-            sections.inputs(study.all),
+            html.trust(study.all, at_most, study.comparisons),
+            html.inputs(study.all),
         ],
         commands=[study.command],
         files=_files(study),
@@ -200,11 +200,11 @@ def _speed(study: Study, names: Sequence[str]) -> PageSection:
 def _time(study: Study) -> PageSection:
     timed = [one for one in study.largest[study.best.cluster] if one.case.pp == 1]
     if not timed:  # pipelines have no round that all ranks follow
-        return sections.time(study.largest)
+        return html.time(study.largest)
     rounds = {one.strategy: last_round(one.case) for one in timed[:MOST_ROUNDS]}
     note = f"One rank, on {timed[0].result.gpus} GPUs of {timed[0].cluster}."
     lines = Timelines(note, rounds, bar_charts.timeline(rounds.values()))
-    return sections.time(study.largest, lines)
+    return html.time(study.largest, lines)
 
 
 def _gains(study: Study) -> PageSection:
@@ -215,4 +215,4 @@ def _gains(study: Study) -> PageSection:
     except Co2simError:
         found = []
     about = f"{best.strategy} on {best.result.gpus} GPUs of {best.cluster}"
-    return sections.gains({about: found})
+    return html.gains({about: found})
