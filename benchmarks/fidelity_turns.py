@@ -46,7 +46,7 @@ from realrun.measure import make_kernels, merge
 from realrun.probe.fit import fit_gpu
 from realrun.probe.samples import ComputeSample, Measured
 from realrun.probe.schedules import in_turn
-from realrun.resolve import resolve
+from realrun.record import resolve
 
 Times: TypeAlias = dict[Compute, list[Seconds]]
 """Of each kernel, pass by pass."""

@@ -17,8 +17,7 @@ from realrun.execute.executor import execute
 from realrun.execute.kernels import Burn, KernelSet, Sleep
 from realrun.execute.matmul_speed import each_round, slowest
 from realrun.execute.world import World, describe, gather_objects
-from realrun.record import Record
-from realrun.resolve import resolve
+from realrun.record import Record, resolve
 
 KernelName: TypeAlias = Literal["flops", "sleep"]
 """flops: as much arithmetic as every op states. sleep: hold the stream for the simulated time."""

@@ -7,7 +7,7 @@ all ranks, `trace.json` the same for Perfetto. Reading needs no torch.
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,14 +21,17 @@ from pydantic import (
     ValidationError,
 )
 
+from co2sim.catalog import Fact
 from co2sim.common import files
 from co2sim.common.errors import CatalogError, Co2simError, given
 from co2sim.common.files import text_of, write_atomically
 from co2sim.common.units import FlopsPerSecond, Seconds
 from co2sim.common.validation import Place, first_problem
-from co2sim.hardware.cluster import Cluster
+from co2sim.hardware.cluster import Backend, Cluster
 from co2sim.models.workload import Model
 from co2sim.prediction.case import Case
+from co2sim.prediction.notes import assumed
+from co2sim.schedule.schedule import Layout
 from co2sim.simulation.trace import Trace, read_json_lines
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
@@ -196,3 +199,20 @@ class _OfRun(BaseModel):
     figures: Annotated[dict[str, Any], AfterValidator(_times_of_a_run)]
     environment: dict[str, str]
     product_speed: Annotated[FiniteFloat, Field(ge=1, le=_LARGEST)] | None = None
+
+
+def resolve(case: Case, layout: Layout, backend: Backend) -> tuple[Case, tuple[Fact, ...]]:
+    """The case with its cluster and model as objects, and those of their numbers without a source.
+
+    The cluster gets these nodes and backend, keeps its sites, and has a communicator for every
+    stream and group, as the executor makes them.
+    """
+    cluster, model = case.load()
+    here = replace(
+        cluster.value,
+        nodes=layout.nodes,
+        gpus_per_node=layout.gpus_per_node,
+        backend=backend,
+        communicators="stream",
+    )
+    return replace(case, cluster=here, model=model.value, overrides={}), assumed(cluster, model)

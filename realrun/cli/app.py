@@ -23,7 +23,7 @@ from realrun.cli.probe import probe
 from realrun.cli.train import train
 from realrun.errors import one_of
 from realrun.lab.lab import CLUSTER
-from realrun.resolve import resolve
+from realrun.record import resolve
 
 _MOST_ROUNDS = 10_000
 """Every rank keeps the spans of all rounds: some 200 bytes for each op of each of them."""
