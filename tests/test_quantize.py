@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import Tensor  # noqa: E402 - needs torch
 
 from realrun.algorithms.quantization import dequantize, quantize  # noqa: E402
-from realrun.algorithms.quantization_format import (  # noqa: E402
+from realrun.algorithms.quantization_kernels import (  # noqa: E402
     SMALLEST,
     TOP,
     Bits,

@@ -18,7 +18,7 @@ from torch import Tensor  # noqa: E402 - needs torch
 from realrun.algorithms import quantization as reference  # noqa: E402
 from realrun.algorithms import quantization_kernels as kernels  # noqa: E402
 from realrun.algorithms import quantization_triton as fused  # noqa: E402
-from realrun.algorithms.quantization_format import Bits, Quantized, from_wire, to_wire  # noqa: E402
+from realrun.algorithms.quantization_kernels import Bits, Quantized, from_wire, to_wire  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

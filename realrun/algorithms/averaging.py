@@ -28,7 +28,7 @@ from co2sim.common.units import Seconds
 from realrun.algorithms.departures import PERIOD, Notices, lost
 from realrun.algorithms.process_groups import DEADLINE, Wire
 from realrun.algorithms.quantization import dequantize, quantize, sum_rows
-from realrun.algorithms.quantization_format import Bits, from_wire, to_wire, wire_bytes
+from realrun.algorithms.quantization_kernels import Bits, from_wire, to_wire, wire_bytes
 
 BUCKET_MIB = 25.0
 """As in DistributedDataParallel: large enough for full bandwidth, small enough to pipeline."""

@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 from torch.nn.functional import pad
 
 from co2sim.common.errors import OptionError
-from realrun.algorithms.quantization_format import (
+from realrun.algorithms.quantization_kernels import (
     HALF_BYTE,
     SHARE,
     SMALLEST,

@@ -9,8 +9,11 @@ import torch
 import triton
 from torch import Tensor
 
-from realrun.algorithms.quantization_format import HALF_BYTE, SHARE, SMALLEST, TOP
 from realrun.algorithms.quantization_kernels import (
+    HALF_BYTE,
+    SHARE,
+    SMALLEST,
+    TOP,
     quantize_kernel,
     sum_and_quantize_kernel,
     sum_kernel,

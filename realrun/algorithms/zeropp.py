@@ -35,7 +35,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import whole
-from realrun.algorithms.quantization_format import Rounding
+from realrun.algorithms.quantization_kernels import Rounding
 from realrun.algorithms.zeropp_collectives import Gather, Places, Reduce, Sent, ZeroPP
 from realrun.errors import MismatchError, one_of
 
