@@ -26,7 +26,7 @@ from co2sim.simulation.metrics import is_steady
 from co2sim.simulation.run import execute
 from co2sim.simulation.stragglers import expected_slowdown
 from co2sim.simulation.trace import Trace
-from realrun.execute.matmul_speed import at_speed, beside
+from realrun.execute.kernels import at_speed, beside
 from realrun.record import Record
 
 _HIDDEN = 0.01
