@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from analysis.convergence.bound import TERMS, Bound
 from analysis.convergence.protocol import tightness
 from analysis.convergence.protocol.check import Check
-from analysis.convergence.protocol.late_edges import LateEdge, LateStabilityCell
+from analysis.convergence.protocol.controls import LateEdge, LateStabilityCell
 from analysis.convergence.protocol.late_oracle import (
     LateDrift,
     LateDriftCell,

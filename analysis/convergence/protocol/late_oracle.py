@@ -9,8 +9,8 @@ import numpy as np
 from analysis.convergence import exact_moments, late_moments
 from analysis.convergence.objectives.families import FAMILIES, same
 from analysis.convergence.objectives.problems import Gaussian, Quadratic
+from analysis.convergence.protocol.controls import LateStabilityCell, LateStabilityTask
 from analysis.convergence.protocol.identities import Watched
-from analysis.convergence.protocol.late_edges import LateStabilityCell, LateStabilityTask
 from analysis.convergence.protocol.oracle import z_scores
 from analysis.convergence.setting import Late, RunSize, Variants, variants
 from analysis.convergence.simulate import run
