@@ -25,8 +25,7 @@ from analysis.measured.op_table import by_label
 from analysis.measured.page import page
 from analysis.published import charts
 from analysis.published import page as published
-from analysis.published.errors import CellPrediction
-from analysis.published.kind_errors import KindCoverage
+from analysis.published.errors import CellPrediction, KindCoverage
 from analysis.published.paper_cells import from_papers
 from analysis.published.report import ValidationReport, brief_report, render
 from co2sim.common.units import duration, percent

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from analysis.cli.app import app
-from analysis.published import ablation, diagnosis, errors, kind_errors, sensitivity
+from analysis.published import ablation, diagnosis, errors, sensitivity
 from analysis.published.calibrate import root_of
 from analysis.published.cells import Cell, with_strategy_options
 from analysis.published.csv_tables import known_cells
@@ -240,7 +240,7 @@ def test_coverage_of_a_kind_leaves_out_each_run_and_each_source() -> None:
     """Of errors that are known: what lies in the interval of the others."""
     kind = RunKind("A100", "gradients", "one node")
     alike = [0.01 * n for n in range(-10, 11)]
-    (one,) = kind_errors.coverage({kind: {"a": alike, "b": [*alike, 5.0]}})
+    (one,) = errors.coverage({kind: {"a": alike, "b": [*alike, 5.0]}})
     assert one.runs == {"a": 21, "b": 22}
     assert one.ends is not None
     assert one.ends[0] < -0.09 < 0.09 < one.ends[1]
@@ -248,7 +248,7 @@ def test_coverage_of_a_kind_leaves_out_each_run_and_each_source() -> None:
     assert one.by_source is not None
     assert 0.7 < one.by_run < 1
     assert 0.7 < one.by_source < 1
-    (few,) = kind_errors.coverage({kind: {"a": [0.1]}})
+    (few,) = errors.coverage({kind: {"a": [0.1]}})
     assert (few.ends, few.by_run, few.by_source) == (None, None, None)
 
 
@@ -258,6 +258,6 @@ def test_the_errors_of_kinds_of_the_catalog_are_those_of_today() -> None:
     if set(TABLES_ELSEWHERE.values()) > DATA:
         pytest.skip(f"not all of {', '.join(TABLES_ELSEWHERE.values())} are at hand")
     known = known_cells(PAPERS)
-    found = kind_errors.errors_by_kind(known, papers(PAPERS))
-    path, content = kind_errors.record_file(found, kind_errors.ranges_by_kind(known))
+    found = errors.errors_by_kind(known, papers(PAPERS))
+    path, content = errors.record_file(found, errors.ranges_by_kind(known))
     assert content == path.read_bytes()

@@ -146,14 +146,14 @@ def _page(
 
 def _kind_record(known: Sequence["Cell"], folder: Path) -> dict[Path, bytes]:
     """The record of errors by kind, from all sources. Raises OptionError where one is missing."""
-    from analysis.published import kind_errors  # noqa: PLC0415 - numpy, pydantic
+    from analysis.published import errors  # noqa: PLC0415 - numpy, pydantic
     from analysis.published.papers import papers  # noqa: PLC0415
 
     for key, table in TABLES_ELSEWHERE.items():
         if not any(cell.source == key for cell in known):
             raise OptionError(f"--write needs all sources; --data is missing, with {table}")
-    errors = kind_errors.errors_by_kind(known, papers(folder))
-    return dict([kind_errors.record_file(errors, kind_errors.ranges_by_kind(known))])
+    errors = errors.errors_by_kind(known, papers(folder))
+    return dict([errors.record_file(errors, errors.ranges_by_kind(known))])
 
 
 def _missing(known: Sequence["Cell"], chosen: Sequence["Cell"], folder: Path) -> Iterator[str]:

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import altair as alt
 
-from analysis.published.errors import CellPrediction
-from analysis.published.kind_errors import KindCoverage
+from analysis.published.errors import CellPrediction, KindCoverage
 from co2sim.common.plots import BLUE
 from co2sim.common.units import figures, percent
 from co2sim.report.chart_style import HEIGHT, PALETTE, ROW, TEXT, Rows, Spec, cycled, data, spec

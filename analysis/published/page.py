@@ -8,8 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from analysis.published import charts, formats
-from analysis.published.errors import CellPrediction
-from analysis.published.kind_errors import KindCoverage
+from analysis.published.errors import CellPrediction, KindCoverage
 from analysis.published.report import ValidationReport
 from co2sim.common.units import counted, figures
 from co2sim.report import markdown

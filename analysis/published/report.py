@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from analysis.published import ablation, consistency, diagnosis, formats, kind_errors, sensitivity
+from analysis.published import ablation, consistency, diagnosis, errors, formats, sensitivity
 from analysis.published.cells import Cell
 from analysis.published.errors import CellPrediction, ErrorSummary, summaries, summaries_by_hardware
 from analysis.published.paper_cells import Unpredicted, unpredicted
@@ -63,7 +63,7 @@ class ValidationReport:
     by_communication: Mapping[str, sensitivity.Refit] = field(default_factory=dict)
     bounds: Sequence[consistency.RatioLowerBound] = ()
     unpredicted: Sequence[Unpredicted] = ()
-    kinds: Sequence[kind_errors.KindCoverage] = ()
+    kinds: Sequence[errors.KindCoverage] = ()
 
     @property
     def summaries(self) -> dict[tuple[str, str, str], ErrorSummary]:
@@ -114,7 +114,7 @@ def full_report(
         ),
         "bounds": lambda: consistency.ratio_lower_bounds(known),
         "unpredicted": lambda: unpredicted(papers),
-        "kinds": lambda: kind_errors.coverage(kind_errors.errors_by_kind(known, sources(papers))),
+        "kinds": lambda: errors.coverage(errors.errors_by_kind(known, sources(papers))),
     }
     found = {}
     for place, (name, made) in enumerate(parts.items(), 1):
