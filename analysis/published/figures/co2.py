@@ -14,14 +14,16 @@ from matplotlib.ticker import NullLocator
 
 from analysis.published.cells import Cell
 from analysis.published.errors import CellPrediction, validate
-from analysis.published.figures.bars import PublishedBar, bar_panel, numbers
 from analysis.published.figures.style import (
     PLAIN,
     STAR,
     WIDTH,
     Look,
+    PublishedBar,
+    bar_panel,
     legend,
     looks,
+    numbers,
     plain_log,
     shown,
     signs,

@@ -7,8 +7,17 @@ from matplotlib.figure import Figure
 
 from analysis.published.cells import Cell
 from analysis.published.errors import CellPrediction
-from analysis.published.figures.bars import PublishedBar, bar_panel
-from analysis.published.figures.style import PLAIN, WIDTH, legend, looks, patch, shown, signs
+from analysis.published.figures.style import (
+    PLAIN,
+    WIDTH,
+    PublishedBar,
+    bar_panel,
+    legend,
+    looks,
+    patch,
+    shown,
+    signs,
+)
 from analysis.published.parameters import model_of
 
 _GBITS_A_LINK = 100
