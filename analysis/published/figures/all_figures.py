@@ -11,8 +11,12 @@ from matplotlib.figure import Figure
 from analysis.published.csv_rows import IterationRow
 from analysis.published.errors import CellPrediction
 from analysis.published.figures.co2 import scalability
-from analysis.published.figures.fsdp import fsdp_errors, fsdp_scaling
-from analysis.published.figures.paper_figures import paper_figures, throughput
+from analysis.published.figures.paper_figures import (
+    fsdp_errors,
+    fsdp_scaling,
+    paper_figures,
+    throughput,
+)
 from analysis.published.figures.style import WIDTH, in_style, plain_log
 from analysis.published.fsdp_rows import FsdpRow
 
