@@ -253,7 +253,7 @@ def _page(
 
 def _figures(comparisons: Sequence["RunComparison"], figure: Path, rank: int) -> dict[Path, bytes]:
     """The figure, or one per run, whose file name holds the name of the run."""
-    from analysis.measured.timelines import draw  # noqa: PLC0415 - matplotlib
+    from analysis.measured.charts import draw  # noqa: PLC0415 - matplotlib
 
     if len(comparisons) == 1:
         return {figure: draw(comparisons[0], rank, figure.suffix)}
