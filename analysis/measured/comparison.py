@@ -1,6 +1,6 @@
 """Predicted against measured: two traces of one schedule, joined by op, round and rank."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import median
@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from analysis.measured.attribution import Difference, attribute
-from analysis.measured.time_breakdown import TimeBreakdown, time_breakdown
+from analysis.measured.spans import active_starts
 from co2sim.catalog import Fact
 from co2sim.catalog.facts import override, plain
 from co2sim.catalog.specs import ClusterSpec, put_rates
@@ -22,12 +22,57 @@ from co2sim.prediction.result import Result
 from co2sim.report.html import Figure, PageSection
 from co2sim.report.tables import Table
 from co2sim.schedule.schedule import Schedule
+from co2sim.simulation import metrics
 from co2sim.simulation.metrics import is_steady
 from co2sim.simulation.run import execute
 from co2sim.simulation.stragglers import expected_slowdown
 from co2sim.simulation.trace import Trace
 from realrun.execute.kernels import at_speed, beside
 from realrun.record import Record
+
+
+@dataclass(frozen=True, slots=True)
+class TimeBreakdown:
+    """Seconds of a round, averaged over the ranks; they sum to the round time.
+
+    `compute`: at least one compute op runs. `communication`: none does, but a collective is active.
+    `waiting`: neither, but the rank waits in a collective for its last member. `idle`: the rest.
+    """
+
+    compute: Seconds
+    communication: Seconds
+    waiting: Seconds
+    idle: Seconds
+
+
+def time_breakdown(trace: Trace, schedule: Schedule, rounds: int) -> TimeBreakdown:
+    """Where the time of the last `rounds` rounds of a trace went."""
+    during = metrics.window(trace, schedule, rounds)
+    starts = active_starts(trace, schedule)
+    active: dict[Hashable, list[Any]] = {rank: [] for rank in trace.ranks}
+    whole: dict[Hashable, list[Any]] = {rank: [] for rank in trace.ranks}
+    compute: dict[Hashable, list[Any]] = {rank: [] for rank in trace.ranks}
+    for span in trace.spans:
+        if span.end <= during.start or span.start >= during.end:
+            continue
+        start = starts.get((span.op, span.round, span.rank))
+        if start is None:
+            compute[span.rank].append(span)
+        else:
+            active[span.rank].append(span._replace(start=start))
+            whole[span.rank].append(span)
+    sums = [0.0, 0.0, 0.0]
+    for rank in trace.ranks:
+        computing = metrics.busy(compute[rank], during)
+        moving = metrics.busy([*compute[rank], *active[rank]], during)
+        sums[0] += computing
+        sums[1] += moving - computing
+        sums[2] += metrics.busy([*compute[rank], *whole[rank]], during) - moving
+    computing, moving, waiting = (total / len(trace.ranks) for total in sums)
+    idle = during.round_time - computing - moving - waiting
+    rounding = 1e-9 * during.round_time
+    return TimeBreakdown(computing, moving, waiting, idle if idle > rounding else 0.0)
+
 
 _HIDDEN = 0.01
 """Fraction of its busy time below which communication counts as hidden."""
