@@ -3,7 +3,7 @@
 import typer
 
 from analysis.cli import convergence, measured, published
-from analysis.cli.bound import bound
+from analysis.cli.convergence import bound
 from analysis.cli.figures import figures
 from analysis.cli.goodput import goodput
 from co2sim.common.cli import Version
