@@ -11,8 +11,8 @@ from co2sim.common.units import Bytes, scaled
 
 _SHARE = 0.5
 """Of the free memory: what a simulation may take."""
-NEGLIGIBLE: Bytes = 1e6
-"""Not worth asking the system for: a hundredth of what importing this program took."""
+NEGLIGIBLE: Bytes = 1e7
+"""Not worth asking the system for: a tenth of what importing this program took."""
 _processes = 1
 """How many simulate at a time, and share."""
 

@@ -123,9 +123,9 @@ class SharedLinks:
 
     def _enter(self, now: Seconds, flow: Flow, _: int) -> None:
         flow.since = now
-        alone = not (self._slower and self._nic in flow.loads) and all(
-            flow.loads.keys().isdisjoint(other.loads) for other in self._flows
-        )
+        alone = not (self._slower and self._nic in flow.loads)
+        if alone and self._flows:
+            alone = all(flow.loads.keys().isdisjoint(other.loads) for other in self._flows)
         self._flows.append(flow)
         if alone:
             self._go_on(now, flow, 1 / self._transfers[id(flow.loads)].solo)
@@ -135,7 +135,8 @@ class SharedLinks:
     def _leave(self, now: Seconds, flow: Flow, version: int) -> None:
         if version == flow.version:
             self._flows.remove(flow)
-            self._share(now, [other for link in flow.loads for other in self._users(link)])
+            if self._flows:
+                self._share(now, [other for link in flow.loads for other in self._users(link)])
             self._done(now, flow, 0)
 
     def _users(self, link: Hashable) -> list[Flow]:
@@ -166,6 +167,8 @@ class SharedLinks:
         self._events.at(end, self._leave, flow, flow.version)
 
 
+_Array: TypeAlias = NDArray[np.float64]
+
 _UNKNOWN: Seconds = -1.0
 _EVENTS = 1000
 """Between two reports of progress."""
@@ -195,8 +198,11 @@ class _Work:
     busy: bool = False
 
 
-_Step: TypeAlias = tuple[int, tuple[int, ...], _Work, bool]
-"""The place of an op in the body, its offsets, its work; whether its end is known at its start."""
+_Step: TypeAlias = tuple[int, int, tuple[int, ...], _Work, bool]
+"""The places of the first and the last op of a run, its offsets and its work, as one op.
+
+Last, whether its end is known at its start.
+"""
 
 
 @dataclass(eq=False, slots=True)
@@ -245,14 +251,17 @@ def run(
 
 class _EventEngine:
     def __init__(self, lowered: Lowered, sharing: set[int]) -> None:
-        offsets = lowered.schedule.offsets
-        self.size = len(lowered.schedule.body)
-        self.before = max((offset for each in offsets for offset in each), default=0)
+        self.size, self.before = len(lowered.schedule.body), lowered.schedule.farthest
         self.total = self.before + lowered.rounds * self.size
         self.starts, self.ends = [_UNKNOWN] * self.total, [_UNKNOWN] * self.total
         self.ends[: self.before] = [0.0] * self.before  # what the first rounds wait for
         self.slows = lowered.slows
-        self.streams = _streams(lowered, sharing, self.before)
+        runs = _runs(lowered)
+        several = [run for run in runs if len(run) > 1]
+        self.long = _LongRuns(lowered, several) if several else None
+        self.streams = _streams(lowered, sharing, runs, self.long)
+        for stream in self.streams:
+            stream.turn = self.before
         self.waiting: dict[int, list[_StreamState]] = {}
         self.events = EventQueue()
         self.links = SharedLinks(lowered, self.events, self._done)
@@ -261,7 +270,12 @@ class _EventEngine:
 
     def times(self, progress: Callable[[float], None] | None) -> Times:
         self._run(progress)
-        starts, ends = (np.array(times[self.before :]) for times in (self.starts, self.ends))
+        starts, ends = (
+            np.array(times[self.before :]).reshape(-1, self.size)
+            for times in (self.starts, self.ends)
+        )
+        if self.long:
+            self.long.fill(starts, ends)
         return starts.reshape(-1, 1), ends.reshape(-1, 1)
 
     def _run(self, progress: Callable[[float], None] | None) -> None:
@@ -287,8 +301,8 @@ class _EventEngine:
         starts, ends, waiting, woken = self.starts, self.ends, self.waiting, list[_StreamState]()
         steps, turn, index, free = stream.steps, stream.turn, stream.index, stream.free
         while turn < self.total:
-            place, offsets, work, known = steps[index]
-            number, start = turn + place, free
+            first, last, offsets, work, known = steps[index]
+            number, start = turn + first, free
             for offset in offsets:
                 end = ends[number - offset]
                 if end > start:
@@ -301,6 +315,7 @@ class _EventEngine:
                 index += 1
                 if index == len(steps):
                     turn, index = turn + self.size, 0
+                number += last - first
                 if known:
                     free = ends[number] = start + work.latency + work.seconds
                     if work.busy and work.seconds:
@@ -336,7 +351,8 @@ class _EventEngine:
             self._count(now, -1)
         if queue := task.work.queue:
             queue.running = False
-            self._next(now, queue)
+            if queue.ready:
+                self._next(now, queue)
 
     # --- communicators ----------------------------------------------------------------------------
 
@@ -403,37 +419,67 @@ _NOWHERE: Mapping[object, float] = MappingProxyType({})
 """The links of a compute."""
 
 
-def _streams(lowered: Lowered, sharing: set[int], start: int) -> list[_StreamState]:
-    """The steps of every stream; `start` is the number of the first instance."""
+class _LongRuns:
+    """Ops of runs of several computes: the engine knows when the first starts and the last ends."""
+
+    def __init__(self, lowered: Lowered, runs: Sequence[tuple[int, ...]]) -> None:
+        self.places = np.array([place for run in runs for place in run])
+        seconds = np.array(lowered.seconds)[self.places] * lowered.classes[0].slowdown
+        after = np.cumsum(seconds)
+        lengths = np.array([len(run) for run in runs])
+        lasts = np.cumsum(lengths) - 1
+        before = np.concatenate([[0.0], after[lasts[:-1]]])
+        self.seconds = {run: float(s) for run, s in zip(runs, after[lasts] - before, strict=True)}
+        self._since = after - seconds - np.repeat(before, lengths)
+        self._first = np.repeat([run[0] for run in runs], lengths)
+        self._goes_on = np.delete(np.arange(len(self.places)), lasts)
+
+    def fill(self, starts: _Array, ends: _Array) -> None:
+        """Write the times within runs, [round, place]."""
+        starts[:, self.places] = starts[:, self._first] + self._since
+        here = self._goes_on
+        ends[:, self.places[here]] = starts[:, self.places[here + 1]]
+
+
+def _runs(lowered: Lowered) -> Sequence[tuple[int, ...]]:
+    """The runs of the schedule; where computes are slowed down, every op alone."""
+    schedule = lowered.schedule
+    return [(place,) for place in range(len(schedule.body))] if lowered.slows else schedule.runs
+
+
+def _streams(
+    lowered: Lowered, sharing: set[int], runs: Sequence[tuple[int, ...]], long: _LongRuns | None
+) -> list[_StreamState]:
+    """The steps of every stream: its runs."""
     schedule, slows = lowered.schedule, lowered.slows
     queues: dict[Group, _CommunicatorQueue] = {
         group: _CommunicatorQueue()
         for group, (one,) in lowered.communicators.items()
         if one.exclusive
     }
+    busy = lowered.contend and not slows
     works: dict[int, _Work] = {}
-    streams = {stream: _StreamState(turn=start) for stream in schedule.streams}
-    for place, (op, offsets, number) in enumerate(
-        zip(schedule.body, schedule.offsets, schedule.work_numbers, strict=True)
-    ):
-        if number not in works:
-            if isinstance(op.work, Collective):
-                (one,) = lowered.transfers[place]
-                shared = (one, queues.get(op.work.group)) if number in sharing or slows else ()
-                works[number] = _Work(one.latency, one.alone, *shared)
-            else:
-                seconds = lowered.seconds[place] * lowered.classes[0].slowdown
-                slowed, busy = slows and seconds > 0, lowered.contend and not slows
-                works[number] = _Work(0.0, seconds, slowed=slowed, busy=busy)
-        work = works[number]
+    streams = {stream: _StreamState() for stream in schedule.streams}
+    for run in runs:
+        place = run[0]
+        op, number = schedule.body[place], schedule.work_numbers[place]
+        if len(run) > 1 and long:
+            work = _Work(0.0, long.seconds[run], busy=busy)
+        elif number in works:
+            work = works[number]
+        elif isinstance(op.work, Collective):
+            (one,) = lowered.transfers[place]
+            shared = (one, queues.get(op.work.group)) if number in sharing or slows else ()
+            work = works[number] = _Work(one.latency, one.alone, *shared)
+        else:
+            seconds = lowered.seconds[place] * lowered.classes[0].slowdown
+            work = works[number] = _Work(0.0, seconds, slowed=slows and seconds > 0, busy=busy)
         known = not work.transfer and not work.slowed
-        streams[op.stream].steps.append((place, offsets, work, known))
+        streams[op.stream].steps.append((place, run[-1], schedule.offsets[place], work, known))
     return list(streams.values())
 
 
 # --- several classes of ranks, where all that is shared is a collective of all --------------------
-
-_Array: TypeAlias = NDArray[np.float64]
 
 
 def applies_to_classes(lowered: Lowered, sharing: set[int]) -> bool:
@@ -471,8 +517,7 @@ class _ClassesEngine(_EventEngine):
 
     def __init__(self, lowered: Lowered, sharing: set[int]) -> None:
         schedule, self.lowered, self.sharing = lowered.schedule, lowered, sharing
-        self.size = len(schedule.body)
-        self.before = max((offset for each in schedule.offsets for offset in each), default=0)
+        self.size, self.before = len(schedule.body), schedule.farthest
         self.total = self.before + lowered.rounds * self.size
         shape = self.total, len(lowered.classes)
         self.start_times, self.end_times = np.zeros(shape), np.zeros(shape)
@@ -493,7 +538,7 @@ class _ClassesEngine(_EventEngine):
         self.free: dict[int, _Array] = {}
         for stream in schedule.streams:
             places = [place for place, op in enumerate(schedule.body) if op.stream == stream]
-            steps = [(place, schedule.offsets[place], _IDLE, False) for place in places]
+            steps = [(place, place, schedule.offsets[place], _IDLE, False) for place in places]
             self.streams.append(_StreamState(steps, self.before))
             self.free[id(self.streams[-1])] = np.zeros(shape[1])
         self.waiting = {}
@@ -507,7 +552,7 @@ class _ClassesEngine(_EventEngine):
     def _run_ahead(self, stream: _StreamState) -> list[_StreamState]:
         woken: list[_StreamState] = []
         while stream.turn < self.total:
-            place, offsets, _, _ = stream.steps[stream.index]
+            place, _, offsets, _, _ = stream.steps[stream.index]
             number, start = stream.turn + place, self.free[id(stream)]
             for offset in offsets:
                 if not self.known[number - offset]:
@@ -568,7 +613,8 @@ class _ClassesEngine(_EventEngine):
         self._advance([task.stream, *self._know(task.number, now)])
         if queue := task.work.queue:
             queue.running = False
-            self._next(now, queue)
+            if queue.ready:
+                self._next(now, queue)
 
 
 _IDLE = _Work(0.0, 0.0)

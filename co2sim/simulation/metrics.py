@@ -1,6 +1,5 @@
 """What a trace means: times, overlap, throughput. Every figure is defined here, once."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -146,13 +145,16 @@ def straggler_delay(round_time: Seconds, equal_round_time: Seconds) -> Seconds:
 def breakdown(trace: Trace, schedule: Schedule) -> dict[str, Seconds]:
     """Seconds per round of each kernel and collective, summed over the last round of one rank."""
     starts, ends = (times[-1, :, 0] for times in trace.grid(schedule))
+    traced = ~np.isnan(ends)
+    numbers, count = np.array(schedule.work_numbers)[traced], len(schedule.works)
+    taken = np.bincount(numbers, (ends - starts)[traced], count).tolist()
+    first = np.full(count, np.inf)
+    np.minimum.at(first, numbers, ends[traced])
     found: dict[str, Seconds] = {}
-    labels = [_label(work) for work in schedule.works]
-    numbers, taken = schedule.work_numbers, (ends - starts).tolist()
-    for place in np.argsort(ends, kind="stable").tolist():
-        if not math.isnan(taken[place]):
-            label = labels[numbers[place]]
-            found[label] = found.get(label, 0.0) + taken[place]
+    for number in np.argsort(first, kind="stable").tolist():
+        if first[number] < np.inf:
+            label = _label(schedule.works[number])
+            found[label] = found.get(label, 0.0) + taken[number]
     return found
 
 
