@@ -173,7 +173,7 @@ def test_jury_is_what_impulses_do(
     two, one, zero = late_moments.cubic(system)
     assert np.poly(matrix) == pytest.approx(np.array([1.0, two, one, zero]), abs=1e-9)
     if min(abs(radius - 1), abs(abs(factor) - 1)) > 1e-6:
-        assert bool(late_moments.is_stable(system)) is bool(radius < 1 and abs(factor) < 1)
+        assert bool(late_moments.late_is_stable(system)) is bool(radius < 1 and abs(factor) < 1)
 
 
 # --- problems ------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def gap_constants(setting: Setting) -> tuple[float, float]:
     Source: docs/theory.md, derivation, step 3; for late averages see `late_bound`.
     """
     if setting.late is not None:
-        return late_bound.gap_constants(setting, setting.late)
+        return late_bound.late_gap_constants(setting, setting.late)
     tau, beta, eta = setting.local_steps, setting.momentum, setting.virtual_step
     apart = abs(eta - setting.inner_step)
     if setting.most_penalty is not None:
@@ -101,7 +101,7 @@ def drift(setting: Setting) -> float:
     Source: docs/theory.md, derivation, step 4.
     """
     if setting.late is not None:
-        return late_bound.drift(setting, setting.late)
+        return late_bound.late_drift(setting, setting.late)
     step = setting.inner_step
     growth = 1 + step * setting.smoothness
     if setting.convex and step * setting.smoothness <= 2:  # noqa: PLR2004 - the formula's

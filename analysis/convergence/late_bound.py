@@ -14,7 +14,7 @@ _CLOSE = 1e-6
 """A drift that can rise by no larger share than this is taken as risen."""
 
 
-def gap_constants(setting: Setting, late: Late) -> tuple[float, float]:
+def late_gap_constants(setting: Setting, late: Late) -> tuple[float, float]:
     """C and N: how far the virtual iterate is from the averaged one, by gradients and by noise.
 
     What an average of age n still has to contribute is w_n = (E - gamma) p^n + eta b_n, with
@@ -74,7 +74,7 @@ def squared_counts(setting: Setting, late: Late) -> float:
     return later + (setting.local_steps - later) / setting.rounds
 
 
-def drift(setting: Setting, late: Late) -> float:
+def late_drift(setting: Setting, late: Late) -> float:
     """The mean of r^2, weighted by c_k: the bound of E mean_i |x^i - mean|^2.
 
     At an arrival workers are left with `keep` times u, what they added since the launch. Rounds are

@@ -40,7 +40,7 @@ class _Maps:
     launch: Array
 
 
-def exact(
+def late_exact(
     problem: Quadratic,
     which: Variants,
     size: RunSize,
@@ -95,7 +95,7 @@ def exact(
     )
 
 
-def transition(problem: Quadratic, which: Variants, size: RunSize) -> Array:
+def late_transition(problem: Quadratic, which: Variants, size: RunSize) -> Array:
     """The matrix of the state over a round, from launch to launch: [C, d, D, D]."""
     maps = _maps(_kinds(problem, size.workers), which, size)
     assert size.late_steps is not None
@@ -301,7 +301,7 @@ def disagreement(system: LateSystem) -> Array:
     return np.asarray(-system.keep * (left - ratio**system.tau))
 
 
-def is_stable(system: LateSystem) -> NDArray[np.bool_]:
+def late_is_stable(system: LateSystem) -> NDArray[np.bool_]:
     """Whether a round contracts: the mean by Jury's conditions, the disagreement by its factor."""
     two, one, zero = cubic(system)
     mean = (
@@ -320,12 +320,12 @@ def edges(system: LateSystem, highest: float = 2.0, places: int = 801) -> Array:
     """
     rows = system._replace(load=0.0)
     grid = np.linspace(0, highest, places)[1:]
-    stable = np.array([is_stable(rows._replace(load=at)) for at in grid])
+    stable = np.array([late_is_stable(rows._replace(load=at)) for at in grid])
     first = np.argmin(stable, axis=0)
     high = grid[first]
     low = high - grid[0]
     for _ in range(50):
         middle = (low + high) / 2
-        holds = is_stable(rows._replace(load=middle))
+        holds = late_is_stable(rows._replace(load=middle))
         low, high = np.where(holds, middle, low), np.where(holds, high, middle)
     return np.where(stable.all(axis=0), np.inf, low)

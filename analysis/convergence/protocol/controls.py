@@ -257,13 +257,13 @@ def _disagreements(tau: int, steps: int, count: int) -> int:
     load = rng.uniform(0, 2.2, count)
     which = variants(load, outer_step=alpha, momentum=beta, keep=keep, predict=predict)
     size = RunSize(workers=2, rounds=1, local_steps=tau, late_steps=steps)
-    matrix = late_moments.transition(same(1.0), which, size)[:, 0, :-1, :-1]
+    matrix = late_moments.late_transition(same(1.0), which, size)[:, 0, :-1, :-1]
     radius = np.abs(np.linalg.eigvals(matrix)).max(axis=-1)
     system = LateSystem(load, tau, steps, alpha, beta, keep, predict)
     own = np.abs(late_moments.disagreement(system))
     by_matrix = (radius < 1) & (own < 1)
     clear = np.abs(np.maximum(radius, own) - 1) > 1e-9  # noqa: PLR2004 - round-off decides there
-    return int((clear & (by_matrix != late_moments.is_stable(system))).sum())
+    return int((clear & (by_matrix != late_moments.late_is_stable(system))).sum())
 
 
 def _edges() -> Iterator[LateEdge]:

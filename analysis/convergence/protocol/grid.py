@@ -184,7 +184,7 @@ def _measured(
 def _exact(problem: Problem, which: Variants, task: GridTask) -> _Averages:
     """By the oracle, without error."""
     assert isinstance(problem, Quadratic)
-    exact = late_moments.exact if task.late_steps else exact_moments.exact
+    exact = late_moments.late_exact if task.late_steps else exact_moments.exact
     moments = exact(problem, which, task.size(1), spread=problem.heterogeneous)
     return _Averages(moments.gradient, np.zeros(len(which)), moments.spread, which.noise)
 

@@ -156,7 +156,7 @@ class LateMomentsTask:
             seeds=self.seeds,
             late_steps=self.late_steps,
         )
-        exact = late_moments.exact(problem, which, size)
+        exact = late_moments.late_exact(problem, which, size)
         seed = (self.local_steps, self.late_steps, *self.family.encode())
         return LateMomentsCell(self, z_scores(problem, which, size, exact, seed))
 
@@ -247,14 +247,14 @@ def _drift_ratio(local_steps: int, late: Late, *, unlike: bool) -> float:
     size = RunSize(workers=2, rounds=_DRIFT_ROUNDS, local_steps=local_steps, delay=0)
     waiting = exact_moments.exact(problem, which, size).drift[0]
     size = replace(size, late_steps=late.steps)
-    return float(late_moments.exact(problem, which, size, alike=True).drift[0] / waiting)
+    return float(late_moments.late_exact(problem, which, size, alike=True).drift[0] / waiting)
 
 
 LateOracleTask = LateIdentityTask | LateMomentsTask | LateStabilityTask | LateDriftTask
 LateOracleCell = LateIdentityCell | LateMomentsCell | LateStabilityCell | LateDriftCell
 
 
-def plan(*, quick: bool) -> Iterator[LateOracleTask]:
+def late_oracle_plan(*, quick: bool) -> Iterator[LateOracleTask]:
     """Everything about late averages that needs no bound."""
     yield LateIdentityTask()
     yield LateStabilityTask(systems=20_000)
