@@ -20,7 +20,7 @@ from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import to_dict
 from co2sim.report.bundle import MISSING, installed
-from co2sim.report.text import intervals, loss, totals
+from co2sim.report.text import loss, result, totals
 from co2sim.report.text.result import division, print_assumed, print_chosen, print_warnings, speeds
 from co2sim.simulation.metrics import scalability_ratio
 from co2sim.simulation.noise import Noise
@@ -221,7 +221,7 @@ def _print_cluster(
             [
                 strategy,
                 *(_throughput(by_size[size]) for size in sizes),
-                *([intervals.relative(last)] if known else []),
+                *([result.relative(last)] if known else []),
                 *(f"{ratio:.2f}" for ratio in ratios),
                 f"{last.exposed_share:.1%}",
                 scaled(last.memory_bytes_per_gpu["total"], "B"),
@@ -240,8 +240,8 @@ def _print_cluster(
         size = scaled(first.gpu_memory_bytes, "B")
         notes.append(f"* does not fit in the {size} of a GPU: shown as if it did")
     print_lines(terminal, *notes)
-    close = intervals.not_told_apart([pair for pair in asked if pair[1].gpus == sizes[-1]])
-    intervals.print_sources(terminal, results, *([close] if close else []), "")
+    close = result.not_told_apart([pair for pair in asked if pair[1].gpus == sizes[-1]])
+    result.print_sources(terminal, results, *([close] if close else []), "")
     named = [(f"{how} at {counted(r.gpus, 'GPU')}", r) for how, r in asked]
     print_chosen(terminal, named)
     print_warnings(terminal, named)

@@ -20,7 +20,7 @@ from co2sim.prediction.figures import in_table
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import Totals, to_dict
-from co2sim.report.text import intervals, loss, totals
+from co2sim.report.text import loss, result, totals
 from co2sim.report.text.result import print_assumed, print_remarks, print_warnings, speeds
 from co2sim.studies.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.studies.grid import Setting, label
@@ -246,7 +246,7 @@ def _print_notes(terminal: Console, results: Sequence[Result], goal: Goal) -> No
     if not any(r.fits_in_memory for r in results):
         notes.append("none fits: run one of them (`co2sim run`) to see what would")
     print_lines(terminal, *notes)
-    intervals.print_sources(terminal, results)
+    result.print_sources(terminal, results)
     loss.print_remark(terminal, results, goal)
     print_lines(terminal, "")
 

@@ -13,7 +13,7 @@ from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.report.chart_style import NumberAxis, number_axis
 from co2sim.report.tables import Answered
-from co2sim.report.text import intervals, totals
+from co2sim.report.text import result, totals
 from co2sim.studies.batch import Failure, Outcome
 from co2sim.studies.grid import Setting, label, strategy_title
 from co2sim.studies.targets import Axis, axis_of
@@ -147,7 +147,7 @@ class Swept:
             said.append(f"{len(self.failed):,} of {len(self.cases):,} cases failed.")
         first, second = ([*self._ranked, None, None])[:2]
         if first and second and self.tokens is None:
-            ends = intervals.interval_of(first.result), intervals.interval_of(second.result)
+            ends = result.interval_of(first.result), result.interval_of(second.result)
             if undecided(*ends):
                 said.append(
                     f"Between it and {second.strategy} it is undecided: their intervals overlap."

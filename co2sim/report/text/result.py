@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import islice, product
+from itertools import islice, pairwise, product
 from typing import cast
 
 from rich.console import Console
@@ -12,16 +12,17 @@ from rich.text import Text
 from co2sim.catalog import Fact
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.tables import console, print_lines, print_table
-from co2sim.common.units import Bytes, counted, duration, scaled
+from co2sim.common.units import Bytes, counted, duration, percent, scaled
 from co2sim.models.memory import GIB, OVERHEAD, model_states
 from co2sim.models.workload import AttentionKernel, Recompute
 from co2sim.prediction import notes
 from co2sim.prediction.case import Case, Prepared, schedule_of
-from co2sim.prediction.figures import list_of
+from co2sim.prediction.figures import INTERVAL, list_of
+from co2sim.prediction.intervals import Interval, undecided
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
 from co2sim.prediction.totals import totals_of
-from co2sim.report.text import intervals, loss, totals
+from co2sim.report.text import loss, totals
 from co2sim.schedule.schedule import Layout, Schedule
 from co2sim.simulation.noise import QUIET, Noise
 from co2sim.strategies import STRATEGIES, Strategy, parse, with_options
@@ -51,7 +52,7 @@ def print_result(
     rows = [*_figures(r, measured=measured), *(loss.figures(r, goal) if goal else []), *more]
     print_table(out, "figures", ("figure", "value"), rows)
     if r.interval_source:
-        intervals.print_sources(out, [r], "")
+        print_sources(out, [r], "")
     if goal:
         loss.print_remark(out, [r], goal, "")
     rounds = counted(r.rounds_simulated, "round")
@@ -392,3 +393,58 @@ def _runs(case: Case, settle: Callable[[Case], Case], alternative: Alternative) 
         return settle(changed).prepare().memory()["total"] == alternative.memory
     except Co2simError:  # a global batch that does not divide
         return False
+
+
+_MOST_NAMED = 3
+"""Strategies that are named."""
+_PAIRS = 8
+"""Pairs of strategies that are named."""
+
+
+def interval_of(result: Result) -> Interval:
+    """The interval of a result."""
+    return Interval(result.tokens_per_s_low, result.tokens_per_s_high, result.interval_source)
+
+
+def relative(result: Result) -> str:
+    """Its ends relative to the prediction; a dash for none."""
+    low, high = result.tokens_per_s_low, result.tokens_per_s_high
+    if low is None or high is None:
+        return "-"
+    return " to ".join(percent(end / result.tokens_per_s - 1) for end in (low, high))
+
+
+def print_sources(out: Console, results: Iterable[Result], *after: str) -> None:
+    """Where intervals come from, and of which strategies if not of all; and lines after that."""
+    found: dict[str, dict[str, None]] = {}
+    for result in results:
+        found.setdefault(result.interval_source, {})[result.strategy] = None
+    found.pop("", None)
+    lines = [
+        f"{INTERVAL}{f' of {_first(strategies)}' if len(found) > 1 else ''}: {source}"
+        for source, strategies in found.items()
+    ]
+    print_lines(out, *lines, *after)
+
+
+def _first(names: Iterable[str]) -> str:
+    """A few of them."""
+    known = list(names)
+    rest = len(known) - _MOST_NAMED
+    return ", ".join(known[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def not_told_apart(named: Sequence[tuple[str, Result]]) -> str:
+    """One line on neighbours in speed whose intervals overlap; "" for none."""
+    ranked = sorted(named, key=lambda pair: -pair[1].tokens_per_s)
+    pairs = [
+        f"{one} and {other}"
+        for (one, first), (other, second) in pairwise(ranked)
+        if undecided(interval_of(first), interval_of(second))
+    ]
+    if not pairs:
+        return ""
+    size = counted(ranked[0][1].gpus, "GPU")
+    more = len(pairs) - _PAIRS
+    named_ = "; ".join(pairs[:_PAIRS]) + (f"; and {more} pairs more" if more > 0 else "")
+    return f"undecided at {size}, as their {INTERVAL}s overlap: {named_}"
