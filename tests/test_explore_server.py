@@ -38,8 +38,7 @@ from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.step_factors import NO_GOAL
 from co2sim.report.explore import asking
 from co2sim.report.explore.asking import Files, PageView
-from co2sim.report.explore.guard import HEADER, HEADERS
-from co2sim.report.explore.server import Answers, application
+from co2sim.report.explore.server import HEADER, HEADERS, Answers, application
 
 TOKEN = "a-token"  # noqa: S105 - of this test
 ADDRESS = "http://127.0.0.1"
