@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 from co2sim.schedule.schedule import WORLD
 from realrun.algorithms.averaging import Average
 from realrun.algorithms.process_groups import Wire
-from realrun.algorithms.zeropp_collectives import Places, Reduce, ZeroPP
+from realrun.algorithms.zeropp import Places, Reduce, ZeroPP
 from realrun.execute.world import World
 
 ELEMENTS = 4 * 130

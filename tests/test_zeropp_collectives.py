@@ -17,13 +17,13 @@ from torch import Tensor  # noqa: E402 - needs torch
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState  # noqa: E402
 from zeropp_workers import bound  # noqa: E402 - needs torch
 
-from realrun.algorithms.zeropp import _generator  # noqa: E402 - needs torch
-from realrun.algorithms.zeropp_collectives import (  # noqa: E402 - needs torch
+from realrun.algorithms.zeropp import (  # noqa: E402 - needs torch
     Gather,
     Places,
     Reduce,
     Sent,
     ZeroPP,
+    _generator,
 )
 
 BLOCK = 8
@@ -191,7 +191,5 @@ def test_qgz_gives_the_mean_over_all_ranks_in_every_layout(
     bad = ~reduced(spoilt, per_node).isfinite()
     assert bool(bad[1003])
     assert int(bad.sum()) <= 256
-    monkeypatch.setattr(
-        "realrun.algorithms.zeropp_collectives._factor", lambda *_: per_node / ranks
-    )
+    monkeypatch.setattr("realrun.algorithms.zeropp._factor", lambda *_: per_node / ranks)
     assert slope(reduced(given, per_node).double(), expected) == pytest.approx(per_node, rel=0.01)
