@@ -36,7 +36,7 @@ from realrun.cli import ranks
 from realrun.execute.executor import execute as carry_out
 from realrun.execute.kernels import Sleep
 from realrun.execute.world import gather_objects
-from realrun.lab.plan import Lab
+from realrun.lab.lab import Lab
 from realrun.lab.time_dilation import for_cores
 from realrun.launch.launcher import cores
 from realrun.measure import merge

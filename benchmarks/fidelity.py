@@ -34,7 +34,7 @@ from co2sim import Case, run
 from co2sim.catalog import load_cluster
 from co2sim.prediction.result import Result
 from realrun.execute.kernels import at_speed, beside
-from realrun.lab.plan import Lab, overrides
+from realrun.lab.lab import Lab, overrides
 from realrun.lab.time_dilation import SLEEPING, chosen
 from realrun.launch.launcher import cores
 from realrun.record import Record, folder_name, read

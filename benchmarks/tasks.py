@@ -39,8 +39,7 @@ from torch import Tensor, nn
 from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from co2sim.common.units import Seconds
 from realrun.execute.world import World, join
-from realrun.lab.lab import run_lab
-from realrun.lab.plan import Lab
+from realrun.lab.lab import Lab, run_lab
 from realrun.train.log import MARKERS
 from realrun.train.loop import train
 from realrun.train.parallelize import build

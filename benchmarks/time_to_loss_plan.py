@@ -24,8 +24,7 @@ from co2sim.schedule.schedule import DType
 from co2sim.strategies import Strategy
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local import round_steps
-from realrun.lab.lab import stated_cluster
-from realrun.lab.plan import Lab
+from realrun.lab.lab import Lab, stated_cluster
 from realrun.train.tasks.presets import GPTS
 
 TAU = 12

@@ -21,9 +21,8 @@ from co2sim.schedule.schedule import WORLD, Collective, DType, Kind
 from co2sim.simulation.collective_cost import cost_of
 from realrun.cli.lab import cluster
 from realrun.errors import LabError, LaunchError
-from realrun.lab.lab import TOOLS, check_machine, run_lab, stated_cluster
+from realrun.lab.lab import TOOLS, Lab, check_machine, run_lab, stated_cluster
 from realrun.lab.network_namespaces import FRAME, PAYLOAD, burst, on_cores, payload_share
-from realrun.lab.plan import Lab
 from realrun.lab.time_dilation import for_cores
 from realrun.launch.launcher import cores
 
@@ -31,7 +30,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 LAUNCH = """
 import json, sys
 from realrun.lab.lab import run_lab
-from realrun.lab.plan import Lab
+from realrun.lab.lab import Lab
 lab, grace, *command = sys.argv[1:]
 sys.exit(run_lab(command, Lab(**json.loads(lab)), grace=float(grace)))
 """

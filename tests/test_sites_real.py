@@ -14,9 +14,8 @@ from co2sim.catalog import load_cluster
 from co2sim.common.errors import OptionError
 from co2sim.schedule.schedule import Layout
 from realrun.errors import LabError
-from realrun.lab.lab import check_machine, stated_cluster
+from realrun.lab.lab import Lab, check_machine, stated_cluster
 from realrun.lab.network_namespaces import FRAME, PAYLOAD, queue, site_burst
-from realrun.lab.plan import Lab
 from realrun.train import TrainSettings
 from realrun.train.support import check
 

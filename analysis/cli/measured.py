@@ -23,7 +23,7 @@ from co2sim.schedule.schedule import DType
 from co2sim.strategies import parse
 from realrun import record
 from realrun.errors import PRECISIONS, one_of
-from realrun.lab.plan import INTRA_RATE, Lab, overrides
+from realrun.lab.lab import INTRA_RATE, Lab, overrides
 from realrun.lab.time_dilation import SLEEPING, chosen
 from realrun.launch.launcher import cores
 from realrun.launch.options import Dilation, GpusPerNode, IntraRate, Nodes, Rate, Sites, Wan

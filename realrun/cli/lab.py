@@ -5,8 +5,7 @@ from typing import Annotated
 import typer
 
 from co2sim.cli import options
-from realrun.lab.lab import run_lab, stated_cluster
-from realrun.lab.plan import INTRA_RATE, Lab
+from realrun.lab.lab import INTRA_RATE, Lab, run_lab, stated_cluster
 from realrun.lab.time_dilation import SLEEPING, chosen
 from realrun.launch.launcher import cores
 from realrun.launch.options import Dilation, GpusPerNode, IntraRate, Nodes, Rate, Sites, Wan
