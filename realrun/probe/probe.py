@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import median, stdev
@@ -18,15 +19,30 @@ from scipy.stats import trim_mean
 
 from co2sim.common.units import Bytes, Flops, Seconds
 from co2sim.hardware.host import FULLY_IDLE
-from co2sim.schedule.schedule import Collective, Compute, Group, Kind, Op, Schedule
+from co2sim.schedule.schedule import WORLD, Collective, Compute, Group, Kind, Op, Schedule
 from realrun.execute.kernels import KernelSet, Sleep, Synthetic
 from realrun.execute.world import World, describe
 from realrun.lab.time_dilation import dilation
 from realrun.measure import Say
-from realrun.probe.execution import ProbeTask, burn, shared, time
+from realrun.probe.execution import ProbeTask, burn, shared, time, traces
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
-from realrun.probe.schedules import PAUSE, SWEPT, USE, before, crossing, groups, in_turn, sweep
-from realrun.probe.side_by_side import slowdowns, together
+from realrun.probe.schedules import (
+    ALONE,
+    PAUSE,
+    SWEPT,
+    TAIL,
+    TURNS,
+    USE,
+    before,
+    crossing,
+    groups,
+    in_turn,
+    on_two_streams,
+    overlapped,
+    slowdown,
+    sweep,
+    times_as_long,
+)
 
 
 def machine(world: World) -> str:
@@ -255,3 +271,54 @@ def _samples(
 
 def _middle(seconds: dict[str, Seconds], prefix: str) -> Seconds:
     return median(time for op, time in seconds.items() if op.startswith(prefix))
+
+
+_SHORT_AND_LONG: tuple[Seconds, Seconds] = (0.003, 0.1)
+"""Of all-reduces: calls count in short ones, and in long ones bytes."""
+_SHORT_KERNEL: Seconds = 0.008
+"""Of kernels beside them: short, so that those alone and those beside see the same machine."""
+_BESIDE: Seconds = 0.1
+"""Of the all-reduces that kernels get beside them at once."""
+_MOST_AT_ONCE = 100
+"""All-reduces, and kernels: where they are much shorter, a turn is."""
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 64
+_PAIR_ROUNDS = 5
+"""On two streams."""
+
+
+def slowdowns(
+    world: World,
+    precision: str,
+    kernels: Sequence[ComputeSample],
+    collectives: Sequence[Sample],
+    budget: Seconds,
+) -> tuple[Slowdown, ...]:
+    """How much longer kernels take while all-reduces of their rank follow one another, and they."""
+    kernel = min(kernels, key=partial(_away, _SHORT_KERNEL))
+    reduces = [s for s in collectives if s.work.kind is Kind.ALL_REDUCE and s.work.group == WORLD]
+    chosen = [min(reduces, key=partial(_away, seconds)) for seconds in _SHORT_AND_LONG]
+    found = []
+    for reduce in dict.fromkeys(chosen):
+        count = min(_MOST_AT_ONCE, max(1, round(_BESIDE / reduce.seconds)))
+        beside = min(_MOST_AT_ONCE, math.ceil(count * reduce.seconds / kernel.seconds) + 1)
+        schedule = overlapped(kernel.work, reduce.work, count, beside)
+        once = TURNS * (ALONE + beside) * kernel.seconds + TAIL * reduce.seconds
+        rounds = min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(budget / len(_SHORT_AND_LONG) / once)))
+        task = ProbeTask("", schedule, burn(world, precision), rounds)
+        ranks = traces(world, task)
+        found.append(
+            shared(world, slowdown(ranks) if ranks else Slowdown(1.0, 1.0, reduce.seconds))
+        )
+    return tuple(found)
+
+
+def together(world: World, precision: str, kernels: Sequence[ComputeSample]) -> float:
+    """How many times as long kernels of two streams take at once as those of one of them alone."""
+    kernel = min(kernels, key=partial(_away, 0.005))
+    task = ProbeTask("", on_two_streams(kernel.work), burn(world, precision), _PAIR_ROUNDS)
+    ranks = [times_as_long(trace) for trace in traces(world, task)]
+    return shared(world, median(ranks) if ranks else 1.0)
+
+
+def _away(wanted: Seconds, sample: Sample | ComputeSample) -> float:
+    return abs(math.log(sample.seconds / wanted))
