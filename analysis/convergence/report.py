@@ -14,9 +14,8 @@ from analysis.convergence import figures
 from analysis.convergence.bound import TERMS
 from analysis.convergence.protocol.checks import Findings
 from analysis.convergence.protocol.controls import Rescue
-from analysis.convergence.protocol.isolation import TermPart
+from analysis.convergence.protocol.isolation import RescueLine, TermPart
 from analysis.convergence.protocol.rate_fits import FEATURES, STRATA, RateFit, SlopeAgreement
-from analysis.convergence.protocol.rescue import RescueLine
 from analysis.convergence.protocol.tightness import LATE, RatioGroup, Sensitivity, margin
 from co2sim.common.units import counted
 from co2sim.report import markdown

@@ -12,6 +12,9 @@ from analysis.convergence.objectives.families import FAMILIES, same
 from analysis.convergence.objectives.problems import Array, Quadratic
 from analysis.convergence.protocol import oracle, rates
 from analysis.convergence.protocol.isolation import (
+    RescueCell,
+    RescueLine,
+    RescueTask,
     StalenessCell,
     StalenessExcess,
     StalenessTask,
@@ -19,7 +22,6 @@ from analysis.convergence.protocol.isolation import (
     TermsCell,
     TermsTask,
 )
-from analysis.convergence.protocol.rescue import RescueCell, RescueLine, RescueTask
 from analysis.convergence.setting import RunSize, Variants, variants
 from analysis.convergence.simulate import run
 
