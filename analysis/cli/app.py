@@ -4,8 +4,8 @@ import typer
 
 from analysis.cli import convergence, measured, published
 from analysis.cli.convergence import bound
-from analysis.cli.figures import figures
 from analysis.cli.goodput import goodput
+from analysis.cli.published import figures
 from co2sim.common.cli import Version
 
 app = typer.Typer(
