@@ -17,7 +17,7 @@ from co2sim.schedule.schedule import Instance
 from realrun import cli, measure
 from realrun.execute import world
 from realrun.execute.kernels import KernelSet
-from realrun.launch import heartbeat
+from realrun.launch import monitor
 
 ROUND = 1
 LOCK = threading.Lock()
@@ -67,7 +67,7 @@ class Faulty:
 def main() -> None:
     """Be the rank that the environment says, faulty or not."""
     how, phase, victim = os.environ["FAULT"].split(":")
-    heartbeat._PERIOD, heartbeat._SILENT = float(os.environ["PERIOD"]), float(os.environ["SILENT"])
+    monitor._PERIOD, monitor._SILENT = float(os.environ["PERIOD"]), float(os.environ["SILENT"])
     if os.environ["RANK"] == victim:
         if phase == "startup":
             fail(how)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from realrun.errors import RankFailure
-from realrun.launch import heartbeat
-from realrun.launch.heartbeat import Place, Watch, tell
+from realrun.launch import monitor
+from realrun.launch.monitor import Place, Watch, tell
 
 HERE, STEP, AHEAD = Place(7, 1, "average"), Place(39, 9, "step 39"), Place(40, 10, "step 40")
 BACKWARD = Place(5, 1, "backward.head")
@@ -69,7 +69,7 @@ def beating(monkeypatch: pytest.MonkeyPatch) -> list[Watch]:
         "threading": SimpleNamespace(Event=Turns, Thread=lambda **_: never),
     }
     for name, fake in fakes.items():
-        monkeypatch.setattr(heartbeat, name, fake)
+        monkeypatch.setattr(monitor, name, fake)
     return hearts
 
 
@@ -104,8 +104,8 @@ def test_a_silent_heart_is_named(store: Memory, three: list[Watch], beating: lis
     found = three[0].lost(HERE, range(3), RuntimeError("timed out"))
     assert str(found) == "rank 2 gives no sign of life; stopped in 'average' of round 1"
     assert (found.ranks, found.op, found.round) == ((2,), "average", 1)
-    assert heartbeat.gone(store) == [2]  # which a launcher kills at once
-    heartbeat.time.sleep(0.5)
+    assert monitor.gone(store) == [2]  # which a launcher kills at once
+    monitor.time.sleep(0.5)
     assert three[1].failure is not None
     assert three[1].failure.ranks == (2,)
 
@@ -135,7 +135,7 @@ def test_what_a_rank_raises_reaches_all_others(three: list[Watch]) -> None:
     three[1].enter("comm", HERE)
     three[1].exit("comm")
     own = three[0].raised(BACKWARD, ValueError("NaN in the loss"))
-    heartbeat.time.sleep(0.5)
+    monitor.time.sleep(0.5)
     told = "rank 0 raised ValueError in 'backward.head' of round 1: NaN in the loss"
     assert str(own) == f"{told}; stopped in 'backward.head' of round 1"
     (found,) = heard
@@ -146,7 +146,7 @@ def test_what_a_rank_raises_reaches_all_others(three: list[Watch]) -> None:
 def test_a_dead_store_ends_nothing_by_itself(store: Memory, three: list[Watch]) -> None:
     """Its host is gone; the watch goes on, and what failed is still reported."""
     store.broken = True
-    heartbeat.time.sleep(0.5)
+    monitor.time.sleep(0.5)
     assert three[0].failure is None
     found = three[0].lost(HERE, range(3), RuntimeError("connection closed"))
     assert "stopped in 'average' of round 1" in str(found)

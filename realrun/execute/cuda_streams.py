@@ -14,7 +14,7 @@ from realrun.execute.collectives import Buffers, alone, launch
 from realrun.execute.kernels import Synthetic
 from realrun.execute.run import Run, common_start, compare
 from realrun.lab.time_dilation import now
-from realrun.launch.heartbeat import Place
+from realrun.launch.monitor import Place
 
 _POLL: Seconds = 0.0005
 _CYCLES = 20_000_000

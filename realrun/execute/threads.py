@@ -21,7 +21,7 @@ from realrun.execute.run import Run, common_start, compare
 from realrun.execute.world import RankCommunicator
 from realrun.lab.thread_priority import first
 from realrun.lab.time_dilation import lasting, now
-from realrun.launch.heartbeat import Place
+from realrun.launch.monitor import Place
 
 _GRACE: Seconds = 1.0
 """How long streams get to notice that another one failed."""

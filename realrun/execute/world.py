@@ -23,7 +23,7 @@ from co2sim.schedule.schedule import Collective, Group, Layout, Schedule
 from realrun.errors import MismatchError, RankFailure, sites_of
 from realrun.lab.thread_priority import communicating
 from realrun.lab.time_dilation import dilation, now
-from realrun.launch.heartbeat import Place, Store, Watch
+from realrun.launch.monitor import Place, Store, Watch
 
 _PINGS = 32
 

@@ -22,7 +22,7 @@ from realrun.algorithms.departures import of_network
 from realrun.errors import BAD_INPUT, CheckpointError, DamagedError, RankFailure, TrainingError
 from realrun.execute.threads import short_collections
 from realrun.execute.world import World
-from realrun.launch.heartbeat import Place
+from realrun.launch.monitor import Place
 from realrun.train import checkpoint, outcome, support
 from realrun.train.collective_errors import everywhere
 from realrun.train.estimate import Estimator
