@@ -29,7 +29,7 @@ from co2sim.common.errors import OptionError
 from co2sim.schedule.schedule import Layout
 from realrun.cli import main
 from realrun.errors import CheckpointError, DamagedError
-from realrun.train import checkpoint, collective_errors, folder, lock, log
+from realrun.train import checkpoint, collective_errors, folder, log
 from realrun.train.folder import STATE, Resume, Saved, check_checkpoint, checkpoints
 from realrun.train.settings import TrainSettings
 
@@ -447,7 +447,7 @@ OPTIONS = {"--size": "tiny", "--context": "16", "--batch": "8", "-s": "co2:tau=4
 def held(out: Path) -> ExitStack:
     """Another training is under way, until this is closed."""
     other = ExitStack()
-    other.enter_context(lock.alone(out))
+    other.enter_context(folder.alone(out))
     return other
 
 
@@ -502,7 +502,7 @@ def test_the_launcher_refuses_a_folder_before_any_rank_starts(
 ) -> None:
     """In one line, with exit code 2, and leaves it as it is."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(lock, "_PATIENCE", 0.0)
+    monkeypatch.setattr(folder, "_PATIENCE", 0.0)
     (tmp_path / "out").mkdir()
     other = prepare(Path("out"))
     before = sorted((tmp_path / "out").rglob("*"))

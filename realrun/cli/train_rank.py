@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, Any
 from co2sim.common.errors import OptionError
 from co2sim.common.progress import progress_bar
 from co2sim.common.units import counted, duration, scaled
-from realrun.train.folder import FIGURE, LOG, Resume, check_checkpoint, check_new, checkpoints
-from realrun.train.lock import alone, check_free
+from realrun.train.folder import (
+    FIGURE,
+    LOG,
+    Resume,
+    alone,
+    check_checkpoint,
+    check_free,
+    check_new,
+    checkpoints,
+)
 from realrun.train.log import History, read
 from realrun.train.settings import UNITS, TrainSettings
 from realrun.train.support import check
