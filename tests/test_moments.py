@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.special import expit
 
-from analysis.convergence import exact_moments, late_moments
-from analysis.convergence.late_moments import LateSystem
+from analysis.convergence import exact_moments
+from analysis.convergence.exact_moments import LateSystem
 from analysis.convergence.objectives.families import FAMILIES, apart, same
 from analysis.convergence.objectives.logistic import Minibatches, breast_cancer
 from analysis.convergence.objectives.mlp import Batches, digits
@@ -50,7 +50,7 @@ def test_oracle_agrees_with_the_simulator(family: str, delay: int, late: int | N
     assert isinstance(problem, Quadratic)
     size = RunSize(workers=4, rounds=15, local_steps=5, seeds=1000, delay=delay, late_steps=late)
     outcome = run(problem, THREE, size)
-    exact = (late_moments.late_exact if late else exact_moments.exact)(
+    exact = (exact_moments.late_exact if late else exact_moments.exact)(
         problem, THREE, size, spread=True
     )
     for measured, expected in (
@@ -69,7 +69,7 @@ def test_oracle_agrees_with_the_simulator(family: str, delay: int, late: int | N
 def test_what_is_not_linear_has_no_exact_moments(which: Variants) -> None:
     """Clipping and the gap-aware rule; nor do other delays, or too few functions."""
     problem, size = same(1.0), RunSize(workers=2, rounds=2, local_steps=2)
-    for oracle, asked in ((exact_moments, size), (late_moments, replace(size, late_steps=1))):
+    for oracle, asked in ((exact_moments, size), (exact_moments, replace(size, late_steps=1))):
         with pytest.raises(OptionError, match="clipping"):
             oracle.exact(problem, which, asked)
         with pytest.raises(OptionError, match="4"):
@@ -171,11 +171,11 @@ def test_jury_is_what_impulses_do(
     radius = np.abs(np.linalg.eigvals(matrix)).max()
     factor = mix[0] * ratio ** (tau - d) * (ratio**d - 1)
     system = LateSystem(load, tau, d, alpha, beta, *mix)
-    assert late_moments.disagreement(system) == pytest.approx(factor)
-    two, one, zero = late_moments.cubic(system)
+    assert exact_moments.disagreement(system) == pytest.approx(factor)
+    two, one, zero = exact_moments.cubic(system)
     assert np.poly(matrix) == pytest.approx(np.array([1.0, two, one, zero]), abs=1e-9)
     if min(abs(radius - 1), abs(abs(factor) - 1)) > 1e-6:
-        assert bool(late_moments.late_is_stable(system)) is bool(radius < 1 and abs(factor) < 1)
+        assert bool(exact_moments.late_is_stable(system)) is bool(radius < 1 and abs(factor) < 1)
 
 
 # --- problems ------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ from typing import Literal
 
 import numpy as np
 
-from analysis.convergence import exact_moments, late_moments
-from analysis.convergence.late_moments import LateSystem
+from analysis.convergence import exact_moments
+from analysis.convergence.exact_moments import LateSystem
 from analysis.convergence.objectives.families import FAMILIES, same
 from analysis.convergence.objectives.problems import Array, Quadratic
 from analysis.convergence.protocol import oracle, rates
@@ -259,13 +259,13 @@ def _disagreements(tau: int, steps: int, count: int) -> int:
     load = rng.uniform(0, 2.2, count)
     which = variants(load, outer_step=alpha, momentum=beta, keep=keep, predict=predict)
     size = RunSize(workers=2, rounds=1, local_steps=tau, late_steps=steps)
-    matrix = late_moments.late_transition(same(1.0), which, size)[:, 0, :-1, :-1]
+    matrix = exact_moments.late_transition(same(1.0), which, size)[:, 0, :-1, :-1]
     radius = np.abs(np.linalg.eigvals(matrix)).max(axis=-1)
     system = LateSystem(load, tau, steps, alpha, beta, keep, predict)
-    own = np.abs(late_moments.disagreement(system))
+    own = np.abs(exact_moments.disagreement(system))
     by_matrix = (radius < 1) & (own < 1)
     clear = np.abs(np.maximum(radius, own) - 1) > 1e-9  # noqa: PLR2004 - round-off decides there
-    return int((clear & (by_matrix != late_moments.late_is_stable(system))).sum())
+    return int((clear & (by_matrix != exact_moments.late_is_stable(system))).sum())
 
 
 def _edges() -> Iterator[LateEdge]:
@@ -274,7 +274,7 @@ def _edges() -> Iterator[LateEdge]:
         cells = [(*pair, *mix) for pair in _EDGES for mix in _MIXES]
         alpha, beta, keep, predict = (np.array(part) for part in zip(*cells, strict=True))
         system = LateSystem(0.0, tau, steps, alpha, beta, keep, predict)
-        exact = late_moments.edges(system)
+        exact = exact_moments.edges(system)
         growths = []
         for factor in (1 - _BESIDE, 1 + _BESIDE):
             load = np.where(np.isfinite(exact), exact, 1.0) * factor

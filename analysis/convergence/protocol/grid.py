@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from analysis.convergence import bound, exact_moments, late_moments
+from analysis.convergence import bound, exact_moments
 from analysis.convergence.bound import Bound, Infeasible
 from analysis.convergence.objectives.families import AT_MINIMUM, FAMILIES
 from analysis.convergence.objectives.logistic import Logistic, Minibatches
@@ -184,7 +184,7 @@ def _measured(
 def _exact(problem: Problem, which: Variants, task: GridTask) -> _Averages:
     """By the oracle, without error."""
     assert isinstance(problem, Quadratic)
-    exact = late_moments.late_exact if task.late_steps else exact_moments.exact
+    exact = exact_moments.late_exact if task.late_steps else exact_moments.exact
     moments = exact(problem, which, task.size(1), spread=problem.heterogeneous)
     return _Averages(moments.gradient, np.zeros(len(which)), moments.spread, which.noise)
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from analysis.convergence import exact_moments, late_moments
+from analysis.convergence import exact_moments
 from analysis.convergence.objectives.families import FAMILIES, same
 from analysis.convergence.objectives.problems import Gaussian, Quadratic
 from analysis.convergence.protocol.controls import LateStabilityCell, LateStabilityTask
@@ -156,7 +156,7 @@ class LateMomentsTask:
             seeds=self.seeds,
             late_steps=self.late_steps,
         )
-        exact = late_moments.late_exact(problem, which, size)
+        exact = exact_moments.late_exact(problem, which, size)
         seed = (self.local_steps, self.late_steps, *self.family.encode())
         return LateMomentsCell(self, z_scores(problem, which, size, exact, seed))
 
@@ -247,7 +247,7 @@ def _drift_ratio(local_steps: int, late: Late, *, unlike: bool) -> float:
     size = RunSize(workers=2, rounds=_DRIFT_ROUNDS, local_steps=local_steps, delay=0)
     waiting = exact_moments.exact(problem, which, size).drift[0]
     size = replace(size, late_steps=late.steps)
-    return float(late_moments.late_exact(problem, which, size, alike=True).drift[0] / waiting)
+    return float(exact_moments.late_exact(problem, which, size, alike=True).drift[0] / waiting)
 
 
 LateOracleTask = LateIdentityTask | LateMomentsTask | LateStabilityTask | LateDriftTask
