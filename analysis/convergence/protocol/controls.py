@@ -10,7 +10,7 @@ from analysis.convergence import exact_moments
 from analysis.convergence.exact_moments import LateSystem
 from analysis.convergence.objectives.families import FAMILIES, same
 from analysis.convergence.objectives.problems import Array, Quadratic
-from analysis.convergence.protocol import oracle, rates
+from analysis.convergence.protocol import oracle, rate_fits
 from analysis.convergence.protocol.isolation import (
     RescueCell,
     RescueLine,
@@ -186,7 +186,7 @@ def summary(cells: Sequence[ControlCell]) -> ControlFindings:
         staleness_significant=all(
             line.excess > oracle.SCORE * line.error
             for line in staleness
-            if line.family in rates.EQUAL
+            if line.family in rate_fits.EQUAL
         ),
     )
 

@@ -10,12 +10,19 @@ from joblib import Parallel, delayed, parallel_config
 from pydantic import Field, TypeAdapter
 from pydantic_core import to_json
 
-from analysis.convergence.protocol import controls, grid_plan, late_oracle, late_plan, oracle, rates
+from analysis.convergence.protocol import (
+    controls,
+    grid_plan,
+    late_oracle,
+    late_plan,
+    oracle,
+    rate_fits,
+)
 from analysis.convergence.protocol.controls import ControlCell, ControlTask
 from analysis.convergence.protocol.grid import GridCell, GridTask
 from analysis.convergence.protocol.late_oracle import LateOracleCell, LateOracleTask
 from analysis.convergence.protocol.oracle import OracleCell, OracleTask
-from analysis.convergence.protocol.rates import RateCell, RateTask
+from analysis.convergence.protocol.rate_fits import RateCell, RateTask
 from co2sim.common.errors import CatalogError
 from co2sim.common.files import MOST_RECORD_BYTES, read_bytes, write_atomically
 from co2sim.common.progress import Done
@@ -31,7 +38,7 @@ _MOST_JOBS = 4
 
 def plan(*, quick: bool) -> Iterator[Task]:
     """All cells of the protocol."""
-    for layer in (oracle, grid_plan, rates, controls, late_oracle, late_plan):
+    for layer in (oracle, grid_plan, rate_fits, controls, late_oracle, late_plan):
         yield from layer.plan(quick=quick)
 
 
