@@ -69,11 +69,12 @@ def test_oracle_agrees_with_the_simulator(family: str, delay: int, late: int | N
 def test_what_is_not_linear_has_no_exact_moments(which: Variants) -> None:
     """Clipping and the gap-aware rule; nor do other delays, or too few functions."""
     problem, size = same(1.0), RunSize(workers=2, rounds=2, local_steps=2)
-    for oracle, asked in ((exact_moments, size), (exact_moments, replace(size, late_steps=1))):
+    late = replace(size, late_steps=1)
+    for exact, asked in ((exact_moments.exact, size), (exact_moments.late_exact, late)):
         with pytest.raises(OptionError, match="clipping"):
-            oracle.exact(problem, which, asked)
+            exact(problem, which, asked)
         with pytest.raises(OptionError, match="4"):
-            oracle.exact(apart(4), variants(0.1), asked)
+            exact(apart(4), variants(0.1), asked)
     with pytest.raises(OptionError, match="delay"):
         exact_moments.exact(problem, variants(0.1), replace(size, delay=2))
 

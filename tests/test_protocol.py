@@ -196,14 +196,15 @@ def test_a_wrong_condition_is_noticed(
     grids = [cell for cell in cells if isinstance(cell, GridCell)]
     beyond: list[Cell] = [c for c in grids if c.task.inner_step is not None]
     assert all(isinstance(row.bound, Infeasible) for row in rows_of(beyond, late=late))
+    name = "late_gap_constants" if late else "gap_constants"
     module = late_bound if late else bound
-    right = module.gap_constants
+    right = getattr(module, name)
 
     def less(*given: Any) -> tuple[float, float]:
         by_gradients, by_noise = right(*given)
         return by_gradients * part, by_noise
 
-    monkeypatch.setattr(module, "gap_constants", less)
+    monkeypatch.setattr(module, name, less)
     rows = rows_of(beyond, late=late)
     assert [row.ratio for row in rows] == pytest.approx(ratios, abs=2e-3)
     assert all(row.violated for row in rows)
