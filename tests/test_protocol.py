@@ -79,7 +79,7 @@ def judged(findings: Findings, part: str, change: dict[str, Any]) -> list[str]:
         "oracle": checks.oracle_checks,
         "rates": checks.rate_checks,
         "isolation": checks.control_checks,
-        "late": lambda found: late_findings.checks(found, quick=True),
+        "late": lambda found: late_findings.late_checks(found, quick=True),
     }
     return [check.claim for check in judges[part](one) if not check.passed]
 
@@ -197,7 +197,7 @@ def test_a_wrong_condition_is_noticed(
     beyond: list[Cell] = [c for c in grids if c.task.inner_step is not None]
     assert all(isinstance(row.bound, Infeasible) for row in rows_of(beyond, late=late))
     name = "late_gap_constants" if late else "gap_constants"
-    module = late_bound if late else bound
+    module = bound
     right = getattr(module, name)
 
     def less(*given: Any) -> tuple[float, float]:
@@ -230,7 +230,7 @@ def test_a_wrong_oracle_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wrong_gap_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The identity of a run with other options than its own fails by far."""
-    case = late_oracle.CASES[3]
+    case = late_oracle.LATE_CASES[3]
     assert late_oracle.gap_error(*case) < 1e-14
 
     def other(problem: Problem, which: Variants, size: RunSize, **options: Any) -> Outcome:

@@ -74,7 +74,7 @@ def judge(
     grid = tightness.summary(rows)
     rates = rate_fits.summary([cell for cell in cells if isinstance(cell, RateCell)])
     isolation = controls.summary([cell for cell in cells if isinstance(cell, ControlCell)])
-    late = late_findings.summary(
+    late = late_findings.late_summary(
         [cell for cell in cells if isinstance(cell, LateOracleCell)],
         [row for row in every if row.setting.late is not None],
     )
@@ -92,7 +92,7 @@ def judge(
             *grid_checks(grid),
             *rate_checks(rates),
             *control_checks(isolation),
-            *late_findings.checks(late, quick=quick),
+            *late_findings.late_checks(late, quick=quick),
         ),
     )
 

@@ -27,8 +27,8 @@ LEAST, LEAST_QUICK = 20_000, 2_000
 """Distinct configurations of late averages that the bound has to hold on."""
 PART_OF_C = 0.25
 """What is left of C in a condition that has to be noticed as wrong."""
-_LEAST_SIMULATED = 24
-_LEAST_EDGES, _LEAST_SYSTEMS = 16, 18_000
+_LEAST_LATE = 24
+_LEAST_LATE_EDGES, _LEAST_SYSTEMS = 16, 18_000
 _STABLE, _GROWING = 1.01, 1.1
 """A or drift of a run over that of half of it: at most, below an edge; at least, above it."""
 _DRIFT = 0.04
@@ -69,7 +69,7 @@ class LateFindings:
     beyond: tuple[ConfigurationLine, ...]
 
 
-def summary(cells: Sequence[LateOracleCell], rows: Sequence[TightnessRow]) -> LateFindings:
+def late_summary(cells: Sequence[LateOracleCell], rows: Sequence[TightnessRow]) -> LateFindings:
     """Everything that the report says about late averages."""
     inside = [row for row in rows if isinstance(row.bound, Bound)]
     every = [row for row in inside if math.isfinite(row.total)]
@@ -117,9 +117,9 @@ def _share(row: TightnessRow) -> str:
     return f"{late.steps} of {row.setting.local_steps} steps"
 
 
-def checks(findings: LateFindings, *, quick: bool) -> Iterator[Check]:
+def late_checks(findings: LateFindings, *, quick: bool) -> Iterator[Check]:
     """What has to hold of late averages."""
-    yield from _oracle_checks(findings)
+    yield from _late_oracle_checks(findings)
     least = LEAST_QUICK if quick else LEAST
     yield Check(
         f"late averages: no violation of the bound on {least:,} distinct configurations or more",
@@ -143,7 +143,7 @@ def checks(findings: LateFindings, *, quick: bool) -> Iterator[Check]:
     )
 
 
-def _oracle_checks(findings: LateFindings) -> Iterator[Check]:
+def _late_oracle_checks(findings: LateFindings) -> Iterator[Check]:
     error = max(findings.largest_identity_error, findings.mean_error)
     yield Check(
         f"late averages: the gap, and with all kept the mean of local SGD, hold to {IDENTITY:g}",
@@ -151,19 +151,19 @@ def _oracle_checks(findings: LateFindings) -> Iterator[Check]:
         f"largest relative error {error:.1e} on {findings.identities} settings",
     )
     yield Check(
-        f"late averages, simulator against oracle: |z| < {SCORE:g} on {_LEAST_SIMULATED} settings"
+        f"late averages, simulator against oracle: |z| < {SCORE:g} on {_LEAST_LATE} settings"
         " or more",
-        findings.largest_score < SCORE and findings.simulated >= _LEAST_SIMULATED,
+        findings.largest_score < SCORE and findings.simulated >= _LEAST_LATE,
         f"largest {findings.largest_score:.2f} of {len(findings.scores)} z on {findings.simulated}",
     )
     below = max((edge.below for edge in findings.edges), default=0.0)
     above = min((edge.above for edge in findings.edges), default=0.0)
     yield Check(
         "late averages: Jury's conditions are those of the matrices, and runs 2 % beside their"
-        f" edges do as they say, on {_LEAST_EDGES} edges or more",
+        f" edges do as they say, on {_LEAST_LATE_EDGES} edges or more",
         findings.wrong == 0
         and findings.systems >= _LEAST_SYSTEMS
-        and len(findings.edges) >= _LEAST_EDGES
+        and len(findings.edges) >= _LEAST_LATE_EDGES
         and below <= _STABLE
         and above >= _GROWING,
         f"{findings.wrong} of {findings.systems:,} systems differ; of {len(findings.edges)} edges"

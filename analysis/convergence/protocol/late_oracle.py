@@ -15,7 +15,7 @@ from analysis.convergence.protocol.oracle import z_scores
 from analysis.convergence.setting import Late, RunSize, Variants, variants
 from analysis.convergence.simulate import run
 
-CASES = (
+LATE_CASES = (
     ("isotropic", 1.0, 0.0, 1.0, 5, 2, 1.0, 0.0),
     ("spread", 0.7, 0.5, 2.0, 5, 5, 1.0, 0.0),
     ("quadratics apart", 0.3, 0.9, 1.5, 5, 3, 0.5, 0.0),
@@ -27,7 +27,7 @@ CASES = (
 _ROUNDS = 16
 
 
-def gap_error(  # noqa: PLR0917 - a row of CASES
+def gap_error(  # noqa: PLR0917 - a row of LATE_CASES
     family: str,
     alpha: float,
     beta: float,
@@ -115,7 +115,7 @@ class LateIdentityTask:
 
     def measure(self) -> "LateIdentityCell":
         """Check them."""
-        return LateIdentityCell(self, tuple(gap_error(*case) for case in CASES), mean_error())
+        return LateIdentityCell(self, tuple(gap_error(*case) for case in LATE_CASES), mean_error())
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,15 @@ _MOST_JOBS = 4
 
 def plan(*, quick: bool) -> Iterator[Task]:
     """All cells of the protocol."""
-    for layer in (oracle, grid_plan, rate_fits, controls, late_oracle, late_plan):
-        yield from layer.plan(quick=quick)
+    for planned in (
+        oracle.plan,
+        grid_plan.plan,
+        rate_fits.plan,
+        controls.plan,
+        late_oracle.late_oracle_plan,
+        late_plan.late_grid_plan,
+    ):
+        yield from planned(quick=quick)
 
 
 def measure(folder: Path, *, quick: bool, jobs: int, progress: Done | None = None) -> list[Cell]:
