@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from analysis.cli import main
-from analysis.convergence import bound, late_bound
+from analysis.convergence import bound
 from analysis.convergence.bound import Bound, Infeasible
 from analysis.convergence.objectives.problems import Problem
 from analysis.convergence.protocol import (
@@ -26,7 +26,6 @@ from analysis.convergence.protocol import (
     grid_plan,
     late_findings,
     late_oracle,
-    late_plan,
     oracle,
     rate_fits,
     store,
@@ -137,7 +136,7 @@ def test_identities_of_the_derivation_hold() -> None:
 @slow
 def test_the_whole_plan_is_large_enough() -> None:
     """More than 20,000 late settings of every mix; every family; quick is a part of its kind."""
-    tasks = list(late_plan.plan(quick=False))
+    tasks = list(grid_plan.plan(quick=False))
     assert {mix for task in tasks for mix in task.mixes} >= {(1.0, 0.0), (0.5, 0.5), (0.2, 0.8)}
     pairs_and_steps = 6 * 2 * 3  # outer steps, constant penalties, fractions of the largest gamma
     least = sum(pairs_and_steps * len(t.mixes) for t in tasks if t.inner_step is None)

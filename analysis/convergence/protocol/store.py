@@ -10,14 +10,7 @@ from joblib import Parallel, delayed, parallel_config
 from pydantic import Field, TypeAdapter
 from pydantic_core import to_json
 
-from analysis.convergence.protocol import (
-    controls,
-    grid_plan,
-    late_oracle,
-    late_plan,
-    oracle,
-    rate_fits,
-)
+from analysis.convergence.protocol import controls, grid_plan, late_oracle, oracle, rate_fits
 from analysis.convergence.protocol.controls import ControlCell, ControlTask
 from analysis.convergence.protocol.grid import GridCell, GridTask
 from analysis.convergence.protocol.late_oracle import LateOracleCell, LateOracleTask
@@ -44,7 +37,7 @@ def plan(*, quick: bool) -> Iterator[Task]:
         rate_fits.plan,
         controls.plan,
         late_oracle.late_oracle_plan,
-        late_plan.late_grid_plan,
+        grid_plan.late_grid_plan,
     ):
         yield from planned(quick=quick)
 
