@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from analysis.convergence.bound import TERMS, Bound
 from analysis.convergence.protocol import tightness
 from analysis.convergence.protocol.check import Check
-from analysis.convergence.protocol.controls import LateEdge, LateStabilityCell
 from analysis.convergence.protocol.late_oracle import (
     LateDrift,
     LateDriftCell,
+    LateEdge,
     LateIdentityCell,
     LateMomentsCell,
     LateOracleCell,
+    LateStabilityCell,
 )
 from analysis.convergence.protocol.oracle import IDENTITY, SCORE
 from analysis.convergence.protocol.tightness import (
