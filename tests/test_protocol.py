@@ -25,7 +25,6 @@ from analysis.convergence.protocol import (
     checks,
     grid_plan,
     late_findings,
-    late_oracle,
     oracle,
     rate_fits,
     store,
@@ -126,7 +125,7 @@ def test_what_rescues_a_run_and_what_does_not(findings: Findings) -> None:
 def test_identities_of_the_derivation_hold() -> None:
     """Z moves by -eta D_t, and the gap is what the page says; late or not, to 1e-12."""
     cell = IdentityTask().measure()
-    late = late_oracle.LateIdentityTask().measure()
+    late = oracle.LateIdentityTask().measure()
     assert max(cell.errors) <= oracle.IDENTITY
     assert max(late.errors) <= oracle.IDENTITY
     assert late.mean <= oracle.IDENTITY  # with all kept it is that of local SGD
@@ -220,7 +219,7 @@ def test_a_wrong_oracle_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(problem: Problem, which: Variants, size: RunSize, **options: Any) -> Outcome:
         return run(problem, replace(which, keep=0.1 * which.keep), size, **options)
 
-    late = late_oracle.LateMomentsTask(
+    late = oracle.LateMomentsTask(
         family="isotropic", workers=3, local_steps=6, late_steps=3, rounds=24, seeds=1000
     )
     monkeypatch.setattr(oracle, "run", forgetful)
@@ -229,14 +228,14 @@ def test_a_wrong_oracle_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wrong_gap_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The identity of a run with other options than its own fails by far."""
-    case = late_oracle.LATE_CASES[3]
-    assert late_oracle.gap_error(*case) < 1e-14
+    case = oracle.LATE_CASES[3]
+    assert oracle.gap_error(*case) < 1e-14
 
     def other(problem: Problem, which: Variants, size: RunSize, **options: Any) -> Outcome:
         return run(problem, replace(which, predict=np.array([0.4])), size, **options)
 
-    monkeypatch.setattr(late_oracle, "run", other)
-    assert late_oracle.gap_error(*case) > 1e-3
+    monkeypatch.setattr(oracle, "run", other)
+    assert oracle.gap_error(*case) > 1e-3
 
 
 LACKING: dict[str, list[tuple[str, Any, str]]] = {

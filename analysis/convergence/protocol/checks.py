@@ -12,8 +12,7 @@ from analysis.convergence.protocol.check import Check
 from analysis.convergence.protocol.controls import ControlCell, ControlFindings
 from analysis.convergence.protocol.grid import GridCell
 from analysis.convergence.protocol.late_findings import LateFindings
-from analysis.convergence.protocol.late_oracle import LateOracleCell
-from analysis.convergence.protocol.oracle import OracleCell, OracleFindings
+from analysis.convergence.protocol.oracle import LateOracleCell, OracleCell, OracleFindings
 from analysis.convergence.protocol.rate_fits import RateCell, RateFindings
 from analysis.convergence.protocol.store import Cell
 from analysis.convergence.protocol.tightness import GridFindings, TightnessRow

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from analysis.convergence.bound import TERMS, Bound
 from analysis.convergence.protocol import tightness
 from analysis.convergence.protocol.check import Check
-from analysis.convergence.protocol.late_oracle import (
+from analysis.convergence.protocol.oracle import (
+    IDENTITY,
+    SCORE,
     LateDrift,
     LateDriftCell,
     LateEdge,
@@ -16,7 +18,6 @@ from analysis.convergence.protocol.late_oracle import (
     LateOracleCell,
     LateStabilityCell,
 )
-from analysis.convergence.protocol.oracle import IDENTITY, SCORE
 from analysis.convergence.protocol.tightness import (
     ConfigurationLine,
     RatioGroup,

@@ -10,11 +10,15 @@ from joblib import Parallel, delayed, parallel_config
 from pydantic import Field, TypeAdapter
 from pydantic_core import to_json
 
-from analysis.convergence.protocol import controls, grid_plan, late_oracle, oracle, rate_fits
+from analysis.convergence.protocol import controls, grid_plan, oracle, rate_fits
 from analysis.convergence.protocol.controls import ControlCell, ControlTask
 from analysis.convergence.protocol.grid import GridCell, GridTask
-from analysis.convergence.protocol.late_oracle import LateOracleCell, LateOracleTask
-from analysis.convergence.protocol.oracle import OracleCell, OracleTask
+from analysis.convergence.protocol.oracle import (
+    LateOracleCell,
+    LateOracleTask,
+    OracleCell,
+    OracleTask,
+)
 from analysis.convergence.protocol.rate_fits import RateCell, RateTask
 from co2sim.common.errors import CatalogError
 from co2sim.common.files import MOST_RECORD_BYTES, read_bytes, write_atomically
@@ -36,7 +40,7 @@ def plan(*, quick: bool) -> Iterator[Task]:
         grid_plan.plan,
         rate_fits.plan,
         controls.plan,
-        late_oracle.late_oracle_plan,
+        oracle.late_oracle_plan,
         grid_plan.late_grid_plan,
     ):
         yield from planned(quick=quick)
