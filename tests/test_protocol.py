@@ -21,15 +21,7 @@ from analysis.cli import main
 from analysis.convergence import bound
 from analysis.convergence.bound import Bound, Infeasible
 from analysis.convergence.objectives.problems import Problem
-from analysis.convergence.protocol import (
-    checks,
-    grid_plan,
-    late_findings,
-    oracle,
-    rate_fits,
-    store,
-    tightness,
-)
+from analysis.convergence.protocol import checks, grid_plan, oracle, rate_fits, store, tightness
 from analysis.convergence.protocol.checks import Findings
 from analysis.convergence.protocol.grid import GridCell, GridRun, GridTask
 from analysis.convergence.protocol.oracle import IdentityTask, MomentsTask
@@ -77,7 +69,7 @@ def judged(findings: Findings, part: str, change: dict[str, Any]) -> list[str]:
         "oracle": checks.oracle_checks,
         "rates": checks.rate_checks,
         "isolation": checks.control_checks,
-        "late": lambda found: late_findings.late_checks(found, quick=True),
+        "late": lambda found: checks.late_checks(found, quick=True),
     }
     return [check.claim for check in judges[part](one) if not check.passed]
 
@@ -139,7 +131,7 @@ def test_the_whole_plan_is_large_enough() -> None:
     assert {mix for task in tasks for mix in task.mixes} >= {(1.0, 0.0), (0.5, 0.5), (0.2, 0.8)}
     pairs_and_steps = 6 * 2 * 3  # outer steps, constant penalties, fractions of the largest gamma
     least = sum(pairs_and_steps * len(t.mixes) for t in tasks if t.inner_step is None)
-    assert least > late_findings.LEAST >= 20_000
+    assert least > checks.LEAST >= 20_000
     whole = list(grid_plan.plan(quick=False))
     assert {task.delay for task in whole} == {0, 1, 2, 4, 16}
     assert {task.workers for task in whole} >= {1, 2, 4, 16}
