@@ -9,7 +9,6 @@ from pydantic_core import to_jsonable_python
 
 from analysis.convergence.bound import TERMS, Bound, Infeasible
 from analysis.convergence.protocol import controls, oracle, rate_fits, tightness
-from analysis.convergence.protocol.check import Check
 from analysis.convergence.protocol.controls import ControlCell, ControlFindings
 from analysis.convergence.protocol.grid import GridCell
 from analysis.convergence.protocol.oracle import (
@@ -35,6 +34,16 @@ from analysis.convergence.protocol.tightness import (
     TightnessRow,
 )
 from analysis.convergence.setting import Setting
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that has to hold, and what was measured."""
+
+    claim: str
+    passed: bool
+    measured: str
+
 
 LEAST, LEAST_QUICK = 20_000, 2_000
 """Distinct configurations of late averages that the bound has to hold on."""
