@@ -14,11 +14,10 @@ from scipy.stats import t
 
 import co2sim
 from analysis.published import calibrate, coverage
-from analysis.published.cells import Cell
+from analysis.published.cells import Cell, from_papers
 from analysis.published.csv_tables import known_cells
 from analysis.published.errors import coverage as coverage_by_kind
 from analysis.published.errors import errors_by_kind, ranges_by_kind, record_file
-from analysis.published.paper_cells import from_papers
 from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, papers, tables_elsewhere
 from analysis.published.parameters import GROUPS, stated
 from co2sim.catalog import load_cluster, load_model

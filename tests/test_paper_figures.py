@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from analysis.published.cells import Cell
+from analysis.published.cells import Cell, from_papers, unpredicted
 from analysis.published.csv_tables import from_csv
 from analysis.published.errors import CellPrediction
 from analysis.published.figures import co2
@@ -27,7 +27,6 @@ from analysis.published.figures.paper_figures import NotDrawn, PaperFigure, pape
 from analysis.published.figures.style import FORMATS, STYLE_FILE
 from analysis.published.formats import signed
 from analysis.published.fsdp_rows import ratios
-from analysis.published.paper_cells import from_papers, unpredicted
 from analysis.published.papers import PAPERS
 
 KEYS = ("co2", "zeropp")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from analysis.published.cells import from_papers
 from analysis.published.csv_tables import known_cells
-from analysis.published.paper_cells import from_papers
 from co2sim.catalog import names
 from co2sim.common.errors import CatalogError, Co2simError
 from co2sim.prediction.published import read_cells, read_speeds

@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 
 from analysis.cli.app import app
 from analysis.published import calibrate, catalog_writer
-from analysis.published.cells import Cell
+from analysis.published.cells import Cell, from_papers
 from analysis.published.coverage import conformal_factor, covered
 from analysis.published.csv_tables import from_csv, known_cells
-from analysis.published.paper_cells import from_papers
 from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, tables_elsewhere
 from analysis.published.parameters import GROUPS, cluster_of, stated
 from analysis.published.predict import predict

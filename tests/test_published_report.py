@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 from analysis.cli.app import app
 from analysis.published import ablation, diagnosis, errors, sensitivity
 from analysis.published.calibrate import root_of
-from analysis.published.cells import Cell, with_strategy_options
+from analysis.published.cells import Cell, from_papers, with_strategy_options
 from analysis.published.csv_tables import known_cells
 from analysis.published.formats import signed
-from analysis.published.paper_cells import from_papers
 from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, papers, tables_elsewhere
 from analysis.published.parameters import GROUPS
 from analysis.published.predict import predict

@@ -9,9 +9,8 @@ import pytest
 from pages import ROOT
 
 import co2sim
-from analysis.published.cells import Cell, run_kind
+from analysis.published.cells import Cell, from_papers, run_kind, unpredicted
 from analysis.published.errors import validate
-from analysis.published.paper_cells import from_papers, unpredicted
 from analysis.published.papers import PAPERS
 from analysis.published.predict import memory_of, predict
 from co2sim.common.errors import CatalogError

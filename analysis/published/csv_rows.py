@@ -11,10 +11,13 @@ from typing import Annotated, ClassVar, Self, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
 
-from analysis.published.cells import ONE_BUCKET, Cell, RunSetup, Term
-from analysis.published.paper_cells import (
+from analysis.published.cells import (
+    ONE_BUCKET,
     SIZES,
+    Cell,
     PublishedRun,
+    RunSetup,
+    Term,
     gpt,
     ratio_cell,
     throughput_cell,

@@ -8,10 +8,9 @@ from typing import TypeAlias, TypeVar
 
 from pydantic import ValidationError
 
-from analysis.published.cells import Cell, RunSetup, check_runs
+from analysis.published.cells import Cell, RunSetup, check_runs, from_papers
 from analysis.published.csv_rows import CO2Row, IterationRow, TableRow, ZeroppRow
 from analysis.published.fsdp_rows import FsdpRow, ratios
-from analysis.published.paper_cells import from_papers
 from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, Paper, papers, tables_elsewhere
 from co2sim.common.errors import CatalogError, Co2simError, given, visible
 from co2sim.common.files import is_below, text_of

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from analysis.published import ablation, consistency, diagnosis, errors, formats, sensitivity
-from analysis.published.cells import Cell
+from analysis.published.cells import Cell, Unpredicted, unpredicted
 from analysis.published.errors import CellPrediction, ErrorSummary, summaries, summaries_by_hardware
-from analysis.published.paper_cells import Unpredicted, unpredicted
 from analysis.published.papers import papers as sources
 from analysis.published.parameters import GROUPS, Constant, stated
 from co2sim.common.progress import Done

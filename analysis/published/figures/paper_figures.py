@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.typing import LineStyleType
 
-from analysis.published.cells import Cell, Quantity
+from analysis.published.cells import Cell, Quantity, from_papers, unpredicted
 from analysis.published.errors import CellPrediction, validate
 from analysis.published.figures.co2 import scalability
 from analysis.published.figures.style import (
@@ -29,7 +29,6 @@ from analysis.published.figures.style import (
     shown,
     signs,
 )
-from analysis.published.paper_cells import from_papers, unpredicted
 from analysis.published.parameters import model_of
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.progress import Done
