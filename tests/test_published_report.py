@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from analysis.cli.app import app
-from analysis.published import ablation, diagnosis, errors, sensitivity
+from analysis.published import diagnosis, errors, sensitivity
 from analysis.published.calibrate import root_of
 from analysis.published.cells import Cell, from_papers, with_strategy_options
 from analysis.published.csv_tables import known_cells
@@ -65,14 +65,14 @@ def test_mechanisms_change_what_they_are_about(report: ValidationReport) -> None
     """Every mechanism of the groups is in the report; each changes a prediction, for the worse."""
     cells = [row.cell for row in report.rows]
     groups = {cell.group for cell in cells}
-    expected = [one for one in ablation.MECHANISMS if one.group in groups]
+    expected = [one for one in diagnosis.MECHANISMS if one.group in groups]
     assert [one.mechanism for one in report.ablations] == expected
     for one in report.ablations:
         mine = [cell for cell in cells if cell.group == one.mechanism.group]
         ratios = [
             predict(one.mechanism.flip(cell), fast=True) / predict(cell, fast=True) for cell in mine
         ]
-        assert one.mape_with == pytest.approx(ablation.mape(mine))
+        assert one.mape_with == pytest.approx(diagnosis.mape(mine))
         if one.mechanism.group == sensitivity.GROUP or len(cells) > 100:
             assert max(abs(math.log(ratio)) for ratio in ratios) > 1e-3, one.mechanism.name
             assert one.mape_without > one.mape_with, one.mechanism.name

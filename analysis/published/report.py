@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from analysis.published import ablation, consistency, diagnosis, errors, formats, sensitivity
+from analysis.published import consistency, diagnosis, errors, formats, sensitivity
 from analysis.published.cells import Cell, Unpredicted, unpredicted
 from analysis.published.errors import CellPrediction, ErrorSummary, summaries, summaries_by_hardware
 from analysis.published.papers import papers as sources
@@ -57,7 +57,7 @@ class ValidationReport:
     speeds: Sequence[consistency.ImpliedSpeeds] = ()
     constants: Sequence[ConstantEstimate] = ()
     fits: Mapping[str, Calibration] = field(default_factory=dict)
-    ablations: Sequence[ablation.Ablation] = ()
+    ablations: Sequence[diagnosis.Ablation] = ()
     by_tokens: Mapping[str, sensitivity.Refit] = field(default_factory=dict)
     by_communication: Mapping[str, sensitivity.Refit] = field(default_factory=dict)
     bounds: Sequence[consistency.RatioLowerBound] = ()
@@ -103,7 +103,7 @@ def full_report(
         "speeds": lambda: consistency.implied_speeds(known),
         "constants": estimates,
         "fits": calibrations,
-        "ablations": lambda: ablation.ablate(known),
+        "ablations": lambda: diagnosis.ablate(known),
         "by_tokens": lambda: {
             f"{count:,}": refit
             for count, refit in sensitivity.refits_by_tokens(known, tokens).items()
@@ -134,7 +134,7 @@ def explain(
         similar=diagnosis.similar_cells(row, rows),
         required=diagnosis.required_values(cell, known),
         omitted=diagnosis.omitted_mechanisms(cell, known),
-        group_mape=ablation.mape([other for other in known if other.group == cell.group]),
+        group_mape=diagnosis.mape([other for other in known if other.group == cell.group]),
     )
 
 
