@@ -17,8 +17,7 @@ from analysis.measured.op_table import by_label, causes, labels
 from analysis.measured.spans import split
 from co2sim.catalog import load_cluster, load_model
 from co2sim.common.errors import OptionError
-from co2sim.hardware.cluster import Cluster, Link
-from co2sim.hardware.host import Calls, HostEffects, TokenBucket
+from co2sim.hardware.cluster import Calls, Cluster, HostEffects, Link, TokenBucket
 from co2sim.prediction.case import Case
 from co2sim.schedule.schedule import (
     NODE,

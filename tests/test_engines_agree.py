@@ -13,8 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from co2sim import strategies
-from co2sim.hardware.cluster import Cluster, Link, Tier
-from co2sim.hardware.host import HostEffects
+from co2sim.hardware.cluster import Cluster, HostEffects, Link, Tier
 from co2sim.schedule.schedule import (
     LEADERS,
     NODE,

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from co2sim.common.errors import OptionError
-from co2sim.hardware.cluster import Cluster, Link
-from co2sim.hardware.host import FULLY_IDLE, HostEffects, TokenBucket
+from co2sim.hardware.cluster import FULLY_IDLE, Cluster, HostEffects, Link, TokenBucket
 from co2sim.schedule.schedule import (
     NODE,
     PEERS,

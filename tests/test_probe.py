@@ -19,8 +19,7 @@ from scipy.special import huber
 
 from co2sim.catalog import load_cluster
 from co2sim.common.errors import Co2simError, OptionError
-from co2sim.hardware.cluster import GPU, Backend, Cluster, Link
-from co2sim.hardware.host import HostEffects, TokenBucket
+from co2sim.hardware.cluster import GPU, Backend, Cluster, HostEffects, Link, TokenBucket
 from co2sim.schedule.schedule import (
     NODE,
     WORLD,

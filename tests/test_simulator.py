@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from co2sim.common.errors import OptionError
-from co2sim.hardware.cluster import Cluster, Link
-from co2sim.hardware.host import HostEffects
+from co2sim.hardware.cluster import Cluster, HostEffects, Link
 from co2sim.schedule.schedule import (
     LEADERS,
     NODE,

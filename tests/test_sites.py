@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from co2sim import strategies
 from co2sim.common.errors import OptionError
-from co2sim.hardware.cluster import Cluster, Link
-from co2sim.hardware.host import HostEffects, TokenBucket
+from co2sim.hardware.cluster import Cluster, HostEffects, Link, TokenBucket
 from co2sim.prediction.case import Case
 from co2sim.prediction.driver import simulate
 from co2sim.schedule.schedule import SITE, SITE_PEERS, Collective, DType, Kind, Layout, Op, Schedule

@@ -35,9 +35,18 @@ from co2sim.catalog.facts import Tree
 from co2sim.common.errors import CatalogError, OptionError, UnitError, nearest
 from co2sim.common.units import parse, parse_price
 from co2sim.common.validation import Quantity
-from co2sim.hardware.cluster import GPU, Cluster, KernelTimes, Link, Scatter, Tier
+from co2sim.hardware.cluster import (
+    GPU,
+    Calls,
+    Cluster,
+    HostEffects,
+    KernelTimes,
+    Link,
+    Scatter,
+    Tier,
+    TokenBucket,
+)
 from co2sim.hardware.failures import Failures
-from co2sim.hardware.host import Calls, HostEffects, TokenBucket
 from co2sim.models.architecture import (
     Attention,
     Bias,

@@ -16,8 +16,7 @@ import simpy
 from simpy.events import EventPriority
 
 from co2sim.common.units import BytesPerSecond, Seconds
-from co2sim.hardware.cluster import Cluster
-from co2sim.hardware.host import FULLY_IDLE, HostEffects
+from co2sim.hardware.cluster import FULLY_IDLE, Cluster, HostEffects
 from co2sim.schedule.schedule import Collective, Schedule
 from co2sim.simulation.collective_cost import CollectiveCost, cost_of
 from co2sim.simulation.compute_cost import Processor

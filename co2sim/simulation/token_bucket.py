@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from co2sim.common.units import Bytes, BytesPerSecond, Seconds
-from co2sim.hardware.cluster import Cluster, Link
-from co2sim.hardware.host import TokenBucket
+from co2sim.hardware.cluster import Cluster, Link, TokenBucket
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from typing import Any
 from co2sim.common.errors import Co2simError, UnitError, error_line
 from co2sim.common.units import BytesPerSecond, Seconds, counted, duration, parse
 from co2sim.common.validation import whole
-from co2sim.hardware.host import FULLY_IDLE
+from co2sim.hardware.cluster import FULLY_IDLE
 from realrun.errors import REALTIME, SITES, LabError, one_of
 from realrun.lab.network_namespaces import (
     ACK,

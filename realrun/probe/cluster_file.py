@@ -6,8 +6,7 @@ from dataclasses import asdict
 
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, Unit, duration
-from co2sim.hardware.cluster import GPU, Link
-from co2sim.hardware.host import TokenBucket
+from co2sim.hardware.cluster import GPU, Link, TokenBucket
 from realrun.probe.fit import Fitted, interference
 from realrun.probe.samples import Measured
 

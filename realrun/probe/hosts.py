@@ -16,8 +16,7 @@ from scipy.optimize import nnls
 
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
-from co2sim.hardware.cluster import Cluster, Link
-from co2sim.hardware.host import Calls, HostEffects, TokenBucket
+from co2sim.hardware.cluster import Calls, Cluster, HostEffects, Link, TokenBucket
 from co2sim.schedule.schedule import Kind
 from co2sim.simulation import token_bucket
 from co2sim.simulation.collective_cost import cost_of

@@ -18,7 +18,7 @@ import torch
 from scipy.stats import trim_mean
 
 from co2sim.common.units import Bytes, Flops, Seconds
-from co2sim.hardware.host import FULLY_IDLE
+from co2sim.hardware.cluster import FULLY_IDLE
 from co2sim.schedule.schedule import WORLD, Collective, Compute, Group, Kind, Op, Schedule
 from realrun.execute.kernels import KernelSet, Sleep, Synthetic
 from realrun.execute.world import World, describe
