@@ -154,8 +154,8 @@ def _kind_record(known: Sequence["Cell"], folder: Path) -> dict[Path, bytes]:
     for key, table in TABLES_ELSEWHERE.items():
         if not any(cell.source == key for cell in known):
             raise OptionError(f"--write needs all sources; --data is missing, with {table}")
-    errors = errors.errors_by_kind(known, papers(folder))
-    return dict([errors.record_file(errors, errors.ranges_by_kind(known))])
+    by_kind = errors.errors_by_kind(known, papers(folder))
+    return dict([errors.record_file(by_kind, errors.ranges_by_kind(known))])
 
 
 def _missing(known: Sequence["Cell"], chosen: Sequence["Cell"], folder: Path) -> Iterator[str]:
