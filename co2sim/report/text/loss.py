@@ -37,7 +37,7 @@ def cells(result: Result, goal: Goal) -> list[str]:
     return [_long(found.time_s), cost]
 
 
-def figures(result: Result, goal: Goal) -> list[tuple[str, str]]:
+def loss_rows(result: Result, goal: Goal) -> list[tuple[str, str]]:
     """The same as rows of a single result."""
     if goal.steps is None:
         return []

@@ -49,7 +49,7 @@ def print_result(
     r = result
     _print_header(out, r, noise)
     print_chosen(out, [("", result)])
-    rows = [*_figures(r, measured=measured), *(loss.figures(r, goal) if goal else []), *more]
+    rows = [*_figures(r, measured=measured), *(loss.loss_rows(r, goal) if goal else []), *more]
     print_table(out, "figures", ("figure", "value"), rows)
     if r.interval_source:
         print_sources(out, [r], "")
