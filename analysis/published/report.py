@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from analysis.published import consistency, diagnosis, errors, formats, sensitivity
+from analysis.published import diagnosis, errors, formats, sensitivity
 from analysis.published.cells import Cell, Unpredicted, unpredicted
 from analysis.published.errors import CellPrediction, ErrorSummary, summaries, summaries_by_hardware
 from analysis.published.papers import papers as sources
@@ -54,13 +54,13 @@ class ValidationReport:
 
     rows: Sequence[CellPrediction] = ()
     explanations: Sequence[Explanation] = ()
-    speeds: Sequence[consistency.ImpliedSpeeds] = ()
+    speeds: Sequence[diagnosis.ImpliedSpeeds] = ()
     constants: Sequence[ConstantEstimate] = ()
     fits: Mapping[str, Calibration] = field(default_factory=dict)
     ablations: Sequence[diagnosis.Ablation] = ()
     by_tokens: Mapping[str, sensitivity.Refit] = field(default_factory=dict)
     by_communication: Mapping[str, sensitivity.Refit] = field(default_factory=dict)
-    bounds: Sequence[consistency.RatioLowerBound] = ()
+    bounds: Sequence[diagnosis.RatioLowerBound] = ()
     unpredicted: Sequence[Unpredicted] = ()
     kinds: Sequence[errors.KindCoverage] = ()
 
@@ -100,7 +100,7 @@ def full_report(
     tokens = _TOKENS if refittable else ()
     parts: dict[str, Callable[[], Any]] = {
         "explanations": lambda: [explain(row, rows, known) for row in largest],
-        "speeds": lambda: consistency.implied_speeds(known),
+        "speeds": lambda: diagnosis.implied_speeds(known),
         "constants": estimates,
         "fits": calibrations,
         "ablations": lambda: diagnosis.ablate(known),
@@ -111,7 +111,7 @@ def full_report(
         "by_communication": lambda: (
             sensitivity.refits_by_communication(known) if refittable else {}
         ),
-        "bounds": lambda: consistency.ratio_lower_bounds(known),
+        "bounds": lambda: diagnosis.ratio_lower_bounds(known),
         "unpredicted": lambda: unpredicted(papers),
         "kinds": lambda: errors.coverage(errors.errors_by_kind(known, sources(papers))),
     }
