@@ -24,7 +24,6 @@ from realrun.execute.kernels import KernelSet, Sleep, Synthetic
 from realrun.execute.world import World, describe
 from realrun.lab.time_dilation import dilation
 from realrun.measure import Say
-from realrun.probe.execution import ProbeTask, burn, shared, time, traces
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
 from realrun.probe.schedules import (
     ALONE,
@@ -33,15 +32,20 @@ from realrun.probe.schedules import (
     TAIL,
     TURNS,
     USE,
+    ProbeTask,
     before,
+    burn,
     crossing,
     groups,
     in_turn,
     on_two_streams,
     overlapped,
+    shared,
     slowdown,
     sweep,
+    time,
     times_as_long,
+    traces,
 )
 
 
