@@ -26,7 +26,7 @@ from co2sim.studies.grid import Points
 from co2sim.studies.plan import plan
 from co2sim.studies.results_folder import SweepTable, stream
 from co2sim.studies.workers import flow
-from co2sim.studies.workers.engine import Engine, opened
+from co2sim.studies.workers.loky_pool import Engine, opened
 
 VARY = {"micro_batch": range(1, 13), "strategy.bucket_mib": [1, 2]}
 PATIENCE = 60.0

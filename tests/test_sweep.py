@@ -26,7 +26,7 @@ from co2sim.common import convert
 from co2sim.common.resources import free_memory, require_memory
 from co2sim.models.workload import Workload
 from co2sim.studies import batch, grid
-from co2sim.studies.workers.engine import processes
+from co2sim.studies.workers.loky_pool import processes
 
 SMALL: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "gpus": 16}
 ARGUMENTS = ("-c", "a100-tcp80", "-m", "gpt2-small", "-g", "16", "-s", "ddp")

@@ -15,7 +15,7 @@ from co2sim.common.validation import parse_number
 from co2sim.prediction.case import Case
 from co2sim.prediction.step_factors import Goal
 from co2sim.simulation.noise import Noise
-from co2sim.studies.workers.engine import LOKY, Engine
+from co2sim.studies.workers.loky_pool import LOKY, Engine
 
 
 def number(flag: str) -> Callable[[str], float]:

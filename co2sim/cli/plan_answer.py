@@ -22,7 +22,7 @@ from co2sim.studies.candidates import Candidate, Space, Wanted
 from co2sim.studies.grid import label
 from co2sim.studies.plan import Recommendation, plan
 from co2sim.studies.sensitivity import BreakEven, Lever, break_even, levers
-from co2sim.studies.workers.engine import Engine
+from co2sim.studies.workers.loky_pool import Engine
 
 
 def print_options(out: Console, title: str, options: Sequence[Candidate]) -> None:

@@ -26,7 +26,7 @@ from co2sim.studies.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.studies.grid import Setting, label
 from co2sim.studies.results_folder import Kept, SweepTable, stream
 from co2sim.studies.table import check_column, order, to_frame
-from co2sim.studies.workers.engine import Engine, opened
+from co2sim.studies.workers.loky_pool import Engine, opened
 
 if TYPE_CHECKING:
     from co2sim.report.sweep import Swept

@@ -18,8 +18,8 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.driver import run
 from co2sim.prediction.result import Result
 from co2sim.strategies import parse
-from co2sim.studies.workers.engine import Engine, opened
 from co2sim.studies.workers.flow import Pool, through
+from co2sim.studies.workers.loky_pool import Engine, opened
 
 
 @dataclass(frozen=True, slots=True)

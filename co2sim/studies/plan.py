@@ -17,8 +17,8 @@ from co2sim.prediction.totals import DAY, totals_of
 from co2sim.studies.batch import Failure, Interrupted, Outcome, run_on
 from co2sim.studies.candidates import Candidate, Fitting, Space, Want, Wanted, candidates, fits
 from co2sim.studies.grid import label, strategy_title
-from co2sim.studies.workers.engine import Engine, opened
 from co2sim.studies.workers.flow import Pool
+from co2sim.studies.workers.loky_pool import Engine, opened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

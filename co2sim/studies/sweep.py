@@ -19,7 +19,7 @@ from co2sim.strategies import Strategy
 from co2sim.studies import grid
 from co2sim.studies.batch import run_all
 from co2sim.studies.grid import Points, Shard
-from co2sim.studies.workers.engine import Engine, opened
+from co2sim.studies.workers.loky_pool import Engine, opened
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -14,7 +14,7 @@ from co2sim.report.explore.controls import Control
 from co2sim.report.explore.grid import Positions
 from co2sim.report.explore.question import Figures, Question, figures
 from co2sim.studies.batch import Failure, Outcome, run_all
-from co2sim.studies.workers.engine import processes
+from co2sim.studies.workers.loky_pool import processes
 
 MOST_CASES = 20_000
 """That are simulated for one page: minutes, and a page of a few MB."""
