@@ -20,7 +20,7 @@ from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import to_dict
 from co2sim.report.bundle import MISSING, installed
-from co2sim.report.text import loss, result, totals
+from co2sim.report.text import result, totals
 from co2sim.report.text.result import division, print_assumed, print_chosen, print_warnings, speeds
 from co2sim.simulation.metrics import scalability_ratio
 from co2sim.simulation.noise import Noise
@@ -133,7 +133,7 @@ def _print(
     for cluster, group in groupby(pairs, key=lambda pair: pair[0].cluster):
         asked = [(strategy_title(case.strategy), result) for case, result in group]
         _print_cluster(terminal, str(cluster), asked, goal, cases[0].noise)
-    loss.print_remark(terminal, results, goal, "")
+    totals.print_remark(terminal, results, goal, "")
     if tokens is not None:
         _print_totals(terminal, cases, results, tokens, goal)
     if comparisons:
@@ -197,7 +197,7 @@ def _print_cluster(
     results = [result for _, result in asked]
     sizes = sorted({result.gpus for result in results})
     first = results[0]
-    to_loss = loss.heads(results, goal)
+    to_loss = totals.heads(results, goal)
     starts = sizes[: 2 if len(sizes) > 2 else 1] if len(sizes) > 1 else []  # noqa: PLR2004
     known = any(r.tokens_per_s_low is not None for r in results if r.gpus == sizes[-1])
     columns = [
@@ -225,7 +225,7 @@ def _print_cluster(
                 *(f"{ratio:.2f}" for ratio in ratios),
                 f"{last.exposed_share:.1%}",
                 scaled(last.memory_bytes_per_gpu["total"], "B"),
-                *(loss.cells(last, goal)[: len(to_loss)] if to_loss else ()),
+                *(totals.cells(last, goal)[: len(to_loss)] if to_loss else ()),
             ]
         )
     title = (

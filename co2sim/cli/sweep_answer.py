@@ -20,7 +20,7 @@ from co2sim.prediction.figures import in_table
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import Totals, to_dict
-from co2sim.report.text import loss, result, totals
+from co2sim.report.text import result, totals
 from co2sim.report.text.result import print_assumed, print_remarks, print_warnings, speeds
 from co2sim.studies.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.studies.grid import Setting, label
@@ -155,10 +155,10 @@ def _print(
         [*map(label, setting.values()), *_cells(outcome, len(columns) - len(setting), mixed)]
         for setting, outcome in zip(settings, outcomes, strict=True)
     ]
-    to_loss = loss.heads(results, goal)
+    to_loss = totals.heads(results, goal)
     columns += to_loss
     for row, outcome in zip(rows, outcomes, strict=True):
-        known = loss.cells(outcome, goal) if to_loss and isinstance(outcome, Result) else ["", ""]
+        known = totals.cells(outcome, goal) if to_loss and isinstance(outcome, Result) else ["", ""]
         row.extend(known[: len(to_loss)])
     left = len(settings[0])
     if any(notes.own(result.notes) for result in results):
@@ -247,7 +247,7 @@ def _print_notes(terminal: Console, results: Sequence[Result], goal: Goal) -> No
         notes.append("none fits: run one of them (`co2sim run`) to see what would")
     print_lines(terminal, *notes)
     result.print_sources(terminal, results)
-    loss.print_remark(terminal, results, goal)
+    totals.print_remark(terminal, results, goal)
     print_lines(terminal, "")
 
 

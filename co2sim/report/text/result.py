@@ -22,7 +22,7 @@ from co2sim.prediction.intervals import Interval, undecided
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
 from co2sim.prediction.totals import totals_of
-from co2sim.report.text import loss, totals
+from co2sim.report.text import totals
 from co2sim.schedule.schedule import Layout, Schedule
 from co2sim.simulation.noise import QUIET, Noise
 from co2sim.strategies import STRATEGIES, Strategy, parse, with_options
@@ -49,12 +49,12 @@ def print_result(
     r = result
     _print_header(out, r, noise)
     print_chosen(out, [("", result)])
-    rows = [*_figures(r, measured=measured), *(loss.loss_rows(r, goal) if goal else []), *more]
+    rows = [*_figures(r, measured=measured), *(totals.loss_rows(r, goal) if goal else []), *more]
     print_table(out, "figures", ("figure", "value"), rows)
     if r.interval_source:
         print_sources(out, [r], "")
     if goal:
-        loss.print_remark(out, [r], goal, "")
+        totals.print_remark(out, [r], goal, "")
     rounds = counted(r.rounds_simulated, "round")
     if measured:
         out.print(f"measured: averages over the last of {rounds}")
