@@ -9,7 +9,7 @@ Clusters = Annotated[
     list[str],
     typer.Option("--cluster", "-c", help="Catalog name or TOML file. Repeatable: one panel each."),
 ]
-Strategies = Annotated[
+ManyStrategies = Annotated[
     list[str], typer.Option("--strategy", "-s", help="As in `run`. Repeatable: one line each.")
 ]
 Counts = Annotated[

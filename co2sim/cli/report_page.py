@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def report(  # noqa: PLR0913, PLR0917 - one argument per option
     job: Case,
     cluster: over_sizes.Clusters,
-    strategy: over_sizes.Strategies,
+    strategy: over_sizes.ManyStrategies,
     gpus: over_sizes.Counts = None,
     over: over_sizes.Varied = None,
     published: over_sizes.Published = None,

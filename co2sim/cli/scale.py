@@ -19,7 +19,7 @@ from co2sim.studies import grid
 def scale(  # noqa: PLR0913, PLR0917 - one argument per option
     job: Case,
     cluster: over_sizes.Clusters,
-    strategy: over_sizes.Strategies,
+    strategy: over_sizes.ManyStrategies,
     gpus: over_sizes.Counts = None,
     published: over_sizes.Published = None,
     out: Annotated[
