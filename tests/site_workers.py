@@ -11,7 +11,7 @@ from co2sim.hardware.cluster import Link
 from co2sim.prediction.case import Case
 from co2sim.schedule.schedule import SITE, SITE_PEERS, Collective, DType, Kind, Layout, Op, Schedule
 from realrun.algorithms import Workers
-from realrun.algorithms.workers import workers_of
+from realrun.algorithms.process_groups import workers_of
 from realrun.errors import SITES
 from realrun.execute.collectives import allocate, carry_out
 from realrun.execute.world import World

@@ -30,8 +30,10 @@ from realrun.algorithms.delayed import State  # noqa: E402 - needs torch
 from realrun.algorithms.departures import Notices  # noqa: E402 - needs torch
 from realrun.algorithms.flat_parameters import Flat  # noqa: E402 - needs torch
 from realrun.algorithms.outer_loop import finite_norm  # noqa: E402 - needs torch
-from realrun.algorithms.process_groups import Links  # noqa: E402 - needs torch
-from realrun.algorithms.workers import Workers  # noqa: E402 - needs torch
+from realrun.algorithms.process_groups import (  # noqa: E402
+    Links,
+    Workers,
+)
 
 ELEMENTS = 5
 AVERAGES = st.lists(

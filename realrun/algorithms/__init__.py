@@ -14,9 +14,8 @@ from realrun.algorithms.co2 import CO2
 from realrun.algorithms.delayed import Stats
 from realrun.algorithms.local_sgd import DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo
 from realrun.algorithms.local_update import LocalUpdate
-from realrun.algorithms.process_groups import Wire
+from realrun.algorithms.process_groups import Wire, Worker, Workers
 from realrun.algorithms.quantization_kernels import Rounding
-from realrun.algorithms.workers import Worker, Workers
 from realrun.algorithms.zeropp import Places, Sent, ZeroPP, apply_zeropp
 from realrun.errors import Gap, MismatchError, NonFiniteError, RankFailure
 

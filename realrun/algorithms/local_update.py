@@ -37,8 +37,15 @@ from realrun.algorithms.optimizers import (
     trainable,
 )
 from realrun.algorithms.outer_loop import NobodyLeftError, OuterLoop, RoundLoop, mark_of
-from realrun.algorithms.process_groups import Links, Wire, wait_of, wire_of
-from realrun.algorithms.workers import Worker, Workers, workers_of
+from realrun.algorithms.process_groups import (
+    Links,
+    Wire,
+    Worker,
+    Workers,
+    wait_of,
+    wire_of,
+    workers_of,
+)
 from realrun.errors import RankFailure
 
 

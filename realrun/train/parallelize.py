@@ -24,7 +24,7 @@ from co2sim.strategies.local import LocalSteps, Replica
 from co2sim.strategies.zero import DDP
 from co2sim.strategies.zeropp import ZeroPP
 from realrun import algorithms
-from realrun.algorithms.workers import Workers
+from realrun.algorithms.process_groups import Workers
 from realrun.execute.world import World
 from realrun.train import local_updates
 from realrun.train.log import OuterStats
