@@ -11,8 +11,11 @@ from local_problem import network, optimizer, set_vector, train, vector  # noqa:
 from ranks import on_ranks  # noqa: E402 - needs torch
 from torch import distributed as dist  # noqa: E402 - needs torch
 
-from realrun.algorithms import LocalSGD, departures  # noqa: E402 - needs torch
-from realrun.algorithms.departures import Notices  # noqa: E402 - needs torch
+from realrun.algorithms import (  # noqa: E402
+    LocalSGD,
+    process_groups,
+)
+from realrun.algorithms.process_groups import Notices  # noqa: E402 - needs torch
 
 pytestmark = pytest.mark.dist
 
@@ -172,7 +175,7 @@ def test_a_store_that_is_gone_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> 
     """The process that held it has ended well; the deadline of 60 s was waited for."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
-    monkeypatch.setattr(departures, "_get_default_store", lambda: client)
+    monkeypatch.setattr(process_groups, "_get_default_store", lambda: client)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     one = Notices([0, 1], lambda: 12)
     one.leave()

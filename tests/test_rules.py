@@ -27,11 +27,11 @@ from realrun.algorithms import (  # noqa: E402 - needs torch
 from realrun.algorithms.averaging import Flight  # noqa: E402 - needs torch
 from realrun.algorithms.co2 import CO2Rule  # noqa: E402 - needs torch
 from realrun.algorithms.delayed import State  # noqa: E402 - needs torch
-from realrun.algorithms.departures import Notices  # noqa: E402 - needs torch
 from realrun.algorithms.flat_parameters import Flat  # noqa: E402 - needs torch
 from realrun.algorithms.outer_loop import finite_norm  # noqa: E402 - needs torch
 from realrun.algorithms.process_groups import (  # noqa: E402
     Links,
+    Notices,
     Workers,
 )
 

@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from co2sim.common.units import Seconds
-from realrun.algorithms.departures import PERIOD, Notices, lost
-from realrun.algorithms.process_groups import DEADLINE, Wire
+from realrun.algorithms.process_groups import DEADLINE, PERIOD, Notices, Wire, lost
 from realrun.algorithms.quantization import dequantize, quantize, sum_rows
 from realrun.algorithms.quantization_kernels import Bits, from_wire, to_wire, wire_bytes
 

@@ -26,7 +26,6 @@ from realrun.algorithms.averaging import BUCKET_MIB, Average
 from realrun.algorithms.consistency import RateWatch, refuse_different_inside, refuse_drift
 from realrun.algorithms.delayed import Rule, Stats
 from realrun.algorithms.delayed_loop import LateLoop
-from realrun.algorithms.departures import of_network, raised
 from realrun.algorithms.flat_parameters import Flat, memory
 from realrun.algorithms.optimizers import (
     ATTACHED,
@@ -42,6 +41,8 @@ from realrun.algorithms.process_groups import (
     Wire,
     Worker,
     Workers,
+    of_network,
+    raised,
     wait_of,
     wire_of,
     workers_of,
