@@ -11,7 +11,7 @@ import typer
 from analysis.cli.json_output import print_json
 from analysis.convergence.setting import ONE_ROUND, Delay, Late, delay
 from co2sim.cli import options
-from co2sim.cli.over_sizes import Report
+from co2sim.cli.options import Report
 from co2sim.common import validation
 from co2sim.common.cli import command_line, keeping
 from co2sim.common.errors import OptionError

@@ -12,7 +12,7 @@ import typer
 from analysis.measured.comparison import changed
 from co2sim.catalog import Fact, load_cluster, load_model
 from co2sim.cli import options
-from co2sim.cli.over_sizes import Report
+from co2sim.cli.options import Report
 from co2sim.common.cli import command_line, keeping
 from co2sim.common.errors import OptionError
 from co2sim.common.files import check_writable, write_atomically

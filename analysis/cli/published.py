@@ -11,7 +11,7 @@ import typer
 from analysis.cli.json_output import print_json
 from analysis.published.papers import DATA_VARIABLE, PAPERS, TABLES_ELSEWHERE
 from analysis.published.parameters import GROUPS
-from co2sim.cli.over_sizes import Report
+from co2sim.cli.options import Report
 from co2sim.common.cli import command_line
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.files import check_writable, write_atomically

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, fields
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
@@ -286,3 +287,36 @@ def engine(context: typer.Context, name: str, scheduler: str | None, jobs: int) 
     if name != LOKY.name and (source is None or source.name != "COMMANDLINE"):
         jobs = -1 if scheduler is None else 1
     return Engine(name, scheduler, jobs)
+
+
+Clusters = Annotated[
+    list[str],
+    typer.Option("--cluster", "-c", help="Catalog name or TOML file. Repeatable: one panel each."),
+]
+ManyStrategies = Annotated[
+    list[str], typer.Option("--strategy", "-s", help="As in `run`. Repeatable: one line each.")
+]
+Counts = Annotated[
+    str | None,
+    typer.Option(
+        "--gpus", "-g", help="Counts, such as 8,16,32; default: one node, doubled up to all."
+    ),
+]
+Varied = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--vary",
+        help="A number of the cluster, the model or the batch, and its values: --vary"
+        ' inter.bandwidth="25 Gbit/s, 100 Gbit/s". A panel for each. Repeatable: all combinations.',
+    ),
+]
+Published = Annotated[
+    Path | None,
+    typer.Option(help="Published cells to compare with the prediction (papers/*/results.toml)."),
+]
+Report = Annotated[
+    Path | None,
+    typer.Option(
+        "--report", metavar="FILE.html", help="Write one HTML page, too, with all data inside."
+    ),
+]

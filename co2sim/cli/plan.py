@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from co2sim.cli import options, over_sizes
+from co2sim.cli import options
 from co2sim.common import convert
 from co2sim.common.cli import refuse_twice
 from co2sim.common.errors import OptionError, UnitError
@@ -95,7 +95,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     jobs: options.Jobs = 1,
     engine: options.Name = "loky",
     scheduler: options.Scheduler = None,
-    report: over_sizes.Report = None,
+    report: options.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Find what to buy, or how to run what there is: the best of all candidates."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from co2sim.cli import options, over_sizes
+from co2sim.cli import options
 from co2sim.common.cli import command_line, refuse_twice
 from co2sim.common.files import write_atomically
 from co2sim.prediction.case import Case
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 @options.job_options
 def report(  # noqa: PLR0913, PLR0917 - one argument per option
     job: Case,
-    cluster: over_sizes.Clusters,
-    strategy: over_sizes.ManyStrategies,
-    gpus: over_sizes.Counts = None,
-    over: over_sizes.Varied = None,
-    published: over_sizes.Published = None,
+    cluster: options.Clusters,
+    strategy: options.ManyStrategies,
+    gpus: options.Counts = None,
+    over: options.Varied = None,
+    published: options.Published = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="FILE.html", help="The page to write.")
     ] = Path("out/report.html"),

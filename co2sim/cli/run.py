@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from co2sim.cli import options, over_sizes
+from co2sim.cli import options
 from co2sim.common.cli import refuse_twice
 from co2sim.common.errors import OptionError
 from co2sim.common.files import write_atomically
@@ -35,7 +35,7 @@ def run(  # noqa: PLR0917 - one argument per option
     to_loss_steps: options.ToLossSteps = None,
     steps_factor: options.StepsFactor = None,
     tokens: totals.Tokens = None,
-    report: over_sizes.Report = None,
+    report: options.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Simulate configurations: times, breakdown, traffic, memory.

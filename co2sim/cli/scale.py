@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from co2sim.cli import options, over_sizes
+from co2sim.cli import options
 from co2sim.common.cli import refuse_twice
 from co2sim.prediction.case import Case
 from co2sim.report.bundle import check
@@ -18,10 +18,10 @@ from co2sim.studies import grid
 @options.job_options
 def scale(  # noqa: PLR0913, PLR0917 - one argument per option
     job: Case,
-    cluster: over_sizes.Clusters,
-    strategy: over_sizes.ManyStrategies,
-    gpus: over_sizes.Counts = None,
-    published: over_sizes.Published = None,
+    cluster: options.Clusters,
+    strategy: options.ManyStrategies,
+    gpus: options.Counts = None,
+    published: options.Published = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Folder for scale.csv, scale.png and scale.svg.")
     ] = Path("out"),
@@ -29,7 +29,7 @@ def scale(  # noqa: PLR0913, PLR0917 - one argument per option
     to_loss_steps: options.ToLossSteps = None,
     steps_factor: options.StepsFactor = None,
     tokens: totals.Tokens = None,
-    report: over_sizes.Report = None,
+    report: options.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Compare strategies over GPU counts: a table, a CSV file and a figure."""

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from co2sim.cli import options, over_sizes
+from co2sim.cli import options
 from co2sim.common.cli import refuse_twice
 from co2sim.prediction.case import Case
 from co2sim.report.bundle import check
@@ -51,7 +51,7 @@ def solve(  # noqa: PLR0913, PLR0917 - one argument per option
         ),
     ] = None,
     steps_factor: options.StepsFactor = None,
-    report: over_sizes.Report = None,
+    report: options.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Find the value of a number that reaches a target: how much bandwidth, how many GPUs."""

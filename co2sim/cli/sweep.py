@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from co2sim.cli import options, over_sizes
+from co2sim.cli import options
 from co2sim.common.errors import OptionError
 from co2sim.prediction.case import Case
 from co2sim.report.bundle import check
@@ -75,7 +75,7 @@ def sweep(  # noqa: PLR0913, PLR0917 - one argument per option
     to_loss_steps: options.ToLossSteps = None,
     steps_factor: options.StepsFactor = None,
     tokens: totals.Tokens = None,
-    report: over_sizes.Report = None,
+    report: options.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Vary any parameter over values, in parallel."""
