@@ -12,8 +12,8 @@ from analysis.published.csv_rows import Count, Published, TableRow, chosen, whol
 from analysis.published.papers import Paper
 from analysis.published.parameters import model_of
 from co2sim.common.errors import CatalogError
-from co2sim.prediction.published import Use, with_options
-from co2sim.strategies import parse
+from co2sim.prediction.published import Use
+from co2sim.strategies import parse, with_options
 
 GROUP = "mpt-fsdp"
 """The constants that these rows depend on."""

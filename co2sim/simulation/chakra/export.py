@@ -164,7 +164,7 @@ class RankFiles:
             "co2sim.sites": layout.sites,
         }
         attribute = self._schema.AttributeProto
-        texts = self._schema.StringList(values=[works.text_of(work) for work in self._works])
+        texts = self._schema.StringList(values=[works.work_text(work) for work in self._works])
         found = self._schema.GlobalMetadata(version=VERSION)
         found.attr.append(attribute(name="co2sim.schedule", string_val=schedule.name))
         found.attr.extend(attribute(name=n, uint64_val=size) for n, size in sizes.items())

@@ -72,7 +72,7 @@ def _whole(value: float) -> int:
     return max(1, math.ceil(value))
 
 
-def text_of(work: Work) -> str:
+def work_text(work: Work) -> str:
     """All of a work, as JSON: the fields of `Compute` or `Collective`."""
     return json.dumps(asdict(work), separators=(",", ":"))
 
@@ -84,7 +84,7 @@ def typed(work: Work) -> Work:
 
 
 def work_of(text: str) -> Work:
-    """The work that `text_of` wrote. Raises ValueError for other texts."""
+    """The work that `work_text` wrote. Raises ValueError for other texts."""
     from pydantic import ValidationError  # noqa: PLC0415 - slow
 
     try:
