@@ -12,8 +12,8 @@ from analysis.published.csv_rows import Count, Published, TableRow, chosen, whol
 from analysis.published.papers import Paper
 from analysis.published.parameters import model_of
 from co2sim.common.errors import CatalogError
-from co2sim.prediction.published import Use
-from co2sim.strategies import parse, with_options
+from co2sim.prediction.published import Use, add_options
+from co2sim.strategies import add_options, parse
 
 GROUP = "mpt-fsdp"
 """The constants that these rows depend on."""
@@ -118,7 +118,7 @@ class FsdpRow(TableRow):
             cluster=chosen("gpu", self.gpu, paper.setting("clusters")),
             model=paper.setting("model"),
             model_overrides=overrides,
-            strategy=parse(with_options(sharding, {"fsdp": mode})),
+            strategy=parse(add_options(sharding, {"fsdp": mode})),
             gpus=self.gpus,
             precision=chosen("precision", self.precision, _PRECISIONS),
             micro_batch=self.micro_batch,

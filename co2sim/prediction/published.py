@@ -209,7 +209,7 @@ def _of(kind: type[PublishedCell]) -> tuple[str, ...]:
     return get_args(kind.model_fields["quantity"].annotation)
 
 
-def with_options(strategy: str, options: Mapping[str, str]) -> str:
+def add_options(strategy: str, options: Mapping[str, str]) -> str:
     """A strategy, as published, with the options that its framework gives it."""
     extra = options.get(strategy.partition(":")[0].partition("(")[0])
     if not extra:
@@ -260,7 +260,7 @@ def read_speeds(path: Path) -> list[SpeedCell]:
     plan = _simulation(path.with_name("paper.toml"))
     found = []
     for cell in speeds:
-        run = with_options(cell.strategy, plan.get("options", {}))
+        run = add_options(cell.strategy, plan.get("options", {}))
         if _title(cell.strategy):
             found.append(cell)
         cluster = plan.get("clusters", {}).get(cell.cluster, cell.cluster)
