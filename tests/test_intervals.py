@@ -266,7 +266,7 @@ def test_the_narrowest_place_between_nodes_counts() -> None:
     assert figures_of(sites, model, "bf16")["inter"] == pytest.approx(8e9 / 32)
 
 
-def errors(cells: list[Cell], left: list[Cell]) -> tuple[float, float]:
+def mean_errors(cells: list[Cell], left: list[Cell]) -> tuple[float, float]:
     """Mean absolute errors of cells, fitted to, and left out of the fit, all together."""
     group = GROUPS["mpt-fsdp"]
     values = stated(group)

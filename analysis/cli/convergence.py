@@ -8,12 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from analysis.cli.json_output import print_json
 from analysis.convergence.setting import ONE_ROUND, Delay, Late, delay
 from co2sim.cli import options
 from co2sim.cli.options import Report
 from co2sim.common import validation
-from co2sim.common.cli import command_line, keeping
+from co2sim.common.cli import command_line, keeping, print_json
 from co2sim.common.errors import OptionError
 from co2sim.common.files import check_writable, write_atomically
 from co2sim.common.progress import progress_bar

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from analysis.cli.json_output import print_json
 from analysis.published.papers import DATA_VARIABLE, PAPERS, TABLES_ELSEWHERE
 from analysis.published.parameters import GROUPS
 from co2sim.cli.options import Report
-from co2sim.common.cli import command_line
+from co2sim.common.cli import command_line, print_json
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.files import check_writable, write_atomically
 from co2sim.common.progress import progress_bar

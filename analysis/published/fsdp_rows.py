@@ -13,7 +13,7 @@ from analysis.published.papers import Paper
 from analysis.published.parameters import model_of
 from co2sim.common.errors import CatalogError
 from co2sim.prediction.published import Use, add_options
-from co2sim.strategies import add_options, parse
+from co2sim.strategies import parse
 
 GROUP = "mpt-fsdp"
 """The constants that these rows depend on."""

@@ -16,7 +16,7 @@ from co2sim.common.errors import CatalogError, OptionError
 from co2sim.common.files import text_of
 from co2sim.common.validation import first_problem
 from co2sim.models.workload import AttentionKernel, Checkpointing, Loss, Recompute
-from co2sim.prediction.published import with_options
+from co2sim.prediction.published import add_options
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -91,7 +91,7 @@ class Paper:
 
     def strategy(self, text: str) -> str:
         """A strategy with the options that the source's framework gives it."""
-        return with_options(text, self.simulation.options)
+        return add_options(text, self.simulation.options)
 
     def cluster(self, name: str) -> str:
         """The cluster on which runs on the cluster of a cell are simulated: the same, or another.

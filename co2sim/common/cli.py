@@ -212,3 +212,10 @@ def refuse_twice(what: str, given: Iterable[str]) -> None:
     repeated = [name for name, times in Counter(given).items() if times > 1]
     if repeated:
         raise OptionError(f"{what} {repeated[0]} is given twice")
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print valid JSON, with null for what is no finite number."""
+    from pydantic_core import to_json  # noqa: PLC0415 - only for this option
+
+    typer.echo(to_json(value, indent=2, inf_nan_mode="null").decode())
