@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from co2sim.common.markdown import print_markdown
-from co2sim.common.tables import print_table
+from co2sim.common.tables import print_markdown, print_table
 
 
 def printed(

@@ -120,8 +120,7 @@ def _check_places(markdown: Path | None, figures: Path | None) -> None:
 
 def _print(text: str, files: Iterable[Path]) -> None:
     """The report, and what was written."""
-    from co2sim.common.markdown import print_markdown  # noqa: PLC0415 - rich
-    from co2sim.common.tables import console  # noqa: PLC0415 - rich
+    from co2sim.common.tables import console, print_markdown  # noqa: PLC0415 - rich
 
     out = console()
     if out.is_terminal:
