@@ -44,7 +44,8 @@ from realrun.lab.network_namespaces import (
     site_burst,
 )
 from realrun.lab.time_dilation import DILATION, MOST
-from realrun.launch.launcher import (
+from realrun.launch.monitor import supervise
+from realrun.launch.options import (
     GRACE,
     MAX_RANKS,
     PATIENCE,
@@ -53,7 +54,6 @@ from realrun.launch.launcher import (
     rank_environment,
     resolved,
 )
-from realrun.launch.monitor import supervise
 from realrun.launch.processes import (
     NodePlace,
     Stopped,
