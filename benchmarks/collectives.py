@@ -38,7 +38,7 @@ from realrun.execute.kernels import Sleep
 from realrun.execute.world import gather_objects
 from realrun.lab.lab import Lab
 from realrun.lab.time_dilation import for_cores
-from realrun.launch.options import cores
+from realrun.launch.launcher import cores
 from realrun.measure import merge
 from realrun.probe.schedules import groups
 

@@ -38,7 +38,7 @@ from co2sim.strategies import parse
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local import LocalSteps
 from realrun.execute.world import World, join
-from realrun.launch.options import run_local
+from realrun.launch.launcher import run_local
 from realrun.train import TrainSettings
 from realrun.train.local_updates import pairs
 from realrun.train.log import MARKERS

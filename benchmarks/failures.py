@@ -77,7 +77,7 @@ def launched_with_fault(fault: str, folder: Path) -> subprocess.CompletedProcess
     """A run of three ranks by the launcher, one of which fails as `fault` says."""
     command = [sys.executable, str(ROOT / "tests" / "faulty_rank.py"), *arguments(folder)]
     script = (
-        "import sys; from realrun.launch.options import run_local;"
+        "import sys; from realrun.launch.launcher import run_local;"
         f"sys.exit(run_local({command!r}, 3, grace=5))"
     )
     own = {"PYTHONPATH": str(ROOT), "FAULT": fault, "TAG": str(folder), **HEART}

@@ -36,7 +36,7 @@ from co2sim.prediction.result import Result
 from realrun.execute.kernels import at_speed, beside
 from realrun.lab.lab import Lab, overrides
 from realrun.lab.time_dilation import SLEEPING, chosen
-from realrun.launch.options import cores
+from realrun.launch.launcher import cores
 from realrun.record import Record, folder_name, read
 
 MODELS = ("tiny-5m", "tiny-23m")

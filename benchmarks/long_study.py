@@ -47,7 +47,7 @@ from analysis.convergence.setting import Late, Setting
 from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from co2sim.strategies import parse
 from co2sim.strategies.co2 import CO2
-from realrun.launch.options import run_local
+from realrun.launch.launcher import run_local
 from realrun.train.local_updates import pairs
 from realrun.train.log import MARKERS
 

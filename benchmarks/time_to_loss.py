@@ -61,7 +61,7 @@ from time_to_loss_runs import run_ranks
 
 from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from realrun.lab.lab import Lab, run_lab
-from realrun.launch.options import run_local
+from realrun.launch.launcher import run_local
 from realrun.train.tasks.presets import GPTS
 
 

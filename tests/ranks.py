@@ -22,8 +22,8 @@ from typing import Any
 
 import rank_main
 
+from realrun.launch.launcher import GRACE, host_store, rank_environment
 from realrun.launch.monitor import supervise
-from realrun.launch.options import GRACE, host_store, rank_environment
 from realrun.launch.processes import RankProcess
 
 LOADED = (

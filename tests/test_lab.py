@@ -24,7 +24,7 @@ from realrun.errors import LabError, LaunchError
 from realrun.lab.lab import TOOLS, Lab, check_machine, run_lab, stated_cluster
 from realrun.lab.network_namespaces import FRAME, PAYLOAD, burst, on_cores, payload_share
 from realrun.lab.time_dilation import for_cores
-from realrun.launch.options import cores
+from realrun.launch.launcher import cores
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 LAUNCH = """

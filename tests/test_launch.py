@@ -12,14 +12,14 @@ import psutil
 import pytest
 
 from realrun.errors import LaunchError
+from realrun.launch.launcher import rank_environment, run_local
 from realrun.launch.monitor import supervise
-from realrun.launch.options import rank_environment, run_local
 from realrun.launch.processes import RankProcess, start
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 LAUNCH = """
 import sys
-from realrun.launch.options import run_local
+from realrun.launch.launcher import run_local
 sys.exit(run_local(sys.argv[3:], int(sys.argv[1]), grace=float(sys.argv[2])))
 """
 

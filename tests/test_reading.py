@@ -22,7 +22,7 @@ from co2sim.common.errors import CatalogError, OptionError, cut, error_line, vis
 from co2sim.common.files import write_atomically
 from co2sim.prediction.published import read_speeds
 from realrun import record
-from realrun.launch.options import run_local
+from realrun.launch.launcher import run_local
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = (ROOT / "examples/my-cluster.toml").read_text()

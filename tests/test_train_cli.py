@@ -103,7 +103,7 @@ def test_a_training_leaves_its_log_figure_parameters_and_record(
 
 LAUNCH = """
 import sys
-from realrun.launch.options import run_local
+from realrun.launch.launcher import run_local
 sys.exit(run_local(sys.argv[1:], 2, grace=30.0, ask_first=True))
 """
 

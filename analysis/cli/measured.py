@@ -25,7 +25,7 @@ from realrun import record
 from realrun.errors import PRECISIONS, one_of
 from realrun.lab.lab import INTRA_RATE, Lab, overrides
 from realrun.lab.time_dilation import SLEEPING, chosen
-from realrun.launch.options import Dilation, GpusPerNode, IntraRate, Nodes, Rate, Sites, Wan, cores
+from realrun.launch.launcher import Dilation, GpusPerNode, IntraRate, Nodes, Rate, Sites, Wan, cores
 from realrun.launch.processes import started
 from realrun.record import folder_name
 

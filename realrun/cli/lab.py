@@ -7,7 +7,7 @@ import typer
 from co2sim.cli import options
 from realrun.lab.lab import INTRA_RATE, Lab, run_lab, stated_cluster
 from realrun.lab.time_dilation import SLEEPING, chosen
-from realrun.launch.options import Dilation, GpusPerNode, IntraRate, Nodes, Rate, Sites, Wan, cores
+from realrun.launch.launcher import Dilation, GpusPerNode, IntraRate, Nodes, Rate, Sites, Wan, cores
 
 lab = typer.Typer(
     rich_markup_mode=None,

@@ -19,8 +19,8 @@ from realrun import record
 from realrun.errors import BAD_INPUT, CheckpointError, RankFailure
 from realrun.execute.world import World, end, join, need_gpus
 from realrun.lab.time_dilation import lasting
+from realrun.launch.launcher import run_local
 from realrun.launch.monitor import Place
-from realrun.launch.options import run_local
 from realrun.measure import KernelName, Say, computing_time, measure, partial_trace
 from realrun.record import Record
 

@@ -44,8 +44,7 @@ from realrun.lab.network_namespaces import (
     site_burst,
 )
 from realrun.lab.time_dilation import DILATION, MOST
-from realrun.launch.monitor import supervise
-from realrun.launch.options import (
+from realrun.launch.launcher import (
     GRACE,
     MAX_RANKS,
     PATIENCE,
@@ -54,6 +53,7 @@ from realrun.launch.options import (
     rank_environment,
     resolved,
 )
+from realrun.launch.monitor import supervise
 from realrun.launch.processes import (
     NodePlace,
     Stopped,

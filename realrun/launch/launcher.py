@@ -1,4 +1,4 @@
-"""The options of a lab, for every command that builds one."""
+"""Start the ranks of a run, alone or under a launcher, and the options of a lab for it."""
 
 import os
 import shutil
