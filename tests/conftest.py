@@ -9,10 +9,9 @@ from zlib import crc32
 import pytest
 from commands import Command, in_process
 from hypothesis import settings
+from places import GOLDEN
 
 from co2sim.cli import main
-
-GOLDEN = Path(__file__).parent / "golden"
 
 # One thread for each process: on cores that are shared, threads that wait for each other take up to
 # 60 times as long for the small models of these tests.

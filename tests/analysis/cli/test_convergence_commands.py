@@ -1,0 +1,309 @@
+"""`co2analysis bound`, `tau` and `trends`: their answers are those of the functions behind them."""
+
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from commands import Command
+from rich.console import Console
+from simulated_record import measured
+
+from analysis.convergence import bound, tau
+from analysis.convergence.bound import Bound
+from analysis.convergence.setting import Late, Setting
+from analysis.convergence.tau import print_tau
+from co2sim.common.errors import OptionError
+from co2sim.prediction.case import Case
+from co2sim.strategies import parse
+from realrun.record import write
+
+BOUND = (
+    *("bound", "--smoothness", "2", "--noise", "1", "--gap", "3"),
+    *("--workers", "8", "--rounds", "10000", "--local-steps", "8"),
+)
+SETTING = Setting(
+    smoothness=2.0, noise=1.0, gap=3.0, workers=8, rounds=10_000, local_steps=8, inner_step=0.01
+)
+TAU = ("tau", "--smoothness", "10", "--noise", "1", "--gap", "5")
+PROBLEM = Setting(
+    smoothness=10.0, noise=1.0, gap=5.0, workers=1, rounds=1, local_steps=1, inner_step=1.0
+)
+
+
+def refuse(name: str) -> None:
+    """NaN and Infinity are no JSON."""
+    raise AssertionError(name)
+
+
+def answer(command: Command, *arguments: str) -> dict[str, object]:
+    """What a command prints as JSON."""
+    done = command(*arguments, "--json")
+    assert (done.code, done.err) == (0, "")
+    found: dict[str, object] = json.loads(done.out, parse_constant=refuse)
+    return found
+
+
+def evaluated(setting: Setting) -> Bound:
+    """Its bound."""
+    found = bound.evaluate(setting)
+    assert isinstance(found, Bound)
+    return found
+
+
+# --- bound ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        ("", {}),
+        ("--delay=2rounds", {"delay": 2}),
+        ("--delay=0", {"delay": 0}),
+        ("--delay=8steps --convex", {"late": Late(steps=8), "convex": True}),
+        (
+            "--delay=3 --keep=0.5 --predict=0.25",
+            {"late": Late(steps=3, keep=0.5, predict=0.25)},
+        ),
+        (
+            "--heterogeneity=0.3 --outer-step=0.5 --momentum=0.25 --penalty=2",
+            {"heterogeneity": 0.3, "outer_step": 0.5, "momentum": 0.25, "penalty": 2.0},
+        ),
+        ("--most-penalty=3", {"most_penalty": 3.0}),
+    ],
+)
+def test_bound_is_that_of_the_setting_that_is_meant(
+    co2analysis: Command, words: str, change: dict[str, object]
+) -> None:
+    """The four terms, the load and the largest step; CO2 is the default."""
+    found = answer(co2analysis, *BOUND, "--inner-step", "0.001", *words.split())
+    setting = replace(SETTING, inner_step=0.001, **change)  # type: ignore[arg-type]
+    expected = evaluated(setting)
+    assert found["bound"] == pytest.approx(
+        {name: getattr(expected, name) for name in (*bound.TERMS, "total")}, rel=1e-12
+    )
+    assert found["load"] == pytest.approx(bound.load(setting))
+    assert found["largest_inner_step"] == pytest.approx(bound.largest_inner_step(setting))
+    assert (found["feasible"], found["tuned"]) == (True, False)
+    published = bound.published(replace(setting, delay=0, late=None))
+    assert found["slowmo_published"] == (published if isinstance(published, float) else None)
+    if late := setting.late:
+        waiting = bound.drift(replace(setting, late=None))
+        assert found["drift_over_waiting"] == pytest.approx(bound.drift(setting) / waiting)
+        assert found["mean_over_all_steps"] == pytest.approx(
+            expected.total * late.counted(8) / (8 * late.keep)
+        )
+
+
+def test_without_a_step_the_best_is_taken(co2analysis: Command) -> None:
+    """And the text has the same numbers; beyond the condition it says "infeasible"."""
+    found = answer(co2analysis, *BOUND)
+    best = bound.tuned(SETTING)
+    assert found["tuned"]
+    assert found["inner_step"] == pytest.approx(best.inner_step, rel=1e-6)
+    text = co2analysis(*BOUND).out
+    assert f"{best.inner_step:.6g}" in text
+    assert all(f"{getattr(evaluated(best), name):.6g}" in text for name in bound.TERMS)
+    beyond = co2analysis(*BOUND, "--inner-step", "0.03")
+    assert (beyond.code, "infeasible" in beyond.out) == (0, True)
+    assert "infimum" in co2analysis(*BOUND[:3], "--noise", "0", *BOUND[5:]).out
+    assert answer(co2analysis, *BOUND, "--inner-step", "0.03")["bound"] is None
+
+
+def test_allowed_delay(co2analysis: Command) -> None:
+    """The longest delay that raises the bound by at most that share, in words and as JSON."""
+    words = ("--allowed-delay", "0.2")
+    found = answer(co2analysis, *BOUND, *words)["allowed_delay"]
+    assert isinstance(found, dict)
+    steps = found["steps"]
+    assert 0 < steps < 8
+    prices = {line["delay"]: line["price"] for line in found["delays"]}
+    assert prices[f"{steps} step{'s' if steps > 1 else ''}"] <= 0.2
+    totals = [
+        evaluated(bound.tuned(replace(SETTING, late=Late(steps=d)))).total
+        for d in (steps, steps + 1)
+    ]
+    waiting = evaluated(bound.tuned(replace(SETTING, delay=0)))
+    assert totals[0] <= 1.2 * waiting.total < totals[1]
+    assert f"up to {steps} of 8" in " ".join(co2analysis(*BOUND, *words).out.split())
+
+
+def test_allowed_delay_where_the_condition_ends(co2analysis: Command) -> None:
+    """With a given step the longest feasible delay is named; maybe waiting has no bound either."""
+    given = (*BOUND, "--inner-step", "0.04", "--outer-step", "1.5", "--allowed-delay", "9")
+    found = answer(co2analysis, *given)["allowed_delay"]
+    assert isinstance(found, dict)
+    longest = found["feasible_steps"]
+    assert f"up to {longest} of 8" in " ".join(co2analysis(*given).out.split())
+    unbounded = replace(SETTING, inner_step=0.04, outer_step=1.5, late=Late(steps=longest + 1))
+    assert bound.load(unbounded) >= 1 > bound.load(replace(unbounded, late=Late(steps=longest)))
+    lost = co2analysis(*BOUND, "--inner-step", "1", "--allowed-delay", "0.5")
+    assert (lost.code, "no bound even for waiting" in lost.out) == (0, True)
+    late = ("--delay", "1", "--keep", "0.5", "--allowed-delay", "0")
+    assert "above 1 times" in " ".join(co2analysis(*BOUND, *late).out.split())
+
+
+# --- tau -----------------------------------------------------------------------------------------
+
+
+def timing(steps: int, seconds: float) -> tau.Timing:
+    """A measured round of 8 workers of CO2."""
+    return tau.Timing(
+        tau=steps, round_time=seconds, exposed=0.0, workers=8, delay=1, source="measured"
+    )
+
+
+def shown(timings: Sequence[tau.Timing], seconds: float) -> str:
+    """What `tau` prints of rounds."""
+    out = Console(width=250, record=True, file=io.StringIO())
+    advice = [(seconds, tau.after(PROBLEM, timings, seconds))]
+    print_tau(out, timings, advice, None, [], tau.assumptions(PROBLEM, timings))
+    return out.export_text()
+
+
+def test_tau_is_as_short_as_the_network_hides() -> None:
+    """With rounds as long as max(tau, 8) seconds, 8 steps are best: shorter ones wait."""
+    timings = [timing(steps, max(steps, 8.0)) for steps in (1, 2, 4, 8, 16, 32)]
+    choices = tau.after(PROBLEM, timings, 1e6)
+    assert tau.best(choices).timing.tau == 8
+    assert [choice.rounds for choice in choices] == [125_000] * 4 + [62_500, 31_250]
+    assert len(tau.after(PROBLEM, timings, 10.0)) == 4
+    why = list(tau.explain(choices, 32))
+    assert len(why) == 4
+    assert "A tau of 4 takes 50%" in why[2]
+    assert "A tau of 16 takes 100%" in why[3]
+    assert len(list(tau.explain(choices, 8))) == 5
+    assert "try longer" in shown(timings[:4], 1e6)
+    assert "try longer" not in shown(timings, 1e6)
+
+
+def test_time_to_a_target_is_the_first() -> None:
+    """The bound reaches the target then, and not one percent earlier; perhaps never."""
+    mine = timing(4, 2.0)
+    reached = tau.until(PROBLEM, mine, 0.05)
+    assert reached is not None
+    assert tau.after(PROBLEM, [mine], reached)[0].bound.total <= 0.05
+    assert tau.after(PROBLEM, [mine], 0.99 * reached)[0].bound.total > 0.05
+    assert tau.until(PROBLEM, mine, 1e-9) is None
+
+
+def test_taus_that_do_not_fit_are_named() -> None:
+    """Where only some do not fit, the note says which; of measured rounds it says nothing."""
+    timings = [replace(timing(n, 2.0 * n), fits_in_memory=n < 4) for n in (2, 4, 8)]
+    assert "tau 4, 8: does not fit" in shown(timings, 1e5)
+    assert "not fit" not in shown([timing(2, 4.0), timing(4, 8.0)], 1e5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tau_", "workers", "delay"),
+    [
+        ("co2:tau=6", 6, 16, 1),
+        ("co2:staleness=2,worker=node", 12, 2, 2),
+        ("slowmo:tau=4", 4, 16, 0),
+        ("local_sgd:worker=node", 12, 2, 0),
+    ],
+)
+def test_rounds_say_who_averages_when(strategy: str, tau_: int, workers: int, delay: int) -> None:
+    """Workers are GPUs or nodes; an average is used after CO2's staleness, or at once."""
+    case = Case(cluster="a100-tcp80", model="gpt2-small", strategy=strategy, gpus=16)
+    found = tau._simulated(case, tau_)
+    assert (found.tau, found.workers, found.delay) == (tau_, workers, delay)
+    assert found.round_time > 0
+    assert found.fits_in_memory
+
+
+def test_late_strategies() -> None:
+    """A strategy's own delay counts, if it is a number; without one averages are rounds late."""
+
+    @dataclass(frozen=True)
+    class Delayed:
+        delay: int | str
+        keep: float = 1.0
+        predict: float = 0.0
+
+    assert tau.late_of(parse("co2")) is None
+    assert tau.late_of(Delayed(3, 0.5, 0.25)) == Late(steps=3, keep=0.5, predict=0.25)
+    assert tau.late_of(Delayed(2)) == Late(steps=2)
+    with pytest.raises(OptionError, match="auto"):
+        tau.late_of(Delayed("auto"))
+    for other in ("zero3", "ddp", "overlap_local_sgd"):
+        with pytest.raises(OptionError, match=other):
+            tau.averaging(parse(other))
+
+
+def test_tau_reads_real_runs(
+    co2analysis: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Round times are those of the records, in the order of tau; the bound after so many rounds."""
+    monkeypatch.chdir(tmp_path)
+    for steps in (4, 2):
+        write(Path(f"run-{steps}"), measured(f"co2(tau={steps},worker=node)"))
+    found = answer(co2analysis, *TAU, "run-4", "run-2", "--times", "10 s", "--target", "1")
+    timings = tau.measured([Path("run-4"), Path("run-2")])
+    assert [one.tau for one in timings] == [2, 4]
+    assert [one.workers for one in timings] == [2, 2]
+    assert found["timings"] == json.loads(json.dumps([{**_plain(one)} for one in timings]))
+    after = tau.after(PROBLEM, timings, 10.0)
+    (advice,) = found["after"]  # type: ignore[misc]
+    assert advice["best_tau"] == tau.best(after).timing.tau
+    assert [c["bound"]["total"] for c in advice["choices"]] == [c.bound.total for c in after]
+    assert found["seconds_to_target"] == [tau.until(PROBLEM, one, 1.0) for one in timings]
+
+
+def _plain(one: tau.Timing) -> dict[str, object]:
+    names = ("tau", "round_time", "exposed", "workers", "delay", "source", "late", "fits_in_memory")
+    return {name: getattr(one, name) for name in names}
+
+
+@pytest.mark.slow
+def test_tau_depends_on_the_network(co2analysis: Command) -> None:
+    """Between sites at 1 Gbit/s the best tau is larger than on 80 Gbit/s, and it is said why."""
+    best = {}
+    case = (*TAU, "--model", "gpt2-medium", "--strategy", "co2:worker=node", "--gpus", "64")
+    for cluster in ("a100-tcp80", "two-sites-wan"):
+        words = ("--cluster", cluster, "--taus", "2,8,32", "--times", "10 h", "--target", "0.1")
+        found = answer(co2analysis, *case, *words)
+        (advice,) = found["after"]  # type: ignore[misc]
+        best[cluster] = advice["best_tau"]
+        assert len(advice["why"]) >= 3
+        assert all(timing["fits_in_memory"] for timing in found["timings"])  # type: ignore[attr-defined]
+    assert best["a100-tcp80"] < best["two-sites-wan"]
+
+
+def test_the_search_for_tau_doubles_while_the_longest_is_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With rounds of 1,000 s up to a tau of 512: past the usual ones, and it ends."""
+    case = Case(cluster="a100-tcp80", model="gpt2-small", strategy="co2", gpus=16)
+
+    def simulated(_case: Case, steps: int) -> tau.Timing:
+        return timing(steps, 1000.0 * max(1, steps / 512))
+
+    monkeypatch.setattr(tau, "_simulated", simulated)
+    monkeypatch.setattr(tau, "simulated", lambda case, taus: [simulated(case, t) for t in taus])
+    found = tau.searched(PROBLEM, case, [1e7])
+    assert [one.tau for one in found] == [*tau.USUAL, 512, 1024]
+    assert tau.best(tau.after(PROBLEM, found, 1e7)).timing is found[-2]
+    assert tau.searched(PROBLEM, case, [10.0])[-1].tau == tau.USUAL[-1]  # no round fits in
+
+
+# --- trends --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_trends_are_labelled(co2analysis: Command) -> None:
+    """Every method trains the network, and the output says what it is not."""
+    given = ("trends", "--steps", "8", "--taus", "4", "--seeds", "2", "--by-label")
+    found = answer(co2analysis, *given)
+    lines = found["trends"]
+    assert isinstance(lines, list)
+    assert [line["method"] for line in lines] == ["local SGD", "SlowMo", "CO2"]
+    for line in lines:
+        assert line["loss"] < 2.5 < -math.log(0.01)
+        assert 0 < line["error"] < line["measured"]
+        assert (line["largest_step"] > line["inner_step"]) is (line["bound"] is not None)
+        assert min(line["smoothness"], line["noise"], line["spread"]) > 0
+    assert "not a check" in str(found["label"])

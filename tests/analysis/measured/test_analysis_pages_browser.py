@@ -1,0 +1,96 @@
+"""Pages of `co2analysis compare`, `validate` and `verify` in a real browser."""
+
+from pathlib import Path
+
+import pytest
+from browsing import PHONE, SCHEMES, Opened, browser, marks, needs_axe
+from playwright.sync_api import Browser
+from simulated_record import measured, more_latency, slower_network
+from test_analysis_pages import EVIL, compared, invented, text_of, validated
+
+from analysis.measured.comparison import compare
+from analysis.published.report import brief_report
+from co2sim.report.html import Page, render
+from co2sim.report.markdown import sections
+from co2sim.simulation.noise import Noise
+
+__all__ = ["browser"]
+
+pytestmark = marks[1:]
+slow, nightly = pytest.mark.slow, pytest.mark.nightly
+
+PAGES = ["compare", "validate", "prose"]
+DOT = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8ffff"
+    "3f0005fe02fe0def46b80000000049454e44ae426082"
+)
+"""A picture of one white pixel."""
+PROSE = f"""# dropped
+
+{EVIL} and ![not ours](http://x.org/p.png)
+
+## Pictures
+
+![a caption](dot.png)
+
+## Tables
+
+| {" | ".join(f"column {n}" for n in range(12))} |
+|{" --- |" * 12}
+| {" | ".join(f"cell{n}" * 3 for n in range(12))} |
+
+### Code
+
+```sh
+{"a long command --with options " * 9}
+```
+"""
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs of three causes, published cells, and Markdown with all it has, as of `verify`."""
+    runs = compared({EVIL: ("ddp", slower_network), "latency": ("zero2", more_latency)})
+    runs.append(compare("slow node", measured("zero3", noise=Noise(node_speed={1: 0.7}))))
+    prose = sections(PROSE, "First", {"dot.png": (DOT, "one white pixel")})
+    texts = {
+        "compare": text_of(runs),
+        "validate": validated(brief_report(invented("co2", "zeropp", "zeropp-volume"))),
+        "prose": render(Page(answer=["Yes."], sections=prose, commands=["x " * 300])).decode(),
+    }
+    folder = tmp_path_factory.mktemp("pages")
+    for name, text in texts.items():
+        (folder / f"{name}.html").write_text(text, "utf-8")
+    return {name: folder / f"{name}.html" for name in texts}
+
+
+@pytest.mark.parametrize(
+    "scheme", [pytest.param("light", marks=slow), pytest.param("dark", marks=nightly)]
+)
+@pytest.mark.parametrize("name", PAGES)
+def test_every_chart_is_drawn_and_nothing_is_asked_of_a_network(
+    browser: Browser, pages: dict[str, Path], name: str, scheme: str
+) -> None:
+    """No error, no warning, no request but for the file; readable at 360 px; a PDF has pages."""
+    opened = Opened(browser, pages[name], color_scheme=scheme, viewport=PHONE)
+    assert opened.said == []
+    assert opened.requests() == [pages[name].as_uri()]
+    assert opened.page.locator("h1").count() == 1
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= 360
+    pdf = opened.page.pdf()
+    assert pdf.startswith(b"%PDF")
+    assert len(pdf) > 20_000
+
+
+@nightly
+@needs_axe
+@SCHEMES
+@pytest.mark.parametrize("name", PAGES)
+def test_axe_finds_no_serious_violation(
+    browser: Browser, pages: dict[str, Path], name: str, scheme: str
+) -> None:
+    """Contrast, texts of pictures, order of headings, tables, boxes that scroll."""
+    opened = Opened(browser, pages[name], color_scheme=scheme, bypass_csp=True)
+    for closed in opened.page.locator("details > summary:visible").all()[:3]:
+        closed.click()
+    assert opened.violations("heading-order") == []

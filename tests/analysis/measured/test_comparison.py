@@ -1,0 +1,374 @@
+"""Predicted beside measured: the cause that was changed is the cause that is named."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import tiny
+from commands import Command
+from simulated_record import (
+    Change,
+    disturbed,
+    measured,
+    more_latency,
+    more_launch,
+    same,
+    slower_gpu,
+    slower_network,
+)
+
+from analysis.measured.attribution import Cause, attribute, interference
+from analysis.measured.comparison import RunComparison, changed, compare, summarise
+from analysis.measured.op_table import by_label, causes, labels
+from analysis.measured.spans import split
+from co2sim.catalog import load_cluster
+from co2sim.common.errors import OptionError
+from co2sim.hardware.cluster import Calls, Cluster, HostEffects, Link, TokenBucket
+from co2sim.schedule.schedule import (
+    NODE,
+    WORLD,
+    After,
+    Collective,
+    Compute,
+    DType,
+    Kind,
+    Op,
+    Schedule,
+)
+from co2sim.simulation.noise import QUIET, Noise
+from co2sim.simulation.run import execute
+from realrun.record import write
+
+
+def shares(strategy: str, change: Change = same, noise: Noise = QUIET) -> dict[Cause, float]:
+    """Shares of the causes of a constructed measurement."""
+    return causes(by_label(compare("run", measured(strategy, change, noise))))
+
+
+JITTER = Noise(jitter=0.05, seed=3)
+
+CHANGED = [
+    ("ddp", slower_network, Cause.BANDWIDTH),
+    ("zero3", slower_network, Cause.BANDWIDTH),
+    ("co2(tau=4)", slower_network, Cause.BANDWIDTH),
+    ("ddp", more_latency, Cause.LATENCY),
+    ("zeropp", more_latency, Cause.LATENCY),
+    ("ddp", more_launch, Cause.LAUNCH),
+    ("co2(tau=4)", more_launch, Cause.LAUNCH),
+    ("zeropp", disturbed, Cause.CONTENTION),
+    ("co2(tau=4)", disturbed, Cause.CONTENTION),
+    ("ddp", slower_gpu, Cause.COMPUTE),
+    ("zero3", slower_gpu, Cause.COMPUTE),
+    ("co2(tau=4)", slower_gpu, Cause.COMPUTE),
+]
+
+
+@pytest.mark.parametrize(("strategy", "change", "cause"), CHANGED)
+def test_the_one_thing_that_was_changed_is_the_dominant_cause(
+    strategy: str, change: Change, cause: Cause
+) -> None:
+    """It explains most of all errors; with 5 % jitter ranks wait, too, and it stays the largest."""
+    found = shares(strategy, change)
+    assert next(iter(found)) is cause
+    assert found[cause] > 0.6
+    if change is not disturbed:
+        assert next(iter(shares(strategy, change, JITTER))) is cause
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "co2(tau=4)"])
+def test_a_slow_node_is_a_straggler_and_others_wait_for_it(strategy: str) -> None:
+    """The slow node's computes are named straggler; collectives that err much wait for it."""
+    noise = Noise(node_speed={1: 0.8})
+    comparison = compare("run", measured(strategy, noise=noise))
+    found = causes(by_label(comparison))
+    assert set(list(found)[:2]) == {Cause.WAITING, Cause.STRAGGLER}
+    collectives = {op.name for op in comparison.schedule.body if isinstance(op.work, Collective)}
+    names = labels(comparison.schedule)
+    waiting = {names[name] for name in collectives}
+    for row in by_label(comparison):
+        if row.share > 0.05 and row.cause:
+            assert row.cause is (Cause.WAITING if row.label in waiting else Cause.STRAGGLER)
+
+
+@pytest.mark.parametrize("strategy", ["zeropp", "co2(tau=3,worker=node)"])
+def test_traces_that_agree_have_no_errors_and_no_causes(strategy: str) -> None:
+    """A simulation beside itself: all errors are 0 and nothing is blamed."""
+    comparison = compare("run", measured(strategy))
+    assert comparison.round_time_error == pytest.approx(0, abs=1e-9)
+    assert comparison.overlap_difference == pytest.approx(0, abs=1e-6)
+    assert all(row.cause is None and row.error == pytest.approx(0) for row in by_label(comparison))
+    assert not any(causes(by_label(comparison)).values())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "change"),
+    [("zero3", slower_network), ("zeropp", more_latency), ("zeropp", disturbed)],
+)
+def test_parts_add_up_to_the_error(strategy: str, change: Change) -> None:
+    """Nothing of an error is lost, and nothing invented, whatever the noise."""
+    noise = Noise(jitter=0.1, straggle=0.1, seed=1)
+    comparison = compare("run", measured(strategy, change, noise))
+    for d in comparison.differences:
+        assert sum(d.parts.values()) == pytest.approx(d.error, abs=1e-12)
+    found = by_label(comparison)
+    assert sum(row.share for row in found) == pytest.approx(1)
+    whole = sum(d.error for d in comparison.differences)
+    assert sum(sum(row.parts.values()) for row in found) == pytest.approx(whole)
+
+
+def crossing(compute: float) -> Schedule:
+    """Two all-reduces of 8 ms each on streams of their own, the second after a compute op."""
+    work = Collective(Kind.ALL_REDUCE, "a", 8_000_000, DType.INT8, WORLD)
+    other = replace(work, buffer="b")
+    return Schedule(
+        "crossing",
+        (
+            Op("a", work, "one"),
+            Op("work", Compute("work", compute), "compute"),
+            Op("b", other, "two", (After("work"),)),
+            Op("end", Compute("end", 1e9), "compute", (After("a"), After("b"))),
+        ),
+    )
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_collectives_that_meet_against_the_prediction_are_in_contention(backend: str) -> None:
+    """A compute op shorter than predicted lets two collectives share the link, or queue on it."""
+    cluster = tiny.cluster(2, 1, backend=backend)
+    schedule = crossing(1e10)
+    before = execute(schedule, cluster, precision="bf16", rounds=2, fold=False)
+    after = execute(crossing(2e9), cluster, precision="bf16", rounds=2, fold=False)
+    found = attribute(schedule, cluster, "bf16", before, after, rounds=1)
+    for op in ("a", "b"):
+        for d in (d for d in found if d.op == op and d.error > 1e-6):
+            assert max(d.parts, key=lambda cause: abs(d.parts[cause])) is Cause.CONTENTION
+            assert d.parts[Cause.CONTENTION] == pytest.approx(d.error, rel=1e-6)
+    assert sum(d.parts.get(Cause.CONTENTION, 0.0) for d in found) > 0
+    (work,) = {round(d.parts[Cause.COMPUTE], 9) for d in found if d.op == "work"}
+    assert work == pytest.approx(-8e-3)
+
+
+def exchange(*, beside: bool) -> Schedule:
+    """An all-to-all of 8 MB over all ranks and, with it or after it, an all-reduce in each node."""
+    whole = Collective(Kind.ALL_TO_ALL, "a", 8_000_000, DType.INT8, WORLD)
+    inside = Collective(Kind.ALL_REDUCE, "b", 2_000_000, DType.INT8, NODE)
+    waits = () if beside else (After("exchange"),)
+    work = Compute("end", 1e9)
+    return Schedule(
+        "exchange",
+        (
+            Op("exchange", whole, "one"),
+            Op("inside", inside, "two", waits),
+            Op("end", work, "compute", (After("exchange"), After("inside"))),
+        ),
+    )
+
+
+def pair() -> Schedule:
+    """Two equal all-reduces of 8 MB that start together on streams of their own."""
+    work = Collective(Kind.ALL_REDUCE, "a", 8_000_000, DType.INT8, WORLD)
+    return Schedule("pair", (Op("a", work, "one"), Op("b", replace(work, buffer="b"), "two")))
+
+
+@pytest.mark.parametrize(
+    ("communicators", "overlaps"), [("stream", (0.5, 0.5)), ("group", (0.0, 0.5))]
+)
+def test_collectives_queue_only_on_a_communicator_that_they_share(
+    communicators: str, overlaps: tuple[float, float]
+) -> None:
+    """With one for each stream both share the link; with one for both the second waits for it.
+
+    Either way the time alone that is left is that of the cost model.
+    """
+    cluster = tiny.cluster(2, 1, backend="nccl", communicators=communicators)
+    trace = execute(pair(), cluster, precision="bf16", rounds=1, fold=False)
+    parts = split(trace, pair(), cluster, 0)
+    for op, overlap in zip("ab", overlaps, strict=True):
+        assert parts[op, 0, 0].overlap_fraction == pytest.approx(overlap)
+        assert parts[op, 0, 0].alone == pytest.approx(8e-3)
+
+
+def test_members_that_end_apart_and_start_late_never_give_negative_waits() -> None:
+    """A member may end before another starts, by clocks that differ: waits are cut at its end."""
+    schedule = Schedule(
+        "one",
+        (
+            Op("reduce", Collective(Kind.ALL_REDUCE, "g", 1000, DType.FP32, NODE), "comm"),
+            Op("work", Compute("work", 1e9), "compute"),
+        ),
+    )
+    cluster = tiny.cluster(1, 2, intra=Link(1e9, 1e-6))
+    found = execute(schedule, cluster, precision="bf16", rounds=1, fold=False)
+    late = [
+        span._replace(start=span.end + 1, end=span.end + 2)
+        if (span.rank, span.op) == (1, "reduce")
+        else span
+        for span in found.spans
+    ]
+    broken = replace(found, spans=tuple(late))
+    for part in split(broken, schedule, cluster, 0).values():
+        assert part.waiting >= 0
+        assert part.active >= 0
+    parts = attribute(schedule, cluster, "bf16", found, broken, rounds=1)
+    assert all(sum(d.parts.values()) == pytest.approx(d.error) for d in parts)
+
+
+def test_interference_is_what_makes_equal_works_equal() -> None:
+    """Works that take 1/(1 - 0.25) times as long beside communication lose a quarter."""
+    samples = [("a", 1.0, 0.0), ("a", 1 / 0.75, 1.0), ("b", 4 / (1 - 0.125), 0.5), ("b", 4.0, 0.0)]
+    assert interference(samples) == pytest.approx(0.25, abs=0.01)
+    assert interference([("a", 1.0, 1.0), ("b", 2.0, 0.0)]) == 0.0
+    assert interference([]) == 0.0
+
+
+def test_predicting_on_the_cluster_that_was_measured_leaves_no_error() -> None:
+    """With the true description, as an object or as changed numbers, both agree."""
+    record = measured("zero3", slower_network)
+    recorded = record.case.cluster
+    assert isinstance(recorded, Cluster)
+    assert abs(compare("run", record).round_time_error) > 0.1
+    for cluster in (
+        slower_network(recorded),
+        changed(recorded, {"inter.bandwidth": f"{recorded.inter.bandwidth / 3!r} B/s"}),
+    ):
+        assert compare("run", record, cluster).round_time_error == pytest.approx(0, abs=1e-9)
+
+
+def test_an_unchanged_description_is_the_same_cluster() -> None:
+    """Numbers survive the way through texts with units exactly, those of a lab, too."""
+    named = [load_cluster(name, {}).value for name in ("dgx-h100", "two-sites-wan", "dgx2-ib1")]
+    link, burst = Link(1e8, 3e-4), TokenBucket(1e5, 1.234e9, 0.1)
+    host = HostEffects(
+        one_machine=True, wake_up=4.56e-4, calls=Calls(all_gather=1.23e-4), intra=burst, inter=burst
+    )
+    lab = {"intra": link, "inter": link, "backend": "gloo", "call_overhead": 7.89e-4, "host": host}
+    for cluster in (*named, replace(named[0], **lab)):
+        assert replace(changed(cluster, {}), name=cluster.name) == cluster
+
+
+@pytest.fixture(scope="module")
+def three() -> list[RunComparison]:
+    """Three runs: as predicted, on a slower network, on a slower GPU."""
+    return [
+        compare(change.__name__, measured("ddp", change))
+        for change in (same, slower_network, slower_gpu)
+    ]
+
+
+def test_summary_is_median_and_largest_of_absolute_errors(three: list[RunComparison]) -> None:
+    """Of every figure, by its definition from predicted and measured numbers."""
+    whole = summarise(three)
+
+    def errors(figure: str) -> list[float]:
+        pairs = [(getattr(one.predicted, figure), one.measured[figure]) for one in three]
+        return sorted(abs(here / there - 1) for here, there in pairs)
+
+    busy, exposed, rounds = (
+        errors(figure) for figure in ("comm_busy_s", "exposed_comm_s", "round_time_s")
+    )
+    assert whole.runs == 3
+    assert whole.median_comm_busy_error == pytest.approx(busy[1], abs=1e-12)
+    assert whole.largest_comm_busy_error == pytest.approx(busy[2])
+    assert whole.median_exposed_error == pytest.approx(exposed[1])
+    assert whole.largest_exposed_error == pytest.approx(exposed[2])
+    assert whole.median_round_time_error == pytest.approx(rounds[1])
+    assert whole.largest_round_time_error == pytest.approx(rounds[2])
+    gaps = sorted(abs(one.overlap_difference or 0.0) for one in three)
+    assert whole.median_overlap_difference == gaps[1]
+    assert whole.largest_overlap_difference == gaps[2]
+
+
+def test_exposed_communication_is_compared_where_there_is_some(three: list[RunComparison]) -> None:
+    """Hidden here and there is no error; predicted but not measured is no division by zero."""
+    for here, there, error in (
+        (0.0, 0.0, None),  # nothing is exposed
+        (0.0, 0.009, None),  # less than a hundredth of 1 s: hidden, too
+        (0.05, 0.0, 5.0),  # as hundredths of the busy time
+        (0.0, 0.05, -1.0),
+        (0.3, 0.2, 0.5),
+    ):
+        run = replace(
+            three[0],
+            predicted=replace(three[0].predicted, exposed_comm_s=here),
+            measured=dict(three[0].measured, comm_busy_s=1.0, exposed_comm_s=there),
+        )
+        assert run.exposed_error == (error if error is None else pytest.approx(error))
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two runs in a folder, and nothing else."""
+    monkeypatch.chdir(tmp_path)
+    write(Path("runs/ddp"), measured("ddp", slower_network))
+    write(Path("runs/co2"), measured("co2(tau=2)", slower_gpu))
+
+
+@pytest.mark.usefixtures("runs")
+def test_json_and_csv_hold_every_op(co2analysis: Command) -> None:
+    """JSON has the promised keys; JSON and CSV hold every op with its error and parts."""
+    code, out, _ = co2analysis("compare", "runs/ddp", "--json", "--csv", "ops.csv")
+    assert code == 0
+    (run,) = json.loads(out)["runs"]
+    promised = {"predicted", "measured", "comm_busy_error", "exposed_error", "overlap_difference"}
+    promised |= {"round_time_error", "ops", "causes"}
+    assert promised <= run.keys()
+    assert run["round_time_error"] == pytest.approx(
+        run["predicted"]["round_time_s"] / run["measured"]["round_time_s"] - 1
+    )
+    body = measured("ddp").case.prepare().schedule.body
+    assert [op["op"] for op in run["ops"]] == [op.name for op in body]
+    frame = pd.read_csv("ops.csv")
+    assert list(frame["op"]) == [op.name for op in body]
+    errors = frame["measured_s"] - frame["predicted_s"]
+    assert frame["excess_s"].to_numpy() == pytest.approx(errors.to_numpy())
+    parts = frame[[f"{cause}_s" for cause in Cause]].sum(axis=1)
+    assert parts.to_numpy() == pytest.approx(errors.to_numpy(), abs=1e-12)
+    assert sum(run["causes"].values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "head"),
+    [
+        pytest.param(".svg", b"<?xml", marks=pytest.mark.slow),
+        pytest.param(".png", b"\x89PNG", marks=pytest.mark.nightly),
+    ],
+)
+@pytest.mark.usefixtures("runs")
+def test_figure_is_written_and_always_the_same(
+    co2analysis: Command, suffix: str, head: bytes
+) -> None:
+    """One figure per run, and writing twice gives the same bytes."""
+    written = []
+    for name, chosen in (("one", "runs"), ("two", "runs/ddp")):
+        code, out, _ = co2analysis("compare", chosen, "--figure", f"{name}{suffix}", "--rank", "3")
+        path = Path(f"{name}-ddp{suffix}" if chosen == "runs" else f"{name}{suffix}")
+        assert code == 0
+        assert f"written {path}" in out
+        written.append(path.read_bytes())
+    assert written[0].startswith(head)
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "token"),
+    [
+        ({"rounds": 99}, "99"),
+        ({"rounds": 0}, "0"),
+        ({"figures": {}}, "round_time_s"),
+        ({"case": {"strategy": "zero3"}}, "zero3"),
+    ],
+)
+def test_a_record_that_does_not_fit_is_refused(change: dict[str, Any], token: str) -> None:
+    """A trace of another schedule, more rounds than it has, no round time; with the run's name."""
+    record = measured("ddp")
+    if "case" in change:
+        change = {"case": replace(record.case, **change["case"])}
+    with pytest.raises(OptionError, match=token) as refused:
+        compare("the-run", replace(record, **change))
+    assert "the-run" in str(refused.value)

@@ -1,0 +1,190 @@
+"""A new source in `papers/`: its cells are predicted for what they name, or listed with reasons."""
+
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from places import ROOT
+
+import co2sim
+from analysis.published.cells import Cell, from_papers, run_kind, unpredicted
+from analysis.published.errors import validate
+from analysis.published.papers import PAPERS
+from analysis.published.predict import memory_of, predict
+from co2sim.common.errors import CatalogError
+
+PAPER = """key = "toy"
+[simulation]
+precision = "bf16"
+tokens_per_gpu = 2048
+micro_batch = 2
+options = { zero2 = "owners=true" }
+"""
+CELL = """[[cell]]
+where = "a table of the test"
+quantity = "tokens_per_s"
+value = 60000
+cluster = "a100-tcp80"
+model = "gpt2-xl"
+strategy = "zero2"
+gpus = 16
+use = "check"
+"""
+RATIO = CELL.replace("tokens_per_s", "scalability_ratio").replace(
+    "gpus = 16", "from_gpus = 8\nto_gpus = 16"
+)
+Source = Callable[..., Path]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Source:
+    """Writes the source `toy`; gives the folder of papers."""
+
+    def write(*cells: str, paper: str | None = PAPER) -> Path:
+        folder = tmp_path / "toy"
+        folder.mkdir()
+        if paper is not None:
+            (folder / "paper.toml").write_text(paper)
+        (folder / "results.toml").write_text("\n".join(cells))
+        shutil.copytree(PAPERS / "co2", tmp_path / "co2")
+        return tmp_path
+
+    return write
+
+
+def simulated(cluster: str, gpus: int) -> float:
+    """Tokens per second of the cell, asked of the simulator directly."""
+    return co2sim.simulate(
+        cluster, "gpt2-xl", "zero2:owners=true", gpus=gpus, micro_batch=2, precision="bf16"
+    ).tokens_per_s
+
+
+def test_a_new_source_is_predicted_under_its_name_on_its_cluster_with_its_model(
+    source: Source,
+) -> None:
+    """Nothing of CO2's enters: neither its cluster and model, nor the intervals of its constants.
+
+    The micro-batch, the precision and the options of strategies are those of `[simulation]`.
+    """
+    folder = source(CELL, RATIO)
+    throughput, ratio = (cell for cell in from_papers(folder) if cell.source == "toy")
+    assert throughput.name == "gpt2-xl, 16 GPUs, zero2"
+    small, large = simulated("a100-tcp80", 8), simulated("a100-tcp80", 16)
+    assert predict(throughput) == pytest.approx(large)
+    assert predict(ratio) == pytest.approx(large / 16 / (small / 8))
+    assert not any(row.has_interval for row in validate([throughput, ratio]))
+    known = [cell for cell in from_papers(folder) if cell.source == "co2"]
+    assert known == [cell for cell in from_papers() if cell.source == "co2"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "paper", "token"),
+    [
+        (CELL.replace("zero2", "pipeline:stages=4"), PAPER, "'pipeline'"),
+        (CELL.replace("gpt2-xl", "gpt2-xxl"), PAPER, "'gpt2-xl'"),
+        (CELL.replace("a100-tcp80", "a100-tcp8"), PAPER, "'a100-tcp80'"),
+        (CELL.replace("= 16", "= 12"), PAPER, "12"),
+        (CELL, PAPER.replace("micro_batch = 2", ""), "2048"),
+        (CELL, PAPER.replace("[simulation]", "[settings]"), "[simulation]"),
+        (CELL, None, "[simulation]"),
+        (CELL.replace("tokens_per_s", "tflops_per_gpu") + "tokens_per_gpu = 2", PAPER, "zeropp"),
+    ],
+)
+def test_what_is_not_predicted_is_listed_with_the_reason(
+    source: Source, cell: str, paper: str | None, token: str
+) -> None:
+    """And the cells of all other sources are predicted as before."""
+    folder = source(cell, paper=paper)
+    (found,) = (one for one in unpredicted(folder) if one.source == "toy")
+    assert token in found.reason
+    assert found.published == 60000
+    assert {one.source for one in from_papers(folder)} == {"co2"}
+
+
+@pytest.mark.parametrize(
+    ("cell", "change", "token"),
+    [
+        (CELL, ("tokens_per_gpu = 2048", ""), "'tokens_per_gpu'"),
+        (CELL, ("= 2048", "= 2047"), "2047"),
+        (CELL, ("micro_batch", 'cluster = "dgx-h100"\nmicro_batch'), "'cluster'"),
+        (CELL.replace("zero2", "zero2:bukket=3"), ("", ""), "bukket"),
+    ],
+)
+def test_what_is_wrong_with_a_cell_is_told_with_file_and_cell(
+    source: Source, cell: str, change: tuple[str, str], token: str
+) -> None:
+    """In one line."""
+    first = CELL.replace("zero2", "pipeline")  # listed, whatever its paper says
+    folder = source(first, cell, paper=PAPER.replace(*change))
+    with pytest.raises(CatalogError, match="cell 2: ") as caught:
+        from_papers(folder)
+    assert str(folder / "toy" / "results.toml") in str(caught.value)
+    assert token in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "token"),
+    [
+        ("micro_batch", "micro_bach", "'micro_batch'"),
+        ("= 2048", '= "2048"', "tokens_per_gpu"),
+        ("micro_batch = 2", "micro_batch = 0", "micro_batch is 0"),
+        ('{ zero2 = "owners=true" }', '"zero2"', "options"),
+    ],
+)
+def test_what_simulation_does_not_know_is_refused(
+    source: Source, old: str, new: str, token: str
+) -> None:
+    """A misspelt name would be dropped in silence."""
+    folder = source(CELL, paper=PAPER.replace(old, new))
+    with pytest.raises(CatalogError, match=r"paper\.toml") as caught:
+        from_papers(folder)
+    assert token in str(caught.value)
+
+
+# --- tensor and pipeline parallelism: predicted with constants of runs without --------------------
+
+
+@pytest.fixture(scope="module")
+def parallel() -> list[Cell]:
+    """The cells of both sources: checks, of no group of constants and of no kind of runs."""
+    found = [cell for cell in from_papers() if cell.source in {"vtrain_nodes", "megatron_sp"}]
+    assert len(found) == 102
+    assert {(cell.use, cell.group) for cell in found} == {("check", "")}
+    assert {run_kind(cell.setup) for cell in found} == {None}
+    return found
+
+
+def errors_of(cells: Iterable[Cell]) -> dict[str, float]:
+    """Signed errors by name."""
+    return {cell.name: predict(cell) / cell.published - 1 for cell in cells}
+
+
+def table_of(heading: str) -> list[str]:
+    """The rows of errors below a heading of docs/validation.md."""
+    text = (ROOT / "docs" / "validation.md").read_text().partition(heading)[2]
+    return [row for row in text.partition("\n###")[0].splitlines() if row.endswith(" % |")]
+
+
+@pytest.mark.nightly
+def test_pipelines_are_predicted_within_a_tenth_on_average(parallel: list[Cell]) -> None:
+    """81 runs on 64 to 512 GPUs; the page has their errors by number of stages."""
+    errors: dict[int, list[float]] = {}
+    for cell in parallel:
+        if cell.setup.pp > 1:
+            errors.setdefault(cell.setup.pp, []).append(predict(cell) / cell.published - 1)
+    every = [error for some in errors.values() for error in some]
+    assert len(every) == 81
+    assert fmean(map(abs, every)) < 0.1
+    assert max(map(abs, every)) < 0.33
+    assert fmean(errors[2]) < fmean(errors[32])  # the last stage, with the head, is too slow
+    expected = []
+    for stages, some in sorted(errors.items()):
+        shown = [100 * error for error in some]
+        figures = (f"{fmean(map(abs, shown)):.1f} %", f"{fmean(shown):+.1f} %")
+        ends = f"{min(shown):+.1f} to {max(shown):+.1f} %"
+        expected.append(" | ".join([str(stages), str(len(some)), *figures, ends]))
+    assert [row.strip("| ") for row in table_of("### Pipelines")] == expected
+    assert all(memory_of(cell.setup).share <= 1 for cell in parallel[::5])

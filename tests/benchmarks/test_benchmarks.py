@@ -1,0 +1,200 @@
+"""Scripts of benchmarks/: each answers --help and has a quick run that leaves results alone."""
+
+import argparse
+import importlib
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import in_process
+from places import ROOT
+
+from realrun.errors import LabError
+from realrun.lab.lab import check_machine
+
+FOLDER = ROOT / "benchmarks"
+DASK = bool(find_spec("distributed") and find_spec("pyarrow"))
+CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+BROWSER = CHROMIUM and find_spec("playwright")
+SCRIPTS: dict[str, list[pytest.MarkDecorator]] = {
+    "chaos.py": [pytest.mark.dist],
+    "checkpoints.py": [],
+    "collectives.py": [pytest.mark.lab],
+    "convergence.py": [pytest.mark.dist],
+    "engines.py": [pytest.mark.skipif(not DASK, reason="the extra `dask` is not installed")],
+    "explore.py": [pytest.mark.skipif(not BROWSER, reason="no Chromium, or no playwright")],
+    "failures.py": [pytest.mark.dist],
+    "fidelity.py": [pytest.mark.lab],
+    "fidelity_turns.py": [pytest.mark.lab],
+    "hpz_group.py": [],
+    "long_study.py": [pytest.mark.dist],
+    "overhead.py": [],
+    "peers.py": [pytest.mark.lab],
+    "quantization.py": [],
+    "required_bandwidth.py": [],
+    "speed.py": [],
+    "ssp.py": [pytest.mark.dist],
+    "step_factors.py": [],
+    "tasks.py": [pytest.mark.lab],
+    "time_to_loss.py": [pytest.mark.lab],
+}
+ARGUMENTS = {"fidelity.py": ["sleep"]}
+CELLS = {"time_to_loss.py": {"torch post-local SGD", "CO2, delay auto"}}
+"""In the table. A method that fails is not in it, or has more words behind its name."""
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of scripts can be imported from."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
+def results() -> dict[Path, int]:
+    """The files of results, with their times."""
+    return {path: path.stat().st_mtime_ns for path in (FOLDER / "results").iterdir()}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch, importing
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_imports_and_answers_help(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It names the quick run."""
+    if script == "explore.py":
+        pytest.importorskip("playwright")
+    main = importlib.import_module(script.removesuffix(".py")).main
+    ended = in_process(script, main, monkeypatch, capsys)("--help")
+    assert ended.code == 0
+    assert "--quick" in ended.out
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=marks, id=name) for name, marks in SCRIPTS.items()]
+)
+def test_every_script_has_a_quick_run(
+    script: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """It prints a table, and what made it; the results of long runs stay as they are."""
+    if request.node.get_closest_marker("lab"):
+        try:
+            check_machine()
+        except LabError as error:
+            pytest.skip(str(error))
+    before = results()
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / script), *ARGUMENTS.get(script, []), "--quick"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("|:--") for line in lines), done.stdout
+    assert any(line.startswith(f"Made by `python benchmarks/{script} ") for line in lines)
+    assert CELLS.get(script, set()) <= {cell.strip() for line in lines for cell in line.split("|")}
+    assert results() == before
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_script_is_forgotten() -> None:
+    """Whatever can be started is in the table above, and make knows it."""
+    started = {path.name for path in FOLDER.glob("*.py") if "__main__" in path.read_text()}
+    assert started == SCRIPTS.keys()
+    makefile = (ROOT / "Makefile").read_text()
+    assert [name for name in started if f"benchmarks/{name}" not in makefile] == []
+
+
+def test_tables_say_what_made_them() -> None:
+    """Every result in Markdown ends with its command and a commit."""
+    for path in (FOLDER / "results").glob("*.md"):
+        last = path.read_text().rstrip().splitlines()[-1]
+        assert last.startswith("Made by `"), path
+        assert " commit " in last, path
+
+
+def test_without_out_a_long_run_goes_to_the_results_and_a_quick_one_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And --out goes where it says."""
+    reports: Any = importlib.import_module("reports")
+    monkeypatch.setattr(reports, "RESULTS", tmp_path / "results")
+    command: argparse.ArgumentParser = reports.parser("A benchmark.\n\nMore.", "short")
+
+    def place(*arguments: str) -> Path:
+        with reports.folder(command.parse_args(arguments)) as out:
+            return Path(out)
+
+    assert place() == tmp_path / "results"
+    assert place("--quick", "--out", str(tmp_path / "b")) == tmp_path / "b"
+    assert not place("--quick").exists()
+
+
+CALCULON = """
+class Application:
+    def __init__(self, given): self.given = given
+class Execution:
+    from_json = staticmethod(dict)
+class Llm:
+    Application, Execution = Application, Execution
+    def __init__(self, model, logger): self.model = model.given
+    def compile(self, hardware, execution): hardware.done = [self.model, execution]
+    def run(self, hardware): hardware.done.append("run")
+"""
+SIMUMAX = """
+from pathlib import Path
+class Config:
+    @classmethod
+    def init_from_config_file(cls, path): return Path(path).read_text()
+ModelConfig = StrategyConfig = SystemConfig = Config
+"""
+PERF = """
+class PerfLLM:
+    def configure(self, *, strategy_config, model_config, system_config):
+        assert strategy_config + model_config + system_config == "{}{}{}"
+    def run_estimate(self): pass
+"""
+CHECKOUTS = {
+    "calculon/calculon/__init__.py": "",
+    "calculon/calculon/llm.py": CALCULON,
+    "calculon/calculon/system.py": "class System:\n    def __init__(self, given): pass\n",
+    "calculon/models/megatron-1T.json": "{}",
+    "calculon/examples/3072_t4_p64_d12_mbs4_full.json": "{}",
+    "simumax/simumax/core/config.py": SIMUMAX,
+    "simumax/simumax/core/perf_llm.py": PERF,
+    "simumax/configs/models/llama3-8b.json": "{}",
+    "simumax/configs/strategy/tp2_pp1_dp4_mbs1.json": "{}",
+    "simumax/configs/system/a100_pcie.json": "{}",
+}
+
+
+def test_peers_run_in_turn_with_us_where_they_are_and_say_why_where_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stand-ins of two checkouts and a command are run; what is broken says so."""
+    import speed  # noqa: PLC0415 - a folder of scripts
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(speed, "runs", lambda _: lambda: sum(range(1000)))
+    for name in ("CALCULON", "SIMUMAX", "ASTRA_SIM"):
+        monkeypatch.delenv(name, raising=False)
+    assert speed.found() == dict.fromkeys(("Calculon", "SimuMax", "ASTRA-sim"), speed.ABSENT)
+    for name, text in CHECKOUTS.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv("CALCULON", str(tmp_path / "calculon"))
+    monkeypatch.setenv("SIMUMAX", str(tmp_path / "simumax"))
+    monkeypatch.setenv("ASTRA_SIM", f"{sys.executable} -c pass")
+    assert str(speed.found()["Calculon"]).startswith("cannot be run: FileNotFoundError")
+    (tmp_path / "calculon/systems").mkdir()
+    (tmp_path / "calculon/systems/a100_80g.json").write_text("{}")
+    ours, *peers = speed.beside_peers(1)
+    assert ours["ratio"] == "1.00"
+    assert [one["what"] for one in peers if float(one["ratio"]) >= 0] == list(speed.found())

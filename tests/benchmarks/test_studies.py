@@ -1,0 +1,245 @@
+"""Studies of benchmarks/: what is run next, given what is there, and what their numbers rest on."""
+
+import functools
+import math
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from places import ROOT
+
+torch = pytest.importorskip("torch", reason="the extra `real` is not installed")
+
+FOLDER = ROOT / "benchmarks"
+sys.path.insert(0, str(FOLDER))
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch, importing
+    import convergence
+    import quantization
+    import ssp
+    import time_to_loss_plan as timed
+    from ranks import on_ranks
+
+from realrun.algorithms.quantization_kernels import wire_bytes  # noqa: E402
+from realrun.train.settings import TrainSettings  # noqa: E402
+from realrun.train.tasks.registry import make_task  # noqa: E402
+from realrun.train.tasks.task import loss_of, means, scores  # noqa: E402
+
+pytestmark = pytest.mark.slow  # importing them takes seconds
+
+
+# --- convergence: which runs, in which order -----------------------------------------------------
+
+BUDGET = convergence.StudyBudget()
+
+
+def line(name: str) -> Any:
+    """A line of the table of the convergence study."""
+    return next(one for one in convergence.configurations(BUDGET) if one.name == name)
+
+
+def tuned(configuration: Any, best_lr: float, best: int) -> list[Any]:
+    """All runs of a line in order, if the loss is least at a rate and at one outer step."""
+    known: dict[Any, Any] = {}
+    asked = []
+    while asks := convergence.missing(
+        functools.partial(convergence.wanted, configuration, BUDGET), known
+    ):
+        asked.append(asks[0])
+        wrong = abs(math.log2(asks[0].lr / best_lr))
+        wrong += 0.1 * abs(configuration.choices.index(asks[0].choice) - best)
+        known[asks[0].key] = {"validation_loss": 2 + wrong}
+    return asked
+
+
+@given(
+    st.sampled_from([one.name for one in convergence.configurations(BUDGET)]),
+    st.sampled_from((5e-3, 1e-2, 2e-2, 1.25e-3)),
+)
+def test_every_line_is_reported_at_its_best(name: str, best: float) -> None:
+    """Three seeds, none of them that of the tuning, at the best rate and outer step."""
+    asked = tuned(line(name), best, 1)
+    last = asked[-3:]
+    assert [ask.seed for ask in last] == list(convergence.SEEDS)
+    assert {ask.seed for ask in asked[:-3]} == {convergence.TUNING_SEED}
+    choices = line(name).choices
+    assert {(ask.lr, ask.choice) for ask in last} == {(best, choices[min(1, len(choices) - 1)])}
+
+
+def test_a_best_rate_at_the_edge_is_looked_beyond() -> None:
+    """By factors of 2, twice at most; one inside the grid is not."""
+    low, middle, high = convergence.RATES
+    tried = {at: {ask.lr for ask in tuned(line("AdamW-DDP"), at, 0)} for at in (middle, 1.0, 1e-6)}
+    assert tried[middle] == {low, middle, high}
+    assert tried[1.0] == {low, middle, high, 2 * high, 4 * high}
+    assert tried[1e-6] == {low, middle, high, low / 2, low / 4}
+
+
+# --- time to a loss ------------------------------------------------------------------------------
+
+
+def test_the_loss_falls_evenly_between_validations() -> None:
+    """The target is crossed on the straight line; at the first validation there is none."""
+    points = [(12.0, 1.0, 3.0), (24.0, 5.0, 2.0), (36.0, 6.0, 2.5), (48.0, 7.0, 1.0)]
+    assert timed.reached(points, 2.25) == pytest.approx((21.0, 4.0, 2.25))
+    assert timed.reached(points, 1.75) == pytest.approx((42.0, 6.5, 1.75))
+    assert timed.reached(points, 3.5) == (12.0, 1.0, 3.0)
+    assert timed.reached(points, 0.5) is None
+
+
+def test_a_predicted_step_takes_what_was_calibrated_into_account() -> None:
+    """Sending slows only what runs meanwhile; a network that attains 4/5 of its rate is found."""
+    step, Calibrated = timed.predicted_step, timed.Calibrated  # noqa: N806 - a class
+    place = timed.Place(4, "100 Mbit/s", "mini", 8)
+    whole, slow = step(place, "local_sgd:tau=12", Calibrated(0.027)), Calibrated(0.027, 0.1)
+    assert step(place, "local_sgd:tau=12", slow) == pytest.approx(whole)
+    late = [step(place, "co2:tau=12,delay=4", found) for found in (Calibrated(0.027), slow)]
+    average = 12 * (whole - 0.027)
+    assert 12 * (late[1] - late[0]) == pytest.approx(0.1 / 1.1 * average, rel=0.02)
+    averaging = step(place, "local_sgd:tau=1", Calibrated(0.027, efficiency=0.8))
+    assert timed.network_efficiency(place, 0.027, averaging) == pytest.approx(0.8, rel=0.03)
+    assert step(place, "local_sgd:tau=12", Calibrated(0.027, messages=0.04)) == 0.04
+    for local, least in ((0.025, 4), (0.028, 3)):  # as many steps as an average takes
+        chosen = timed.with_delay(place, "co2:tau=12,delay=auto,fragments=1", local)
+        assert chosen.delay == least
+
+
+# --- block sizes of quantization -----------------------------------------------------------------
+
+
+def received(code: str, x: Any, block: int) -> Any:
+    """What arrives of a vector."""
+    return quantization.CODES[code].received(x[None], block, torch.Generator().manual_seed(0))[0]
+
+
+@given(st.integers(0, 1000), st.sampled_from((32, 256, 4096)))
+def test_an_adaptive_scale_is_never_worse_in_a_block(seed: int, block: int) -> None:
+    """It may choose the usual one; of a normal distribution it chooses a smaller one."""
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(seed))
+    usual, adaptive = ((received(c, x, block) - x).square() for c in ("int4", "int4, adaptive"))
+    for one, other in zip(usual.split(block), adaptive.split(block), strict=True):
+        assert other.sum() <= one.sum() * (1 + 1e-5)
+    assert adaptive.sum() < usual.sum()
+
+
+@pytest.mark.parametrize(("code", "bits"), [("int4", 4), ("int4, stochastic", 4), ("int8", 8)])
+def test_codes_have_the_error_of_uniform_rounding_and_the_bits_of_the_wire(
+    code: str, bits: int
+) -> None:
+    """Elements spread evenly: scale^2 / 12 to nearest, and 1 / 6 of it stochastic."""
+    x = 2 * torch.rand(400_000, generator=torch.Generator().manual_seed(1)) - 1
+    expected = (1 / (2 ** (bits - 1) - 1)) ** 2 / (6 if "stochastic" in code else 12)
+    assert float((received(code, x, 4096) - x).square().mean()) == pytest.approx(expected, rel=0.01)
+    sent = 8 * wire_bytes(1 << 16, 4 if bits == 4 else 8, 256) / (1 << 16)
+    assert quantization.CODES[code].bits_per_element(256) == sent
+
+
+def test_fp8_is_exact_for_its_own_numbers() -> None:
+    """A block's largest element becomes 448."""
+    numbers = torch.tensor([448.0, 1.0, 1.125, 0.0625, -0.0703125, 0.0])
+    assert torch.equal(received("fp8 (E4M3)", numbers, 32), numbers)
+
+
+@pytest.mark.dist
+def test_the_study_codes_as_the_algorithms_do() -> None:
+    """Four ranks: the sum of ZeRO++'s gradients, and the mean of an average, bit for bit."""
+    calls = {"gradient": {"block": 32}, "outer": {"wire": "int4"}}
+    found = {
+        name: on_ranks(name, 4, module="quantization_workers", **arguments)
+        for name, arguments in calls.items()
+    }
+
+    def send(block: int) -> Any:
+        return lambda rows: quantization.CODES["int4"].received(rows, block, torch.Generator())
+
+    sent = {name: [torch.tensor(one["given"]) for one in ranks] for name, ranks in found.items()}
+    parts = torch.cat([torch.tensor(one["got"]) for one in found["gradient"]])
+    assert torch.equal(quantization.reduced(sent["gradient"], send(32)), parts)
+    expected = quantization.averaged(sent["outer"], send(2048))
+    assert all(torch.equal(torch.tensor(one["got"]), expected) for one in found["outer"])
+
+
+# --- stale-synchronous parallel training ---------------------------------------------------------
+
+FREE = ssp.Servers(workers=4, servers=2, parameter_bytes=0.0)
+
+
+@pytest.mark.parametrize("bound", [0, 3])
+def test_one_slow_worker_sets_the_pace_of_all(bound: int) -> None:
+    """It never waits; the others are ahead by the bound, and wait the rest of the time."""
+    course = ssp.ssp(FREE, lambda worker, _: 1.0 if worker else 2.0, 40, bound)
+    assert course.seconds == 80.0
+    assert max(course.staleness()) == bound
+    assert course.waited == [0.0] + [39 - 2.0 * bound] * 3
+
+
+def test_messages_take_turns_at_each_network_card() -> None:
+    """As many servers as workers: each card is always busy, in no bound of 0 beside computing."""
+    place = ssp.Servers(workers=4, servers=4, parameter_bytes=4.0, bandwidth=10.0, latency=0.01)
+    assert ssp.ssp(place, lambda *_: 1.0, 40, 0).seconds == pytest.approx(40 * (0.82 + 1.0))
+    assert ssp.ssp(place, lambda *_: 1.0, 40, 1).seconds == pytest.approx(40 * 1.41 + 0.41)
+
+
+@given(st.data())
+@settings(max_examples=30)
+def test_no_worker_is_further_ahead_than_the_bound(data: Any) -> None:
+    """For any times: each clock is read and arrives once, in order; a larger bound is no slower."""
+    workers, bound = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 5))
+    rows = st.lists(st.floats(0.01, 5.0), min_size=12, max_size=12)
+    seconds = [data.draw(rows) for _ in range(workers)]
+    place = ssp.Servers(workers=workers, servers=2, parameter_bytes=0.0)
+    course, looser = (ssp.ssp(place, lambda w, c: seconds[w][c], 12, b) for b in (bound, bound + 1))
+    assert max(course.staleness()) <= bound
+    for what in ("read", "arrived"):
+        for worker in range(workers):
+            mine = [m.clock for m in course.moments if (m.what, m.worker) == (what, worker)]
+            assert mine == list(range(12))
+    assert course.seconds >= max(map(sum, seconds)) - 1e-9
+    assert looser.seconds <= course.seconds + 1e-9
+
+
+def steps_of_adamw(task: Any, chosen: TrainSettings) -> Iterator[float]:
+    """Validation losses after each step of plain AdamW."""
+    torch.manual_seed(chosen.seed)
+    model = task.model()
+    optim = torch.optim.AdamW(model.parameters(), weight_decay=chosen.weight_decay)
+    for step in range(1, chosen.steps + 1):
+        optim.param_groups[0]["lr"] = chosen.learning_rate(step)
+        optim.zero_grad()
+        loss_of(model, task.batch(chosen.seed, step, chosen.batch)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), chosen.clip_grad)
+        optim.step()
+        with torch.no_grad():
+            yield means(sum(scores(model, batch) for batch in task.validation))[0]
+
+
+def test_one_worker_learns_as_adamw() -> None:
+    """However its pushes travel: it knows what it has pushed itself."""
+    chosen = TrainSettings(task="digits", size="tiny", steps=8, batch=8, warmup=2, eval_every=4)
+    task = make_task(chosen.task, chosen.size, chosen.shape, torch.device("cpu"))
+    place = ssp.Servers(workers=1, servers=1, parameter_bytes=1.0, bandwidth=1.0)
+    seen = list(ssp.train(task, chosen, ssp.ssp(place, lambda *_: 0.3, 8, 3)))
+    assert [clocks for clocks, *_ in seen] == [4, 8]
+    assert seen[-1][2] == pytest.approx(list(steps_of_adamw(task, chosen))[-1], rel=1e-4)
+
+
+def test_rounds_wait_for_the_slowest_and_hide_what_a_delay_covers() -> None:
+    """DDP: each step its slowest, and a ring. Local updates: each round; late averages: nothing."""
+    place = ssp.Servers(workers=4, servers=1, parameter_bytes=4.0, bandwidth=6.0, latency=0.5)
+    ring = 2 * 3 / 4 * 4 / 6 + 6 * 0.5
+
+    def ended(tau: int, delay: int = 0) -> tuple[float, list[float]]:
+        steps, waited = ssp.rounds(
+            place, lambda worker, clock: 2.0 if worker == clock % 4 else 1.0, 24, tau, delay
+        )
+        return steps[-1], waited
+
+    for asked, seconds in (((1,), 24 * (2 + ring)), ((4,), 6 * (5 + ring)), ((8, 4), 30.0)):
+        last, waited = ended(*asked)
+        assert last == pytest.approx(seconds)
+        assert waited == pytest.approx([seconds - 30] * 4)

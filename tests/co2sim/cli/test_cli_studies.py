@@ -1,0 +1,143 @@
+"""`co2sim scale` and `sweep`: what they print and write."""
+
+import csv
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+from co2sim.cli import scale_answer
+from co2sim.common.errors import OptionError
+from co2sim.common.files import write_atomically
+from co2sim.prediction import driver
+from co2sim.prediction.case import Case
+from co2sim.prediction.published import SpeedComparison, ThroughputCell
+from co2sim.report.bar_charts import chart
+
+Run = Callable[..., tuple[int, str, str]]
+SMALL = ("-c", "dgx-h100", "-m", "gpt2-small", "-g", "16")
+
+
+@pytest.mark.slow
+def test_scale_writes_table_and_figures_and_shows_published_cells(cli: Run, tmp_path: Path) -> None:
+    """`scale` prints a table, writes CSV, PNG and SVG, and shows published cells with errors."""
+    code, out, _ = cli(
+        *("scale", "-c", "a100-tcp80", "-m", "transnormer-7b", "-s", "zero2", "-g", "8,16,128"),
+        *("--published", str(ROOT / "papers/co2/results.toml"), "--out", "deep/out"),
+    )
+    assert code == 0
+    folder = tmp_path / "deep/out"
+    assert sorted(path.name for path in folder.iterdir()) == ["scale.csv", "scale.png", "scale.svg"]
+    rows = list(csv.DictReader((folder / "scale.csv").read_text().splitlines()))
+    assert [row["gpus"] for row in rows] == ["8", "16", "128"]
+    assert (folder / "scale.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (folder / "scale.svg").read_text()
+    predicted = float(rows[0]["tokens_per_s"])
+    assert f"{predicted / 18444 - 1:+.0%}" in out
+
+
+def test_without_altair_scale_has_no_picture(
+    cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes the table, and names the extra."""
+    monkeypatch.setattr(scale_answer, "installed", lambda: False)
+    code, out, _ = cli("scale", *SMALL, "-s", "ddp")
+    assert code == 0
+    assert ".[report]" in out
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["scale.csv"]
+
+
+def test_the_picture_shows_intervals_published_cells_and_what_does_not_fit() -> None:
+    """Per GPU, a panel for each cluster, one colour a strategy; a star at the published size."""
+    cases = [
+        Case(cluster=name, model="gpt2-small", strategy=how, gpus=gpus)
+        for name in ("a100-tcp80", "a100-roce800")
+        for how in ("ddp", "zero3")
+        for gpus in (8, 64)
+    ]
+    results = [driver.run(case) for case in cases]
+    results[0] = replace(results[0], fits_in_memory=False)
+    cell = ThroughputCell(
+        where="table 1", quantity="tokens_per_s", value=32000.0, use="check",
+        cluster="a100-tcp80", model="m", strategy="ddp", gpus=32,
+    )  # fmt: skip
+    spec = chart(cases, results, [SpeedComparison(cell, "ddp", 1.0)], "").to_dict()
+    first, second = spec["hconcat"]
+    marks = [layer["mark"]["type"] for layer in first["layer"]]
+    assert marks == ["area", "line", "point", "point", "point"]
+    band, line, fits, hollow, star = (
+        spec["datasets"][layer["data"]["name"]] for layer in first["layer"]
+    )
+    assert [row["value"] for row in line] == [r.tokens_per_s_per_gpu for r in results[:4]]
+    assert ([row["gpus"] for row in fits], [row["gpus"] for row in hollow]) == ([64, 8, 64], [8])
+    assert star == [{"strategy": "ddp", "gpus": 32, "value": 1000.0}]
+    assert first["layer"][-1]["encoding"]["x"]["axis"]["values"] == [8, 32, 64]
+    assert band[1]["low"] < band[1]["value"] < band[1]["high"]
+    assert band[1]["low"] * 64 == pytest.approx(results[1].tokens_per_s_low)
+    assert len(second["layer"]) == 3
+
+
+def test_scale_json_holds_results_and_comparisons(cli: Run) -> None:
+    """Every result; signed errors of published cells, also of what the study leaves out."""
+    code, out, _ = cli(
+        *("scale", "-c", "a100-tcp80", "-m", "transnormer-7b", "-s", "zero2", "-g", "16,128"),
+        *("--published", str(ROOT / "papers/co2/results.toml"), "--json"),
+    )
+    found = json.loads(out)
+    assert code == 0
+    assert [result["gpus"] for result in found["results"]] == [16, 128]
+    first, last = (result["tokens_per_s_per_gpu"] for result in found["results"])
+    ratio = next(c for c in found["published"] if c["quantity"] == "scalability_ratio")
+    assert ratio["predicted"] == pytest.approx(last / first)
+    assert ratio["error"] == pytest.approx(last / first / 0.82 - 1)
+    cells = {(c["strategy"], *c["sizes"]) for c in found["published"]}
+    assert ("co2(tau=12, worker=node, inner=zero2)", 16, 128) in cells
+    assert len(cells) == 7
+
+
+@pytest.mark.slow
+def test_sweep_takes_all_combinations_in_parallel(cli: Run, tmp_path: Path) -> None:
+    """Two axes of two values give four rows in order, the same on one process and on two."""
+    arguments = ("sweep", *SMALL, "-s", "co2", "--vary", "strategy.tau=1,4")
+    arguments += ("--vary", "inter.bandwidth=1 Gbit/s, 10 Gbit/s", "--csv", "sweep.csv", "--json")
+    code, out, _ = cli(*arguments, "--jobs", "2")
+    assert code == 0
+    found = json.loads(out)
+    assert [tuple(row["setting"].values()) for row in found] == [
+        ("1", "1 Gbit/s"),
+        ("1", "10 Gbit/s"),
+        ("4", "1 Gbit/s"),
+        ("4", "10 Gbit/s"),
+    ]
+    assert len((tmp_path / "sweep.csv").read_text().splitlines()) == 5
+    assert json.loads(cli(*arguments, "--jobs", "1")[1]) == found
+
+
+def test_sweep_marks_what_does_not_fit(cli: Run) -> None:
+    """Rows where some fit; the whole where none does."""
+    case = ("sweep", "-c", "a100-tcp80", "-m", "llama-7b", "-g", "8", "--jobs", "1")
+    for strategies, said in (("ddp", "none fits"), ("ddp, zero3", "* does"), ("zero3", "")):
+        out = cli(*case, "--vary", f"strategy={strategies}")[1]
+        assert said in out
+        assert ("none fits" in out, "fit" in out) == (strategies == "ddp", said > "")
+
+
+def test_a_link_stays_where_its_file_is_written(cli: Run, tmp_path: Path) -> None:
+    """Output goes through links to what they point to."""
+    (tmp_path / "real.csv").write_text("old")
+    (tmp_path / "link.csv").symlink_to(tmp_path / "real.csv")
+    sweep = ("sweep", *SMALL, "-s", "ddp", "--vary", "micro_batch=1")
+    assert cli(*sweep, "--csv", "link.csv")[0] == 0
+    assert (tmp_path / "link.csv").is_symlink()
+    assert (tmp_path / "real.csv").read_text() != "old"
+
+
+def test_files_are_written_together_or_not_at_all(tmp_path: Path) -> None:
+    """When one of several files cannot be written, none is, and no draft stays behind."""
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OptionError, match="taken"):
+        write_atomically({tmp_path / "a.csv": b"a", tmp_path / "taken": b"b"})
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]

@@ -1,0 +1,246 @@
+"""The pages of `co2sim plan`, `solve` and `sweep` say what --json says, and no more than fits."""
+
+import base64
+import html
+import io
+import json
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+pytest.importorskip("altair", reason="the extra `report` is not installed")
+pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
+
+from commands import Command, written
+from html_pages import drawn_points, held
+
+from co2sim.common.errors import OptionError
+from co2sim.prediction.case import Case
+from co2sim.prediction.driver import run
+from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import NO_GOAL
+from co2sim.prediction.totals import to_dict
+from co2sim.report import bundle
+from co2sim.report.sweep import Swept
+from co2sim.studies import batch
+from co2sim.studies.batch import Failure
+from co2sim.studies.grid import cases_of, settings
+
+pytestmark = pytest.mark.slow  # each writes a page
+
+HERE = ("-c", "a100-tcp80", "-m", "gpt2-small", "-g", "16")
+SOLVE = ("solve", "inter.bandwidth", "--for", "efficiency=50%,90%", *HERE, "-s", "zero2")
+SOLVE = (*SOLVE, "-s", "co2:tau=4,worker=node", "--from", "1 Gbit/s", "--to", "10 Tbit/s")
+SWEEP = ("sweep", *HERE, "-s", "zero2", "--jobs", "1")
+SWEEP = (*SWEEP, "--vary", "inter.bandwidth=10 Gbit/s, 100 Gbit/s", "--vary", "micro_batch=1,2")
+EVIL = "<script>alert(1)</script>"
+OFFER = """\
+name = "{name}"
+source = "an offer"
+nodes = 2
+gpus_per_node = 8
+gpu = "h100"
+price_per_gpu = "{price} USD/h"
+intra = {{ bandwidth = "450 GB/s", efficiency = 0.8, latency = "3 us" }}
+inter = {{ bandwidth = "{rate} Gbit/s", efficiency = 0.9, latency = "20 us" }}
+"""
+
+
+@pytest.fixture(scope="session")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Between a dear fast network, and a cheap slow one with a name that is no name."""
+    folder, given = tmp_path_factory.getbasetemp() / "offers", ["plan", "-m", "gpt2-small"]
+    folder.mkdir(exist_ok=True)  # this module is imported by another: the same page for both
+    for key, name, price, rate in (("fast", EVIL, 3.0, 1600), ("slow", "ü" * 200, 2.0, 25)):
+        path = folder / f"{key}.toml"
+        path.write_text(OFFER.format(name=name, price=price, rate=rate), "utf-8")
+        given += ["-c", str(path)]
+    given += ["-s", "zero2", "-s", "co2:tau=12,delay=1", "--tokens", "1e10"]
+    return (*given, "--global-batch", "256", "--deadline", "300 days", "--json")
+
+
+def files_of(text: str) -> dict[str, str]:
+    """The files inside of a page."""
+    links = re.findall(r'download="([^"]+)" href="data:[^;]+;base64,([^"]+)"', text)
+    return {name: base64.b64decode(content).decode() for name, content in links}
+
+
+def heading(text: str) -> str:
+    """The answer."""
+    found = re.search(r"<h1>(.*?)</h1>", text)
+    assert found
+    return html.unescape(found[1])
+
+
+def test_the_page_of_a_plan_says_what_json_says(
+    tmp_path_factory: pytest.TempPathFactory, plan: tuple[str, ...]
+) -> None:
+    """The sentences, every option, and the data inside; the choice and the runner-up are marked."""
+    done = written(tmp_path_factory, *plan)
+    found, text = json.loads(done.out), done.text
+    assert heading(text) == found["answer"][0]
+    assert all(sentence in html.unescape(text) for sentence in found["answer"])
+    files = files_of(text)
+    assert json.loads(files["plan.json"]) == found
+    points = [point for point in drawn_points(held(text, "specs")["options-0"]) if "days" in point]
+    drawn = {(point["days"], point["cost"]) for point in points if "cost" in point}
+    options = [one["totals"] for one in (*found["best"], *found["front"])]
+    assert drawn == {(one["days"], one["cost"]) for one in options}
+    marks = {point["mark"]: point["days"] for point in points if point.get("mark")}
+    assert marks == {
+        "choice": found["choice"]["totals"]["days"],
+        "runner-up": found["runner_up"]["totals"]["days"],
+    }
+    frame = pd.read_csv(io.StringIO(files["plan.csv"]))
+    assert set(zip(frame["days"], frame["cost"], strict=True)) == drawn
+    assert 300.0 in {point["days"] for point in points}
+
+
+def test_a_plan_without_prices_or_choice_has_a_page(cli: Command) -> None:
+    """Days against GPU-hours; and where nothing is within the limits, what there is without."""
+    out = Path("r.html")
+    given = ["plan", "-m", "gpt2-small", "--tokens", "1e10", "-s", "zero2", "-c", "a100-tcp80"]
+    given += ["-g", "8,16", "--global-batch", "256", "--json", "--report", str(out)]
+    found = json.loads(cli(*given).out)
+    points = drawn_points(held(out.read_text("utf-8"), "specs")["options-0"])
+    hours = {one["totals"]["gpu_hours"] for one in (*found["best"], *found["front"])}
+    assert {point["cost"] for point in points} == hours
+    assert cli(*given, "--deadline", "1 h").code == 1
+    assert "0.0416667" in heading(out.read_text("utf-8"))
+
+
+def test_the_page_of_solve_says_what_json_says(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Every value that was looked at, with its interval, and where the targets are reached."""
+    done = written(tmp_path_factory, *SOLVE, "--json")
+    found, text = json.loads(done.out), done.text
+    assert heading(text) == f"{found[0]['answer']}."
+    assert all(one["answer"] in html.unescape(text) for one in found)
+    files = files_of(text)
+    assert json.loads(files["solve.json"]) == found
+    points = drawn_points(held(text, "specs")["target-0-0"])
+    curve = {(p["strategy"], round(p["x"] / 8), p["value"]) for p in points if "at" in p}
+    for one in found:
+        for point in one["points"]:
+            assert (one["strategy"], round(point["value"]), point["figure"]) in curve
+            low, high = point["interval"]
+            assert low < point["figure"] < high
+        for answer in one["answers"]:
+            (met,) = answer["met"]
+            assert (one["strategy"], round(met["low"]), answer["value"]) in curve
+    assert {"90 %", "50 %"} <= {point.get("words") for point in points}
+    assert len(pd.read_csv(io.StringIO(files["solve.csv"]))) == sum(len(o["points"]) for o in found)
+
+
+def test_an_answer_needs_no_case_that_works(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where the case as it is cannot be simulated, the page has the answer without its levers."""
+    given = ["solve", "gpus", "--for", "step=10 s", "-c", "a100-tcp80", "-m", "gpt2-small"]
+    given += ["-s", "ddp", "--global-batch", "48", "--json"]
+    done = written(tmp_path_factory, *given)
+    assert json.loads(done.out)[0]["answer"] in html.unescape(done.text)
+
+
+def test_the_page_of_a_sweep_says_what_json_says(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Lines over the first number in its unit, one for each combination of the others."""
+    done = written(tmp_path_factory, *SWEEP, "--json")
+    rows, text = json.loads(done.out), done.text
+    files = files_of(text)
+    assert json.loads(files["sweep.json"]) == rows
+    points = drawn_points(held(text, "specs")["speed-0"])
+    found = {(point["at"], point["strategy"], point["value"]) for point in points}
+    assert found == {
+        (
+            row["setting"]["inter.bandwidth"],
+            f"micro_batch={row['setting']['micro_batch']}",
+            row["tokens_per_s"],
+        )
+        for row in rows
+    }
+    assert {point["x"] for point in points} == {1e10, 1e11}
+    best = max((row for row in rows if row["fits_in_memory"]), key=lambda row: row["tokens_per_s"])
+    assert f"inter.bandwidth={best['setting']['inter.bandwidth']}" in heading(text)
+    assert f"{best['tokens_per_s']:,.0f} tokens/s" in heading(text)
+    inputs = html.unescape(text.partition('id="inputs"')[2])
+    assert "<td>10 Gbit/s, 100 Gbit/s</td><td>varied</td>" in inputs
+
+
+def test_what_is_no_number_has_bars_and_what_fails_is_named(cli: Command) -> None:
+    """Strategies are bars; with --tokens there are days and money, too."""
+    given = ["sweep", "-c", "a100-tcp80", "-m", "gpt2-small", "--jobs", "1", "--tokens", "1e9"]
+    given += ["--vary", "strategy=zero2, fsdp", "--vary", "gpus=16,12", "--json"]
+    done = cli(*given, "--set", "price_per_gpu=2 USD/h", "--report", "r.html")
+    assert done.code == 1
+    rows, text = json.loads(done.out), Path("r.html").read_text("utf-8")
+    said = html.unescape(text)
+    assert "2 of 4 cases" in said
+    assert f"strategy=zero2, gpus=12: {rows[1]['error']}" in said
+    specs, known = held(text, "specs"), [row for row in rows if "error" not in row]
+    for key, figure in (
+        ("speed-0", lambda row: row["tokens_per_s"]),
+        ("money-0", lambda row: row["totals"]["days"]),
+        ("money-1", lambda row: row["totals"]["cost"]),
+    ):
+        points = drawn_points(specs[key])
+        assert {point["value"] for point in points} == {figure(row) for row in known}
+
+
+def test_an_interrupted_sweep_says_so_on_its_page(
+    cli: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cases that were done; where none gave a result there is no page."""
+    calls: list[Case] = []
+
+    def stopping(case: Case) -> Result:
+        calls.append(case)
+        if len(calls) % 4 == 0:
+            raise KeyboardInterrupt
+        return run(case)
+
+    monkeypatch.setattr(batch, "run", stopping)
+    assert cli(*SWEEP, "--report", "r.html").code == 130
+    text = Path("r.html").read_text("utf-8")
+    assert "3 of 4 cases" in text
+    assert len(json.loads(files_of(text)["sweep.json"])) == 3
+    assert cli(*SWEEP[:-2], "--vary", "micro_batch=0", "--report", "none.html").code == 2
+    assert not Path("none.html").exists()
+
+
+def many(count: int) -> Swept:
+    """A sweep over so many cases: one result and one failure again and again."""
+    values = ", ".join(f"{value + 1} Gbit/s" for value in range(count // 50))
+    job = Case(cluster="a100-tcp80", model="gpt2-small", strategy="zero2", gpus=16)
+    grid = {"inter.bandwidth": values, "seed": ", ".join(map(str, range(50)))}
+    asked = settings(grid)
+    cases = cases_of(job, asked)
+    result, failure = run(job), Failure("", OptionError("it does not fit " * 20))
+    outcomes = [failure if place % 3 == 0 else result for place in range(len(cases))]
+    return Swept(
+        cases=cases,
+        settings=asked,
+        outcomes=outcomes,
+        rows=[
+            to_dict(case, one, NO_GOAL, None) if isinstance(one, Result) else {"error": one.reason}
+            for case, one in zip(cases, outcomes, strict=True)
+        ],
+        goal=NO_GOAL,
+        tokens=None,
+        command="co2sim sweep",
+    )
+
+
+@pytest.mark.parametrize("command", ["plan", "solve", "sweep"])
+def test_a_bad_path_is_refused_before_anything_is_simulated(
+    command: str, cli: Command, plan: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another suffix, a folder that cannot be written, a missing extra: one line, code 2."""
+    given = {"plan": plan, "solve": SOLVE, "sweep": SWEEP}[command]
+    Path("file").touch()
+    for path, words in (("r.pdf", ".html"), ("file/r.html", "file")):
+        done = cli(*given, "--report", path)
+        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+        assert words in done.err
+    monkeypatch.setattr(bundle, "find_spec", lambda name: None if name == "vl_convert" else name)
+    done = cli(*given, "--report", "r.html")
+    assert (done.code, done.out) == (2, "")
+    assert ".[report]" in done.err

@@ -1,0 +1,233 @@
+"""The page of `co2sim report`: one file that says what the simulator said, and loads nothing."""
+
+import base64
+import hashlib
+import io
+import json
+import re
+from dataclasses import replace
+from html import unescape
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from html_pages import drawn_points, held
+
+pytest.importorskip("altair", reason="the extra `report` is not installed")
+pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
+
+from commands import Command, written
+
+from co2sim import simulate
+from co2sim.models.memory import GIB
+from co2sim.prediction.case import Case
+from co2sim.prediction.driver import run
+from co2sim.prediction.step_factors import NO_GOAL
+from co2sim.report import bar_charts, bundle, html, rounds, study_page
+from co2sim.report.study_page import Study
+from co2sim.studies.grid import over_sizes
+
+PRICED = {"price_per_gpu": "2 USD/h"}
+STRATEGIES = ["ddp", "zero3", "co2:tau=4,delay=1,worker=node"]
+REPORT = (
+    *("report", "-c", "a100-tcp80", "-m", "gpt2-small", "-g", "8,16", "--tokens", "1e9"),
+    *(word for strategy in STRATEGIES for word in ("-s", strategy)),
+    *("--set", "price_per_gpu=2 USD/h"),
+)
+
+
+def study_of(
+    clusters: list[str] | None = None, tokens: float | None = None, **changes: Any
+) -> Study:
+    """A small study of three strategies on one and two nodes."""
+    job = Case(cluster="", model="gpt2-small", strategy="", **changes)
+    cases = over_sizes(job, clusters or ["a100-tcp80"], STRATEGIES, "8,16")
+    return Study(
+        cases=cases,
+        results=[run(case) for case in cases],
+        goal=NO_GOAL,
+        tokens=tokens,
+        comparisons=(),
+        command="co2sim report ...",
+    )
+
+
+def rendered(study: Study) -> bytes:
+    """The page of a study."""
+    return html.render(study_page.page(study))
+
+
+@pytest.fixture
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A page about training 1e9 tokens."""
+    return written(tmp_path_factory, *REPORT).text
+
+
+def test_the_first_heading_is_the_answer_with_its_interval(text: str) -> None:
+    """Days and money of the cheapest case that fits."""
+    heading = re.search(r"<h1>(.*?)</h1>", text)
+    assert heading
+    words = unescape(heading[1])
+    study = study_of(tokens=1e9, overrides=PRICED)
+    best = study.best.totals
+    assert best is not None
+    costs = [one.totals.cost for one in study.all if one.totals and one.result.fits_in_memory]
+    assert best.cost == min(cost for cost in costs if cost is not None)
+    figures = [f"{days:.3g}" for days in (best.days, best.days_low, best.days_high)]
+    assert all(figure in words.split("(", 1)[at > 0] for at, figure in enumerate(figures))
+    assert words in unescape(text.partition("<title>")[2].partition("</title>")[0])
+
+
+def test_the_data_inside_is_what_the_simulator_says(text: str) -> None:
+    """CSV and JSON hold every case; the points of the chart are their throughputs."""
+    links = dict(re.findall(r'download="([^"]+)" href="data:[^;]+;base64,([^"]+)"', text))
+    rows = json.loads(base64.b64decode(links["study.json"]))
+    frame = pd.read_csv(io.BytesIO(base64.b64decode(links["study.csv"])))
+    assert len(rows) == len(frame) == 6
+    for row, (_, line) in zip(rows, frame.iterrows(), strict=True):
+        found = simulate("a100-tcp80", "gpt2-small", row["strategy"], gpus=row["gpus"])
+        assert row["tokens_per_s"] == pytest.approx(found.tokens_per_s)
+        assert line["tokens_per_s"] == pytest.approx(found.tokens_per_s)
+    spec = held(text, "specs")["speed-0"]
+    drawn = {(point["gpus"], point["value"]) for point in drawn_points(spec)}
+    assert drawn == {(row["gpus"], row["tokens_per_s"]) for row in rows}
+
+
+def test_nothing_is_loaded_and_only_its_own_scripts_may_run(text: str) -> None:
+    """The policy names the hash of each script, and allows no other source of anything."""
+    policy = unescape(re.search(r'Security-Policy" content="([^"]+)"', text)[1])  # type: ignore[index]
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe-eval" not in policy
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    assert len(scripts) == 2
+    for script in scripts:
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy
+    outside = text
+    for script in scripts:
+        outside = outside.replace(script, "")
+    assert not re.search(r'(?:src|href)="(?!data:|#)', outside)
+    assert "@import" not in outside
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "diloco:tau=50,fragments=4,delay=3"])
+def test_a_timeline_holds_the_round_in_few_bars(strategy: str) -> None:
+    """Bars lie in the round, in order on each stream; together they are the spans of a rank."""
+    case = Case(cluster="a100-tcp80", model="gpt2-small", strategy=strategy, gpus=16)
+    shown, result = rounds.last_round(case), run(case)
+    assert shown.length == pytest.approx(1e3 * result.round_time_s)
+    assert len(shown.bars) <= 4 * 1500
+    computed = 0.0
+    for stream in {bar.stream for bar in shown.bars}:
+        own = [bar for bar in shown.bars if bar.stream == stream]
+        for before, after in pairwise(own):
+            assert before.end <= after.start + 1e-9
+        computed += sum(bar.end - bar.start for bar in own) if stream == "compute" else 0.0
+    assert all(0 <= bar.start <= bar.end <= shown.length * (1 + 1e-12) for bar in shown.bars)
+    exposed = 1e3 * result.exposed_comm_s
+    assert computed == pytest.approx(shown.length - exposed, rel=0.01)
+
+
+def test_shares_of_a_round_sum_to_one() -> None:
+    """Computing alone, computing with communication behind it, exposed, and slower ranks."""
+    for one in study_of().all:
+        shares = bar_charts.parts(one.result)
+        assert sum(shares.values()) == pytest.approx(1)
+        assert all(share >= 0 for share in shares.values())
+        assert shares["exposed communication"] == pytest.approx(one.result.exposed_share)
+        hidden = one.result.comm_busy_s - one.result.exposed_comm_s
+        assert list(shares.values())[1] == pytest.approx(hidden / one.result.round_time_s)
+
+
+def test_bars_of_memory_are_the_items_of_a_gpu(text: str) -> None:
+    """Together they are its total, which is no bar."""
+    spec = held(text, "specs")["memory-0"]
+    (group,) = study_of(tokens=1e9, overrides=PRICED).largest.values()
+    for one in group:
+        sizes = [row["size"] for row in drawn_points(spec) if row.get("strategy") == one.strategy]
+        total = one.result.memory_bytes_per_gpu["total"] / GIB
+        assert sum(sizes) == pytest.approx(total)
+
+
+def test_of_two_clusters_the_answer_says_how_much_more_one_may_cost() -> None:
+    """As much as it is faster, from its worst against the other's best to the contrary."""
+    study = study_of(["a100-tcp80", "a100-roce800"])
+    slow, fast = (
+        max(study.largest[name], key=lambda one: one.result.tokens_per_s)
+        for name in ("a100-tcp80", "a100-roce800")
+    )
+    ratio = fast.result.tokens_per_s / slow.result.tokens_per_s
+    assert ratio > 2
+    ends = [
+        getattr(fast.result, f"tokens_per_s_{one}") / getattr(slow.result, f"tokens_per_s_{other}")
+        for one, other in (("low", "high"), ("high", "low"))
+    ]
+    answer = study.answer()
+    assert numbers(answer[0], "times") == [f"{ratio:.1f}", f"{ends[1]:.2g}", f"{ratio:.1f}"]
+    assert f"{ends[0]:.2g} to " in answer[0]
+    assert answer[0].index("a100-roce800") < answer[0].index("a100-tcp80")
+    assert all(name in answer[1] for name in (fast.strategy, slow.strategy))
+    pairs = zip(study.largest["a100-roce800"], study.largest["a100-tcp80"], strict=True)
+    gained = [(a.result.tokens_per_s / b.result.tokens_per_s, a.strategy) for a, b in pairs]
+    most, strategy = max(gained)
+    assert strategy in answer[2]
+    assert numbers(answer[2], "times") == [f"{most:.1f}"]
+    assert ends[0] < 1
+    assert "undecided" in answer[3]
+    assert slow.result.cluster in answer[4]
+
+
+def numbers(text: str, unit: str) -> list[str]:
+    """The numbers before a unit."""
+    return re.findall(rf"([\d.,]+) {unit}\b", text)
+
+
+def test_without_prices_days_are_drawn_over_gpus() -> None:
+    """Those of the totals, with their intervals; with prices money is drawn over days instead."""
+    study = study_of(tokens=1e9)
+    figure, *others = html.money(study.all, STRATEGIES).figures
+    assert others == []
+    assert figure.chart
+    points = drawn_points(dict(figure.chart))
+    expected = {(o.strategy, o.result.gpus, o.totals.days) for o in study.all if o.totals}
+    assert {(row["strategy"], row["gpus"], row["value"]) for row in points} == expected
+
+
+def test_equal_clusters_are_called_equal() -> None:
+    """A number that does nothing here makes no difference worth a word."""
+    study = study_of()
+    twice = replace(
+        study,
+        cases=[*study.cases, *study.cases],
+        results=[*study.results, *study.results],
+        panels=[name for name in ("one", "other") for _ in study.cases],
+    )
+    assert "equally fast" in twice.answer()[0]
+
+
+def test_a_missing_extra_is_named_before_anything_is_simulated(
+    cli: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base install has no Vega."""
+    monkeypatch.setattr(bundle, "find_spec", lambda name: None if name == "vl_convert" else name)
+    given = ["-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", "--report", "r.html"]
+    for name in ("run", "scale"):
+        done = cli(name, *given)
+        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+        assert ".[report]" in done.err
+
+
+def test_the_bundle_is_kept_for_the_next_page(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In the user's cache; where that cannot be written it is made again."""
+    monkeypatch.setattr("vl_convert.javascript_bundle", lambda _: "made once</script>")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert bundle.vega() == "made once<\\/script>"
+    monkeypatch.setattr("vl_convert.javascript_bundle", lambda _: "made twice")
+    assert bundle.vega() == "made once<\\/script>"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert bundle.vega() == "made twice"

@@ -1,0 +1,272 @@
+"""Tensor parallelism: what ranks that share layers hold, do and exchange, in every strategy."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+from commands import Command
+from hypothesis import given
+from hypothesis import strategies as st
+from small_gpt import BODY, TOKENS, VOCAB, job, planned
+
+from co2sim import Co2simError, simulate, strategies
+from co2sim.hardware.cluster import Cluster, Link
+from co2sim.models.architecture import Transformer, language_model
+from co2sim.models.memory import activations
+from co2sim.models.workload import Workload
+from co2sim.schedule import schedule as sched
+from co2sim.schedule.schedule import WORLD, Collective, Group, Kind, Layout, Schedule, tensor
+from co2sim.schedule.tensor_parallel import TENSOR
+from co2sim.simulation.collective_cost import costs_of, traffic
+from co2sim.simulation.run import execute
+from co2sim.strategies import chaining
+
+DIVISIONS = [(2, False), (4, False), (2, True), (4, True)]
+"""Ranks that share layers, and whether they divide the sequence."""
+
+GROUPS = [WORLD, sched.NODE, sched.PEERS, sched.LEADERS, sched.SITE, sched.SITE_PEERS]
+GROUPS += [sched.block(2), sched.peers_of_blocks(2)]
+
+
+def exchanges(schedule: Schedule, kind: Kind, buffer: str = "activations") -> list[Collective]:
+    """The exchanges of a kind among ranks that share layers."""
+    works = (op.work for op in schedule.body if op.stream == TENSOR)
+    return [
+        work
+        for work in works
+        if isinstance(work, Collective) and (work.kind, work.buffer) == (kind, buffer)
+    ]
+
+
+def cluster(nodes: int = 2, gpus: int = 4, **changes: object) -> Cluster:
+    """A tiny cluster with latencies."""
+    links = {"intra": Link(1e10, 1e-7), "inter": Link(1e9, 1e-6)}
+    return tiny.cluster(nodes, gpus, **links | changes)
+
+
+@given(
+    st.sampled_from(GROUPS),
+    st.sampled_from([(1, 4, 1), (2, 4, 1), (3, 8, 1), (4, 4, 2), (4, 8, 2)]),
+    st.sampled_from([1, 2, 4]),
+)
+def test_ranks_meet_those_with_their_own_place_in_other_tensor_parallel_groups(
+    group: Group, shape: tuple[int, int, int], stride: int
+) -> None:
+    """A group with a stride is the group itself where each of its ranks stands for `stride`."""
+    layout = Layout(*shape)
+    inner = Layout(layout.nodes, layout.gpus_per_node // stride, layout.sites)
+    if group.ranks and inner.world_size % group.ranks:
+        return
+    wide = replace(group, stride=stride)
+    for rank in range(layout.world_size):
+        found, alike = wide.members(rank, layout), group.members(rank // stride, inner)
+        assert [member // stride for member in found] == list(alike)
+        assert {member % stride for member in found} == {rank % stride}
+        assert rank in found
+    together = [set(tensor(stride).members(rank, layout)) for rank in range(layout.world_size)]
+    assert all(len({member // stride for member in one}) == 1 for one in together)
+
+
+def asked(command: Command, line: str) -> str:
+    """What a command prints that works."""
+    ended = command(*line.split())
+    assert ended.code == 0, ended.err
+    return ended.out
+
+
+@given(st.sampled_from(tiny.VARIANTS), st.sampled_from([(4, False), (2, True)]))
+def test_every_strategy_combines_with_it_folded_or_not(
+    strategy: str, division: tuple[int, bool]
+) -> None:
+    """One rank stands for all: the trace is that of all ranks, each simulated on its own."""
+    here, (tp, sequence) = cluster(2, 4), division
+    schedule = planned(strategy, job(tp, sequence=sequence), here.layout)
+    folded, unfolded = (
+        execute(schedule, here, precision="bf16", rounds=1, fold=fold).grid(schedule)
+        for fold in (True, False)
+    )
+    # who wait for the leaders start earlier
+    alike = [rank for rank in range(8) if "leader" not in strategy or rank % 4 < tp]
+    one = folded.ends if len(alike) == folded.ends.shape[-1] else folded.ends[..., :1]
+    np.testing.assert_allclose(unfolded.ends[..., alike] - one, 0, atol=1e-14)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zeropp", "co2(tau=2,worker=node,inner=fsdp)"])
+@pytest.mark.parametrize(("tp", "sequence"), DIVISIONS)
+def test_each_pass_exchanges_what_megatron_does(strategy: str, tp: int, sequence: bool) -> None:  # noqa: FBT001 - pytest's
+    """Forward: the embedding and two sums a layer; backward: two sums a layer and the head's.
+
+    Along the sequence each of them is a reduce-scatter and an all-gather, and the inputs of
+    products are gathered once more for the gradients of weights.
+    """
+    schedule = planned(strategy, job(tp, sequence=sequence), Layout(2, 4))
+    sums = schedule.steps * (2 * 2 * BODY.layers + 2)
+    inputs = schedule.steps * (2 * BODY.layers + 1)
+    counts = {
+        Kind.ALL_REDUCE: 0 if sequence else sums,
+        Kind.REDUCE_SCATTER: sums if sequence else 0,
+        Kind.ALL_GATHER: sums + inputs if sequence else 0,
+    }
+    for kind, count in counts.items():
+        found = exchanges(schedule, kind)
+        assert [(w.elements, w.group) for w in found] == [
+            (TOKENS * BODY.hidden, tensor(tp))
+        ] * count
+    loss = exchanges(schedule, Kind.ALL_REDUCE, "loss")
+    assert [work.elements for work in loss] == [TOKENS] * 3 * schedule.steps
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_bytes_on_links_are_those_of_the_closed_form(tp: int) -> None:
+    """2 (t-1)/t of b s h elements for each sum, on the GPU's link, and nothing leaves the node."""
+    here, micro = cluster(2, 4), 3
+    whole = planned("local_sgd(tau=1)", job(micro_batch=micro), here.layout)
+    schedule = planned("local_sgd(tau=1)", job(tp, micro_batch=micro), here.layout)
+    costs = [
+        cost
+        for number in schedule.work_numbers
+        if (cost := costs_of(schedule, here)[number]) is not None
+        and schedule.works[number].group == tensor(tp)  # type: ignore[union-attr]
+    ]
+    sums, ring = 4 * BODY.layers + 2, 2 * (tp - 1) / tp
+    expected = ring * (sums * 2 * micro * TOKENS * BODY.hidden + 3 * 4 * micro * TOKENS)
+    assert sum(cost.intra for cost in costs) == pytest.approx(expected)
+    assert {cost.inter for cost in costs} == {0.0}
+    # the average: one group of every place sends its part, all parts together the whole model
+    held = job(tp).share.parameters
+    groups = 8 // tp
+    assert traffic(schedule, here).nic == pytest.approx(tp * 2 * (groups - 1) / groups * 4 * held)
+    assert traffic(whole, here).nic == pytest.approx(2 * 7 / 8 * 4 * job().parameters)
+
+
+@pytest.mark.parametrize(("tp", "sequence"), DIVISIONS)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_ranks_together_do_the_flop_of_the_model(tp: int, sequence: bool, recompute: str) -> None:  # noqa: FBT001 - pytest's
+    """Of matrix products and attention; the vocabulary is filled up to equal parts."""
+    one = job(recompute=recompute)
+    part = job(tp, sequence=sequence, recompute=recompute).share
+    for whole, divided in zip(one.works(), part.works(), strict=True):
+        for name in ("forward", "backward"):
+            did, does = getattr(whole, name).flops, getattr(divided, name).flops
+            assert tp * does == pytest.approx(did, rel=1e-12), (whole.block.name, name)
+
+
+@given(
+    *(st.sampled_from(values) for values in ([1, 2, 4, 8], [False, True], [16, 48], [1, 3])),
+    st.booleans(),
+)
+def test_activations_are_those_of_korthikanti(
+    tp: int,
+    sequence: bool,  # noqa: FBT001
+    tokens: int,
+    micro: int,
+    eager: bool,  # noqa: FBT001 - pytest's
+) -> None:
+    """A layer keeps s b h (10 + 24/t + 5 a s / (h t)); sequence: s b h (34 + 5 a s / h) / t.
+
+    Source: Korthikanti et al. 2022, arXiv 2205.05198, equations 2 and 4. Without the scores that is
+    the table's row of selective recomputation, s b h (10 + 24/t) and 34 s b h / t.
+    """
+    model = language_model("gpt", BODY, vocab=VOCAB, tokens=tokens, tied=True)
+    sequence = sequence and tp > 1
+    work = Workload(
+        model,
+        micro_batch=micro,
+        attention="eager" if eager else "flash",
+        recompute="none",
+        tp=tp,
+        sequence_parallel=sequence,
+    )
+    layer = replace(work.share.model.blocks[1], products=())
+    alone = replace(work.share, model=replace(model, blocks=(layer,)))
+    s, b, h, a = tokens, micro, BODY.hidden, BODY.heads
+    scores = 5 * a * s / h if eager else 4 * a / h  # flash keeps 4 bytes for every row instead
+    around = 34 / tp if sequence else 10 + 24 / tp
+    found = activations(alone)["activations"]
+    assert found == pytest.approx(s * b * h * (around + scores / tp))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_parameters_are_divided_but_for_norms_positions_and_biases_of_outputs(tp: int) -> None:
+    """Norms and biases of outputs of a layer, the last norm, and the positions stay whole."""
+    h = BODY.hidden
+    whole = BODY.layers * (2 * 2 * h + 2 * h) + 2 * h + TOKENS * h
+    share = job(tp).share.parameters
+    assert share == whole + (job().parameters - whole) // tp
+    states = strategies.parse("ddp").memory(job(tp).share, Layout(2, 4 // tp))
+    assert sum(states.values()) == 16 * share
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"tp": 3}, "8 GPUs of a node"),
+        ({"tp": 16}, "8 GPUs of a node"),
+        ({"tp": 0}, "1 to 1024"),
+        ({"tp": "two"}, "'two'"),
+        ({"tp": 8, "model": "gpt2-small"}, "12 heads"),
+        ({"tp": 8, "model": "resnet-50"}, "ResNet-50"),
+        ({"tp": 4, "model": "vit-b16", "sequence_parallel": True}, "ViT-B/16"),
+        ({"sequence_parallel": True}, "tp of 2"),
+        ({"tp": 8, "sequence_parallel": True, "overrides": {"model.seq_len": 2044}}, "2044"),
+        ({"tp": 8, "global_batch": 3}, "2 groups of 8"),
+        ({"tp": 8, "strategy": "fsdp(shard=4)"}, "shard=4"),
+        ({"strategy": "fsdp(tp=8)"}, "--tp"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_in_one_line(
+    options: dict[str, object], key: str
+) -> None:
+    """It says what was given, and what is allowed."""
+    given = {"model": "llama-7b", "strategy": "fsdp"} | options
+    with pytest.raises(Co2simError, match=key) as caught:
+        simulate("dgx-h100", gpus=16, **given)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads", "published"),
+    [(6144, 64, (66.84, 49.42, 16.18, 7.64)), (25600, 160, (58.31, 62.04, 20.27, 9.42))],
+    ids=["22B", "1T"],
+)
+def test_activations_of_published_models_are_those_that_were_measured(
+    hidden: int, heads: int, published: tuple[float, ...]
+) -> None:
+    """Per cent of those without recomputation and along the sequence not divided, on 8 GPUs.
+
+    Source: Korthikanti et al. 2022, arXiv 2205.05198, figure 7, as quoted in the validation of
+    Calculon (calculon/llm/validation.py); shapes from its models.
+    """
+    body = Transformer(layers=1, hidden=hidden, heads=heads, ffn=4 * hidden, dropout=True)
+    model = language_model("gpt", body, vocab=8, tokens=2048, tied=True)
+
+    def layer(recompute: str, along: bool) -> float:  # noqa: FBT001 - below
+        options: dict[str, Any] = {"recompute": recompute, "sequence_parallel": along}
+        work = Workload(model, attention="eager", tp=8, **options).share
+        only = replace(work.model.blocks[1], products=())
+        found = activations(replace(work, model=replace(work.model, blocks=(only,))))
+        return found["checkpoints" if recompute == "full" else "activations"]
+
+    ways = (("none", True), ("selective", False), ("selective", True), ("full", False))
+    kept = [100 * layer(*way) / layer("none", along=False) for way in ways]
+    assert kept == pytest.approx(published, abs=0.15)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_fused_ops_exchange_what_their_parts_do(
+    sequence: bool,  # noqa: FBT001 - pytest's
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Long rounds end when they do op by op."""
+    here, work = cluster(2, 4), job(2, sequence=sequence, accumulation=2)
+    whole = planned("co2(tau=2,worker=node)", work, here.layout)
+    monkeypatch.setattr(chaining, "FUSED_FROM", 0)
+    fused = planned("co2(tau=2,worker=node)", work, here.layout)
+    assert fused.body != whole.body
+    ends = [
+        tiny.makespan(execute(made, here, precision="bf16", rounds=3)) for made in (whole, fused)
+    ]
+    assert ends[0] == pytest.approx(ends[1], rel=1e-12)
+    assert len(exchanges(whole, Kind.ALL_GATHER)) == len(exchanges(fused, Kind.ALL_GATHER))

@@ -1,0 +1,210 @@
+"""`realrun run` as users call it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from places import ROOT
+
+from co2sim import Case, Layout
+from co2sim.prediction import driver
+from realrun import record
+from realrun.cli import main
+
+Run = Callable[..., tuple[int, str, str]]
+
+CLUSTER = """
+name = "this machine"
+source = "for this test"
+nodes = 1
+gpus_per_node = 2
+gpu = "virtual"
+backend = "gloo"
+intra = { bandwidth = "1 GB/s", latency = "50 us" }
+inter = { bandwidth = "1 GB/s", latency = "50 us" }
+"""
+
+
+def call(
+    folder: Path, *arguments: str, launcher: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder that holds cluster.toml."""
+    (folder / "cluster.toml").write_text(CLUSTER)
+    command = [*launcher, "-m", "realrun", *arguments]
+    return subprocess.run(
+        command if launcher else [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """Run `realrun` in this process, in a folder with cluster.toml: exit code, output, errors."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["realrun", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+RUN = ("run", "-c", "cluster.toml", "-m", "tiny-5m", "--rounds", "2", "--kernels", "sleep")
+
+
+@pytest.mark.dist
+def test_strategies_run_one_after_the_other_and_leave_records(tmp_path: Path) -> None:
+    """JSON holds the keys of `co2sim run --json`; sleep kernels take the simulated time."""
+    done = call(tmp_path, *RUN, "--nproc", "2", "-s", "ddp", "-s", "co2:tau=2", "--check", "--json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    predicted = driver.run(
+        Case(cluster=str(tmp_path / "cluster.toml"), model="tiny-5m", strategy="ddp")
+    )
+    for found in figures:
+        assert found.keys() == predicted.to_dict().keys()
+    assert [found["strategy"] for found in figures] == ["ddp", "co2(tau=2)"]
+    kept = record.read(tmp_path / "out" / "ddp")
+    assert kept.figures == figures[0]
+    assert kept.trace.ranks == {0: 1, 1: 1}
+    assert figures[0]["round_time_s"] >= predicted.round_time_s - predicted.exposed_comm_s
+    assert json.loads((tmp_path / "out" / "ddp" / "trace.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("rounds", [1, 7])
+def test_what_a_run_will_take_is_said_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rounds: int
+) -> None:
+    """On one rank nothing but computing takes time: as long as so many simulated rounds, twice."""
+    from realrun.cli import ranks  # noqa: PLC0415 - torch
+    from realrun.measure import computing_time  # noqa: PLC0415 - torch
+
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    case = Case(cluster=str(tmp_path / "cluster.toml"), model="tiny-5m", strategy="ddp")
+    world: Any = SimpleNamespace(layout=Layout(1, 1), backend="gloo")
+    simulated = driver.run(replace(case, gpus=1, overrides={"gpu.launch_overhead": "0 s"}))
+    expected = computing_time(case, world, rounds)
+    assert expected == pytest.approx(2 * (rounds + 1) * simulated.round_time_s, rel=0.05)
+    for limit, said in ((0.9 * expected, "ddp: computing alone takes about"), (2 * expected, "")):
+        monkeypatch.setattr(ranks, "_NEWS", limit)
+        ranks._foretell(case, world, rounds)
+        assert capsys.readouterr().err.startswith(said)
+        assert bool(said) == (expected > limit)
+
+
+def test_the_first_news_comes_when_it_is_due(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also while the work that it is about goes on: a timer says it, and it is said once.
+
+    The clock and the timer are the test's, so that a slow machine changes nothing.
+    """
+    from realrun.cli import ranks  # noqa: PLC0415 - torch
+
+    clock = SimpleNamespace(now=100.0, due=[])
+    timer = SimpleNamespace(start=lambda: None, cancel=clock.due.clear)
+
+    def later(seconds: float, what: Callable[[], object]) -> SimpleNamespace:
+        clock.due.append((clock.now + seconds, what))
+        return timer
+
+    def at(now: float) -> str:
+        clock.now = now
+        for due, what in list(clock.due):
+            if due < now:
+                clock.due.remove((due, what))
+                what()
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(ranks, "Timer", later)
+    monkeypatch.setattr(ranks, "_NEWS", 5.0)
+    say = ranks.news()
+    say("round 1 of 3")
+    assert at(104.9) == ""
+    assert at(105.1) == "round 1 of 3\n"
+    say("round 2 of 3")
+    assert at(110.0) == ""
+    clock.now = 110.2
+    say("round 3 of 3")
+    assert at(120.0) == "round 3 of 3\n"
+    assert at(200.0) == ""
+
+
+@pytest.mark.dist
+def test_real_matrix_products_run(tmp_path: Path) -> None:
+    """Flops kernels on one rank: no communication, a trace, and the speed of the processor."""
+    pytest.importorskip("torch")
+    from ranks import realrun  # noqa: PLC0415 - torch
+
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    done = realrun(
+        tmp_path,
+        1,
+        *("run", "-c", "cluster.toml", "-m", "tiny-5m", "-s", "ddp", "--rounds", "1"),
+        *("--kernels", "flops", "--precision", "fp32", "--set", "model.seq_len=64"),
+        "--json",
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["overlap_ratio"] is None
+    kept = json.loads((tmp_path / "out" / "ddp" / "run.json").read_text())
+    assert 1e8 < kept["product_speed"] < 1e14  # FLOP/s of one core, however slow or fast
+
+
+def test_bad_input_gives_one_line_and_starts_nothing(cli: Run, tmp_path: Path) -> None:
+    """What was wrong, on stderr; exit code 2, nothing written."""
+    for arguments, said in [
+        (("run", "-m", "tiny-5m", "-s", "ddp"), "--cluster is missing"),
+        ((*RUN, "-s", "dpd", "--nproc", "2"), "unknown strategy 'dpd'"),
+        ((*RUN, "-s", "ddp", "-s", "ddp"), "a strategy is given twice"),
+        ((*RUN[:-2], "-s", "ddp", "--kernels", "flop"), "--kernels is 'flop'"),
+        ((*RUN, "-s", "ddp", "--nproc", "0"), "--nproc is 0"),
+        ((*RUN, "-s", "ddp", "--backend", "mpi"), "--backend is 'mpi'"),
+        ((*RUN, "-s", "ddp", "--deadline", "5"), "--deadline"),
+        ((*RUN, "-s", "ddp", "--deadline", "1 ms"), "--deadline is '1 ms'"),
+        ((*RUN, "-s", "ddp", "--nproc", "2", "--out", "/proc/x"), "cannot write into /proc/x"),
+        (("probe", "--nproc", "2", "--out", "/proc/x/c.toml"), "cannot write into /proc/x"),
+        ((*RUN[:5], "-s", "ddp", "--rounds", "0", "--nproc", "2"), "--rounds is 0"),
+        ((*RUN[:5], "-s", "ddp", "--rounds", "1000000000"), "it must be 1 to 10000"),
+        ((*RUN, "-s", "ddp", "--deadline", "1e15 s"), "it must be at most 7 days"),
+        (("probe", "--deadline", "1e15 s"), "it must be at most 7 days"),
+        ((*RUN, "-s", "ddp", "--nproc", "1000000"), "cannot start 1000000 ranks"),
+        ((*RUN, "-s", "ddp"), "RANK is not set"),
+        (("run", "-c", "nowhere", "-m", "tiny-5m", "-s", "ddp"), "nowhere"),
+        (
+            (
+                "run",
+                "-c",
+                "cluster.toml",
+                "-m",
+                "tiny-5m",
+                "-s",
+                "zeropp:hpz_group=3",
+                "--nproc",
+                "2",
+            ),
+            "hpz_group=3",
+        ),
+    ]:
+        pytest.importorskip("torch")
+        code, out, errors = cli(*arguments)
+        assert (code, out) == (2, "")
+        assert said in errors
+        assert errors.count("\n") == 1
+        assert [path.name for path in tmp_path.iterdir()] == ["cluster.toml"]

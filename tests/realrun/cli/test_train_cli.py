@@ -1,0 +1,240 @@
+"""`realrun train` as users call it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from commands import Command, in_process
+from places import ROOT
+from torch import nn
+
+from co2sim import Case, strategies
+from co2sim.common.errors import OptionError
+from co2sim.prediction import driver
+from realrun.cli import main
+from realrun.errors import LabError
+from realrun.lab.lab import check_machine
+from realrun.train import folder, log
+from realrun.train.local_updates import LOCAL_UPDATES
+from realrun.train.settings import IN_EVERY_STEP, TrainSettings
+from realrun.train.tasks.presets import GPTS
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+REALRUN = (sys.executable, "-m", "realrun")
+SMALL = ("--size", "tiny", "--context", "16", "--batch", "8", "--log-every", "4")
+TRAIN = ("train", *SMALL, "--steps", "24", "--eval-every", "8")
+
+
+def call(
+    place: Path, *arguments: str, launcher: tuple[str, ...] = REALRUN, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder."""
+    return subprocess.run(
+        [*launcher, *arguments],
+        cwd=place,
+        env={**ENVIRONMENT, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Command:
+    """Run `realrun` in an empty folder, in this process."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return in_process("realrun", main, monkeypatch, capsys)
+
+
+CO2 = (*TRAIN, "-s", "co2", "--tau", "4", "--outer", "momentum=0.2,clip=1")
+CHECKPOINTS = ("--checkpoint-every", "6")
+
+
+@pytest.fixture(scope="module")
+def trained(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A folder with a whole training of two ranks in out, and what it printed."""
+    place = tmp_path_factory.mktemp("trained")
+    done = call(place, *CO2, *CHECKPOINTS, "--nproc", "2")
+    assert done.returncode == 0, done.stderr
+    return place, done
+
+
+@pytest.mark.dist
+def test_a_training_leaves_its_log_figure_parameters_and_record(
+    trained: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    """And says on one line each how it went."""
+    place, done = trained
+    out = place / "out"
+    assert re.search(
+        r"^co2\(tau=4\) with momentum=0.2, clip=1 on 2 ranks: 61,248 parameters, 24 steps, 3,072"
+        r" tokens,",
+        done.stdout,
+    ), done.stdout
+    assert re.search(r"^outer steps 6, waited .* for averages, sent", done.stdout, re.MULTILINE)
+    rows = log.read(out)
+    assert [row.step for row in rows] == [4, 8, 12, 16, 20, 24]
+    assert [row.step for row in rows if row.validation_loss] == [8, 16, 24]
+    assert [row.rounds for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(a.seconds < b.seconds for a, b in pairwise(rows))
+    record = json.loads((out / folder.RECORD).read_text())
+    assert record["settings"]["strategy"] == "co2(tau=4)"
+    assert len(record["facts"]["sha256"]) == 64
+    assert record["facts"]["python"] == sys.version.split()[0]
+    weights = torch.load(out / folder.MODEL)
+    assert sum(tensor.numel() for tensor in weights.values()) == record["facts"]["parameters"]
+    assert (out / folder.FIGURE).read_bytes().startswith(b"\x89PNG")
+    left = {path.name for path in (out / "checkpoints").iterdir()}
+    assert left == {"step-000018", "step-000024"}  # two are kept, and no draft
+
+
+LAUNCH = """
+import sys
+from realrun.launch.launcher import run_local
+sys.exit(run_local(sys.argv[1:], 2, grace=30.0, ask_first=True))
+"""
+
+
+def dying(place: Path, dies: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A training of two ranks, one of which dies as `dies` says."""
+    rank = (sys.executable, str(ROOT / "tests" / "helpers" / "dying_rank.py"))
+    return call(place, *rank, *arguments, launcher=(sys.executable, "-c", LAUNCH), DIES=dies)
+
+
+@pytest.mark.nightly
+@pytest.mark.dist
+def test_what_a_rank_raises_in_a_step_is_one_line_on_each(tmp_path: Path) -> None:
+    """Whatever it is: the rank says what it was and where, and so does the other one."""
+    done = dying(tmp_path, "raise:1:9", *CO2, "--deadline", "5 s")
+    assert done.returncode == 1, done.stderr
+    said = r"rank 1 raised ValueError in 'local step 9' of round 2: no such letter"
+    for rank in (0, 1):
+        assert re.search(rf"^\[rank {rank}\] error: {said}", done.stderr, re.MULTILINE), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.dist
+def test_a_killed_rank_is_named_and_the_last_checkpoint_goes_on(
+    trained: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """The survivor says who died and where; what is resumed ends as if nothing had happened."""
+    arguments = (*CO2, *CHECKPOINTS)
+    died = dying(tmp_path, "kill:1:15", *arguments)
+    assert re.search(
+        r"^\[rank 0\] error: rank 1 was killed by SIGKILL;"
+        r" stopped (in|after) '[a-z ]+ 1\d' of round",
+        died.stderr,
+        re.MULTILINE,
+    ), died.stderr
+    names = {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()}
+    assert names >= {"step-000006", "step-000012"}
+
+    resumed = call(tmp_path, *arguments, "--nproc", "2", "--resume", "--json")
+    assert resumed.returncode == 0, resumed.stderr
+    found = json.loads(resumed.stdout)
+    rows, others = log.read(tmp_path / "out"), log.read(trained[0] / "out")
+    assert found["step"] == 24
+    assert found["validation_loss"] == others[-1].validation_loss
+    assert [(r.step, r.train_loss, r.validation_loss) for r in rows] == [
+        (r.step, r.train_loss, r.validation_loss) for r in others
+    ]
+    left = {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()}
+    assert left == {"step-000018", "step-000024"}
+
+
+@pytest.mark.nightly
+@pytest.mark.dist
+def test_a_training_that_is_told_to_stop_leaves_a_checkpoint(tmp_path: Path) -> None:
+    """The ranks are asked to stop, and do so together; the launcher ends as a shell expects."""
+    words = ("train", *SMALL, "--steps", "100000", "-s", "co2:tau=4", "--checkpoint-every", "0")
+    done = dying(tmp_path, "stop:1:15", *words)
+    assert done.returncode == 143, done.stderr
+    stopped = re.search(r"stopped after step (\d+); go on with --resume", done.stdout)
+    assert stopped, done.stdout + done.stderr
+    kept = tmp_path / "out" / "checkpoints" / f"step-{int(stopped[1]):06d}"
+    assert (kept / "state.json").exists()
+
+
+@pytest.mark.nightly
+@pytest.mark.lab
+def test_a_lab_trains_with_one_command(tmp_path: Path) -> None:
+    """Two nodes at 100 Mbit/s, of one rank each."""
+    try:
+        check_machine()
+    except LabError as error:
+        pytest.skip(str(error))
+    done = call(
+        tmp_path,
+        *("lab", "run", "--nodes", "2", "--rate", "100 Mbit/s", "--", "realrun"),
+        *(*TRAIN, "-s", "co2:tau=4", "--evaluate", "after", "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["step"] == 24
+    assert figures["validation_loss"] < 4.5
+    assert figures["bytes_sent"] == 6 * 4 * 61_248  # two ranks send everything once, in fp32
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--nproc 2 -s dpd", "unknown strategy 'dpd'"),
+        ("--nproc 2 -s co2:tau=3 --tau 4", "--tau 4"),
+        ("--nproc 2 --lr fast", "--lr is 'fast'"),
+        ("--nproc 2 --warmup 25", "warmup is 25"),
+        ("--nproc 3", "batch is 8"),
+        ("--nproc 2 --out /proc/x", "/proc/x"),
+        ("--nproc 2 -s zero3:prefetch=1", "prefetch"),
+        ("--nproc 2 -s zeropp:hpz_group=1", "hpz_group=1"),
+        ("", "RANK"),
+        ("--nproc 2 -s mine", "mine has no training algorithm"),
+    ],
+)
+def test_bad_input_gives_one_line_and_starts_nothing(
+    here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, said: str
+) -> None:
+    """Exit code 2, nothing written. The last is a user's strategy, without an algorithm."""
+    mine = type("Mine", (strategies.CO2,), {"name": "mine", "__slots__": ()})
+    monkeypatch.setitem(strategies.STRATEGIES, "mine", mine)
+    ended = here(*TRAIN, *words.split())
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert said in ended.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, of parts of its own
+def test_every_strategy_of_the_package_can_be_trained() -> None:
+    """None is refused for want of an algorithm, and each says how its ranks share.
+
+    An unknown name is refused where models are wrapped, too, whatever lets it in.
+    """
+    from realrun.train import parallelize  # noqa: PLC0415 - for the mark
+
+    for name in strategies.STRATEGIES:
+        assert TrainSettings(strategy=name).name.startswith(name)
+        assert (name in IN_EVERY_STEP) != (name in LOCAL_UPDATES)
+    with pytest.raises(OptionError, match="mine"):
+        parallelize.shared(strategies.DDP(), "mine", nn.Linear(2, 2), None, None)
+
+
+def test_what_is_trained_can_be_predicted(here: Command, tmp_path: Path) -> None:
+    """The file of --describe is a model of co2sim, of as many parameters."""
+    (tmp_path / "model.toml").write_text(here("train", "--size", "mini", "--describe").out)
+    case = Case(cluster="dgx-h100", model=str(tmp_path / "model.toml"), strategy="co2")
+    assert driver.run(case).model == f"GPT of {GPTS['mini'].parameters} parameters"
+    refused = here("train", "--task", "digits", "--describe")
+    assert (refused.code, "--task text" in refused.err) == (2, True)

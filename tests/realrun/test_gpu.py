@@ -1,0 +1,107 @@
+"""What only a GPU can show: CUDA streams, events and NCCL. Skipped, with the reason, elsewhere."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from places import ROOT
+from ranks import on_ranks
+from tiny import VARIANTS
+
+torch = pytest.importorskip("torch")
+
+GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not GPUS, reason="there is no CUDA device"),
+]
+several = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA devices, there are {GPUS}")
+
+
+def test_every_strategy_runs_on_one_gpu_and_breaks_no_rule() -> None:
+    """Streams wait for each other's events: own events show it."""
+    variants = [text for text in VARIANTS if "node" not in text]
+    (found,) = on_ranks("all_strategies", 1, backend="nccl", variants=variants)
+    assert found == [[text] for text in variants]
+
+
+def test_streams_of_a_gpu_run_at_the_same_time() -> None:
+    """Two kernels of 0.2 s on two streams end together; what waits for both starts then."""
+    (found,) = on_ranks("gpu_overlap", 1, backend="nccl")
+    spans = {op: (start, end) for op, start, end in found}
+    for name in ("a", "b"):
+        start, end = spans[name]
+        assert end - start == pytest.approx(0.2, rel=0.1)
+    assert spans["a"][0] < spans["b"][1]
+    assert spans["b"][0] < spans["a"][1]
+    assert spans["c"][0] >= max(spans["a"][1], spans["b"][1]) - 1e-5
+
+
+@several
+def test_nccl_collectives_give_what_a_single_process_computes() -> None:
+    """Every kind, type and size over NCCL, against a process that knows all inputs."""
+    assert on_ranks("collectives", 2, backend="nccl") == [[]] * 2
+
+
+@several
+def test_every_strategy_runs_over_nccl_and_breaks_no_rule() -> None:
+    """Unchanged schedules, two GPUs, in checking mode."""
+    found = on_ranks("all_strategies", 2, backend="nccl", variants=VARIANTS)
+    for rank in range(2):
+        assert found[rank] == [[text] for text in VARIANTS]
+
+
+def test_flops_kernels_and_a_probe_run_on_a_gpu(tmp_path: Path) -> None:
+    """Probe one GPU, then run DDP with real matrix products and predict it from the probe."""
+
+    def call(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "realrun", *arguments, "--nproc", "1", "--backend", "nccl"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    call("probe", "--quick", "--out", "gpu.toml")
+    figures = json.loads(call("run", "-c", "gpu.toml", "-m", "gpt2-small", "-s", "ddp", "--json"))
+    assert 0 < figures["mfu"] <= 1.2
+
+
+def test_averages_over_nccl_run_beside_the_compute_stream() -> None:
+    """On every wire, int8 on a stream of its own; what was waited is measured by events."""
+    (found,) = on_ranks("averages", 1, backend="nccl", module="algorithm_workers")
+    for error, waited in found:
+        assert error < 1e-6
+        assert 0 <= waited < 10
+
+
+@several
+def test_algorithms_over_nccl_equal_their_published_equations() -> None:
+    """The cases of the CPU, with models on two GPUs."""
+    from test_local_update import CASES, expected, histories  # noqa: PLC0415 - a suite of its own
+
+    answers = on_ranks(
+        "follow", 2, backend="nccl", gpus_per_node=2, module="algorithm_workers", cases=CASES
+    )
+    for index, given in enumerate(CASES):
+        wanted = expected(given, 2, [])
+        assert abs(histories(answers, index) - wanted).max() < 1e-4, given
+
+
+@several
+def test_qgz_gives_the_mean_over_nccl() -> None:
+    """The reduction of ZeRO++ on two GPUs as one node and as two, with Triton if it is there."""
+    for answers in on_ranks("means", 2, backend="nccl", module="zeropp_workers", layouts=[1, 2]):
+        for found in answers:
+            assert found["nearest"] == pytest.approx(1.0, abs=0.01)
+            assert found["stochastic"] == pytest.approx(1.0, abs=0.01)
+            assert found["nearest error"] <= found["bound"]
+            assert found["summed"] == pytest.approx(2.0, rel=0.01)
