@@ -31,7 +31,7 @@ from fidelity import SHORT_PROBE, LabJob, as_ranks, quick_jobs, turns_jobs
 from reports import folder, machine, made_by, parser, table
 
 from co2sim.common.units import Seconds
-from co2sim.prediction.case import Case, Prepared
+from co2sim.prediction.case import Case, LoadedCase
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Compute
 from co2sim.simulation.compute_cost import compute_time
@@ -62,7 +62,7 @@ PASSES = 6
 """Rounds of them on each side; the first is not counted."""
 SECONDS: Seconds = 0.4
 """Of rounds that are measured in a turn, at least."""
-LEAST_TURNS = 3
+MIN_TURNS = 3
 ENOUGH_TURNS = 48
 """With 17 turns of long rounds the median had a standard error of 3 to 5 %."""
 DRAWS = 12
@@ -74,7 +74,7 @@ class Job:
     """One configuration as its ranks run it."""
 
     case: Case
-    prepared: Prepared
+    prepared: LoadedCase
     warm_up: int
     rounds: int
     jitter: float = 0.0
@@ -92,7 +92,7 @@ class Job:
         gpu = self.prepared.cluster.gpu
         kernels = PASSES * sum(compute_time(work, gpu, "fp32") for work in EVERY)
         once = self.total * self.predicted()[0].round_time_s + kernels
-        return max(ENOUGH_TURNS if seconds else LEAST_TURNS, round(seconds / once))
+        return max(ENOUGH_TURNS if seconds else MIN_TURNS, round(seconds / once))
 
     @classmethod
     def of(cls, case: Case) -> "Job":

@@ -22,7 +22,7 @@ from co2sim.strategies.local import round_steps
 from co2sim.strategies.step import title
 
 CATALOG = FOLDER.parent / "co2sim/catalog/step_factors.toml"
-_LEAST_SEEDS = 3
+_MIN_SEEDS = 3
 """For a mean that counts; other runs were made to choose by."""
 
 _HEAD = """\
@@ -51,7 +51,7 @@ def entries(runs: pd.DataFrame) -> Iterator[dict[str, Any]]:
         for (strategy, outer), same in others.groupby(["strategy", "outer"]):
             name = str(same["configuration"].iloc[0])
             found = mean(same["validation_loss"]), str(outer), len(same), name
-            if found[2] >= _LEAST_SEEDS and found < best.get(strategy, (np.inf, "", 0, "")):
+            if found[2] >= _MIN_SEEDS and found < best.get(strategy, (np.inf, "", 0, "")):
                 best[strategy] = found
         facts = json.loads(group["facts"].iloc[0])
         for strategy in sorted(best, key=lambda text: (parse(text).name, _tau(text))):

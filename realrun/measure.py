@@ -8,7 +8,7 @@ import torch
 
 from co2sim.common.errors import Co2simError
 from co2sim.common.units import Seconds
-from co2sim.prediction.case import Case, Prepared
+from co2sim.prediction.case import Case, LoadedCase
 from co2sim.schedule.schedule import Compute, DType
 from co2sim.simulation.compute_cost import compute_time
 from co2sim.simulation.trace import Span, Trace
@@ -94,7 +94,7 @@ def computing_time(case: Case, world: World, rounds: int) -> Seconds:
     return 2 * (max(schedule.lag, 1) + rounds) * once
 
 
-def make_kernels(name: KernelName, prepared: Prepared, world: World) -> KernelSet:
+def make_kernels(name: KernelName, prepared: LoadedCase, world: World) -> KernelSet:
     """Synthetic kernels for a case."""
     if name == "flops":
         return Burn(world.device, TORCH_DTYPE[prepared.job.precision])
@@ -105,7 +105,7 @@ def make_kernels(name: KernelName, prepared: Prepared, world: World) -> KernelSe
     return Sleep(durations(prepared))
 
 
-def durations(prepared: Prepared) -> dict[Compute, Seconds]:
+def durations(prepared: LoadedCase) -> dict[Compute, Seconds]:
     """Seconds that every compute work takes in the simulation."""
     gpu, precision = prepared.cluster.gpu, prepared.job.precision
     works = dict.fromkeys(op.work for op in prepared.schedule.body)

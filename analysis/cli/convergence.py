@@ -244,13 +244,13 @@ def trends(
     """Train a small network with CO2, SlowMo and local SGD; compare its trends with the bound."""
     from analysis.convergence import trends as networks  # noqa: PLC0415 - scipy, only for this command
 
-    validation.whole("--workers", workers, 1, networks.MOST_WORKERS)
+    validation.whole("--workers", workers, 1, networks.MAX_WORKERS)
     validation.whole("--steps", steps, 1)
     validation.whole("--seeds", seeds, 1)
-    if steps * seeds > networks.MOST_KEPT:
+    if steps * seeds > networks.MAX_KEPT:
         raise OptionError(
             f"--steps times --seeds is {steps * seeds:,}; it must be at most"
-            f" {networks.MOST_KEPT:,}: every step is kept in memory"
+            f" {networks.MAX_KEPT:,}: every step is kept in memory"
         )
     wanted = [options.whole("--taus")(text) for text in taus.split(",")]
     if not all(1 <= each <= steps for each in wanted):

@@ -242,7 +242,7 @@ def published(setting: Setting) -> float | Infeasible:
     )
 
 
-_MOST_ROUNDS = 1000
+_MAX_ROUNDS = 1000
 """Rounds of drift that are followed one by one; the rest has a bound."""
 _CLOSE = 1e-6
 """A drift that can rise by no larger share than this is taken as risen."""
@@ -330,7 +330,7 @@ def late_drift(setting: Setting, late: Late) -> float:
         reach = rise * _geometric(rate, left) if rise else 0.0
         if reach == math.inf:
             return reach
-        if abs(reach) <= _CLOSE * length or done == _MOST_ROUNDS:
+        if abs(reach) <= _CLOSE * length or done == _MAX_ROUNDS:
             total += left * _round(setting, late, length + max(reach, 0.0))[0] if left else 0.0
             break
     mean = total / (rounds * late.counted(setting.local_steps))

@@ -11,7 +11,7 @@ from co2sim.common import validation
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import between, whole
 
-MOST_STEPS = 100_000
+MAX_STEPS = 100_000
 """The longest delay in local steps; a round has at most as many."""
 
 
@@ -32,7 +32,7 @@ class Late:
     predict: float = 0.0
 
     def __post_init__(self) -> None:
-        validation.whole("delay", self.steps, 1, MOST_STEPS)
+        validation.whole("delay", self.steps, 1, MAX_STEPS)
         validation.fraction("keep", self.keep)
         if not 0 <= self.predict < 1:
             raise OptionError(f"predict is {self.predict:g}; it must be at least 0 and below 1")

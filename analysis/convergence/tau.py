@@ -14,7 +14,7 @@ from analysis.convergence.setting import Delay, Late, Setting
 from co2sim.common.errors import OptionError
 from co2sim.common.tables import print_table
 from co2sim.common.units import Seconds, duration, percent
-from co2sim.prediction.case import Case, Prepared
+from co2sim.prediction.case import Case, LoadedCase
 from co2sim.prediction.driver import run
 from co2sim.strategies import LocalSteps, Strategy
 from co2sim.strategies.co2 import CO2
@@ -23,7 +23,7 @@ from co2sim.strategies.local_sgd import LocalSGD, SlowMo
 from co2sim.studies.grid import vary
 from realrun import record
 
-_MOST_ROUNDS = 2**40
+_MAX_ROUNDS = 2**40
 """Where the search for a target ends."""
 USUAL = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Taus to simulate if none are asked for."""
@@ -135,7 +135,7 @@ def averaging(strategy: Strategy) -> Averaging:
 
 
 def _timing(
-    prepared: Prepared, round_time: Seconds, exposed: Seconds | None, source: str
+    prepared: LoadedCase, round_time: Seconds, exposed: Seconds | None, source: str
 ) -> Timing:
     strategy = averaging(prepared.strategy)
     layout = prepared.layout
@@ -203,7 +203,7 @@ def until(problem: Setting, timing: Timing, target: float) -> Seconds | None:
     high = 1
     while _choice(problem, timing, high).bound.total > target:
         high *= 2
-        if high > _MOST_ROUNDS:
+        if high > _MAX_ROUNDS:
             return None
     low = high // 2
     while high - low > max(1, high // 1000):

@@ -24,8 +24,8 @@ METHODS = (("local SGD", 0, 1.0, 0.0), ("SlowMo", 0, 1.0, 0.5), ("CO2", 1, 1.0, 
 _STEPS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 """Inner steps, of which every cell gets its best."""
 _BATCH = 16
-MOST_WORKERS = 256
-MOST_KEPT = 10_000
+MAX_WORKERS = 256
+MAX_KEPT = 10_000
 """Steps times seeds: every round of a run is kept, 180 kB of it for each."""
 _VISITS = 6
 """Rounds of a run at which constants are estimated."""

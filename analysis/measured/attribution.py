@@ -40,9 +40,9 @@ from co2sim.simulation.collective_cost import cost_of
 from co2sim.simulation.compute_cost import compute_time
 from co2sim.simulation.trace import Trace
 
-_MOST_INFLATION = 6.0
+_MAX_INFLATION = 6.0
 """Variance inflation above which sizes are too similar to separate fixed from growing time."""
-_LEAST_SPREAD = 0.05
+_MIN_SPREAD = 0.05
 """Standard deviation of the overlap of equal works below which it explains nothing."""
 _RATES = np.linspace(0.0, 0.9, 181)
 
@@ -76,7 +76,7 @@ def fixed_and_slope(points: Sequence[WorkTime]) -> float | None:
             rest_fixed[mine] -= slope * (slope @ fixed[mine]) / square
             rest_measured[mine] -= slope * (slope @ rest_measured[mine]) / square
     left = float(rest_fixed @ rest_fixed)
-    if left * _MOST_INFLATION < float(fixed @ fixed):
+    if left * _MAX_INFLATION < float(fixed @ fixed):
         return None
     most = 1 / float(fixed.max())
     return float(min(max(0.0, float(rest_fixed @ rest_measured) / left), most))
@@ -101,7 +101,7 @@ def interference(samples: Sequence[tuple[Hashable, Seconds, float]]) -> float:
         centred = values - (np.bincount(group, weights=values * times) / count)[group]
         return float((centred**2) @ times) / float(times.sum())
 
-    if variance(overlap) < _LEAST_SPREAD**2:
+    if variance(overlap) < _MIN_SPREAD**2:
         return 0.0
     spread = [variance(np.log(times) + np.log(1 - rate * overlap)) for rate in _RATES]
     return float(_RATES[int(np.argmin(spread))])

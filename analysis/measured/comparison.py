@@ -17,7 +17,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds, Unit, duration, scaled
 from co2sim.common.validation import Place, first_problem, names_at
 from co2sim.hardware.cluster import GPU, Cluster
-from co2sim.prediction.case import Prepared
+from co2sim.prediction.case import LoadedCase
 from co2sim.prediction.result import Result
 from co2sim.report.html import Figure, PageSection
 from co2sim.report.tables import Table
@@ -236,7 +236,7 @@ def compare(name: str, record: Record, cluster: Cluster | None = None) -> RunCom
     )
 
 
-def _predict(prepared: Prepared, record: Record) -> tuple[Trace, Result]:
+def _predict(prepared: LoadedCase, record: Record) -> tuple[Trace, Result]:
     """The same rounds as were run, and their figures."""
     precision, schedule, cluster = prepared.job.precision, prepared.schedule, prepared.cluster
     slowdown = expected_slowdown(schedule, cluster, precision=precision)
@@ -272,7 +272,7 @@ def _fitting(name: str, cluster: Cluster, trace: Trace) -> Cluster:
     return sized
 
 
-def _check(name: str, record: Record, prepared: Prepared) -> None:
+def _check(name: str, record: Record, prepared: LoadedCase) -> None:
     trace = record.trace
     if not 1 <= record.rounds <= trace.rounds:
         raise OptionError(

@@ -15,7 +15,7 @@ from co2sim.catalog import Fact
 from co2sim.common.plots import GREY
 from co2sim.common.units import counted, duration, percent
 from co2sim.report import bar_charts
-from co2sim.report.html import MOST_ROUNDS, Figure, Page, PageSection, Timelines
+from co2sim.report.html import MAX_ROUNDS, Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import Round, TimelineBar
 from co2sim.report.tables import Table
 
@@ -80,9 +80,9 @@ def named(comparisons: Sequence[RunComparison]) -> list[ComparedRun]:
     return list(found.values())
 
 
-MOST_RUNS = MOST_ROUNDS // 2
+MAX_RUNS = MAX_ROUNDS // 2
 """With charts of their own; a run has two timelines."""
-_LEAST = 0.005
+_MIN = 0.005
 """Share of a cause that is said: what rounds to 1 %."""
 
 
@@ -98,7 +98,7 @@ def page(
     Raises OptionError for a rank that was not traced.
     """
     runs = named(comparisons)
-    order = sorted(runs, key=lambda one: -abs(one.run.round_time_error))[:MOST_RUNS]
+    order = sorted(runs, key=lambda one: -abs(one.run.round_time_error))[:MAX_RUNS]
     shown = [one for one in runs if one in order]
     return Page(
         answer=_answer(runs, shown),
@@ -152,9 +152,9 @@ def _doubts(runs: Sequence[ComparedRun]) -> Iterator[str]:
 
 
 def _which(runs: Sequence[ComparedRun]) -> str:
-    if len(runs) <= MOST_RUNS:
+    if len(runs) <= MAX_RUNS:
         return ""
-    return f"Of the {MOST_RUNS} runs whose rounds are furthest off; the files hold all."
+    return f"Of the {MAX_RUNS} runs whose rounds are furthest off; the files hold all."
 
 
 def _overview(runs: Sequence[ComparedRun]) -> PageSection:
@@ -258,7 +258,7 @@ def _causes(runs: Sequence[ComparedRun]) -> PageSection:
     if not any(share for shares in found.values() for share in shares.values()):
         text = f"No op of any run is off by more than {AGREES:.0%}."
         return PageSection("causes", "What causes the errors", notes=[text])
-    named = [cause for cause in Cause if any(shares[cause] >= _LEAST for shares in found.values())]
+    named = [cause for cause in Cause if any(shares[cause] >= _MIN for shares in found.values())]
     rows = [[name, *(f"{shares[cause]:.0%}" for cause in named)] for name, shares in found.items()]
     figure = Figure(
         title="",

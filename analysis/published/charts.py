@@ -158,7 +158,7 @@ def _axis(low: float, high: float) -> alt.Axis:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     if high / low < _NEAR:
         steps = (part * 10.0**power for power in range(first - 2, last) for part in (1, 2, 5))
-        step = next(step for step in steps if high - low <= _MOST * step)
+        step = next(step for step in steps if high - low <= _MAX * step)
         every = [step * n for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
     else:
         parts = (1, 2, 5) if last - first <= _FEW else (1,)
@@ -169,7 +169,7 @@ def _axis(low: float, high: float) -> alt.Axis:
 
 _THOUSANDS = 1000
 _NEAR = 5
-_MOST = 6
+_MAX = 6
 """Steps between marks."""
 _FEW = 3
 """Powers of ten."""

@@ -17,7 +17,7 @@ LEVEL = 0.9
 
 _TAIL = (1 + LEVEL) / 2
 
-_LEAST = 3
+_MIN = 3
 """Effective numbers that say something of a distribution."""
 
 Array = npt.NDArray[np.float64]
@@ -65,7 +65,7 @@ def interval(errors: Sequence[Sequence[float]]) -> tuple[float, float] | None:
     values = np.concatenate([np.asarray(some, dtype=float) for some in errors])
     weights = np.concatenate([np.full(len(some), 1 / len(some) / len(errors)) for some in errors])
     count = 1 / float(weights @ weights)
-    if count < _LEAST - 1e-9:
+    if count < _MIN - 1e-9:
         return None
     mean = float(weights @ values)
     variance = float(weights @ (values - mean) ** 2) * count / (count - 1)

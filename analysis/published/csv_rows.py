@@ -34,7 +34,7 @@ _DIGITS = 9
 _SMALLEST = 1e-9
 """Of a published number; its inverse is the largest."""
 
-_MOST_LINKS = 8
+_MAX_LINKS = 8
 """InfiniBand links of a DGX-2."""
 
 _RATIO = (16, 128)
@@ -70,8 +70,8 @@ def _size(value: int) -> int:
 
 
 def _links(value: int) -> int:
-    if value > _MOST_LINKS:
-        raise ValueError(f"must be at most {_MOST_LINKS}, the links of a DGX-2")
+    if value > _MAX_LINKS:
+        raise ValueError(f"must be at most {_MAX_LINKS}, the links of a DGX-2")
     return value
 
 

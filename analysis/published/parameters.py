@@ -13,7 +13,7 @@ from co2sim.prediction.calibrations import value_at
 _NEAR = 1e-3
 """Fraction of its range within which a constant counts as being at a bound."""
 
-_MOST_ENTRIES = 512
+_MAX_ENTRIES = 512
 """Clusters, and models, that are kept once they are read."""
 
 
@@ -233,13 +233,13 @@ def stated(group: ConstantGroup) -> dict[str, float]:
     return found
 
 
-@lru_cache(_MOST_ENTRIES)
+@lru_cache(_MAX_ENTRIES)
 def cluster_of(reference: str, overrides: tuple[tuple[str, str], ...]) -> Cluster:
     """A cluster of the catalog, read once."""
     return load_cluster(reference, dict(overrides)).value
 
 
-@lru_cache(_MOST_ENTRIES)
+@lru_cache(_MAX_ENTRIES)
 def model_of(reference: str, overrides: tuple[tuple[str, str], ...]) -> Model:
     """A model of the catalog, read once."""
     return load_model(reference, dict(overrides)).value

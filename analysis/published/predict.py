@@ -13,7 +13,7 @@ from analysis.published.parameters import model_of
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import driver
-from co2sim.prediction.case import Prepared
+from co2sim.prediction.case import LoadedCase
 from co2sim.schedule.schedule import Collective, Compute, Kind, Schedule
 from co2sim.simulation import metrics
 from co2sim.simulation.collective_cost import cost_of
@@ -154,7 +154,7 @@ def _shorter(stated: RunSetup, layers: int, micro_steps: int) -> Schedule:
 
 
 @lru_cache(_MANY_SCHEDULES)
-def _prepared(stated: RunSetup) -> Prepared:
+def _prepared(stated: RunSetup) -> LoadedCase:
     """Job and schedule, which do not depend on the fitted constants either."""
     return stated.case().prepare()
 

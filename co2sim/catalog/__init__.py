@@ -34,10 +34,10 @@ __all__ = [
 
 T = TypeVar("T")
 
-_MOST_PARAMETERS = 10**15
+_MAX_PARAMETERS = 10**15
 """Of a model: a thousand times the largest that are trained."""
 
-_MOST_KEPT = 128
+_MAX_KEPT = 128
 """Clusters and models of the catalog that are kept, with their overrides."""
 
 _NO_PROBE = {
@@ -160,7 +160,7 @@ def _cluster(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[C
         raise CatalogError(f"{reference}: {error}") from error
 
 
-@lru_cache(maxsize=_MOST_KEPT)
+@lru_cache(maxsize=_MAX_KEPT)
 def _known_cluster(
     reference: str | Contents, overrides: tuple[tuple[str, str], ...]
 ) -> Entry[Cluster]:
@@ -261,15 +261,15 @@ def _model(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[Mod
         override(tree, path, text)
     spec = _checked(ModelSpec, {"model": plain(tree)}, reference)
     model = spec.model.build()
-    if model.parameters > _MOST_PARAMETERS:
+    if model.parameters > _MAX_PARAMETERS:
         raise CatalogError(
             f"{reference}: the model has {model.parameters:.3g} parameters; it must be at most"
-            f" {_MOST_PARAMETERS:.0e}"
+            f" {_MAX_PARAMETERS:.0e}"
         )
     return Entry(model, tuple(facts(tree)))
 
 
-@lru_cache(maxsize=_MOST_KEPT)
+@lru_cache(maxsize=_MAX_KEPT)
 def _known_model(reference: str, overrides: tuple[tuple[str, str], ...]) -> Entry[Model]:
     """That of the catalog, which does not change."""
     return _model(reference, dict(overrides))

@@ -15,7 +15,7 @@ from co2sim.common.files import is_folder, is_regular, text_of
 Kind: TypeAlias = Literal["clusters", "gpus", "models", "failures"]
 Tree: TypeAlias = dict[str, Any]
 
-_MOST_PLACES = 9
+_MAX_PLACES = 9
 """Digits of a place in a list."""
 
 
@@ -113,7 +113,7 @@ def override(tree: Tree, path: str, text: str) -> None:
 
 
 def _index(items: list[Any], text: str, path: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or len(text) > _MOST_PLACES:
+    if not (text.isascii() and text.isdecimal()) or len(text) > _MAX_PLACES:
         number = len(items)
     else:
         number = int(text)

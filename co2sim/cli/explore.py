@@ -24,8 +24,8 @@ from co2sim.report.text import totals
 if TYPE_CHECKING:
     from co2sim.report.explore.question import Question
 
-_MOST_PORT = 65_535
-_LEAST, _MOST = 1e-4, 0.5
+_MAX_PORT = 65_535
+_MIN, _MAX = 1e-4, 0.5
 """Of the tolerance: below, everything is simulated; above, nothing is left."""
 _CLUSTER, _MODEL = "cloud-100g", "gpt2-xl"
 _STRATEGIES = ("ddp", "zero3", "zeropp", "co2:tau=12,delay=1,worker=node")
@@ -86,7 +86,7 @@ def explore(  # noqa: PLR0913, PLR0917 - one argument per option
         _serve(job, cluster, strategy, gpus, over, port, goal, tokens)
         return
     check("--out", out)
-    tolerance = between("--tolerance", tolerance, _LEAST, _MOST)
+    tolerance = between("--tolerance", tolerance, _MIN, _MAX)
     for flag, given in (("--cluster", cluster), ("--model", job.model), ("--strategy", strategy)):
         if not given:
             raise OptionError(f"{flag} is missing; a page without a server needs it")
@@ -134,7 +134,7 @@ def _serve(  # noqa: PLR0917 - what a page begins with
     """Serve until control-C."""
     if over:
         raise OptionError(f"--vary {over[0]}: it makes sliders of a page with --out")
-    between("--port", port, 0, _MOST_PORT)
+    between("--port", port, 0, _MAX_PORT)
     _check_server()
     from co2sim.report.explore.asking import OPTIONS, PARTS, Files, PageView, question_of  # noqa: PLC0415
     from co2sim.report.explore.server import serve  # noqa: PLC0415 - uvicorn

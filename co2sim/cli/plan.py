@@ -12,7 +12,7 @@ from co2sim.common.errors import OptionError, UnitError
 from co2sim.common.units import parse as quantity
 from co2sim.prediction.case import Case
 from co2sim.report.bundle import check
-from co2sim.studies.candidates import RECOMPUTES, STRATEGIES, Space, Wanted
+from co2sim.studies.candidates import RECOMPUTES, STRATEGIES, Objective, Space
 
 _DAY = 86400.0
 _WANTS = ("cheapest", "fastest", "least-energy")
@@ -113,7 +113,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
         recomputes=tuple(part.strip() for part in recompute.split(",")),  # type: ignore[misc]
         headroom=_share("--headroom", headroom),
     )
-    wanted = Wanted(
+    wanted = Objective(
         want=_want(want, space),
         tokens=_tokens(tokens, to_loss_steps, space),
         budget=budget,

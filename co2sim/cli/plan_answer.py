@@ -18,10 +18,10 @@ from co2sim.prediction.step_factors import remark
 from co2sim.report.text import totals
 from co2sim.report.text.plan import commands, looked, nothing, plain, words
 from co2sim.report.text.result import print_assumed
-from co2sim.studies.candidates import Candidate, Space, Wanted
+from co2sim.studies.candidates import Candidate, Objective, Space
 from co2sim.studies.grid import label
 from co2sim.studies.plan import Recommendation, plan
-from co2sim.studies.sensitivity import BreakEven, Lever, break_even, levers
+from co2sim.studies.sensitivity import BreakEven, Sensitivity, break_even, levers
 from co2sim.studies.workers.loky_pool import Engine
 
 
@@ -60,12 +60,12 @@ def print_options(out: Console, title: str, options: Sequence[Candidate]) -> Non
     print_table(out, title, columns, rows, left=3)
 
 
-_MOST_ROWS = 12
+_MAX_ROWS = 12
 """Of the table of the best by cluster and strategy."""
 
 
 def planning(
-    space: Space, wanted: Wanted, engine: Engine, report: Path | None, *, as_json: bool
+    space: Space, wanted: Objective, engine: Engine, report: Path | None, *, as_json: bool
 ) -> None:
     """Plan, and print; `report` is an HTML page to write besides."""
     with progress_bar("looking at candidates") as done:
@@ -76,7 +76,7 @@ def planning(
             raise KeyboardInterrupt("no candidate was done")
         raise OptionError(nothing(found))
     turns: list[BreakEven] = []
-    held: list[Lever] = []
+    held: list[Sensitivity] = []
     interrupted = found.interrupted
     if choice and not interrupted:
         try:
@@ -112,11 +112,11 @@ def _print(
     space: Space,
     found: Recommendation,
     turns: Sequence[BreakEven],
-    held: Sequence[Lever],
+    held: Sequence[Sensitivity],
 ) -> None:
     print_lines(out, *words(found, turns, held), "")
     print_options(out, "no other is both faster and cheaper", found.front)
-    best = found.best[:_MOST_ROWS]
+    best = found.best[:_MAX_ROWS]
     more = f", the first {len(best)} of {len(found.best)}" if len(found.best) > len(best) else ""
     print_options(out, f"the best by cluster and strategy{more}", best)
     print_lines(out, *looked(space, found))

@@ -122,7 +122,7 @@ def study_of(
     )
 
 
-_MOST_REASONS = 3
+_MAX_REASONS = 3
 """In one line."""
 
 
@@ -144,10 +144,10 @@ def end_with(failed: Sequence[tuple[str, Failure]], count: int, cases: int, kept
     first = {_kind(outcome): (name, outcome.reason) for name, outcome in reversed(failed)}
     counts = Counter(_kind(outcome) for _, outcome in failed)
     said = []
-    for kind, times in counts.most_common(_MOST_REASONS):
+    for kind, times in counts.most_common(_MAX_REASONS):
         name, reason = first[kind]
         said.append(f"{name}: {reason}" + (f" (and {times - 1} like it)" if times > 1 else ""))
-    rest = count - sum(n for _, n in counts.most_common(_MOST_REASONS))
+    rest = count - sum(n for _, n in counts.most_common(_MAX_REASONS))
     said += [f"{rest} more for other reasons"] if rest else []
     head = f"{count} of {cases} cases failed"
     print(f"error: {head}: {'; '.join(said)}; {kept}", file=sys.stderr)

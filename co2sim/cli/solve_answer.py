@@ -22,7 +22,7 @@ from co2sim.prediction.totals import tokens_of
 from co2sim.report.text.result import print_assumed, print_warnings
 from co2sim.report.text.solve import best, checks, plain, remarks, told, words
 from co2sim.studies.grid import strategy_title
-from co2sim.studies.sensitivity import MORE, Lever, levers
+from co2sim.studies.sensitivity import MORE, Sensitivity, levers
 from co2sim.studies.solve import Solved, check, solve
 from co2sim.studies.targets import axis_of, target_of
 
@@ -86,10 +86,10 @@ def solving(  # noqa: PLR0917 - one argument per option
 
 def _as_they_are(
     titles: Sequence[str], cases: Sequence[Case]
-) -> tuple[dict[str, Result], dict[str, list[Lever]]]:
+) -> tuple[dict[str, Result], dict[str, list[Sensitivity]]]:
     """The results of the cases, and their levers; a case need not work, only the answer."""
     results: dict[str, Result] = {}
-    moved: dict[str, list[Lever]] = {}
+    moved: dict[str, list[Sensitivity]] = {}
     for title, case in zip(titles, cases, strict=True):
         moved[title] = []
         with suppress(Co2simError):
@@ -131,7 +131,7 @@ def _print_target(out: Console, found: Sequence[Solved]) -> None:
     print_lines(out, *remarks(found), "")
 
 
-def _print_levers(out: Console, found: dict[str, list[Lever]]) -> None:
+def _print_levers(out: Console, found: dict[str, list[Sensitivity]]) -> None:
     """What a tenth more of each number buys."""
     if not any(found.values()):
         return

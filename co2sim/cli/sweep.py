@@ -12,7 +12,7 @@ from co2sim.prediction.case import Case
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
 from co2sim.studies import grid
-from co2sim.studies.grid import Points, Shard
+from co2sim.studies.grid import LazyGrid, Shard
 
 
 def _refuse_varied(context: typer.Context, paths: Iterable[str]) -> None:
@@ -88,7 +88,7 @@ def sweep(  # noqa: PLR0913, PLR0917 - one argument per option
 
         _refuse_beside_out({"--csv": csv, "--sort": sort, "--report": report})
         part = Shard() if shard is None else Shard.read(shard)
-        points = Points.of(case, varied)
+        points = LazyGrid.of(case, varied)
         sweep_answer.keep(
             sweep_answer.SweepTable(points, out, part, goal, tokens), who, as_json=json_
         )
@@ -100,7 +100,7 @@ def sweep(  # noqa: PLR0913, PLR0917 - one argument per option
     settings = grid.settings(varied)
     cases = grid.cases_of(case, settings)
     check("--report", report)
-    wishes = sweep_answer.Wishes(
+    wishes = sweep_answer.SweepOutput(
         csv=csv, report=report, sort=sort, goal=goal, tokens=tokens, as_json=json_
     )
     sweep_answer.sweep(cases, settings, who, wishes)

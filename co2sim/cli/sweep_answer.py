@@ -24,7 +24,7 @@ from co2sim.report.text import result, totals
 from co2sim.report.text.result import print_assumed, print_remarks, print_warnings, speeds
 from co2sim.studies.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.studies.grid import Setting, label
-from co2sim.studies.results_folder import Kept, SweepTable, stream
+from co2sim.studies.results_folder import FolderSummary, SweepTable, stream
 from co2sim.studies.table import check_column, order, to_frame
 from co2sim.studies.workers.loky_pool import Engine, opened
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class SweepOutput:
     """What becomes of the figures: files to write, the column to sort by, and what is added.
 
     `report` is an HTML page.
@@ -48,7 +48,7 @@ class Wishes:
 
 
 def sweep(
-    cases: Sequence[Case], settings: Sequence[Setting], engine: Engine, wishes: Wishes
+    cases: Sequence[Case], settings: Sequence[Setting], engine: Engine, wishes: SweepOutput
 ) -> None:
     """Simulate all cases; `settings` says what each varies. Those that fail are named.
 
@@ -82,7 +82,7 @@ def _show(
     cases: Sequence[Case],
     settings: Sequence[Setting],
     outcomes: Sequence[Outcome],
-    wishes: Wishes,
+    wishes: SweepOutput,
     missing: str = "",
 ) -> tuple[Sequence[Setting], Sequence[Outcome]]:
     """Write the files and print; gives the settings and the outcomes as they are sorted.
@@ -283,7 +283,7 @@ def keep(table: SweepTable, engine: Engine, *, as_json: bool) -> None:
         end_with(failed, kept.failed, kept.cases, f"the others are in {kept.folder}")
 
 
-def _words(kept: Kept) -> str:
+def _words(kept: FolderSummary) -> str:
     reused = f", {kept.reused:,} were there already" if kept.reused else ""
     return (
         f"{counted(kept.computed, 'case')} simulated{reused}: all {kept.cases:,} in {kept.folder}"

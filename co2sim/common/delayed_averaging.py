@@ -7,7 +7,7 @@ from co2sim.common.errors import OptionError
 _EVEN = 64
 """Fragments of a long round: more would make the messages small, and the delay no shorter."""
 
-MOST_FRAGMENTS = 1_000
+MAX_FRAGMENTS = 1_000
 
 _LONG = 8
 """Steps of a round from which on it is better to keep half of one's own progress."""

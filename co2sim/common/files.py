@@ -22,10 +22,10 @@ from typing import Any, NoReturn
 
 from co2sim.common.errors import OptionError, has_control, visible
 
-MOST_BYTES = 16_000_000
+MAX_BYTES = 16_000_000
 """Of a file to read: thousands of times what any cluster, model or table of a paper takes."""
 
-MOST_RECORD_BYTES = 256_000_000
+MAX_RECORD_BYTES = 256_000_000
 """Of a file of a run with a line for each of its ops or steps: two million ops."""
 
 _AT_ONCE = 1 << 20
@@ -35,7 +35,7 @@ _DRAFT = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 """A new file, never one that somebody put there."""
 
 
-def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
     """What a file holds.
 
     Raises OSError for what is no regular file, such as a pipe that would never end, and for files
@@ -58,7 +58,7 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     return b"".join(parts)
 
 
-def text_of(path: Path, most: int = MOST_BYTES) -> str:
+def text_of(path: Path, most: int = MAX_BYTES) -> str:
     """The text of a file, without the byte order mark that some editors put before it.
 
     Raises OSError like `read_bytes`; UnicodeDecodeError for what is no text in UTF-8.
@@ -185,11 +185,11 @@ def _sync(folder: Path) -> None:
             os.close(opened)
 
 
-MOST_TOML_BYTES = 1_000_000
+MAX_TOML_BYTES = 1_000_000
 """A hundred times the largest of the catalog."""
 _DEEPEST = 32
 """Tables in tables: several times what any cluster, model or record has."""
-_MOST_DIGITS = 300
+_MAX_DIGITS = 300
 """Of a whole number: more than a float can hold is no number of any of our files."""
 
 _LEXEMES = re.compile(
@@ -208,8 +208,8 @@ A text that is not closed is one all the same, as far as it could go: nothing is
 
 def toml(text: str) -> dict[str, Any]:
     """A document in TOML."""
-    if len(text) > MOST_TOML_BYTES:
-        raise ValueError(f"it is larger than {MOST_TOML_BYTES / 10**6:g} MB")
+    if len(text) > MAX_TOML_BYTES:
+        raise ValueError(f"it is larger than {MAX_TOML_BYTES / 10**6:g} MB")
     _check_depth_of_toml(text)
     try:
         tree = tomllib.loads(text)
@@ -245,8 +245,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _whole(digits: str) -> int:
-    if len(digits) > _MOST_DIGITS:
-        raise ValueError(f"a number has {len(digits)} digits; at most {_MOST_DIGITS} are read")
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits; at most {_MAX_DIGITS} are read")
     return int(digits)
 
 
@@ -295,10 +295,10 @@ def _cleaned(node: Any) -> Any:
         return {visible(name): _cleaned(value) for name, value in node.items()}
     if isinstance(node, list):
         return [_cleaned(item) for item in node]
-    if isinstance(node, int) and not isinstance(node, bool) and abs(node) >= 10**_MOST_DIGITS:
+    if isinstance(node, int) and not isinstance(node, bool) and abs(node) >= 10**_MAX_DIGITS:
         _refuse_number()
     return node
 
 
 def _refuse_number() -> NoReturn:
-    raise ValueError(f"a number has more than {_MOST_DIGITS} digits")
+    raise ValueError(f"a number has more than {_MAX_DIGITS} digits")

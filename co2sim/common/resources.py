@@ -86,7 +86,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Recent(Generic[K, V]):
+class LruCache(Generic[K, V]):
     """At most `most` answers, the last used first.
 
     What was given must be frozen. It is compared, not hashed: the same object is equal to itself

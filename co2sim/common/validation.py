@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Place: TypeAlias = tuple[int | str, ...]
 """Names and places in lists that lead to a value."""
 
-_MOST_UNKNOWN = 3
+_MAX_UNKNOWN = 3
 """Unknown names that a message about missing ones tells, too."""
 
 _RULES = {
@@ -82,7 +82,7 @@ def first_problem(
         case "missing":
             missing = [path(other["loc"]) for other in problems if other["type"] == "missing"]
             others = (other for other in problems if other["type"] == "extra_forbidden")
-            first = islice(others, _MOST_UNKNOWN)
+            first = islice(others, _MAX_UNKNOWN)
             unknown = "".join(f"; {_unknown(other['loc'], allowed, path)}" for other in first)
             return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing{unknown}"
         case "extra_forbidden":
@@ -139,7 +139,7 @@ def names_at(spec: "type[BaseModel]", place: Place) -> list[str]:
     return names_here or ["nothing"]
 
 
-_MOST_DIGITS = 20
+_MAX_DIGITS = 20
 """Of a whole number in a message: enough for all that 64 bits hold."""
 
 
@@ -231,14 +231,14 @@ def _is_finite(value: float) -> bool:
 def _given(value: object) -> str:
     """A value as a user would write it."""
     if isinstance(value, Integral) and not isinstance(value, bool):
-        few = abs(int(value)) < 10**_MOST_DIGITS
-        return str(int(value)) if few else f"a number of more than {_MOST_DIGITS} digits"
+        few = abs(int(value)) < 10**_MAX_DIGITS
+        return str(int(value)) if few else f"a number of more than {_MAX_DIGITS} digits"
     return repr(float(value)) if isinstance(value, Real) and _is_number(value) else given(value)
 
 
 def _bound(most: int) -> str:
     """A whole number with all its digits, unless they are too many to read."""
-    return str(most) if abs(most) < 10**_MOST_DIGITS else _short(most)
+    return str(most) if abs(most) < 10**_MAX_DIGITS else _short(most)
 
 
 def _short(bound: float) -> str:
@@ -314,8 +314,8 @@ Spread = Annotated[float, Quantity(least=0, most=1)]
 """Sigma of a lognormal factor."""
 Deviation = Annotated[float, Quantity(least=0, most=5)]
 """Of a logarithm, where it was measured; at 5 a prediction may be off by factors of thousands."""
-MOST_NODES = 1_000_000
-Count = Annotated[int, Quantity(least=1, most=MOST_NODES)]
+MAX_NODES = 1_000_000
+Count = Annotated[int, Quantity(least=1, most=MAX_NODES)]
 """Nodes, GPUs of a node, or sites: far beyond any machine, and still quick to count."""
 
 Natural = Annotated[int, Quantity(least=0, most=1_000_000)]

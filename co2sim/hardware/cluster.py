@@ -11,7 +11,7 @@ import numpy as np
 from co2sim.common.errors import OptionError
 from co2sim.common.units import BytesPerSecond, Flops, Seconds
 from co2sim.common.validation import (
-    MOST_NODES,
+    MAX_NODES,
     Bandwidth,
     Between,
     Count,
@@ -397,9 +397,9 @@ class Cluster:
                 f" {self.gpus_per_node}, or 1 to {self.gpus_per_node}"
             )
         nodes = gpus // per_node
-        if nodes > MOST_NODES:
+        if nodes > MAX_NODES:
             raise OptionError(
-                f"{gpus:,} GPUs are {nodes:,} nodes of {per_node}; at most {MOST_NODES:,} nodes"
+                f"{gpus:,} GPUs are {nodes:,} nodes of {per_node}; at most {MAX_NODES:,} nodes"
                 " can be simulated"
             )
         sites = min(self.sites, nodes)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, Flops
-from co2sim.schedule.schedule import Product
+from co2sim.schedule.schedule import Gemm
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class MatMul:
     columns: int
     count: int = 0
 
-    def product(self, samples: int, width: Bytes) -> Product:
+    def product(self, samples: int, width: Bytes) -> Gemm:
         """FLOP and bytes over `samples`, for elements of `width` bytes.
 
         The two products of a backward pass have the same: they permute the three dimensions.
@@ -41,11 +41,11 @@ class MatMul:
         many = (self.count or 1) * samples
         weights = self.inner * self.columns * (many if self.count else 1)
         elements = many * self.rows * (self.inner + self.columns) + weights
-        return Product(2.0 * many * self.rows * self.inner * self.columns, elements * width)
+        return Gemm(2.0 * many * self.rows * self.inner * self.columns, elements * width)
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class AttentionScores:
     """The scores of softmax attention in a sample: `heads` matrices of `length` x `length`.
 
     `flops` are those of a forward pass that computes all of them, and `bytes` what a backward pass
@@ -66,7 +66,7 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class TensorParallelLayout:
     """What `ranks` that divide a block exchange in a pass over it (tensor parallelism).
 
     `elements` are those of the block's input in a sample. A forward pass needs the whole of it for
@@ -103,13 +103,13 @@ class Block:
     tensors: tuple[int, ...]
     flops: Flops
     activation_bytes: Bytes
-    scores: Scores | None = None
+    scores: AttentionScores | None = None
     boundary_bytes: Bytes = 0.0
     products: tuple[MatMul, ...] = ()
     calls: int = 0
     logits: int = 0
     tied: int = 0
-    division: Division | None = None
+    division: TensorParallelLayout | None = None
 
     @property
     def parameters(self) -> int:
@@ -162,7 +162,7 @@ Bias = bool | Literal["attention", "qkv", "mlp"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorParallelShard:
     """What one of `ranks` tensor-parallel ranks has of a model, or of the `sequence`, too."""
 
     ranks: int = 1
@@ -172,14 +172,16 @@ class Part:
         """The tokens of a sample that a rank has between products."""
         return tokens // self.ranks if self.sequence else tokens
 
-    def division(self, elements: int, inputs: int, outputs: int, rows: int = 0) -> Division | None:
+    def division(
+        self, elements: int, inputs: int, outputs: int, rows: int = 0
+    ) -> TensorParallelLayout | None:
         """Of a block; None where nothing is divided."""
         if self.ranks == 1:
             return None
-        return Division(self.ranks, self.sequence, elements, inputs, outputs, rows)
+        return TensorParallelLayout(self.ranks, self.sequence, elements, inputs, outputs, rows)
 
 
-WHOLE = Part()
+WHOLE = TensorParallelShard()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,12 +212,12 @@ class Transformer:
         """Parameters of one norm."""
         return {"layernorm": 2, "rmsnorm": 1, "none": 0}[self.norm] * self.hidden
 
-    def blocks(self, tokens: int, part: Part = WHOLE) -> tuple[Block, ...]:
+    def blocks(self, tokens: int, part: TensorParallelShard = WHOLE) -> tuple[Block, ...]:
         """The layers on samples of `tokens` tokens, or the part of them that a rank has."""
         layer = self._layer(tokens, part)
         return tuple(replace(layer, name=f"layer{number}") for number in range(self.layers))
 
-    def check(self, name: str, tokens: int, part: Part) -> None:
+    def check(self, name: str, tokens: int, part: TensorParallelShard) -> None:
         """Raise OptionError for a number of ranks that does not divide the model `name`."""
         counts = {"heads": self.heads, "heads of keys": self.kv_heads or self.heads}
         counts["columns of the MLP"] = self.ffn
@@ -225,7 +227,7 @@ class Transformer:
             if count % part.ranks:
                 raise OptionError(f"tp={part.ranks} does not divide the {count} {what} of {name}")
 
-    def _layer(self, tokens: int, part: Part) -> Block:
+    def _layer(self, tokens: int, part: TensorParallelShard) -> Block:
         h, s, ranks = self.hidden, tokens, part.ranks
         heads, f = self.heads // ranks, self.ffn // ranks
         head_dim = self.head_dim or h // self.heads
@@ -277,9 +279,9 @@ class Transformer:
             division=part.division(s * h, inputs=2, outputs=2),
         )
 
-    def _scores(self, tokens: int, flops: float, heads: int) -> Scores:
+    def _scores(self, tokens: int, flops: float, heads: int) -> AttentionScores:
         kept = (5.0 if self.dropout else 2.0) * heads * tokens**2
-        return Scores(flops, kept, heads, tokens, self.causal)
+        return AttentionScores(flops, kept, heads, tokens, self.causal)
 
 
 def _plain(given: dict[str, Any]) -> dict[str, Any]:
@@ -298,7 +300,7 @@ def language_model(  # noqa: PLR0913 - one keyword per number of a model
     token_types: int = 0,
     embedding_norm: bool = False,
     head_transform: bool = False,
-    part: Part = WHOLE,
+    part: TensorParallelShard = WHOLE,
 ) -> Model:
     """A decoder, or an encoder with a masked-language head: embedding, layers, vocabulary.
 
@@ -355,7 +357,7 @@ def vision_transformer(
     patch: int,
     channels: int,
     classes: int,
-    part: Part = WHOLE,
+    part: TensorParallelShard = WHOLE,
 ) -> Model:
     """ViT (Dosovitskiy et al. 2021, arXiv 2010.11929): patches, class token, layers, head.
 
@@ -399,7 +401,7 @@ def part_of(model: Model, ranks: int, *, sequence: bool) -> Model:
         raise OptionError(f"tp={ranks} does not apply to {model.name}: only transformers divide")
     if sequence and model.unit == "image":
         raise OptionError(f"sequence_parallel=true does not apply to {model.name}, of images")
-    return found(part=Part(ranks, sequence))
+    return found(part=TensorParallelShard(ranks, sequence))
 
 
 def _network(model: Model) -> Callable[..., Model] | None:

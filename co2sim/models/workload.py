@@ -16,15 +16,22 @@ from typing import Literal, TypeAlias
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, Flops
 from co2sim.common.validation import whole
-from co2sim.models.architecture import Block, Division, MatMul, Model, Scores, part_of
+from co2sim.models.architecture import (
+    AttentionScores,
+    Block,
+    MatMul,
+    Model,
+    TensorParallelLayout,
+    part_of,
+)
 from co2sim.schedule.schedule import (
     Collective,
     Compute,
     DType,
-    Exchanges,
     FusedAttention,
     Kernels,
     Kind,
+    TensorParallelCollectives,
     tensor,
 )
 
@@ -36,12 +43,12 @@ exponentials. Source: Megatron-LM, megatron/core/tensor_parallel/cross_entropy.p
 
 
 def exchanged(
-    block: Division | None,
+    block: TensorParallelLayout | None,
     passes: Sequence[Pass],
     samples: int,
     dtype: DType,
     stops_early: bool,  # noqa: FBT001
-) -> Exchanges | None:
+) -> TensorParallelCollectives | None:
     """The exchanges of passes over a block with `samples` samples; None where it is whole.
 
     A repeated forward pass that `stops_early` needs no result of the block's last product.
@@ -49,16 +56,16 @@ def exchanged(
     if block is None:
         return None
     made = [_of_pass(block, one, samples, dtype, stops_early) for one in passes]
-    return reduce(Exchanges.then, made)
+    return reduce(TensorParallelCollectives.then, made)
 
 
 def _of_pass(
-    block: Division,
+    block: TensorParallelLayout,
     which: Pass,
     samples: int,
     dtype: DType,
     stops_early: bool,  # noqa: FBT001
-) -> Exchanges:
+) -> TensorParallelCollectives:
     group, elements = tensor(block.ranks), samples * block.elements
 
     def make(kind: Kind, times: int) -> tuple[Collective, ...]:
@@ -74,14 +81,15 @@ def _of_pass(
         sums = Collective(Kind.ALL_REDUCE, "loss", samples * rows, DType.FP32, group)
         loss = (sums,) * _LOSS_SUMS
     if not block.sequence:
-        return Exchanges(behind=(*make(Kind.ALL_REDUCE, outputs), *loss))
+        return TensorParallelCollectives(behind=(*make(Kind.ALL_REDUCE, outputs), *loss))
     again = make(Kind.ALL_GATHER, outputs) if which == "backward" else ()
     before, behind = make(Kind.ALL_GATHER, inputs), make(Kind.REDUCE_SCATTER, outputs)
-    return Exchanges(before, again, (*behind, *loss))
+    return TensorParallelCollectives(before, again, (*behind, *loss))
 
 
 __all__ = [
     "AttentionKernel",
+    "AttentionScores",
     "Block",
     "BlockWork",
     "Checkpointing",
@@ -90,7 +98,6 @@ __all__ = [
     "Model",
     "Optimizer",
     "Recompute",
-    "Scores",
     "Workload",
 ]
 
@@ -110,7 +117,7 @@ Loss = Literal["fused", "eager"]
 
 Optimizer = Literal["adamw", "sgd"]
 
-_MOST_SAMPLES = 10_000
+_MAX_SAMPLES = 10_000
 """Of a micro-batch, and micro-steps of a step: the schedule holds every micro-step."""
 
 MASTER_BYTES: Bytes = 4.0
@@ -165,7 +172,7 @@ class Workload:
     def __post_init__(self) -> None:
         """Refuse batches that are not positive."""
         for name in ("micro_batch", "accumulation", "tp"):
-            object.__setattr__(self, name, whole(name, getattr(self, name), 1, _MOST_SAMPLES))
+            object.__setattr__(self, name, whole(name, getattr(self, name), 1, _MAX_SAMPLES))
         if self.sequence_parallel and self.tp == 1:
             raise OptionError("sequence_parallel=true needs tp of 2 or more: it divides no more")
 
@@ -286,7 +293,7 @@ class Workload:
             self._fused(fused, passes, again) if fused else None,
         )
 
-    def _fused(self, scores: Scores, passes: int, again: int) -> FusedAttention:
+    def _fused(self, scores: AttentionScores, passes: int, again: int) -> FusedAttention:
         """Attention as one kernel: it reads and writes four arrays as wide as its heads together.
 
         A backward pass reads the gradient of its output, too, and writes three: twice as much.
@@ -320,7 +327,7 @@ class Workload:
             ),
         )
 
-    def _exchanges(self, block: Block, *passes: Pass) -> Exchanges | None:
+    def _exchanges(self, block: Block, *passes: Pass) -> TensorParallelCollectives | None:
         early = self.checkpointing == "non_reentrant"
         return exchanged(block.division, passes, self.micro_batch, self.precision, early)
 

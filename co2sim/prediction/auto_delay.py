@@ -13,12 +13,12 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
 from co2sim.schedule.schedule import Schedule
 from co2sim.strategies.co2 import CO2
-from co2sim.strategies.local import MOST_STEPS, OUTER, round_steps
+from co2sim.strategies.local import MAX_STEPS, OUTER, round_steps
 
 RoundTime: TypeAlias = Callable[[CO2, bool], Seconds]
 """How long a round takes on the cluster at hand, with its averages (True) or without them."""
 
-_LEFT = 0.01
+_TOLERANCE = 0.01
 """Of a round: what may stay exposed of an average that counts as hidden."""
 
 _HALVES = 2
@@ -82,13 +82,13 @@ def _shortest_round(strategy: CO2, least: int, times: RoundTime) -> tuple[int, s
     guess = float(least)
     for _ in range(2):
         tried = round(guess)  # if it is too short, its average takes the whole of the round
-        guess = max(least, (1 - _LEFT) * tried / (1 - exposed(tried)))
-        if guess > MOST_STEPS:
+        guess = max(least, (1 - _TOLERANCE) * tried / (1 - exposed(tried)))
+        if guess > MAX_STEPS:
             raise OptionError(
-                f"{strategy.name}: tau=auto: no round of at most {MOST_STEPS} steps hides its"
+                f"{strategy.name}: tau=auto: no round of at most {MAX_STEPS} steps hides its"
                 f" average, which takes as long as about {guess:.0f} steps"
             )
-    tau = least_that_holds(least, MOST_STEPS, round(guess), lambda tau: exposed(tau) <= _LEFT)
+    tau = least_that_holds(least, MAX_STEPS, round(guess), lambda tau: exposed(tau) <= _TOLERANCE)
     note = f"tau {tau} chosen: {exposed(tau):.1%} of a round exposed by the average if delay={tau}"
     return tau, note + (f"; {tau - 1} would leave {exposed(tau - 1):.1%}" if tau > least else "")
 
@@ -97,7 +97,7 @@ def _least_delay(strategy: CO2, times: RoundTime) -> tuple[int, str]:
     tau = round_steps(strategy)
     latest = replace(strategy, delay=tau)
     bare, shortest = times(latest, False), times(latest, True)  # noqa: FBT003
-    hidden = shortest - bare <= _LEFT * shortest
+    hidden = shortest - bare <= _TOLERANCE * shortest
 
     def whole(delay: int) -> Seconds:
         return times(replace(strategy, delay=delay), True)  # noqa: FBT003
@@ -106,9 +106,9 @@ def _least_delay(strategy: CO2, times: RoundTime) -> tuple[int, str]:
         """What a longer delay could save."""
         return whole(delay) - (bare if hidden else shortest)
 
-    guess = 1 + (late(1) / bare - _LEFT) * tau
+    guess = 1 + (late(1) / bare - _TOLERANCE) * tau
     delay = least_that_holds(
-        1, tau, round(guess), lambda delay: late(delay) <= _LEFT * (bare + late(delay))
+        1, tau, round(guess), lambda delay: late(delay) <= _TOLERANCE * (bare + late(delay))
     )
     shares = {tried: max(0.0, 1 - bare / whole(tried)) for tried in (delay, max(1, delay - 1))}
     note = f"delay {delay} chosen: {shares[delay]:.1%} of a round exposed by the average"

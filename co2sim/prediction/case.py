@@ -13,7 +13,7 @@ from co2sim.catalog.facts import is_file
 from co2sim.common import convert
 from co2sim.common.convert import Count, Number, Within, option
 from co2sim.common.errors import Co2simError, OptionError, ScheduleError
-from co2sim.common.resources import Recent
+from co2sim.common.resources import LruCache
 from co2sim.common.units import Bytes
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.memory import activations, allocated, overhead
@@ -42,13 +42,15 @@ from co2sim.strategies.step import title
 
 _T = TypeVar("_T")
 
-_MOST_OPS = 10_000
+_MAX_OPS = 10_000
 """Of a schedule that is kept: about 10 MB."""
-_SCHEDULES: Recent[tuple[str, Strategy, Workload, Layout], tuple[Workload, Schedule]] = Recent(8)
+_SCHEDULES: LruCache[tuple[str, Strategy, Workload, Layout], tuple[Workload, Schedule]] = LruCache(
+    8
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class LoadedCase:
     """A case with everything loaded and sized.
 
     Of a stage of a pipeline these are its GPUs and its part of the model; it holds the activations
@@ -151,7 +153,7 @@ def scheduled(strategy: Strategy, job: Workload, layout: Layout) -> tuple[Worklo
     known = _SCHEDULES.find(given)
     if known is None:
         known = job, schedule_of(strategy, job, layout)
-        if len(known[1].body) <= _MOST_OPS:
+        if len(known[1].body) <= _MAX_OPS:
             _SCHEDULES.keep(given, known)
     return known
 
@@ -192,13 +194,13 @@ def of_strategy(
         ) from error
 
 
-_MOST_GPUS = 10_000_000
-_MOST_TP = 1024
-_MOST_PP = 1024
-_MOST_CHUNKS = 128
-_MOST_SAMPLES = 10**12
+_MAX_GPUS = 10_000_000
+_MAX_TP = 1024
+_MAX_PP = 1024
+_MAX_CHUNKS = 128
+_MAX_SAMPLES = 10**12
 """Of a global batch: beyond any training, and still exact as a float."""
-_MOST_ROUNDS = 1_000_000
+_MAX_ROUNDS = 1_000_000
 """Far beyond what an average needs; what a machine can hold is checked before a run."""
 
 
@@ -224,12 +226,12 @@ class Case:
     cluster: str | Cluster | Contents
     model: str | Model | Contents
     strategy: str | Strategy
-    gpus: Annotated[int | None, Within((1, _MOST_GPUS))] = option(
+    gpus: Annotated[int | None, Within((1, _MAX_GPUS))] = option(
         None, "Number of GPUs; default: the whole cluster.", "place", "--gpus", "-g"
     )
     micro_batch: int = option(1, "Samples per GPU and micro-step.", "job")
     accumulation: int = option(1, "Micro-steps per optimizer step.", "job")
-    tp: Annotated[int, Within((1, _MOST_TP))] = option(
+    tp: Annotated[int, Within((1, _MAX_TP))] = option(
         1,
         "GPUs of a node that share every layer (tensor parallelism), and train on the same"
         " samples.",
@@ -240,13 +242,13 @@ class Case:
         "Let GPUs that share layers divide the sequence between matrix products, too.",
         "job",
     )
-    pp: Annotated[int, Within((1, _MOST_PP))] = option(
+    pp: Annotated[int, Within((1, _MAX_PP))] = option(
         1, "Stages of a pipeline (1F1B), each with a part of the layers.", "pipeline"
     )
-    interleave: Annotated[int, Within((1, _MOST_CHUNKS))] = option(
+    interleave: Annotated[int, Within((1, _MAX_CHUNKS))] = option(
         1, "Chunks of layers of each stage of a pipeline.", "pipeline"
     )
-    global_batch: Annotated[int | None, Within((1, _MOST_SAMPLES))] = option(
+    global_batch: Annotated[int | None, Within((1, _MAX_SAMPLES))] = option(
         None, "Samples per optimizer step over all GPUs; sets the accumulation.", "job"
     )
     precision: str | None = option(
@@ -284,7 +286,7 @@ class Case:
         "--set",
     )
     noise: Noise = QUIET
-    rounds: Annotated[int | None, Within((1, _MOST_ROUNDS))] = option(
+    rounds: Annotated[int | None, Within((1, _MAX_ROUNDS))] = option(
         None, "Rounds to average over; default: 1, or 10 with jitter.", "simulation"
     )
     fold: bool = option(
@@ -336,7 +338,7 @@ class Case:
         cluster = _entry(self.cluster, load_cluster, for_cluster)
         return cluster, _entry(self.model, load_model, for_model)
 
-    def prepare(self) -> Prepared:
+    def prepare(self) -> LoadedCase:
         """Load everything and build the schedule. Raises Co2simError when anything is wrong."""
         if self.pp > 1:
             raise OptionError(
@@ -348,8 +350,8 @@ class Case:
             raise OptionError(f"interleave={self.interleave} needs pp of 2 or more")
         return self._prepared()
 
-    def stage(self, number: int, held: float = 1.0) -> Prepared:
-        """A stage of a pipeline, as if it were alone; see `Prepared`. Raises as `prepare` does."""
+    def stage(self, number: int, held: float = 1.0) -> LoadedCase:
+        """A stage of a pipeline, as if it were alone. Raises as `prepare` does."""
         return self._prepared(number, held)
 
     def stage_jobs(self) -> list[Workload]:
@@ -371,7 +373,7 @@ class Case:
             )
         return sized
 
-    def _prepared(self, number: int = 0, held: float = 1.0) -> Prepared:
+    def _prepared(self, number: int = 0, held: float = 1.0) -> LoadedCase:
         cluster, model = self.load()
         sized = self._sized(cluster.value)
         job = self._workload(model.value, sized)
@@ -382,7 +384,7 @@ class Case:
             strategy = strategies.parse(strategy)
         _check_sites(strategy, cluster.value)
         job, schedule = scheduled(strategy, job, sized.layout)
-        return Prepared(
+        return LoadedCase(
             cluster=sized,
             job=job,
             strategy=strategy,

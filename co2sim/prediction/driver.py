@@ -14,7 +14,7 @@ from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import Model
 from co2sim.prediction import auto_delay, pipeline
-from co2sim.prediction.case import Case, Options, Prepared, scheduled
+from co2sim.prediction.case import Case, LoadedCase, Options, scheduled
 from co2sim.prediction.intervals import Predicted
 from co2sim.prediction.notes import remarks as remarks_on
 from co2sim.prediction.notes import warnings as warnings_of
@@ -184,7 +184,7 @@ def _of_pipeline(case: Case, done: Done | None) -> Result:
     )
 
 
-def _with_interval(case: Case, prepared: Prepared, result: Result, done: Done | None) -> Result:
+def _with_interval(case: Case, prepared: LoadedCase, result: Result, done: Done | None) -> Result:
     """The result with its interval; the schedule is the same on all clusters of one layout."""
 
     def again(cluster: Cluster) -> float:

@@ -22,7 +22,7 @@ from co2sim.schedule.tensor_parallel import data_layout
 from co2sim.strategies import Strategy, parse
 from co2sim.strategies.local import LocalSteps, Replica
 
-_MOST = 600.0
+_MAX = 600.0
 """Of an exponent: beyond it nothing is ever finished."""
 
 
@@ -125,7 +125,7 @@ def together(rate: float, every: Seconds, saving: Saving, after: Restart) -> Sha
     if rate == 0:
         return _shares(every, saving.blocking, 0.0, 0.0, 0.0, period)
     again = rate * (period + saving.writing)
-    if again > _MOST or rate * after.down > _MOST:
+    if again > _MAX or rate * after.down > _MAX:
         raise OptionError(
             f"with a failure every {1 / rate:g} s nothing gets done in the {period:g} s from one"
             " checkpoint to the next"
@@ -206,7 +206,7 @@ def apart(
     if rate == 0:
         return Shares(useful=1.0, checkpoint=0.0, lost=0.0, restart=0.0, waiting=0.0)
     within = rate * round_time
-    lost = 1 / rate - round_time / math.expm1(within) if within < _MOST else 1 / rate
+    lost = 1 / rate - round_time / math.expm1(within) if within < _MAX else 1 / rate
     down = after.down
     rounds = math.ceil(down / round_time)
     spare = rounds * round_time - down  # who fails later in the round joins a round later

@@ -18,7 +18,7 @@ from co2sim.strategies.local import Replica
 from co2sim.strategies.zero import Zero3
 from co2sim.strategies.zeropp import ZeroPP
 
-_LEAST_GAIN = 1e-3
+_MIN_GAIN = 1e-3
 """Of the speed: what a warning must be worth."""
 
 
@@ -48,7 +48,7 @@ def warnings(
     if limit is None:
         return ()
     gain = result.step_time_s / tried(limit.better)
-    if gain < 1 + _LEAST_GAIN:
+    if gain < 1 + _MIN_GAIN:
         return ()
     given, instead = (f"{result.tokens_per_s * times:,.0f}" for times in (1, gain))
     line = (

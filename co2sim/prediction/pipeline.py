@@ -18,7 +18,7 @@ from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import Recompute, Workload
 from co2sim.prediction.auto_delay import is_open
-from co2sim.prediction.case import Case, Prepared, each
+from co2sim.prediction.case import Case, LoadedCase, each
 from co2sim.prediction.pipeline_order import sizes
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Collective, Compute, Kind, tensor
@@ -28,7 +28,7 @@ from co2sim.simulation.compute_cost import compute_time, peak_flops
 from co2sim.simulation.steady_state import Simulator
 from co2sim.strategies import parse
 
-MOST_PASSES = 2_000_000
+MAX_PASSES = 2_000_000
 """Of all stages in a step: seconds of computing."""
 
 
@@ -54,10 +54,10 @@ class Pipeline:
     def __post_init__(self) -> None:
         """Refuse micro-batches that interleaved stages cannot take in turn."""
         passes = 2 * self.stages * self.chunks * self.micros
-        if passes > MOST_PASSES:
+        if passes > MAX_PASSES:
             raise OptionError(
                 f"pp={self.stages}, interleave={self.chunks} and {self.micros:,} micro-steps are"
-                f" {passes:,} passes in a step; at most {MOST_PASSES:,} are simulated"
+                f" {passes:,} passes in a step; at most {MAX_PASSES:,} are simulated"
             )
         if self.chunks > 1 and self.micros % self.stages:
             raise OptionError(
@@ -151,7 +151,7 @@ def _needed(stage: int, one: StagePass, last: tuple[int, int]) -> tuple[int, Sta
 class _Stage:
     """A stage alone: how long a step takes, and its passes over each chunk."""
 
-    prepared: Prepared
+    prepared: LoadedCase
     result: Result
     step: Seconds
     forward: tuple[Seconds, ...]
@@ -279,7 +279,7 @@ def _by_chunk(times: Sequence[Seconds], counts: Sequence[int]) -> tuple[Seconds,
     return tuple(sum(islice(rest, count)) for count in counts)
 
 
-def _took(work: Compute, prepared: Prepared, *, free: bool) -> Seconds:
+def _took(work: Compute, prepared: LoadedCase, *, free: bool) -> Seconds:
     """A pass with its exchanges, those beside it hidden as far as it is long enough."""
     compute = compute_time(work, prepared.cluster.gpu, prepared.job.precision)
     if free or work.exchanges is None:

@@ -21,8 +21,8 @@ from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local import round_steps
 from co2sim.strategies.step import title
 
-_MOST_STEPS = 10**12
-_MOST_FACTOR = 1e6
+_MAX_STEPS = 10**12
+_MAX_FACTOR = 1e6
 _GIVEN = "given"
 _BETA1 = 0.9
 """Of AdamW in the measurements, where nothing else is said."""
@@ -68,7 +68,7 @@ class Goal:
     def __post_init__(self) -> None:
         """Check the numbers, and name strategies as results do."""
         if self.steps is not None:
-            steps = whole("steps of ddp to the loss", self.steps, 1, _MOST_STEPS)
+            steps = whole("steps of ddp to the loss", self.steps, 1, _MAX_STEPS)
             object.__setattr__(self, "steps", steps)
         found: dict[str, float] = {}
         for text, factor in self.factors.items():
@@ -77,7 +77,7 @@ class Goal:
             what = f"the steps factor of {name}"
             if name in found:
                 raise OptionError(f"{what} is given twice")
-            found[name] = between(what, above(what, factor, 0), 0, _MOST_FACTOR)
+            found[name] = between(what, above(what, factor, 0), 0, _MAX_FACTOR)
         object.__setattr__(self, "factors", found)
 
 

@@ -18,7 +18,7 @@ from co2sim.prediction.step_factors import NO_GOAL, Goal, StepFactor, step_facto
 
 DAY = 86400.0
 """In seconds."""
-_MOST_TOKENS = 1e18
+_MAX_TOKENS = 1e18
 _NOTHING = 1e-6
 """A goodput below which nothing gets done."""
 
@@ -153,7 +153,7 @@ def basis(case: Case) -> tuple[Fact, ...]:
 
 def tokens_of(value: float) -> float:
     """The tokens to train, checked."""
-    return between("tokens", value, 1, _MOST_TOKENS)
+    return between("tokens", value, 1, _MAX_TOKENS)
 
 
 def _missing(cluster: Cluster) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ from co2sim.report.chart_style import (
 from co2sim.report.line_charts import STAR, banded, gpu_axis
 from co2sim.report.rounds import Round
 from co2sim.report.tables import Answered
-from co2sim.studies.sensitivity import Lever
+from co2sim.studies.sensitivity import Sensitivity
 
 PARTS = (
     "computing, nothing sent",
@@ -149,7 +149,7 @@ _MEMORY = [COLOURS[at] for at in (0, 5, 2, 4, 1, 3, 7)]
 _MEMORY += [paler(colour) for colour in _MEMORY]
 
 
-def gains(found: Sequence[Lever]) -> Spec:
+def gains(found: Sequence[Sensitivity]) -> Spec:
     """What a tenth more of each number gives."""
     rows = [{"change": one.change, "gain": one.gain} for one in found]
     chart = (

@@ -177,7 +177,7 @@ _LONG = 60.0
 """Seconds from which on times are drawn in days."""
 _DECADES = 100.0
 """Over such a factor only powers of ten have ticks."""
-_MOST_TICKS = 9
+_MAX_TICKS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class NumberAxis:
         """The channel of a field that holds one of the values `drawn`."""
         axis = alt.Axis(labelExpr=self.label)
         few = sorted(set(drawn))
-        if len(few) <= _MOST_TICKS:
+        if len(few) <= _MAX_TICKS:
             axis = alt.Axis(labelExpr=self.label, values=few)
         elif log and max(drawn) >= _DECADES * min(drawn):
             axis = alt.Axis(labelExpr=self.label, values=_powers(min(drawn), max(drawn)))
@@ -238,7 +238,7 @@ def scale_of(*, log: bool, padding: int = 16) -> alt.Scale:
 def _powers(low: float, high: float) -> list[float]:
     """Powers of ten in a range."""
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
-    step = (last - first) // _MOST_TICKS + 1
+    step = (last - first) // _MAX_TICKS + 1
     return [10.0**power for power in range(first, last + 1, step)]
 
 

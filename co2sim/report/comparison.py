@@ -8,7 +8,7 @@ from co2sim.common.units import counted
 from co2sim.prediction.step_factors import remark
 from co2sim.report.tables import Answered
 
-_MOST = 3
+_MAX = 3
 """Clusters that the fastest one is compared with, and pairs of strategies of each."""
 _NOTABLE = 1.1
 """How many times as much a strategy must gain to be named besides."""
@@ -55,7 +55,7 @@ def clusters(largest: Mapping[str, Sequence[Answered]]) -> Iterator[str]:
         return
     top, *others = sorted(best, key=pace, reverse=True)
     size = counted(top.result.gpus, "GPU")
-    for other in others[:_MOST]:
+    for other in others[:_MAX]:
         ratio, sure, told = pace(top) / pace(other), _ratio(top, other), ""
         if sure is not None:
             told = f" (90 %: {sure[0]:.2g} to {sure[1]:.2g} times)"
@@ -96,9 +96,9 @@ def strategies(group: Sequence[Answered]) -> str:
     ]
     if not pairs:
         return ""
-    more = f"; and {len(pairs) - _MOST} pairs more" if len(pairs) > _MOST else ""
+    more = f"; and {len(pairs) - _MAX} pairs more" if len(pairs) > _MAX else ""
     size = counted(group[0].result.gpus, "GPU")
-    shown = "; ".join(pairs[:_MOST])
+    shown = "; ".join(pairs[:_MAX])
     return f"undecided at {size}, as their 90 % intervals overlap: {shown}{more}"
 
 

@@ -24,7 +24,7 @@ from co2sim.report.chart_style import (
 from co2sim.report.text.solve import crossing
 from co2sim.studies.grid import strategy_title
 from co2sim.studies.sensitivity import BreakEven
-from co2sim.studies.solve import Solved, Stretch
+from co2sim.studies.solve import Solved, ValueRange
 from co2sim.studies.targets import Metric
 
 _OPACITY = 0.18
@@ -114,7 +114,7 @@ def _crossings(each: Solved, across: NumberAxis) -> Rows:
     return rows
 
 
-def _edges(met: Sequence[Stretch]) -> list[float]:
+def _edges(met: Sequence[ValueRange]) -> list[float]:
     """Ends of ranges that are crossings."""
     ends = [(span.low, span.open_low) for span in met] + [(s.high, s.open_high) for s in met]
     return [end for end, is_open in ends if not is_open]

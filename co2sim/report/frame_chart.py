@@ -12,7 +12,7 @@ from co2sim.report.chart_style import HEIGHT, ROW, Drawn, Rows, by_strategy, dat
 from co2sim.report.line_charts import banded
 from co2sim.studies.table import VARIED
 
-_MOST = 5000
+_MAX = 5000
 """Rows of a chart."""
 _NAMES = {"cluster": "cluster_key", "model": "model_key", "gpus": "gpus"}
 """Columns that hold what some paths vary."""
@@ -50,8 +50,8 @@ def _check(frame: Any, y: str, x: str | None) -> None:
             f"plot takes a Result, a Trace, a Schedule, or a table of co2sim.sweep or co2sim.scale,"
             f" not a {type(frame).__name__}"
         )
-    if len(frame) > _MOST:
-        raise OptionError(f"the table has {len(frame):,} rows; a chart shows at most {_MOST:,}")
+    if len(frame) > _MAX:
+        raise OptionError(f"the table has {len(frame):,} rows; a chart shows at most {_MAX:,}")
     for name in (y, x):
         if name is not None and name not in frame:
             raise OptionError(f"no column is called {name!r}; {nearest(str(name), frame.columns)}")

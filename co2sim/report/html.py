@@ -20,7 +20,7 @@ from co2sim.report.bundle import vega
 from co2sim.report.chart_style import picking
 from co2sim.report.rounds import Round
 from co2sim.report.tables import Answered, Table
-from co2sim.studies.sensitivity import Lever
+from co2sim.studies.sensitivity import Sensitivity
 
 _PACKAGE = "co2sim.report"
 
@@ -75,7 +75,7 @@ def asset(name: str, package: str = _PACKAGE) -> Markup:
     return Markup(found)  # noqa: S704 - ours
 
 
-MOST_ROUNDS = 12
+MAX_ROUNDS = 12
 """Timelines of more strategies are left out."""
 
 
@@ -242,7 +242,7 @@ def _sizes(group: Sequence[Answered]) -> str:
     return f"{' or '.join(f'{size:,}' for size in sizes)} GPUs"
 
 
-def gains(found: Mapping[str, Sequence[Lever]]) -> PageSection:
+def gains(found: Mapping[str, Sequence[Sensitivity]]) -> PageSection:
     """What a tenth more of each number gives, by what it is about."""
     figures = []
     for about, levers in found.items():

@@ -20,7 +20,7 @@ from co2sim.report.text import plan, totals
 from co2sim.studies.candidates import Candidate, Space
 from co2sim.studies.grid import label
 from co2sim.studies.plan import Recommendation
-from co2sim.studies.sensitivity import BreakEven, Lever
+from co2sim.studies.sensitivity import BreakEven, Sensitivity
 from co2sim.studies.table import to_frame
 
 _PARTS = {
@@ -101,9 +101,9 @@ def _energy(found: Totals) -> str:
     return ranged(found.energy_kwh, found.energy_kwh_low, found.energy_kwh_high)
 
 
-_MOST_BARS = 40
+_MAX_BARS = 40
 """Of one chart."""
-_MOST_ROWS = 200
+_MAX_ROWS = 200
 """Of the table of the best by cluster and strategy, and of the front."""
 
 
@@ -117,19 +117,19 @@ class Planned:
     space: Space
     found: Recommendation
     turns: Sequence[BreakEven]
-    levers: Sequence[Lever]
+    levers: Sequence[Sensitivity]
     interrupted: bool
     command: str
 
     @cached_property
     def best(self) -> list[Candidate]:
         """The best by cluster and strategy, as many as are shown."""
-        return list(self.found.best[:_MOST_ROWS])
+        return list(self.found.best[:_MAX_ROWS])
 
     @cached_property
     def front(self) -> list[Candidate]:
         """What none beats in days and money, as much as is shown."""
-        return list(self.found.front[:_MOST_ROWS])
+        return list(self.found.front[:_MAX_ROWS])
 
     @cached_property
     def shown(self) -> list[Answered]:
@@ -196,7 +196,7 @@ def _doubts(planned: Planned) -> list[str]:
 
 def _groups(planned: Planned) -> dict[str, list[Answered]]:
     """By cluster, the options that have bars, the number of GPUs in their names."""
-    every = sorted(planned.shown[: min(len(planned.best), _MOST_BARS)], key=_cluster)
+    every = sorted(planned.shown[: min(len(planned.best), _MAX_BARS)], key=_cluster)
     return {
         name: [replace(one, strategy=_sized(one)) for one in group]
         for name, group in groupby(every, key=_cluster)

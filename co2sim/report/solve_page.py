@@ -15,7 +15,7 @@ from co2sim.report.html import Figure, Page, PageSection
 from co2sim.report.tables import Answered, Table
 from co2sim.report.text import solve
 from co2sim.studies.grid import label, strategy_title
-from co2sim.studies.sensitivity import Lever
+from co2sim.studies.sensitivity import Sensitivity
 from co2sim.studies.solve import Solved
 
 
@@ -30,7 +30,7 @@ class AllSolved:
     cases: Sequence[Case]
     found: Sequence[Solved]
     results: Mapping[str, Result]
-    levers: Mapping[str, Sequence[Lever]]
+    levers: Mapping[str, Sequence[Sensitivity]]
     tokens: float | None
     goal: Goal
     command: str

@@ -16,7 +16,7 @@ from co2sim.prediction.step_factors import Goal, remark
 from co2sim.prediction.totals import Totals, to_dict
 from co2sim.report import bar_charts, comparison, html, line_charts, tables
 from co2sim.report.chart_style import picking
-from co2sim.report.html import MOST_ROUNDS, Figure, Page, PageSection, Timelines
+from co2sim.report.html import MAX_ROUNDS, Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import last_round
 from co2sim.report.tables import Answered
 from co2sim.report.text import totals
@@ -201,7 +201,7 @@ def _time(study: Study) -> PageSection:
     timed = [one for one in study.largest[study.best.cluster] if one.case.pp == 1]
     if not timed:  # pipelines have no round that all ranks follow
         return html.time(study.largest)
-    rounds = {one.strategy: last_round(one.case) for one in timed[:MOST_ROUNDS]}
+    rounds = {one.strategy: last_round(one.case) for one in timed[:MAX_ROUNDS]}
     note = f"One rank, on {timed[0].result.gpus} GPUs of {timed[0].cluster}."
     lines = Timelines(note, rounds, bar_charts.timeline(rounds.values()))
     return html.time(study.largest, lines)

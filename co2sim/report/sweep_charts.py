@@ -28,9 +28,9 @@ from co2sim.report.chart_style import (
 from co2sim.report.sweep import Swept
 from co2sim.report.tables import Answered
 
-MOST_BARS = 40
-MOST_LINES = 40
-MOST_POINTS = 800
+MAX_BARS = 40
+MAX_LINES = 40
+MAX_POINTS = 800
 """Of one chart."""
 _OPACITY = 0.18
 
@@ -82,15 +82,15 @@ def chart(swept: Swept, measure: Measure) -> tuple[Spec, str]:
     pairs = zip(swept.all, swept.placed, strict=True)
     known = [(one, place) for one, place in pairs if measure.of is _speed or one.totals]
     if swept.across is None:
-        shown = [one for one, _ in known[:MOST_BARS]]
-        return _bars(shown, measure), left_out("cases", len(known), MOST_BARS)
+        shown = [one for one, _ in known[:MAX_BARS]]
+        return _bars(shown, measure), left_out("cases", len(known), MAX_BARS)
     lines: dict[str, Rows] = {}
     for one, (x, at, line) in known:
         lines.setdefault(line, []).append(_row(one, measure, line, x, at))
-    kept = [sorted(rows, key=_x) for rows in list(lines.values())[:MOST_LINES]]
+    kept = [sorted(rows, key=_x) for rows in list(lines.values())[:MAX_LINES]]
     count = sum(map(len, kept))
-    every = -(-count // MOST_POINTS)
-    words = left_out("lines", len(lines), MOST_LINES)
+    every = -(-count // MAX_POINTS)
+    words = left_out("lines", len(lines), MAX_LINES)
     words += f" Of {count:,} points one in {every} is drawn." if every > 1 else ""
     words += picking([rows[0]["strategy"] for rows in kept])
     return _lines(swept.across, [row for rows in kept for row in rows[::every]], measure), words

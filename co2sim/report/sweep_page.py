@@ -14,13 +14,13 @@ from co2sim.report.text import totals
 from co2sim.studies.grid import label
 from co2sim.studies.table import to_frame
 
-_MOST_ROWS = 200
+_MAX_ROWS = 200
 """Of one table."""
-_MOST_TEXTS = 20
-_MOST_INPUTS = 20
-_MOST_ON_FRONT = 12
+_MAX_TEXTS = 20
+_MAX_INPUTS = 20
+_MAX_ON_FRONT = 12
 """Points of days against money: each has a colour of its own."""
-_MOST_CHARACTERS = 250_000
+_MAX_CHARACTERS = 250_000
 """Of a file inside of the page."""
 
 
@@ -28,9 +28,9 @@ def page(swept: Swept) -> Page:
     """Nothing is simulated for it. Of very many cases the first ones are shown, and it says so."""
     every = swept.all
     files, cut = _files(swept)
-    bars = sorted(every[: sweep_charts.MOST_BARS], key=_cluster)
+    bars = sorted(every[: sweep_charts.MAX_BARS], key=_cluster)
     groups = {name: list(group) for name, group in groupby(bars, key=_cluster)}
-    more = sweep_charts.left_out("cases", len(every), sweep_charts.MOST_BARS).strip()
+    more = sweep_charts.left_out("cases", len(every), sweep_charts.MAX_BARS).strip()
     plain = [replace(one, strategy=one.result.strategy) for one in every]
     trust = html.trust(plain, plain)
     return Page(
@@ -58,13 +58,13 @@ def _cluster(one: Answered) -> str:
 def _inputs(swept: Swept) -> list[tuple[str, Case]]:
     """A case for each cluster and model."""
     found = {(label(case.cluster), label(case.model)): case for case in swept.cases}
-    return [(cluster, case) for (cluster, _), case in list(found.items())[:_MOST_INPUTS]]
+    return [(cluster, case) for (cluster, _), case in list(found.items())[:_MAX_INPUTS]]
 
 
 def _few(lines: Sequence[str]) -> list[str]:
     """The first of many."""
-    left = len(lines) - _MOST_TEXTS
-    return [*lines[:_MOST_TEXTS], *([f"and {left:,} more"] if left > 0 else [])]
+    left = len(lines) - _MAX_TEXTS
+    return [*lines[:_MAX_TEXTS], *([f"and {left:,} more"] if left > 0 else [])]
 
 
 def _figure(swept: Swept, measure: sweep_charts.Measure) -> Figure:
@@ -80,7 +80,7 @@ def _figure(swept: Swept, measure: sweep_charts.Measure) -> Figure:
 
 def _speed(swept: Swept) -> PageSection:
     """Throughput, and a table of every case."""
-    table = tables.speeds(swept.all[:_MOST_ROWS])
+    table = tables.speeds(swept.all[:_MAX_ROWS])
     named = replace(table, columns=("case", *table.columns[1:]))
     first, *_ = sweep_charts.measures(swept)
     chart = replace(_figure(swept, first), table=named)
@@ -93,8 +93,8 @@ def _money(swept: Swept) -> PageSection:
     _, *others = sweep_charts.measures(swept)
     if not others:
         return PageSection("money", "Days and money")
-    few = len(every) <= _MOST_ON_FRONT
-    table = tables.trainings(every[:_MOST_ROWS])
+    few = len(every) <= _MAX_ON_FRONT
+    table = tables.trainings(every[:_MAX_ROWS])
     if table:
         table = replace(table, columns=("cluster", "case", *table.columns[2:]))
     figures = [_figure(swept, measure) for measure in others]
@@ -105,15 +105,15 @@ def _money(swept: Swept) -> PageSection:
             for one in html.money(every, [one.strategy for one in every]).figures
             if one.chart
         ]
-    basis = totals.basis_lines(swept.cases[:_MOST_ROWS], [one.totals for one in every])
+    basis = totals.basis_lines(swept.cases[:_MAX_ROWS], [one.totals for one in every])
     return PageSection("money", "Days and money", figures=figures, notes=basis)
 
 
 def _cut_rows(swept: Swept) -> list[str]:
     count = len(swept.all)
-    if count <= _MOST_ROWS:
+    if count <= _MAX_ROWS:
         return []
-    return [f"Tables of this page have the first {_MOST_ROWS} of {count:,} cases."]
+    return [f"Tables of this page have the first {_MAX_ROWS} of {count:,} cases."]
 
 
 def _files(swept: Swept) -> tuple[dict[str, tuple[str, str]], list[str]]:
@@ -139,7 +139,7 @@ def _files(swept: Swept) -> tuple[dict[str, tuple[str, str]], list[str]]:
 
 def _fitting(sizes: Sequence[int]) -> int:
     """How many of the first ones there is room for."""
-    room = _MOST_CHARACTERS
+    room = _MAX_CHARACTERS
     for place, size in enumerate(sizes):
         room -= size
         if room < 0:

@@ -14,7 +14,7 @@ from co2sim.prediction.result import Result
 from co2sim.prediction.totals import Totals
 from co2sim.report.text import totals
 from co2sim.studies.grid import label
-from co2sim.studies.sensitivity import Lever
+from co2sim.studies.sensitivity import Sensitivity
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def memory(group: Sequence[Answered]) -> Table:
     return Table(("item", *(one.strategy for one in group)), rows)
 
 
-def gains(found: Iterable[Lever]) -> Table:
+def gains(found: Iterable[Sensitivity]) -> Table:
     """What a tenth more of each number buys."""
     rows = [
         [

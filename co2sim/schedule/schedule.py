@@ -176,15 +176,15 @@ SCALE_BYTES: Bytes = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class Gemm:
     """A matrix product: its FLOP, and the bytes of its operands and its result, each once."""
 
     flops: Flops
     bytes: Bytes
 
-    def times(self, factor: float) -> "Product":
+    def times(self, factor: float) -> "Gemm":
         """The product `factor` times, which may be a fraction."""
-        return Product(self.flops * factor, self.bytes * factor)
+        return Gemm(self.flops * factor, self.bytes * factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ class Kernels:
     width of a vocabulary. `attention` is that part of attention which is one kernel.
     """
 
-    products: tuple[Product, ...]
+    products: tuple[Gemm, ...]
     calls: float
     elementwise_bytes: Bytes
     vocabulary: bool = False
@@ -247,7 +247,7 @@ class Compute:
     memory_bytes: Bytes = 0.0
     kernels: Kernels | None = None
     parts: tuple["Compute", ...] = ()
-    exchanges: "Exchanges | None" = None
+    exchanges: "TensorParallelCollectives | None" = None
 
     def __post_init__(self) -> None:
         """Refuse negative or infinite work."""
@@ -309,7 +309,7 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanges:
+class TensorParallelCollectives:
     """What a pass exchanges with other ranks: `before` it, `beside` it, and `behind` it, in turn.
 
     What follows on the pass's stream waits for all of them.
@@ -319,9 +319,9 @@ class Exchanges:
     beside: tuple[Collective, ...] = ()
     behind: tuple[Collective, ...] = ()
 
-    def then(self, other: "Exchanges") -> "Exchanges":
+    def then(self, other: "TensorParallelCollectives") -> "TensorParallelCollectives":
         """Those of two passes that are one op: what lies between the two comes behind it."""
-        return Exchanges(
+        return TensorParallelCollectives(
             self.before,
             (*self.beside, *other.beside),
             (*self.behind, *other.before, *other.behind),

@@ -10,8 +10,10 @@ Times are numbers where one class of ranks stands for all, and arrays over the c
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from heapq import heappop, heappush
 from itertools import count
+from operator import add
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,7 +23,7 @@ from numpy.typing import NDArray
 from co2sim.common.units import Bytes, Seconds
 from co2sim.schedule.schedule import Collective, Group
 from co2sim.simulation.compute_cost import Processor
-from co2sim.simulation.lowering import Lowered, Times
+from co2sim.simulation.lowering import LoweredSchedule, Times
 from co2sim.simulation.network import Transfer, max_min_rates
 
 AFTER_ALL = 9
@@ -84,7 +86,7 @@ class Flow:
 class SharedLinks:
     """The links, and the flows on them; `done` is called with a flow that has arrived."""
 
-    def __init__(self, lowered: Lowered, events: EventQueue, done: Callback) -> None:
+    def __init__(self, lowered: LoweredSchedule, events: EventQueue, done: Callback) -> None:
         """Start with no flow in flight, and no compute under way."""
         self._events, self._done = events, done
         self._capacity = dict(lowered.capacity)
@@ -187,7 +189,7 @@ class _Work:
     """What ops of a work take, and what others have to do with them.
 
     They end after `latency + seconds`, unless the `transfer` may share, or others make them
-    `slowed`. `busy` says that the NICs attain less meanwhile.
+    `slowed`. `busy` says that the NICs attain less meanwhile. `parts` are the times of several ops.
     """
 
     latency: Seconds
@@ -196,6 +198,7 @@ class _Work:
     queue: _CommunicatorQueue | None = None
     slowed: bool = False
     busy: bool = False
+    parts: tuple[Seconds, ...] = ()
 
 
 _Step: TypeAlias = tuple[int, int, tuple[int, ...], _Work, bool]
@@ -234,13 +237,13 @@ class _InFlight(Flow):
     work: _Work = field(kw_only=True)
 
 
-def applies(lowered: Lowered) -> bool:
+def applies(lowered: LoweredSchedule) -> bool:
     """Whether one class stands for all ranks, without jitter."""
     return len(lowered.classes) == 1 and not lowered.class_factors
 
 
 def run(
-    lowered: Lowered, sharing: set[int], progress: Callable[[float], None] | None = None
+    lowered: LoweredSchedule, sharing: set[int], progress: Callable[[float], None] | None = None
 ) -> Times:
     """Starts and ends of all rounds, where this `applies`.
 
@@ -250,7 +253,7 @@ def run(
 
 
 class _EventEngine:
-    def __init__(self, lowered: Lowered, sharing: set[int]) -> None:
+    def __init__(self, lowered: LoweredSchedule, sharing: set[int]) -> None:
         self.size, self.before = len(lowered.schedule.body), lowered.schedule.farthest
         self.total = self.before + lowered.rounds * self.size
         self.starts, self.ends = [_UNKNOWN] * self.total, [_UNKNOWN] * self.total
@@ -317,7 +320,10 @@ class _EventEngine:
                     turn, index = turn + self.size, 0
                 number += last - first
                 if known:
-                    free = ends[number] = start + work.latency + work.seconds
+                    if work.parts:
+                        free = ends[number] = reduce(add, work.parts, start)
+                    else:
+                        free = ends[number] = start + work.latency + work.seconds
                     if work.busy and work.seconds:
                         self._busy(stream, start, free)
                     if number in waiting:
@@ -420,35 +426,44 @@ _NOWHERE: Mapping[object, float] = MappingProxyType({})
 
 
 class _LongRuns:
-    """Ops of runs of several computes: the engine knows when the first starts and the last ends."""
+    """Ops of runs of several computes: the engine knows when the first starts and the last ends.
 
-    def __init__(self, lowered: Lowered, runs: Sequence[tuple[int, ...]]) -> None:
-        self.places = np.array([place for run in runs for place in run])
-        seconds = np.array(lowered.seconds)[self.places] * lowered.classes[0].slowdown
-        after = np.cumsum(seconds)
-        lengths = np.array([len(run) for run in runs])
-        lasts = np.cumsum(lengths) - 1
-        before = np.concatenate([[0.0], after[lasts[:-1]]])
-        self.seconds = {run: float(s) for run, s in zip(runs, after[lasts] - before, strict=True)}
-        self._since = after - seconds - np.repeat(before, lengths)
-        self._first = np.repeat([run[0] for run in runs], lengths)
-        self._goes_on = np.delete(np.arange(len(self.places)), lasts)
+    Times are added up one by one, so that they are the same to the last bit as op by op.
+    """
+
+    def __init__(self, lowered: LoweredSchedule, runs: Sequence[tuple[int, ...]]) -> None:
+        slowdown = lowered.classes[0].slowdown
+        self.seconds = {
+            run: tuple([lowered.seconds[place] * slowdown for place in run]) for run in runs
+        }
+        alike: dict[int, list[tuple[int, ...]]] = {}
+        for run in runs:
+            alike.setdefault(len(run), []).append(run)
+        self._places = [np.array(same) for same in alike.values()]
+        self._seconds = [np.array([self.seconds[r] for r in same]) for same in alike.values()]
 
     def fill(self, starts: _Array, ends: _Array) -> None:
         """Write the times within runs, [round, place]."""
-        starts[:, self.places] = starts[:, self._first] + self._since
-        here = self._goes_on
-        ends[:, self.places[here]] = starts[:, self.places[here + 1]]
+        for places, seconds in zip(self._places, self._seconds, strict=True):
+            times = np.empty((len(starts), *places.shape))
+            times[..., 0] = starts[:, places[:, 0]]
+            times[..., 1:] = seconds[:, :-1]
+            np.cumsum(times, axis=-1, out=times)
+            starts[:, places] = times
+            ends[:, places[:, :-1]] = times[..., 1:]
 
 
-def _runs(lowered: Lowered) -> Sequence[tuple[int, ...]]:
+def _runs(lowered: LoweredSchedule) -> Sequence[tuple[int, ...]]:
     """The runs of the schedule; where computes are slowed down, every op alone."""
     schedule = lowered.schedule
     return [(place,) for place in range(len(schedule.body))] if lowered.slows else schedule.runs
 
 
 def _streams(
-    lowered: Lowered, sharing: set[int], runs: Sequence[tuple[int, ...]], long: _LongRuns | None
+    lowered: LoweredSchedule,
+    sharing: set[int],
+    runs: Sequence[tuple[int, ...]],
+    long: _LongRuns | None,
 ) -> list[_StreamState]:
     """The steps of every stream: its runs."""
     schedule, slows = lowered.schedule, lowered.slows
@@ -464,7 +479,7 @@ def _streams(
         place = run[0]
         op, number = schedule.body[place], schedule.work_numbers[place]
         if len(run) > 1 and long:
-            work = _Work(0.0, long.seconds[run], busy=busy)
+            work = _Work(0.0, sum(long.seconds[run]), busy=busy, parts=long.seconds[run])
         elif number in works:
             work = works[number]
         elif isinstance(op.work, Collective):
@@ -482,7 +497,7 @@ def _streams(
 # --- several classes of ranks, where all that is shared is a collective of all --------------------
 
 
-def applies_to_classes(lowered: Lowered, sharing: set[int]) -> bool:
+def applies_to_classes(lowered: LoweredSchedule, sharing: set[int]) -> bool:
     """Whether whatever may wait for others is a collective of all classes, and slows no compute."""
     if lowered.slows or lowered.contend:
         return False
@@ -494,7 +509,7 @@ def applies_to_classes(lowered: Lowered, sharing: set[int]) -> bool:
 
 
 def run_classes(
-    lowered: Lowered, sharing: set[int], progress: Callable[[float], None] | None = None
+    lowered: LoweredSchedule, sharing: set[int], progress: Callable[[float], None] | None = None
 ) -> Times:
     """The same as `run` for several classes, where that `applies_to_classes`."""
     return _ClassesEngine(lowered, sharing).times(progress)
@@ -515,7 +530,7 @@ class _Members(NamedTuple):
 class _ClassesEngine(_EventEngine):
     """Times are arrays over the classes: what all meet in ends for all at once."""
 
-    def __init__(self, lowered: Lowered, sharing: set[int]) -> None:
+    def __init__(self, lowered: LoweredSchedule, sharing: set[int]) -> None:
         schedule, self.lowered, self.sharing = lowered.schedule, lowered, sharing
         self.size, self.before = len(schedule.body), schedule.farthest
         self.total = self.before + lowered.rounds * self.size
@@ -620,7 +635,7 @@ class _ClassesEngine(_EventEngine):
 _IDLE = _Work(0.0, 0.0)
 
 
-def _members(lowered: Lowered, group: Group) -> _Members:
+def _members(lowered: LoweredSchedule, group: Group) -> _Members:
     together, factors = lowered.communicators[group], lowered.communicator_factors
     lengths = [len(one.members) for one in together]
     return _Members(
@@ -631,7 +646,7 @@ def _members(lowered: Lowered, group: Group) -> _Members:
     )
 
 
-def _few_links(lowered: Lowered, sharing: set[int]) -> dict[int, Transfer]:
+def _few_links(lowered: LoweredSchedule, sharing: set[int]) -> dict[int, Transfer]:
     """What is shared, by number of its work, on one of all links that carry the same."""
     found = {
         number: transfers[0]

@@ -20,7 +20,7 @@ from co2sim.hardware.cluster import FULLY_IDLE, Cluster, HostEffects
 from co2sim.schedule.schedule import Collective, Schedule
 from co2sim.simulation.collective_cost import CollectiveCost, cost_of
 from co2sim.simulation.compute_cost import Processor
-from co2sim.simulation.lowering import Communicator, Folding, Lowered
+from co2sim.simulation.lowering import Communicator, Folding, LoweredSchedule
 from co2sim.simulation.network import NOTHING, Flow, Network, Transfer
 from co2sim.simulation.reference_engine import Communicators, Simulation
 from co2sim.simulation.token_bucket import Buckets, Shaper, shapers
@@ -32,7 +32,7 @@ _LAST = EventPriority(8)
 """Behind what else comes at the same instant, but for the starts of exclusive collectives."""
 
 
-INSTANT: Seconds = 1e-9
+TIME_EPSILON_S: Seconds = 1e-9
 """What is no further apart happens at once: what begins or ends is off by so much at most."""
 
 
@@ -67,7 +67,7 @@ class HostTransfer(Transfer):
         return replace(Transfer.scaled(self, factor), least=factor * self.least)  # type: ignore[call-arg, return-value]
 
 
-def _transfers(lowered: Lowered, place: int) -> tuple[Transfer, ...]:
+def _transfers(lowered: LoweredSchedule, place: int) -> tuple[Transfer, ...]:
     """Those of an op of the body, as the machine moves them."""
     known, work = lowered.transfers[place], lowered.schedule.body[place].work
     if not isinstance(work, Collective):
@@ -281,7 +281,7 @@ class Core(Processor):
 
     def begin(self, now: Seconds) -> None:
         """A collective begins. Call it in the order of time."""
-        self._now = self._now + 1 if now - self._last <= INSTANT else 1
+        self._now = self._now + 1 if now - self._last <= TIME_EPSILON_S else 1
         self.begun, self._last = self.begun + 1, now
 
     def begun_before(self, now: Seconds) -> int:
@@ -289,7 +289,7 @@ class Core(Processor):
 
         One that begins as a compute begins is beside it, whichever is heard of first.
         """
-        return self.begun - (self._now if now - self._last <= INSTANT else 0)
+        return self.begun - (self._now if now - self._last <= TIME_EPSILON_S else 0)
 
     def goes_first(self, stream: str) -> bool:
         """Whether computes of a stream do."""
@@ -312,7 +312,7 @@ class Core(Processor):
 
 
 class _HostCommunicators(Communicators):
-    def __init__(self, env: simpy.Environment, lowered: Lowered) -> None:
+    def __init__(self, env: simpy.Environment, lowered: LoweredSchedule) -> None:
         host = effects(lowered.cluster)
         self.first = first_streams(lowered.schedule, host)
         self.calls = host.call_interference > 0
@@ -393,12 +393,12 @@ class HostSimulation(Simulation):
             work = 0.0
         known = core.begun_before(self.env.now)
         while work > 0:
-            if work > INSTANT:  # what ends as a collective begins has ended
+            if work > TIME_EPSILON_S:  # what ends as a collective begins has ended
                 work += (core.begun - known) * core.call
             known = core.begun
             pace = core.pace_of(stream)
             started, changed = self.env.now, communicators.change(index)
-            if not pace and work > INSTANT:
+            if not pace and work > TIME_EPSILON_S:
                 yield changed
                 continue
             done = self.env.timeout(work / (pace or 1.0))

@@ -170,7 +170,7 @@ SPAN_BYTES: Bytes = 400.0
 LOCKSTEP_SPAN_BYTES: Bytes = 300.0
 """The same where many classes of ranks run in lockstep, in arrays: 33 to 195 were seen."""
 
-MOST_SPANS = 50_000_000
+MAX_SPANS = 50_000_000
 """What a simulation may hold: up to 20 GB."""
 
 
@@ -184,7 +184,7 @@ class Communicator:
 
 
 @dataclass(frozen=True, eq=False)
-class Lowered:
+class LoweredSchedule:
     """A schedule on a cluster: places in `seconds` and `transfers` are those of ops in the body.
 
     `seconds` is the nominal time of a compute op. `transfers` lists, for a collective, one transfer
@@ -246,18 +246,18 @@ def lower(
     fold: bool,
     free: bool,
     slowdown: float = 1.0,
-) -> Lowered:
+) -> LoweredSchedule:
     """Fold the ranks and cost every op. Raises OptionError where the spans would be too many.
 
     Compute takes `slowdown` times as long on every rank, beside what `noise` says.
     """
     rounds = whole("rounds", rounds, 0)
     spans = span_count(schedule, cluster, rounds=rounds, noise=noise, fold=fold)
-    if spans > MOST_SPANS:
+    if spans > MAX_SPANS:
         classes = spans // max(1, rounds * len(schedule.body))
         raise OptionError(
             f"{rounds:,} rounds, warm-up included, of {len(schedule.body):,} ops on {classes:,}"
-            f" simulated ranks are {spans:,} spans; at most {MOST_SPANS:,} are simulated"
+            f" simulated ranks are {spans:,} spans; at most {MAX_SPANS:,} are simulated"
         )
     slowdowns = noise.node_slowdowns(cluster.layout)
     if slowdown != 1:
@@ -268,7 +268,7 @@ def lower(
     capacity = capacities(cluster, folding)
     count = rounds * len(schedule.body)
     total = sum(map(len, communicators.values()))
-    return Lowered(
+    return LoweredSchedule(
         schedule=schedule,
         cluster=cluster,
         rounds=rounds,
@@ -381,7 +381,7 @@ def _transfer(
     return Transfer(loads, copies, cost.exposed_latency(cluster), solo)
 
 
-def shared_works(lowered: Lowered) -> set[int]:
+def shared_works(lowered: LoweredSchedule) -> set[int]:
     """Works, by number, that may meet others on a link or wait for their communicator.
 
     Those of one communicator in one stream follow each other. NICs that attain less while their

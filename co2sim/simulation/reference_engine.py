@@ -16,7 +16,7 @@ from simpy.events import EventPriority
 from co2sim.common.units import Seconds
 from co2sim.schedule.schedule import Compute, Group, Instance
 from co2sim.simulation.compute_cost import Processor
-from co2sim.simulation.lowering import Communicator, Lowered, Times
+from co2sim.simulation.lowering import Communicator, LoweredSchedule, Times
 from co2sim.simulation.network import NOTHING, Network, Transfer
 
 _AFTER_ALL_ELSE = EventPriority(9)
@@ -40,7 +40,7 @@ class Communicators:
     `processors` say what is under way on each class of ranks, where that slows compute.
     """
 
-    def __init__(self, env: simpy.Environment, lowered: Lowered) -> None:
+    def __init__(self, env: simpy.Environment, lowered: LoweredSchedule) -> None:
         """Start without a class under way to any collective."""
         self._env, self._lowered = env, lowered
         self._network = self._make_network()
@@ -190,7 +190,7 @@ class _Spans:
 class Simulation:
     """SimPy, event by event: the reference that the faster engines are compared with."""
 
-    def __init__(self, lowered: Lowered) -> None:
+    def __init__(self, lowered: LoweredSchedule) -> None:
         self.lowered = lowered
         self.env = simpy.Environment()
         self.communicators = self._make_communicators()

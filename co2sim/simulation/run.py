@@ -6,7 +6,7 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation import event_engine
 from co2sim.simulation.host_effects import HostSimulation
-from co2sim.simulation.lowering import Lowered, Times, lower, shared_works
+from co2sim.simulation.lowering import LoweredSchedule, Times, lower, shared_works
 from co2sim.simulation.noise import QUIET, Noise
 from co2sim.simulation.reference_engine import Simulation
 from co2sim.simulation.trace import SpanTable, Trace
@@ -48,7 +48,7 @@ def execute(
     return Trace(schedule.name, cluster.layout, rounds, ranks, spans)
 
 
-def run(lowered: Lowered, progress: Callable[[float], None] | None = None) -> Times:
+def run(lowered: LoweredSchedule, progress: Callable[[float], None] | None = None) -> Times:
     """Starts and ends, [instance, class], by the fastest engine that applies."""
     if (host := lowered.cluster.host) and host.depends_on_others:
         return HostSimulation(lowered).run(progress)

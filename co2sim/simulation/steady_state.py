@@ -13,7 +13,7 @@ from co2sim.schedule.schedule import Schedule
 from co2sim.simulation import metrics
 from co2sim.simulation.lowering import (
     LOCKSTEP_SPAN_BYTES,
-    MOST_SPANS,
+    MAX_SPANS,
     SPAN_BYTES,
     class_count,
     span_count,
@@ -24,14 +24,14 @@ from co2sim.simulation.stragglers import expected_slowdown
 from co2sim.simulation.token_bucket import shapers
 from co2sim.simulation.trace import Trace
 
-_MOST_ROUNDS = 64
+_MAX_ROUNDS = 64
 """Where the search for a steady state ends."""
 _ROUNDS_OF_JITTER = 10
 """Averaged where nothing repeats, unless the user says how many."""
 
 
 class SimulationInput(Protocol):
-    """What is simulated: a schedule on a cluster, such as `Prepared`."""
+    """What is simulated: a schedule on a cluster, such as `LoadedCase`."""
 
     @property
     def schedule(self) -> Schedule: ...  # noqa: D102
@@ -76,7 +76,7 @@ class Simulator:
         while True:
             found = self.rounds(warm_up + measured)
             steady = metrics.is_steady(found, prepared.schedule, measured)
-            most = warm_up >= _MOST_ROUNDS
+            most = warm_up >= _MAX_ROUNDS
             if steady or most or not _fits(options, prepared, 2 * warm_up + measured):
                 half = found.rounds // 2
                 return found, (measured if steady else max(measured, half)), steady
@@ -127,7 +127,7 @@ def _trailing_rounds(options: RunOptions, prepared: SimulationInput) -> int:
 def _fits(options: RunOptions, prepared: SimulationInput, rounds: int) -> bool:
     """Whether so many rounds can be simulated here."""
     try:
-        return _check_memory(options, prepared, rounds) <= MOST_SPANS
+        return _check_memory(options, prepared, rounds) <= MAX_SPANS
     except ResourceError:
         return False
 

@@ -16,7 +16,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import Collective, Schedule
-from co2sim.simulation.lowering import Lowered, Times, leaves_node, lower
+from co2sim.simulation.lowering import LoweredSchedule, Times, leaves_node, lower
 from co2sim.simulation.noise import QUIET, Noise
 from co2sim.simulation.run import run
 
@@ -108,7 +108,7 @@ def rounds_needed(schedule: Schedule) -> int:
     return 2 * schedule.lag + 2
 
 
-def critical_path_slack(lowered: Lowered, times: Times) -> Slack:
+def critical_path_slack(lowered: LoweredSchedule, times: Times) -> Slack:
     """The slack of a run of `rounds_needed` rounds in which all nodes are equal."""
     schedule, seconds = lowered.schedule, lowered.seconds
     size, lag = len(schedule.body), schedule.lag
@@ -144,12 +144,12 @@ def critical_path_slack(lowered: Lowered, times: Times) -> Slack:
     )
 
 
-def _leaves(lowered: Lowered, place: int) -> bool:
+def _leaves(lowered: LoweredSchedule, place: int) -> bool:
     work = lowered.schedule.body[place].work
     return isinstance(work, Collective) and leaves_node(work.group, lowered.cluster.layout)
 
 
-def _predecessors(lowered: Lowered) -> list[list[int]]:
+def _predecessors(lowered: LoweredSchedule) -> list[list[int]]:
     """What every instance waits for: in `after`, and on its stream."""
     found: list[list[int]] = []
     last: dict[str, int] = {}
@@ -159,7 +159,9 @@ def _predecessors(lowered: Lowered) -> list[list[int]]:
     return found
 
 
-def _meetings(lowered: Lowered, before: Sequence[Sequence[int]], main: str, first: int) -> int:
+def _meetings(
+    lowered: LoweredSchedule, before: Sequence[Sequence[int]], main: str, first: int
+) -> int:
     """Ops of a round that compute once a collective between nodes, or what follows, has ended."""
     body, size = lowered.schedule.body, len(lowered.schedule.body)
     behind: set[int] = set()
@@ -175,7 +177,7 @@ def _meetings(lowered: Lowered, before: Sequence[Sequence[int]], main: str, firs
 
 
 def _between(
-    lowered: Lowered,
+    lowered: LoweredSchedule,
     starts: Sequence[Seconds],
     ends: Sequence[Seconds],
     main: str,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from co2sim.common import files
 from co2sim.common.errors import CatalogError, ScheduleError, given
-from co2sim.common.files import MOST_RECORD_BYTES, text_of
+from co2sim.common.files import MAX_RECORD_BYTES, text_of
 from co2sim.common.html_card import card
 from co2sim.common.units import Seconds, counted, duration
 from co2sim.schedule.schedule import Collective, Instance, Kind, Layout, Op, Schedule
@@ -334,7 +334,7 @@ def _togetherness(
                     yield f"{which} ends apart in the group of rank {first.rank}"
 
 
-_MOST = 10**9
+_MAX = 10**9
 """Ranks, and rounds: beyond any trace that fits into a file."""
 _LATEST: Seconds = 1e12
 """Of a time in a trace: 30,000 years."""
@@ -344,7 +344,7 @@ _FIELDS = frozenset(Span._fields)
 def read_json_lines(path: Path) -> Trace:
     """Read a trace written by `to_json_lines`. Raises CatalogError when the file is not one."""
     try:
-        lines = text_of(path, MOST_RECORD_BYTES).splitlines()
+        lines = text_of(path, MAX_RECORD_BYTES).splitlines()
         head = _header(files.json_line(lines[0] if lines else ""))
         rows = enumerate(lines[1:], start=2)
         return replace(head, spans=tuple(_span(head, number, line) for number, line in rows))
@@ -365,7 +365,7 @@ def _header(row: Any) -> Trace:
         )
     counts = [row["nodes"], row["gpus_per_node"], row.get("sites", 1), row["rounds"]]
     counts += row["ranks"].values()
-    wrong = [one for one in counts if type(one) is not int or not 1 <= one <= _MOST]
+    wrong = [one for one in counts if type(one) is not int or not 1 <= one <= _MAX]
     wrong += [rank for rank in row["ranks"] if not _is_rank(rank)]
     wrong += [] if isinstance(row["schedule"], str) else [row["schedule"]]
     if wrong:
@@ -383,7 +383,7 @@ def _header(row: Any) -> Trace:
 
 
 def _is_rank(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < len(str(_MOST))
+    return text.isascii() and text.isdecimal() and len(text) < len(str(_MAX))
 
 
 def _span(head: Trace, number: int, line: str) -> Span:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from co2sim.common.delayed_averaging import MOST_FRAGMENTS, check_predict, even_fragments, kept
+from co2sim.common.delayed_averaging import MAX_FRAGMENTS, check_predict, even_fragments, kept
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes
 from co2sim.common.validation import between
@@ -24,7 +24,7 @@ from co2sim.strategies.local import (
 )
 from co2sim.strategies.step import QUANTIZED, whole_options
 
-_MOST_STALENESS = 100
+_MAX_STALENESS = 100
 """A rank keeps a buffer for every average in flight; so many rounds pass before a steady one."""
 
 
@@ -70,7 +70,7 @@ class CO2:
         check(self, quantized=frozenset({DType.INT8}))
         if self.staleness == 0:
             raise OptionError("co2: staleness is 0; it must be at least 1 (slowmo is staleness 0)")
-        whole_options(self, "staleness", most=_MOST_STALENESS)
+        whole_options(self, "staleness", most=_MAX_STALENESS)
         self._check_delay()
         if self.delay is not None and self.tau != "auto":
             check_predict(self.tau, self.delay, *self.kept())
@@ -95,7 +95,7 @@ class CO2:
 
     def _check_delay(self) -> None:
         if self.fragments is not None:
-            most = MOST_FRAGMENTS if self.tau == "auto" else min(self.tau, MOST_FRAGMENTS)
+            most = MAX_FRAGMENTS if self.tau == "auto" else min(self.tau, MAX_FRAGMENTS)
             whole_options(self, "fragments", most=most)
         for option in ("keep", "predict"):
             given = getattr(self, option)

@@ -18,7 +18,7 @@ from co2sim.strategies.local import (
 )
 from co2sim.strategies.step import QUANTIZED, SCALE_BLOCK, whole_options
 
-_MOST_FRAGMENTS = 1_000
+_MAX_FRAGMENTS = 1_000
 """Far beyond the layers of a model, which Streaming DiLoCo averages a few at a time."""
 
 
@@ -47,7 +47,7 @@ class DiLoCo:
     def __post_init__(self) -> None:
         """Refuse options that contradict each other."""
         check(self, quantized=QUANTIZED)
-        whole_options(self, "fragments", most=_MOST_FRAGMENTS)
+        whole_options(self, "fragments", most=_MAX_FRAGMENTS)
         whole_options(self, "delay", least=0)
         whole_options(self, "scale_block")
         if self.fragments > self.tau:

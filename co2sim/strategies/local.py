@@ -55,7 +55,7 @@ Unquantized: TypeAlias = Literal[DType.FP32, DType.FP16, DType.BF16]
 Auto: TypeAlias = Literal["auto"]
 """A number that is chosen for the cluster at hand."""
 
-MOST_STEPS = 10_000
+MAX_STEPS = 10_000
 """A schedule holds every local step of a round."""
 
 OUTER = "outer"
@@ -92,7 +92,7 @@ class LocalSteps(Protocol):
 def check(strategy: LocalSteps, quantized: frozenset[DType] = frozenset()) -> None:
     """Refuse options out of range, in contradiction, or of a quantized type not among these."""
     if strategy.tau != "auto":
-        whole_options(strategy, "tau", most=MOST_STEPS)
+        whole_options(strategy, "tau", most=MAX_STEPS)
     if strategy.worker == "gpu" and strategy.inner is not None:
         raise OptionError(
             f"inner={strategy.inner} does not apply to worker=gpu; use worker=node or worker=site"

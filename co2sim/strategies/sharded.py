@@ -27,7 +27,7 @@ from co2sim.strategies.step import (
 KEPT = 10**12
 """A `max_reuse` that no block exceeds: its parameters stay from recomputation to gradients."""
 
-_MOST_GATHERS = 100
+_MAX_GATHERS = 100
 """A schedule holds every one."""
 
 GATHER = "gather"
@@ -191,7 +191,7 @@ def check_budget(strategy: Any) -> None:
     """Refuse a budget that holds no element, and more gathers per block than are simulated."""
     whole_options(strategy, "max_live", "max_reuse", "reduce_bucket")
     whole_options(strategy, "prefetch", least=0)
-    whole_options(strategy, "gathers", most=_MOST_GATHERS)
+    whole_options(strategy, "gathers", most=_MAX_GATHERS)
 
 
 def fetched(block: Block, gathers: int) -> list[tuple[str, int]]:

@@ -21,8 +21,8 @@ from co2sim.schedule.schedule import (
     Op,
 )
 
-_MOST_PIECES = 10_000
-_MOST_OPS = 1_000_000
+_MAX_PIECES = 10_000
+_MAX_OPS = 1_000_000
 """Of a round."""
 _OP_BYTES: Bytes = 500.0
 """Of memory while an op is made: 90 to 480 were seen."""
@@ -88,9 +88,9 @@ def group_size(group: Group, layout: Layout) -> int:
 
 def check_ops(ops: int, what: str) -> None:
     """Refuse a schedule that memory does not hold, before it is built."""
-    if ops > _MOST_OPS:
+    if ops > _MAX_OPS:
         raise OptionError(
-            f"a round would have {ops} ops ({what}); at most {_MOST_OPS} are simulated"
+            f"a round would have {ops} ops ({what}); at most {_MAX_OPS} are simulated"
         )
     require_memory(_OP_BYTES * ops, f"a round of {ops:,} ops ({what})")
 
@@ -129,10 +129,10 @@ def cut(elements: int, count: int) -> list[int]:
 def pieces(elements: int, capacity: int) -> list[int]:
     """`elements` cut into as few nearly equal pieces as hold at most `capacity` each."""
     count = -(-elements // capacity)
-    if count > _MOST_PIECES:
+    if count > _MAX_PIECES:
         raise OptionError(
             f"buckets of {capacity} elements cut {elements} parameters into {count} pieces;"
-            f" at most {_MOST_PIECES} are simulated"
+            f" at most {_MAX_PIECES} are simulated"
         )
     return cut(elements, count)
 

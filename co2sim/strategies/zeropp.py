@@ -37,7 +37,7 @@ from co2sim.strategies.sharded import (
 from co2sim.strategies.step import Step, cut, group_size, recode, sum_received, title, whole_options
 
 _SCALE_BLOCK = 2048
-_MOST_CHUNKS = 100
+_MAX_CHUNKS = 100
 """A schedule holds every one."""
 Hop: TypeAlias = tuple[Group, int, str]
 """An exchange of gradients: among whom, how many they are, and where."""
@@ -86,7 +86,7 @@ class ZeroPP:
             raise OptionError(f"hpz_group={self.hpz_group} does not apply to hpz=false")
         if self.scale_block != _SCALE_BLOCK and not (self.qwz or self.qgz):
             raise OptionError(f"scale_block={self.scale_block} needs qwz or qgz")
-        whole_options(self, "chunks", most=_MOST_CHUNKS)
+        whole_options(self, "chunks", most=_MAX_CHUNKS)
         if self.chunks > 1 and not (self.qwz or self.qgz):
             raise OptionError(f"chunks={self.chunks} needs qwz or qgz")
 

@@ -13,7 +13,7 @@ from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import Model, Recompute
 from co2sim.prediction.auto_delay import is_open
-from co2sim.prediction.case import Case, Prepared
+from co2sim.prediction.case import Case, LoadedCase
 from co2sim.prediction.pipeline import StageMemory
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
@@ -48,7 +48,7 @@ _BATCH_TOKENS = 2**22
 Source: Grattafiori et al. 2024, arXiv 2407.21783, section 3.4.1.
 """
 
-_MOST = 20_000
+_MAX = 20_000
 """Candidates of one plan."""
 
 
@@ -126,8 +126,8 @@ def candidates(space: Space) -> Candidates:
                     continue
                 found += fitting
                 large += over
-                if len(found) > _MOST:
-                    raise OptionError(f"these are more than {_MOST:,} candidates; give fewer")
+                if len(found) > _MAX:
+                    raise OptionError(f"these are more than {_MAX:,} candidates; give fewer")
     if not found and not large:
         name, reason = next(iter(impossible.items()), ("", "no candidate is left"))
         raise OptionError(f"{name}: {reason}" if name else reason)
@@ -202,7 +202,7 @@ def _parsed(case: Case) -> Strategy:
     return parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
 
 
-def _link_time(prepared: Prepared) -> Seconds:
+def _link_time(prepared: LoadedCase) -> Seconds:
     """Seconds for which the bytes of a step keep the links of a node, or of a site, busy.
 
     0 where a link is shaped, and lets bursts pass.
@@ -215,7 +215,7 @@ def _link_time(prepared: Prepared) -> Seconds:
     return max(sent.nic / cluster.inter.payload_bandwidth, far) / schedule.steps
 
 
-def _fits(space: Space, prepared: Prepared, one: Case) -> bool:
+def _fits(space: Space, prepared: LoadedCase, one: Case) -> bool:
     samples, micro = space.global_batch // prepared.layout.world_size, one.micro_batch
     job = replace(
         prepared.job, micro_batch=micro, recompute=one.recompute, accumulation=samples // micro
@@ -244,7 +244,7 @@ Want: TypeAlias = Literal["cheapest", "fastest", "least-energy"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class Objective:
     """What is wanted of a training of `tokens` (those that ddp would train), within limits.
 
     `budget` is in the currency of the clusters, `deadline` in days, `power` in W at the meter.
@@ -311,7 +311,7 @@ class Candidate:
         ratio = self.score(want) / found.days
         return found.days_low * ratio, found.days_high * ratio
 
-    def within(self, wanted: Wanted) -> bool:
+    def within(self, wanted: Objective) -> bool:
         """Whether it is within all limits; what is not known is not."""
         limits = (
             (wanted.deadline, self.totals.days),

@@ -24,7 +24,7 @@ Grid: TypeAlias = Mapping[str, str | Iterable[Any]]
 Setting: TypeAlias = Mapping[str, Any]
 """One point of a grid: a value for every path."""
 
-_MOST_CASES = 10_000
+_MAX_CASES = 10_000
 """Of one study: hours of simulation, and what a reader can still sort."""
 _OF_A_CASE = ("cluster", "model", "strategy", *convert.plain_fields(Case))
 _OF_NOISE = convert.plain_fields(Noise)
@@ -91,7 +91,7 @@ def check(grid: Any) -> None:
 
 def settings(grid: Grid) -> list[Setting]:
     """All combinations, the last path fastest. Raises OptionError for none, or too many."""
-    found = axes(grid, _MOST_CASES, "; give a folder (--out) for more")
+    found = axes(grid, _MAX_CASES, "; give a folder (--out) for more")
     return [dict(zip(found, point, strict=True)) for point in product(*found.values())]
 
 
@@ -165,8 +165,8 @@ def over_sizes(
         for strategy in strategies
         for count in sizes
     ]
-    if len(cases) > _MOST_CASES:
-        raise OptionError(f"these are {len(cases)} cases; at most {_MOST_CASES} are run")
+    if len(cases) > _MAX_CASES:
+        raise OptionError(f"these are {len(cases)} cases; at most {_MAX_CASES} are run")
     check_inputs(cases)
     return cases
 
@@ -192,8 +192,8 @@ def panels(
         name = ", ".join([cluster, *(f"{path}={label(value)}" for path, value in setting.items())])
         cases = over_sizes(varied(job, setting), [cluster], strategies, gpus)
         made += [(name, case) for case in cases]
-    if len(made) > _MOST_CASES:
-        raise OptionError(f"these are {len(made)} cases; at most {_MOST_CASES} are run")
+    if len(made) > _MAX_CASES:
+        raise OptionError(f"these are {len(made)} cases; at most {_MAX_CASES} are run")
     return made
 
 
@@ -297,28 +297,28 @@ def _split(path: str, text: str) -> list[str]:
     return found
 
 
-MOST_CASES = 10_000_000
+MAX_CASES = 10_000_000
 """Of a table that is written as it grows: their keys take 240 MB, a tenth of a day on 100 cores."""
-_MOST_SHARDS = 10_000
+_MAX_SHARDS = 10_000
 _TRIED = 1000
 """Values of a path that are read before anything runs: a second or two."""
 
 
 @dataclass(frozen=True)
-class Points:
+class LazyGrid:
     """A case at every point of a grid, the last path fastest."""
 
     case: Case
     axes: dict[str, Sequence[Any]]
 
     @classmethod
-    def of(cls, case: Case, given: Grid) -> "Points":
+    def of(cls, case: Case, given: Grid) -> "LazyGrid":
         """Of values as users give them.
 
         Raises Co2simError for a grid that cannot be, and for a value with which no case can be:
         of each path the first thousand are tried, the others being the first of theirs.
         """
-        made = cls(case, dict(axes(given, MOST_CASES)))
+        made = cls(case, dict(axes(given, MAX_CASES)))
         first = made.setting(0)
         refuse_both(case, first)
         for path, values in made.axes.items():
@@ -360,10 +360,10 @@ class Shard:
         """From a text such as 3/16. Raises OptionError for anything else."""
         found = re.fullmatch(r"\s*([0-9]{1,9})\s*/\s*([0-9]{1,9})\s*", str(text))
         number, count = map(int, found.groups()) if found else (0, 0)
-        if not 1 <= number <= count <= _MOST_SHARDS:
+        if not 1 <= number <= count <= _MAX_SHARDS:
             raise OptionError(
                 f"shard is {shown(text)}; it must be N/COUNT, such as 3/16: the third of sixteen,"
-                f" at most {_MOST_SHARDS:,}"
+                f" at most {_MAX_SHARDS:,}"
             )
         return cls(number, count)
 

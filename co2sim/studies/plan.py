@@ -15,7 +15,7 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.step_factors import step_factor
 from co2sim.prediction.totals import DAY, totals_of
 from co2sim.studies.batch import Failure, Interrupted, Outcome, run_on
-from co2sim.studies.candidates import Candidate, Fitting, Space, Want, Wanted, candidates, fits
+from co2sim.studies.candidates import Candidate, Fitting, Objective, Space, Want, candidates, fits
 from co2sim.studies.grid import label, strategy_title
 from co2sim.studies.workers.flow import Pool
 from co2sim.studies.workers.loky_pool import Engine, opened
@@ -37,7 +37,7 @@ class Recommendation:
     out, and `unknown` names strategies whose steps nobody has measured.
     """
 
-    wanted: Wanted
+    wanted: Objective
     choice: Candidate | None
     runner_up: Candidate | None
     undecided: bool
@@ -54,7 +54,7 @@ class Recommendation:
 
 def plan(
     space: Space,
-    wanted: Wanted,
+    wanted: Objective,
     *,
     jobs: int = 1,
     engine: Engine | None = None,
@@ -121,7 +121,7 @@ def overlap(choice: Candidate, other: Candidate, want: Want) -> bool:
     return ends is None or others is None or ends[1] >= others[0]
 
 
-def _check_prices(space: Space, wanted: Wanted) -> None:
+def _check_prices(space: Space, wanted: Objective) -> None:
     """Refuse a wish that prices or power would have to answer, where they are not known."""
     loaded = [replace(space.job, cluster=c).load()[0].value for c in space.clusters]
     unpriced = [cluster.name for cluster in loaded if cluster.price_per_gpu is None]
@@ -154,7 +154,7 @@ def _check_prices(space: Space, wanted: Wanted) -> None:
         )
 
 
-class Floor:
+class ComputeBound:
     """The highest throughput by case; every kind of micro-step is simulated once.
 
     On one GPU, or on those that share every layer.
@@ -213,7 +213,7 @@ class Search:
     of them that did not fit after all; `failed` says why others have no figures.
     """
 
-    def __init__(self, fitting: Sequence[Fitting], wanted: Wanted, headroom: float) -> None:
+    def __init__(self, fitting: Sequence[Fitting], wanted: Objective, headroom: float) -> None:
         """Nothing is simulated yet, but for micro-steps of one GPU."""
         self._wanted, self._headroom = wanted, headroom
         self._promises = list(_promises(fitting, wanted))
@@ -340,9 +340,9 @@ class Search:
             self._outside.append((one.group, option))
 
 
-def _promises(fitting: Sequence[Fitting], wanted: Wanted) -> Iterator[_Promise]:
+def _promises(fitting: Sequence[Fitting], wanted: Objective) -> Iterator[_Promise]:
     """Every case with the least that it can take."""
-    floor, group_of = Floor(), _grouping([one.case for one in fitting])
+    floor, group_of = ComputeBound(), _grouping([one.case for one in fitting])
     loaded: dict[object, tuple[Cluster, int]] = {}
     for one in fitting:
         case = one.case

@@ -27,7 +27,7 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
 from co2sim.studies.batch import Failure, Inputs, outcome_of, spread
-from co2sim.studies.grid import Points, Setting, Shard, label
+from co2sim.studies.grid import LazyGrid, Setting, Shard, label
 from co2sim.studies.table import DERIVED, NESTED, TO_LOSS, TOTALS, VARIED, memory_column, row_of
 from co2sim.studies.workers.flow import Pool
 
@@ -40,7 +40,7 @@ _AT_HAND = 64
 _KEY_BYTES = 16
 
 
-class Parts:
+class ParquetParts:
     """The parts of one table; `prefix` names the shard that they are of, if any.
 
     Raises OptionError for a folder that holds something else, or without pyarrow.
@@ -235,7 +235,7 @@ _NAMED = 1000
 
 
 @dataclass(kw_only=True)
-class Kept:
+class FolderSummary:
     """What became of the cases of a sweep, or of its shard, that is kept in a folder.
 
     `computed` of them were simulated by now, `reused` stood in the folder already; `failed` of
@@ -269,7 +269,7 @@ class Kept:
 class SweepStopped(KeyboardInterrupt):
     """Control-C before all cases were done: what the folder has by now."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: FolderSummary) -> None:
         super().__init__(kept.so_far())
         self.kept = kept
 
@@ -278,7 +278,7 @@ class SweepStopped(KeyboardInterrupt):
 class SweepTable:
     """What is asked for: the cases, the loss and the tokens of further columns, and the place."""
 
-    points: Points
+    points: LazyGrid
     folder: Path
     shard: Shard = field(default_factory=Shard)
     goal: Goal = NO_GOAL
@@ -289,14 +289,14 @@ def stream(
     table: SweepTable,
     pool: Pool | None,
     progress: bool | None = None,  # noqa: FBT001
-) -> Kept:
+) -> FolderSummary:
     """Simulate what the folder does not have yet.
 
     Raises `SweepStopped` at control-C, EngineError where no worker is left, and OptionError for a
     folder that cannot be written; whatever was done by then is in the folder.
     """
     with progress_bar("simulating cases", shown=progress) as done:
-        run = _Filling(table, done)
+        run = _FolderWriter(table, done)
         try:
             run.through(pool)
         except KeyboardInterrupt:
@@ -327,15 +327,15 @@ class _Part:
     unsaved: bool = False
 
 
-class _Filling:
+class _FolderWriter:
     """The parts that are not complete yet, and what became of the others."""
 
     def __init__(self, table: SweepTable, done: Done | None) -> None:
         self._table, self._done = table, done
         self._columns = columns(table.points.axes, table.goal, table.tokens)
-        self.parts = Parts(table.folder, self._columns, table.shard.prefix)
+        self.parts = ParquetParts(table.folder, self._columns, table.shard.prefix)
         self._places = table.shard.places(len(table.points))
-        self.kept = Kept(folder=table.folder, cases=len(self._places))
+        self.kept = FolderSummary(folder=table.folder, cases=len(self._places))
         self._inputs = Inputs([list(self._columns), table.goal, table.tokens])
         self._open: dict[int, _Part] = {}
         self._part_of: dict[int, _Part] = {}

@@ -18,11 +18,11 @@ from co2sim.prediction.result import Result
 from co2sim.prediction.totals import totals_of
 from co2sim.strategies import parse
 from co2sim.strategies.local import LocalSteps
-from co2sim.studies.candidates import Candidate, Wanted
+from co2sim.studies.candidates import Candidate, Objective
 from co2sim.studies.grid import label, strategy_title
 from co2sim.studies.targets import Axis, axis_of
 
-_REACH = 100.0
+_MAX_REACH = 100.0
 """How far bandwidths are searched: from a hundredth to a hundred times what is there."""
 _POINTS = 7
 _NEAR = 1e-3
@@ -44,7 +44,7 @@ class BreakEven:
     above: bool
 
 
-def break_even(choice: Candidate, other: Candidate, wanted: Wanted) -> list[BreakEven]:
+def break_even(choice: Candidate, other: Candidate, wanted: Objective) -> list[BreakEven]:
     """All numbers that can turn the answer, each alone.
 
     Prices and step factors by division; bandwidths between nodes and sites, of the chosen cluster,
@@ -61,7 +61,7 @@ def break_even(choice: Candidate, other: Candidate, wanted: Wanted) -> list[Brea
 
 
 def _prices(
-    choice: Candidate, other: Candidate, wanted: Wanted, ratio: float
+    choice: Candidate, other: Candidate, wanted: Objective, ratio: float
 ) -> Iterator[BreakEven]:
     """Of two clusters; those of one change together."""
     same = label(choice.case.cluster) == label(other.case.cluster)
@@ -97,7 +97,7 @@ def _factors(choice: Candidate, other: Candidate, ratio: float) -> Iterator[Brea
             )
 
 
-def _bandwidths(choice: Candidate, other: Candidate, wanted: Wanted) -> Iterator[BreakEven]:
+def _bandwidths(choice: Candidate, other: Candidate, wanted: Objective) -> Iterator[BreakEven]:
     """Of the links between nodes, and between sites, of the cluster that was chosen."""
     cluster = choice.cluster
     paths = [
@@ -128,7 +128,7 @@ def _bandwidths(choice: Candidate, other: Candidate, wanted: Wanted) -> Iterator
             )
 
 
-def _failures(choice: Candidate, other: Candidate, wanted: Wanted) -> Iterator[BreakEven]:
+def _failures(choice: Candidate, other: Candidate, wanted: Objective) -> Iterator[BreakEven]:
     """How many times as often parts of the chosen cluster would have to fail, or as seldom."""
     if choice.cluster.failures is None:
         return
@@ -150,7 +150,7 @@ def _failures(choice: Candidate, other: Candidate, wanted: Wanted) -> Iterator[B
         )
 
 
-def _failing(option: Candidate, times: float, wanted: Wanted) -> float:
+def _failing(option: Candidate, times: float, wanted: Objective) -> float:
     """The score where parts fail so many times as often."""
     failures = option.cluster.failures
     assert failures is not None
@@ -166,7 +166,7 @@ def _failing(option: Candidate, times: float, wanted: Wanted) -> float:
 
 def _turns(behind: Callable[[float], float], now: float) -> Iterator[float]:
     """The nearest values below and above at which it stops being below 0."""
-    for reach in (1 / _REACH, _REACH):
+    for reach in (1 / _MAX_REACH, _MAX_REACH):
         points = [now * float(step) for step in np.geomspace(1, reach, _POINTS)]
         try:
             for near, far in pairwise(points):
@@ -178,7 +178,7 @@ def _turns(behind: Callable[[float], float], now: float) -> Iterator[float]:
             continue
 
 
-def _score(option: Candidate, case: Case, wanted: Wanted) -> float:
+def _score(option: Candidate, case: Case, wanted: Objective) -> float:
     """The score of an option where a number of its case is another."""
     result = driver.run(case)
     found = totals_of(case, result, wanted.tokens, wanted.goal)
@@ -196,7 +196,7 @@ _LINKS = ("intra", "inter", "wan")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lever:
+class Sensitivity:
     """What one number does.
 
     `change` says what is changed, `gain` is the growth of tokens/s, `gpus` how many more GPUs of
@@ -221,7 +221,7 @@ def moved(case: Case) -> tuple[Case, list[tuple[str, Cluster]]]:
     )
 
 
-def levers(case: Case) -> list[Lever]:
+def levers(case: Case) -> list[Sensitivity]:
     """All levers of a case, the strongest first; each takes a simulation."""
     plain, moves = moved(case)
     sized = plain.cluster
@@ -236,7 +236,7 @@ def levers(case: Case) -> list[Lever]:
         price = sized.price_per_gpu
         worth = None if gpus is None or price is None else gpus * price * 3600
         found.append(
-            Lever(
+            Sensitivity(
                 change=change,
                 gain=gain,
                 gpus=gpus,

@@ -27,7 +27,7 @@ _EXACT = 1e-7
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class ValueRange:
     """Values that meet a target, both ends included.
 
     `open_low` and `open_high` say that an end is that of the searched range, and not a crossing.
@@ -41,7 +41,7 @@ class Stretch:
 
 def spans(
     figure: Figure, points: Sequence[float], axis: Axis, target: Target, value: float
-) -> Iterable[Stretch]:
+) -> Iterable[ValueRange]:
     """The ranges of the axis in which the figure meets the value, from the lowest on."""
     met = [target.met(figure(x), value) for x in points]
     low: tuple[float, bool] | None = (points[0], True) if met[0] else None
@@ -53,10 +53,10 @@ def spans(
             low = (edge, False)
         else:
             assert low is not None
-            yield Stretch(low[0], edge, low[1], open_high=False)
+            yield ValueRange(low[0], edge, low[1], open_high=False)
             low = None
     if low:
-        yield Stretch(low[0], points[-1], low[1], open_high=True)
+        yield ValueRange(low[0], points[-1], low[1], open_high=True)
 
 
 def _edge(
@@ -115,7 +115,7 @@ def monotone(figures: Sequence[float]) -> bool:
     return all(step >= -small for step in steps) or all(step <= small for step in steps)
 
 
-_LEAST = 1e-6
+_MIN = 1e-6
 """Of the time: where less is useful, nothing gets done."""
 
 _LITTLE = 1e-3
@@ -206,7 +206,7 @@ class Curve:
             return None
         found = goodput_of(result, cluster, model, optimizer=case.optimizer)
         assert found is not None
-        return (found.useful, max(found.low, _LEAST), found.high)
+        return (found.useful, max(found.low, _MIN), found.high)
 
     def _one_node(self, case: Case) -> Result:
         """The result on one node: what is between nodes is not asked for again."""
@@ -230,9 +230,9 @@ class Answer:
     """
 
     value: float
-    met: tuple[Stretch, ...]
-    sure: tuple[Stretch, ...] | None
-    hoped: tuple[Stretch, ...] | None
+    met: tuple[ValueRange, ...]
+    sure: tuple[ValueRange, ...] | None
+    hoped: tuple[ValueRange, ...] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,7 +346,7 @@ def check(case: Case, target: Target, tokens: float | None) -> None:
 def _answer(
     curve: Curve, points: Sequence[float], axis: Axis, target: Target, value: float
 ) -> Answer:
-    def reached(end: End) -> tuple[Stretch, ...]:
+    def reached(end: End) -> tuple[ValueRange, ...]:
         return tuple(spans(curve.of(end), points, axis, target, value))
 
     uncertain = _uncertain(curve, target)

@@ -18,13 +18,13 @@ from co2sim.simulation.noise import QUIET, Noise
 from co2sim.strategies import Strategy
 from co2sim.studies import grid
 from co2sim.studies.batch import run_all
-from co2sim.studies.grid import Points, Shard
+from co2sim.studies.grid import LazyGrid, Shard
 from co2sim.studies.workers.loky_pool import Engine, opened
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from co2sim.studies.results_folder import Kept
+    from co2sim.studies.results_folder import FolderSummary
 
 
 def sweep(  # noqa: PLR0913 - one keyword per choice
@@ -106,7 +106,7 @@ def sweep_to(  # noqa: PLR0913 - one keyword per choice
     scheduler: str | None = None,
     progress: bool | None = None,
     **options: Unpack[Options],
-) -> "Kept":
+) -> "FolderSummary":
     """As `sweep`, but to Parquet files in a folder as it runs, for up to 10 million cases.
 
     What the folder has already is not computed again, unless the case failed, or any of its inputs
@@ -140,7 +140,7 @@ def sweep_to(  # noqa: PLR0913 - one keyword per choice
 
     base = _base(cluster, model, strategy, vary, options)
     part = Shard() if shard is None else Shard.read(shard)
-    points = Points.of(base, vary)
+    points = LazyGrid.of(base, vary)
     table = SweepTable(points, Path(folder), part, goal, _tokens(tokens))
     with opened(Engine(engine, scheduler, jobs), len(part.places(len(points)))) as pool:
         return stream(table, pool, progress)

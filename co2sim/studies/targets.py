@@ -282,13 +282,13 @@ _SEARCHED: Mapping[Unit, tuple[float, float]] = {
 }
 """By default: 1 Mbit/s to 100 Tbit/s, 10 ns to 10 s, 1 MB to 10 TB, and so on."""
 
-_MOST_WHOLE = 1000
+_MAX_WHOLE = 1000
 """Of other whole numbers, by default: a round of so many steps is still simulated in seconds."""
 
-_LEAST_SHARE = 1e-3
+_MIN_SHARE = 1e-3
 _MINUTE, _DAY = 60.0, 86400.0
 _PER_DECADE = 4
-_MOST_POINTS = 129
+_MAX_POINTS = 129
 _ALL = 8
 """Whole numbers up to here are all looked at."""
 
@@ -311,7 +311,7 @@ class Axis:
     def points(self) -> list[float]:
         """Values all over the range, evenly on a log scale."""
         count = math.ceil(_PER_DECADE * math.log10(self.high / self.low)) + 1
-        count = min(max(count, 5), _MOST_POINTS)
+        count = min(max(count, 5), _MAX_POINTS)
         spread = np.geomspace(self.low, self.high, count)
         if not self.step:
             return [self.low, *map(float, spread[1:-1]), self.high]
@@ -406,8 +406,8 @@ def _declared(case: Case, path: str) -> Axis:
         return Axis(path, "", 1, 1_000_000, 1)
     base, quantity = _quantity(path)
     if base is int:
-        return Axis(path, "", 1, quantity.most or _MOST_WHOLE, 1)
-    low, high = _SEARCHED.get(quantity.unit, (_LEAST_SHARE, 1 / _LEAST_SHARE))
+        return Axis(path, "", 1, quantity.most or _MAX_WHOLE, 1)
+    low, high = _SEARCHED.get(quantity.unit, (_MIN_SHARE, 1 / _MIN_SHARE))
     if path.startswith("failures.") and quantity.unit == "s":
         low, high = _MINUTE, 1000 * 365.25 * _DAY
     high = min(high, quantity.most or high)
@@ -427,12 +427,12 @@ def _option(case: Case, path: str) -> Axis:
         raise OptionError(f"{strategy.name} has no option {name!r}; {known}")
     kinds = {hints[name], *get_args(hints[name])}
     if int in kinds:
-        return Axis(path, "", 1, _MOST_WHOLE, 1)
+        return Axis(path, "", 1, _MAX_WHOLE, 1)
     if float in kinds:
         usual = getattr(strategy, name)
         if isinstance(usual, float | int) and usual > 1:
-            return Axis(path, "", usual * _LEAST_SHARE, usual / _LEAST_SHARE)
-        return Axis(path, "", _LEAST_SHARE, 1.0)
+            return Axis(path, "", usual * _MIN_SHARE, usual / _MIN_SHARE)
+        return Axis(path, "", _MIN_SHARE, 1.0)
     raise OptionError(f"{path} is no number; solve for one of {EXAMPLES}, or any other number")
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from co2sim.common.units import Seconds
-from realrun.algorithms.process_groups import DEADLINE, PERIOD, Notices, Wire, lost
+from realrun.algorithms.process_groups import DEADLINE, PERIOD, DepartureLog, Wire, lost
 from realrun.algorithms.quantization import dequantize, quantize, sum_rows
 from realrun.algorithms.quantization_kernels import Bits, from_wire, to_wire, wire_bytes
 
@@ -39,7 +39,7 @@ _BITS: dict[Wire, Bits] = {"int8": 8, "int4": 4}
 
 
 @dataclass(eq=False, slots=True)
-class Flight:
+class PendingAverage:
     """An average under way. `vector` must not be touched until `wait` has returned.
 
     Launched after local step `step`: who left before will not come. It is the mean of `members`
@@ -52,7 +52,7 @@ class Flight:
     finish: Callable[[], None] = lambda: None
     polls: list[Callable[[], bool]] = field(default_factory=list)
     deadline: Seconds = DEADLINE
-    notices: Notices | None = None
+    notices: DepartureLog | None = None
     step: int = 0
     members: int | None = None
     given: Tensor | None = None
@@ -134,7 +134,7 @@ class Average:
         wire: Wire,
         deadline: Seconds,
         bucket: int,
-        notices: Notices | None = None,
+        notices: DepartureLog | None = None,
     ) -> None:
         """`bucket` is in bytes of fp32. `notices` say who has left, on CPUs also while one waits.
 
@@ -162,7 +162,7 @@ class Average:
         """Whether ranks may be left out."""
         return self._present is not None
 
-    def launch(self, vector: Tensor, number: int) -> Flight:
+    def launch(self, vector: Tensor, number: int) -> PendingAverage:
         """Start averaging `vector` in place, for round `number`."""
         if self._present is None or self._counting is None:
             return self._launched(vector, number)
@@ -186,8 +186,8 @@ class Average:
         flight.finish = finish
         return flight
 
-    def _launched(self, vector: Tensor, number: int) -> Flight:
-        flight = Flight(number, vector, deadline=self._deadline)
+    def _launched(self, vector: Tensor, number: int) -> PendingAverage:
+        flight = PendingAverage(number, vector, deadline=self._deadline)
         if self._notices and not vector.is_cuda:
             flight.notices, flight.step = self._notices, self._notices.now()
         if self._group is None or not len(vector):

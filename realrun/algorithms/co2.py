@@ -10,7 +10,7 @@ from co2sim.common.delayed_averaging import even_fragments, kept
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import between, whole
 from realrun import errors
-from realrun.algorithms.delayed import Absorbed, Delay, LateAverages, State, Total
+from realrun.algorithms.delayed import Delay, DelayedAveraging, State, StepInfo, Total
 from realrun.algorithms.local_update import Common, LocalUpdate
 from realrun.algorithms.optimizers import Optimizers
 from realrun.errors import DEFAULT_GAP, GAPS, Gap
@@ -76,12 +76,12 @@ class CO2Rule:
             )
 
     @property
-    def late(self) -> LateAverages | None:
+    def late(self) -> DelayedAveraging | None:
         """With a delay averages are used while the next round runs."""
         if self.delay is None:
             return None
         keep, predict = kept(self.tau, self.keep, self.predict)
-        return LateAverages(
+        return DelayedAveraging(
             delay=self.delay,
             keep=keep,
             predict=predict,
@@ -107,7 +107,7 @@ class CO2Rule:
     def _remembers(self) -> bool:
         return self.gap == "gap_aware" and self.staleness > 1
 
-    def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> Absorbed:
+    def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> StepInfo:
         """Momentum: m <- beta m + D / Lambda, clipped."""
         momentum, limit, clipped = state.vectors["momentum"], self.clip, []
         penalty = self._penalty(state, norm, total)
@@ -120,7 +120,7 @@ class CO2Rule:
             if limit is not None:
                 clipped.append((m.abs() > limit).sum())
                 m.clamp_(-limit, limit)
-        return Absorbed(penalty, int(torch.stack(clipped).sum()) if clipped else 0)
+        return StepInfo(penalty, int(torch.stack(clipped).sum()) if clipped else 0)
 
     def move(self, state: State) -> None:
         """Anchor: x_{t+1,0} <- x_{t,0} - alpha m."""

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from realrun.algorithms.optimizers import rates
 from realrun.algorithms.outer_loop import OuterLoop, mark_of
-from realrun.algorithms.process_groups import Links
+from realrun.algorithms.process_groups import WorkerGroups
 from realrun.errors import MismatchError
 
 
-def refuse_different_inside(outer: OuterLoop, links: Links) -> None:
+def refuse_different_inside(outer: OuterLoop, links: WorkerGroups) -> None:
     """Raise MismatchError where ranks of a worker hold different replicas: each sends a share."""
     parts = list(outer.flat.replicas())
     if parts and not links.same_inside(mark_of(*parts)):
@@ -28,7 +28,7 @@ def refuse_different_inside(outer: OuterLoop, links: Links) -> None:
         )
 
 
-def refuse_drift(outer: OuterLoop, links: Links) -> None:
+def refuse_drift(outer: OuterLoop, links: WorkerGroups) -> None:
     """Raise MismatchError that names the ranks whose anchor differs from that of most."""
     drifted = links.drifted(mark_of(outer.state.anchor))
     (count,) = links.total([len(drifted)])
@@ -49,7 +49,7 @@ class RateWatch:
     all by the end of a later one is looked at there, so that nothing is waited for.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], links: Links) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], links: WorkerGroups) -> None:
         self._optimizers, self._links, self._said = optimizers, links, False
         self._under_way: deque[tuple[dist.Work, list[Tensor], Tensor]] = deque()
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from co2sim.common.delayed_averaging import MOST_FRAGMENTS, bounded, check_predict
+from co2sim.common.delayed_averaging import MAX_FRAGMENTS, bounded, check_predict
 from co2sim.common.units import Seconds
 from co2sim.common.validation import between, whole
 from realrun import errors
@@ -27,7 +27,7 @@ Parts: TypeAlias = Iterable[tuple[torch.dtype, slice]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LateAverages:
+class DelayedAveraging:
     """How an average is used `delay` local steps after its launch, while workers go on.
 
     The model is cut into `fragments`, which launch at evenly spread steps of a round. When D, the
@@ -56,7 +56,7 @@ class LateAverages:
             whole("delay", self.delay, 0 if self.keeps == "all" else 1, tau)
         between("keep", self.keep, 0, 1)
         between("predict", self.predict, 0, 1)
-        whole("fragments", self.fragments, 1, min(tau, MOST_FRAGMENTS))
+        whole("fragments", self.fragments, 1, min(tau, MAX_FRAGMENTS))
         check_predict(tau, self.delay, self.keep, self.predict)
 
     def predicted(self, delay: int, tau: int) -> float:
@@ -83,7 +83,7 @@ def stand(parts: Parts, anchor: Tensor, offset: Tensor, live: Tensor) -> None:
 
 
 def keep_since(
-    late: LateAverages, delay: int, tau: int, launched: Tensor, live: Tensor, mean: Tensor
+    late: DelayedAveraging, delay: int, tau: int, launched: Tensor, live: Tensor, mean: Tensor
 ) -> None:
     """`launched` <- the offset: what is kept since the launch, and what is predicted for the rest.
 
@@ -136,7 +136,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Absorbed:
+class StepInfo:
     """What became of an average: the penalty that it got, and how many elements were clipped."""
 
     penalty: float = 1.0
@@ -162,7 +162,7 @@ class Rule(Protocol):
     @property
     def clips(self) -> bool: ...  # noqa: D102
     @property
-    def late(self) -> LateAverages | None: ...  # noqa: D102
+    def late(self) -> DelayedAveraging | None: ...  # noqa: D102
 
     def vectors(self) -> dict[str, int]:
         """Names of the vectors it keeps, and how many rows each has (0: a plain vector)."""
@@ -170,7 +170,7 @@ class Rule(Protocol):
     def numbers(self) -> dict[str, float]:
         """Numbers that it keeps, as they are before round 0."""
 
-    def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> Absorbed:
+    def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> StepInfo:
         """Take D in. `norm` is its Euclidean norm over the whole model.
 
         The anchor may only move here if x was launched from the new one (`pull`), or if nothing
@@ -190,7 +190,7 @@ class MomentumRule(ABC):
     staleness: int = 0
     pull: None = None
     clips: bool = False
-    late: LateAverages | None = None
+    late: DelayedAveraging | None = None
 
     def __post_init__(self) -> None:
         """Refuse options out of range."""
@@ -205,14 +205,14 @@ class MomentumRule(ABC):
         """None."""
         return {}
 
-    def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> Absorbed:
+    def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> StepInfo:
         """Both updates at once: no average is in flight."""
         del norm, total
         vectors = (state.vectors["momentum"], average, state.anchor)
         for m, mean, anchor in state.chunks(*vectors):
             m.mul_(self.outer_momentum).add_(mean)
             self.step(anchor, m, mean)
-        return Absorbed()
+        return StepInfo()
 
     @abstractmethod
     def step(self, anchor: Tensor, m: Tensor, mean: Tensor) -> None:

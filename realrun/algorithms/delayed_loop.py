@@ -8,11 +8,11 @@ from statistics import median_low
 import torch
 from torch import Tensor, nn
 
-from realrun.algorithms.averaging import Average, Flight
-from realrun.algorithms.delayed import LateAverages, Rule, State, depart, keep_since, stand
+from realrun.algorithms.averaging import Average, PendingAverage
+from realrun.algorithms.delayed import DelayedAveraging, Rule, State, depart, keep_since, stand
 from realrun.algorithms.flat_parameters import Flat
 from realrun.algorithms.outer_loop import OuterLoop
-from realrun.algorithms.process_groups import Links
+from realrun.algorithms.process_groups import WorkerGroups
 
 SAMPLES = 3
 """Averages that are measured, each until all ranks have it; the middle one decides.
@@ -47,13 +47,15 @@ class AutoDelay:
     """
 
     tau: int
-    links: Links
+    links: WorkerGroups
     measures: bool
     uses: int = 0
     samples: list[int] = field(default_factory=list)
     disturbed: set[int] = field(default_factory=set)
 
-    def arrived(self, under_way: Sequence[tuple[Launch, Flight]]) -> list[tuple[Launch, Flight]]:
+    def arrived(
+        self, under_way: Sequence[tuple[Launch, PendingAverage]]
+    ) -> list[tuple[Launch, PendingAverage]]:
         """After a local step, while it measures: what has come to all ranks. All call this."""
         if not self.measures or not under_way:
             return []
@@ -63,7 +65,7 @@ class AutoDelay:
         missing = self.links.largest([float(not flight.arrived()) for _, flight in under_way])
         return [pair for pair, late in zip(under_way, missing, strict=True) if not late]
 
-    def disturb(self, under_way: Sequence[tuple[Launch, Flight]]) -> None:
+    def disturb(self, under_way: Sequence[tuple[Launch, PendingAverage]]) -> None:
         """Averages under way are about to be waited for."""
         if self.measures:
             self.disturbed |= {launch.step for launch, _ in under_way}
@@ -90,7 +92,7 @@ class AutoDelay:
         return {"measures": self.measures, "uses": self.uses, **samples}
 
     def go_on(
-        self, numbers: Mapping[str, float], under_way: Sequence[tuple[Launch, Flight]]
+        self, numbers: Mapping[str, float], under_way: Sequence[tuple[Launch, PendingAverage]]
     ) -> None:
         """Go on from what was saved; averages that were under way then were waited for."""
         self.measures, self.uses = bool(numbers["measures"]), int(numbers["uses"])
@@ -99,7 +101,7 @@ class AutoDelay:
         self.disturbed = {launch.step for launch, _ in under_way}
 
 
-class LateLoop(OuterLoop):
+class DelayedLoop(OuterLoop):
     """Every fragment launches an average once a round, and uses it `delay` steps later.
 
     Besides anchor and vectors of the rule there are two more: the averages, and the worker's own
@@ -112,9 +114,9 @@ class LateLoop(OuterLoop):
         self,
         model: nn.Module,
         rule: Rule,
-        late: LateAverages,
+        late: DelayedAveraging,
         flat: Flat,
-        links: Links,
+        links: WorkerGroups,
         average: Average,
         tau: int,
     ) -> None:
@@ -127,7 +129,7 @@ class LateLoop(OuterLoop):
         ends = [flat.elements * (i + 1) // count for i in range(count)]
         self._spans = [slice(*pair) for pair in zip([0, *ends], ends, strict=False)]
         self._starts = [tau * (i + 1) // count for i in range(count)]
-        self._under_way: list[tuple[Launch, Flight]] = []
+        self._under_way: list[tuple[Launch, PendingAverage]] = []
         self._auto = AutoDelay(tau, links, measures=late.delay == "auto")
         self.counters.delay = tau if late.delay == "auto" else late.delay
 
@@ -179,7 +181,7 @@ class LateLoop(OuterLoop):
             self._use(launch, flight)
             self._under_way.remove((launch, flight))
 
-    def _use(self, launch: Launch, flight: Flight) -> None:
+    def _use(self, launch: Launch, flight: PendingAverage) -> None:
         """The outer step of a fragment, and what this worker keeps of its own."""
         span, flat, late = self._spans[launch.fragment], self.flat, self._late
         part, own = self.state.part(span), self._own[span]
@@ -259,7 +261,7 @@ class LateLoop(OuterLoop):
                 span = self._spans[launch.fragment]
                 self.flat.read(self._own[span], span.start)
 
-    def under_way(self) -> Iterable[Flight]:
+    def under_way(self) -> Iterable[PendingAverage]:
         """Averages under way."""
         return [flight for _, flight in self._under_way]
 
@@ -295,7 +297,7 @@ class LateLoop(OuterLoop):
                 int(numbers[f"{name}{fragment}"]) for name in ("step", "delay", "round")
             )
             if step >= 0:
-                pair = (Launch(fragment, step, delay), Flight(number, self._means[span]))
+                pair = (Launch(fragment, step, delay), PendingAverage(number, self._means[span]))
                 self._under_way.append(pair)
         self._under_way.sort(key=lambda pair: pair[0].step)
         if self._late.delay == "auto":

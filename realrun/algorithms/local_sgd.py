@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import whole
 from realrun import errors
-from realrun.algorithms.delayed import Absorbed, Delay, LateAverages, MomentumRule, State, Total
+from realrun.algorithms.delayed import Delay, DelayedAveraging, MomentumRule, State, StepInfo, Total
 from realrun.algorithms.local_update import Common, LocalUpdate
 from realrun.algorithms.optimizers import Optimizers
 
@@ -35,12 +35,12 @@ class LocalSGDRule:
         """None."""
         return {}
 
-    def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> Absorbed:
+    def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> StepInfo:
         """Nothing is under way, so the anchor may move at once."""
         del norm, total
         for anchor, mean in state.chunks(state.anchor, average):
             anchor.sub_(mean)
-        return Absorbed()
+        return StepInfo()
 
     def move(self, state: State) -> None:
         """The anchor has moved."""
@@ -146,7 +146,7 @@ class DiLoCo(LocalUpdate):
         late = None
         if fragments != 1 or delay != 0:
             kept = (0.0 if delay == 0 else 0.5) if keep is None else keep
-            late = LateAverages(delay=delay, keep=kept, fragments=fragments, keeps="all")
+            late = DelayedAveraging(delay=delay, keep=kept, fragments=fragments, keeps="all")
             late.check(whole("tau", tau, 1))
         elif keep is not None:
             raise OptionError(f"keep={keep} needs fragments or a delay: DiLoCo restarts workers")
@@ -188,14 +188,14 @@ class OverlapLocalSGDRule:
         """None."""
         return {}
 
-    def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> Absorbed:
+    def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> StepInfo:
         """Anchor: v <- b v - D; z <- z + v."""
         del norm, total
         vectors = (state.vectors["momentum"], average, state.anchor)
         for v, mean, anchor in state.chunks(*vectors):
             v.mul_(self.anchor_momentum).sub_(mean)
             anchor.add_(v)
-        return Absorbed()
+        return StepInfo()
 
     def move(self, state: State) -> None:
         """The anchor has moved."""

@@ -25,7 +25,7 @@ from co2sim.common.validation import above, whole
 from realrun.algorithms.averaging import BUCKET_MIB, Average
 from realrun.algorithms.consistency import RateWatch, refuse_different_inside, refuse_drift
 from realrun.algorithms.delayed import Rule, Stats
-from realrun.algorithms.delayed_loop import LateLoop
+from realrun.algorithms.delayed_loop import DelayedLoop
 from realrun.algorithms.flat_parameters import Flat, memory
 from realrun.algorithms.optimizers import (
     ATTACHED,
@@ -37,9 +37,9 @@ from realrun.algorithms.optimizers import (
 )
 from realrun.algorithms.outer_loop import NobodyLeftError, OuterLoop, RoundLoop, mark_of
 from realrun.algorithms.process_groups import (
-    Links,
     Wire,
     Worker,
+    WorkerGroups,
     Workers,
     of_network,
     raised,
@@ -67,7 +67,7 @@ def others_of(model: nn.Module, also: Sequence[nn.Module], *, buffers: bool) -> 
 
 
 @torch.no_grad()
-def average_now(tensors: Sequence[Tensor], links: Links, *, counts: bool = True) -> None:
+def average_now(tensors: Sequence[Tensor], links: WorkerGroups, *, counts: bool = True) -> None:
     """Every tensor <- its mean over all ranks that hold the same part; integers: the first's.
 
     A rank that does not count only gets the mean, unless none does. All ranks call it with tensors
@@ -80,7 +80,7 @@ def average_now(tensors: Sequence[Tensor], links: Links, *, counts: bool = True)
 
 
 @contextmanager
-def averaged(tensors: Sequence[Tensor], links: Links) -> Iterator[None]:
+def averaged(tensors: Sequence[Tensor], links: WorkerGroups) -> Iterator[None]:
     """Within, they hold their means; afterwards, what they held."""
     kept = [memory(one).detach().clone() for one in tensors]
     average_now(tensors, links)
@@ -97,7 +97,7 @@ class Ending:
 
     _model: nn.Module
     _optimizers: tuple[Optimizer, ...]
-    _links: Links
+    _links: WorkerGroups
     _outer: OuterLoop
     _tau: int
     _rates: RateWatch
@@ -288,7 +288,7 @@ class Ending:
 class Resumable:
     """The part of an algorithm that is saved and loaded, rank by rank."""
 
-    _links: Links
+    _links: WorkerGroups
     _outer: OuterLoop
     _layout: str
     _started: bool
@@ -576,7 +576,7 @@ class LocalUpdate(Resumable, Ending):
         parameters = trainable(model, optimizers)
         workers = workers_of(worker)
         refuse_wider(model, optimizers, workers)
-        self._links = Links(workers, seconds, owns=worker in {"node", "site"})
+        self._links = WorkerGroups(workers, seconds, owns=worker in {"node", "site"})
         self._trained = {id(one) for _, one in parameters}
         self._model, self._optimizers = model, optimizers
         flat = Flat.of(parameters, self._links.gather)
@@ -590,7 +590,7 @@ class LocalUpdate(Resumable, Ending):
         size, notices = int(bucket_mib * 2**20), self._links.notices
         average = Average(self._links.average, wire, seconds, size, notices)
         self._outer: OuterLoop = (
-            LateLoop(model, rule, rule.late, flat, self._links, average, self._tau)
+            DelayedLoop(model, rule, rule.late, flat, self._links, average, self._tau)
             if rule.late
             else RoundLoop(model, rule, flat, self._links, average)
         )

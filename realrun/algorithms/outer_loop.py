@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from realrun.algorithms.averaging import Average, Flight
+from realrun.algorithms.averaging import Average, PendingAverage
 from realrun.algorithms.delayed import Counters, Rule, State, Stats
 from realrun.algorithms.flat_parameters import Flat
-from realrun.algorithms.process_groups import Links
+from realrun.algorithms.process_groups import WorkerGroups
 from realrun.errors import NonFiniteError
 
 
 def finite_norm(
-    flight: Flight, now: int, flat: Flat, state: State, links: Links, first: int = 0
+    flight: PendingAverage, now: int, flat: Flat, state: State, links: WorkerGroups, first: int = 0
 ) -> float:
     """Norm of an average over the whole model, to be used in round `now`.
 
@@ -49,7 +49,7 @@ def finite_norm(
     )
 
 
-def _blame(given: Tensor | None, links: Links) -> str:
+def _blame(given: Tensor | None, links: WorkerGroups) -> str:
     """Who gave what is not finite, in words. All ranks call this."""
     ranks = links.which(here=given is not None and not bool(given.isfinite()))
     if ranks:
@@ -73,7 +73,7 @@ class OuterLoop(ABC):
     """What all loops share: the state of a rule, and how a model and averages are handled."""
 
     def __init__(
-        self, model: nn.Module, rule: Rule, flat: Flat, links: Links, average: Average
+        self, model: nn.Module, rule: Rule, flat: Flat, links: WorkerGroups, average: Average
     ) -> None:
         """The state before round 0: the anchor is what the model holds."""
         self.rule, self.flat, self.links = rule, flat, links
@@ -104,7 +104,7 @@ class OuterLoop(ABC):
     def after_step(self, *, last: bool) -> None:
         """What is to be done after a local step; `last` of a round."""
 
-    def launch(self, vector: Tensor) -> Flight:
+    def launch(self, vector: Tensor) -> PendingAverage:
         """Start averaging `vector` in place, for this round."""
         given = torch.linalg.vector_norm(vector, torch.inf) if len(vector) else None
         flight = self.average.launch(vector, self.counters.round)
@@ -112,7 +112,7 @@ class OuterLoop(ABC):
         return flight
 
     def use_average(
-        self, flight: Flight, state: State, *, first: int = 0, share: float = 1.0
+        self, flight: PendingAverage, state: State, *, first: int = 0, share: float = 1.0
     ) -> None:
         """Wait for an average, see that it is finite, and give it to the rule.
 
@@ -206,7 +206,7 @@ class OuterLoop(ABC):
         self.publish(self.state.anchor)
 
     @abstractmethod
-    def under_way(self) -> Iterable[Flight]:
+    def under_way(self) -> Iterable[PendingAverage]:
         """Averages under way."""
 
     @abstractmethod
@@ -230,11 +230,11 @@ class RoundLoop(OuterLoop):
     """
 
     def __init__(
-        self, model: nn.Module, rule: Rule, flat: Flat, links: Links, average: Average
+        self, model: nn.Module, rule: Rule, flat: Flat, links: WorkerGroups, average: Average
     ) -> None:
         """The state before round 0."""
         super().__init__(model, rule, flat, links, average)
-        self.flights: deque[Flight] = deque()
+        self.flights: deque[PendingAverage] = deque()
         self.free = [flat.empty() for _ in range(max(1, rule.staleness))]
 
     def after_step(self, *, last: bool) -> None:
@@ -273,7 +273,7 @@ class RoundLoop(OuterLoop):
         self.use_average(self.flights[0], self.state)
         self.free.append(self.flights.popleft().vector)
 
-    def under_way(self) -> Iterable[Flight]:
+    def under_way(self) -> Iterable[PendingAverage]:
         """Averages under way, the oldest first."""
         return self.flights
 
@@ -291,5 +291,5 @@ class RoundLoop(OuterLoop):
         buffers = [*(flight.vector for flight in self.flights), *self.free]
         flying = int(numbers["in_flight"])
         first = self.counters.round - flying
-        self.flights = deque(Flight(first + i, buffers[i]) for i in range(flying))
+        self.flights = deque(PendingAverage(first + i, buffers[i]) for i in range(flying))
         self.free = buffers[flying:]

@@ -49,7 +49,7 @@ _NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class Departure:
     """A rank has left after `steps` local steps; `reason` is empty if it closed in good order."""
 
     rank: int
@@ -71,7 +71,7 @@ class Note:
         return f"rank {self.rank} {self.reason or 'closed'} after {self.steps} steps"
 
 
-class Notices:
+class DepartureLog:
     """The notes of some ranks. `steps` counts the local steps of this one."""
 
     def __init__(self, ranks: Iterable[int], steps: Callable[[], int]) -> None:
@@ -98,7 +98,7 @@ class Notices:
         self._left = True
         _OPEN.discard(self)
         with suppress(Exception):
-            note = Note(self._me, self._steps(), reason)
+            note = Departure(self._me, self._steps(), reason)
             self._store.set(str(self._me), json.dumps(asdict(note)))
             self._store.add(_COUNT, 1)
 
@@ -118,11 +118,11 @@ class Notices:
             raise self._failure(what, odd, None)
         self._met += 1
 
-    def _arrive(self, what: str, patience: Seconds, *, begun: bool) -> list[Note]:
+    def _arrive(self, what: str, patience: Seconds, *, begun: bool) -> list[Departure]:
         """Wait for all at a meeting; gives those that are elsewhere."""
         assert self._store is not None
         reason = f"is at {what}" + (" with a step begun" if begun else "")
-        note = Note(self._me, self._steps(), reason)
+        note = Departure(self._me, self._steps(), reason)
         alike, everybody = f"{self._met} {reason} {note.steps}", len(self.ranks)
         self._store.set(f"at {self._me}", json.dumps([self._met, asdict(note)]))
         self._store.add(alike, 1)
@@ -153,7 +153,7 @@ class Notices:
             op=what,
         )
 
-    def _waiting(self) -> list[Note]:
+    def _waiting(self) -> list[Departure]:
         """Who is at a meeting that this rank has not passed."""
         assert self._store is not None
         if self._store.add(_ARRIVED, 0) <= len(self.ranks) * self._met:
@@ -162,14 +162,14 @@ class Notices:
         for rank in self.ranks:
             if self._store.check([f"at {rank}"]):
                 number, note = json.loads(self._store.get(f"at {rank}"))
-                found += [Note(**note)] if number == self._met else []
+                found += [Departure(**note)] if number == self._met else []
         return found
 
-    def notes(self) -> list[Note]:
+    def notes(self) -> list[Departure]:
         """Those that others have left so far."""
         return self._read() or []
 
-    def _read(self) -> list[Note] | None:
+    def _read(self) -> list[Departure] | None:
         """Those that others have left; None if the store is gone, or is another one by now."""
         if self._store is None:
             return []
@@ -178,10 +178,10 @@ class Notices:
                 return None if self._left else []
             others = [rank for rank in self.ranks if rank != self._me]
             left = [rank for rank in others if self._store.check([str(rank)])]
-            return [Note(**json.loads(self._store.get(str(rank)))) for rank in left]
+            return [Departure(**json.loads(self._store.get(str(rank)))) for rank in left]
         return None
 
-    def _absent(self, behind: Callable[[int], bool]) -> list[Note]:
+    def _absent(self, behind: Callable[[int], bool]) -> list[Departure]:
         """Who has left and raised, or has left or waits elsewhere after steps that are behind."""
         notes = [note for note in self.notes() if not note.is_told]
         absent = [note for note in notes if note.reason or behind(note.steps)]
@@ -247,7 +247,7 @@ class Notices:
                 break
             time.sleep(0.01)
 
-    def _failure(self, what: str, absent: list[Note], round: int | None) -> RankFailure:  # noqa: A002
+    def _failure(self, what: str, absent: list[Departure], round: int | None) -> RankFailure:  # noqa: A002
         first = min(absent, key=lambda note: (note.is_told, not note.reason, note.rank))
         return RankFailure(
             f"{what} failed: {first}; rank {self._me} has taken {self._steps()}",
@@ -257,7 +257,7 @@ class Notices:
         )
 
 
-_OPEN: WeakSet[Notices] = WeakSet()
+_OPEN: WeakSet[DepartureLog] = WeakSet()
 
 
 @atexit.register
@@ -418,7 +418,7 @@ def _me() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-class Links:
+class WorkerGroups:
     """The communicators of one algorithm, which nothing else uses.
 
     `average` is left to averages alone. Numbers and texts travel over Gloo, on GPUs too. A group
@@ -433,7 +433,7 @@ class Links:
         """
         self.workers, self.deadline = workers, deadline
         self.steps = 0
-        self.notices = Notices((*workers.peer_ranks, *workers.inner_ranks), lambda: self.steps)
+        self.notices = DepartureLog((*workers.peer_ranks, *workers.inner_ranks), lambda: self.steps)
         self._own = (workers.inner, workers.peers) if owns else ()
         self._made: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
         peers, inner = tuple(workers.peer_ranks), tuple(workers.inner_ranks)

@@ -25,7 +25,7 @@ from realrun.errors import one_of
 from realrun.lab.lab import CLUSTER
 from realrun.record import resolve
 
-_MOST_ROUNDS = 10_000
+_MAX_ROUNDS = 10_000
 """Every rank keeps the spans of all rounds: some 200 bytes for each op of each of them."""
 
 app = typer.Typer(
@@ -98,7 +98,7 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
         )
     name = kernels or ("sleep" if CLUSTER in os.environ else "flops")
     one_of("--kernels", name, ("flops", "sleep"))
-    validation.whole("--rounds", rounds, 1, _MOST_ROUNDS)
+    validation.whole("--rounds", rounds, 1, _MAX_ROUNDS)
     titles = [title(parse(text)) for text in strategy]
     if len(set(titles)) < len(titles):
         raise OptionError("a strategy is given twice")

@@ -27,7 +27,7 @@ from realrun.record import Record
 _GRACE: Seconds = 5.0
 """What a rank may take to stop once it has been told that another one failed."""
 
-_LEAST_PATIENCE: Seconds = 2.0
+_MIN_PATIENCE: Seconds = 2.0
 """A launcher may be stopped for this long: half of a deadline, so that no rank blames another."""
 
 _NEWS: Seconds = 5.0
@@ -58,7 +58,7 @@ def start(settings: RankSettings, arguments: Sequence[str], *, training: bool = 
         [sys.executable, "-m", "realrun", *without_nproc(arguments)],
         settings.nproc,
         grace=_GRACE,
-        patience=max(settings.deadline / 2, _LEAST_PATIENCE),
+        patience=max(settings.deadline / 2, _MIN_PATIENCE),
         ask_first=training,
         own_terminal=training,
     )

@@ -26,7 +26,7 @@ LOOPBACK_PAYLOAD, LOOPBACK_FRAME = 65536 - 52, 65536 + 14
 _TIMER: Seconds = 2e-3
 _LOOPBACK_TIMER: Seconds = 1e-3
 _WAIT: Seconds = 0.7e-3
-_MOST_WAITING, _MOST_AT_ONCE = 256 * 1024, 512 * 1024
+_MAX_WAITING, _MAX_AT_ONCE = 256 * 1024, 512 * 1024
 
 _LONGEST_PACKET = 65536
 """What TCP hands over at most, whatever is allowed: GSO_LEGACY_MAX_SIZE of Linux."""
@@ -104,7 +104,7 @@ def burst(bandwidth: BytesPerSecond) -> int:
     They make up for timers of tbf that are served late, 3 ms and more on a busy virtual machine:
     what a bucket of 0.7 ms cannot hold is lost, 5 to 12 % of the rate in one lab of 4 nodes.
     """
-    return max(queue(bandwidth)[0], min(int(bandwidth * _TIMER), _MOST_AT_ONCE))
+    return max(queue(bandwidth)[0], min(int(bandwidth * _TIMER), _MAX_AT_ONCE))
 
 
 def queue(bandwidth: BytesPerSecond) -> tuple[int, int]:
@@ -114,7 +114,7 @@ def queue(bandwidth: BytesPerSecond) -> tuple[int, int]:
     splits them and drops some.
     """
     frames = 2  # that TCP sends at once whatever is asked
-    size = min(max(int(bandwidth * _WAIT), 2 * frames * FRAME), _MOST_WAITING)
+    size = min(max(int(bandwidth * _WAIT), 2 * frames * FRAME), _MAX_WAITING)
     return size, max(size // 3, frames * FRAME)
 
 

@@ -66,7 +66,7 @@ def gone(store: Store) -> list[int]:
     return [one["rank"] for one in told if one["silent"]]
 
 
-class Hearts:
+class Heartbeats:
     """The heartbeats of ranks, seen from the launcher."""
 
     def __init__(self, store: Store) -> None:
@@ -383,7 +383,7 @@ def supervise(
     late: list[RankProcess] = []
     frozen: list[RankProcess] = []
     codes: set[int] = set()
-    deadline, hearts = float("inf"), Hearts(store)
+    deadline, hearts = float("inf"), Heartbeats(store)
     with RankOutput(ranks) as output:
         while running:
             output.forward(TICK)
@@ -427,7 +427,7 @@ def _say(first: RankProcess, frozen: Sequence[RankProcess], late: Sequence[RankP
 
 
 def _frozen(
-    running: Sequence[RankProcess], ranks: Sequence[RankProcess], hearts: Hearts
+    running: Sequence[RankProcess], ranks: Sequence[RankProcess], hearts: Heartbeats
 ) -> list[RankProcess]:
     """Kill the ranks without a heartbeat, if others have ended."""
     if len(running) == len(ranks):

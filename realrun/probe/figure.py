@@ -23,7 +23,7 @@ from realrun.probe.samples import Measured, Sample, by_kind
 
 _COLOURS = dict(zip(Kind, COLOURS, strict=False))
 _MARKERS = dict(zip(Kind, "osD^vP", strict=True))
-_MOST_SIZES = 8
+_MAX_SIZES = 8
 """Of kernels: labels that a panel has room for."""
 
 
@@ -112,7 +112,7 @@ def _kernels(axis: Axes, measured: Measured, gpu: GPU) -> None:
     axis.set_xscale("log")
     axis.set_ylim(0, 1.05)
     axis.yaxis.set_major_formatter(PercentFormatter(1.0))
-    every = -(-len(sizes) // _MOST_SIZES)
+    every = -(-len(sizes) // _MAX_SIZES)
     axis.set_xticks(sorted(sizes, reverse=True)[::every])
     axis.xaxis.set_major_formatter(EngFormatter(places=0, sep=""))
     axis.xaxis.set_minor_locator(NullLocator())

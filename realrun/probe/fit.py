@@ -38,7 +38,7 @@ _OUTLIER = 0.2
 
 _TOLERANCE = 1e-10
 """Relative change of the loss, of the numbers and of the slope at which a fit of links ends."""
-_LEAST_LATENCY: Seconds = 1e-9
+_MIN_LATENCY: Seconds = 1e-9
 _SLOWEST = 1e-3
 """A fitted bandwidth is at least this fraction of the one that the fastest sample needs."""
 
@@ -95,7 +95,7 @@ def fit_links(
         off: Vector = np.log(predict(samples, cluster)) - times
         return off
 
-    latency, slowest = np.log(_LEAST_LATENCY), np.maximum(0.0, start + np.log(_SLOWEST))
+    latency, slowest = np.log(_MIN_LATENCY), np.maximum(0.0, start + np.log(_SLOWEST))
     least = np.array([latency, slowest[1], latency, slowest[3]])
     fitted = least_squares(
         errors,
@@ -146,7 +146,7 @@ def _bounds(samples: Sequence[Sample], layout: Layout, backend: Backend) -> Vect
         if count > 1 and not (steps and speed):
             where = ("inside a node", "between nodes")[place]
             raise OptionError(f"the link {where} cannot be fitted: no collective used it")
-        numbers += [max(_LEAST_LATENCY, min(steps, default=0.0)), max(1.0, speed)]
+        numbers += [max(_MIN_LATENCY, min(steps, default=0.0)), max(1.0, speed)]
     bounds: Vector = np.log(numbers)
     return bounds
 
@@ -221,10 +221,8 @@ def fit(measured: Measured, lab: Cluster | None = None, *, rates: bool = True) -
     )
 
 
-_MOST_SHARE = (
-    10 / 11
-)  # a cluster's interference is 10 at most; short collectives leave kernels less
-_LEAST_SHARE = 0.1  # of a kernel's time is not launch overhead; if it seems so, that is noise
+_MAX_SHARE = 10 / 11  # a cluster's interference is 10 at most; short collectives leave kernels less
+_MIN_SHARE = 0.1  # of a kernel's time is not launch overhead; if it seems so, that is noise
 
 
 def attained(samples: Iterable[ComputeSample], launch: Seconds) -> dict[Flops, FlopsPerSecond]:
@@ -271,10 +269,10 @@ def interference(slowdowns: Sequence[Slowdown]) -> tuple[float, Seconds]:
     if long > short and few / short > share:
         share = max(0.0, (many - few) / (long - short))
         call = few - share * short
-    share = min(share, _MOST_SHARE)
+    share = min(share, _MAX_SHARE)
     return share / (1 - share), call
 
 
 def _net(sample: ComputeSample, launch: Seconds) -> Seconds:
     """The time without launch overhead."""
-    return max(sample.seconds - launch, _LEAST_SHARE * sample.seconds)
+    return max(sample.seconds - launch, _MIN_SHARE * sample.seconds)

@@ -25,10 +25,10 @@ from realrun.probe.samples import Sample
 _CHAINS = {Kind.BROADCAST, Kind.REDUCE}
 """Their pieces take time on the way, however small they are."""
 
-_MOST_TURNS, _TOLERANCE, _LEAST_SHARE = 100, 1e-9, 1e-3
+_MAX_TURNS, _TOLERANCE, _MIN_SHARE = 100, 1e-9, 1e-3
 """Turns of the fit; when numbers stay the same; what a sum is at least, of its time."""
 
-_LEAST: Seconds = 1e-9
+_MIN: Seconds = 1e-9
 """Less than this no kind takes longer than the others."""
 
 Vector: TypeAlias = NDArray[np.float64]
@@ -80,7 +80,7 @@ def _by_kind(small: Sequence[Sample], hosts: Cluster) -> Cluster:
     least = max(-hosts.call_overhead, min(means.values()))
     more = {str(kind): max(0.0, mean - least) for kind, mean in means.items()}
     call = hosts.call_overhead + least
-    if max(more.values()) < _LEAST:
+    if max(more.values()) < _MIN:
         return hosts
     return replace(hosts, call_overhead=call, host=replace(effects(hosts), calls=Calls(**more)))
 
@@ -107,12 +107,12 @@ def _as_sums(terms: Vector, times: Vector) -> list[float]:
     squares; a quasi-likelihood, Wedderburn 1974, of errors in proportion to the mean).
     """
     found, sums = np.zeros(terms.shape[1]), times
-    for _ in range(_MOST_TURNS):
+    for _ in range(_MAX_TURNS):
         weighted = terms / sums[:, None]
         scale = np.linalg.norm(weighted, axis=0)
         scale[scale == 0] = 1.0
         before, found = found, nnls(weighted / scale, times / sums)[0] / scale
-        sums = np.maximum(terms @ found, _LEAST_SHARE * times)
+        sums = np.maximum(terms @ found, _MIN_SHARE * times)
         if np.allclose(found, before, rtol=_TOLERANCE, atol=0.0):
             break
     return [float(number) for number in found]

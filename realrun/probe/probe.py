@@ -94,7 +94,7 @@ _LONG_PAUSE: Seconds = 30e-3
 
 _KERNEL: Seconds = 0.1
 """The longest kernel."""
-_LEAST_FLOPS: Flops = 2.0**21
+_MIN_FLOPS: Flops = 2.0**21
 _COPIED = tuple(2.0**power for power in (20, 22, 24, 26, 28))
 _EMPTY_OPS = 200
 
@@ -226,9 +226,9 @@ def _burns(world: World, precisions: Iterable[str], budget: Seconds) -> list[Pro
         trial = Schedule("trial", (Op("trial", Compute("probe", 2.0**28), "compute"),))
         (once,) = time(world, ProbeTask("", trial, kernels, 2))["trial"]
         most = min(_KERNEL, budget / 40 / len(named)) / once * 2.0**28
-        steps = max(3, int(math.log(max(1.0, most / _LEAST_FLOPS), _FACTOR)) + 1)
+        steps = max(3, int(math.log(max(1.0, most / _MIN_FLOPS), _FACTOR)) + 1)
         # Falling: a small kernel right after a large one is slow, as few are in a schedule.
-        sizes = [_LEAST_FLOPS * _FACTOR**step for step in reversed(range(steps))]
+        sizes = [_MIN_FLOPS * _FACTOR**step for step in reversed(range(steps))]
         works = [Compute("probe", size) for size in sizes]
         found.append(ProbeTask(f"kernels in {name}", in_turn(f"{name} ", works), kernels, _ROUNDS))
     if named:
@@ -283,9 +283,9 @@ _SHORT_KERNEL: Seconds = 0.008
 """Of kernels beside them: short, so that those alone and those beside see the same machine."""
 _BESIDE: Seconds = 0.1
 """Of the all-reduces that kernels get beside them at once."""
-_MOST_AT_ONCE = 100
+_MAX_AT_ONCE = 100
 """All-reduces, and kernels: where they are much shorter, a turn is."""
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 64
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 64
 _PAIR_ROUNDS = 5
 """On two streams."""
 
@@ -303,11 +303,11 @@ def slowdowns(
     chosen = [min(reduces, key=partial(_away, seconds)) for seconds in _SHORT_AND_LONG]
     found = []
     for reduce in dict.fromkeys(chosen):
-        count = min(_MOST_AT_ONCE, max(1, round(_BESIDE / reduce.seconds)))
-        beside = min(_MOST_AT_ONCE, math.ceil(count * reduce.seconds / kernel.seconds) + 1)
+        count = min(_MAX_AT_ONCE, max(1, round(_BESIDE / reduce.seconds)))
+        beside = min(_MAX_AT_ONCE, math.ceil(count * reduce.seconds / kernel.seconds) + 1)
         schedule = overlapped(kernel.work, reduce.work, count, beside)
         once = TURNS * (ALONE + beside) * kernel.seconds + TAIL * reduce.seconds
-        rounds = min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(budget / len(_SHORT_AND_LONG) / once)))
+        rounds = min(_MAX_ROUNDS, max(_MIN_ROUNDS, int(budget / len(_SHORT_AND_LONG) / once)))
         task = ProbeTask("", schedule, burn(world, precision), rounds)
         ranks = traces(world, task)
         found.append(

@@ -50,7 +50,7 @@ _DTYPES = {
 }
 """What all versions of safetensors write and read."""
 
-_MOST_HEADER = 16_000_000
+_MAX_HEADER = 16_000_000
 """Bytes, some 150 for each tensor; safetensors parses six times as many, which takes 2 GB."""
 
 
@@ -207,7 +207,7 @@ def _packed(named: Mapping[str, Tensor]) -> bytes:
 
 def _unpacked(data: bytes) -> dict[str, Tensor]:
     length = int.from_bytes(data[:8], "little")
-    if length > _MOST_HEADER:
+    if length > _MAX_HEADER:
         raise OverflowError(f"its header has {length} bytes")
     return safetensors.torch.load(data)
 

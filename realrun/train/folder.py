@@ -32,7 +32,7 @@ STATE = "state.json"
 _HEAD = b'{"sha256": "'
 """How state.json begins; the checksum of all that comes after it follows."""
 
-_MOST_STATE = 32_000_000
+_MAX_STATE = 32_000_000
 """Bytes of state.json; a rank takes some 50 for each tensor. To parse it takes 25 times that."""
 
 _NAME = re.compile(r"step-([0-9]+)")
@@ -121,7 +121,7 @@ class Saved:
     @staticmethod
     def of(checkpoint: Path) -> "Saved":
         """Read it. Raises DamagedError if it is not as it was written."""
-        text = _read(checkpoint / STATE, _MOST_STATE)
+        text = _read(checkpoint / STATE, _MAX_STATE)
         start, rest = text[: len(_HEAD) + 64], text[len(_HEAD) + 64 :]
         if start != _start(rest):
             raise DamagedError(f"{STATE}: it is not what was written")
@@ -161,8 +161,8 @@ def state_text(content: Mapping[str, Any]) -> bytes:
     """The bytes of state.json. Raises CheckpointError for more than would be read."""
     rest = b'", ' + json.dumps(content, separators=(",", ":")).encode()[1:]
     text = _start(rest) + rest
-    if len(text) > _MOST_STATE:
-        raise CheckpointError(f"{STATE}: it would be larger than {_MOST_STATE // 10**6} MB")
+    if len(text) > _MAX_STATE:
+        raise CheckpointError(f"{STATE}: it would be larger than {_MAX_STATE // 10**6} MB")
     return text
 
 

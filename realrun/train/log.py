@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from co2sim.common.errors import CatalogError, OptionError
-from co2sim.common.files import MOST_RECORD_BYTES, text_of, write_atomically
+from co2sim.common.files import MAX_RECORD_BYTES, text_of, write_atomically
 from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from realrun.train.constants import Estimates
 from realrun.train.folder import LOG, RECORD
@@ -183,7 +183,7 @@ def read(folder: Path) -> tuple[LogRow, ...]:
     """The rows of a folder's log. Raises CatalogError if there is none, or of another form."""
     path = folder / LOG
     try:
-        whole, _, _ = text_of(path, MOST_RECORD_BYTES).rpartition("\n")  # the last may be torn
+        whole, _, _ = text_of(path, MAX_RECORD_BYTES).rpartition("\n")  # the last may be torn
         return tuple(_row(line) for line in csv.DictReader(whole.splitlines()))
     except OSError as error:
         raise CatalogError(f"cannot read {path}: {error.strerror or error}") from error

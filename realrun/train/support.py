@@ -41,7 +41,7 @@ _REFUSED: dict[str, Mapping[str, str]] = {
 _SHARDED = ("zero2", "zero3", "zeropp", "fsdp")
 """What leaves a rank with a part of the parameters."""
 
-LEAST_STEPS = 3
+MIN_STEPS = 3
 """Of a training with three points to estimate at."""
 
 
@@ -86,9 +86,9 @@ def check_estimate(settings: TrainSettings, layout: Layout, *, resume: bool) -> 
         )
     if resume:
         raise OptionError("--estimate begins at the start of a training: not with --resume")
-    if settings.last < LEAST_STEPS:
+    if settings.last < MIN_STEPS:
         raise OptionError(
-            f"--estimate needs {LEAST_STEPS} steps at least, and there are {settings.last}"
+            f"--estimate needs {MIN_STEPS} steps at least, and there are {settings.last}"
         )
 
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from co2sim.common.errors import Co2simError
 from realrun import algorithms
 from realrun.algorithms import CO2, LocalSGD, LocalUpdate, SlowMo, Workers
-from realrun.algorithms.averaging import Average, Flight
+from realrun.algorithms.averaging import Average, PendingAverage
 from realrun.algorithms.process_groups import Wire
 from realrun.execute.world import World
 
@@ -72,7 +72,7 @@ def serial() -> Iterator[None]:
     """Every average is waited for where it is launched."""
     launch = Average.launch
 
-    def wait_at_once(self: Average, given: torch.Tensor, number: int) -> Flight:
+    def wait_at_once(self: Average, given: torch.Tensor, number: int) -> PendingAverage:
         flight = launch(self, given, number)
         flight.wait()
         return flight
@@ -401,14 +401,14 @@ def _resumed(world: World, case: dict[str, Any], cut: int, folder: Path, way: st
 
 def chosen_delay(world: World) -> dict[str, Any]:
     """Rank r sees averages r + 1 steps after their launch: the delays taken, and after resuming."""
-    arrived, asked = Flight.arrived, Counter[tuple[int, int]]()
+    arrived, asked = PendingAverage.arrived, Counter[tuple[int, int]]()
 
-    def seen(self: Flight) -> bool:
+    def seen(self: PendingAverage) -> bool:
         one = (self.round, self.vector.data_ptr())
         asked[one] += 1
         return asked[one] > world.rank
 
-    Flight.arrived = seen  # type: ignore[method-assign]
+    PendingAverage.arrived = seen  # type: ignore[method-assign]
     try:
         model = network()
         optim = optimizer(model, "sgd")
@@ -426,7 +426,7 @@ def chosen_delay(world: World) -> dict[str, Any]:
             train(other, again, world.rank, range(8))
             return {"delays": delays, "resumed": resumed.stats().delay}
     finally:
-        Flight.arrived = arrived  # type: ignore[method-assign]
+        PendingAverage.arrived = arrived  # type: ignore[method-assign]
 
 
 def agreed(world: World) -> list[Any]:
@@ -623,8 +623,10 @@ def wrong_inside(world: World, folder: str) -> dict[str, Any]:
     return found
 
 
-def _poison(launch: Callable[[torch.Tensor], Flight]) -> Callable[[torch.Tensor], Flight]:
-    def launch_nan(given: torch.Tensor) -> Flight:
+def _poison(
+    launch: Callable[[torch.Tensor], PendingAverage],
+) -> Callable[[torch.Tensor], PendingAverage]:
+    def launch_nan(given: torch.Tensor) -> PendingAverage:
         given[0] = torch.nan
         return launch(given)
 

@@ -10,7 +10,7 @@ from co2sim import Case, strategies
 from co2sim.catalog import load_cluster
 from co2sim.hardware.cluster import GPU, Cluster, Link
 from co2sim.models.architecture import MatMul
-from co2sim.models.workload import Block, Model, Scores, Workload
+from co2sim.models.workload import AttentionScores, Block, Model, Workload
 from co2sim.prediction import driver
 from co2sim.schedule.schedule import Layout, Schedule
 from co2sim.simulation.trace import Span, Trace
@@ -83,7 +83,7 @@ def model() -> Model:
             (300, 200),
             2e6,
             4000.0,
-            Scores(5e5, 1000.0, heads=2, length=16),
+            AttentionScores(5e5, 1000.0, heads=2, length=16),
             boundary_bytes=400.0,
         )
         for number in range(2)

@@ -11,7 +11,7 @@ from scipy.special import expit
 from analysis.convergence.objectives.problems import Array, scikit_learn
 from co2sim.common.errors import OptionError
 
-_MOST_STEPS = 100
+_MAX_STEPS = 100
 _SOLVED = 1e-10
 """Norm of the gradient at which f_inf counts as exact: f is off by its square over 2 ridge."""
 
@@ -54,7 +54,7 @@ class Logistic:
     def least(self) -> float:
         """f_inf, by Newton's method; from 0 its steps need no damping here."""
         point = np.zeros(self.rows.shape[2])
-        for _ in range(_MOST_STEPS):
+        for _ in range(_MAX_STEPS):
             slope = self.gradient(point)
             if np.linalg.norm(slope) <= _SOLVED:
                 return float(self._loss(point))

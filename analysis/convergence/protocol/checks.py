@@ -45,17 +45,17 @@ class Check:
     measured: str
 
 
-LEAST, LEAST_QUICK = 20_000, 2_000
+LEAST, MIN_QUICK = 20_000, 2_000
 """Distinct configurations of late averages that the bound has to hold on."""
 PART_OF_C = 0.25
 """What is left of C in a condition that has to be noticed as wrong."""
-_LEAST_LATE = 24
-_LEAST_LATE_EDGES, _LEAST_SYSTEMS = 16, 18_000
+_MIN_LATE = 24
+_MIN_LATE_EDGES, _MIN_SYSTEMS = 16, 18_000
 _STABLE, _GROWING = 1.01, 1.1
 """A or drift of a run over that of half of it: at most, below an edge; at least, above it."""
 _DRIFT = 0.04
 """How far measured drifts may be from those of small steps, relatively."""
-_SHOWN, _MOST_SHOWN = 5, 20
+_SHOWN, _MAX_SHOWN = 5, 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ def late_summary(cells: Sequence[LateOracleCell], rows: Sequence[TightnessRow]) 
         endless=len(inside) - len(every),
         violations=sum(row.violated for row in feasible),
         worst=tuple(map(line, sorted(feasible, key=lambda row: -row.ratio)[:_SHOWN])),
-        violating=tuple(line(row) for row in feasible if row.violated)[:_MOST_SHOWN],
+        violating=tuple(line(row) for row in feasible if row.violated)[:_MAX_SHOWN],
         by_family=tightness.grouped(feasible, lambda row: row.family),
         by_term=tightness.grouped(feasible, lambda row: row.dominant),
         by_mix=tightness.grouped(feasible, _mix),
@@ -142,7 +142,7 @@ def _share(row: TightnessRow) -> str:
 def late_checks(findings: LateFindings, *, quick: bool) -> Iterator[Check]:
     """What has to hold of late averages."""
     yield from _late_oracle_checks(findings)
-    least = LEAST_QUICK if quick else LEAST
+    least = MIN_QUICK if quick else LEAST
     yield Check(
         f"late averages: no violation of the bound on {least:,} distinct configurations or more",
         findings.violations == 0 and findings.configurations >= least,
@@ -173,19 +173,18 @@ def _late_oracle_checks(findings: LateFindings) -> Iterator[Check]:
         f"largest relative error {error:.1e} on {findings.identities} settings",
     )
     yield Check(
-        f"late averages, simulator against oracle: |z| < {SCORE:g} on {_LEAST_LATE} settings"
-        " or more",
-        findings.largest_score < SCORE and findings.simulated >= _LEAST_LATE,
+        f"late averages, simulator against oracle: |z| < {SCORE:g} on {_MIN_LATE} settings or more",
+        findings.largest_score < SCORE and findings.simulated >= _MIN_LATE,
         f"largest {findings.largest_score:.2f} of {len(findings.scores)} z on {findings.simulated}",
     )
     below = max((edge.below for edge in findings.edges), default=0.0)
     above = min((edge.above for edge in findings.edges), default=0.0)
     yield Check(
         "late averages: Jury's conditions are those of the matrices, and runs 2 % beside their"
-        f" edges do as they say, on {_LEAST_LATE_EDGES} edges or more",
+        f" edges do as they say, on {_MIN_LATE_EDGES} edges or more",
         findings.wrong == 0
-        and findings.systems >= _LEAST_SYSTEMS
-        and len(findings.edges) >= _LEAST_LATE_EDGES
+        and findings.systems >= _MIN_SYSTEMS
+        and len(findings.edges) >= _MIN_LATE_EDGES
         and below <= _STABLE
         and above >= _GROWING,
         f"{findings.wrong} of {findings.systems:,} systems differ; of {len(findings.edges)} edges"
@@ -207,11 +206,11 @@ def _late_oracle_checks(findings: LateFindings) -> Iterator[Check]:
     )
 
 
-LEAST_CONFIGURATIONS = 3000
+MIN_CONFIGURATIONS = 3000
 TIGHT = 0.7
 """A ratio of measured to bound that one family has to exceed."""
-_LEAST_SIMULATED = 30
-_LEAST_EDGES = 20
+_MIN_SIMULATED = 30
+_MIN_EDGES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,14 +293,14 @@ def oracle_checks(findings: OracleFindings) -> Iterator[Check]:
         f" {findings.identities} settings",
     )
     yield Check(
-        f"simulator against oracle: |z| < {oracle.SCORE:g} on {_LEAST_SIMULATED} settings or more",
-        findings.largest_score < oracle.SCORE and findings.configurations >= _LEAST_SIMULATED,
+        f"simulator against oracle: |z| < {oracle.SCORE:g} on {_MIN_SIMULATED} settings or more",
+        findings.largest_score < oracle.SCORE and findings.configurations >= _MIN_SIMULATED,
         f"largest {findings.largest_score:.2f} of {len(findings.scores)} z on"
         f" {findings.configurations}",
     )
     yield Check(
-        f"edge of stability within {oracle.EDGE:g} on {_LEAST_EDGES} (alpha, beta) or more",
-        findings.largest_edge_error <= oracle.EDGE and len(findings.edges) >= _LEAST_EDGES,
+        f"edge of stability within {oracle.EDGE:g} on {_MIN_EDGES} (alpha, beta) or more",
+        findings.largest_edge_error <= oracle.EDGE and len(findings.edges) >= _MIN_EDGES,
         f"largest distance {findings.largest_edge_error:.1e} on {len(findings.edges)}",
     )
 
@@ -310,8 +309,8 @@ def grid_checks(findings: GridFindings) -> Iterator[Check]:
     """Whether the bound holds, is tight somewhere, and would be refuted if it were wrong."""
     yield Check(
         "no violation of the bound at mean + 3 standard errors, on"
-        f" {LEAST_CONFIGURATIONS:,} distinct configurations or more",
-        findings.violations == 0 and findings.configurations >= LEAST_CONFIGURATIONS,
+        f" {MIN_CONFIGURATIONS:,} distinct configurations or more",
+        findings.violations == 0 and findings.configurations >= MIN_CONFIGURATIONS,
         f"{findings.violations} violations on {findings.configurations:,} distinct ones of"
         f" {findings.settings:,} settings ({findings.infeasible} infeasible)",
     )

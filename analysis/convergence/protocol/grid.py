@@ -33,7 +33,7 @@ ln 2 or more drift may grow from round to round, which the condition of the boun
 _MORE = 8
 """Factor of the seeds of what exceeds the bound."""
 _ATTEMPTS = 3
-_MOST = 2**18
+_MAX = 2**18
 """Numbers of an array that are simulated at once."""
 _BATCH = 8
 """Rows of a minibatch."""
@@ -199,7 +199,7 @@ def _simulated(problem: Problem, which: Variants, task: GridTask, seeds: int) ->
     )
     seed = [task.workers, task.rounds, task.local_steps, task.delay, seeds, *task.family.encode()]
     seed += [task.late_steps] if task.late_steps else []
-    step = max(1, _MOST // (seeds * task.workers * len(problem.start)))
+    step = max(1, _MAX // (seeds * task.workers * len(problem.start)))
     parts = []
     for first in range(0, len(which), step):
         part = run(

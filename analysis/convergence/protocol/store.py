@@ -21,7 +21,7 @@ from analysis.convergence.protocol.oracle import (
 )
 from analysis.convergence.protocol.rate_fits import RateCell, RateTask
 from co2sim.common.errors import CatalogError
-from co2sim.common.files import MOST_RECORD_BYTES, read_bytes, write_atomically
+from co2sim.common.files import MAX_RECORD_BYTES, read_bytes, write_atomically
 from co2sim.common.progress import Done
 
 Task: TypeAlias = OracleTask | GridTask | RateTask | ControlTask | LateOracleTask
@@ -29,7 +29,7 @@ Cell: TypeAlias = OracleCell | GridCell | RateCell | ControlCell | LateOracleCel
 _CELLS: TypeAdapter[Cell] = TypeAdapter(Annotated[Cell, Field(discriminator="kind")])
 WING = Path(__file__).parents[1]
 """The folder of everything that decides what a cell holds."""
-_MOST_JOBS = 4
+_MAX_JOBS = 4
 """Processes per core; more only take memory."""
 
 
@@ -60,7 +60,7 @@ def measure(folder: Path, *, quick: bool, jobs: int, progress: Done | None = Non
     missing = sorted(set(range(len(tasks))) - cells.keys(), key=lambda at: -tasks[at].work)
     tell = progress or (lambda *_: None)
     tell(len(cells), len(tasks))
-    jobs = min(jobs, _MOST_JOBS * (os.cpu_count() or 1))
+    jobs = min(jobs, _MAX_JOBS * (os.cpu_count() or 1))
     with parallel_config(backend="loky", inner_max_num_threads=1):
         results = Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1)(
             delayed(_measured)(at, tasks[at]) for at in missing
@@ -78,7 +78,7 @@ def kept(path: Path, task: Task) -> Cell | None:
     Raises CatalogError for what is no regular file, and for what cannot be read.
     """
     try:
-        cell = _CELLS.validate_json(read_bytes(path, MOST_RECORD_BYTES))
+        cell = _CELLS.validate_json(read_bytes(path, MAX_RECORD_BYTES))
     except (FileNotFoundError, ValueError):
         return None
     except OSError as error:

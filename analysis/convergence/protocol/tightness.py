@@ -23,7 +23,7 @@ EXACT = ", exact"
 """Behind the name of a family whose A comes from the oracle."""
 _USUAL = 12
 """Most seeds of a configuration that was decided at once."""
-_SHOWN, _MOST_SHOWN = 5, 20
+_SHOWN, _MAX_SHOWN = 5, 20
 """Tightest configurations, and violations, that the report lists."""
 
 
@@ -225,7 +225,7 @@ def summary(rows: Sequence[TightnessRow]) -> GridFindings:
         most_seeds=max((row.seeds for row in feasible), default=0),
         violations=sum(row.violated for row in feasible),
         worst=tuple(map(configuration_line, worst)),
-        violating=tuple(configuration_line(row) for row in feasible if row.violated)[:_MOST_SHOWN],
+        violating=tuple(configuration_line(row) for row in feasible if row.violated)[:_MAX_SHOWN],
         by_family=grouped(feasible, lambda row: row.family),
         by_term=grouped(feasible, lambda row: row.dominant),
         by_penalty=grouped(feasible, lambda row: f"penalty {row.rule}"),

@@ -41,7 +41,7 @@ SIZES = (8, 16, 32, 64, 128)
 _PALE = 0.2
 """Opacity of a band."""
 
-_MOST_POINTS = 512
+_MAX_POINTS = 512
 """Points of curves that are kept."""
 
 
@@ -112,7 +112,7 @@ def curves(rows: Sequence[CellPrediction]) -> dict[Series, list[CellPrediction]]
     return found
 
 
-@lru_cache(_MOST_POINTS)
+@lru_cache(_MAX_POINTS)
 def _predicted(cell: Cell) -> CellPrediction:
     """A point of a curve, which every kind of file needs."""
     return validate([cell])[0]

@@ -39,7 +39,7 @@ _GBITS_A_LINK = 100
 _FEWEST = 2.4
 """Bars that a panel is at least as wide as."""
 
-_BAR, _LEAST = 0.7, 0.34
+_BAR, _MIN = 0.7, 0.34
 """Inches for a bar: where there is room, and at least."""
 
 _PANEL = 1.7
@@ -65,7 +65,7 @@ def throughput(rows: Sequence[CellPrediction]) -> Figure:
             bars.setdefault((labels["links"], labels["tokens"]), []).append(row)
     widths: list[float] = [max(_FEWEST, len(some)) for some in (*bars.values(), *ratios.values())]
     roomy = min(WIDTH, 1.0 + _BAR * sum(widths)) if bars else 0.0
-    width = max(WIDTH / 1.5, roomy, _LEAST * sum(widths), _PANEL * len(widths))
+    width = max(WIDTH / 1.5, roomy, _MIN * sum(widths), _PANEL * len(widths))
     figure = Figure(figsize=(width, 3.2), layout="constrained")
     axes = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
     look = looks(["zero3", "zeropp"])

@@ -16,7 +16,7 @@ from co2sim.report.explore.question import Figures, Question, figures
 from co2sim.studies.batch import Failure, Outcome, run_all
 from co2sim.studies.workers.loky_pool import processes
 
-MOST_CASES = 20_000
+MAX_CASES = 20_000
 """That are simulated for one page: minutes, and a page of a few MB."""
 
 _FAILING = "failures"
@@ -115,7 +115,7 @@ class Board:
     def refuse_many(self, knots: Sequence[Knots]) -> None:
         """Raise OptionError where the grids would be too many cases."""
         counts = self.counts(knots)
-        if sum(counts) <= MOST_CASES:
+        if sum(counts) <= MAX_CASES:
             return
         place = counts.index(max(counts))
         sizes = [(self.controls[at].path, len(knots[place][at])) for at in self.axes(place)]
@@ -124,7 +124,7 @@ class Board:
             f"there are {sum(counts):,} positions to simulate, {max(counts):,} of"
             f" {self.question.titles[place]} ("
             + " x ".join(f"{path} {count}" for path, count in sizes)
-            + f"); at most {MOST_CASES:,} are; give fewer strategies, fewer values with"
+            + f"); at most {MAX_CASES:,} are; give fewer strategies, fewer values with"
             f" --vary {most}=..., or a wider --tolerance"
         )
 

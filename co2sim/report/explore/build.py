@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from co2sim.common.progress import progress_bar
-from co2sim.report.explore.board import MOST_CASES, Board, Knots, Known
+from co2sim.report.explore.board import MAX_CASES, Board, Knots, Known
 from co2sim.report.explore.controls import Control
 from co2sim.report.explore.grid import Exactness, ExploreGrid, Positions, StrategyGrid, between
 from co2sim.report.explore.question import Figures, Lost, Question, lost
@@ -28,7 +28,7 @@ _CHECKS = 120
 def build(
     question: Question, controls: Sequence[Control], tolerance: float, jobs: int
 ) -> ExploreGrid:
-    """Simulate. Raises OptionError for more than `board.MOST_CASES` cases.
+    """Simulate. Raises OptionError for more than `board.MAX_CASES` cases.
 
     Knots are added where random positions are too far off, until new ones are all within
     `tolerance`, or no more cases may be simulated.
@@ -212,7 +212,7 @@ def _refine(board: Board, knots: list[Knots], errors: Sequence[_Error], toleranc
         for at in board.loose(error.place):
             more[at].add(error.positions[at])
         wanted = [*knots[: error.place], more, *knots[error.place + 1 :]]
-        if more != knots[error.place] and sum(board.counts(wanted)) <= MOST_CASES:
+        if more != knots[error.place] and sum(board.counts(wanted)) <= MAX_CASES:
             knots[error.place] = more
             added = True
     return added

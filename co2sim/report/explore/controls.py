@@ -20,10 +20,10 @@ _TENFOLD = (1.0,)
 _TAUS = (4, 12, 48)
 _DELAYS = (1, 4)
 _BATCHES = (1, 2, 4)
-_MOST_SIZES = 4
+_MAX_SIZES = 4
 _FASTER, _SLOWER = 4.0, 30.0
 """How many times more, or less, bandwidth a slider reaches."""
-_MOST_STOPS = 64
+_MAX_STOPS = 64
 _DAY = 86400.0
 _GIVEN = ("cluster", "model", "strategy")
 _FAILING = ("node", "gpu", "job", "switch")
@@ -103,8 +103,8 @@ def varying(question: Question, path: str, values: str) -> Control:
     texts = [str(setting[path]) for setting in settings({path: values})]
     if path == "gpus":
         counts(question.job, values)
-    if len(texts) > _MOST_STOPS:
-        raise OptionError(f"--vary {path} has {len(texts)} values; at most {_MOST_STOPS} are shown")
+    if len(texts) > _MAX_STOPS:
+        raise OptionError(f"--vary {path} has {len(texts)} values; at most {_MAX_STOPS} are shown")
     places = tuple(i for i in range(len(question.strategies)) if question.takes(i, path))
     if not places:
         raise OptionError(f"--vary {path}: no strategy that is given has it")
@@ -141,7 +141,7 @@ def _number(case: Case, path: str, text: str) -> float | None:
 
 def _gpus(question: Question) -> Control:
     """Those that are given, or one node doubled up to the whole cluster."""
-    sizes = counts(question.job)[-_MOST_SIZES:]
+    sizes = counts(question.job)[-_MAX_SIZES:]
     now = question.job.gpus or sizes[-1]
     return _whole("gpus", "GPUs", [*sizes, now], now)
 

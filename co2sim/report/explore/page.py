@@ -14,10 +14,10 @@ from co2sim.report import html
 from co2sim.report.bar_charts import PARTS
 from co2sim.report.bundle import vega
 from co2sim.report.chart_style import HEIGHT, ROW, STRATEGIES, TEXT, Spec, by_strategy, spec
-from co2sim.report.explore.board import MOST_CASES
+from co2sim.report.explore.board import MAX_CASES
 from co2sim.report.explore.controls import Control
 from co2sim.report.explore.grid import Exactness, ExploreGrid
-from co2sim.report.explore.question import MOST_STRATEGIES, Question
+from co2sim.report.explore.question import MAX_STRATEGIES, Question
 from co2sim.report.tables import Answered
 from co2sim.studies.grid import label
 
@@ -126,7 +126,7 @@ def exactness(grid: ExploreGrid) -> list[str]:
     found: Exactness = grid.exactness
     if not found.checked:
         return [f"{simulated} Every position of every slider is one of them."]
-    end = "as asked for" if found.met else f"at most {MOST_CASES:,} cases make a page"
+    end = "as asked for" if found.met else f"at most {MAX_CASES:,} cases make a page"
     short = (
         f"{simulated} Between them throughput is off by up to {found.largest:.2%} at"
         f" {found.checked} random positions; the tolerance is {found.tolerance:.2%} ({end})."
@@ -167,7 +167,7 @@ def curve() -> Spec:
 
     The page sets the titles, the kind of the scale of y, and the strategies of colours and shapes.
     """
-    colour, shape = by_strategy([str(place) for place in range(MOST_STRATEGIES)])
+    colour, shape = by_strategy([str(place) for place in range(MAX_STRATEGIES)])
     x = alt.X("text:N", sort=None, title="x", axis=alt.Axis(labelOverlap=True, labelAngle=0))
     y = alt.Y("value:Q", title="y", scale=alt.Scale(nice=False, padding=10))
     base = alt.Chart(_ROWS).transform_filter("isValid(datum.value)")

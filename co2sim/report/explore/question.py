@@ -20,7 +20,7 @@ from co2sim.strategies import Strategy, parse
 from co2sim.strategies.step import title
 from co2sim.studies.grid import strategy_title, varied
 
-MOST_STRATEGIES = 12
+MAX_STRATEGIES = 12
 """What a chart can tell apart."""
 
 Settings = Mapping[str, str]
@@ -31,7 +31,7 @@ Settings = Mapping[str, str]
 class Question:
     """A job, whose strategy is still open, the strategies to compare, and the tokens to train.
 
-    Raises OptionError for none or more than `MOST_STRATEGIES` strategies, for one that is given
+    Raises OptionError for none or more than `MAX_STRATEGIES` strategies, for one that is given
     twice, and for one that cannot be read.
     """
 
@@ -42,9 +42,9 @@ class Question:
 
     def __post_init__(self) -> None:
         """Refuse what no page can show."""
-        if not 0 < len(self.strategies) <= MOST_STRATEGIES:
+        if not 0 < len(self.strategies) <= MAX_STRATEGIES:
             raise OptionError(
-                f"{len(self.strategies)} strategies are given; it must be 1 to {MOST_STRATEGIES}"
+                f"{len(self.strategies)} strategies are given; it must be 1 to {MAX_STRATEGIES}"
             )
         refuse_twice("strategy", map(strategy_title, self.strategies))
         if self.tokens is not None:

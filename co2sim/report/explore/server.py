@@ -33,7 +33,7 @@ from co2sim.report.explore.asking import Asker, Files, PageView, Positions, Text
 from co2sim.report.explore.page import server_page
 
 _NAME = re.compile(r"[\w][\w .()+-]{0,99}\.(toml|json)")
-_MOST_BYTES = 255
+_MAX_BYTES = 255
 """Of a name in UTF-8, on nearly all file systems."""
 
 
@@ -53,8 +53,8 @@ def checked_name(upload: Upload) -> str:
     if not _NAME.fullmatch(name):
         raise OptionError(f"{given(name)} is no name for a file; it must end in .toml or .json")
     size = len(name.encode())
-    if size > _MOST_BYTES:
-        raise OptionError(f"{given(name)} has {size} bytes; at most {_MOST_BYTES} are allowed")
+    if size > _MAX_BYTES:
+        raise OptionError(f"{given(name)} has {size} bytes; at most {_MAX_BYTES} are allowed")
     if upload.kind not in {"cluster", "model"}:
         raise OptionError(f"kind is {given(upload.kind)}; it must be cluster or model")
     return name
@@ -81,7 +81,7 @@ _PROCESSES = 2
 _LONGEST = 300
 """Characters of an error."""
 _ENDED = "the server is ending"
-_MOST_FILES = 50
+_MAX_FILES = 50
 
 
 class Answers:
@@ -167,8 +167,8 @@ class Answers:
     def _check_room(self, kind: str, name: str) -> Mapping[str, str]:
         """The files of a kind. Raises OptionError if there are too many for one more."""
         known: Mapping[str, str] = getattr(self.files, f"{kind}s")
-        if len(known) >= _MOST_FILES and name not in known:
-            raise OptionError(f"there are {_MOST_FILES} files already; start anew for more")
+        if len(known) >= _MAX_FILES and name not in known:
+            raise OptionError(f"there are {_MAX_FILES} files already; start anew for more")
         return known
 
     def warm(self, view: PageView) -> None:
@@ -326,7 +326,7 @@ def serve(
 
 HEADER: Final = "x-co2sim-token"
 HOSTS: Final = ("127.0.0.1", "localhost")
-_MOST_REQUEST_BYTES: Final = 1_000_000
+_MAX_REQUEST_BYTES: Final = 1_000_000
 """Of a request."""
 
 HEADERS: Final = {
@@ -361,7 +361,7 @@ class Guard:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > _MOST_REQUEST_BYTES:
+            if seen > _MAX_REQUEST_BYTES:
                 raise TooLargeError
             return message
 
@@ -374,7 +374,7 @@ class Guard:
         try:
             await answer(scope, counted, headed)
         except TooLargeError:
-            large = PlainTextResponse(f"more than {_MOST_REQUEST_BYTES // 1000} kB", 413)
+            large = PlainTextResponse(f"more than {_MAX_REQUEST_BYTES // 1000} kB", 413)
             await large(scope, receive, headed)
 
     def _refused(self, request: Request) -> Response | None:

@@ -6,16 +6,18 @@ from typing import Any
 
 from co2sim.common.units import counted, scaled
 from co2sim.report.text.totals import amount, in_words
-from co2sim.studies.candidates import Candidate, Space, Wanted, command_of, with_tokens
+from co2sim.studies.candidates import Candidate, Objective, Space, command_of, with_tokens
 from co2sim.studies.grid import label
 from co2sim.studies.plan import Recommendation
-from co2sim.studies.sensitivity import BreakEven, Lever
+from co2sim.studies.sensitivity import BreakEven, Sensitivity
 
 _KEEPS = "It keeps"
 _UNDECIDED = "Between the choice and the runner-up it is undecided: their intervals overlap."
 
 
-def words(found: Recommendation, turns: Sequence[BreakEven], held: Sequence[Lever]) -> list[str]:
+def words(
+    found: Recommendation, turns: Sequence[BreakEven], held: Sequence[Sensitivity]
+) -> list[str]:
     """The answer in sentences."""
     choice = found.choice
     if choice is None:
@@ -151,7 +153,7 @@ def looked(space: Space, found: Recommendation) -> Iterator[str]:
         yield f"left out: {name}: nobody has measured what its steps are worth; --steps-factor"
 
 
-def commands(choice: Candidate, wanted: Wanted) -> Iterator[str]:
+def commands(choice: Candidate, wanted: Objective) -> Iterator[str]:
     """What repeats it, and what tests it on two nodes."""
     yield f"to see it in full: {in_full(choice, wanted)}"
     if command := trial(choice):
@@ -159,7 +161,7 @@ def commands(choice: Candidate, wanted: Wanted) -> Iterator[str]:
         yield f"to test it on {nodes}: {command}"
 
 
-def in_full(choice: Candidate, wanted: Wanted) -> str:
+def in_full(choice: Candidate, wanted: Objective) -> str:
     """The command that gives the same totals."""
     return with_tokens(command_of(choice.case), wanted.tokens, wanted.goal)
 
@@ -185,7 +187,7 @@ def trial(choice: Candidate) -> str:
 
 
 def plain(
-    found: Recommendation, turns: Sequence[BreakEven], held: Sequence[Lever]
+    found: Recommendation, turns: Sequence[BreakEven], held: Sequence[Sensitivity]
 ) -> dict[str, Any]:
     """As plain values for JSON."""
     choice = found.choice
@@ -210,7 +212,7 @@ def plain(
     }
 
 
-def _option(option: Candidate, wanted: Wanted) -> dict[str, Any]:
+def _option(option: Candidate, wanted: Objective) -> dict[str, Any]:
     case = option.case
     return {
         "cluster": label(case.cluster),

@@ -16,7 +16,7 @@ from co2sim.common.units import Bytes, counted, duration, percent, scaled
 from co2sim.models.memory import GIB, OVERHEAD, model_states
 from co2sim.models.workload import AttentionKernel, Recompute
 from co2sim.prediction import notes
-from co2sim.prediction.case import Case, Prepared, schedule_of
+from co2sim.prediction.case import Case, LoadedCase, schedule_of
 from co2sim.prediction.figures import INTERVAL, list_of
 from co2sim.prediction.intervals import Interval, undecided
 from co2sim.prediction.result import Result
@@ -228,7 +228,7 @@ _WHAT_HELPS = {
     "logits": ("--loss fused", _FEWER_SAMPLES),
 }
 """What makes an item of memory smaller."""
-_MOST = 6
+_MAX = 6
 """Alternatives that are shown."""
 
 
@@ -240,7 +240,7 @@ class Alternative:
     memory: Bytes
 
 
-def largest(prepared: Prepared) -> str:
+def largest(prepared: LoadedCase) -> str:
     """The largest item of memory, and what makes it smaller, in a line."""
     memory, job = prepared.memory(), prepared.job.share
     name = max((item for item in memory if item != "total"), key=lambda item: memory[item])
@@ -281,13 +281,13 @@ def print_fitting(out: Console, case: Case, settle: Callable[[Case], Case]) -> N
             " ".join(f"--{name} {value}" for name, value in one.changes.items()),
             scaled(one.memory, "B"),
         )
-        for one in islice(filter(partial(_runs, case, settle), fitting), _MOST)
+        for one in islice(filter(partial(_runs, case, settle), fitting), _MAX)
     ]
     if rows:
         print_table(out, heading, ("instead", "memory per GPU"), rows)
 
 
-def alternatives(prepared: Prepared, asked: Strategy) -> Iterator[Alternative]:
+def alternatives(prepared: LoadedCase, asked: Strategy) -> Iterator[Alternative]:
     """Combinations of a sharded strategy, more recomputation, a smaller micro-batch, more GPUs.
 
     Those with the fewest changes come first. What the strategy `asked` for leaves open stays open.
@@ -395,7 +395,7 @@ def _runs(case: Case, settle: Callable[[Case], Case], alternative: Alternative) 
         return False
 
 
-_MOST_NAMED = 3
+_MAX_NAMED = 3
 """Strategies that are named."""
 _PAIRS = 8
 """Pairs of strategies that are named."""
@@ -430,8 +430,8 @@ def print_sources(out: Console, results: Iterable[Result], *after: str) -> None:
 def _first(names: Iterable[str]) -> str:
     """A few of them."""
     known = list(names)
-    rest = len(known) - _MOST_NAMED
-    return ", ".join(known[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(known) - _MAX_NAMED
+    return ", ".join(known[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def not_told_apart(named: Sequence[tuple[str, Result]]) -> str:

@@ -8,8 +8,8 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.step_factors import NO_GOAL, Goal
 from co2sim.studies.candidates import command_of, with_tokens
 from co2sim.studies.grid import strategy_title
-from co2sim.studies.sensitivity import Lever
-from co2sim.studies.solve import Answer, Solved, Stretch
+from co2sim.studies.sensitivity import Sensitivity
+from co2sim.studies.solve import Answer, Solved, ValueRange
 from co2sim.studies.targets import Axis
 
 _USUAL = 0.9
@@ -82,15 +82,15 @@ def told(answer: Answer, axis: Axis) -> str:
     return f"{text} (90 % interval: {ends[0]} to {ends[1]})"
 
 
-def crossing(spans: Sequence[Stretch]) -> float | None:
+def crossing(spans: Sequence[ValueRange]) -> float | None:
     """The one crossing of a range that is open to the other side."""
     if len(spans) != 1 or spans[0].open_low == spans[0].open_high:
         return None
     return spans[0].low if spans[0].open_high else spans[0].high
 
 
-def _spans(spans: Sequence[Stretch], axis: Axis) -> str:
-    def one(span: Stretch) -> str:
+def _spans(spans: Sequence[ValueRange], axis: Axis) -> str:
+    def one(span: ValueRange) -> str:
         if span.open_low and span.open_high:
             return f"any from {axis.shown(span.low)} to {axis.shown(span.high)}"
         if span.open_high:
@@ -133,7 +133,7 @@ def best(solved: Solved) -> str:
     return f"{figure} at {solved.axis.shown(solved.best[0])}"
 
 
-def plain(solved: Solved, moved: Mapping[str, Sequence[Lever]]) -> dict[str, Any]:
+def plain(solved: Solved, moved: Mapping[str, Sequence[Sensitivity]]) -> dict[str, Any]:
     """As plain values for JSON."""
     strategy = strategy_title(solved.case.strategy)
     return {

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from co2sim.common.errors import OptionError
-from co2sim.common.files import MOST_RECORD_BYTES, new_folder
+from co2sim.common.files import MAX_RECORD_BYTES, new_folder
 from co2sim.common.progress import Done
 from co2sim.common.units import Bytes, counted, scaled
 from co2sim.common.validation import whole
@@ -20,11 +20,11 @@ from co2sim.simulation.compute_cost import compute_time
 
 NAME = "trace"
 """Files are called trace.0.et, trace.1.et and so on: what ASTRA-sim puts behind its argument."""
-MOST_RANKS = 65_536
+MAX_RANKS = 65_536
 """Files of one folder."""
-MOST_NODES = 1_000_000
+MAX_NODES = 1_000_000
 """Of one file: ops of a round times rounds."""
-MOST_TRACE_BYTES: Bytes = 100e9
+MAX_TRACE_BYTES: Bytes = 100e9
 """Of all files together."""
 
 
@@ -64,8 +64,8 @@ def write(
         )
     ranks, nodes = cluster.layout.world_size, rounds * len(schedule.body)
     for what, number, most in (
-        ("ranks", ranks, MOST_RANKS),
-        ("nodes of a rank", nodes, MOST_NODES),
+        ("ranks", ranks, MAX_RANKS),
+        ("nodes of a rank", nodes, MAX_NODES),
     ):
         if number > most:
             raise OptionError(f"{number:,} {what} are more than the {most:,} that are written")
@@ -101,16 +101,16 @@ def _kinds(schedule: Schedule) -> set[str]:
 
 def _check_room(parent: Path, ranks: int, size: int) -> None:
     """Refuse what is larger than files may be, or than the disk has room for."""
-    if size > MOST_RECORD_BYTES:
+    if size > MAX_RECORD_BYTES:
         raise OptionError(
-            f"a file would be {scaled(size, 'B')}; at most {scaled(MOST_RECORD_BYTES, 'B')}"
+            f"a file would be {scaled(size, 'B')}; at most {scaled(MAX_RECORD_BYTES, 'B')}"
             " are written; take fewer rounds"
         )
     free = shutil.disk_usage(parent).free
-    if ranks * size > min(MOST_TRACE_BYTES, free):
+    if ranks * size > min(MAX_TRACE_BYTES, free):
         raise OptionError(
             f"{ranks:,} files of {scaled(size, 'B')} are about {scaled(ranks * size, 'B')}; at most"
-            f" {scaled(MOST_TRACE_BYTES, 'B')} are written, and {parent} has"
+            f" {scaled(MAX_TRACE_BYTES, 'B')} are written, and {parent} has"
             f" {scaled(free, 'B')} free"
         )
 

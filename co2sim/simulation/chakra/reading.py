@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from co2sim.common.errors import CatalogError, Co2simError, OptionError, given, visible
-from co2sim.common.files import MOST_RECORD_BYTES, is_folder, read_bytes
+from co2sim.common.files import MAX_RECORD_BYTES, is_folder, read_bytes
 from co2sim.common.progress import Done
 from co2sim.common.resources import require_memory
 from co2sim.common.units import Bytes, Seconds, counted
@@ -35,7 +35,7 @@ from co2sim.schedule.schedule import (
 )
 from co2sim.simulation import metrics
 from co2sim.simulation.chakra import works
-from co2sim.simulation.chakra.export import FORMAT, MOST_NODES, MOST_RANKS, RankFiles
+from co2sim.simulation.chakra.export import FORMAT, MAX_NODES, MAX_RANKS, RankFiles
 from co2sim.simulation.chakra.schema import (
     EVERYBODY,
     FILE,
@@ -261,7 +261,7 @@ def _work(name: str, step: ForeignStep) -> Work:
 
 _FILE = re.compile(r"(.+)\.(0|[1-9][0-9]{0,8})\.et", re.DOTALL)
 """ASTRA-sim's names of files."""
-_MOST_WAITS = 10_000_000
+_MAX_WAITS = 10_000_000
 """Of all nodes of a file together."""
 _MANY = 10_000
 """Nodes whose memory is asked for before they are read."""
@@ -379,8 +379,8 @@ def _find(place: Path) -> tuple[Path, str, int]:
             f"{place} holds {len(found)} traces, such as {names}; name one: {place}/{min(found)}"
         )
     ((name, ranks),) = found.items()
-    if len(ranks) > MOST_RANKS:
-        raise CatalogError(f"{place} holds {len(ranks):,} ranks; at most {MOST_RANKS:,} are read")
+    if len(ranks) > MAX_RANKS:
+        raise CatalogError(f"{place} holds {len(ranks):,} ranks; at most {MAX_RANKS:,} are read")
     missing = set(range(len(ranks))) - ranks
     if missing:
         raise CatalogError(
@@ -395,12 +395,12 @@ def _path(folder: Path, name: str, rank: int) -> Path:
 
 
 def _content(path: Path) -> bytes:
-    return read_bytes(path, MOST_RECORD_BYTES)
+    return read_bytes(path, MAX_RECORD_BYTES)
 
 
 def _decoded(kinds: Any, content: bytes) -> list[Any]:
     """The metadata and the nodes of a file. Raises ValueError."""
-    first, *others = [*messages(content, MOST_NODES + 1)] or [b""]
+    first, *others = [*messages(content, MAX_NODES + 1)] or [b""]
     if not first:
         raise ValueError("it is empty; a Chakra trace begins with its metadata")
     if len(others) > _MANY:
@@ -409,8 +409,8 @@ def _decoded(kinds: Any, content: bytes) -> list[Any]:
     nodes = [parsed(kinds.Node, part, f"message {n}") for n, part in enumerate(others, start=1)]
     if not nodes:
         raise ValueError("it has no nodes")
-    if sum(len(node.ctrl_deps) + len(node.data_deps) for node in nodes) > _MOST_WAITS:
-        raise ValueError(f"its nodes have more than {_MOST_WAITS:,} waits")
+    if sum(len(node.ctrl_deps) + len(node.data_deps) for node in nodes) > _MAX_WAITS:
+        raise ValueError(f"its nodes have more than {_MAX_WAITS:,} waits")
     return [head, *nodes]
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from co2sim.common import files
 from co2sim.common.errors import OptionError, given, visible
-from co2sim.common.files import MOST_BYTES, is_regular, text_of
+from co2sim.common.files import MAX_BYTES, is_regular, text_of
 from co2sim.schedule.schedule import WORLD, Group, Layout, block, peers_of_blocks
 
 Message: TypeAlias = Any
@@ -71,10 +71,10 @@ def messages(content: bytes, most: int) -> Iterator[bytes]:
                 break
         else:
             raise ValueError(f"message {number} has no length; it is no file of Chakra messages")
-        if not 0 < size <= min(MOST_BYTES, len(content) - at):
+        if not 0 < size <= min(MAX_BYTES, len(content) - at):
             raise ValueError(
                 f"message {number} is {size:,} bytes long, and {len(content) - at:,} follow; a"
-                f" message has 1 to {MOST_BYTES:,}"
+                f" message has 1 to {MAX_BYTES:,}"
             )
         yield content[at : at + size]
         at += size

@@ -79,7 +79,7 @@ if __name__ == "__main__":
 _AHEAD = 2
 """Tasks for each thread of a worker: one that it runs, and one that waits there."""
 _FEW_SECONDS: Seconds = 5.0
-_REACH: Seconds = 10.0
+_CONNECT_TIMEOUT: Seconds = 10.0
 """What a machine may take to answer at all."""
 _LOGGERS = ("distributed", "distributed.client", "tornado")
 """They would tell on stderr of workers that were lost, which is no trouble."""
@@ -199,7 +199,7 @@ def _reach(address: str) -> None:
             " wrote"
         )
     try:
-        socket.create_connection((found[1], int(found[2])), timeout=_REACH).close()
+        socket.create_connection((found[1], int(found[2])), timeout=_CONNECT_TIMEOUT).close()
     except (OSError, OverflowError, UnicodeError) as error:
         reason = " ".join(str(error).split())
         raise EngineError(f"no Dask scheduler answers at {address}: {reason}") from None

@@ -106,8 +106,8 @@ Answer: TypeAlias = tuple[int, Any, Any]
 
 _TASK: Seconds = 0.25
 """Of cases that make one task: far longer than it takes to send them."""
-_MOST_OF_A_TASK = 64
-_MOST_ALONE = 1000
+_MAX_OF_A_TASK = 64
+_MAX_ALONE = 1000
 """Cases that wait to run alone, before the others wait for them."""
 _LOOK: Seconds = 5.0
 """Between two looks at whether anybody is left to work."""
@@ -135,7 +135,7 @@ def through(
             for place, case, answer in flow.together(source):
                 if isinstance(answer, ResourceError) or crowded(answer):
                     alone.append((place, case))
-                    flow.paused = len(alone) >= _MOST_ALONE
+                    flow.paused = len(alone) >= _MAX_ALONE
                 else:
                     yield place, case, answer
             yield from flow.one_by_one(alone)
@@ -228,5 +228,5 @@ class _CaseFlow:
                 f"a worker cannot run {own_identity()}: {' '.join(reason.split())}"
             ) from error
         each = max(seconds / len(found), 1e-6)
-        self._size = max(1, min(int(_TASK / each), 2 * self._size, _MOST_OF_A_TASK))
+        self._size = max(1, min(int(_TASK / each), 2 * self._size, _MAX_OF_A_TASK))
         return found

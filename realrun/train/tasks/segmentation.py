@@ -18,7 +18,7 @@ CLASSES = 11
 _CELLS, _CELL, _PIXELS = 2, 10, 8
 """A canvas has 2 x 2 cells of 10 x 10 pixels; a digit of 8 x 8 lies anywhere in its own."""
 
-_FEWEST, _MOST = 2, 4
+_FEWEST, _MAX = 2, 4
 """Digits on a canvas."""
 
 _INK = 0.25
@@ -38,7 +38,7 @@ def canvas(images: np.ndarray, labels: np.ndarray, seed: tuple[int, int]) -> tup
     """Shades, fp32 [20, 20], and classes, int64 [20, 20], of a canvas with some of the digits."""
     drawn = np.random.default_rng(seed)
     shades, classes = np.zeros((SIDE, SIDE), np.float32), np.zeros((SIDE, SIDE), np.int64)
-    for cell in drawn.permutation(_CELLS**2)[: drawn.integers(_FEWEST, _MOST + 1)]:
+    for cell in drawn.permutation(_CELLS**2)[: drawn.integers(_FEWEST, _MAX + 1)]:
         one, (down, right) = (
             drawn.integers(len(images)),
             drawn.integers(_CELL - _PIXELS + 1, size=2),
@@ -115,7 +115,7 @@ def segmentation(size: str, device: torch.device) -> Task:
     )
 
 
-_DESCRIBED = repr((SIDE, _CELLS, _CELL, _FEWEST, _MOST, _INK, _NOISE, _CHOICES, _SEEDS))
+_DESCRIBED = repr((SIDE, _CELLS, _CELL, _FEWEST, _MAX, _INK, _NOISE, _CHOICES, _SEEDS))
 
 
 def _batch(

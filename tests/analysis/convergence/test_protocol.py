@@ -127,7 +127,7 @@ def test_identities_of_the_derivation_hold() -> None:
 @slow
 def test_the_whole_plan_is_large_enough() -> None:
     """More than 20,000 late settings of every mix; every family; quick is a part of its kind."""
-    tasks = list(grid_plan.plan(quick=False))
+    tasks = list(grid_plan.late_grid_plan(quick=False))
     assert {mix for task in tasks for mix in task.mixes} >= {(1.0, 0.0), (0.5, 0.5), (0.2, 0.8)}
     pairs_and_steps = 6 * 2 * 3  # outer steps, constant penalties, fractions of the largest gamma
     least = sum(pairs_and_steps * len(t.mixes) for t in tasks if t.inner_step is None)

@@ -36,7 +36,7 @@ from co2sim.prediction.published import read_speeds
 Files = Mapping[str, bytes]
 
 LONGEST_LINE = 400
-MOST_BYTES = 2**30
+MAX_BYTES = 2**30
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -74,7 +74,7 @@ def judged(main: Callable[[], object], words: list[str], files: Files) -> int:
     assert not CONTROL.search(out.getvalue() + said), CONTROL.search(out.getvalue() + said)
     assert not any(path.is_file() for path in left), left
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown * 1024 < MOST_BYTES
+    assert grown * 1024 < MAX_BYTES
     return code
 
 

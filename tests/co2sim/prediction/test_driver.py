@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from co2sim import DDP, Case, Co2simError, Result, simulate
 from co2sim.common.errors import OptionError
-from co2sim.common.resources import Recent
+from co2sim.common.resources import LruCache
 from co2sim.hardware.cluster import Link
 from co2sim.prediction import driver
 from co2sim.simulation.noise import Noise
@@ -159,7 +159,7 @@ KEPT = Case(cluster="dgx-h100", model="gpt2-small", strategy="zero3", gpus=16)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 6))), st.integers(1, 4))
 def test_the_last_used_are_kept(steps: list[tuple[bool, int]], most: int) -> None:
     """Whatever is kept and asked for: as a list whose front is what was used last."""
-    recent: Recent[int, str] = Recent(most)
+    recent: LruCache[int, str] = LruCache(most)
     kept: list[int] = []
     for keeps, number in steps:
         if keeps and number not in kept:

@@ -193,7 +193,7 @@ def test_positions_are_added_until_the_tolerance_is_met_or_there_are_too_many(
     for figure in (f"{grid.exactness.largest:.2%}", f"{grid.exactness.checked}", "1.00%"):
         assert f" {figure} " in text
     size = len(grid.strategies[0].points)
-    monkeypatch.setattr(build, "MOST_CASES", size - 1)
+    monkeypatch.setattr(build, "MAX_CASES", size - 1)
     less = build.build(asked, [speeds, many], 0.01, 1)
     assert len(less.strategies[0].points) < size
     assert not less.exactness.met

@@ -29,10 +29,10 @@ from co2sim.schedule.schedule import (
     Compute,
     DType,
     FusedAttention,
+    Gemm,
     Kernels,
     Kind,
     Op,
-    Product,
     Schedule,
     Work,
     block,
@@ -158,7 +158,7 @@ NAMES = st.text('abc.µ€ /"\\{', min_size=1, max_size=4)
 AMOUNTS = (
     st.floats(0, 1e18) | st.integers(0, 2**53) | st.just(0.5)
 )  # whole ones as a float has them
-PRODUCTS = st.builds(Product, AMOUNTS, AMOUNTS)
+PRODUCTS = st.builds(Gemm, AMOUNTS, AMOUNTS)
 ATTENTION = st.builds(FusedAttention, AMOUNTS, AMOUNTS, st.integers(1, 9000), AMOUNTS)
 KERNELS = st.builds(
     Kernels,
@@ -427,10 +427,10 @@ def test_files_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     shutil.copy(place / "away", place / "other.0.et")
     assert "'other', 'trace'" in complaint(place)
     (place / "comm_group.json").unlink()
-    monkeypatch.setattr(chakra.reading, "MOST_RECORD_BYTES", 10)
+    monkeypatch.setattr(chakra.reading, "MAX_RECORD_BYTES", 10)
     assert "larger than" in complaint(place / "other")
     monkeypatch.undo()
-    monkeypatch.setattr(chakra.reading, "MOST_RANKS", 3)
+    monkeypatch.setattr(chakra.reading, "MAX_RANKS", 3)
     assert "4 ranks" in complaint(own(tmp_path / "u"))
 
 
@@ -473,7 +473,7 @@ def test_what_is_interrupted_or_refused_leaves_nothing(
     with pytest.raises(OptionError, match="cannot write"):
         write("a\0b")
     with monkeypatch.context() as patch:
-        patch.setattr(export, "MOST_TRACE_BYTES", 1000.0)
+        patch.setattr(export, "MAX_TRACE_BYTES", 1000.0)
         with pytest.raises(OptionError, match="1 kB"):
             write("t")
     assert not list(tmp_path.iterdir())

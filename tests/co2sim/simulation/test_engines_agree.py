@@ -31,7 +31,7 @@ from co2sim.schedule.schedule import (
 from co2sim.simulation import event_engine
 from co2sim.simulation.collective_cost import traffic
 from co2sim.simulation.compute_cost import compute_time
-from co2sim.simulation.lowering import Lowered, lower, shared_works
+from co2sim.simulation.lowering import LoweredSchedule, lower, shared_works
 from co2sim.simulation.metrics import breakdown, communication, window
 from co2sim.simulation.noise import QUIET, Noise
 from co2sim.simulation.reference_engine import Simulation
@@ -95,14 +95,14 @@ def cluster(kind: str, nodes: int, gpus: int, **changes: Any) -> Cluster:
 
 def lowered(
     schedule: Schedule, on: Cluster, noise: Noise = QUIET, *, free: bool = False
-) -> Lowered:
+) -> LoweredSchedule:
     """Three rounds, ranks folded where they can be."""
     return lower(
         schedule, on, precision="bf16", rounds=3, noise=noise, fold=True, free=free, slowdown=1.1
     )
 
 
-def check_engine(work: Lowered) -> None:
+def check_engine(work: LoweredSchedule) -> None:
     """Whatever engine runs it: the same starts and ends as in SimPy."""
     for quick, simulated in zip(run(work), Simulation(work).run(), strict=True):
         np.testing.assert_allclose(quick, simulated, rtol=1e-9, atol=1e-15)

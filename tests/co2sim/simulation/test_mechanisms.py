@@ -24,15 +24,15 @@ from co2sim.schedule.schedule import (
     Compute,
     DType,
     FusedAttention,
+    Gemm,
     Kernels,
     Kind,
-    Product,
 )
 from co2sim.simulation.collective_cost import cost_of
 from co2sim.simulation.compute_cost import compute_time
 
 CLUSTER = load_cluster("dgx2-ib1").value.resized(64)
-PASS = Compute("forward", 1e12, 0.0, Kernels((Product(1e12, 1e9),), 20, elementwise_bytes=1e9))
+PASS = Compute("forward", 1e12, 0.0, Kernels((Gemm(1e12, 1e9),), 20, elementwise_bytes=1e9))
 SIZES = st.integers(1, 5000)
 
 
@@ -158,7 +158,7 @@ def test_flash_attention_has_its_own_efficiency_by_length() -> None:
         times = KernelTimes(0.8, attention_efficiency=given_)  # type: ignore[arg-type]
         took = compute_time(replace(PASS, kernels=kernels), replace(gpu, kernels=times), "fp16")
         assert took == pytest.approx(1e12 / (peak * attained))
-    product = Kernels((Product(1e12, 1e9),), 0, 0.0)
+    product = Kernels((Gemm(1e12, 1e9),), 0, 0.0)
     flash = Kernels((), 0, 0.0, attention=FusedAttention(1e12, 1e9, 2048))
     bare = replace(gpu, kernels=KernelTimes(0.8, operand_efficiency=0.1))
     assert compute_time(replace(PASS, kernels=flash), bare, "fp16") == pytest.approx(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from co2sim import strategies
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.hardware.cluster import Link
-from co2sim.models.workload import Block, MatMul, Model, Scores, Workload
+from co2sim.models.workload import AttentionScores, Block, MatMul, Model, Workload
 from co2sim.prediction.driver import simulate
 from co2sim.schedule.schedule import After, Collective, Compute, DType, Kind, Layout, Op, Schedule
 from co2sim.simulation.collective_cost import traffic
@@ -290,7 +290,7 @@ def test_the_parts_of_a_backward_pass_add_up_to_the_whole() -> None:
     The block's tensors of 3000, 1000 and 1000 are reduced as 1000, 1000 and 3000.
     """
     matmul = MatMul(16, 10, 10)
-    scores = Scores(5e5, 1000.0, heads=2, length=16)
+    scores = AttentionScores(5e5, 1000.0, heads=2, length=16)
     block = Block("x", (3000, 1000, 1000), 5e6, 100.0, scores, products=(matmul,), calls=30)
     job = Workload(Model("m", (block,), tokens=1))
     works = {}

@@ -21,7 +21,7 @@ from co2sim.prediction.pipeline import StageMemory
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import totals, totals_of
 from co2sim.studies import plan as search_module
-from co2sim.studies.candidates import Candidate, Space, Want, Wanted, candidates, fits
+from co2sim.studies.candidates import Candidate, Objective, Space, Want, candidates, fits
 from co2sim.studies.grid import label, strategy_title
 from co2sim.studies.plan import Recommendation, front, plan
 from co2sim.studies.sensitivity import break_even
@@ -84,7 +84,7 @@ def space_of(*clusters: Cluster, **changes: Any) -> Space:
     return Space(**fields | changes)
 
 
-def brute_force(space: Space, wanted: Wanted) -> list[Candidate]:
+def brute_force(space: Space, wanted: Objective) -> list[Candidate]:
     """All candidates within the limits, each simulated."""
     found = []
     for case in (one.case for one in candidates(space).fitting):
@@ -123,7 +123,7 @@ def test_it_finds_what_simulating_all_candidates_finds(
 ) -> None:
     """The choice, the best of another group, and the front; without simulating all."""
     space = space_of(offer("a", prices[0], bandwidths[0]), offer("b", prices[1], bandwidths[1]))
-    wanted = Wanted(want=want, tokens=1e9, deadline=deadline, budget=budget)
+    wanted = Objective(want=want, tokens=1e9, deadline=deadline, budget=budget)
     found, all_ = plan(space, wanted), brute_force(space, wanted)
     if not all_:
         assert found.choice is None
@@ -166,7 +166,7 @@ def test_it_finds_the_best_pipeline(job: dict[str, Any], offers: tuple[str, str]
         micro_batches=(2, 4),
         recomputes=("none", "full"),
     )
-    wanted = Wanted(want="cheapest", tokens=1e9)
+    wanted = Objective(want="cheapest", tokens=1e9)
     every, found = brute_force(space, wanted), plan(space, wanted)
     assert found.choice
     assert found.choice.score("cheapest") == min(one.score("cheapest") for one in every)
@@ -181,7 +181,7 @@ def test_it_finds_the_best_pipeline(job: dict[str, Any], offers: tuple[str, str]
 # --- what would change it -----------------------------------------------------------------------
 
 
-def two(offers: tuple[str, str], **changes: Any) -> tuple[Recommendation, Wanted]:
+def two(offers: tuple[str, str], **changes: Any) -> tuple[Recommendation, Objective]:
     """A plan between the two offers."""
     space = Space(
         job=Case(cluster="", model="gpt2-xl", strategy="", global_batch=128),
@@ -189,7 +189,7 @@ def two(offers: tuple[str, str], **changes: Any) -> tuple[Recommendation, Wanted
         strategies=("zero1",),
         gpus="32",
     )
-    wanted = Wanted(want="cheapest", tokens=1e11, **changes)
+    wanted = Objective(want="cheapest", tokens=1e11, **changes)
     return plan(space, wanted), wanted
 
 
@@ -202,7 +202,7 @@ def test_at_the_break_even_bandwidth_both_score_the_same(offers: tuple[str, str]
         strategies=("fsdp", "zero2"),
         gpus="32",
     )
-    wanted = Wanted(want="fastest", tokens=1e11)
+    wanted = Objective(want="fastest", tokens=1e11)
     found = plan(space, wanted)
     assert found.choice is not None
     assert found.runner_up is not None
@@ -234,7 +234,7 @@ def test_at_the_break_even_rate_of_failures_both_take_as_long(offers: tuple[str,
         strategies=("zero1", "local_sgd(tau=12,worker=node)"),
         gpus="32",
     )
-    wanted = Wanted(want="fastest", tokens=1e11, goal=Goal(factors={"local_sgd": 1.2}))
+    wanted = Objective(want="fastest", tokens=1e11, goal=Goal(factors={"local_sgd": 1.2}))
     found = plan(space, wanted)
     assert found.choice is not None
     assert found.runner_up is not None
@@ -292,7 +292,7 @@ def test_prices_in_two_currencies_are_refused() -> None:
     """Money of two kinds cannot be compared."""
     euro = replace(offer("b", 1.0, 1e8), currency="EUR")
     with pytest.raises(OptionError, match="EUR and USD"):
-        plan(space_of(offer("a", 1.0, 1e8), euro), Wanted(want="cheapest", tokens=1e9))
+        plan(space_of(offer("a", 1.0, 1e8), euro), Objective(want="cheapest", tokens=1e9))
 
 
 @pytest.mark.slow

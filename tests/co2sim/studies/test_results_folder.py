@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import co2sim
 from co2sim import OptionError, sweep_to
 from co2sim.studies import grid, results_folder
-from co2sim.studies.grid import Points, Shard
-from co2sim.studies.results_folder import Kept, SweepStopped
+from co2sim.studies.grid import LazyGrid, Shard
+from co2sim.studies.results_folder import FolderSummary, SweepStopped
 
 pytest.importorskip("pyarrow", reason="the extra `parquet` is not installed")
 
@@ -31,7 +31,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results_folder, "ROWS", 3)
 
 
-def kept(folder: Path, vary: dict[str, Any] = VARY, **changes: Any) -> Kept:
+def kept(folder: Path, vary: dict[str, Any] = VARY, **changes: Any) -> FolderSummary:
     """A sweep of eight cases."""
     return sweep_to(folder, **ASKED, vary=vary, **changes)
 
@@ -136,7 +136,7 @@ def test_a_point_without_a_case_is_a_row_with_its_reason(tmp_path: Path) -> None
     vary = {"strategy": ["co2", "ddp"], "strategy.tau": [1, 2]}
     with pytest.raises(OptionError, match="ddp has no option 'tau'"):
         sweep_to(tmp_path, tiny.cluster(), tiny.model(), vary=vary)
-    points = Points(co2sim.Case(cluster=tiny.cluster(), model=tiny.model(), strategy=""), vary)
+    points = LazyGrid(co2sim.Case(cluster=tiny.cluster(), model=tiny.model(), strategy=""), vary)
     found = results_folder.stream(results_folder.SweepTable(points, tmp_path), None)
     assert (found.computed, found.failed) == (4, 2)
     errors = read(tmp_path)["error"]
@@ -159,7 +159,7 @@ def test_points_are_the_settings_of_a_grid(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     paths = ("micro_batch", "accumulation", "rounds", "seed")
     vary = {path: list(range(1, size + 1)) for path, size in zip(paths, sizes, strict=False)}
-    points = Points(co2sim.Case(cluster="", model="", strategy=""), vary)
+    points = LazyGrid(co2sim.Case(cluster="", model="", strategy=""), vary)
     assert [points.setting(place) for place in range(len(points))] == grid.settings(vary)
 
 

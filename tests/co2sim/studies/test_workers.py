@@ -21,8 +21,8 @@ from co2sim.common.errors import EngineError
 from co2sim.common.version import own_identity
 from co2sim.studies import batch, results_folder
 from co2sim.studies.batch import Inputs
-from co2sim.studies.candidates import Space, Wanted
-from co2sim.studies.grid import Points
+from co2sim.studies.candidates import Objective, Space
+from co2sim.studies.grid import LazyGrid
 from co2sim.studies.plan import plan
 from co2sim.studies.results_folder import SweepTable, stream
 from co2sim.studies.workers import flow
@@ -111,7 +111,7 @@ def test_dask_gives_the_bytes_of_one_process_and_loses_nothing_with_a_worker(
             strategies=("ddp", "fsdp"),
             gpus="8,16",
         )
-        wanted = Wanted(want="fastest", tokens=1e9)
+        wanted = Objective(want="fastest", tokens=1e9)
         assert plan(space, wanted, engine=Engine("dask", address)) == plan(space, wanted)
 
 
@@ -147,7 +147,7 @@ class Fallen:
 
 def test_what_was_done_before_the_scheduler_was_lost_is_in_the_folder(tmp_path: Path) -> None:
     """One line says how many, and the same call goes on."""
-    points = Points.of(replace(cases(1)[0], micro_batch=1), {"accumulation": range(1, 9)})
+    points = LazyGrid.of(replace(cases(1)[0], micro_batch=1), {"accumulation": range(1, 9)})
     table = SweepTable(points, tmp_path)
     with pytest.raises(EngineError, match=r"scheduler was lost; \d of 8 cases are in .*goes on"):
         stream(table, Fallen(), progress=False)

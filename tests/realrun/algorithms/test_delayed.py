@@ -13,7 +13,7 @@ from hypothesis import strategies as st  # noqa: E402 - needs torch
 from local_problem import loss, network, optimizer, train, vector  # noqa: E402 - needs torch
 
 from realrun.algorithms import CO2, OptionError  # noqa: E402 - needs torch
-from realrun.algorithms.delayed import LateAverages, depart, keep_since, stand  # noqa: E402 - needs torch
+from realrun.algorithms.delayed import DelayedAveraging, depart, keep_since, stand  # noqa: E402 - needs torch
 from realrun.algorithms.delayed_loop import AutoDelay, Launch  # noqa: E402 - needs torch
 
 
@@ -60,7 +60,7 @@ def test_with_all_kept_the_mean_moves_as_in_local_sgd(steps: tuple[int, int], se
     parts = [(torch.float64, slice(0, elements))]
     mean = torch.zeros_like(x0)
     plain, flying = x0.clone(), -1
-    late = LateAverages(delay=d)
+    late = DelayedAveraging(delay=d)
     for k in range(1, 5 * tau + 1):
         steps_taken = torch.randn(workers, elements, generator=generator, dtype=torch.float64)
         x = [one - rate * step for one, step in zip(x, steps_taken, strict=True)]
@@ -230,7 +230,7 @@ class OfRanks:
         self.others = iter(others)
 
     def largest(self, numbers: list[float]) -> list[float]:
-        """As of `Links`."""
+        """As of `WorkerGroups`."""
         return [max(pair) for pair in zip(numbers, next(self.others), strict=True)]
 
 

@@ -15,7 +15,7 @@ from realrun.algorithms import (  # noqa: E402
     LocalSGD,
     process_groups,
 )
-from realrun.algorithms.process_groups import Notices  # noqa: E402 - needs torch
+from realrun.algorithms.process_groups import DepartureLog  # noqa: E402 - needs torch
 
 pytestmark = pytest.mark.dist
 
@@ -177,7 +177,7 @@ def test_a_store_that_is_gone_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> 
     client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
     monkeypatch.setattr(process_groups, "_get_default_store", lambda: client)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    one = Notices([0, 1], lambda: 12)
+    one = DepartureLog([0, 1], lambda: 12)
     one.leave()
     del store
     one.compare(4, 1e6)  # which would be waited for

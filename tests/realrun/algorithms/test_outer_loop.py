@@ -24,14 +24,14 @@ from realrun.algorithms import (  # noqa: E402 - needs torch
     RankFailure,
     Stats,
 )
-from realrun.algorithms.averaging import Flight  # noqa: E402 - needs torch
+from realrun.algorithms.averaging import PendingAverage  # noqa: E402 - needs torch
 from realrun.algorithms.co2 import CO2Rule  # noqa: E402 - needs torch
 from realrun.algorithms.delayed import State  # noqa: E402 - needs torch
 from realrun.algorithms.flat_parameters import Flat  # noqa: E402 - needs torch
 from realrun.algorithms.outer_loop import finite_norm  # noqa: E402 - needs torch
 from realrun.algorithms.process_groups import (  # noqa: E402
-    Links,
-    Notices,
+    DepartureLog,
+    WorkerGroups,
     Workers,
 )
 
@@ -193,7 +193,7 @@ def test_what_saving_waits_for_is_no_wait_of_training() -> None:
         with CO2(model, optim, tau=2, **options) as co2:
             launch = co2._outer.average.launch
 
-            def slow(values: torch.Tensor, number: int) -> Flight:
+            def slow(values: torch.Tensor, number: int) -> PendingAverage:
                 flight = launch(values, number)  # noqa: B023 - called at once
                 flight.waits.append(lambda _: None)
                 flight.polls.append(lambda: False)
@@ -254,12 +254,12 @@ def test_huge_averages_are_finite_and_infinite_ones_are_not() -> None:
     flat = Flat.of([("a", torch.zeros(3)), ("b", torch.zeros(2))])
     state = State(flat.empty(), {}, {}, 2)
     huge = torch.tensor([3e30, 0.0, 0.0, 0.0, -4e30])
-    links = Links(Workers.per_gpu(), 1.0, owns=False)
-    norm = finite_norm(Flight(4, huge), 5, flat, state, links)
+    links = WorkerGroups(Workers.per_gpu(), 1.0, owns=False)
+    norm = finite_norm(PendingAverage(4, huge), 5, flat, state, links)
     assert norm == pytest.approx(5e30)
     huge[3] = -math.inf
     with pytest.raises(NonFiniteError, match=r"round 4, used in round 5, has 1 .*first in 'b'"):
-        finite_norm(Flight(4, huge), 5, flat, state, links)
+        finite_norm(PendingAverage(4, huge), 5, flat, state, links)
 
 
 def test_norms_of_large_parts_add_up_in_double_precision() -> None:
@@ -292,8 +292,8 @@ def test_all_buckets_of_an_average_share_one_deadline(monkeypatch: pytest.Monkey
             raise TimeoutError("nobody answers")
 
     monkeypatch.setattr("realrun.algorithms.averaging.time.monotonic", lambda: now[0])
-    Flight(7, torch.zeros(1), [bucket] * 3, deadline=12.0).wait()
-    late = Flight(7, torch.zeros(1), [bucket] * 4, deadline=10.0)
+    PendingAverage(7, torch.zeros(1), [bucket] * 3, deadline=12.0).wait()
+    late = PendingAverage(7, torch.zeros(1), [bucket] * 4, deadline=10.0)
     with pytest.raises(RankFailure, match=r"round 7 .*10 s"):
         late.wait()
     late.wait()  # again: for the two that were not there yet
@@ -310,8 +310,8 @@ def test_an_average_that_ends_as_a_look_around_begins_is_no_failure(*, fails: bo
         if fails or len(asked) == 1:
             raise TimeoutError("connection closed" if len(asked) > 1 else "time is up")
 
-    flight = Flight(7, torch.zeros(1), [bucket], polls=[lambda: True], deadline=12.0)
-    flight.notices = Notices([0], lambda: 7)
+    flight = PendingAverage(7, torch.zeros(1), [bucket], polls=[lambda: True], deadline=12.0)
+    flight.notices = DepartureLog([0], lambda: 7)
     if fails:
         with pytest.raises(RankFailure, match=r"round 7 .*connection closed"):
             flight.wait()
