@@ -19,7 +19,7 @@ from co2sim.catalog import load_cluster
 from co2sim.common.units import Seconds, parse
 from co2sim.hardware.cluster import GPU
 from co2sim.models.workload import Workload
-from co2sim.prediction.driver import settle
+from co2sim.prediction.driver import resolve_auto
 from co2sim.schedule.schedule import DType
 from co2sim.strategies import Strategy
 from co2sim.strategies.co2 import CO2
@@ -261,7 +261,7 @@ def shortest_round(place: Place, strategy: str, local_step: Seconds) -> int:
 @cache
 def with_delay(place: Place, strategy: str, local_step: Seconds) -> CO2:
     """The strategy with co2sim's numbers for tau=auto and delay=auto."""
-    chosen = settle(case(place, strategy, Calibrated(local_step))).strategy
+    chosen = resolve_auto(case(place, strategy, Calibrated(local_step))).strategy
     assert isinstance(chosen, CO2)
     return chosen
 

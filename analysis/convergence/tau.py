@@ -20,7 +20,7 @@ from co2sim.strategies import LocalSteps, Strategy
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local import Replica, round_steps
 from co2sim.strategies.local_sgd import LocalSGD, SlowMo
-from co2sim.studies.grid import vary
+from co2sim.studies.grid import with_change
 from realrun import record
 
 _MAX_ROUNDS = 2**40
@@ -101,7 +101,7 @@ def searched(problem: Setting, case: Case, lengths: Sequence[Seconds]) -> list[T
 
 
 def _simulated(case: Case, tau: int) -> Timing:
-    mine = vary(case, "strategy.tau", str(tau))
+    mine = with_change(case, "strategy.tau", str(tau))
     result = run(mine)
     timing = _timing(mine.prepare(), result.round_time_s, result.exposed_comm_s, "simulated")
     return replace(timing, fits_in_memory=result.fits_in_memory)

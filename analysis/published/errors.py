@@ -14,7 +14,13 @@ from analysis.published.papers import Paper
 from analysis.published.predict import memory_of, phases, predict
 from co2sim.common.progress import Done
 from co2sim.prediction.calibrations import CATALOG, Calibration, Ranges, calibrations, ranges
-from co2sim.prediction.intervals import ERRORS, RunKind, beyond_fit, nearest_errors, reaches
+from co2sim.prediction.intervals import (
+    ERRORS,
+    RunKind,
+    beyond_fit,
+    interval_halfwidths,
+    nearest_errors,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +103,7 @@ def _predicted(cell: Cell, calibration: Calibration | None) -> CellPrediction:
     rounded = cell.rounding / predicted / math.sqrt(12)
     reach = calibration.factor * math.hypot(scatter, rounded)
     gpu = cell.setup.whole_cluster().gpu.name
-    down, up = reaches(calibration.moves(gpu, moved), reach)
+    down, up = interval_halfwidths(calibration.moves(gpu, moved), reach)
     return CellPrediction(cell, predicted, predicted * math.exp(-down), predicted * math.exp(up))
 
 

@@ -15,7 +15,14 @@ from co2sim.common.files import text_of
 from co2sim.common.units import Seconds, parse, timespan
 from co2sim.common.validation import first_problem
 from co2sim.hardware.failures import Failures
-from co2sim.prediction.goodput import Restart, Saving, Trained, apart, goodput_where, together
+from co2sim.prediction.goodput import (
+    Restart,
+    Saving,
+    Trained,
+    goodput_where,
+    independent_worker_shares,
+    whole_job_shares,
+)
 
 _PER_NODE = 8
 """GPUs: of the A100 of Meta, its H100, and ByteDance's Hopper machines."""
@@ -172,5 +179,5 @@ def _learners(cell: Learners, pause: Seconds) -> float:
     rate = cell.gpus / cell.workers / parse(cell.chip, "s")
     after = Restart(restart=pause)
     if cell.workers == 1:
-        return together(rate, _INSTANT, Saving(blocking=0.0), after).useful
-    return apart(rate, cell.workers, _INSTANT, after).useful
+        return whole_job_shares(rate, _INSTANT, Saving(blocking=0.0), after).useful
+    return independent_worker_shares(rate, cell.workers, _INSTANT, after).useful

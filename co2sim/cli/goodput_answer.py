@@ -47,7 +47,7 @@ def answer(cases: Sequence[Case], every: Seconds | None, *, as_json: bool) -> No
     """Find the goodput of every case, and print."""
     answers = []
     for given in cases:
-        case = driver.settle(given)
+        case = driver.resolve_auto(given)
         cluster, model = case.load()
         if cluster.value.failures is None:
             raise OptionError(

@@ -50,7 +50,9 @@ def report(  # noqa: PLR0913, PLR0917 - one argument per option
     refuse_twice("cluster", cluster)
     goal = options.goal(to_loss_steps, steps_factor)
     varied = options.pairs(over, "--vary")
-    named = grid.panels(job, cluster, strategy, gpus, grid.settings(varied) if varied else [{}])
+    named = grid.cases_by_panel(
+        job, cluster, strategy, gpus, grid.settings(varied) if varied else [{}]
+    )
     cases = [case for _, case in named]
     cells = read_speeds(published) if published else []
     everything = [*cases, *cases_of(cells, cases)]

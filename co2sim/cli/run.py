@@ -23,7 +23,7 @@ from co2sim.strategies.step import title
 @options.case_options
 def show(case: Case) -> None:
     """Print the schedule: what every rank does in one round."""
-    print(driver.settle(case).prepare().schedule)
+    print(driver.resolve_auto(case).prepare().schedule)
 
 
 @options.job_options
@@ -59,7 +59,7 @@ def run(  # noqa: PLR0917 - one argument per option
     from co2sim.report.text.result import print_simulated  # noqa: PLC0415 - rich
 
     for case, result in pairs:
-        print_simulated(case, result, driver.settle, goal, tokens)
+        print_simulated(case, result, driver.resolve_auto, goal, tokens)
     if report:
         print(f"report  {report}")
 

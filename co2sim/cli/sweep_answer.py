@@ -23,7 +23,7 @@ from co2sim.prediction.totals import Totals, to_dict
 from co2sim.report.text import result, totals
 from co2sim.report.text.result import print_assumed, print_remarks, print_warnings, speeds
 from co2sim.studies.batch import Failure, Interrupted, Outcome, run_all
-from co2sim.studies.grid import Setting, label
+from co2sim.studies.grid import Setting, display_name
 from co2sim.studies.results_folder import FolderSummary, SweepTable, stream
 from co2sim.studies.table import check_column, order, to_frame
 from co2sim.studies.workers.loky_pool import Engine, opened
@@ -71,7 +71,7 @@ def sweep(
     settings, shown = _show(cases, settings, outcomes, wishes)
     if any(isinstance(outcome, Failure) for outcome in shown):
         names = (
-            ", ".join(f"{path}={label(value)}" for path, value in setting.items())
+            ", ".join(f"{path}={display_name(value)}" for path, value in setting.items())
             for setting in settings
         )
         kept = "the others are above" if csv is None else f"the others are in {csv}"
@@ -152,7 +152,7 @@ def _print(
     columns += [f"{' or '.join(sorted(currencies))} per billion {unit}s"] if currencies else []
     mixed = len(currencies) > 1
     rows = [
-        [*map(label, setting.values()), *_cells(outcome, len(columns) - len(setting), mixed)]
+        [*map(display_name, setting.values()), *_cells(outcome, len(columns) - len(setting), mixed)]
         for setting, outcome in zip(settings, outcomes, strict=True)
     ]
     to_loss = totals.heads(results, goal)
@@ -177,7 +177,7 @@ def _print(
     _print_notes(terminal, results, goal)
     if found is not None:
         texts = [
-            totals.marked([*map(label, setting.values())], outcome)
+            totals.marked([*map(display_name, setting.values())], outcome)
             for setting, outcome in zip(settings, outcomes, strict=True)
         ]
         head = f"to train {tokens:.4g} {unit}s"
@@ -185,7 +185,7 @@ def _print(
         totals.print_totals(terminal, head, list(settings[0]), pairs, len(settings[0]))
         totals.print_basis(terminal, cases, found, "")
     named = [
-        (" ".join(f"{path}={label(value)}" for path, value in setting.items()), outcome)
+        (" ".join(f"{path}={display_name(value)}" for path, value in setting.items()), outcome)
         for setting, outcome in zip(settings, outcomes, strict=True)
         if isinstance(outcome, Result)
     ]
@@ -199,7 +199,7 @@ def _trainings(
 ) -> totals.Trainings:
     """The cases with figures, by what varies."""
     names = (
-        ", ".join(f"{path}={label(value)}" for path, value in setting.items())
+        ", ".join(f"{path}={display_name(value)}" for path, value in setting.items())
         for setting in settings
     )
     return [
@@ -224,14 +224,14 @@ def _shared(cases: Sequence[Case], outcomes: Sequence[Outcome]) -> list[str]:
 
     found = (
         same(lambda r: f"{r.model} on {r.cluster}", inputs) or _same(list(map(_names, cases))),
-        same(lambda r: r.strategy, lambda case: label(case.strategy)),
+        same(lambda r: r.strategy, lambda case: display_name(case.strategy)),
         same(lambda r: counted(r.gpus, "GPU"), lambda case: case.gpus or inputs(case)),
     )
     return [part for part in found if part]
 
 
 def _names(case: Case) -> str:
-    return f"{label(case.model)} on {label(case.cluster)}"
+    return f"{display_name(case.model)} on {display_name(case.cluster)}"
 
 
 def _same(texts: Sequence[str]) -> str:
@@ -277,7 +277,7 @@ def keep(table: SweepTable, engine: Engine, *, as_json: bool) -> None:
     print(json.dumps(kept.summary(), indent=2) if as_json else _words(kept))
     if kept.failed:
         failed = [
-            (", ".join(f"{path}={label(value)}" for path, value in setting.items()), failure)
+            (", ".join(f"{path}={display_name(value)}" for path, value in setting.items()), failure)
             for setting, failure in kept.failures
         ]
         end_with(failed, kept.failed, kept.cases, f"the others are in {kept.folder}")

@@ -98,7 +98,7 @@ class LruCache(Generic[K, V]):
         self._most = most
         self._known: list[tuple[K, V]] = []
 
-    def find(self, given: K) -> V | None:
+    def get(self, given: K) -> V | None:
         """The answer to what is equal to `given`, if it is known."""
         known = self._known  # another thread may put a new list in its place
         for place, pair in enumerate(known):
@@ -108,7 +108,7 @@ class LruCache(Generic[K, V]):
                 return pair[1]
         return None
 
-    def keep(self, given: K, answer: V) -> V:
+    def put(self, given: K, answer: V) -> V:
         """Remember an answer, and give it back; the one that was not used for longest may go."""
         self._known = [(given, answer), *self._known[: self._most - 1]]
         return answer

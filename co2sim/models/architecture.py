@@ -391,7 +391,7 @@ def vision_transformer(
     )
 
 
-def part_of(model: Model, ranks: int, *, sequence: bool) -> Model:
+def shard_model(model: Model, ranks: int, *, sequence: bool) -> Model:
     """What one of some tensor-parallel ranks has of a model.
 
     Raises OptionError for a model that cannot be divided so, or whose shape is not known.

@@ -22,7 +22,7 @@ from co2sim.models.architecture import (
     MatMul,
     Model,
     TensorParallelLayout,
-    part_of,
+    shard_model,
 )
 from co2sim.schedule.schedule import (
     Collective,
@@ -42,7 +42,7 @@ _LOSS_SUMS = 3
 exponentials. Source: Megatron-LM, megatron/core/tensor_parallel/cross_entropy.py."""
 
 
-def exchanged(
+def tensor_parallel_collectives(
     block: TensorParallelLayout | None,
     passes: Sequence[Pass],
     samples: int,
@@ -194,7 +194,7 @@ class Workload:
         """
         if self.tp == 1 or any(block.division for block in self.model.blocks):
             return self
-        part = part_of(self.model, self.tp, sequence=self.sequence_parallel)
+        part = shard_model(self.model, self.tp, sequence=self.sequence_parallel)
         return replace(self, model=part)
 
     def works(self) -> tuple[BlockWork, ...]:
@@ -329,7 +329,9 @@ class Workload:
 
     def _exchanges(self, block: Block, *passes: Pass) -> TensorParallelCollectives | None:
         early = self.checkpointing == "non_reentrant"
-        return exchanged(block.division, passes, self.micro_batch, self.precision, early)
+        return tensor_parallel_collectives(
+            block.division, passes, self.micro_batch, self.precision, early
+        )
 
     @property
     def hardware_flops_per_sample(self) -> Flops:

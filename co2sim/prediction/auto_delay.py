@@ -26,7 +26,7 @@ _HALVES = 2
 two steps in two fragments learns as much as one of one step, and sends half as much."""
 
 
-def is_open(strategy: Any) -> bool:
+def has_auto_options(strategy: Any) -> bool:
     """Whether a number is still to be chosen."""
     return isinstance(strategy, CO2) and "auto" in {strategy.tau, strategy.delay}
 
@@ -39,7 +39,7 @@ def without_averages(schedule: Schedule) -> Schedule:
     return Schedule(schedule.name, tuple(body), schedule.steps)
 
 
-def choose(strategy: CO2, round_time: RoundTime) -> tuple[CO2, tuple[str, ...]]:
+def resolve(strategy: CO2, round_time: RoundTime) -> tuple[CO2, tuple[str, ...]]:
     """The strategy with numbers for "auto", and what speaks for each number.
 
     tau: the shortest round that hides its average, if it is used when the round ends, but no

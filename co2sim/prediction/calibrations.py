@@ -116,7 +116,7 @@ def ranges_from(entry: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, 
     return {name: (low, high) for name, (low, high) in entry.items()}
 
 
-def beyond(run: Mapping[str, float], known: Ranges, *, wide: bool = False) -> str:
+def describe_extrapolation(run: Mapping[str, float], known: Ranges, *, wide: bool = False) -> str:
     """In words, which figures are far from known runs, such as "16,384 GPUs, there 8 to 512".
 
     Empty where none is. A figure that no known run has is not compared. `wide` is for an interval

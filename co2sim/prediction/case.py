@@ -54,7 +54,7 @@ class LoadedCase:
     """A case with everything loaded and sized.
 
     Of a stage of a pipeline these are its GPUs and its part of the model; it holds the activations
-    of `held` micro-batches.
+    of `microbatches_in_flight`.
     """
 
     cluster: Cluster
@@ -62,7 +62,7 @@ class LoadedCase:
     strategy: Strategy
     schedule: Schedule
     assumed: tuple[Fact, ...]
-    held: float = 1.0
+    microbatches_in_flight: float = 1.0
 
     @property
     def precision(self) -> str:
@@ -77,7 +77,7 @@ class LoadedCase:
     def memory(self) -> dict[str, Bytes]:
         """Bytes on one GPU by item, and in all."""
         items = of_strategy(self.strategy, self.strategy.memory, self.job.share, self.layout)
-        items = items | activations(self.job.share, self.held)
+        items = items | activations(self.job.share, self.microbatches_in_flight)
         if self.cluster.backend == "nccl":  # Gloo is for processors, which have no context
             items = items | overhead(items, self.schedule.groups, self.cluster.layout)
         return items | {"total": sum(items.values())}
@@ -150,11 +150,11 @@ def scheduled(strategy: Strategy, job: Workload, layout: Layout) -> tuple[Worklo
     if type(strategy) not in STRATEGIES.values():
         return job, schedule_of(strategy, job, layout)
     given = title(strategy), strategy, job, layout
-    known = _SCHEDULES.find(given)
+    known = _SCHEDULES.get(given)
     if known is None:
         known = job, schedule_of(strategy, job, layout)
         if len(known[1].body) <= _MAX_OPS:
-            _SCHEDULES.keep(given, known)
+            _SCHEDULES.put(given, known)
     return known
 
 
@@ -350,9 +350,9 @@ class Case:
             raise OptionError(f"interleave={self.interleave} needs pp of 2 or more")
         return self._prepared()
 
-    def stage(self, number: int, held: float = 1.0) -> LoadedCase:
+    def stage(self, number: int, microbatches_in_flight: float = 1.0) -> LoadedCase:
         """A stage of a pipeline, as if it were alone. Raises as `prepare` does."""
-        return self._prepared(number, held)
+        return self._prepared(number, microbatches_in_flight)
 
     def stage_jobs(self) -> list[Workload]:
         """What each stage of a pipeline has to do, without its schedule."""
@@ -373,7 +373,7 @@ class Case:
             )
         return sized
 
-    def _prepared(self, number: int = 0, held: float = 1.0) -> LoadedCase:
+    def _prepared(self, number: int = 0, microbatches_in_flight: float = 1.0) -> LoadedCase:
         cluster, model = self.load()
         sized = self._sized(cluster.value)
         job = self._workload(model.value, sized)
@@ -394,7 +394,7 @@ class Case:
                 *beyond_the_file(cluster.value, sized),
                 *beyond_the_table(sized.gpu, job.share),
             ),
-            held=held,
+            microbatches_in_flight=microbatches_in_flight,
         )
 
     def _workload(self, model: Model, cluster: Cluster) -> Workload:

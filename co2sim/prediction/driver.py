@@ -55,7 +55,7 @@ def simulate(
     >>> simulate("a100-tcp80", "llama-7b", "co2(tau=48, worker=node)", gpus=128).fits_in_memory
     True
     """
-    return run(describe(cluster, model, strategy, **options), progress=progress)
+    return run(make_case(cluster, model, strategy, **options), progress=progress)
 
 
 def _keywords() -> Signature:
@@ -87,7 +87,7 @@ _OPTIONS = tuple(get_type_hints(Options))
 """The names of all options."""
 
 
-def describe(
+def make_case(
     cluster: Reference | Cluster,
     model: Reference | Model,
     strategy: str | Strategy,
@@ -126,7 +126,7 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
     with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
         if case.pp > 1:
             return _of_pipeline(case, done)
-        case, notes = _settle(case, done)
+        case, notes = _resolve_auto(case, done)
         prepared = case.prepare()
         simulator = Simulator(case.run_options, prepared, done)
         found, rounds, steady = simulator.until_steady()
@@ -214,7 +214,7 @@ def _with_interval(case: Case, prepared: LoadedCase, result: Result, done: Done 
 def trace(case: Case, *, progress: bool | None = False) -> tuple[Schedule, Trace]:
     """The schedule of a case and its simulated trace, warm-up included."""
     with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
-        case, _ = _settle(case, done)
+        case, _ = _resolve_auto(case, done)
         prepared = case.prepare()
         simulator = Simulator(case.run_options, prepared, done)
         found = simulator.until_steady()[0]
@@ -223,17 +223,17 @@ def trace(case: Case, *, progress: bool | None = False) -> tuple[Schedule, Trace
         return prepared.schedule, found
 
 
-def settle(case: Case) -> Case:
+def resolve_auto(case: Case) -> Case:
     """The case with numbers for "auto", chosen by simulation without noise."""
-    return _settle(case, None)[0]
+    return _resolve_auto(case, None)[0]
 
 
-def _settle(case: Case, done: Done | None) -> tuple[Case, tuple[str, ...]]:
+def _resolve_auto(case: Case, done: Done | None) -> tuple[Case, tuple[str, ...]]:
     """The case with numbers for "auto", and a line on each."""
     strategy = case.strategy
     if isinstance(strategy, str):
         strategy = strategies.parse(strategy)
-    if not isinstance(strategy, CO2) or not auto_delay.is_open(strategy):
+    if not isinstance(strategy, CO2) or not auto_delay.has_auto_options(strategy):
         return case, ()
     quiet = replace(case, noise=QUIET, rounds=None, fold=True)
 
@@ -244,7 +244,7 @@ def _settle(case: Case, done: Done | None) -> tuple[Case, tuple[str, ...]]:
             prepared = replace(prepared, schedule=bare)
         return round_time(quiet.run_options, prepared, done)
 
-    chosen, notes = auto_delay.choose(strategy, time_of)
+    chosen, notes = auto_delay.resolve(strategy, time_of)
     if case.noise != QUIET:
         notes = tuple(f"{note} (without jitter, stragglers and speeds of nodes)" for note in notes)
     return replace(case, strategy=chosen), notes

@@ -107,7 +107,7 @@ class Shares:
     waiting: float
 
 
-def together(rate: float, every: Seconds, saving: Saving, after: Restart) -> Shares:
+def whole_job_shares(rate: float, every: Seconds, saving: Saving, after: Restart) -> Shares:
     """Where one failure stops all, and all go back to the last copy: DDP, ZeRO, FSDP.
 
     `rate` is that of failures per second of the whole job, `every` the work between two copies.
@@ -190,7 +190,7 @@ def erlang_loss(servers: int, load: float) -> float:
     return blocked if load else 0.0
 
 
-def apart(
+def independent_worker_shares(
     rate: float, workers: int, round_time: Seconds, after: Restart, stall: Seconds = 0.0
 ) -> Shares:
     """Where workers go on without one that has failed: local-update methods.
@@ -223,7 +223,7 @@ def apart(
     )
 
 
-def inside(outer: Shares, inner: Shares) -> Shares:
+def nested_shares(outer: Shares, inner: Shares) -> Shares:
     """Where the work that `outer` calls useful is divided as `inner` says.
 
     Of local updates: `outer` is what stops all of them, `inner` what stops one worker. What all
@@ -275,7 +275,7 @@ class WholeJob:
         """
         if math.isinf(self.every):
             return Shares(useful=1.0, checkpoint=0.0, lost=0.0, restart=0.0, waiting=0.0)
-        return together(self.rate, self.every, self.saving, self.after)
+        return whole_job_shares(self.rate, self.every, self.saving, self.after)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,8 +295,10 @@ class FailingWorkers:
 
     def shares(self) -> Shares:
         """Of the time of all workers while no failure stops all."""
-        found = apart(self.rate, self.count, self.round_time, self.after, self.stall)
-        return inside(_absent(self.absent), found)
+        found = independent_worker_shares(
+            self.rate, self.count, self.round_time, self.after, self.stall
+        )
+        return nested_shares(_absent(self.absent), found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,7 +331,7 @@ class Goodput:
 def shares_of(whole: WholeJob, workers: FailingWorkers | None) -> Shares:
     """Shares of all the time."""
     found = whole.shares()
-    return found if workers is None else inside(found, workers.shares())
+    return found if workers is None else nested_shares(found, workers.shares())
 
 
 def missing(load: float, spares: int) -> float:
@@ -555,6 +557,8 @@ def _of(gpus: int, per_switch: int | None) -> int:
 
 def _last(workers: FailingWorkers) -> float:
     """How often a failure hits the last worker that has the state, per second."""
-    alone = apart(workers.rate, workers.count, workers.round_time, workers.after)
+    alone = independent_worker_shares(
+        workers.rate, workers.count, workers.round_time, workers.after
+    )
     away = 1 - (1 - workers.absent) * (alone.useful + alone.lost)
     return float(workers.count * workers.rate * away ** (workers.count - 1))

@@ -21,8 +21,8 @@ from co2sim.prediction.calibrations import (
     CATALOG,
     Calibration,
     Ranges,
-    beyond,
     calibrations,
+    describe_extrapolation,
     figures_of,
     ranges_from,
     replaced,
@@ -76,7 +76,7 @@ def generation(gpu: str) -> str | None:
     return _GENERATIONS.get(found[1], found[1]) if found else None
 
 
-def unlike(strategy: Strategy, layout: Layout, known: Collection[str]) -> str:
+def why_not_comparable(strategy: Strategy, layout: Layout, known: Collection[str]) -> str:
     """In words, what a strategy gathers otherwise than those of these names; empty if nothing.
 
     When blocks are gathered is the framework's own: what is known of FSDP, over all ranks, is not
@@ -195,7 +195,9 @@ class Predicted:
                 cluster = replaced(cluster, path, value)
             return self.again(cluster) if values else self.tokens_per_s
 
-        down, up = reaches(fit.moves(self.cluster.gpu.name, predicted), fit.factor * fit.scatter)
+        down, up = interval_halfwidths(
+            fit.moves(self.cluster.gpu.name, predicted), fit.factor * fit.scatter
+        )
         return self._from(down, up, f"{words}; its constants moved")
 
     def _of_probe(self, *, full: bool) -> Interval:
@@ -218,7 +220,7 @@ class Predicted:
             [({name: math.exp(way * TAIL * sigma)}, 1.0) for way in (1, -1)]
             for name, sigma in zip(("compute", "communication"), sigmas, strict=True)
         ]
-        down, up = reaches(squares(math.log(self.tokens_per_s), pairs, predicted), 0.0)
+        down, up = interval_halfwidths(squares(math.log(self.tokens_per_s), pairs, predicted), 0.0)
         return self._from(down, up, f"{words}, each simulated")
 
     def _from(self, down: float, up: float, source: str) -> Interval:
@@ -227,7 +229,7 @@ class Predicted:
         return Interval(value * math.exp(-down), value * math.exp(up), source)
 
 
-def reaches(sums: tuple[float, float], scatter: float) -> tuple[float, float]:
+def interval_halfwidths(sums: tuple[float, float], scatter: float) -> tuple[float, float]:
     """How far log(prediction) reaches down and up, from `Calibration.moves` and a scatter.
 
     Both are at the level of the interval already, and independent of each other.
@@ -240,7 +242,10 @@ def beyond_fit(
     fit: Calibration, strategy: Strategy, layout: Layout, run: Mapping[str, float]
 ) -> str:
     """In words, what is far from the runs of a fit; empty where the fit tells of the run."""
-    far = unlike(strategy, layout, fit.strategies), beyond(run, fit.ranges)
+    far = (
+        why_not_comparable(strategy, layout, fit.strategies),
+        describe_extrapolation(run, fit.ranges),
+    )
     return "; ".join(filter(None, far))
 
 
@@ -252,7 +257,7 @@ def nearest_errors(
     What is far from runs of the kind is left out where it has been `told`.
     """
     known = kind_errors().get(kind)
-    far = beyond(run, known.ranges, wide=True) if known else ""
+    far = describe_extrapolation(run, known.ranges, wide=True) if known else ""
     if known and not far:
         words = f"errors on published runs of the kind ({kind})"
     else:
@@ -298,7 +303,7 @@ def faster(cluster: Cluster, compute: float = 1.0, communication: float = 1.0) -
     )
 
 
-def undecided(one: Interval, other: Interval) -> bool:
+def overlaps(one: Interval, other: Interval) -> bool:
     """Whether two predictions have intervals, and these overlap.
 
     Errors of two strategies on one cluster are alike, in part: their order is surer than this says.

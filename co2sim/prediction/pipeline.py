@@ -17,7 +17,7 @@ from co2sim.common.progress import Done
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import Recompute, Workload
-from co2sim.prediction.auto_delay import is_open
+from co2sim.prediction.auto_delay import has_auto_options
 from co2sim.prediction.case import Case, LoadedCase, each
 from co2sim.prediction.pipeline_order import sizes
 from co2sim.prediction.result import Result
@@ -72,7 +72,7 @@ class Pipeline:
             later = 2 * later + (self.chunks - 1) * self.stages
         return min(later, self.chunks * self.micros)
 
-    def held(self, stage: int) -> int:
+    def microbatches_in_flight(self, stage: int) -> int:
         """Passes whose activations a stage holds at its peak."""
         return min(self.warm_up(stage) + 1, self.chunks * self.micros)
 
@@ -222,8 +222,8 @@ class StageMemory:
             job = replace(
                 one.job, micro_batch=micro_batch, accumulation=micro_steps, recompute=recompute
             )
-            held = pipeline.held(number) / pipeline.chunks
-            most = max(most, replace(one, job=job, held=held).memory()["total"])
+            held = pipeline.microbatches_in_flight(number) / pipeline.chunks
+            most = max(most, replace(one, job=job, microbatches_in_flight=held).memory()["total"])
         return most
 
 
@@ -233,7 +233,7 @@ def _check(case: Case) -> None:
     if case.interval == "full":
         raise OptionError(f"pp={case.pp}: interval=full needs a schedule; take quick")
     strategy = case.strategy
-    if is_open(parse(strategy) if isinstance(strategy, str) else strategy):
+    if has_auto_options(parse(strategy) if isinstance(strategy, str) else strategy):
         raise OptionError(f"pp={case.pp}: tau and delay are not chosen for it; give numbers")
 
 
@@ -252,7 +252,7 @@ def _stages(case: Case, pipeline: Pipeline, done: Done | None) -> list[tuple["_S
 def _stage(
     case: Case, pipeline: Pipeline, number: int, done: Done | None
 ) -> tuple["_Stage", "_Stage"]:
-    prepared = case.stage(number, pipeline.held(number) / pipeline.chunks)
+    prepared = case.stage(number, pipeline.microbatches_in_flight(number) / pipeline.chunks)
     simulator = Simulator(case.run_options, prepared, done)
     trace, rounds, steady = simulator.until_steady()
     quiet = simulator.rounds(trace.rounds, free=True)

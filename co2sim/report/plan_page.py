@@ -18,7 +18,7 @@ from co2sim.report.rounds import last_round
 from co2sim.report.tables import Answered, Table, ranged
 from co2sim.report.text import plan, totals
 from co2sim.studies.candidates import Candidate, Space
-from co2sim.studies.grid import label
+from co2sim.studies.grid import display_name
 from co2sim.studies.plan import Recommendation
 from co2sim.studies.sensitivity import BreakEven, Sensitivity
 from co2sim.studies.table import to_frame
@@ -47,7 +47,7 @@ def spent(options: Sequence[Candidate]) -> Table:
 def _option(option: Candidate, money: bool, energy: bool) -> list[str]:  # noqa: FBT001
     case, found, result = option.case, option.totals, option.result
     row = [
-        *(label(case.cluster), result.strategy, case.recompute),
+        *(display_name(case.cluster), result.strategy, case.recompute),
         *(f"{result.gpus:,}", f"{case.micro_batch} x {result.accumulation}"),
         ranged(found.days, found.days_low, found.days_high),
         f"{found.gpu_hours:,.0f}",
@@ -146,7 +146,7 @@ class Planned:
 
 def _answered(option: Candidate) -> Answered:
     case, result = option.case, option.result
-    return Answered(label(case.cluster), result.strategy, case, result, option.totals)
+    return Answered(display_name(case.cluster), result.strategy, case, result, option.totals)
 
 
 def page(planned: Planned) -> Page:
@@ -166,7 +166,7 @@ def page(planned: Planned) -> Page:
             html.gains({_about(named[0]): planned.levers} if named else {}),
             _useful(planned),
             html.trust(planned.shown, named or planned.shown[:1]),
-            html.inputs_of((label(one), replace(job, cluster=one)) for one in clusters),
+            html.inputs_of((display_name(one), replace(job, cluster=one)) for one in clusters),
             PageSection("looked", "What was looked at", notes=_looked(planned)),
         ],
         commands=_commands(planned),

@@ -14,7 +14,7 @@ from co2sim.report import decision_charts, html
 from co2sim.report.html import Figure, Page, PageSection
 from co2sim.report.tables import Answered, Table
 from co2sim.report.text import solve
-from co2sim.studies.grid import label, strategy_title
+from co2sim.studies.grid import display_name, strategy_title
 from co2sim.studies.sensitivity import Sensitivity
 from co2sim.studies.solve import Solved
 
@@ -50,7 +50,7 @@ class AllSolved:
     def as_they_are(self) -> list[Answered]:
         """The cases that can be simulated as they are."""
         return [
-            Answered(label(case.cluster), name, case, self.results[name], None)
+            Answered(display_name(case.cluster), name, case, self.results[name], None)
             for name, case in zip(self.names, self.cases, strict=True)
             if name in self.results
         ]
@@ -70,7 +70,7 @@ def page(answers: AllSolved) -> Page:
             html.gains({f"{name}, as it is": each for name, each in answers.levers.items()}),
             html.trust(shown, shown) if shown else PageSection("trust", "How sure this is"),
             html.inputs_of(
-                [(label(case.cluster), case) for case in answers.cases[:1]],
+                [(display_name(case.cluster), case) for case in answers.cases[:1]],
                 {axis.path: f"{axis.shown(axis.low)} to {axis.shown(axis.high)}"},
             ),
         ],

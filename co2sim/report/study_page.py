@@ -20,7 +20,7 @@ from co2sim.report.html import MAX_ROUNDS, Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import last_round
 from co2sim.report.tables import Answered
 from co2sim.report.text import totals
-from co2sim.studies.grid import label, strategy_title
+from co2sim.studies.grid import display_name, strategy_title
 from co2sim.studies.sensitivity import levers
 from co2sim.studies.table import to_frame
 
@@ -49,7 +49,7 @@ class Study:
             found: Sequence[Totals | None] = [None] * len(self.cases)
         else:
             found = totals.totals_for(self.cases, self.results, self.tokens, self.goal)
-        names = self.panels or [label(case.cluster) for case in self.cases]
+        names = self.panels or [display_name(case.cluster) for case in self.cases]
         titles = [strategy_title(case.strategy) for case in self.cases]
         rows = zip(names, titles, self.cases, self.results, found, strict=True)
         return tuple(Answered(*row, asked=self.tokens is not None) for row in rows)

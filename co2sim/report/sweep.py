@@ -8,14 +8,14 @@ from co2sim.common.errors import Co2simError
 from co2sim.common.units import parse, parse_price
 from co2sim.prediction.case import Case
 from co2sim.prediction.figures import ends
-from co2sim.prediction.intervals import undecided
+from co2sim.prediction.intervals import overlaps
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.report.chart_style import NumberAxis, number_axis
 from co2sim.report.tables import Answered
 from co2sim.report.text import result, totals
 from co2sim.studies.batch import Failure, Outcome
-from co2sim.studies.grid import Setting, label, strategy_title
+from co2sim.studies.grid import Setting, display_name, strategy_title
 from co2sim.studies.targets import Axis, axis_of
 
 
@@ -52,7 +52,7 @@ class Swept:
         )
         every = zip(self.names, self.cases, self.outcomes, found, strict=True)
         return [
-            Answered(label(case.cluster), name, case, outcome, totals)
+            Answered(display_name(case.cluster), name, case, outcome, totals)
             for name, case, outcome, totals in every
             if isinstance(outcome, Result)
         ]
@@ -75,7 +75,7 @@ class Swept:
     def varied(self) -> dict[str, str]:
         """The values of each path in words."""
         return {
-            path: ", ".join(dict.fromkeys(label(setting[path]) for setting in self.settings))
+            path: ", ".join(dict.fromkeys(display_name(setting[path]) for setting in self.settings))
             for path in self.paths
         }
 
@@ -95,7 +95,7 @@ class Swept:
         return [
             (
                 value,
-                label(setting[first]),
+                display_name(setting[first]),
                 named({path: setting[path] for path in others}) or self._alone,
             )
             for setting, outcome, value in every
@@ -109,7 +109,7 @@ class Swept:
     @cached_property
     def _numbers(self) -> tuple[NumberAxis | None, list[float]]:
         path = self.paths[0]
-        texts = [label(setting[path]) for setting in self.settings]
+        texts = [display_name(setting[path]) for setting in self.settings]
         return _numbers(path, self.cases[0], texts) or (None, [0.0] * len(texts))
 
     def answer(self) -> list[str]:
@@ -148,7 +148,7 @@ class Swept:
         first, second = ([*self._ranked, None, None])[:2]
         if first and second and self.tokens is None:
             ends = result.interval_of(first.result), result.interval_of(second.result)
-            if undecided(*ends):
+            if overlaps(*ends):
                 said.append(
                     f"Between it and {second.strategy} it is undecided: their intervals overlap."
                 )
@@ -157,7 +157,7 @@ class Swept:
 
 def named(setting: Setting) -> str:
     """What a case varies, in words."""
-    return ", ".join(f"{path}={label(value)}" for path, value in setting.items())
+    return ", ".join(f"{path}={display_name(value)}" for path, value in setting.items())
 
 
 def _numbers(path: str, case: Case, texts: Sequence[str]) -> tuple[NumberAxis, list[float]] | None:

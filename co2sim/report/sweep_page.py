@@ -11,7 +11,7 @@ from co2sim.report.html import Figure, Page, PageSection
 from co2sim.report.sweep import Swept
 from co2sim.report.tables import Answered
 from co2sim.report.text import totals
-from co2sim.studies.grid import label
+from co2sim.studies.grid import display_name
 from co2sim.studies.table import to_frame
 
 _MAX_ROWS = 200
@@ -57,7 +57,7 @@ def _cluster(one: Answered) -> str:
 
 def _inputs(swept: Swept) -> list[tuple[str, Case]]:
     """A case for each cluster and model."""
-    found = {(label(case.cluster), label(case.model)): case for case in swept.cases}
+    found = {(display_name(case.cluster), display_name(case.model)): case for case in swept.cases}
     return [(cluster, case) for (cluster, _), case in list(found.items())[:_MAX_INPUTS]]
 
 

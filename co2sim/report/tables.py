@@ -13,7 +13,7 @@ from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.result import Result
 from co2sim.prediction.totals import Totals
 from co2sim.report.text import totals
-from co2sim.studies.grid import label
+from co2sim.studies.grid import display_name
 from co2sim.studies.sensitivity import Sensitivity
 
 
@@ -212,7 +212,7 @@ def inputs(
         hardware, model = case.load()
         heads = {
             f"{cluster}: {hardware.value.name}": hardware.facts,
-            f"{label(case.model)}: {model.value.name}": model.facts,
+            f"{display_name(case.model)}: {model.value.name}": model.facts,
         }
         for head, entries in heads.items():
             if entries:

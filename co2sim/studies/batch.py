@@ -18,7 +18,7 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.driver import run
 from co2sim.prediction.result import Result
 from co2sim.strategies import parse
-from co2sim.studies.workers.flow import Pool, through
+from co2sim.studies.workers.flow import Pool, run_flow
 from co2sim.studies.workers.loky_pool import Engine, opened
 
 
@@ -100,17 +100,17 @@ def _outcomes(pool: Pool | None, cases: Sequence[Case]) -> Iterator[tuple[int, O
         return
     inputs = Inputs()
     items = ((place, inputs.inlined(case)) for place, case in enumerate(cases))
-    yield from spread(pool, items, outcome_of, len(cases))
+    yield from run_on_pool(pool, items, outcome_of, len(cases))
 
 
-def spread(
+def run_on_pool(
     pool: Pool, items: Iterable[tuple[int, Case]], function: Any, total: int
 ) -> Iterator[tuple[int, Any]]:
     """What a function gives of cases with their places, or a failure, as it comes.
 
     The function runs on workers, which read no file: cases are `Inputs.inlined`.
     """
-    for place, case, answer in through(pool, items, function, total, _crowded):
+    for place, case, answer in run_flow(pool, items, function, total, _crowded):
         killed = isinstance(answer, ResourceError)
         yield place, Failure(case.title, answer) if killed else answer
 

@@ -12,7 +12,7 @@ from co2sim.common.units import Bytes, Seconds
 from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import Model, Recompute
-from co2sim.prediction.auto_delay import is_open
+from co2sim.prediction.auto_delay import has_auto_options
 from co2sim.prediction.case import Case, LoadedCase
 from co2sim.prediction.pipeline import StageMemory
 from co2sim.prediction.result import Result
@@ -57,8 +57,8 @@ class Space:
     """What is tried: all combinations that fit in memory.
 
     `job` gives model, global batch and precision; its cluster, strategy, GPUs, micro-batch and
-    recomputation are replaced. `gpus` is as in `grid.counts`. `micro_batches` None stands for all
-    powers of two. A GPU's memory may be used but for the share `headroom`.
+    recomputation are replaced. `gpus` is as in `grid.gpu_counts`. `micro_batches` None stands for
+    all powers of two. A GPU's memory may be used but for the share `headroom`.
     """
 
     job: Case
@@ -110,7 +110,7 @@ def candidates(space: Space) -> Candidates:
     impossible: dict[str, str] = {}
     large = 0
     for cluster in space.clusters:
-        for count in grid.counts(replace(space.job, cluster=cluster), space.gpus):
+        for count in grid.gpu_counts(replace(space.job, cluster=cluster), space.gpus):
             if space.global_batch % -(-count // _together(space.job)):
                 reason = f"they do not divide the global batch of {space.global_batch:,} samples"
                 impossible[f"{count:,} GPUs"] = reason
@@ -165,7 +165,7 @@ def _fitting(space: Space, case: Case) -> tuple[list[Fitting], int]:
         raise OptionError(
             f"no micro-batch divides the {samples} samples that a GPU has of the global batch"
         )
-    if is_open(_parsed(case)):  # its memory is known once its numbers are
+    if has_auto_options(_parsed(case)):  # its memory is known once its numbers are
         sizes = [(recompute, micro) for recompute in space.recomputes for micro in micros]
         open_ = [replace(case, micro_batch=m, recompute=r) for r, m in sizes]
         return [Fitting(case=one, link_time=0.0) for one in open_], 0

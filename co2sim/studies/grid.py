@@ -35,7 +35,7 @@ _OF_A_CLUSTER = (
 """What `vary` changes by a single name; what is inside a link or a GPU has a dot in its path."""
 
 
-def vary(case: Case, path: str, value: Any) -> Case:
+def with_change(case: Case, path: str, value: Any) -> Case:
     """The case with one thing changed.
 
     `path` is a field of `Case` or of `Noise` that holds one value, an option of the strategy
@@ -43,7 +43,7 @@ def vary(case: Case, path: str, value: Any) -> Case:
     value may be a text.
     """
     if path.startswith("strategy."):
-        return varied(case, {path: value})
+        return with_changes(case, {path: value})
     if path in _OF_A_CASE:
         return replace(case, **{path: value})
     if path in _OF_NOISE:
@@ -57,7 +57,7 @@ def vary(case: Case, path: str, value: Any) -> Case:
     return replace(case, overrides={**case.overrides, path: value})
 
 
-def varied(case: Case, changes: Setting) -> Case:
+def with_changes(case: Case, changes: Setting) -> Case:
     """The case with several things changed: the strategy first, then all its options at once."""
     options = {
         path.removeprefix("strategy."): convert.text(value)
@@ -66,7 +66,7 @@ def varied(case: Case, changes: Setting) -> Case:
     }
     rest = {path: value for path, value in changes.items() if not path.startswith("strategy.")}
     for path in sorted(rest, key=lambda path: path != "strategy"):
-        case = vary(case, path, rest[path])
+        case = with_change(case, path, rest[path])
     if not options:
         return case
     strategy = case.strategy
@@ -118,7 +118,7 @@ def cases_of(case: Case, found: Sequence[Setting]) -> list[Case]:
     Clusters and models are loaded, each once: what cannot be read is better said before any run.
     """
     refuse_both(case, found[0])
-    cases = [varied(case, setting) for setting in found]
+    cases = [with_changes(case, setting) for setting in found]
     check_inputs(cases)
     return cases
 
@@ -137,7 +137,7 @@ def check_inputs(cases: Sequence[Case]) -> None:
     for strategy in dict.fromkeys(texts):
         parse(strategy)
     for case in cases:
-        inputs = (label(case.cluster), label(case.model), *case.overrides.items())
+        inputs = (display_name(case.cluster), display_name(case.model), *case.overrides.items())
         if inputs not in loaded:
             case.load()
             loaded.add(inputs)
@@ -146,12 +146,12 @@ def check_inputs(cases: Sequence[Case]) -> None:
 def over_sizes(
     job: Case, clusters: Sequence[Any], strategies: Sequence[Any], gpus: Any = None
 ) -> list[Case]:
-    """Every strategy on every cluster at every GPU count; see `counts`.
+    """Every strategy on every cluster at every GPU count; see `gpu_counts`.
 
     Raises OptionError for what is given twice, and for counts that a cluster cannot have.
     """
     for what, names in (
-        ("cluster", [label(cluster) for cluster in clusters]),
+        ("cluster", [display_name(cluster) for cluster in clusters]),
         ("strategy", [strategy_title(strategy) for strategy in strategies]),
     ):
         if not names:
@@ -161,7 +161,7 @@ def over_sizes(
     cases = [
         replace(job, cluster=cluster, strategy=strategy, gpus=count)
         for cluster in clusters
-        for sizes in [counts(replace(job, cluster=cluster), gpus)]
+        for sizes in [gpu_counts(replace(job, cluster=cluster), gpus)]
         for strategy in strategies
         for count in sizes
     ]
@@ -171,7 +171,7 @@ def over_sizes(
     return cases
 
 
-def panels(
+def cases_by_panel(
     job: Case,
     clusters: Sequence[str],
     strategies: Sequence[Any],
@@ -189,15 +189,17 @@ def panels(
     refuse_both(job, found[0])
     made = []
     for cluster, setting in product(clusters, found):
-        name = ", ".join([cluster, *(f"{path}={label(value)}" for path, value in setting.items())])
-        cases = over_sizes(varied(job, setting), [cluster], strategies, gpus)
+        name = ", ".join(
+            [cluster, *(f"{path}={display_name(value)}" for path, value in setting.items())]
+        )
+        cases = over_sizes(with_changes(job, setting), [cluster], strategies, gpus)
         made += [(name, case) for case in cases]
     if len(made) > _MAX_CASES:
         raise OptionError(f"these are {len(made)} cases; at most {_MAX_CASES} are run")
     return made
 
 
-def counts(case: Case, given: Any = None) -> list[int]:
+def gpu_counts(case: Case, given: Any = None) -> list[int]:
     """GPU counts: those given, or one node doubled up to the whole cluster, where sites divide."""
     changes = {path: v for path, v in case.overrides.items() if not path.startswith("model.")}
     cluster = case.cluster
@@ -223,7 +225,7 @@ def _doubled(cluster: Cluster) -> Iterator[int]:
     yield most
 
 
-def label(value: Any) -> str:
+def display_name(value: Any) -> str:
     """A value of a grid in a table: objects by their name."""
     if isinstance(value, str):
         return value
@@ -258,7 +260,7 @@ def _refuse_twice(path: str, values: Sequence[Any]) -> None:
     for value in values:
         key = _meaning(path, value)
         if key in found:
-            one, other = label(found[key]), label(value)
+            one, other = display_name(found[key]), display_name(value)
             same = f"{one} is" if one == other else f"{one} and {other} are the same,"
             raise OptionError(f"{path}: {same} given twice")
         found[key] = value
@@ -273,7 +275,7 @@ def _meaning(path: str, value: Any) -> Any:
     for owner, names in ((Case, _OF_A_CASE), (Noise, _OF_NOISE)):
         if path in names:
             return convert.declared(owner, {path: value})[path]
-    text = label(value)
+    text = display_name(value)
     try:
         return convert.number(path, text)
     except OptionError:
@@ -322,7 +324,7 @@ class LazyGrid:
         first = made.setting(0)
         refuse_both(case, first)
         for path, values in made.axes.items():
-            tried = [varied(case, {**first, path: one}) for one in values[:_TRIED]]
+            tried = [with_changes(case, {**first, path: one}) for one in values[:_TRIED]]
             check_inputs(tried)
         return made
 
@@ -332,8 +334,8 @@ class LazyGrid:
     @cached_property
     def _sizes(self) -> list[int]:
         """How many cases there are from each path on; 1 behind the last."""
-        counts = [len(values) for values in self.axes.values()]
-        return [math.prod(counts[path:]) for path in range(len(counts) + 1)]
+        gpu_counts = [len(values) for values in self.axes.values()]
+        return [math.prod(gpu_counts[path:]) for path in range(len(gpu_counts) + 1)]
 
     def setting(self, place: int) -> Setting:
         """What varies there."""
@@ -345,7 +347,7 @@ class LazyGrid:
 
     def at(self, place: int) -> Case:
         """The case there. Raises Co2simError where none can be."""
-        return varied(self.case, self.setting(place))
+        return with_changes(self.case, self.setting(place))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from co2sim.prediction.step_factors import step_factor
 from co2sim.prediction.totals import DAY, totals_of
 from co2sim.studies.batch import Failure, Interrupted, Outcome, run_on
 from co2sim.studies.candidates import Candidate, Fitting, Objective, Space, Want, candidates, fits
-from co2sim.studies.grid import label, strategy_title
+from co2sim.studies.grid import display_name, strategy_title
 from co2sim.studies.workers.flow import Pool
 from co2sim.studies.workers.loky_pool import Engine, opened
 
@@ -346,7 +346,7 @@ def _promises(fitting: Sequence[Fitting], wanted: Objective) -> Iterator[_Promis
     loaded: dict[object, tuple[Cluster, int]] = {}
     for one in fitting:
         case = one.case
-        key = (label(case.cluster), case.gpus)
+        key = (display_name(case.cluster), case.gpus)
         if key not in loaded:
             assert case.gpus is not None
             assert case.global_batch is not None
@@ -377,7 +377,7 @@ def _grouping(cases: Sequence[Case]) -> Callable[[Case], object]:
     """By cluster and strategy; by GPUs where there is but one of each."""
 
     def pair(case: Case) -> object:
-        return label(case.cluster), strategy_title(case.strategy)
+        return display_name(case.cluster), strategy_title(case.strategy)
 
     if len({pair(case) for case in cases}) > 1:
         return pair

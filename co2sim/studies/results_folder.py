@@ -26,8 +26,8 @@ from co2sim.common.units import Seconds, counted
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
-from co2sim.studies.batch import Failure, Inputs, outcome_of, spread
-from co2sim.studies.grid import LazyGrid, Setting, Shard, label
+from co2sim.studies.batch import Failure, Inputs, outcome_of, run_on_pool
+from co2sim.studies.grid import LazyGrid, Setting, Shard, display_name
 from co2sim.studies.table import DERIVED, NESTED, TO_LOSS, TOTALS, VARIED, memory_column, row_of
 from co2sim.studies.workers.flow import Pool
 
@@ -348,7 +348,7 @@ class _FolderWriter:
         if pool is None:
             answers = ((place, function(case)) for place, case in self._missing())
         else:
-            answers = spread(pool, self._missing(), function, len(self._places))
+            answers = run_on_pool(pool, self._missing(), function, len(self._places))
         for place, answer in answers:
             self._take(place, answer)
 
@@ -413,7 +413,9 @@ class _FolderWriter:
 
     def _note(self, place: int, row: dict[str, Any]) -> None:
         part = self._part_of.pop(place)
-        varied = {f"{VARIED}{p}": label(v) for p, v in self._table.points.setting(place).items()}
+        varied = {
+            f"{VARIED}{p}": display_name(v) for p, v in self._table.points.setting(place).items()
+        }
         whole = {**row, **varied, "case": place, "key": part.keys.get(place, "")}
         part.rows[place] = fitted(whole, self._columns)
         if len(part.rows) == part.size:

@@ -19,7 +19,7 @@ from co2sim.prediction.totals import totals_of
 from co2sim.strategies import parse
 from co2sim.strategies.local import LocalSteps
 from co2sim.studies.candidates import Candidate, Objective
-from co2sim.studies.grid import label, strategy_title
+from co2sim.studies.grid import display_name, strategy_title
 from co2sim.studies.targets import Axis, axis_of
 
 _MAX_REACH = 100.0
@@ -64,7 +64,7 @@ def _prices(
     choice: Candidate, other: Candidate, wanted: Objective, ratio: float
 ) -> Iterator[BreakEven]:
     """Of two clusters; those of one change together."""
-    same = label(choice.case.cluster) == label(other.case.cluster)
+    same = display_name(choice.case.cluster) == display_name(other.case.cluster)
     if wanted.want != "cheapest" or same:
         return
     for option, factor in ((choice, ratio), (other, 1 / ratio)):
@@ -72,7 +72,7 @@ def _prices(
         if price:
             now, at = price * 3600, price * 3600 * factor
             yield BreakEven(
-                what=f"the price of a GPU of {label(option.case.cluster)}",
+                what=f"the price of a GPU of {display_name(option.case.cluster)}",
                 now=now,
                 at=at,
                 shown_now=f"{now:,.2f} {option.cluster.currency}/h",
@@ -104,7 +104,7 @@ def _bandwidths(choice: Candidate, other: Candidate, wanted: Objective) -> Itera
         *(["inter.bandwidth"] if cluster.nodes > 1 else []),
         *(["wan.bandwidth"] if cluster.wan and cluster.sites > 1 else []),
     ]
-    both = label(choice.case.cluster) == label(other.case.cluster)
+    both = display_name(choice.case.cluster) == display_name(other.case.cluster)
     for path in paths:
         axis = axis_of(choice.case, path)
         link = cluster.inter if path.startswith("inter") else cluster.wan
@@ -119,7 +119,7 @@ def _bandwidths(choice: Candidate, other: Candidate, wanted: Objective) -> Itera
 
         for at in _turns(behind, now):
             yield BreakEven(
-                what=f"{path} of {label(choice.case.cluster)}",
+                what=f"{path} of {display_name(choice.case.cluster)}",
                 now=now,
                 at=at,
                 shown_now=axis.shown(now),
@@ -132,7 +132,7 @@ def _failures(choice: Candidate, other: Candidate, wanted: Objective) -> Iterato
     """How many times as often parts of the chosen cluster would have to fail, or as seldom."""
     if choice.cluster.failures is None:
         return
-    both = label(choice.case.cluster) == label(other.case.cluster)
+    both = display_name(choice.case.cluster) == display_name(other.case.cluster)
 
     def behind(times: float) -> float:
         mine = _failing(choice, times, wanted)
@@ -141,7 +141,7 @@ def _failures(choice: Candidate, other: Candidate, wanted: Objective) -> Iterato
 
     for at in _turns(behind, 1.0):
         yield BreakEven(
-            what=f"the rate of failures on {label(choice.case.cluster)}",
+            what=f"the rate of failures on {display_name(choice.case.cluster)}",
             now=1.0,
             at=at,
             shown_now="as stated",
@@ -213,7 +213,7 @@ class Sensitivity:
 
 def moved(case: Case) -> tuple[Case, list[tuple[str, Cluster]]]:
     """The case with its numbers as objects, and its cluster with each number a tenth better."""
-    case = driver.settle(case)
+    case = driver.resolve_auto(case)
     cluster, model = case.load()
     sized = cluster.value.resized(case.gpus) if case.gpus is not None else cluster.value
     return replace(case, cluster=sized, model=model.value, overrides={}, gpus=None), list(

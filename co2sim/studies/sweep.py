@@ -11,7 +11,7 @@ from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import Model
 from co2sim.prediction.case import Case, JobOptions, Options
-from co2sim.prediction.driver import describe
+from co2sim.prediction.driver import make_case
 from co2sim.prediction.step_factors import NO_GOAL, Goal
 from co2sim.prediction.totals import tokens_of
 from co2sim.simulation.noise import QUIET, Noise
@@ -184,7 +184,7 @@ def scale(
     """
     from co2sim.studies import table  # noqa: PLC0415 - pandas
 
-    job = describe("", model, "", **options)
+    job = make_case("", model, "", **options)
     tokens = _tokens(tokens)
     cases = grid.over_sizes(job, _several(clusters), _several(strategies), gpus)
     outcomes = run_all(cases, jobs, progress=progress)
@@ -197,7 +197,7 @@ def _base(cluster: Any, model: Any, strategy: Any, vary: grid.Grid, options: Opt
     grid.check(vary)
     _refuse_both(vary, given, options)
     known: dict[str, Any] = {k: "" if value is None else value for k, value in given.items()}
-    return describe(**known, **options)
+    return make_case(**known, **options)
 
 
 def _tokens(value: Any) -> float | None:

@@ -14,7 +14,7 @@ from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, to_loss
 from co2sim.prediction.totals import Totals, totals_of
 from co2sim.studies.batch import Failure, Outcome
-from co2sim.studies.grid import Setting, label
+from co2sim.studies.grid import Setting, display_name
 
 VARIED = "vary "
 """What the name of a column starts with that holds the values of a path."""
@@ -44,10 +44,13 @@ def row_of(
 
 
 def _row(case: Case, outcome: Outcome) -> dict[str, object]:
-    keys: dict[str, object] = {"cluster_key": label(case.cluster), "model_key": label(case.model)}
+    keys: dict[str, object] = {
+        "cluster_key": display_name(case.cluster),
+        "model_key": display_name(case.model),
+    }
     if isinstance(outcome, Failure):
         known = {
-            "strategy": label(case.strategy),
+            "strategy": display_name(case.strategy),
             "gpus": case.gpus,
             "error": outcome.reason,
             "warnings": "",
@@ -121,7 +124,7 @@ def to_frame(
     whole = [name for name in _COUNTS if frame[name].isna().any()]
     frame = frame.astype(dict.fromkeys(whole, "Int64"))
     for place, path in enumerate(settings[0] if settings else ()):
-        values = [label(setting[path]) for setting in settings or ()]
+        values = [display_name(setting[path]) for setting in settings or ()]
         frame.insert(place, f"{VARIED}{path}", values)
     return frame
 

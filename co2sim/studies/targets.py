@@ -16,7 +16,7 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.prediction.totals import DAY
 from co2sim.strategies import parse as parse_strategy
-from co2sim.studies.grid import vary
+from co2sim.studies.grid import with_change
 
 End: TypeAlias = Literal["predicted", "low", "high"]
 """Of a figure: as predicted, or where tokens/s are at an end of their 90 % interval."""
@@ -330,7 +330,7 @@ class Axis:
             if self.path == "price_per_gpu":  # another price has not the range of the one given
                 cluster = replace(cluster, price_low=None, price_high=None)
             return replace(case, cluster=replaced(cluster, self.path, value))
-        return vary(case, self.path, self.text(value))
+        return with_change(case, self.path, self.text(value))
 
     def text(self, value: float) -> str:
         """The value as `--set` takes it, with all its digits."""

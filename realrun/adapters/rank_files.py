@@ -16,7 +16,7 @@ from realrun.algorithms import LocalUpdate
 from realrun.algorithms.outer_loop import mark_of
 from realrun.errors import CheckpointError, DamagedError
 from realrun.train import checkpoint
-from realrun.train.collective_errors import everywhere
+from realrun.train.collective_errors import run_on_all_ranks
 from realrun.train.folder import STATE, Saved, shown
 
 FOLDER = "local_updates"
@@ -61,7 +61,7 @@ def load(folder: Path, algorithm: LocalUpdate) -> None:
             )
         found.append((before, model, optimizers, own))
 
-    everywhere(_device(algorithm), f"cannot read {shown(folder)}", read)
+    run_on_all_ranks(_device(algorithm), f"cannot read {shown(folder)}", read)
     ((before, model, optimizers, own),) = found
     for optimizer, one in zip(algorithm.optimizers, optimizers, strict=True):
         optimizer.load_state_dict(one)

@@ -84,7 +84,7 @@ class PendingAverage:
         error = self._error(min(PERIOD, left) if notices else left)
         if error and notices and left > PERIOD:
             if not self.polls[len(self.polls) - len(self.waits)]():
-                notices.look(what, self.step, round=self.round)
+                notices.check(what, self.step, round=self.round)
                 return
             error = self._error(left)  # it has failed, or ended just after the time was up
         if error:

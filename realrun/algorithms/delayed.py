@@ -82,7 +82,7 @@ def stand(parts: Parts, anchor: Tensor, offset: Tensor, live: Tensor) -> None:
         offset[at].add_(live[at] - start)
 
 
-def keep_since(
+def local_progress_since(
     late: DelayedAveraging, delay: int, tau: int, launched: Tensor, live: Tensor, mean: Tensor
 ) -> None:
     """`launched` <- the offset: what is kept since the launch, and what is predicted for the rest.

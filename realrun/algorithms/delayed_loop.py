@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from realrun.algorithms.averaging import Average, PendingAverage
-from realrun.algorithms.delayed import DelayedAveraging, Rule, State, depart, keep_since, stand
+from realrun.algorithms.delayed import (
+    DelayedAveraging,
+    Rule,
+    State,
+    depart,
+    local_progress_since,
+    stand,
+)
 from realrun.algorithms.flat_parameters import Flat
 from realrun.algorithms.outer_loop import OuterLoop
 from realrun.algorithms.process_groups import WorkerGroups
@@ -197,7 +204,7 @@ class DelayedLoop(OuterLoop):
         if late.keeps == "all":
             own.add_(before).sub_(part.anchor).mul_(late.keep)
         else:
-            keep_since(late, launch.delay, self._tau, own, live, flight.vector)
+            local_progress_since(late, launch.delay, self._tau, own, live, flight.vector)
         if self._alone is not None:
             own.add_(self._alone[span].add_(before).sub_(part.anchor).mul_(0.5))
         self.publish(torch.add(part.anchor, own, out=live), span.start)

@@ -670,7 +670,7 @@ class LocalUpdate(Resumable, Ending):
         self._links.steps += 1
         last = counters.step >= self._tau
         try:
-            self._links.notices.glance()
+            self._links.notices.poll()
             self._after_local_step(last=last)
         except Co2simError as error:
             self._failure = error

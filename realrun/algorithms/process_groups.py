@@ -30,7 +30,7 @@ from realrun.errors import SITES, MismatchError, NonFiniteError, RankFailure, on
 PERIOD: Seconds = 0.5
 """How often one that waits looks for notes."""
 
-_GLANCE: Seconds = 1.0
+_POLL_INTERVAL: Seconds = 1.0
 """How often one that does not wait looks for notes."""
 
 _COUNT = "count"
@@ -79,7 +79,7 @@ class DepartureLog:
         number = next(_NUMBERS)
         self.ranks, self._steps = sorted(set(ranks)), steps
         self._me, self._left, self._met = 0, False, 0
-        self._glanced: Seconds = time.monotonic()
+        self._polled: Seconds = time.monotonic()
         self._store: PrefixStore | None = None
         if len(self.ranks) > 1:
             self._me = dist.get_rank()
@@ -191,20 +191,20 @@ class DepartureLog:
             )
         return absent
 
-    def look(self, what: str, step: int, *, round: int | None = None) -> None:  # noqa: A002
+    def check(self, what: str, step: int, *, round: int | None = None) -> None:  # noqa: A002
         """Raise RankFailure if someone left who will not come to what was launched after `step`."""
         if absent := self._absent(lambda steps: steps < step):
             raise self._failure(what, absent, round)
 
-    def glance(self) -> None:
+    def poll(self) -> None:
         """Raise RankFailure if someone has raised; once a second, as between two averages.
 
         Not for errors of ours, which others find themselves, or are told at the next average.
         """
         now = time.monotonic()
-        if self._store is None or now < self._glanced + _GLANCE:
+        if self._store is None or now < self._polled + _POLL_INTERVAL:
             return
-        self._glanced = now
+        self._polled = now
         if absent := [one for one in self.notes() if one.reason and not one.is_ours]:
             raise self._failure("training", absent, None)
 
@@ -499,7 +499,7 @@ class WorkerGroups:
                 while not self._ended(work, min(PERIOD, max(0.001, limit - time.monotonic()))):
                     if time.monotonic() > limit:
                         work.wait(timedelta(milliseconds=1))  # which says so
-                    self.notices.look(what, self.steps)
+                    self.notices.check(what, self.steps)
         return [float(one) for one in most]
 
     def _ended(self, work: dist.Work, seconds: float) -> bool:

@@ -46,7 +46,9 @@ class Place:
         return f"{self.op!r} of round {self.round}"
 
 
-def tell(store: Store, rank: int, reason: str, *, silent: bool = False, said: bool = False) -> None:
+def report_failure(
+    store: Store, rank: int, reason: str, *, silent: bool = False, said: bool = False
+) -> None:
     """Report to all that `rank` failed, and how: "was killed by SIGKILL".
 
     A silent rank cannot react any more: the launcher need not wait for it. One that has `said` what
@@ -58,7 +60,7 @@ def tell(store: Store, rank: int, reason: str, *, silent: bool = False, said: bo
     store.add(FAILURES, 1)
 
 
-def gone(store: Store) -> list[int]:
+def failed_ranks(store: Store) -> list[int]:
     """The ranks that were reported to be silent."""
     told = [
         json.loads(store.get(f"realrun/failure/{index}")) for index in range(store.add(FAILURES, 0))
@@ -178,7 +180,9 @@ class Watch:
     ) -> RankFailure:
         for rank in ranks or [self._rank]:
             self._quietly(
-                lambda rank=rank: tell(self._store, rank, reason, silent=silent, said=said)  # type: ignore[misc]
+                lambda rank=rank: report_failure(
+                    self._store, rank, reason, silent=silent, said=said
+                )  # type: ignore[misc]
             )
         self.failure = self.failure or failure(ranks, reason, place, said=said)
         return self.failure
@@ -400,8 +404,8 @@ def supervise(
                 first = min(failed, key=lambda one: (one.process.returncode > 0, one.rank))
                 deadline = time.monotonic() + grace
                 with suppress(RuntimeError):
-                    tell(store, first.rank, ending(first))
-                    late = _killed(running, gone(store))
+                    report_failure(store, first.rank, ending(first))
+                    late = _killed(running, failed_ranks(store))
             frozen = frozen or _frozen(running, ranks, hearts)
             if time.monotonic() >= deadline:
                 late, deadline = [*late, *running], float("inf")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from realrun.errors import CheckpointError, DamagedError
 from realrun.execute.world import World
-from realrun.train.collective_errors import everywhere
+from realrun.train.collective_errors import run_on_all_ranks
 from realrun.train.folder import (
     CHECKPOINTS,
     STATE,
@@ -95,9 +95,9 @@ def reading(checkpoint: Path, world: World, work: Callable[[], None]) -> None:
     a file is damaged.
     """
     try:
-        everywhere(world.device, unread(checkpoint), work)
+        run_on_all_ranks(world.device, unread(checkpoint), work)
     except DamagedError as error:
-        (instead, *_) = everywhere(
+        (instead, *_) = run_on_all_ranks(
             world.device, unread(checkpoint), lambda: "" if world.rank else offer(checkpoint)
         )
         raise DamagedError(f"{error}; {instead}", everywhere=True) from error
@@ -140,9 +140,9 @@ def write(
             _put(draft, place)
 
     try:
-        draft = place.with_name(everywhere(device, what, begin)[0])
-        written = everywhere(device, what, own)
-        everywhere(device, what, finish)
+        draft = place.with_name(run_on_all_ranks(device, what, begin)[0])
+        written = run_on_all_ranks(device, what, own)
+        run_on_all_ranks(device, what, finish)
     except BaseException:
         if rank == 0:
             _clean(place.parent)

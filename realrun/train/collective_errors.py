@@ -14,7 +14,7 @@ _CAUSE = 200
 """Characters of an error, at most."""
 
 
-def everywhere(device: torch.device, what: str, work: Callable[[], Any]) -> list[Any]:
+def run_on_all_ranks(device: torch.device, what: str, work: Callable[[], Any]) -> list[Any]:
     """Do `work` on all ranks; what it gave on each, as JSON. All ranks call it.
 
     They hear it over `device`. If it fails on any rank, all raise the same CheckpointError: `what`,

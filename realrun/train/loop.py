@@ -24,7 +24,7 @@ from realrun.execute.threads import short_collections
 from realrun.execute.world import World
 from realrun.launch.monitor import Place
 from realrun.train import checkpoint, outcome, support
-from realrun.train.collective_errors import everywhere
+from realrun.train.collective_errors import run_on_all_ranks
 from realrun.train.estimate import Estimator
 from realrun.train.folder import LOG, Resume
 from realrun.train.log import History, Log, LogRow, read
@@ -77,7 +77,7 @@ class Validation:
 
 
 @contextmanager
-def guarded(world: World, place: Place) -> Iterator[None]:
+def report_rank_errors(world: World, place: Place) -> Iterator[None]:
     """Work that others depend on, at a place that they can see.
 
     Raises RankFailure, with the ranks that are lost, when a collective fails, or with this one when
@@ -244,11 +244,11 @@ def train(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         model = task.model().to(world.device)
-    with guarded(world, Place(-1, 0, "start of the training")):
+    with report_rank_errors(world, Place(-1, 0, "start of the training")):
         method = build(settings, model, world)
     with method.outer or nullcontext():
         validation = Validation(task, method, world)
-        with guarded(world, Place(-1, 0, "start of the training")):
+        with report_rank_errors(world, Place(-1, 0, "start of the training")):
             estimator = Estimator(settings, task, method, world) if estimate else None
         run = _Training(settings, task, world, method, validation, identity, folder, estimator)
         run.begin(Resume() if resume is True else resume or None)
@@ -283,7 +283,7 @@ class _Training:
     def begin(self, resume: Resume | None) -> None:
         """Make ready: warm up, load the last checkpoint, open the log."""
         rows: tuple[LogRow, ...] = ()
-        with guarded(self.world, Place(-1, 0, "start of the training")):
+        with report_rank_errors(self.world, Place(-1, 0, "start of the training")):
             self.local.warm_up()
             if self.folder and resume:
                 last = resume.checkpoint(self.folder)
@@ -304,7 +304,7 @@ class _Training:
                 except CatalogError as error:
                     raise CheckpointError(str(error)) from error
 
-        everywhere(self.world.device, "cannot go on", look)
+        run_on_all_ranks(self.world.device, "cannot go on", look)
         return tuple(rows)
 
     def _go_on(self, last: Path) -> None:
@@ -419,5 +419,5 @@ class _Training:
     @contextmanager
     def _place(self, what: str) -> Iterator[None]:
         place = Place(self.step, self.step // self.settings.round, f"{what} {self.step}")
-        with guarded(self.world, place):
+        with report_rank_errors(self.world, place):
             yield

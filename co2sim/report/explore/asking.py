@@ -19,7 +19,7 @@ from co2sim.report.explore.question import Question, figures, lost
 from co2sim.report.html import render
 from co2sim.report.study_page import Study, page
 from co2sim.studies.candidates import command_of, with_tokens
-from co2sim.studies.grid import counts, varied
+from co2sim.studies.grid import gpu_counts, with_changes
 
 _LONG = 1000
 _MANY = 200
@@ -122,8 +122,8 @@ def question_of(view: PageView, files: Files, goal: Goal) -> Question:
     sets = {path.strip(): text for path, text in view.set.items()}
     files.check(sets)
     if view.gpus is not None:
-        counts(varied(job, sets), [view.gpus])
-    return Question(varied(job, given | sets), view.strategies, view.tokens, goal)
+        gpu_counts(with_changes(job, sets), [view.gpus])
+    return Question(with_changes(job, given | sets), view.strategies, view.tokens, goal)
 
 
 class Asker:

@@ -9,7 +9,7 @@ from co2sim.common.errors import Co2simError, OptionError, UnitError
 from co2sim.common.units import parse, parse_price
 from co2sim.prediction.case import Case
 from co2sim.report.explore.question import Question
-from co2sim.studies.grid import counts, settings
+from co2sim.studies.grid import gpu_counts, settings
 from co2sim.studies.targets import Axis, axis_of
 
 _PREFERRED = (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0)
@@ -102,7 +102,7 @@ def varying(question: Question, path: str, values: str) -> Control:
         raise OptionError(f"--vary {path}: a page is about those that --{path} gives")
     texts = [str(setting[path]) for setting in settings({path: values})]
     if path == "gpus":
-        counts(question.job, values)
+        gpu_counts(question.job, values)
     if len(texts) > _MAX_STOPS:
         raise OptionError(f"--vary {path} has {len(texts)} values; at most {_MAX_STOPS} are shown")
     places = tuple(i for i in range(len(question.strategies)) if question.takes(i, path))
@@ -141,7 +141,7 @@ def _number(case: Case, path: str, text: str) -> float | None:
 
 def _gpus(question: Question) -> Control:
     """Those that are given, or one node doubled up to the whole cluster."""
-    sizes = counts(question.job)[-_MAX_SIZES:]
+    sizes = gpu_counts(question.job)[-_MAX_SIZES:]
     now = question.job.gpus or sizes[-1]
     return _whole("gpus", "GPUs", [*sizes, now], now)
 

@@ -19,7 +19,7 @@ from co2sim.report.explore.controls import Control
 from co2sim.report.explore.grid import Exactness, ExploreGrid
 from co2sim.report.explore.question import MAX_STRATEGIES, Question
 from co2sim.report.tables import Answered
-from co2sim.studies.grid import label
+from co2sim.studies.grid import display_name
 
 _PACKAGE = "co2sim.report.explore"
 
@@ -33,7 +33,7 @@ def static_page(
     """A page that holds its grid; `cases` are those with which it begins."""
     first = cases[0][0].load()
     named = [
-        Answered(label(case.cluster), name, case, result, None)
+        Answered(display_name(case.cluster), name, case, result, None)
         for name, (case, result) in zip(question.titles, cases, strict=True)
     ]
     content = {

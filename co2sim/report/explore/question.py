@@ -18,7 +18,7 @@ from co2sim.prediction.totals import tokens_of
 from co2sim.report.bar_charts import parts
 from co2sim.strategies import Strategy, parse
 from co2sim.strategies.step import title
-from co2sim.studies.grid import strategy_title, varied
+from co2sim.studies.grid import strategy_title, with_changes
 
 MAX_STRATEGIES = 12
 """What a chart can tell apart."""
@@ -69,7 +69,7 @@ class Question:
     def case(self, place: int, settings: Settings) -> Case:
         """The case of the strategy at this place, with all settings that it takes."""
         asked = {path: text for path, text in settings.items() if self.takes(place, path)}
-        return varied(replace(self.job, strategy=self.strategies[place]), asked)
+        return with_changes(replace(self.job, strategy=self.strategies[place]), asked)
 
     def loaded(self, place: int, settings: Settings) -> Case:
         """As `case`, with objects for the cluster and the model: files are read once."""

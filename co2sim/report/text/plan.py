@@ -7,7 +7,7 @@ from typing import Any
 from co2sim.common.units import counted, scaled
 from co2sim.report.text.totals import amount, in_words
 from co2sim.studies.candidates import Candidate, Objective, Space, command_of, with_tokens
-from co2sim.studies.grid import label
+from co2sim.studies.grid import display_name
 from co2sim.studies.plan import Recommendation
 from co2sim.studies.sensitivity import BreakEven, Sensitivity
 
@@ -60,7 +60,7 @@ def _stopped(found: Recommendation) -> str:
 def _told(option: Candidate) -> str:
     case, found = option.case, option.totals
     text = (
-        f"{counted(option.result.gpus, 'GPU')} of {label(case.cluster)} with"
+        f"{counted(option.result.gpus, 'GPU')} of {display_name(case.cluster)} with"
         f" {option.result.strategy}, micro-batch {case.micro_batch} x"
         f" {option.result.accumulation}"
     )
@@ -215,7 +215,7 @@ def plain(
 def _option(option: Candidate, wanted: Objective) -> dict[str, Any]:
     case = option.case
     return {
-        "cluster": label(case.cluster),
+        "cluster": display_name(case.cluster),
         "strategy": option.result.strategy,
         "gpus": option.result.gpus,
         "micro_batch": case.micro_batch,

@@ -18,7 +18,7 @@ from co2sim.models.workload import AttentionKernel, Recompute
 from co2sim.prediction import notes
 from co2sim.prediction.case import Case, LoadedCase, schedule_of
 from co2sim.prediction.figures import INTERVAL, list_of
-from co2sim.prediction.intervals import Interval, undecided
+from co2sim.prediction.intervals import Interval, overlaps
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
 from co2sim.prediction.totals import totals_of
@@ -440,7 +440,7 @@ def not_told_apart(named: Sequence[tuple[str, Result]]) -> str:
     pairs = [
         f"{one} and {other}"
         for (one, first), (other, second) in pairwise(ranked)
-        if undecided(interval_of(first), interval_of(second))
+        if overlaps(interval_of(first), interval_of(second))
     ]
     if not pairs:
         return ""

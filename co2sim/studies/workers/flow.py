@@ -114,7 +114,7 @@ _LOOK: Seconds = 5.0
 _KILLED = "its process was killed, perhaps for want of memory"
 
 
-def through(
+def run_flow(
     pool: Pool,
     items: Iterable[Item],
     function: Callable[[Any], Any],

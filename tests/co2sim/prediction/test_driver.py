@@ -163,9 +163,9 @@ def test_the_last_used_are_kept(steps: list[tuple[bool, int]], most: int) -> Non
     kept: list[int] = []
     for keeps, number in steps:
         if keeps and number not in kept:
-            assert recent.keep(number, f"answer {number}") == f"answer {number}"
+            assert recent.put(number, f"answer {number}") == f"answer {number}"
             kept = [number, *kept][:most]
-        found = recent.find(number)
+        found = recent.get(number)
         assert found == (f"answer {number}" if number in kept else None)
         if found:
             kept = [number, *(other for other in kept if other != number)]

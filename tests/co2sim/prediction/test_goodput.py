@@ -25,14 +25,14 @@ from co2sim.prediction.goodput import (
     Restart,
     Saving,
     Trained,
-    apart,
     best_interval,
     daly,
     erlang_loss,
     goodput_of,
     goodput_where,
+    independent_worker_shares,
     missing,
-    together,
+    whole_job_shares,
     young,
 )
 
@@ -81,8 +81,8 @@ def test_shares_sum_to_one(
     """All of the time is accounted for, to 1e-9, and nothing is negative."""
     after = Restart(restart=down, spares=spares, repair=repair)
     for shares in (
-        together(rate, every, Saving(blocking=blocking, writing=writing), after),
-        apart(rate, 4, every, after, blocking),
+        whole_job_shares(rate, every, Saving(blocking=blocking, writing=writing), after),
+        independent_worker_shares(rate, 4, every, after, blocking),
     ):
         values = list(astuple(shares))
         assert sum(values) == pytest.approx(1, abs=1e-9)
@@ -96,7 +96,7 @@ def test_the_best_interval_is_the_best(rate: float, blocking: float) -> None:
     best = best_interval(rate, saving)
 
     def useful(every: float) -> float:
-        return together(rate, every, saving, after).useful
+        return whole_job_shares(rate, every, saving, after).useful
 
     assert useful(best) >= useful(best * 1.01)
     assert useful(best) >= useful(best / 1.01)
@@ -124,9 +124,9 @@ def test_erlang_loss_is_that_of_the_tables() -> None:
 def test_hopeless_and_wrong_numbers_are_refused() -> None:
     """One line that says what."""
     with pytest.raises(OptionError, match="nothing gets"):
-        together(1.0, 1e6, Saving(blocking=1.0), Restart())
+        whole_job_shares(1.0, 1e6, Saving(blocking=1.0), Restart())
     with pytest.raises(OptionError, match="write less often"):
-        together(1e-6, 10.0, Saving(blocking=0.0, writing=20.0), Restart())
+        whole_job_shares(1e-6, 10.0, Saving(blocking=0.0, writing=20.0), Restart())
     with pytest.raises(OptionError, match=r"node.* is -1"):
         Rates(node=-1)
 
@@ -156,7 +156,7 @@ def test_what_is_synchronous_goes_back_to_a_checkpoint() -> None:
     assert found.whole.saving == Saving(blocking=2.0, writing=written)
     assert found.whole.after.down == pytest.approx(300 + state / (8 * READ_PER_NODE))
     assert found.useful == pytest.approx(
-        together(rate, found.whole.every, found.whole.saving, found.whole.after).useful
+        whole_job_shares(rate, found.whole.every, found.whole.saving, found.whole.after).useful
     )
     large = goodput_where(replace(failures, host_bandwidth=1e8), JOB)
     assert large.whole.saving.blocking == pytest.approx(state / 64 / 1e8)
@@ -233,7 +233,7 @@ def test_the_interval_is_the_best_for_copies_in_the_background_too(
     least = max(whole.saving.writing - whole.saving.blocking, JOB.round_time)
 
     def useless(every: float) -> float:
-        return -together(whole.rate, every, whole.saving, whole.after).useful
+        return -whole_job_shares(whole.rate, every, whole.saving, whole.after).useful
 
     high = 10 * hours * HOUR + 10 * least
     best = minimize_scalar(useless, bounds=(least, high), method="bounded")

@@ -31,7 +31,7 @@ from co2sim.prediction.intervals import (
     kind_errors,
     kind_of,
     other_errors,
-    undecided,
+    overlaps,
 )
 from co2sim.strategies import parse
 
@@ -225,10 +225,10 @@ def test_elsewhere_the_interval_is_that_of_errors_on_published_runs() -> None:
 def test_intervals_that_overlap_leave_the_order_undecided() -> None:
     """Those that touch, too; a prediction without interval is never called undecided."""
     one, other = Interval(1.0, 2.0, ""), Interval(2.0, 3.0, "")
-    assert undecided(one, other)
-    assert undecided(other, one)
-    assert not undecided(one, Interval(2.1, 3.0, ""))
-    assert not undecided(one, Interval(None, None, ""))
+    assert overlaps(one, other)
+    assert overlaps(other, one)
+    assert not overlaps(one, Interval(2.1, 3.0, ""))
+    assert not overlaps(one, Interval(None, None, ""))
 
 
 # --- which runs are near -----------------------------------------------------------------------

@@ -106,7 +106,7 @@ def test_every_stage_runs_every_pass_once_and_holds_what_it_says(
             else:
                 under_way.add((one.chunk, one.micro))
             most = max(most, len(under_way))
-        assert most == pipeline.held(stage)
+        assert most == pipeline.microbatches_in_flight(stage)
 
 
 @given(st.sampled_from([1, 2]), st.sampled_from([1, 2]))

@@ -33,7 +33,7 @@ MOST = 500_000
 
 def traced(strategy: str, **options: Any) -> tuple[Schedule, Trace]:
     """A small model on two nodes."""
-    return driver.trace(driver.describe(*GPT, strategy, gpus=16, **options))
+    return driver.trace(driver.make_case(*GPT, strategy, gpus=16, **options))
 
 
 def checked(chart: Any, *, draw: bool = False) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import totals, totals_of
 from co2sim.studies import plan as search_module
 from co2sim.studies.candidates import Candidate, Objective, Space, Want, candidates, fits
-from co2sim.studies.grid import label, strategy_title
+from co2sim.studies.grid import display_name, strategy_title
 from co2sim.studies.plan import Recommendation, front, plan
 from co2sim.studies.sensitivity import break_even
 
@@ -133,7 +133,7 @@ def test_it_finds_what_simulating_all_candidates_finds(
         assert found.choice.score(want) == min(option.score(want) for option in all_)
     groups: dict[object, float] = {}
     for option in all_:
-        key = label(option.case.cluster), strategy_title(option.case.strategy)
+        key = display_name(option.case.cluster), strategy_title(option.case.strategy)
         groups[key] = min(groups.get(key, math.inf), option.score(want))
     ranked = sorted(groups.values())
     assert [option.score(want) for option in found.best][:2] == ranked[:2]

@@ -166,12 +166,12 @@ def test_every_field_of_a_case_and_of_a_cluster_can_vary() -> None:
     """The paths follow from the dataclasses, and no list has to be kept."""
     case = Case(**SMALL, strategy="ddp")
     for path, value in {"fold": "false", "optimizer": "sgd", "rounds": 3, "seed": "4"}.items():
-        assert grid.vary(case, path, value) != case
+        assert grid.with_change(case, path, value) != case
     for path in ("channels", "sites", "backend", "price_per_gpu", "gpu", "name"):
-        assert grid.vary(case, path, "1").overrides == {path: "1"}
+        assert grid.with_change(case, path, "1").overrides == {path: "1"}
     for path in ("inter", "wan", "intra", "overrides", "noise", "node_speed"):
         with pytest.raises(OptionError, match="nothing is called"):
-            grid.vary(case, path, "1")
+            grid.with_change(case, path, "1")
 
 
 def test_scale_gives_clusters_by_strategies_by_counts() -> None:

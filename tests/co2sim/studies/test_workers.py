@@ -100,7 +100,7 @@ def test_dask_gives_the_bytes_of_one_process_and_loses_nothing_with_a_worker(
             found = {}
             inputs = Inputs()
             items = ((n, inputs.inlined(case)) for n, case in enumerate(many))
-            for place, outcome in batch.spread(pool, items, batch.outcome_of, len(many)):
+            for place, outcome in batch.run_on_pool(pool, items, batch.outcome_of, len(many)):
                 found[place] = outcome
                 if len(found) == 5:
                     workers[0].kill()
@@ -179,7 +179,7 @@ def test_a_killed_process_loses_nothing(tmp_path: Path) -> None:
     many = cases(8)
     with opened(Engine(jobs=2), len(many)) as pool:
         assert pool is not None
-        found = dict(batch.spread(pool, enumerate(many), once, len(many)))
+        found = dict(batch.run_on_pool(pool, enumerate(many), once, len(many)))
     assert mark.exists()
     assert [found[place] for place in range(8)] == [run(case) for case in many]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st  # noqa: E402 - needs torch
 from local_problem import loss, network, optimizer, train, vector  # noqa: E402 - needs torch
 
 from realrun.algorithms import CO2, OptionError  # noqa: E402 - needs torch
-from realrun.algorithms.delayed import DelayedAveraging, depart, keep_since, stand  # noqa: E402 - needs torch
+from realrun.algorithms.delayed import DelayedAveraging, depart, local_progress_since, stand  # noqa: E402 - needs torch
 from realrun.algorithms.delayed_loop import AutoDelay, Launch  # noqa: E402 - needs torch
 
 
@@ -68,7 +68,7 @@ def test_with_all_kept_the_mean_moves_as_in_local_sgd(steps: tuple[int, int], se
         if k == flying + d and flying > 0:
             anchor = anchor - mean
             for i in range(workers):
-                keep_since(late, d, tau, own[i], x[i], mean)
+                local_progress_since(late, d, tau, own[i], x[i], mean)
                 x[i] = anchor + own[i]
         np.testing.assert_allclose(torch.stack(x).mean(0), plain, rtol=0, atol=1e-12)
         if k % tau == 0:

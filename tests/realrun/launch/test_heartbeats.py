@@ -7,7 +7,7 @@ import pytest
 
 from realrun.errors import RankFailure
 from realrun.launch import monitor
-from realrun.launch.monitor import Place, Watch, tell
+from realrun.launch.monitor import Place, Watch, report_failure
 
 HERE, STEP, AHEAD = Place(7, 1, "average"), Place(39, 9, "step 39"), Place(40, 10, "step 40")
 BACKWARD = Place(5, 1, "backward.head")
@@ -90,8 +90,8 @@ def test_the_first_rank_that_was_told_to_have_failed_is_named(
     store: Memory, three: list[Watch]
 ) -> None:
     """A launcher that saw it die has the first word; what fails because of that is not blamed."""
-    tell(store, 2, "was killed by SIGKILL")
-    tell(store, 1, "exited with code 1")
+    report_failure(store, 2, "was killed by SIGKILL")
+    report_failure(store, 1, "exited with code 1")
     found = three[0].lost(HERE, range(3), RuntimeError("connection closed"))
     assert str(found).startswith("rank 2 was killed by SIGKILL")
     assert found.ranks == (2,)
@@ -104,7 +104,7 @@ def test_a_silent_heart_is_named(store: Memory, three: list[Watch], beating: lis
     found = three[0].lost(HERE, range(3), RuntimeError("timed out"))
     assert str(found) == "rank 2 gives no sign of life; stopped in 'average' of round 1"
     assert (found.ranks, found.op, found.round) == ((2,), "average", 1)
-    assert monitor.gone(store) == [2]  # which a launcher kills at once
+    assert monitor.failed_ranks(store) == [2]  # which a launcher kills at once
     monitor.time.sleep(0.5)
     assert three[1].failure is not None
     assert three[1].failure.ranks == (2,)
@@ -171,14 +171,14 @@ def test_only_a_collective_that_failed_blames_who_is_elsewhere(
 ) -> None:
     """Gloo raises plain RuntimeErrors; what they say tells them from errors of a rank's own."""
     torch = pytest.importorskip("torch")
-    from realrun.train.loop import guarded  # noqa: PLC0415 - torch
+    from realrun.train.loop import report_rank_errors  # noqa: PLC0415 - torch
 
     if isinstance(error, str):
         module = torch.distributed if "." in error else torch
         error = getattr(module, error.rpartition(".")[2])("CUDA out of memory, or no answer")
     three[1].enter("training", AHEAD)
     world: Any = SimpleNamespace(watch=three[0], layout=SimpleNamespace(world_size=2))
-    with pytest.raises(RankFailure) as found, guarded(world, STEP):
+    with pytest.raises(RankFailure) as found, report_rank_errors(world, STEP):
         raise error
     assert found.value.ranks == (blamed,)
     if blamed:
