@@ -15,7 +15,7 @@ from co2sim.common.validation import above, at_least
 from co2sim.schedule.schedule import DType
 
 BAD_INPUT = (OptionError, CatalogError, ScheduleError, UnitError)
-"""Errors whose exit code is 2, as of every command of ours, also where ranks have begun."""
+"""Errors whose exit code is 2, as of every command here, also where ranks have begun."""
 
 
 class LabError(Co2simError):

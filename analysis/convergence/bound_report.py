@@ -260,7 +260,7 @@ def _cells(line: DelayLine) -> tuple[str, ...]:
 
 
 def _verdict(setting: Setting, found: Allowed) -> str:
-    """How late an average may be used, in words."""
+    """How late an average may be used, as a text."""
     tau, most = setting.local_steps, f"{1 + found.price:.4g} times that of waiting for it"
     if found.steps is None or found.feasible is None:
         return "There is no bound even for waiting for the average, at this inner step."

@@ -216,7 +216,7 @@ class RunSize:
     """How much is run: `workers` is G, `rounds` T, `local_steps` tau, every seed a run of its own.
 
     `delay` is how many rounds late the average of a round is used: 1 or more is CO2, 0 is SlowMo.
-    With `late_steps` it is used so many local steps late instead, without a restart.
+    With `late_steps` it is used that many local steps late instead, without a restart.
     """
 
     workers: int

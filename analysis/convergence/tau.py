@@ -368,7 +368,7 @@ def tau_to_dict(
 
 
 def _cell(timing: Timing, choices: Sequence[Choice]) -> str:
-    """The bound of a row, which is told from others by what it is, not by its tau."""
+    """The bound of a row, which is identified by what it is, not by its tau."""
     for choice in choices:
         if choice.timing is timing:
             return f"{choice.bound.total:.4g}{' *' if choice is best(choices) else '  '}"

@@ -478,7 +478,7 @@ def recorded(cluster: Cluster, changes: Sequence[str] = ()) -> Iterator[Fact]:
 
 
 def _leaves(path: str, value: object) -> Iterator[tuple[str, Any]]:
-    """Values at dotted paths; without those that nobody stated."""
+    """Values at dotted paths; without those that were not stated."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _leaves(f"{path}.{name}" if path else str(name), inner)

@@ -70,7 +70,7 @@ class Fit:
 
 
 def kinds_of(cells: Sequence[Cell]) -> tuple[str, ...]:
-    """The kinds of the runs behind cells, in words."""
+    """The kinds of the runs behind cells, as a text."""
     return tuple(sorted({str(kind) for cell in cells if (kind := run_kind(cell.setup))}))
 
 

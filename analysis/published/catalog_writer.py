@@ -162,7 +162,7 @@ def _short(value: float) -> float:
 
 
 def _rounded(value: float, digits: int = 4) -> Any:
-    """A number as TOML, with so many digits behind the point."""
+    """A number as TOML, with a number of digits behind the point."""
     import tomlkit  # noqa: PLC0415 - only to write
 
     return tomlkit.value(f"{value:.{digits}f}")

@@ -341,7 +341,7 @@ class PublishedRun:
     strategy: str
 
     def term(self, paper: Paper, gpus: int) -> Term:
-        """Its throughput on so many GPUs, with what the paper leaves open."""
+        """Its throughput on a number of GPUs, with what the paper leaves open."""
         tokens, sequences = paper.setting("tokens_per_gpu"), paper.simulation.micro_batch
         if tokens % sequences:
             raise OptionError(f"{tokens} tokens per GPU are not {sequences} equal sequences")
@@ -409,7 +409,7 @@ _TOKENS = (1024, 2048)
 """Tokens per GPU of the figure that states a ratio over all its bars."""
 
 _RATIO_TOKENS = 2048
-"""Tokens per GPU of the figure that states ratios in words."""
+"""Tokens per GPU of the figure that states ratios as texts."""
 
 _RATIO_ROUNDING = 0.1
 """What "similar throughput" leaves open."""
@@ -505,7 +505,7 @@ def speedup_cell(paper: Paper, row: SpeedupCell) -> Cell | str:
 
 
 def throughput_ratio_cell(paper: Paper, row: ThroughputRatioCell) -> Cell:
-    """In words: as fast as the baseline on another cluster."""
+    """Stated in a sentence: as fast as the baseline on another cluster."""
     size, tokens = _size(row.model), _RATIO_TOKENS
     here, there = _links(row.cluster), _links(row.baseline_cluster)
     return Cell(

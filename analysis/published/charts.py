@@ -11,7 +11,7 @@ from co2sim.common.units import figures, percent
 from co2sim.report.chart_style import HEIGHT, PALETTE, ROW, TEXT, Rows, Spec, cycled, data, spec
 
 FITTED = {"fit": "fitted", "check": "not fitted"}
-"""What the use of a cell means, in words."""
+"""What the use of a cell means, as a text."""
 
 _SHAPES = {"not fitted": "circle", "fitted": "square"}
 _LABELS = alt.Axis(labelExpr="split(datum.label, ', ')", labelLimit=220)

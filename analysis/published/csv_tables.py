@@ -97,7 +97,7 @@ def from_csv(
 ) -> list[Cell]:
     """The cells of a table in one of the formats of the published data, or in those of `sources`.
 
-    `say` is told of rows without a published number, which are left out.
+    `say` gets rows without a published number, which are left out.
 
     Raises CatalogError for another table, for a row that cannot be read, and for one that stands
     there twice, with file and line.

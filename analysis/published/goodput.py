@@ -47,7 +47,7 @@ class _Published(BaseModel):
 
 
 class MeanTime(_Published):
-    """Time between failures of a job of so many GPUs, with the rates of an entry of the catalog."""
+    """Time between failures of a job on some GPUs, with the rates of a catalog entry."""
 
     quantity: Literal["mean_time_to_failure"]
     failures: str
@@ -165,7 +165,7 @@ def _number(cell: GoodputCell, unit: Literal["s", ""]) -> float:
 def _pause(cells: list[GoodputCell]) -> Seconds:
     """How long one learner stops for a failure, from the cell that is an input.
 
-    With nothing but pauses, which begin anew where something fails meanwhile, exp(-rate pause) of
+    With nothing but pauses, which begin again where something fails meanwhile, exp(-rate pause) of
     the time is useful.
     """
     given = [cell for cell in cells if isinstance(cell, Learners) and cell.use == "input"]

@@ -1,6 +1,6 @@
 """How CO2's predictions depend on what was assumed: tokens per GPU and step, and communication.
 
-Under each assumption the two constants are set anew on the two fit cells, AdamW on 8 and on 16
+Under each assumption the two constants are set again on the two fit cells, AdamW on 8 and on 16
 GPUs, and the other cells are predicted. Where no value of a constant within its bounds reproduces
 its fit cell, the constant stays at the nearer bound, and `missed` is the error that is left.
 """

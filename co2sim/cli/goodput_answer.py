@@ -1,4 +1,4 @@
-"""`co2sim goodput`: what part of the time is useful where things fail, in words and as a table."""
+"""`co2sim goodput`: what part of the time is useful where things fail, as sentences and a table."""
 
 import json
 import math

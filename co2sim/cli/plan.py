@@ -125,7 +125,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
 
 
 def _tokens(tokens: float | None, steps: int | None, space: Space) -> float:
-    """What ddp would train: given, or so many steps of the global batch."""
+    """What ddp would train: given, or a number of steps of the global batch."""
     if (tokens is None) == (steps is None):
         raise OptionError("give --tokens 1e12, say, or --to-loss-steps; not both")
     if tokens is not None:

@@ -1,4 +1,4 @@
-"""`co2sim plan`: what to buy, or how to run what there is, in words and as tables."""
+"""`co2sim plan`: what to buy, or how to run what there is, as sentences and tables."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`co2sim solve`: which value of a number reaches a target, in words and as tables."""
+"""`co2sim solve`: which value of a number reaches a target, as sentences and tables."""
 
 import json
 from collections.abc import Sequence
@@ -151,5 +151,5 @@ def _print_levers(out: Console, found: dict[str, list[Sensitivity]]) -> None:
         for strategy, each in found.items()
         for lever in each
     ]
-    columns = ["strategy", "number", "tokens/s", "as so many GPUs", "worth per hour"]
+    columns = ["strategy", "number", "tokens/s", "as a number of GPUs", "worth per hour"]
     print_table(out, title, columns, rows, left=2)

@@ -185,7 +185,7 @@ Version = Annotated[
 
 
 def _print_version() -> None:
-    from co2sim.common.version import own_version  # noqa: PLC0415 - 30 ms, only where somebody asks
+    from co2sim.common.version import own_version  # noqa: PLC0415 - 30 ms, only when asked for
 
     print(own_version())
     raise typer.Exit

@@ -1,7 +1,7 @@
 """Convert values that users give to the types that dataclasses declare.
 
 A count may be 16, 16.0, "16" or NumPy's 16; a name may be a path. What could mean two things is
-refused in words.
+refused with a reason.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The exceptions of co2sim: one tree, one line each, in words."""
+"""The exceptions of co2sim: one tree, and one line of text each."""
 
 import re
 from collections.abc import Iterable
@@ -69,7 +69,7 @@ def has_control(text: str) -> bool:
 
 
 def cut(text: str, most: int) -> str:
-    """At most so many characters of a text: both ends of a longer one."""
+    """At most a number of characters of a text: both ends of a longer one."""
     if len(text) <= most:
         return text
     kept = most - len(_LEFT_OUT)
@@ -77,7 +77,7 @@ def cut(text: str, most: int) -> str:
 
 
 def given(value: object) -> str:
-    """A value that somebody gave, for a message: as Python writes it, and not too long."""
+    """A value from a user, for a message: as Python writes it, and not too long."""
     text = value if isinstance(value, str) else repr(value)
     short = cut(text, _LONGEST_VALUE)
     return repr(short) if isinstance(value, str) else short

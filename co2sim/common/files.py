@@ -32,7 +32,7 @@ _AT_ONCE = 1 << 20
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | os.O_CLOEXEC
 """Opening a pipe must not wait for its writer."""
 _DRAFT = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-"""A new file, never one that somebody put there."""
+"""A new file, never one that exists."""
 
 
 def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
@@ -78,7 +78,7 @@ def is_folder(path: Path) -> bool:
 
 
 def is_below(path: Path, folder: Path) -> bool:
-    """Whether a path is in a folder or deeper, wherever links lead; False if nobody can say."""
+    """Whether a path is in a folder or deeper, wherever links lead; False if that is not known."""
     try:
         return path.resolve().is_relative_to(folder.resolve())
     except (OSError, RuntimeError, ValueError):  # links in a ring, a NUL in a name

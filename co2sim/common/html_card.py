@@ -33,7 +33,7 @@ def card(
     columns: Sequence[str] = (),
     remarks: Sequence[str] = (),
 ) -> str:
-    """HTML: the answer in words, the first rows of a table, and remarks. All texts are escaped."""
+    """HTML: the answer, the first rows of a table, and remarks. All texts are escaped."""
     import jinja2  # noqa: PLC0415 - 30 ms that only a notebook needs
     from markupsafe import Markup  # noqa: PLC0415 - comes with it
 

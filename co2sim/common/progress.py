@@ -1,4 +1,4 @@
-"""Progress on stderr, where somebody looks at it."""
+"""Progress on stderr, if that is a terminal."""
 
 import sys
 import time
@@ -16,7 +16,7 @@ Done: TypeAlias = Callable[[int, int], None]
 
 
 class Bar(Protocol):
-    """A bar on the terminal: a `Done` that may also say in words where the work stands."""
+    """A bar on the terminal: a `Done` that may also show a text on where the work stands."""
 
     def __call__(self, done: int, total: int, words: str = "") -> None: ...  # noqa: D102
 

@@ -18,7 +18,7 @@ _processes = 1
 
 
 def share_memory(processes: int) -> None:
-    """Let this process, one of so many workers, take its part only."""
+    """Let this process, one of several workers, take its part only."""
     global _processes  # noqa: PLW0603 - a fact about the process
     _processes = processes
 

@@ -258,7 +258,7 @@ class Quantity:
     most: float | None = None
 
     def allowed_for(self, value: float) -> str:
-        """The range in words: `at least 1 B/s`, `above 0 and at most 1`; or why it is absurd."""
+        """The range as a text: `at least 1 B/s`, `above 0 and at most 1`; or why it is absurd."""
         unit = f" {self.unit}" if self.unit else ""
         if value > (self.least or 0) and self._absurd(value) and value <= (self.most or math.inf):
             return self._sane + unit

@@ -41,7 +41,7 @@ def own_identity() -> Identity:
 
 
 def own_version() -> str:
-    """The version; "not installed" for a copy of the files that nobody installed."""
+    """The version; "not installed" for a copy of the files that is not installed."""
     from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415 - as above
 
     try:

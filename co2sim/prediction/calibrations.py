@@ -117,7 +117,7 @@ def ranges_from(entry: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, 
 
 
 def describe_extrapolation(run: Mapping[str, float], known: Ranges, *, wide: bool = False) -> str:
-    """In words, which figures are far from known runs, such as "16,384 GPUs, there 8 to 512".
+    """A text: which figures are far from known runs, such as "16,384 GPUs, there 8 to 512".
 
     Empty where none is. A figure that no known run has is not compared. `wide` is for an interval
     of a kind, which tells of more than that of a fit.

@@ -44,7 +44,7 @@ class Rates:
             at_least(f"failures of a {name} per second", getattr(self, name), 0)
 
     def of(self, gpus: int, nodes: int, switches: int = 0) -> float:
-        """Failures per second of so many parts, with those of one job."""
+        """Failures per second of a number of parts, with those of one job."""
         return self.gpu * gpus + self.node * nodes + self.switch * switches + self.job
 
 
@@ -111,7 +111,7 @@ def whole_job_shares(rate: float, every: Seconds, saving: Saving, after: Restart
     """Where one failure stops all, and all go back to the last copy: DDP, ZeRO, FSDP.
 
     `rate` is that of failures per second of the whole job, `every` the work between two copies.
-    Failures while the job restarts begin the restart anew. Waiting for nodes is Erlang's loss
+    Failures while the job restarts begin the restart again. Waiting for nodes is Erlang's loss
     formula, whatever the distribution of repairs. Raises OptionError where nothing gets done.
     """
     at_least("failures per second", rate, 0)
@@ -183,7 +183,7 @@ def daly(rate: float, blocking: Seconds) -> Seconds:
 
 
 def erlang_loss(servers: int, load: float) -> float:
-    """Erlang's B: how often all of so many nodes are away, with `load` away on average."""
+    """Erlang's B: how often all of a number of nodes are away, with `load` away on average."""
     blocked = 1.0
     for number in range(1, servers + 1):
         blocked = load * blocked / (number + load * blocked)
@@ -228,7 +228,7 @@ def nested_shares(outer: Shares, inner: Shares) -> Shares:
 
     Of local updates: `outer` is what stops all of them, `inner` what stops one worker. What all
     lose is lost whatever it was. Exact where the workers are as often away after a restart of all
-    as ever; they all begin anew there, so it is pessimistic by about a failure of one for each.
+    as ever; they all begin again there, so it is pessimistic by about a failure of one for each.
     """
     part = outer.useful
     return Shares(
@@ -335,7 +335,7 @@ def shares_of(whole: WholeJob, workers: FailingWorkers | None) -> Shares:
 
 
 def missing(load: float, spares: int) -> float:
-    """Nodes that are missing on average, with `load` under repair and so many spares.
+    """Nodes that are missing on average, with `load` under repair and a number of spares.
 
     The excess of a Poisson count over `spares` (M/G/infinity): E[(X - s)+] = load P(X >= s) -
     s P(X >= s + 1). As long as few are away: those away are taken to fail on.
@@ -551,7 +551,7 @@ def _rates(failures: Failures, factor: float) -> Rates:
 
 
 def _of(gpus: int, per_switch: int | None) -> int:
-    """Switches of so many GPUs."""
+    """Switches of a number of GPUs."""
     return -(-gpus // per_switch) if per_switch else 0
 
 

@@ -77,7 +77,7 @@ def generation(gpu: str) -> str | None:
 
 
 def why_not_comparable(strategy: Strategy, layout: Layout, known: Collection[str]) -> str:
-    """In words, what a strategy gathers otherwise than those of these names; empty if nothing.
+    """A text: what a strategy gathers otherwise than those of these names; empty if nothing.
 
     When blocks are gathered is the framework's own: what is known of FSDP, over all ranks, is not
     known of DeepSpeed's ZeRO-3, nor of groups. Gradients and averages are sent as a whole.
@@ -126,7 +126,7 @@ TAIL = 1.645
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Ends of a 90 % interval, both None for what was measured, and its source in words."""
+    """Ends of a 90 % interval, both None for what was measured, and its source as a text."""
 
     low: float | None
     high: float | None
@@ -241,7 +241,7 @@ def interval_halfwidths(sums: tuple[float, float], scatter: float) -> tuple[floa
 def beyond_fit(
     fit: Calibration, strategy: Strategy, layout: Layout, run: Mapping[str, float]
 ) -> str:
-    """In words, what is far from the runs of a fit; empty where the fit tells of the run."""
+    """A text: what is far from the runs of a fit; empty where the fit tells of the run."""
     far = (
         why_not_comparable(strategy, layout, fit.strategies),
         describe_extrapolation(run, fit.ranges),
@@ -252,7 +252,7 @@ def beyond_fit(
 def nearest_errors(
     kind: RunKind | None, run: Mapping[str, float], *, told: bool = False
 ) -> tuple[KindErrors, str]:
-    """Errors on published runs, and which, in words: of the kind where the run is near, else all.
+    """Errors on published runs, and their name: of the kind where the run is near, else all.
 
     What is far from runs of the kind is left out where it has been `told`.
     """
@@ -275,7 +275,7 @@ def calibration_of(cluster: Cluster, kind: RunKind) -> Calibration | None:
 
 
 def faster(cluster: Cluster, compute: float = 1.0, communication: float = 1.0) -> Cluster:
-    """The cluster with all computation, or all communication, so many times as fast."""
+    """The cluster with all computation, or all communication, faster by a factor."""
     gpu = cluster.gpu
     peak = {name: speed * compute for name, speed in gpu.peak.items()}
     gpu = replace(
@@ -324,7 +324,7 @@ def kind_errors() -> Mapping[RunKind | None, KindErrors]:
 
 @cache
 def other_errors() -> KindErrors:
-    """Errors on a run of a kind that nobody has published: those of all kinds, each alike."""
+    """Errors on a run of a kind without published runs: those of all kinds, each alike."""
     return _read(_record()["other"])
 
 

@@ -24,7 +24,7 @@ _MIN_GAIN = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """What keeps blocks from being gathered ahead, in words, and a strategy without it."""
+    """What keeps blocks from being gathered ahead, as a text, and a strategy without it."""
 
     words: str
     better: Strategy
@@ -194,7 +194,7 @@ ALIKE = (IDLE_RECOMPUTE, IDLE_CHECKPOINTING, EAGER_ATTENTION, EAGER_LOSS, SCALE)
 def remarks(
     cluster: Cluster, job: Workload, blocks: Sequence[Block], noise: Noise, gpus: int
 ) -> tuple[str, ...]:
-    """Those on a job of `blocks` on so many GPUs, of which `cluster` may be one stage."""
+    """Those on a job of `blocks` on `gpus` GPUs, of which `cluster` may be one stage."""
     plain = cluster.gpu.kernels is None
     scores, logits = any(block.scores for block in blocks), any(block.logits for block in blocks)
     even = not (cluster.interference or cluster.node_spread or cluster.step_spread)

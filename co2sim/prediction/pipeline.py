@@ -274,7 +274,7 @@ def _stage(
 
 
 def _by_chunk(times: Sequence[Seconds], counts: Sequence[int]) -> tuple[Seconds, ...]:
-    """The times of so many blocks after each other, summed."""
+    """The sum of the times of several blocks, one after the other."""
     rest = iter(times)
     return tuple(sum(islice(rest, count)) for count in counts)
 

@@ -1,4 +1,4 @@
-"""What it takes to train so many tokens: time, GPU-hours, money, energy, carbon.
+"""What a training of a number of tokens takes: time, GPU-hours, money, energy, carbon.
 
 Pure functions over results. A step of local updates is worth less than one of DDP, so that these
 methods train more tokens (`step_factors`). For the power see `power`.
@@ -28,7 +28,7 @@ EXAMPLES = {"price_per_gpu": "2.5 USD/h", **power.NEEDED, "grid_intensity": "56 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What it takes to train so many tokens, or what the model calls its units.
+    """What a training of a number of tokens, or of the model's units, takes.
 
     `tokens` are those that DDP would train, `trained` those that this strategy trains: times
     `factor`. `goodput` is the share of the time that is useful work; 1 where no failures are named.

@@ -228,7 +228,7 @@ def front(
     *,
     hours: bool = False,
 ) -> Spec | None:
-    """Days against money, with intervals; None where nothing has a price, or nobody asked.
+    """Days against money, with intervals; None without prices, or without totals.
 
     With `hours` GPU-hours stand for money where nothing has a price. `marked` are cases with the
     words beside them, `limits` the most days and the most money, by those names.

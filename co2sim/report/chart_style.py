@@ -111,7 +111,7 @@ def by_strategy(names: Sequence[str]) -> tuple[alt.Color, alt.Shape]:
 
 
 def crowded(names: Sequence[str]) -> bool:
-    """Whether so many lines cross that one is to be picked."""
+    """Whether too many lines cross to tell one from another."""
     return len(dict.fromkeys(names)) > _CROWD
 
 

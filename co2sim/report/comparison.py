@@ -1,4 +1,4 @@
-"""What a study says of its clusters and strategies beside each other, in words."""
+"""What a study says of its clusters and strategies beside each other, as sentences."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ _TIMES = 2.0
 def pace(one: Answered) -> float:
     """How fast a case gets on: units a second, or, with tokens to train, trainings a day.
 
-    0 where nobody knows what its steps are worth.
+    0 where the worth of its steps is not known.
     """
     if not one.asked:
         return one.result.tokens_per_s
@@ -130,7 +130,7 @@ def _gained(here: Sequence[Answered], there: Sequence[Answered], ratio: float) -
 
 
 def _faster(ratio: float) -> str:
-    """How much faster, in words that end before what it is compared with."""
+    """How much faster, as a text that ends before what it is compared with."""
     return f"{ratio - 1:.1%} faster than" if ratio < _TIMES else f"{ratio:.1f} times as fast as"
 
 

@@ -194,7 +194,7 @@ def _ordered(values: Sequence[Any]) -> list[Any]:
 
 
 def _title(frame: pd.DataFrame, y: str) -> str:
-    """The column, in words where it has some."""
+    """The name of a column, or of its path."""
     units = set(frame["unit"]) if "unit" in frame else set()
     if len(units) == 1 and y.startswith("tokens_per_s"):
         return y.replace("tokens_per_s", f"{units.pop()}s/s").replace("_per_gpu", " of a GPU")

@@ -70,7 +70,7 @@ def link(kind: str, content: str) -> str:
 
 
 def asset(name: str, package: str = _PACKAGE) -> Markup:
-    """A script or style of ours, which is no text of anybody else."""
+    """A script or style of this package, never text from an input."""
     found = (resources.files(package) / "templates" / name).read_text("utf-8")
     return Markup(found)  # noqa: S704 - ours
 
@@ -172,7 +172,7 @@ def render(page: Page) -> bytes:
 
 
 def money(every: Sequence[Answered], names: Sequence[str]) -> PageSection:
-    """What it takes to train the tokens that were asked for; empty where nobody asked."""
+    """What it takes to train the tokens that were asked for; empty if not asked for."""
     table = tables.trainings(every)
     if table is None:
         return PageSection("money", "Days and money")

@@ -27,9 +27,9 @@ The text is for those who do not see it.
 
 
 def to_html(text: str, pictures: Pictures | None = None, *, deeper: int = 0) -> Markup:
-    """Markdown as a part of a page, its headings so many levels deeper; no picture comes from afar.
+    """Markdown as a part of a page, its headings some levels deeper; no picture comes from afar.
 
-    Pictures that nobody gave are shown as their texts. Tables and code scroll in their own box.
+    Pictures that are not given are shown as their texts. Tables and code scroll in their own box.
     """
     parser = _parser()
     return _rendered(parser, parser.parse(text), pictures or {}, deeper)
@@ -137,5 +137,5 @@ def _html(text: Markup) -> Token:
 
 
 def _to_text(token: Token) -> None:
-    """A picture of somebody else, as the text that stands for it."""
+    """A picture of another page, as the text that stands for it."""
     token.type, token.tag, token.children = "text", "", None

@@ -14,7 +14,7 @@ from co2sim.simulation.metrics import window
 from co2sim.simulation.trace import Trace
 
 _PIXELS = 1500
-"""Gaps and ops shorter than one of so many parts of a round do not show."""
+"""Gaps and ops shorter than one of this many parts of a round do not show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def round_of(schedule: Schedule, trace: Trace, place: int = 0, parts: int = _PIX
 
     `place` is that of the rank among those traced. What began before the round, or ends behind it,
     is cut. Ops of one kind with no visible gap between them are one bar, and so are those that are
-    too short to show, and begin in the same one of so many `parts` of the round: there are at most
+    too short to show, and begin in the same one of the `parts` of the round: there are at most
     three bars on a stream for each part.
     """
     during = window(trace, schedule, 1)

@@ -30,7 +30,7 @@ class Study:
     """Cases with their results, in order; those of one cluster follow each other.
 
     `panels` names the cluster of each case, with what was varied; without, it is as it was given.
-    `tokens` are those to train, None where nobody asked. `command` is what a user types to repeat
+    `tokens` are those to train, None if not asked for. `command` is what a user types to repeat
     it all.
     """
 

@@ -38,7 +38,7 @@ class Swept:
 
     @cached_property
     def names(self) -> list[str]:
-        """What each case varies, in words."""
+        """What each case varies, as a text."""
         return [named(setting) for setting in self.settings]
 
     @cached_property
@@ -73,7 +73,7 @@ class Swept:
 
     @cached_property
     def varied(self) -> dict[str, str]:
-        """The values of each path in words."""
+        """The values of each path as texts."""
         return {
             path: ", ".join(dict.fromkeys(display_name(setting[path]) for setting in self.settings))
             for path in self.paths
@@ -156,7 +156,7 @@ class Swept:
 
 
 def named(setting: Setting) -> str:
-    """What a case varies, in words."""
+    """What a case varies, as a text."""
     return ", ".join(f"{path}={display_name(value)}" for path, value in setting.items())
 
 

@@ -59,7 +59,7 @@ def _speed(one: Answered) -> list[str]:
 
 
 def trainings(every: Sequence[Answered]) -> Table | None:
-    """What it takes to train the tokens that were asked for; None where nobody asked."""
+    """What it takes to train the tokens that were asked for; None if not asked for."""
     if all(one.totals is None for one in every):
         return None
     rows = []
@@ -67,7 +67,7 @@ def trainings(every: Sequence[Answered]) -> Table | None:
         found = one.totals
         named = [one.cluster, one.strategy, str(one.result.gpus)]
         if found is None:
-            rows.append([*named, *["nobody knows what a step is worth"], "-", "-", "-", "-"])
+            rows.append([*named, *["the worth of a step is not known"], "-", "-", "-", "-"])
             continue
         rows.append(
             [
@@ -135,7 +135,7 @@ def gains(found: Iterable[Sensitivity]) -> Table:
         ]
         for lever in found
     ]
-    return Table(("a tenth better", "more tokens/s", "as so many GPUs", "worth an hour"), rows)
+    return Table(("a tenth better", "more tokens/s", "as a number of GPUs", "worth an hour"), rows)
 
 
 def published(comparisons: Sequence[SpeedComparison]) -> Table | None:

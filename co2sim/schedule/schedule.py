@@ -397,7 +397,7 @@ class Instance(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The body of a round. Raises ScheduleError, in words, when it could not run.
+    """The body of a round. Raises ScheduleError, with the reason, when it could not run.
 
     `steps` is the number of optimizer (local) steps in a round. `offsets` says, for every op, how
     many instances back in the order of issue those are that it waits for on other streams.

@@ -134,7 +134,7 @@ class Protocol:
 def choices(
     algorithm: Algorithm, cluster: Cluster, protocols: Protocols, *, nodes: int, members: int
 ) -> list[Protocol]:
-    """The protocols that a collective over so many nodes and ranks may take, of `protocols`.
+    """The protocols that a collective over a number of nodes and ranks may take, of `protocols`.
 
     Hops take as long as the links of the cluster say for a ring by Simple, others in proportion.
     In rings that leave the node every hop takes at least as long as the host posts a message; with
@@ -294,7 +294,7 @@ def cost_of(work: Collective, cluster: Cluster) -> CollectiveCost:
     found, call = _cost_without_calls(work, cluster), cluster.call_overhead
     if cluster.host and cluster.host.calls:
         call += getattr(cluster.host.calls, work.kind, 0.0)
-    if not call or not found.sent:  # a rank alone calls nobody
+    if not call or not found.sent:  # a rank alone makes no call
         return found
     return replace(found, latency=found.latency + call, call=call)
 

@@ -52,7 +52,7 @@ class EventQueue:
         return not self._events or self._events[0][0] > until
 
     def run(self, most: int) -> bool:
-        """Let so many things happen; whether there are more."""
+        """Let a number of things happen; whether there are more."""
         events = self._events
         for _ in range(most):
             if not events:
@@ -105,7 +105,7 @@ class SharedLinks:
             return
         end = begin + transfer.alone
         if not self._flows and not self._slower and self._events.is_free(end):
-            self._events.at(end, self._done, flow)  # nobody comes before it is gone
+            self._events.at(end, self._done, flow)  # no flow comes before it is gone
         else:
             self._transfers[id(flow.loads)] = transfer
             self._events.at(begin, self._enter, flow)

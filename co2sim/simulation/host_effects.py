@@ -132,7 +132,7 @@ class _Flow(Flow):
 
 
 def _last_of(count: int, call: Callable[[], None]) -> Callable[[], None]:
-    """A call that is passed on when it has come so many times."""
+    """A call that is passed on when it has come a number of times."""
     left = count
 
     def one() -> None:
@@ -196,7 +196,7 @@ class HostNetwork(Network):
             on_done()
 
     def _wait(self, seconds: Seconds, share: float, call: Callable[[], None]) -> None:
-        """Call after so many seconds, or after so much work of a shared machine."""
+        """Call after a number of seconds, or after an amount of work of a shared machine."""
         if share and seconds > 0:
             self._begin(_Flow({_HOST: seconds * share}, {}, call, 1 / seconds))
         else:

@@ -346,7 +346,7 @@ def _transfers(
 
 
 def _meet(group: Group, folding: Folding, members: tuple[int, ...]) -> bool:
-    """Whether several ranks meet. One alone only copies, and waits for nobody."""
+    """Whether several ranks meet. One alone only copies, and never waits."""
     return len(group.members(folding.classes[members[0]].rank, folding.layout)) > 1
 
 

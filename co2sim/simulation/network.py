@@ -111,7 +111,7 @@ class Transfer:
 
     @property
     def alone(self) -> Seconds:
-        """What the bytes take where nobody else is: as on the network, by the rate of a flow."""
+        """What the bytes take on an idle network: as on the network, by the rate of a flow."""
         return 1.0 / (1.0 / self.solo) if self.solo else 0.0
 
     @property

@@ -125,7 +125,7 @@ def _trailing_rounds(options: RunOptions, prepared: SimulationInput) -> int:
 
 
 def _fits(options: RunOptions, prepared: SimulationInput, rounds: int) -> bool:
-    """Whether so many rounds can be simulated here."""
+    """Whether a number of rounds can be simulated here."""
     try:
         return _check_memory(options, prepared, rounds) <= MAX_SPANS
     except ResourceError:
@@ -133,7 +133,7 @@ def _fits(options: RunOptions, prepared: SimulationInput, rounds: int) -> bool:
 
 
 def _check_memory(options: RunOptions, prepared: SimulationInput, rounds: int) -> int:
-    """The spans of so many rounds. Raises ResourceError if they need too much memory."""
+    """The spans of a number of rounds. Raises ResourceError if they need too much memory."""
     schedule, cluster, noise = prepared.schedule, prepared.cluster, options.noise
     rounds, ops = rounds + _trailing_rounds(options, prepared), len(schedule.body)
     spans = span_count(schedule, cluster, rounds=rounds, noise=noise, fold=options.fold)

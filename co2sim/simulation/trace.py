@@ -37,7 +37,7 @@ class Grid(NamedTuple):
 
 
 class SpanTable(Sequence[Span]):
-    """The spans of a simulation as arrays, made into spans when somebody looks at one.
+    """The spans of a simulation as arrays, made into spans when one is asked for.
 
     `ops` are the names and streams of a round's ops, `ranks` those that are traced; `starts` and
     `ends` are in s, [round x ops + place of the op, place of the rank]. Spans are in the order in
@@ -165,7 +165,7 @@ class Trace:
     def violations(
         self, schedule: Schedule, tolerance: Seconds = 0.0, skew: Seconds = 0.0
     ) -> list[str]:
-        """Broken rules of the schedule, in words; empty for a correct trace.
+        """Broken rules of the schedule, as texts; empty for a correct trace.
 
         `tolerance` is the clock error to forgive. `skew` is how far apart a collective may end on
         its members: 0 in a simulation; on a real network (infinity) a member leaves as soon as its

@@ -164,7 +164,7 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
 
 
 def _allowed(hint: Any) -> str:
-    """What an option may be, in words."""
+    """What an option may be, as a text."""
     numbers = {int: "a whole number", float: "a number"}
     return ", ".join(
         [*(numbers[kind] for kind in _kinds(hint) if kind in numbers), *_choices(hint)]

@@ -25,7 +25,7 @@ from co2sim.strategies.local import (
 from co2sim.strategies.step import QUANTIZED, whole_options
 
 _MAX_STALENESS = 100
-"""A rank keeps a buffer for every average in flight; so many rounds pass before a steady one."""
+"""A rank keeps a buffer for every average in flight: as many rounds pass before a steady one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

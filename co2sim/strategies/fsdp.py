@@ -226,7 +226,7 @@ class FSDP:
     `reshard_after_forward`: true, a block is released after its forward pass and gathered again
     before its backward pass; false, it stays; a number, a shard of it stays in every group of so
     many consecutive ranks, which gather it for the backward pass. `shard`: 0, over all ranks;
-    "node" or a number, in groups of so many consecutive ranks, and shards of gradients are
+    "node" or a number, in groups of that many consecutive ranks, and shards of gradients are
     all-reduced between the groups (HSDP). `sync`: "every" micro-step reduces gradients; "last" only
     the last one does, and whole gradients stay until then (`set_requires_gradient_sync`; units that
     are not resharded stay too, as with `set_reshard_after_backward(False)`). `clip`: the norm of

@@ -172,7 +172,7 @@ def renamed(rows: Sequence[Row], pattern: str) -> list[Row]:
 
 
 def consecutive(ranks: int, layout: Layout, option: str) -> Group:
-    """Groups of so many consecutive ranks: parts of nodes, or full nodes.
+    """Groups of a number of consecutive ranks: parts of nodes, or full nodes.
 
     Raises OptionError, which names the option, where they do not divide the ranks so.
     """

@@ -153,7 +153,7 @@ class Zero2:
     broadcast from it, as ShardedDataParallel and OSS of FairScale do (their bucket: 8388608).
     Owners are the ranks in turn, where OSS takes the rank with the least so far; they update as if
     their shares were equal. A backward pass comes to them in reverse, so that every reduction
-    starts at the rank where the one before ended, and fills the chain anew. Broadcasts come in
+    starts at the rank where the one before ended, and fills the chain again. Broadcasts come in
     order, each behind the one before, and are one here.
     """
 

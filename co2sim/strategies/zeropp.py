@@ -56,7 +56,7 @@ class ZeroPP:
     inside the node, sum, and all-to-all among peers.
     With `chunks` 1 the works of a gather, and of a reduction, follow each other, as in DeepSpeed's
     release. With more they are a pipeline, as in section 4.1 of the paper: the weights of a block
-    are quantized beside the gather of the one before, and a gradient goes in so many chunks, one
+    are quantized beside the gather of the one before, and a gradient goes in several chunks, one
     of which is exchanged among peers while the next one is exchanged inside the node.
     `prefetch`, `max_live`, `max_reuse`, `reduce_bucket` and `gathers` are those of `zero3`; the
     gather for a recomputation is that of a forward pass. Source: Wang et al. 2023, arXiv

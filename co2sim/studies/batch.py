@@ -167,7 +167,7 @@ class Inputs:
         """A hash of an inlined case, of what results depend on besides, and of co2sim itself.
 
         Two cases that differ in how they are written only, such as co2:tau=2 and co2(tau=2), have
-        one key. Raises OptionError for an object of which nobody can tell what it computes.
+        one key. Raises OptionError for an object that does not say what it computes.
         """
         given = {field.name: getattr(case, field.name) for field in fields(case)}
         given["cluster"] = self._loaded(case.cluster)
@@ -236,6 +236,6 @@ def _source(kind: type[Any]) -> str | None:
 
 def _unknown(value: object) -> OptionError:
     return OptionError(
-        f"{shown(value)}: nobody can tell when its results change; a strategy that is kept with its"
+        f"{shown(value)}: nothing says when its results change; a strategy that is kept with its"
         " results must be a dataclass of plain values in a file of Python"
     )

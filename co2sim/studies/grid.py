@@ -370,7 +370,7 @@ class Shard:
         return cls(number, count)
 
     def places(self, cases: int) -> range:
-        """The places of its cases, of so many."""
+        """The places of its cases, among all."""
         return range(self.number - 1, cases, self.count)
 
     @property

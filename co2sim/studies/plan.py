@@ -34,7 +34,7 @@ class Recommendation:
 
     `simulated` of `candidates` cases were simulated; others cannot win, as computing alone takes
     them too long. `large` do not fit in memory, `failed` and `impossible` say what else was left
-    out, and `unknown` names strategies whose steps nobody has measured.
+    out, and `unknown` names strategies whose steps were not measured.
     """
 
     wanted: Objective
@@ -60,7 +60,7 @@ def plan(
     engine: Engine | None = None,
     done: Done | None = None,
 ) -> Recommendation:
-    """The best candidates of a space, simulated by so many `jobs`, or by an `engine` instead.
+    """The best candidates of a space, simulated by `jobs` processes, or by an `engine` instead.
 
     Gives what simulating all of them would give, but leaves out those whose computation alone, or
     whose communication alone, is too slow or too dear. At control-C it answers with what it has.
@@ -77,7 +77,7 @@ def plan(
     kept = [one for one in tried.fitting if strategy_title(one.case.strategy) not in unknown]
     if unknown and not kept:
         raise OptionError(
-            f"nobody knows what a step of {unknown[0]} is worth; give"
+            f"it is not known what a step of {unknown[0]} is worth; give"
             f" --steps-factor {unknown[0].partition('(')[0]}=1.3, say"
         )
     search = Search(kept, wanted, space.headroom)
@@ -116,7 +116,7 @@ def front(options: Iterable[Candidate]) -> Iterator[Candidate]:
 
 
 def overlap(choice: Candidate, other: Candidate, want: Want) -> bool:
-    """Whether their intervals do; without intervals nobody can tell."""
+    """Whether their intervals do; without intervals that is not known."""
     ends, others = choice.ends(want), other.ends(want)
     return ends is None or others is None or ends[1] >= others[0]
 
@@ -229,7 +229,7 @@ class Search:
         self.simulated = 0
 
     def run(self, engine: Engine, done: Done | None) -> bool:
-        """Look at all cases; False if somebody stopped it.
+        """Look at all cases; False if it was stopped.
 
         What cannot win once those before it in its wave are known does not count, as if one process
         had looked at one case after the other: the answer is the same, however many there are.
@@ -331,7 +331,7 @@ class Search:
             self.failed.append(f"{one.case.title}: {error}")
             return
         if found is None:
-            self.failed.append(f"nobody knows what a step of {outcome.strategy} is worth")
+            self.failed.append(f"it is not known what a step of {outcome.strategy} is worth")
             return
         option = Candidate(case=one.case, cluster=one.cluster, result=outcome, totals=found)
         if option.within(self._wanted):
@@ -360,7 +360,7 @@ def _promises(fitting: Sequence[Fitting], wanted: Objective) -> Iterator[_Promis
         days = max(computing, trained / tokens * one.link_time / DAY)
         price, gpus = cluster.price_per_gpu, cluster.layout.world_size
         spent = days * gpus * (24 if price is None else DAY * price)
-        watts = power.all_computing(cluster)  # the least energy: nobody waits
+        watts = power.all_computing(cluster)  # the least energy: no rank waits
         energy = 0.0 if watts is None else watts / 1000 * computing * 24
         score = {"fastest": days, "cheapest": spent, "least-energy": energy}[wanted.want]
         yield _Promise(

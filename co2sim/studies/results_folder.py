@@ -79,7 +79,7 @@ class ParquetParts:
             places = [row for row, _ in rows if table is not None and row < table.num_rows]
             values = table.take(places).to_pylist() if places else []
             asked = {key for _, key in rows}
-            # another process may have written the file anew meanwhile
+            # another process may have written the file again meanwhile
             found |= {v["key"]: v for v in values if v["key"] in asked and v["error"] is None}
         return found
 
@@ -189,7 +189,7 @@ MEMORY_ITEMS = (
     *("activations", "checkpoints", "tied_gradient", "logits", "workspace"),
     *("fragmentation", "nccl", "context", "total"),
 )
-"""Of every strategy of ours; `_OTHER` is the sum of what others keep."""
+"""Of every strategy here; `_OTHER` is the sum of what others keep."""
 _OTHER = "other"
 
 _KINDS: Mapping[type[Any], str] = {int: "int64", float: "double", bool: "bool", str: "string"}

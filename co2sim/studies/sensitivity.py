@@ -151,7 +151,7 @@ def _failures(choice: Candidate, other: Candidate, wanted: Objective) -> Iterato
 
 
 def _failing(option: Candidate, times: float, wanted: Objective) -> float:
-    """The score where parts fail so many times as often."""
+    """The score where parts fail more often by a factor."""
     failures = option.cluster.failures
     assert failures is not None
     means = {name: getattr(failures, name) for name in ("gpu", "node", "switch", "job")}

@@ -192,7 +192,7 @@ class Curve:
             factor = step_factor(result.strategy, self._goal)
             if factor is None or tokens is None:
                 raise OptionError(
-                    f"nobody knows what a step of {result.strategy} is worth; give"
+                    f"it is not known what a step of {result.strategy} is worth; give"
                     f" --steps-factor {result.strategy.partition('(')[0]}=1.3, say"
                 )
             tokens *= factor.factor
@@ -335,7 +335,7 @@ def check(case: Case, target: Target, tokens: float | None) -> None:
     strategy = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
     if getattr(strategy, "tau", None) == "auto":
         raise OptionError(
-            f"{strategy.name}: tau=auto is chosen anew for every value, which takes too long; give"
+            f"{strategy.name}: tau=auto is chosen again for every value, which takes too long; give"
             " a number, or solve for strategy.tau"
         )
     currency = case.load()[0].value.currency

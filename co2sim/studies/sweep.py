@@ -110,7 +110,7 @@ def sweep_to(  # noqa: PLR0913 - one keyword per choice
     """As `sweep`, but to Parquet files in a folder as it runs, for up to 10 million cases.
 
     What the folder has already is not computed again, unless the case failed, or any of its inputs
-    or co2sim itself has changed. The bytes of the files are the same whoever computes them.
+    or co2sim itself has changed. The bytes of the files are the same on every machine.
     `pandas.read_parquet(folder)` reads them.
 
     Args:

@@ -29,7 +29,7 @@ TO_LOSS = ("steps_factor", "steps_to_loss", "time_to_loss_s", "cost_to_loss")
 TOTALS = tuple(
     f.name for f in fields(Totals) if f.name not in {"factor", "goodput", "currency", "missing"}
 )
-"""Columns of what it takes to train so many tokens."""
+"""Columns of what the training of a number of tokens takes."""
 
 
 def row_of(
@@ -75,7 +75,7 @@ def _loss(outcome: Outcome, goal: Goal) -> dict[str, object]:
 
 
 def _totals(case: Case, outcome: Outcome, goal: Goal, tokens: float | None) -> dict[str, object]:
-    """What it takes to train so many tokens."""
+    """What the training of a number of tokens takes."""
     if tokens is None:
         return {}
     found = totals_of(case, outcome, tokens, goal) if isinstance(outcome, Result) else None

@@ -67,7 +67,7 @@ class View:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """A figure: its name in words, its unit, whether more is better, and how it is read off.
+    """A figure: its name as a text, its unit, whether more is better, and how it is read off.
 
     `usual` are the values asked for by default. `needs` says what a view must have.
     """
@@ -283,7 +283,7 @@ _SEARCHED: Mapping[Unit, tuple[float, float]] = {
 """By default: 1 Mbit/s to 100 Tbit/s, 10 ns to 10 s, 1 MB to 10 TB, and so on."""
 
 _MAX_WHOLE = 1000
-"""Of other whole numbers, by default: a round of so many steps is still simulated in seconds."""
+"""Of other whole numbers, by default: a round of that many steps is still simulated in seconds."""
 
 _MIN_SHARE = 1e-3
 _MINUTE, _DAY = 60.0, 86400.0

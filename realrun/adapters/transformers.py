@@ -57,7 +57,7 @@ class LocalUpdateTrainer(Trainer):
         super().__init__(*args, **others)
         if self.args.auto_find_batch_size:
             raise OptionError(
-                "auto_find_batch_size is True, which begins anew on one rank and not on another;"
+                "auto_find_batch_size is True, which begins again on one rank and not on another;"
                 " give per_device_train_batch_size"
             )
         self.args.average_tokens_across_devices = False

@@ -78,7 +78,7 @@ class PendingAverage:
         return waited
 
     def _wait_for_first(self, limit: Seconds) -> None:
-        """Wait for one collective, and look now and then whether somebody has left."""
+        """Wait for one collective, and look now and then whether a rank has left."""
         what, notices = f"the average of round {self.round}", self.notices
         left = max(0.001, limit - time.monotonic())
         error = self._error(min(PERIOD, left) if notices else left)

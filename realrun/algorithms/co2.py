@@ -155,7 +155,7 @@ class CO2(LocalUpdate):
     tau 3 and 12, a gain of 2 always the worst.
 
     `delay`, ours: an average is used as soon as it may be there, `delay` local steps after its
-    launch, 1 to tau, and workers do not start anew. With l what a worker held at the launch, it
+    launch, 1 to tau, and workers do not start again. With l what a worker held at the launch, it
     goes on from x <- anchor + keep (x - l) - predict (delay / tau) D: it keeps that share of what
     it has learned since, and `predict` replaces more of it by what all learned on average a moment
     ago; predict delay / tau must be below 1. By default all is kept in rounds below 8 steps, half

@@ -78,7 +78,7 @@ class AutoDelay:
             self.disturbed |= {launch.step for launch, _ in under_way}
 
     def used(self, launch: Launch, took: int) -> int | None:
-        """An average was used so many steps after its launch; 0: it was waited for at once.
+        """An average was used a number of steps after its launch; 0: it was waited for at once.
 
         All ranks call this; gives the delay when it is known, once.
         """

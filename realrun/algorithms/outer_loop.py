@@ -50,7 +50,7 @@ def finite_norm(
 
 
 def _blame(given: Tensor | None, links: WorkerGroups) -> str:
-    """Who gave what is not finite, in words. All ranks call this."""
+    """Who gave what is not finite, as a text. All ranks call this."""
     ranks = links.which(here=given is not None and not bool(given.isfinite()))
     if ranks:
         return f"from {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
@@ -92,7 +92,7 @@ class OuterLoop(ABC):
         self.counters = Counters()
 
     def restart(self) -> str:
-        """Take the anchor anew from the model; gives in words whether that is another one."""
+        """Take the anchor again from the model; gives a text if that is another one."""
         now = self.flat.empty()
         self.flat.read(now)
         if torch.equal(now, self.state.anchor):

@@ -92,7 +92,7 @@ class DepartureLog:
         return self._steps()
 
     def leave(self, reason: str = "") -> None:
-        """Leave a note, once: a store that is gone has nobody left to tell."""
+        """Leave a note, once: of a store that is gone no rank is left to read it."""
         if self._store is None or self._left:
             return
         self._left = True
@@ -199,7 +199,7 @@ class DepartureLog:
     def poll(self) -> None:
         """Raise RankFailure if someone has raised; once a second, as between two averages.
 
-        Not for errors of ours, which others find themselves, or are told at the next average.
+        Not for errors of this package, which others find themselves, or at the next average.
         """
         now = time.monotonic()
         if self._store is None or now < self._polled + _POLL_INTERVAL:
@@ -215,7 +215,7 @@ class DepartureLog:
         round: int | None = None,  # noqa: A002 - what it is called everywhere here
         foreign: bool = False,
     ) -> RankFailure | None:
-        """The error for a collective that failed, if somebody's note explains it.
+        """The error for a collective that failed, if the note of another rank explains it.
 
         One of others, `foreign`, needs ranks that are elsewhere after the same steps, too.
         """
@@ -232,7 +232,7 @@ class DepartureLog:
     def compare(self, tau: int, patience: Seconds) -> None:
         """Wait until all have left; raise RankFailure for one that raised or took other rounds.
 
-        A store that is gone has been taken away by a process that ended: nobody is left.
+        A store that is gone has been taken away by a process that ended: no rank is left.
         """
         limit = time.monotonic() + patience
         while self._store is not None:
@@ -366,7 +366,7 @@ class Workers:
         """
         sites = sites_of(os.environ)
         size = dist.get_world_size() if dist.is_initialized() else 0
-        if sites < 2 or not size or size % sites:  # noqa: PLR2004 - one averages with nobody
+        if sites < 2 or not size or size % sites:  # noqa: PLR2004 - one averages with no other
             raise OptionError(
                 f"worker='site' needs torch.distributed initialized, and {SITES} set to 2 sites or"
                 f" more of as many ranks; there are {size} ranks, and {SITES} is {sites}"
@@ -503,7 +503,7 @@ class WorkerGroups:
         return [float(one) for one in most]
 
     def _ended(self, work: dist.Work, seconds: float) -> bool:
-        """Whether a collective ended within so many seconds. Raises what it has failed with."""
+        """Whether a collective ended within a number of seconds. Raises what it has failed with."""
         try:
             work.wait(timedelta(seconds=seconds))
         except RuntimeError:

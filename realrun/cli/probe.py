@@ -33,7 +33,7 @@ _QUICK = ("1 MiB", "5 s")
 _STATED = ("256 KiB", "20 s")
 """What hosts add shows in what passes with the burst of a lab."""
 _BURSTS = 4
-"""And in what takes so many bursts, about 8 ms: how far it falls behind the shaper."""
+"""And in what takes a number of bursts, about 8 ms: how far it falls behind the shaper."""
 
 
 def probe(  # noqa: PLR0913, PLR0917 - one argument per option

@@ -53,7 +53,7 @@ class Run:
         return by_op
 
     def reports(self, instance: Instance) -> bool:
-        """Whether somebody wants to know of this instance: it is the first of its round."""
+        """Whether this instance is reported: it is the first of its round."""
         return self.progress is not None and instance.op is self.schedule.body[0]
 
     def begin(self, instance: Instance) -> None:

@@ -144,7 +144,7 @@ class _Threads:
                 end = self.run.kernels.compute(instance, ready) or now()
         except (_Stopped, RankFailure, MismatchError) as error:
             self._give_up(error)
-        except Exception as error:  # noqa: BLE001 - whatever a kernel raises is told to all
+        except Exception as error:  # noqa: BLE001 - whatever a kernel raises is sent to all
             self._give_up(self.world.watch.raised(place, error))
         span = Span(self.world.rank, turn, op.name, op.stream, ready - self.start, end - self.start)
         self.world.watch.exit(op.stream)

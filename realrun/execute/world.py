@@ -161,7 +161,7 @@ class World:
         meetings = dict.fromkeys(group.members(rank, self.layout) for rank in range(size))
         self._made[stream, group] = None
         for members in meetings:
-            if len(members) < 2:  # noqa: PLR2004 - one rank meets nobody
+            if len(members) < 2:  # noqa: PLR2004 - one rank meets no other
                 continue
             with communicating():
                 made = dist.new_group(
@@ -312,7 +312,7 @@ def _of_attempt(store: TCPStore | PrefixStore, env: Mapping[str, str]) -> TCPSto
 
 
 def _wait_for_all(store: Store, watch: Watch, rank: int, size: int, deadline: Seconds) -> None:
-    """Wait until every rank has come; whoever has not within the deadline is missing."""
+    """Wait until every rank has come; a rank that has not within the deadline is missing."""
     store.set(f"realrun/joined/{rank}", "1")
     limit = time.monotonic() + deadline
     missing = list(range(size))
@@ -342,7 +342,7 @@ def gather_objects(world: World, value: object) -> list[object] | None:
 
 
 def describe(device: torch.device, backend: Backend) -> dict[str, str]:
-    """Versions and hardware of this run, in words."""
+    """Versions and hardware of this run, as a text."""
     hardware = "CPU"
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)

@@ -385,7 +385,7 @@ def _inside(
         return 2
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0  # as every command of ours gives then
+        return 0  # as every command gives then
 
 
 def _state(lab: Lab) -> None:

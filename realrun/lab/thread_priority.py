@@ -19,7 +19,7 @@ def communicating() -> Iterator[None]:
     not wait for a kernel either. Beside matrix products a message waited for milliseconds
     otherwise: Linux leaves a busy core to its thread until a time slice ends (docs/validation.md).
 
-    Elsewhere they are SCHED_BATCH and interrupt nobody when they wake up. A process group of Gloo
+    Elsewhere they are SCHED_BATCH and interrupt nothing when they wake up. A process group of Gloo
     has a thread that serves its sockets. While another thread holds the lock of a connection, that
     thread asks again and again without a pause (torch 2.13: epoll_wait and pthread_mutex_trylock).
     If it has just interrupted the thread with the lock, on the same core, both stand still until
@@ -27,7 +27,7 @@ def communicating() -> Iterator[None]:
     time that way (`benchmarks/collectives.py`).
     """
     if not _ordinary():
-        yield  # somebody has chosen a policy
+        yield  # the user has chosen a policy
         return
     changed = first() or _become("SCHED_BATCH")
     try:

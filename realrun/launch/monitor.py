@@ -360,7 +360,7 @@ SILENT: Seconds = 30.0
 STOPPED = "stopped; what had finished is kept"
 
 _WRONG_INPUT = 2
-"""Exit code of every command of ours, and of most others, for input that it cannot use."""
+"""Exit code of every command here, and of most others, for input that it cannot use."""
 
 
 def supervise(

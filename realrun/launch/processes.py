@@ -197,7 +197,7 @@ def guard_process(patience: Seconds) -> Generator[LaunchGuard]:
     try:
         yield LaunchGuard(guard)
     finally:
-        guard.kill()  # before its pipe ends: the numbers in it are nobody's, or another's, by now
+        guard.kill()  # before its pipe ends: its numbers may be of another process by now
         guard.wait()
         for pipe in filter(None, (guard.stdin, guard.stdout)):
             with suppress(BrokenPipeError):  # of what was put under a guard that had ended

@@ -11,7 +11,7 @@ from realrun.probe.fit import Fitted, interference
 from realrun.probe.samples import Measured
 
 NOTHING = (
-    "nothing can be measured: a single rank has nobody to communicate with, and --gpu leaves out"
+    "nothing can be measured: a single rank has no other to communicate with, and --gpu leaves out"
     " kernels"
 )
 
@@ -142,7 +142,7 @@ def _interference(measured: Measured, *, kernels: bool) -> Iterator[str]:
         yield _fact("interference", f"{value:.3g}", source)
         return
     if kernels:
-        source = "not measured: a single rank has nobody to communicate with"
+        source = "not measured: a single rank has no other to communicate with"
         yield _fact("interference", "0", source, assumed=True)
         return
     source = "not measured: no kernel was run (--gpu)"

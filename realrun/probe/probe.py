@@ -50,7 +50,7 @@ from realrun.probe.schedules import (
 
 
 def machine(world: World) -> str:
-    """What this ran on, in words: hardware, torch, threads."""
+    """What this ran on, as a text: hardware, torch, threads."""
     about = describe(world.device, world.backend)
     hardware = about["hardware"]
     if world.device.type == "cpu":
@@ -83,7 +83,7 @@ _FACTOR = 4
 """From one size to the next."""
 
 _KINDS_COST = 4.0
-"""A sweep of all kinds takes so many times as long as its largest all-reduce (ring: 3 x 4/3)."""
+"""A sweep of all kinds takes this many times as long as its largest all-reduce (ring: 3 x 4/3)."""
 
 _PAUSE: Seconds = 1.2 * FULLY_IDLE
 """Before a collective where means count."""

@@ -189,7 +189,7 @@ def durations(traces: Iterable[Trace], schedule: Schedule) -> dict[str, list[Sec
 def slowdown(traces: Sequence[Trace]) -> Slowdown:
     """That of all ranks in `overlapped`: of means, as a schedule sums up what it has.
 
-    All-reduces begin when the last rank has come: whoever came before computes alone until then.
+    All-reduces begin when the last rank has come: ranks that came before compute alone until then.
     """
     kernels: tuple[list[Seconds], list[Seconds]] = ([], [])
     reduces: tuple[list[Seconds], list[Seconds]] = ([], [])

@@ -50,7 +50,7 @@ class Point:
 
     `losses` are means over workers, one per batch. `gradient` is |grad f|^2, `noise` sigma squared,
     `heterogeneity` zeta squared: unbiased, so that all but `noise` may be below 0. `curvature` is
-    the largest |eigenvalue| of the Hessian H of some samples: |H v| after so many `iterations` for
+    the largest |eigenvalue| of the Hessian H of some samples: |H v| after some `iterations` for
     v, the last of which raised it by the share `change`. `elsewhere` is |H v| of other samples for
     the same v. `along_step` is |grad f(x + s) - grad f(x)| / |s| for the step s that follows; None
     where the mean did not move.

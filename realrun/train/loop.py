@@ -81,7 +81,7 @@ def report_rank_errors(world: World, place: Place) -> Iterator[None]:
     """Work that others depend on, at a place that they can see.
 
     Raises RankFailure, with the ranks that are lost, when a collective fails, or with this one when
-    its own work raises. An error for users is told to the others, unless all have it, and goes on
+    its own work raises. An error for users is sent to the others, unless all have it, and goes on
     here.
     """
     world.watch.enter("training", place)
@@ -230,7 +230,7 @@ def train(
     `estimate` the constants of the bound are measured at three points, off the clock. Once `stop`
     gives true on any rank (all give one, or none does) all end together, some steps later, with a
     checkpoint.
-    `build` makes the method, for what is no strategy of ours.
+    `build` makes the method, for what is no strategy of co2sim.
 
     Raises OptionError for what cannot be trained here, TrainingError when the loss is no number any
     more, CheckpointError, MismatchError when ranks differ, and RankFailure when one is lost.

@@ -194,7 +194,7 @@ class Method:
         }
 
     def _forget(self) -> None:
-        """Let FSDP gather parameters anew: what it holds gathered may be of others by now."""
+        """Let FSDP gather parameters again: what it holds gathered may be of others by now."""
         for module in self.bare.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

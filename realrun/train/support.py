@@ -1,4 +1,4 @@
-"""What the training can honour of a strategy: the rest is refused in words. Needs no torch."""
+"""What the training can honour of a strategy: the rest is refused with a reason. Needs no torch."""
 
 from collections.abc import Mapping
 from dataclasses import fields

@@ -44,8 +44,8 @@ class GridTask:
     """Runs of one family and size, for all steps and penalties; by the oracle with 0 seeds.
 
     With an `inner_step` only that and `outer_step` are run, without momentum, penalty and noise.
-    With `late_steps` averages are used so many local steps late, by all `mixes` of what is kept and
-    predicted.
+    With `late_steps` averages are used that many local steps late, by all `mixes` of what is
+    kept and predicted.
     """
 
     family: str

@@ -40,7 +40,7 @@ def margin(seeds: int) -> float:
 class TightnessRow:
     """One configuration, its measured A with its standard error, and its bound.
 
-    `delay` is in rounds, or, for late averages, in words.
+    `delay` is in rounds, or, for late averages, a text.
     """
 
     family: str
@@ -117,7 +117,7 @@ class Sensitivity:
     """How wrong a part of the bound may be before the rows show a violation.
 
     `begins` is the factor of the part, alone, below which there are violations; at most 0 means
-    that nobody would notice if the part were missing. `violations` are by factor, as text.
+    that would not show if the part were missing. `violations` are by factor, as text.
     """
 
     begins: float

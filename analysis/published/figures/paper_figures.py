@@ -142,7 +142,7 @@ def _gbits(links: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Mirror:
-    """A figure of ours, the `place` of a source that it mirrors, and the quantity that it shows.
+    """A figure, the `place` of a source that it mirrors, and the quantity that it shows.
 
     `place` is what the field `where` of its cells begins with. A number in `name` is in there, too.
     Without `draw` it shows what is published only.
@@ -364,7 +364,7 @@ def paper_figures(
 ) -> tuple[list[PaperFigure], list[NotDrawn]]:
     """All figures that the folder has cells for, or those of some names; and what is in none.
 
-    `known` are predictions that need not be made again. `done` is told how many are made.
+    `known` are predictions that need not be made again. `done` gets how many are made.
 
     Raises OptionError for an unknown name, and where there is nothing to draw.
     """

@@ -95,7 +95,7 @@ def shown(strategy: str) -> str:
 def in_style(make: Callable[[], Figure], kinds: Sequence[str] = FORMATS) -> dict[str, bytes]:
     """Files of a figure by their kind.
 
-    The figure is made anew for each, so that no file depends on which others are asked for. What
+    The figure is made again for each, so that no file depends on which others are asked for. What
     the user has set for matplotlib does not count.
     """
     with style.context(STYLE_FILE, after_reset=True):

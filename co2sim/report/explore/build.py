@@ -1,7 +1,7 @@
 """Simulate the grid behind a page without a server.
 
 Every position of a control that is no continuous one is simulated. Of a continuous one some are,
-its knots: so many that figures between them are as exact as asked for, first along lines that are
+its knots: enough that figures between them are as exact as asked for, first along lines that are
 simulated whole, then at random positions, until none of those drawn last is too far off.
 """
 

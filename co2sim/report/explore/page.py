@@ -121,7 +121,7 @@ def render(
 
 
 def exactness(grid: ExploreGrid) -> list[str]:
-    """How exact the figures between simulated positions are, in words: first in short, then all."""
+    """How exact the figures between simulated positions are: first in short, then all."""
     simulated = f"{grid.simulated:,} cases were simulated for this page."
     found: Exactness = grid.exactness
     if not found.checked:

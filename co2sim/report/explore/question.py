@@ -91,8 +91,8 @@ class Figures:
     """Of one case. Shares are of a round; `memory` is in GiB on a GPU, which has `capacity`.
 
     `slowest` and `fastest` are the ends of the 90 % interval, as shares of `tokens_per_s`. `factor`
-    is how many times the tokens of DDP it trains; None where nobody knows. `watts` is the power of
-    all nodes at the meter, None where nobody knows.
+    is how many times the tokens of DDP it trains; None if not known. `watts` is the power of all
+    nodes at the meter, None if not known.
     """
 
     tokens_per_s: float

@@ -168,7 +168,7 @@ class Answers:
         """The files of a kind. Raises OptionError if there are too many for one more."""
         known: Mapping[str, str] = getattr(self.files, f"{kind}s")
         if len(known) >= _MAX_FILES and name not in known:
-            raise OptionError(f"there are {_MAX_FILES} files already; start anew for more")
+            raise OptionError(f"there are {_MAX_FILES} files already; start again for more")
         return known
 
     def warm(self, view: PageView) -> None:

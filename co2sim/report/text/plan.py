@@ -1,4 +1,4 @@
-"""What `co2sim plan` says: in words, as commands, and as plain values."""
+"""What `co2sim plan` says: sentences, commands and plain values."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -79,7 +79,7 @@ def _limits(found: Recommendation, choice: Candidate) -> Iterator[str]:
             continue
         shown = f"the {name} of {amount(most)} {unit}"
         if worst is None:
-            yield f"How sure {shown} is, nobody knows: there is no interval."
+            yield f"How sure {shown} is, is not known: there is no interval."
         elif worst <= most:
             yield f"{_KEEPS} {shown} at the bad end of its interval, too."
         else:
@@ -150,7 +150,7 @@ def looked(space: Space, found: Recommendation) -> Iterator[str]:
     for reason in found.failed[:3]:
         yield f"failed: {reason}"
     for name in found.unknown:
-        yield f"left out: {name}: nobody has measured what its steps are worth; --steps-factor"
+        yield f"left out: {name}: what its steps are worth was not measured; --steps-factor"
 
 
 def commands(choice: Candidate, wanted: Objective) -> Iterator[str]:

@@ -137,7 +137,7 @@ def division(r: Result) -> str:
 
 
 def speeds(noise: Noise, result: Result | None = None, varied: Collection[str] = ()) -> str:
-    """In words, how fast nodes and ops were: of one run, or of many, but for what `varied`."""
+    """A text: how fast nodes and ops were, of one run, or of many, but for what `varied`."""
     found = [f"node {node} at {speed:g} of nominal" for node, speed in noise.node_speed.items()]
     more = len(found) - _NAMED
     found = [*found[:_NAMED], *([f"{more} more nodes"] if more > 0 else [])]

@@ -1,4 +1,4 @@
-"""What `co2sim solve` says: in words, as commands, and as plain values."""
+"""What `co2sim solve` says: sentences, commands and plain values."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace

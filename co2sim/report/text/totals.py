@@ -1,4 +1,4 @@
-"""What it takes to train so many tokens, on the terminal: rows, a table, and lines on both."""
+"""What a training takes, on the terminal: rows, a table, and lines on both."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -204,7 +204,7 @@ def _range(value: float | None, low: float | None, high: float | None) -> str:
 
 
 Trainings = Sequence[tuple[str, Result, Totals | None]]
-"""What is trained how, in words; the figures, and what it takes."""
+"""Sentences on what is trained and how; the figures, and what it takes."""
 
 _LONG = 1000
 
@@ -247,7 +247,7 @@ def sentences(trainings: Trainings) -> list[str]:
     """The answer, a sentence each."""
     best = chosen(trainings)
     if not best:
-        return ["nobody knows what its steps are worth: --steps-factor sets that"]
+        return ["what its steps are worth is not known: --steps-factor sets it"]
     alone = sum(found is not None for _, _, found in trainings) == 1
     said = []
     if not next(iter(best.values()))[1].fits_in_memory:

@@ -202,7 +202,7 @@ class RankFiles:
         }
 
     def _node(self, number: int, members: int) -> bytes:
-        """The node of an instance, where so many ranks meet."""
+        """The node of an instance, where a number of ranks meet."""
         if (number, members) not in self._nodes:
             made = self._made(number, members)
             self._nodes[number, members] = made.SerializeToString(deterministic=True)

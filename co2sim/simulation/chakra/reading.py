@@ -77,7 +77,7 @@ class ForeignStep(NamedTuple):
 
 
 class ForeignTraces:
-    """Traces of so many ranks, with the members of their process groups."""
+    """Traces of several ranks, with the members of their process groups."""
 
     def __init__(self, kinds: Any, ranks: int, groups: Members) -> None:
         self._kinds, self._ranks, self._groups = kinds, ranks, groups
@@ -287,7 +287,7 @@ def read(place: Path, done: Done | None = None) -> Imported:
     """The schedule of the traces in a folder; with several, `place` is FOLDER/NAME, without .0.et.
 
     Raises CatalogError, with the first file, node and reason, for what is no Chakra trace, has what
-    no schedule of ours can say, or differs between ranks; OptionError without the package.
+    no schedule can say, or differs between ranks; OptionError without the package.
     """
     folder, name, ranks = _find(place)
     kinds = schema()

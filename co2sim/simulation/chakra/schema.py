@@ -153,7 +153,7 @@ def read_members(path: Any, ranks: int) -> Members:
 
 
 def group_of(members: Sequence[int], ranks: int) -> Group | None:
-    """The group that has such members among so many ranks; None where we have none.
+    """The group with these members, by the number of ranks; None if there is no such group.
 
     All ranks, blocks of consecutive ranks, or those of one place in every block.
     """

@@ -1,4 +1,4 @@
-"""Many cases through a pool: some at a time, with so many under way, whoever dies.
+"""Many cases through a pool: some at a time, with several under way, even if workers die.
 
 Memory does not grow with the number of cases: they are taken as workers are free.
 """
@@ -42,7 +42,7 @@ class Pool(Protocol):
         """Whether an error of a future says that its worker died, again and again."""
 
     def check(self) -> None:
-        """Raise EngineError where nobody is left to work; called every few seconds."""
+        """Raise EngineError where no worker is left; called every few seconds."""
 
     def close(self) -> None:
         """Stop what is under way, and let go of the workers."""

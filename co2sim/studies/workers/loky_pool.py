@@ -141,7 +141,7 @@ LOKY = Engine()
 
 @contextmanager
 def opened(engine: Engine, cases: int) -> "Iterator[Pool | None]":
-    """The workers of an engine for so many cases, until the end of the block; None: this process.
+    """The workers of an engine for some cases, until the end of the block; None: this process.
 
     Raises OptionError without the package of the engine, EngineError without its workers.
     """

@@ -1,4 +1,4 @@
-"""What it takes to train so many tokens: time, GPU-hours, money, energy, carbon."""
+"""What a training of a number of tokens takes: time, GPU-hours, money, energy, carbon."""
 
 import csv
 import json
