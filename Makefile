@@ -42,7 +42,7 @@ docs: $(STAMP)-docs
 
 .PHONY: docs-numbers
 docs-numbers: $(STAMP)-dev
-	$(BIN)/python tests/tools/docs_numbers.py
+	$(BIN)/python .ci/docs_numbers.py
 
 bench: $(STAMP)-dev
 	$(BIN)/python benchmarks/speed.py $(QUICK)
@@ -103,10 +103,10 @@ overhead: $(STAMP)-dev
 	$(BIN)/python benchmarks/overhead.py $(QUICK)
 
 mutants: $(STAMP)-dev
-	$(BIN)/python tests/tools/planted_faults.py co2sim/simulation co2sim/strategies realrun/algorithms analysis/convergence --count 400 --out out/mutants.md
+	$(BIN)/python .ci/planted_faults.py co2sim/simulation co2sim/strategies realrun/algorithms analysis/convergence --count 400 --out out/mutants.md
 
 faults: $(STAMP)-dev
-	$(BIN)/python tests/tools/planted_faults.py co2sim realrun analysis --count 200 --out out/faults.md
+	$(BIN)/python .ci/planted_faults.py co2sim realrun analysis --count 200 --out out/faults.md
 
 # Of torch, the build for CPUs: with CUDA it has other requirements. TORCH_BACKEND= takes what the index has.
 TORCH_BACKEND ?= --torch-backend cpu
@@ -119,7 +119,7 @@ lock: $(BIN)/python
 
 audit: $(STAMP)-dev
 	$(BIN)/python -m pip install --quiet --editable '.[audit]'
-	@$(BIN)/python tests/tools/audit.py osv
+	@$(BIN)/python .ci/audit.py osv
 
 golden: $(STAMP)-dev
 	$(BIN)/pytest --update-golden tests/co2sim/strategies/test_strategies.py

@@ -1,6 +1,6 @@
 """How many small faults does `make test` notice? Plants them one at a time in a clone of HEAD.
 
-`python tests/planted_faults.py FOLDER... --count 200 --seed 1` draws faults from OPERATORS over the
+`python .ci/planted_faults.py FOLDER... --count 200 --seed 1` draws faults from OPERATORS over the
 files of the folders and runs, for each, the tests of `make test` that reach its line, the quickest
 first. Lines that only other processes reach are tried with all tests that start processes.
 """
@@ -22,8 +22,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any, NamedTuple
 
-from places import ROOT
-
+ROOT = Path(__file__).parents[1]
 GIT = shutil.which("git") or "git"
 SECONDS = 120.0
 """Of tests for one fault: the quickest that reach it; the rest is not run."""

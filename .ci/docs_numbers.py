@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from pages import PAGES, shell
-from places import ROOT
-
 from co2sim.common import units
 from co2sim.prediction import driver
 from co2sim.prediction.published import read_speeds
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
+from pages import PAGES, shell
+from places import ROOT
 
 _BLOCK = re.compile(r"(?<=^<!-- numbers -->\n```console\n)(.*?)(?=^```$)", re.MULTILINE | re.DOTALL)
 _TABLE = re.compile(r"^(<!-- numbers: (.*?) -->\n)((?:\|.*\n)+)", re.MULTILINE)
@@ -55,7 +56,7 @@ def _shortened(printed: Sequence[str], shown: Sequence[str]) -> Sequence[str]:
 def _printed(command: str) -> str:
     """What a command prints on a terminal of 100 columns."""
     with TemporaryDirectory() as folder:
-        for name in ("docs", "examples", "papers", "tests"):
+        for name in (".ci", "docs", "examples", "papers", "tests"):
             (Path(folder) / name).symlink_to(ROOT / name)
         return shell(f"export COLUMNS=100\n{command}", Path(folder))
 
