@@ -28,7 +28,7 @@ SHAPES = ((1500, 40), (7, 5), (1,), (64, 33))
 """Of parameters whose gradients are known: a large one, and some that FSDP2 must pad."""
 
 
-class Gemm(nn.Module):
+class Product(nn.Module):
     """A loss whose gradient is whatever it is multiplied with."""
 
     def __init__(self, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> None:
@@ -73,7 +73,7 @@ def slope(got: Tensor, expected: Tensor) -> float:
 
 def reduced(per_node: int, divide: float = 0.0, bad: int | None = None, **options: Any) -> Tensor:
     """Gradients after one backward with qgZ alone; rank `bad` adds a NaN."""
-    model = Gemm()
+    model = Product()
     fully_shard(model)
     how = {"ranks_per_node": per_node, "block": 256, "qwz": False, "hpz": False}
     apply_zeropp(model, **how, **options)
@@ -302,7 +302,7 @@ class Look(torch.autograd.Function):
         return grad, None
 
 
-class Watched(Gemm):
+class Watched(Product):
     """Keeps the weights that its forward and its backward see."""
 
     def forward(self, factors: list[Tensor]) -> Tensor:
@@ -344,7 +344,7 @@ def weights(world: World) -> dict[str, Any]:
                 for one, weight in zip(shards, model.weights, strict=True)
             ),
         }
-    model = Gemm(((1024, 4),))
+    model = Product(((1024, 4),))
     fully_shard(model)
     shard = model.weights[0].to_local().flatten()
     apply_zeropp(model, ranks_per_node=2, block=block)
@@ -369,7 +369,7 @@ def wire(world: World, layouts: list[int], block: int) -> list[dict[str, Any]]:
     for per_node in layouts:
         for name in ("off", "qwz", "hpz", "qgz", "all"):
             options = {key: name in {key, "all"} for key in OFF}
-            model = Gemm(WIRE)
+            model = Product(WIRE)
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
             fully_shard(model, reshard_after_forward=True, mp_policy=policy)
             if name in {"off", "hpz"}:
@@ -397,15 +397,15 @@ def refusals(world: World) -> dict[str, str]:
             return f"{type(error).__name__}: {error}"
         return "no error"
 
-    def model(**how: Any) -> Gemm:
-        made = Gemm()
+    def model(**how: Any) -> Product:
+        made = Product()
         fully_shard(made, **how)
         return made
 
     ranks = world.layout.world_size
     hybrid = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
     reverse = DeviceMesh("cpu", list(reversed(range(ranks))))
-    double = Gemm().double()
+    double = Product().double()
     fully_shard(double)
     apply_zeropp(double, ranks_per_node=1)
     products = model()
@@ -415,7 +415,7 @@ def refusals(world: World) -> dict[str, str]:
     world_group = dist.distributed_c10d._get_default_group()
     local = os.environ.pop("LOCAL_WORLD_SIZE")
     found = {
-        "plain": why(lambda: apply_zeropp(Gemm())),
+        "plain": why(lambda: apply_zeropp(Product())),
         "divide": why(lambda: apply_zeropp(model(), ranks_per_node=3)),
         "zero": why(lambda: apply_zeropp(model(), ranks_per_node=0)),
         "environment": why(lambda: apply_zeropp(model())),

@@ -136,7 +136,7 @@ def test_a_small_gpt_trains_to_the_same_loss() -> None:
 def test_what_it_cannot_do_is_refused_in_words() -> None:
     """One line each. Nodes are torchrun's unless said otherwise; ranks draw different numbers."""
     expected = {
-        "plain": "Gemm",
+        "plain": "Product",
         "divide": "ranks_per_node is 3",
         "zero": "ranks_per_node is 0",
         "environment": "LOCAL_WORLD_SIZE",
