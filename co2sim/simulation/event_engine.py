@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count as numbers
 from operator import add
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -39,7 +39,7 @@ class EventQueue:
     def __init__(self) -> None:
         """Start with nothing to do."""
         self._events: list[tuple[Seconds, int, int, Callback, Any, int]] = []
-        self._tickets = count()
+        self._tickets = numbers()
 
     def at(
         self, time: Seconds, happen: Callback, what: object, version: int = 0, priority: int = 1
@@ -303,7 +303,8 @@ class _EventEngine:
         """Those that waited for what a stream has done."""
         starts, ends, waiting, woken = self.starts, self.ends, self.waiting, list[_StreamState]()
         steps, turn, index, free = stream.steps, stream.turn, stream.index, stream.free
-        while turn < self.total:
+        count, total = len(steps), self.total
+        while turn < total:
             first, last, offsets, work, known = steps[index]
             number, start = turn + first, free
             for offset in offsets:
@@ -316,7 +317,7 @@ class _EventEngine:
             else:
                 starts[number] = start
                 index += 1
-                if index == len(steps):
+                if index == count:
                     turn, index = turn + self.size, 0
                 number += last - first
                 if known:
@@ -473,11 +474,12 @@ def _streams(
         if one.exclusive
     }
     busy = lowered.contend and not slows
+    body, offsets, work_numbers = schedule.body, schedule.offsets, schedule.work_numbers
     works: dict[int, _Work] = {}
     streams = {stream: _StreamState() for stream in schedule.streams}
     for run in runs:
         place = run[0]
-        op, number = schedule.body[place], schedule.work_numbers[place]
+        op, number = body[place], work_numbers[place]
         if len(run) > 1 and long:
             work = _Work(0.0, sum(long.seconds[run]), busy=busy, parts=long.seconds[run])
         elif number in works:
@@ -490,7 +492,7 @@ def _streams(
             seconds = lowered.seconds[place] * lowered.classes[0].slowdown
             work = works[number] = _Work(0.0, seconds, slowed=slows and seconds > 0, busy=busy)
         known = not work.transfer and not work.slowed
-        streams[op.stream].steps.append((place, run[-1], schedule.offsets[place], work, known))
+        streams[op.stream].steps.append((place, run[-1], offsets[place], work, known))
     return list(streams.values())
 
 
