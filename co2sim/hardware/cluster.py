@@ -169,6 +169,8 @@ class GPU:
     peak) by rising FLOP; between entries it is interpolated over log FLOP, outside it is constant.
     Where `kernels` is known, passes over blocks are costed by it and not by `efficiency`. `tdp` is
     its thermal design power, `idle_power` what it draws while its processes wait (`power`).
+    `generation` names the first GPU with its multiprocessors, such as "H100" for an H200: what was
+    published of that GPU says how far predictions are off.
     """
 
     name: str
@@ -181,6 +183,7 @@ class GPU:
     kernels: KernelTimes | None = None
     tdp: Power | None = None
     idle_power: Power | None = None
+    generation: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no GPU can be."""
@@ -215,7 +218,7 @@ Hops = Literal["pipelined", "in_turn"]
 other, as where a large buffer is collected inside the node before it leaves it."""
 
 AllReduce = Literal["auto", "ring", "tree", "hierarchical"]
-"""auto: what the backend picks; see `cost`."""
+"""auto: what the backend picks; see `simulation.collective_cost`."""
 
 Protocols = Literal["simple", "nvlink", "pci"]
 """Which protocols of NCCL carry a message. simple: always Simple, whose hops take the `latency` of

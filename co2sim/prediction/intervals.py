@@ -7,7 +7,6 @@ Where no published run of the kind is, it is the errors on runs of all kinds, ea
 """
 
 import math
-import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -36,11 +35,6 @@ from co2sim.strategies.zeropp import ZeroPP
 Exchange: TypeAlias = Literal["gradients", "parameters", "quantized", "averages"]
 Extent: TypeAlias = Literal["one node", "several nodes"]
 
-_GENERATIONS = {"A800": "A100", "H800": "H100", "GH200": "H100", "H200": "H100"}
-"""GPUs with the multiprocessors of another one, whose generation they are."""
-
-_MODEL_NAME = re.compile(r"\b(V100|A100|A800|H100|H800|H200|GH200|B200)\b")
-
 _EXCHANGED: dict[str, Exchange] = {
     **dict.fromkeys(("ddp", "zero1", "zero2"), "gradients"),
     **dict.fromkeys(("zero3", "zeropp", "fsdp"), "parameters"),
@@ -66,16 +60,6 @@ class RunKind:
         return f"{self.gpu}, {_IN_WORDS[self.exchange]}, {self.extent}"
 
 
-def generation(gpu: str) -> str | None:
-    """The generation of a GPU by its name, such as "A100"; None where it names none that we know.
-
-    >>> generation("NVIDIA A100-SXM4-80GB, as Megatron-DeepSpeed ran on it")
-    'A100'
-    """
-    found = _MODEL_NAME.search(gpu)
-    return _GENERATIONS.get(found[1], found[1]) if found else None
-
-
 def why_not_comparable(strategy: Strategy, layout: Layout, known: Collection[str]) -> str:
     """A text: what a strategy gathers otherwise than those of these names; empty if nothing.
 
@@ -97,7 +81,7 @@ def kind_of(cluster: Cluster, strategy: Strategy, model: Model) -> RunKind | Non
 
     That is so for other GPUs, for strategies that are not ours, and for models of images.
     """
-    gpu = generation(cluster.gpu.name)
+    gpu = cluster.gpu.generation
     local = isinstance(strategy, LocalSteps)
     exchange = "averages" if local else _EXCHANGED.get(strategy.name)
     if isinstance(strategy, ZeroPP) and (strategy.qwz or strategy.qgz):

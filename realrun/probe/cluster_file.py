@@ -157,6 +157,8 @@ def _processor(measured: Measured, gpu: GPU) -> Iterator[str]:
     yield ""
     yield "[gpu]"
     yield f"name = {_text(gpu.name)}"
+    if gpu.generation:
+        yield f"generation = {_text(gpu.generation)}"
     yield f"source = {_text('measured by realrun probe, on all ranks of a node at once')}"
     yield _fact(
         "memory",

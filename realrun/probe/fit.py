@@ -254,6 +254,7 @@ def fit_gpu(measured: Measured) -> GPU | None:
         peak,
         tuple((flops, speed / peak[first]) for flops, speed in found[first].items()),
         launch_overhead=launch,
+        generation=measured.generation,
     )
 
 

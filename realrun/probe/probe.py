@@ -48,6 +48,16 @@ from realrun.probe.schedules import (
     traces,
 )
 
+_GENERATIONS = {(7, 0): "V100", (8, 0): "A100", (9, 0): "H100", (10, 0): "B200"}
+"""NVIDIA's GPUs for training by compute capability (CUDA C++ Programming Guide, section 17)."""
+
+
+def generation(device: torch.device) -> str | None:
+    """The first GPU with the same multiprocessors; None for others, and for CPUs."""
+    if device.type != "cuda" or torch.version.hip:
+        return None
+    return _GENERATIONS.get(torch.cuda.get_device_capability(device))
+
 
 def machine(world: World) -> str:
     """What this ran on, as a text: hardware, torch, threads."""
@@ -161,6 +171,7 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
         layout=world.layout,
         backend=world.backend,
         machine=shared(world, machine(world)),
+        generation=shared(world, generation(world.device)),
         memory=shared(world, memory(world)),
         collectives=collectives,
         compute=compute,

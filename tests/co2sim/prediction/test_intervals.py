@@ -27,7 +27,6 @@ from co2sim.prediction.intervals import (
     NOTHING_NEAR,
     Interval,
     RunKind,
-    generation,
     kind_errors,
     kind_of,
     other_errors,
@@ -56,12 +55,14 @@ def probed(compute: float, communication: float) -> Cluster:
 # --- kinds ---------------------------------------------------------------------------------------
 
 
-def test_a_gpu_has_the_generation_that_its_name_says() -> None:
+@pytest.mark.parametrize(
+    ("gpu", "kind"), [("h200", "H100"), ("a100-40", "A100"), ("rtx3090", None)]
+)
+def test_a_gpu_has_the_generation_of_its_file(gpu: str, kind: str | None) -> None:
     """An H200 computes as an H100 does; a GPU that nothing was published of has none."""
-    assert generation("NVIDIA H200-SXM-141GB") == generation("NVIDIA H100-SXM5-80GB") == "H100"
-    assert generation("NVIDIA A100-SXM4-40GB") == "A100"
-    assert generation("NVIDIA GeForce RTX 3090") is None
-    assert generation("Intel A1000") is None
+    cluster = load_cluster("dgx-h100", {"gpu": gpu}).value
+    found = kind_of(cluster, parse("zero3"), load_model("gpt2-small").value)
+    assert (found and found.gpu) == kind
 
 
 def test_a_kind_is_generation_exchange_and_extent() -> None:
