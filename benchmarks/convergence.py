@@ -40,7 +40,7 @@ from co2sim.strategies.local import LocalSteps
 from realrun.execute.world import World, join
 from realrun.launch.launcher import run_local
 from realrun.train import TrainSettings
-from realrun.train.local_updates import pairs
+from realrun.train.algorithm_registry import pairs
 from realrun.train.log import MARKERS
 from realrun.train.loop import train
 from realrun.train.settings import TaskName

@@ -48,7 +48,7 @@ from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from co2sim.strategies import parse
 from co2sim.strategies.co2 import CO2
 from realrun.launch.launcher import run_local
-from realrun.train.local_updates import pairs
+from realrun.train.algorithm_registry import pairs
 from realrun.train.log import MARKERS
 
 RUNS = "long_study-runs.csv"

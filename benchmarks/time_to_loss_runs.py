@@ -54,9 +54,9 @@ from co2sim.strategies.co2 import CO2
 from realrun.algorithms.delayed import Stats
 from realrun.execute.world import World, join
 from realrun.train import History, TrainSettings
-from realrun.train.local_updates import pairs
+from realrun.train.algorithm_registry import pairs
 from realrun.train.loop import Build, Standing, train
-from realrun.train.parallelize import Method, build
+from realrun.train.parallelize import WrappedModel, build
 
 
 class Attachment(ExitStack):
@@ -130,7 +130,9 @@ def attach_of(entry: Contender, sent: int) -> Attach | None:
     }[entry.peer]
 
 
-def build_with(attach: Attach, settings: TrainSettings, model: nn.Module, world: World) -> Method:
+def build_with(
+    attach: Attach, settings: TrainSettings, model: nn.Module, world: World
+) -> WrappedModel:
     """The model and the optimizer of the settings with a method of others."""
     ours = build(settings, model, world)
     assert ours.outer
@@ -138,7 +140,7 @@ def build_with(attach: Attach, settings: TrainSettings, model: nn.Module, world:
         pass  # it lets go of the optimizer
     stack = Attachment()
     theirs = stack.enter_context(attach(ours.bare, ours.optimizer, world))
-    return Method(
+    return WrappedModel(
         theirs.model,
         ours.bare,
         theirs.optimizer,
@@ -149,7 +151,7 @@ def build_with(attach: Attach, settings: TrainSettings, model: nn.Module, world:
     )
 
 
-def build_alone(settings: TrainSettings, model: nn.Module, world: World) -> Method:
+def build_alone(settings: TrainSettings, model: nn.Module, world: World) -> WrappedModel:
     """Our own method with workers that average with nobody: all arithmetic, and nothing is sent."""
     own, _ = dist.new_subgroups(1)
     return build(settings, model, replace(world, _groups={("training", WORLD): own}))
@@ -169,7 +171,7 @@ class Pace:
     late: int = 0
     _began: Seconds = 0.0
 
-    def attach(self, method: Method) -> Method:
+    def attach(self, method: WrappedModel) -> WrappedModel:
         """Pace the steps of a method from now on."""
         method.bare.register_forward_pre_hook(self._begin)
         model, optimizer = method.model, method.optimizer
@@ -200,7 +202,7 @@ class Pace:
 
 def paced(
     pace: Pace, how: Build, settings: TrainSettings, model: nn.Module, world: World
-) -> Method:
+) -> WrappedModel:
     """The method that `how` builds, at a pace."""
     return pace.attach(how(settings, model, world))
 

@@ -23,9 +23,9 @@ from co2sim.report.html import Figure, PageSection
 from co2sim.report.tables import Table
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation import metrics
+from co2sim.simulation.expected_slowdown import expected_slowdown
 from co2sim.simulation.metrics import is_steady
 from co2sim.simulation.run import execute
-from co2sim.simulation.stragglers import expected_slowdown
 from co2sim.simulation.trace import Trace
 from realrun.execute.kernels import at_speed, beside
 from realrun.record import Record

@@ -18,8 +18,8 @@ from co2sim.schedule.schedule import Collective, Compute, Kind, Schedule
 from co2sim.simulation import metrics
 from co2sim.simulation.collective_cost import cost_of
 from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.expected_slowdown import expected_slowdown
 from co2sim.simulation.run import execute
-from co2sim.simulation.stragglers import expected_slowdown
 
 _MANY_TIMES = 8192
 """Step times that are kept: a number each."""

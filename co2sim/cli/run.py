@@ -13,7 +13,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.files import write_atomically
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
-from co2sim.prediction.totals import to_dict
+from co2sim.prediction.totals import result_to_dict
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
 from co2sim.strategies import parse
@@ -53,7 +53,7 @@ def run(  # noqa: PLR0917 - one argument per option
         write_atomically({report: report_page.page(cases, results, goal, tokens)})
     pairs = list(zip(cases, results, strict=True))
     if json_:
-        found = [to_dict(case, result, goal, tokens) for case, result in pairs]
+        found = [result_to_dict(case, result, goal, tokens) for case, result in pairs]
         print(json.dumps(found[0] if len(found) == 1 else found, indent=2))
         return
     from co2sim.report.text.result import print_simulated  # noqa: PLC0415 - rich

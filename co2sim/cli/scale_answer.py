@@ -18,7 +18,7 @@ from co2sim.prediction.figures import INTERVAL
 from co2sim.prediction.published import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
-from co2sim.prediction.totals import to_dict
+from co2sim.prediction.totals import result_to_dict
 from co2sim.report.bundle import MISSING, installed
 from co2sim.report.text import result, totals
 from co2sim.report.text.result import division, print_assumed, print_chosen, print_warnings, speeds
@@ -64,7 +64,7 @@ def scale(
     if as_json:
         printed = {
             "results": [
-                {"cluster_key": str(case.cluster), **to_dict(case, result, goal, tokens)}
+                {"cluster_key": str(case.cluster), **result_to_dict(case, result, goal, tokens)}
                 for case, result in zip(cases, results, strict=True)
             ],
             "published": [comparison.to_dict() for comparison in comparisons],

@@ -19,7 +19,7 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.figures import in_table
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
-from co2sim.prediction.totals import Totals, to_dict
+from co2sim.prediction.totals import Totals, result_to_dict
 from co2sim.report.text import result, totals
 from co2sim.report.text.result import print_assumed, print_remarks, print_warnings, speeds
 from co2sim.studies.batch import Failure, Interrupted, Outcome, run_all
@@ -135,7 +135,7 @@ def _page(swept: "Swept") -> bytes:
 def _figures(case: Case, outcome: Outcome, goal: Goal, tokens: float | None) -> dict[str, object]:
     if isinstance(outcome, Failure):
         return {"error": outcome.reason}
-    return to_dict(case, outcome, goal, tokens)
+    return result_to_dict(case, outcome, goal, tokens)
 
 
 def _print(

@@ -66,7 +66,7 @@ class AttentionScores:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorParallelLayout:
+class TensorParallelCommunication:
     """What `ranks` that divide a block exchange in a pass over it (tensor parallelism).
 
     `elements` are those of the block's input in a sample. A forward pass needs the whole of it for
@@ -109,7 +109,7 @@ class Block:
     calls: int = 0
     logits: int = 0
     tied: int = 0
-    division: TensorParallelLayout | None = None
+    division: TensorParallelCommunication | None = None
 
     @property
     def parameters(self) -> int:
@@ -174,11 +174,13 @@ class TensorParallelShard:
 
     def division(
         self, elements: int, inputs: int, outputs: int, rows: int = 0
-    ) -> TensorParallelLayout | None:
+    ) -> TensorParallelCommunication | None:
         """Of a block; None where nothing is divided."""
         if self.ranks == 1:
             return None
-        return TensorParallelLayout(self.ranks, self.sequence, elements, inputs, outputs, rows)
+        return TensorParallelCommunication(
+            self.ranks, self.sequence, elements, inputs, outputs, rows
+        )
 
 
 WHOLE = TensorParallelShard()

@@ -21,7 +21,7 @@ from co2sim.models.architecture import (
     Block,
     MatMul,
     Model,
-    TensorParallelLayout,
+    TensorParallelCommunication,
     shard_model,
 )
 from co2sim.schedule.schedule import (
@@ -43,7 +43,7 @@ exponentials. Source: Megatron-LM, megatron/core/tensor_parallel/cross_entropy.p
 
 
 def tensor_parallel_collectives(
-    block: TensorParallelLayout | None,
+    block: TensorParallelCommunication | None,
     passes: Sequence[Pass],
     samples: int,
     dtype: DType,
@@ -60,7 +60,7 @@ def tensor_parallel_collectives(
 
 
 def _of_pass(
-    block: TensorParallelLayout,
+    block: TensorParallelCommunication,
     which: Pass,
     samples: int,
     dtype: DType,

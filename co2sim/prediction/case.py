@@ -31,7 +31,7 @@ from co2sim.prediction.notes import assumed, beyond_the_file, beyond_the_table
 from co2sim.prediction.pipeline_order import stage_cluster, stage_of
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import DType, Layout, Schedule
-from co2sim.schedule.tensor_parallel import data_layout, divided
+from co2sim.schedule.tensor_parallel import apply_tensor_parallelism, data_parallel_layout
 from co2sim.simulation import metrics
 from co2sim.simulation.collective_cost import traffic
 from co2sim.simulation.compute_cost import peak_flops
@@ -72,7 +72,7 @@ class LoadedCase:
     @property
     def layout(self) -> Layout:
         """Of data parallelism: tensor-parallel GPUs count as one rank."""
-        return data_layout(self.cluster.layout, self.job.tp)
+        return data_parallel_layout(self.cluster.layout, self.job.tp)
 
     def memory(self) -> dict[str, Bytes]:
         """Bytes on one GPU by item, and in all."""
@@ -165,14 +165,14 @@ def each(tokens: int, gpus: int) -> float:
 
 def schedule_of(strategy: Strategy, job: Workload, layout: Layout) -> Schedule:
     """What every rank does in a round of a job on GPUs of a layout."""
-    among = data_layout(layout, job.tp)
+    among = data_parallel_layout(layout, job.tp)
     try:
         found = of_strategy(strategy, strategy.schedule, job.share, among)
     except OptionError as error:
         if job.tp == 1:
             raise
         raise OptionError(f"{error} ({job.tp} GPUs that share layers count as one)") from error
-    return divided(found, job.tp)
+    return apply_tensor_parallelism(found, job.tp)
 
 
 def of_strategy(
@@ -407,7 +407,9 @@ class Case:
         return Workload(
             model=model,
             micro_batch=self.micro_batch,
-            accumulation=self._accumulation(data_layout(cluster.layout, self.tp).world_size),
+            accumulation=self._accumulation(
+                data_parallel_layout(cluster.layout, self.tp).world_size
+            ),
             precision=DType(precision),
             attention=self.attention,
             recompute=self.recompute,

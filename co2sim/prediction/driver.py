@@ -28,6 +28,7 @@ from co2sim.strategies import Strategy
 from co2sim.strategies.co2 import CO2
 
 _ROUNDS = "simulating rounds"
+_ASKED = {"cluster", "model", "strategy"}
 _PATIENCE: Seconds = 1.0
 """What a simulation takes before it shows a bar."""
 
@@ -58,13 +59,18 @@ def simulate(
     return run(make_case(cluster, model, strategy, **options), progress=progress)
 
 
+_OPTIONS = [f.name for f in (*fields(Case), *fields(Noise)) if f.name not in _ASKED]
+"""The names of all options."""
+
+
 def _keywords() -> Signature:
     """The signature of `simulate` with every option, for shells and notebooks that complete it."""
     own = signature(simulate).parameters
     defaults = {f.name: f.default for f in (*fields(Case), *fields(Noise))}
+    hints = get_type_hints(Case) | get_type_hints(Noise)
     options = [
-        Parameter(name, Parameter.KEYWORD_ONLY, annotation=hint, default=default)
-        for name, hint in get_type_hints(Options).items()
+        Parameter(name, Parameter.KEYWORD_ONLY, annotation=hints[name], default=default)
+        for name in _OPTIONS
         for default in [None if defaults[name] is MISSING else defaults[name]]
     ]
     *places, progress, _ = own.values()
@@ -81,10 +87,6 @@ simulate.__doc__ = (simulate.__doc__ or "").replace(
     )
     + "        noise: What makes ranks differ, as an object.\n        options: The",
 )
-
-
-_OPTIONS = tuple(get_type_hints(Options))
-"""The names of all options."""
 
 
 def make_case(

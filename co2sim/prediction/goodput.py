@@ -2,7 +2,7 @@
 
 Failures come at random, independently of each other, at a constant rate (exponential times between
 them), as counted in published logs of clusters (Kokolis et al., HPCA 2025, arXiv 2410.21680). The
-formulas here are exact for that; `events` simulates the same, event by event.
+formulas here are exact for that; a test simulates the same, event by event.
 """
 
 import math
@@ -18,7 +18,7 @@ from co2sim.hardware.failures import READ_PER_NODE, WRITE_PER_NODE, Failures
 from co2sim.models.workload import OPTIMIZER_BYTES, Model, Optimizer
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Layout
-from co2sim.schedule.tensor_parallel import data_layout
+from co2sim.schedule.tensor_parallel import data_parallel_layout
 from co2sim.strategies import Strategy, parse
 from co2sim.strategies.local import LocalSteps, Replica
 
@@ -389,7 +389,7 @@ def goodput_of(
     workers = 1
     if isinstance(strategy, LocalSteps):
         nodes, each = max(1, result.nodes // result.pp), result.gpus // result.pp
-        layout = data_layout(Layout(nodes, each // nodes), result.tp)
+        layout = data_parallel_layout(Layout(nodes, each // nodes), result.tp)
         workers = Replica.of(strategy).workers(layout)
     link = cluster.inter if result.nodes > 1 else cluster.intra
     if cluster.wan is not None and workers == cluster.sites > 1:

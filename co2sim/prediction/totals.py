@@ -132,7 +132,7 @@ def totals_of(case: Case, result: Result, tokens: float, goal: Goal = NO_GOAL) -
     return totals(result, sized, tokens, goal, found.useful, (found.low, found.high))
 
 
-def to_dict(case: Case, result: Result, goal: Goal, tokens: float | None) -> dict[str, Any]:
+def result_to_dict(case: Case, result: Result, goal: Goal, tokens: float | None) -> dict[str, Any]:
     """A result as plain values for JSON, with `totals` (None: no step factor is known) for tokens.
 
     With `to_loss` where the goal has steps. `totals` has a `basis`: see `basis`.

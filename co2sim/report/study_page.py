@@ -13,7 +13,7 @@ from co2sim.prediction.figures import ends
 from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, remark
-from co2sim.prediction.totals import Totals, to_dict
+from co2sim.prediction.totals import Totals, result_to_dict
 from co2sim.report import bar_charts, comparison, html, line_charts, tables
 from co2sim.report.chart_style import picking
 from co2sim.report.html import MAX_ROUNDS, Figure, Page, PageSection, Timelines
@@ -160,7 +160,10 @@ def page(study: Study) -> Page:
 def _files(study: Study) -> dict[str, tuple[str, str]]:
     frame = to_frame(study.cases, study.results, goal=study.goal, tokens=study.tokens)
     results = [
-        {"cluster_key": one.cluster, **to_dict(one.case, one.result, study.goal, study.tokens)}
+        {
+            "cluster_key": one.cluster,
+            **result_to_dict(one.case, one.result, study.goal, study.tokens),
+        }
         for one in study.all
     ]
     return {

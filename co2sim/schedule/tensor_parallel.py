@@ -22,7 +22,7 @@ TENSOR = "tensor"
 _NAME = "exchange"
 
 
-def data_layout(layout: Layout, tp: int) -> Layout:
+def data_parallel_layout(layout: Layout, tp: int) -> Layout:
     """The layout in which `tp` GPUs of a node count as one. Raises OptionError if they are none."""
     g = layout.gpus_per_node
     if g % tp:
@@ -33,7 +33,7 @@ def data_layout(layout: Layout, tp: int) -> Layout:
     return layout.strided(tp)
 
 
-def divided(schedule: Schedule, tp: int) -> Schedule:
+def apply_tensor_parallelism(schedule: Schedule, tp: int) -> Schedule:
     """The schedule of ranks of which `tp` share every layer; the same one if they are alone."""
     if tp == 1:
         return schedule

@@ -131,7 +131,7 @@ class Protocol:
     most: BytesPerSecond | None = None
 
 
-def choices(
+def protocol_candidates(
     algorithm: Algorithm, cluster: Cluster, protocols: Protocols, *, nodes: int, members: int
 ) -> list[Protocol]:
     """The protocols that a collective over a number of nodes and ranks may take, of `protocols`.
@@ -305,7 +305,7 @@ def _cost_without_calls(work: Collective, cluster: Cluster) -> CollectiveCost:
     if at.members == 1:
         return CollectiveCost(0.0, 0.0, 0.0, 0.0, 0.0, 1, 1)
     if work.group.name == LEADERS.name:
-        return _led(replace(work, group=replace(work.group, name=PEERS.name)), cluster)
+        return _leaders_only(replace(work, group=replace(work.group, name=PEERS.name)), cluster)
     match work.kind:
         case Kind.ALL_TO_ALL:
             return _pairwise(size, at, cluster)
@@ -321,12 +321,14 @@ def _cost_without_calls(work: Collective, cluster: Cluster) -> CollectiveCost:
 
 
 def _by(algorithm: Algorithm, at: Placement, cluster: Cluster) -> list[Protocol]:
-    return choices(algorithm, cluster, cluster.protocols, nodes=at.nodes, members=at.members)
+    return protocol_candidates(
+        algorithm, cluster, cluster.protocols, nodes=at.nodes, members=at.members
+    )
 
 
 def _simple(at: Placement, cluster: Cluster) -> Protocol:
     """The only one of what is neither a ring nor a tree."""
-    (by,) = choices("ring", cluster, "simple", nodes=at.nodes, members=at.members)
+    (by,) = protocol_candidates("ring", cluster, "simple", nodes=at.nodes, members=at.members)
     return by
 
 
@@ -337,7 +339,7 @@ def _quickest(candidates: list[CollectiveCost], cluster: Cluster) -> CollectiveC
     return min(candidates, key=lambda found: found.duration_alone(cluster))
 
 
-def _carried(found: CollectiveCost, by: Protocol, cluster: Cluster) -> CollectiveCost:
+def _with_protocol(found: CollectiveCost, by: Protocol, cluster: Cluster) -> CollectiveCost:
     """The cost of a message by a protocol that may not fill the links."""
     if not by.start and by.share == 1:
         return found
@@ -347,7 +349,7 @@ def _carried(found: CollectiveCost, by: Protocol, cluster: Cluster) -> Collectiv
     return replace(found, latency=found.latency + by.start, share=share)
 
 
-def _led(work: Collective, cluster: Cluster) -> CollectiveCost:
+def _leaders_only(work: Collective, cluster: Cluster) -> CollectiveCost:
     """What the first ranks of all nodes do: as peers would, but one group has NICs and uplinks.
 
     With several ranks in a node it enters and leaves the node at the same one. Of groups with a
@@ -401,7 +403,7 @@ def _ring(
         tiers=tiers,
         step=_first_step(at, by) if cluster.backend == "gloo" else None,
     )
-    return _carried(found, by, cluster)
+    return _with_protocol(found, by, cluster)
 
 
 def _first_step(at: Placement, by: Protocol) -> Seconds:
@@ -489,7 +491,7 @@ def _tree(
         wan=_tree_out(size, at.sites),
         tiers=crossings(cluster, at.members, at.per_node, at.per_site, out),
     )
-    return _carried(found, by, cluster)
+    return _with_protocol(found, by, cluster)
 
 
 def costs_of(schedule: Schedule, cluster: Cluster) -> list[CollectiveCost | None]:

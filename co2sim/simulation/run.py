@@ -29,7 +29,7 @@ def execute(
     Equal ranks are folded into one that stands for all, unless `fold` is false; nodes of different
     speed stay apart, and jitter unfolds every rank. With `free_communication` collectives take no
     time once all members are there: the baseline of exposed communication. All compute takes
-    `slowdown` times as long, such as `stragglers.expected_slowdown`. `progress` is called now and
+    `slowdown` times as long, such as `expected_slowdown` gives. `progress` is called now and
     then with the fraction that is done. Raises OptionError where the spans would be too many.
     """
     lowered = lower(

@@ -11,6 +11,7 @@ from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation import metrics
+from co2sim.simulation.expected_slowdown import expected_slowdown
 from co2sim.simulation.lowering import (
     LOCKSTEP_SPAN_BYTES,
     MAX_SPANS,
@@ -20,7 +21,6 @@ from co2sim.simulation.lowering import (
 )
 from co2sim.simulation.noise import QUIET, RunOptions
 from co2sim.simulation.run import execute
-from co2sim.simulation.stragglers import expected_slowdown
 from co2sim.simulation.token_bucket import shapers
 from co2sim.simulation.trace import Trace
 

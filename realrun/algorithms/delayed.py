@@ -2,7 +2,7 @@
 
 A worker stands at anchor + offset + its local steps since the last average was used. The offset is
 what it kept of its own then. Vectors are fp32; the model holds their rounded sum, so that a
-displacement counts from the *rounded* start, as in `flat`.
+displacement counts from the *rounded* start, as in `flat_parameters`.
 """
 
 from abc import ABC, abstractmethod

@@ -505,8 +505,8 @@ class LocalUpdate(Resumable, Ending):
     share them out: a local step is over when each has taken one. Unfreezing or adding a parameter
     later raises OptionError, at the latest when a round or the training ends. Frozen parameters and
     buffers are sent to all workers at the start and are never averaged. Parameters are fp32, bf16
-    or fp16. Anchor, momentum and displacement are fp32 vectors (see `flat`); the model holds the
-    anchor, rounded to its own type.
+    or fp16. Anchor, momentum and displacement are fp32 vectors (see `flat_parameters`); the model
+    holds the anchor, rounded to its own type.
 
     *Options.*
     - `worker`: "gpu": every rank is a worker; pass the bare module, not DDP. "node": the

@@ -15,7 +15,7 @@ from co2sim.strategies.step import title
 from realrun.cli import options as launching
 from realrun.cli.train_rank import check_out, resumed, run
 from realrun.lab.time_dilation import DILATION, dilation
-from realrun.train.local_updates import pairs
+from realrun.train.algorithm_registry import pairs
 from realrun.train.settings import TrainSettings
 from realrun.train.support import check, check_estimate
 

@@ -18,7 +18,7 @@ from realrun.train.settings import MOST, TrainSettings
 from realrun.train.tasks.task import Task, loss_of
 
 if TYPE_CHECKING:
-    from realrun.train.parallelize import Method
+    from realrun.train.parallelize import WrappedModel
 
 CURVED = 4
 """Batches in number 0: the fewer samples, the more their curvature exceeds that of all."""
@@ -154,7 +154,9 @@ class Estimator:
     averages that are under way, which get free time.
     """
 
-    def __init__(self, settings: TrainSettings, task: Task, method: "Method", world: World) -> None:
+    def __init__(
+        self, settings: TrainSettings, task: Task, method: "WrappedModel", world: World
+    ) -> None:
         """Nothing was measured yet."""
         self._method, self._last = method, settings.last
         size = world.layout.world_size

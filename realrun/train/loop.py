@@ -28,7 +28,7 @@ from realrun.train.collective_errors import run_on_all_ranks
 from realrun.train.estimate import Estimator
 from realrun.train.folder import LOG, Resume
 from realrun.train.log import History, Log, LogRow, read
-from realrun.train.parallelize import Method, build
+from realrun.train.parallelize import WrappedModel, build
 from realrun.train.settings import TrainSettings
 from realrun.train.tasks.registry import make_task
 from realrun.train.tasks.task import Task, loss_of, means, scores
@@ -40,7 +40,7 @@ class Validation:
     Those that wait for the end are kept as copies of the parameters, by step.
     """
 
-    def __init__(self, task: Task, method: Method, world: World) -> None:
+    def __init__(self, task: Task, method: WrappedModel, world: World) -> None:
         """Nothing was validated yet."""
         self._task, self._method, self._world = task, method, world
         self._pending: dict[int, list[Tensor]] = {}
@@ -115,7 +115,7 @@ class LocalStep:
 
     settings: TrainSettings
     task: Task
-    method: Method
+    method: WrappedModel
     part: int
     parts: int
 
@@ -208,7 +208,7 @@ class Standing:
 OnStep: TypeAlias = Callable[[Standing], None]
 """Told after every step."""
 
-Build: TypeAlias = Callable[[TrainSettings, nn.Module, World], Method]
+Build: TypeAlias = Callable[[TrainSettings, nn.Module, World], WrappedModel]
 """Wraps a model, which is equal on all ranks, for training. All ranks call it."""
 
 
@@ -264,7 +264,7 @@ class _Training:
     settings: TrainSettings
     task: Task
     world: World
-    method: Method
+    method: WrappedModel
     validation: Validation
     identity: dict[str, Any]
     folder: Path | None

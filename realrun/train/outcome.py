@@ -16,11 +16,11 @@ from co2sim.common.version import own_version
 from realrun.execute.world import World, describe
 from realrun.train.folder import ESTIMATE, FIGURE, MODEL
 from realrun.train.log import History, write_record
-from realrun.train.parallelize import Method
+from realrun.train.parallelize import WrappedModel
 from realrun.train.tasks.task import Task
 
 
-def facts(task: Task, method: Method, world: World) -> Mapping[str, Any]:
+def facts(task: Task, method: WrappedModel, world: World) -> Mapping[str, Any]:
     """Facts about the data, the model and the machine."""
     layout = world.layout
     return {
@@ -35,7 +35,7 @@ def facts(task: Task, method: Method, world: World) -> Mapping[str, Any]:
     }
 
 
-def write(folder: Path, history: History, task: Task, method: Method, world: World) -> None:
+def write(folder: Path, history: History, task: Task, method: WrappedModel, world: World) -> None:
     """Write parameters, figure and record. All ranks call this; rank 0 writes."""
     with method.mean():
         whole = method.whole()

@@ -26,7 +26,7 @@ from co2sim.strategies.zeropp import ZeroPP
 from realrun import algorithms
 from realrun.algorithms.process_groups import Workers
 from realrun.execute.world import World
-from realrun.train import local_updates
+from realrun.train import algorithm_registry
 from realrun.train.log import OuterStats
 from realrun.train.settings import IN_EVERY_STEP, TrainSettings
 
@@ -111,7 +111,7 @@ class OuterStep(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class WrappedModel:
     """A model that trains by a strategy.
 
     `model` is what is called, `bare` the same without its wrapper. `stepper` holds this rank's part
@@ -234,7 +234,7 @@ def _like(value: Any, parameter: Tensor) -> Any:
     return value
 
 
-def build(settings: TrainSettings, model: nn.Module, world: World) -> Method:
+def build(settings: TrainSettings, model: nn.Module, world: World) -> WrappedModel:
     """Wrap a model, which is equal on all ranks, as the strategy wants it. All ranks call it."""
     strategy = settings.parsed
     if not isinstance(strategy, LocalSteps):
@@ -242,14 +242,14 @@ def build(settings: TrainSettings, model: nn.Module, world: World) -> Method:
         wrapped = shared(strategy, strategy.name, model, world, among)
         optimizer = _optimizer(settings, model, shard=strategy.name == "zero1")
         stepper = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
-        return Method(wrapped, model, optimizer, stepper, None, None, 1)
+        return WrappedModel(wrapped, model, optimizer, stepper, None, None, 1)
     replica = Replica.of(strategy)
     several = replica.ranks(world.layout) > 1
     peers = world.group("training", replica.peers if several else WORLD)
     inner = world.group("training", replica.inside) if several else None
     wrapped = shared(strategy, strategy.inner or "zero2", model, world, inner) if inner else model
     optimizer = _optimizer(settings, model, shard=False)
-    return Method(
+    return WrappedModel(
         wrapped,
         model,
         optimizer,
@@ -288,8 +288,8 @@ def _outer(
     deadline: Seconds,
 ) -> OuterStep:
     """The algorithm of a local-update strategy."""
-    update = local_updates.LOCAL_UPDATES[strategy.name]
-    options = local_updates.arguments(strategy.name, settings.outer)
+    update = algorithm_registry.LOCAL_UPDATES[strategy.name]
+    options = algorithm_registry.arguments(strategy.name, settings.outer)
     options |= {"tau": strategy.tau, "dtype": str(strategy.dtype)}
     options |= {name: getattr(strategy, name) for name in update.passed}
     kind = getattr(algorithms, update.algorithm)

@@ -11,7 +11,7 @@ from co2sim.strategies import Strategy, parse
 from co2sim.strategies.local import LocalSteps, round_steps
 from co2sim.strategies.step import title
 from realrun.errors import one_of
-from realrun.train import local_updates
+from realrun.train import algorithm_registry
 from realrun.train.tasks.presets import GPTS, GPTShape, known_size
 
 TaskName = Literal["text", "masked_text", "digits", "segmentation", "points"]
@@ -84,7 +84,7 @@ class TrainSettings:
             one_of(name, getattr(self, name), allowed)
         known_size(self.size)
         _check_trained(self.parsed.name)
-        local_updates.arguments(self.parsed.name, self.outer)
+        algorithm_registry.arguments(self.parsed.name, self.outer)
         for name, least in (
             *(("steps", 1), ("batch", 1), ("log_every", 1)),
             *((n, 0) for n in ("context", "stop", "warmup", "seed", "eval_every")),
@@ -171,7 +171,7 @@ class TrainSettings:
 
 def _check_trained(name: str) -> None:
     """Raise OptionError for a strategy that only has a schedule, such as a user's own."""
-    known = sorted(IN_EVERY_STEP | local_updates.LOCAL_UPDATES.keys())
+    known = sorted(IN_EVERY_STEP | algorithm_registry.LOCAL_UPDATES.keys())
     if name not in known:
         raise OptionError(
             f"{name} has no training algorithm; those that have: {', '.join(known)} (`realrun run`"

@@ -11,7 +11,7 @@ from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.local import LocalSteps, Replica
 from co2sim.strategies.zeropp import ZeroPP
 from realrun.errors import SITES
-from realrun.train.local_updates import LOCAL_UPDATES
+from realrun.train.algorithm_registry import LOCAL_UPDATES
 from realrun.train.settings import TrainSettings
 
 _FETCHED = {

@@ -21,7 +21,7 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.driver import run
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL
-from co2sim.prediction.totals import to_dict
+from co2sim.prediction.totals import result_to_dict
 from co2sim.report import bundle
 from co2sim.report.sweep import Swept
 from co2sim.studies import batch
@@ -220,7 +220,9 @@ def many(count: int) -> Swept:
         settings=asked,
         outcomes=outcomes,
         rows=[
-            to_dict(case, one, NO_GOAL, None) if isinstance(one, Result) else {"error": one.reason}
+            result_to_dict(case, one, NO_GOAL, None)
+            if isinstance(one, Result)
+            else {"error": one.reason}
             for case, one in zip(cases, outcomes, strict=True)
         ],
         goal=NO_GOAL,

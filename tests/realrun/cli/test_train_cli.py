@@ -21,7 +21,7 @@ from realrun.cli import main
 from realrun.errors import LabError
 from realrun.lab.lab import check_machine
 from realrun.train import folder, log
-from realrun.train.local_updates import LOCAL_UPDATES
+from realrun.train.algorithm_registry import LOCAL_UPDATES
 from realrun.train.settings import IN_EVERY_STEP, TrainSettings
 from realrun.train.tasks.presets import GPTS
 

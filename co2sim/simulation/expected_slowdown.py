@@ -77,7 +77,7 @@ def residual_sigma(sigma: float, count: int, slack: float, ahead: float) -> floa
     harmonic(n) / rate, is the slack. So v = sigma^2 harmonic(n) / (2 slack), which is joined to
     v = sigma x (expected largest of n) without slack. Even without slack a delay reaches the others
     `ahead` rounds late, and meets their own ones there: by simulation it then costs as much as the
-    least divisor below says, within 5 % (tests/co2sim/simulation/test_stragglers.py).
+    least divisor below says, within 5 % (tests/co2sim/simulation/test_expected_slowdown.py).
     """
     if count == 1 or not sigma:
         return sigma

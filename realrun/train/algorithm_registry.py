@@ -30,7 +30,7 @@ _LR = Option("outer_lr", errors.step_size)
 
 
 @dataclass(frozen=True, slots=True)
-class LocalUpdate:
+class TrainableAlgorithm:
     """How a strategy is trained.
 
     `algorithm` is a class of `realrun.algorithms`. It takes `tau` and `dtype` of the strategy,
@@ -45,16 +45,16 @@ class LocalUpdate:
 
 
 LOCAL_UPDATES = {
-    "local_sgd": LocalUpdate("LocalSGD"),
-    "overlap_local_sgd": LocalUpdate(
+    "local_sgd": TrainableAlgorithm("LocalSGD"),
+    "overlap_local_sgd": TrainableAlgorithm(
         "OverlapLocalSGD",
         {
             "pull": Option("pull", errors.pull),
             "momentum": Option("anchor_momentum", errors.momentum),
         },
     ),
-    "slowmo": LocalUpdate("SlowMo", {"momentum": _MOMENTUM, "lr": _LR}),
-    "diloco": LocalUpdate(
+    "slowmo": TrainableAlgorithm("SlowMo", {"momentum": _MOMENTUM, "lr": _LR}),
+    "diloco": TrainableAlgorithm(
         "DiLoCo",
         {
             "momentum": _MOMENTUM,
@@ -64,7 +64,7 @@ LOCAL_UPDATES = {
         passed=("fragments", "delay"),
         refused={"scale_block": "its blocks have their own size"},
     ),
-    "co2": LocalUpdate(
+    "co2": TrainableAlgorithm(
         "CO2",
         {
             "momentum": _MOMENTUM,
