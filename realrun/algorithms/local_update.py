@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.units import Seconds
@@ -47,6 +46,7 @@ from realrun.algorithms.process_groups import (
     wire_of,
     workers_of,
 )
+from realrun.algorithms.step_counting import REMEDY, ModelWatch, StepHooks
 from realrun.errors import RankFailure
 
 
@@ -101,7 +101,8 @@ class Ending:
     _outer: OuterLoop
     _tau: int
     _rates: RateWatch
-    _hooks: list[RemovableHandle]
+    _hooks: StepHooks
+    _watch: ModelWatch
     _failure: Co2simError | None = None
     _closed = False
     _evaluating = False
@@ -134,6 +135,10 @@ class Ending:
         """Raise OptionError where what all ranks do together would be wrong."""
         raise NotImplementedError
 
+    def _refuse_lost(self, what: str, *, together: bool = False) -> None:
+        """Raise OptionError where steps were taken that were not counted; `together`: on all."""
+        raise NotImplementedError
+
     def _idle_step(self) -> None:
         """Count a step that this rank does not take, and do what comes after it."""
         raise NotImplementedError
@@ -159,6 +164,7 @@ class Ending:
         average, so that neither `also` nor `buffers` can be given.
         """
         self._ready("consensus()")
+        self._refuse_lost("consensus()")
         held = others_of(self._model, also, buffers=buffers)
         if also or buffers:
             if self._joining:
@@ -192,6 +198,7 @@ class Ending:
         held = others_of(self._model, also, buffers=buffers)
         try:
             self._links.meet("finish()", begun=bool(self._stepped))
+            self._refuse_lost("finish()", together=True)
             if self._stepped:
                 self._stepped.clear()
                 self._count_step()
@@ -254,9 +261,9 @@ class Ending:
         if self._closed:
             return
         self._closed = True
-        for hook in self._hooks:
-            hook.remove()
-        ATTACHED.difference_update(self._optimizers)
+        self._hooks.remove()
+        self._watch.remove()
+        ATTACHED.difference_update(self._hooks.all)
         notices = self._links.notices
         if error:
             notices.leave(raised(error))
@@ -302,6 +309,10 @@ class Resumable:
         """Raise OptionError where what all ranks do together would be wrong."""
         raise NotImplementedError
 
+    def _refuse_lost(self, what: str, *, together: bool = False) -> None:
+        """Raise OptionError where steps were taken that were not counted."""
+        raise NotImplementedError
+
     def state_dict(self) -> dict[str, Any]:
         """All that is kept, this rank's part under the key `rankR`. All ranks call this.
 
@@ -313,6 +324,7 @@ class Resumable:
         the live ones, as in optimizers: copy what is not written at once.
         """
         self._ready("state_dict()")
+        self._refuse_lost("state_dict()")
         return {_key(): {"layout": self._layout, **self._outer.state_dict()}}
 
     @torch.no_grad()
@@ -598,15 +610,9 @@ class LocalUpdate(Resumable, Ending):
         self._started = False
         self._stepped: dict[Optimizer, int] = {}
         self._said_uneven = False
-        self._hooks = [
-            hook
-            for one in optimizers
-            for hook in (
-                one.register_step_pre_hook(self._before_step),
-                one.register_step_post_hook(self._after_step),
-            )
-        ]
-        ATTACHED.update(optimizers)
+        self._watch = ModelWatch(parameters, self._tau)
+        self._hooks = StepHooks(optimizers, self._before_step, self._after_step)
+        ATTACHED.update(self._hooks.all)
 
     @property
     def model(self) -> nn.Module:
@@ -618,12 +624,8 @@ class LocalUpdate(Resumable, Ending):
         """Those whose steps are counted, without wrappers."""
         return self._optimizers
 
-    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """The hook before step 0: weights may have been loaded since this was made.
-
-        It stays: torch goes over the hooks of others meanwhile.
-        """
-        del optimizer, args, kwargs
+    def _before_step(self) -> None:
+        """Before step 0: weights may have been loaded since this was made."""
         if self._evaluating:
             raise OptionError(
                 "a step of the optimizer within consensus() would be discarded: take it outside"
@@ -639,9 +641,8 @@ class LocalUpdate(Resumable, Ending):
             self._failure = error
             raise
 
-    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """The hook: a local step is over once every optimizer has taken one."""
-        del args, kwargs
+    def _after_step(self, optimizer: Optimizer) -> None:
+        """A local step is over once every optimizer has taken one."""
         self._stepped[optimizer] = self._stepped.get(optimizer, 0) + 1
         if len(self._stepped) == len(self._optimizers):
             self._stepped.clear()
@@ -658,8 +659,15 @@ class LocalUpdate(Resumable, Ending):
         if not self._closed:
             refuse_others(self._optimizers, self._trained, type(self).__name__)
 
+    def _refuse_lost(self, what: str, *, together: bool = False) -> None:
+        lost = "" if self._closed or self._idle else self._watch.lost(at_the_end=together)
+        ranks = self._links.which(here=bool(lost)) if together else []
+        if lost or ranks:
+            lost = lost or f"on rank {ranks[0]} the model has moved without a counted step"
+            raise OptionError(f"{what}: {lost}: {REMEDY}")
+
     def _idle_step(self) -> None:
-        self._before_step(self._optimizers[0], (), {})
+        self._before_step()
         self._count_step()
 
     def _count_step(self) -> None:
@@ -672,6 +680,7 @@ class LocalUpdate(Resumable, Ending):
         try:
             self._links.notices.poll()
             self._after_local_step(last=last)
+            self._watch.mark()
         except Co2simError as error:
             self._failure = error
             raise
