@@ -300,6 +300,7 @@ class Resumable:
     _layout: str
     _started: bool
     _failure: Co2simError | None
+    _watch: ModelWatch
 
     def stats(self) -> Stats:
         """What was done so far."""
@@ -395,6 +396,7 @@ class Resumable:
     def _agree_on(self, what: str, text: str) -> None:
         """All ranks have loaded what belongs together; if not, no step will be taken."""
         self._links.steps, self._started = self.stats().steps, True
+        self._watch.forget()
         try:
             self._links.agree(what, "", across=text)
         except Co2simError as error:

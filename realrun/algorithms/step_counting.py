@@ -125,6 +125,12 @@ class ModelWatch:
         self._passes = [0] * len(self._passes)
         self._seen.append(self._now())
 
+    def forget(self) -> None:
+        """A saved state was loaded, and weights may be: begin with what the first pass finds."""
+        self._counted = False
+        self._passes = [0] * len(self._passes)
+        self._seen.clear()
+
     @torch.no_grad()
     def lost(self, *, at_the_end: bool = False) -> str:
         """What has moved without a counted step, and why that is no small correction; or nothing.
@@ -133,6 +139,8 @@ class ModelWatch:
         taken for progress, unless gradients were computed since, or it moves far. Weights that were
         loaded before the first step are lost only `at_the_end`.
         """
+        if not self._seen:
+            return ""
         now, last = self._now(), self._seen[-1]
         apart = (now - last).abs()
         moved = float(apart.max()) if len(apart) else 0.0
