@@ -2,6 +2,7 @@
 
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
@@ -182,23 +183,29 @@ class Ending:
             self._evaluating = False
 
     @torch.no_grad()
-    def finish(self, *also: nn.Module, buffers: bool = False) -> None:
+    def finish(self, *also: nn.Module, buffers: bool = True) -> None:
         """End the training: use all averages, and close. All ranks end with the same parameters.
 
         Steps since the last full round count: they are averaged, too, as a shorter round; so does
-        a step that only some of several optimizers have taken. `also` and `buffers` are averaged
-        for good, as within `consensus`. All ranks call this after the same number of steps: else
-        all raise RankFailure with the numbers. Raises what a step raises.
+        a step that only some of several optimizers have taken. `buffers`, as of BatchNorm, and all
+        that the modules `also` hold are averaged for good; integers become the first rank's. All
+        ranks call this after the same number of steps: else all raise RankFailure with the numbers.
+        Raises what a step raises, and OptionError, before anything changes, if the model has been
+        trained by steps that were not counted.
         """
         if self._failure or self._closed:
             raise self._failure or OptionError("finish() comes before close(), once")
         if self._joining:
             raise OptionError("finish() within join(): the end of that block does it")
-        self._ready("finish()")
+        self._finish("finish()", also, buffers=buffers)
+
+    @torch.no_grad()
+    def _finish(self, what: str, also: Sequence[nn.Module], *, buffers: bool) -> None:
+        self._ready(what)
         held = others_of(self._model, also, buffers=buffers)
         try:
-            self._links.meet("finish()", begun=bool(self._stepped))
-            self._refuse_lost("finish()", together=True)
+            self._links.meet(what, begun=bool(self._stepped))
+            self._refuse_lost(what, together=True)
             if self._stepped:
                 self._stepped.clear()
                 self._count_step()
@@ -213,8 +220,28 @@ class Ending:
             raise
         self.close()
 
+    def _finish_or_close(self) -> None:
+        """Finish, if all ranks have taken as many steps; else close, and say how many they took.
+
+        Raises RankFailure for a rank that has left, or has taken another number of rounds.
+        """
+        try:
+            self._finish("the end of the block", (), buffers=True)
+        except RankFailure:
+            steps = self._links.notices.steps_of_all()
+            if len({count // self._tau for count in steps}) != 1:
+                raise
+            self._failure = None
+            self.close()
+            warnings.warn(
+                f"ranks have taken {min(steps)} to {max(steps)} steps, so that the last ones are"
+                " not averaged: every rank holds another model; finish() needs equal numbers,"
+                " join() does not",
+                stacklevel=3,
+            )
+
     @contextmanager
-    def join(self, *also: nn.Module, buffers: bool = False) -> Iterator[None]:
+    def join(self, *also: nn.Module, buffers: bool = True) -> Iterator[None]:
         """For data that are used up at different times: train within, with any number of steps.
 
         A rank that leaves the block goes on with what the others need, until all have left. An
@@ -288,8 +315,15 @@ class Ending:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close; after an exception without waiting for others."""
-        self._close(error or self._failure)
+        """Finish; after an exception only close, without waiting for others."""
+        if error or self._failure or self._closed:
+            self._close(error or self._failure)
+            return
+        try:
+            self._finish_or_close()
+        except BaseException as failure:
+            self._close(failure)
+            raise
 
 
 class Resumable:
@@ -301,6 +335,8 @@ class Resumable:
     _started: bool
     _failure: Co2simError | None
     _watch: ModelWatch
+    _replaced: list[tuple[Tensor, Tensor]]
+    """What other ranks' first parameters and buffers took the place of, until the first step."""
 
     def stats(self) -> Stats:
         """What was done so far."""
@@ -366,9 +402,9 @@ class Resumable:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave on this rank. All ranks call this.
 
-        The model and the optimizer are yours to load. Algorithm, tau, staleness, parameters and
-        workers must be those that were saved (OptionError), and all ranks must load what was saved
-        after the same step (MismatchError); other settings may change.
+        The model and the optimizer are yours to load, before this is made or after. Algorithm, tau,
+        staleness, parameters and workers must be those that were saved (OptionError), and all ranks
+        must load what was saved after the same step (MismatchError); other settings may change.
         """
         self.take_state(state)
         self.agree_on_state()
@@ -388,6 +424,10 @@ class Resumable:
         own = state[_key()]
         self._refuse_other_layout(own["layout"])
         self._outer.load_state_dict(own)
+        if not self._watch.moved():  # the model was loaded before this algorithm was made
+            for tensor, before in self._replaced:
+                tensor.copy_(before)
+        self._replaced = []
 
     def agree_on_state(self) -> None:
         """The second part: all ranks have loaded what was saved after the same step."""
@@ -550,11 +590,11 @@ class LocalUpdate(Resumable, Ending):
     *Several ranks in a worker* need DDP or FSDP2 to stay equal. Without, the end of the first round
     and every check raise MismatchError.
 
-    *End.* `close`, or leaving the `with` block, waits for averages under way without applying them
-    and removes the hook; ranks that took other rounds are named. `finish` ends alike on all ranks
-    instead. After an exception in the block nothing is waited for, and the others are told.
-    Nothing can be entered again. Steps after the last full round stay each worker's own: take a
-    multiple of `tau` steps, or evaluate `consensus`.
+    *End.* `finish`, and leaving the `with` block, ends alike on all ranks: with the same parameters
+    and buffers. `close` waits for averages under way without applying them and lets go of the
+    optimizer: steps after the last full round stay each worker's own; ranks that took other rounds
+    are named. After an exception in the block nothing is waited for, and the others are told.
+    Nothing can be entered again.
 
     On a GPU the host waits for the device once a round, to check that the average is finite.
     """
@@ -600,7 +640,7 @@ class LocalUpdate(Resumable, Ending):
         own = describe_settings(optimizers, rule, settings)
         self._described = text = "\n".join([self._layout, *others, *own])
         self._links.agree("model, optimizer or setting", text, across="\n".join(flat.describe()))
-        self._links.share(*first_tensors(model))
+        self._replaced = self._links.share(*first_tensors(model))
         size, notices = int(bucket_mib * 2**20), self._links.notices
         average = Average(self._links.average, wire, seconds, size, notices)
         self._outer: OuterLoop = (
@@ -632,6 +672,7 @@ class LocalUpdate(Resumable, Ending):
             raise OptionError(
                 "a step of the optimizer within consensus() would be discarded: take it outside"
             )
+        self._replaced = []
         if self._started:
             return
         self._started = True

@@ -165,6 +165,11 @@ class DepartureLog:
                 found += [Departure(**note)] if number == self._met else []
         return found
 
+    def steps_of_all(self) -> list[int]:
+        """The steps of all ranks, if all are at a meeting that this one has not passed."""
+        found = self._waiting()
+        return [note.steps for note in found] if len(found) == len(self.ranks) else []
+
     def notes(self) -> list[Departure]:
         """Those that others have left so far."""
         return self._read() or []
@@ -339,24 +344,15 @@ class Workers:
         Give `inner` to DDP (process_group=workers.inner) or FSDP2
         (mesh=DeviceMesh.from_group(workers.inner, device_type)).
         """
-        text = os.environ.get("LOCAL_WORLD_SIZE", "")
-        if not dist.is_initialized() or not text.isdigit():
+        if not dist.is_initialized():
             raise OptionError(
                 "worker='node' needs torch.distributed initialized and LOCAL_WORLD_SIZE set, as"
                 " torchrun does"
             )
-        size, world, me = int(text), dist.get_world_size(), dist.get_rank()
-        if size < 1 or world % size:
-            raise OptionError(
-                f"LOCAL_WORLD_SIZE is {size} and there are {world} ranks: all nodes must have the"
-                " same number of ranks"
-            )
-        if int(os.environ.get("LOCAL_RANK", me % size)) != me % size:
-            raise OptionError(
-                f"rank {me} has LOCAL_RANK {os.environ['LOCAL_RANK']}; ranks must be numbered node"
-                f" by node, so that it is {me % size}"
-            )
-        return cls._blocks(size)
+        own = os.environ.get("LOCAL_WORLD_SIZE", ""), os.environ.get("LOCAL_RANK")
+        placed: list[tuple[str, str | None]] = [own] * dist.get_world_size()
+        dist.all_gather_object(placed, own)  # so that all refuse what one of them cannot do
+        return cls._blocks(_node_size(placed))
 
     @classmethod
     def per_site(cls) -> "Workers":
@@ -366,6 +362,11 @@ class Workers:
         """
         sites = sites_of(os.environ)
         size = dist.get_world_size() if dist.is_initialized() else 0
+        if size > 1:
+            every = [sites] * size
+            dist.all_gather_object(every, sites)  # so that all refuse what differs
+            if len(set(every)) > 1:
+                raise OptionError(f"{SITES} differs between ranks: {sorted(set(every))}")
         if sites < 2 or not size or size % sites:  # noqa: PLR2004 - one averages with no other
             raise OptionError(
                 f"worker='site' needs torch.distributed initialized, and {SITES} set to 2 sites or"
@@ -395,6 +396,30 @@ class Workers:
     def inner_ranks(self) -> list[int]:
         """Ranks of this worker."""
         return sorted(dist.get_process_group_ranks(self.inner)) if self.inner else [_me()]
+
+
+def _node_size(placed: Sequence[tuple[str, str | None]]) -> int:
+    """The ranks of a node, from LOCAL_WORLD_SIZE and LOCAL_RANK of every rank."""
+    texts = [size for size, _ in placed]
+    if not all(text.isdigit() for text in texts):
+        raise OptionError(
+            f"LOCAL_WORLD_SIZE is {next(t for t in texts if not t.isdigit())!r} on a rank;"
+            " worker='node' needs it set on all, as torchrun does"
+        )
+    sizes = [int(text) for text in texts]
+    size, world = sizes[0], len(sizes)
+    if len(set(sizes)) > 1 or size < 1 or world % size:
+        raise OptionError(
+            f"LOCAL_WORLD_SIZE is {', '.join(map(str, sorted(set(sizes))))} and there are {world}"
+            " ranks: worker='node' needs the same number of ranks on all nodes"
+        )
+    for rank, (_, local) in enumerate(placed):
+        if int(local or rank % size) != rank % size:
+            raise OptionError(
+                f"rank {rank} has LOCAL_RANK {local}; ranks must be numbered node by node, so that"
+                f" it is {rank % size}"
+            )
+    return size
 
 
 Worker: TypeAlias = Literal["gpu", "node", "site"] | Workers
@@ -571,31 +596,44 @@ class WorkerGroups:
     def mean(self, tensor: Tensor, *, sharded: bool, weight: float = 1.0) -> None:
         """Replace it by its mean over workers, and unless sharded over each one's ranks.
 
-        This rank counts `weight` times, 1 on average. What is not floating point becomes the first
-        one's.
+        This rank counts `weight` times, 1 on average. Integers and truths, such as counts of
+        batches, become the first one's; complex numbers are averaged by their parts.
         """
         with self.together("mean of what is not averaged in rounds"):
             for group in (None if sharded else self._inner, self._peers):
                 if group is None:
                     continue
                 sent = tensor.detach().cpu().contiguous()
-                if sent.is_floating_point():
-                    sent = sent.double() * weight
-                    dist.all_reduce(sent, group=group)
-                    sent /= group.size()
+                if sent.is_complex():
+                    sent = _mean(torch.view_as_real(sent), group, weight)
+                    tensor.copy_(torch.view_as_complex(sent))
+                elif sent.is_floating_point():
+                    tensor.copy_(_mean(sent, group, weight))
                 else:
                     _broadcast(sent, group)
-                tensor.copy_(sent)
+                    tensor.copy_(sent)
 
-    def share(self, replicated: Sequence[Tensor], sharded: Sequence[Tensor]) -> None:
-        """Give the first worker's tensors to all; within a worker, too, what is replicated."""
+    def share(
+        self, replicated: Sequence[Tensor], sharded: Sequence[Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Give the first worker's tensors to all; within a worker, too, what is replicated.
+
+        Returns the tensors that were others, with what they held.
+        """
+        replaced = []
         with self.together("broadcast of the first parameters"), torch.no_grad():
-            for group, tensors in (
-                (self.gather, replicated),
-                (self.average, [*replicated, *sharded]),
+            for tensors, groups in (
+                (replicated, (self.gather, self.average)),
+                (sharded, (self.average,)),
             ):
-                for tensor in tensors if group is not None else ():
-                    _broadcast(tensor, group)
+                for tensor in tensors:
+                    before = tensor.detach().clone()
+                    for group in groups:
+                        if group is not None:
+                            _broadcast(tensor, group)
+                    if not torch.equal(before, tensor):
+                        replaced.append((tensor, before))
+        return replaced
 
     @contextlib.contextmanager
     def together(self, what: str, *, round: int | None = None) -> Iterator[None]:  # noqa: A002
@@ -605,6 +643,13 @@ class WorkerGroups:
         except (RuntimeError, TimeoutError) as error:
             found = self.notices.cause(what, round=round)
             raise found or lost(what, error, self.deadline, round=round) from error
+
+
+def _mean(sent: Tensor, group: dist.ProcessGroup, weight: float) -> Tensor:
+    """The weighted mean, in fp64."""
+    total = sent.double() * weight
+    dist.all_reduce(total, group=group)
+    return total / group.size()
 
 
 def _broadcast(tensor: Tensor, group: dist.ProcessGroup | None) -> None:

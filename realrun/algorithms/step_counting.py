@@ -125,6 +125,11 @@ class ModelWatch:
         self._passes = [0] * len(self._passes)
         self._seen.append(self._now())
 
+    @torch.no_grad()
+    def moved(self) -> bool:
+        """Whether the model is another one than it was last."""
+        return bool(self._seen) and not torch.equal(self._now(), self._seen[-1])
+
     def forget(self) -> None:
         """A saved state was loaded, and weights may be: begin with what the first pass finds."""
         self._counted = False

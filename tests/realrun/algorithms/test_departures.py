@@ -72,7 +72,11 @@ def test_uneven_steps_are_told_at_once_with_counts() -> None:
         for rank in (0, 2):
             told = answers[rank]["told"]
             assert told.startswith("RankFailure: ")
-            gone = "raised ValueError (bad sample)" if "raises" in given else "closed"
+            gone = (
+                "raised ValueError (bad sample)"
+                if "raises" in given
+                else "is at the end of the block"
+            )
             assert f"rank 1 {gone} after {given['steps']} steps" in told
             assert f"rank {rank} has taken " in told
         own = "ValueError: bad sample" if "raises" in given else "; rank 1 has taken 6"
