@@ -138,10 +138,13 @@ def follow(block: Block, project: Path) -> None:
 @pytest.mark.nightly
 def test_the_strategy_of_the_guide_works(tmp_path: Path) -> None:
     """Who follows the page gets a strategy that runs, its golden file, and tests that pass."""
-    tests = ("conftest.py", "commands.py", "tiny.py", "test_strategies.py")
+    tests = ("conftest.py", *(f"helpers/{name}.py" for name in ("commands", "places", "tiny")))
+    tests = (*tests, "co2sim/strategies/test_strategies.py")
     shutil.copytree(ROOT / "co2sim", tmp_path / "co2sim")
     (tmp_path / "tests" / "golden").mkdir(parents=True)
     (tmp_path / "docs").mkdir()
+    for name in ("helpers", "co2sim/strategies"):
+        (tmp_path / "tests" / name).mkdir(parents=True)
     for name in (*(f"tests/{name}" for name in tests), "pyproject.toml", "docs/strategies.md"):
         shutil.copy(ROOT / name, tmp_path / name)
     for block in blocks(TOY):
