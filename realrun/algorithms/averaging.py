@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 
 import torch
@@ -25,7 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from co2sim.common.units import Seconds
-from realrun.algorithms.process_groups import DEADLINE, PERIOD, DepartureLog, Wire, lost
+from realrun.algorithms.process_groups import (
+    DEADLINE,
+    PERIOD,
+    DepartureLog,
+    Wire,
+    lost,
+    wait_for,
+)
 from realrun.algorithms.quantization import dequantize, quantize, sum_rows
 from realrun.algorithms.quantization_kernels import Bits, from_wire, to_wire, wire_bytes
 
@@ -136,10 +142,7 @@ class Average:
         bucket: int,
         notices: DepartureLog | None = None,
     ) -> None:
-        """`bucket` is in bytes of fp32. `notices` say who has left, on CPUs also while one waits.
-
-        A wait for NCCL that ends too early would abort its communicator.
-        """
+        """`bucket` is in bytes of fp32. `notices` say who has left, also while one waits."""
         self._notices = notices
         self._group, self._wire, self._deadline = group, wire, deadline
         self._elements, self._bits = max(1, bucket // 4), _BITS.get(wire, 8)
@@ -173,7 +176,7 @@ class Average:
         count = torch.tensor([float(here)])
         work = dist.all_reduce(count, group=self._counting, async_op=True)
         assert work is not None
-        flight.waits.append(partial(_wait, work))
+        flight.waits.append(partial(wait_for, work))
         flight.polls.append(work.is_completed)
         mean = flight.finish
 
@@ -188,7 +191,7 @@ class Average:
 
     def _launched(self, vector: Tensor, number: int) -> PendingAverage:
         flight = PendingAverage(number, vector, deadline=self._deadline)
-        if self._notices and not vector.is_cuda:
+        if self._notices:
             flight.notices, flight.step = self._notices, self._notices.now()
         if self._group is None or not len(vector):
             return flight
@@ -202,7 +205,7 @@ class Average:
         for bucket in torch.split(sent, self._elements):
             work = dist.all_reduce(bucket, group=self._group, async_op=True)
             assert work is not None
-            flight.waits.append(partial(_wait, work))
+            flight.waits.append(partial(wait_for, work))
             flight.polls.append(work.is_completed)
             part = -(-len(bucket) // self._size)
             self.sent += 2 * (self._size - 1) * part * bucket.element_size()
@@ -278,10 +281,6 @@ def _happened(event: torch.cuda.Event) -> bool:
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _wait(work: dist.Work, seconds: Seconds) -> None:
-    work.wait(timedelta(seconds=seconds))
 
 
 def _result(done: Future[None], seconds: Seconds) -> None:

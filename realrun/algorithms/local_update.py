@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -204,7 +205,7 @@ class Ending:
         self._ready(what)
         held = others_of(self._model, also, buffers=buffers)
         try:
-            self._links.meet(what, begun=bool(self._stepped))
+            self._links.meet(what, begun=bool(self._stepped), lap=self._outer.lap)
             self._refuse_lost(what, together=True)
             if self._stepped:
                 self._stepped.clear()
@@ -297,7 +298,7 @@ class Ending:
             return
         notices.leave()
         self._outer.drain()
-        notices.compare(self._tau, self._links.deadline)
+        notices.compare(self._tau, self._links.deadline + self._outer.lap)
         self._outer.average.close()
         self._rates.close()
         self._links.close()
@@ -649,7 +650,7 @@ class LocalUpdate(Resumable, Ending):
             else RoundLoop(model, rule, flat, self._links, average)
         )
         self._rates = RateWatch(optimizers, self._links)
-        self._started = False
+        self._started, self._began = False, time.monotonic()
         self._stepped: dict[Optimizer, int] = {}
         self._said_uneven = False
         self._watch = ModelWatch(parameters, self._tau)
@@ -741,6 +742,8 @@ class LocalUpdate(Resumable, Ending):
                 refuse_different_inside(self._outer, self._links)
         self._outer.after_step(last=last)
         if last:
+            now = time.monotonic()
+            self._outer.lap, self._began = now - self._began, now
             counters.step = 0
             counters.round += 1
             if not self._outer.average.weighs:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from co2sim.common.units import Seconds
 from realrun.algorithms.averaging import Average, PendingAverage
 from realrun.algorithms.delayed import Counters, Rule, State, Stats
 from realrun.algorithms.flat_parameters import Flat
@@ -90,6 +91,8 @@ class OuterLoop(ABC):
         flat.read(self.state.anchor)
         (self._elements,) = links.total([flat.elements])
         self.counters = Counters()
+        self.lap: Seconds = 0.0
+        """What the last round took."""
 
     def restart(self) -> str:
         """Take the anchor again from the model; gives a text if that is another one."""
@@ -164,8 +167,12 @@ class OuterLoop(ABC):
         return self.state.anchor
 
     def drain(self) -> None:
-        """Wait for all averages under way, without applying them, as evaluating and saving do."""
+        """Wait for all averages under way, without applying them, as evaluating and saving do.
+
+        Who has not been waited for may be a round behind, and has that much more time.
+        """
         for flight in self.under_way():
+            flight.deadline += self.lap
             flight.wait()
 
     def stats(self, tau: int) -> Stats:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_store
 
 from co2sim.common.errors import OptionError
@@ -297,8 +298,8 @@ def lost(
     """The error for a collective that failed for no known reason: a peer died, or did not come."""
     reason = " ".join(str(error).split())[:200] or type(error).__name__
     return RankFailure(
-        f"{what} failed: a rank died, took fewer steps, or came more than {deadline:g} s late"
-        f" ({reason})",
+        f"{what} failed: a rank died, took fewer steps, or came more than deadline={deadline:g} s"
+        f" late ({reason})",
         op=what,
         round=round,
     )
@@ -443,6 +444,16 @@ def _me() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+Kind: TypeAlias = Literal["average", "gather", "beside", "counting"]
+"""What a communicator is for; "beside": numbers and texts that are waited for at once."""
+
+_NO_LIMIT = timedelta(days=7)
+"""Of collectives that run behind training. torch counts from their launch, a wait from its begin.
+
+A checkpoint of one rank that takes long ends no average for which no rank waits.
+"""
+
+
 class WorkerGroups:
     """The communicators of one algorithm, which nothing else uses.
 
@@ -460,13 +471,18 @@ class WorkerGroups:
         self.steps = 0
         self.notices = DepartureLog((*workers.peer_ranks, *workers.inner_ranks), lambda: self.steps)
         self._own = (workers.inner, workers.peers) if owns else ()
-        self._made: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
+        self._made: dict[tuple[tuple[int, ...], Kind], dist.ProcessGroup] = {}
         peers, inner = tuple(workers.peer_ranks), tuple(workers.inner_ranks)
         with self.together("connection of communicators"):
             if dist.is_initialized() and dist.get_world_size() > 1:
                 self._connect(peers, inner)
-        self.average, self._peers = self._made.get((peers, None)), self._made.get((peers, "gloo"))
-        self.gather, self._inner = self._made.get((inner, None)), self._made.get((inner, "gloo"))
+        self.average, self.gather = self._of(peers, "average"), self._of(inner, "gather")
+        self._peers, self._inner = self._of(peers, "beside"), self._of(inner, "beside")
+        self.counting = self._of(peers, "counting")
+        """Of the peers, for numbers that are sent while training goes on."""
+
+    def _of(self, ranks: tuple[int, ...], kind: "Kind") -> dist.ProcessGroup | None:
+        return self._made.get((ranks, kind))
 
     def _connect(self, peers: tuple[int, ...], inner: tuple[int, ...]) -> None:
         """Make the groups of all ranks, also those that this rank is not in.
@@ -477,11 +493,17 @@ class WorkerGroups:
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, (peers, inner))
         limit = timedelta(seconds=self.deadline)
+        averaging = {peers for peers, _ in everybody}
         for ranks in sorted({ranks for pair in everybody for ranks in pair if len(ranks) > 1}):
-            for backend in (None, "gloo"):
-                made = dist.new_group(list(ranks), limit, backend)
+            kinds: list[tuple[Kind, str | None, timedelta]] = [("beside", "gloo", limit)]
+            if ranks in {inner for _, inner in everybody}:
+                kinds.append(("gather", None, limit))
+            if ranks in averaging:
+                kinds += [("average", None, _NO_LIMIT), ("counting", "gloo", _NO_LIMIT)]
+            for kind, backend, longest in kinds:
+                made = dist.new_group(list(ranks), longest, backend)
                 if isinstance(made, dist.ProcessGroup) and ranks in (peers, inner):
-                    self._made[ranks, backend] = made
+                    self._made[ranks, kind] = made
 
     def close(self) -> None:
         """Destroy the communicators. Nothing may be under way."""
@@ -491,9 +513,12 @@ class WorkerGroups:
                 dist.destroy_process_group(made)
         self._made, self._own = {}, ()
 
-    def meet(self, what: str, *, begun: bool = False) -> None:
-        """Wait until all ranks come here after the same steps; see Notices.meet."""
-        self.notices.meet(what, self.deadline, begun=begun)
+    def meet(self, what: str, *, begun: bool = False, lap: Seconds = 0.0) -> None:
+        """Wait until all ranks come here after the same steps; see DepartureLog.meet.
+
+        They may be a `lap` behind, beside the deadline.
+        """
+        self.notices.meet(what, self.deadline + lap, begun=begun)
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """Sums of numbers over this worker's ranks."""
@@ -503,11 +528,6 @@ class WorkerGroups:
         with self.together("sum over the ranks of a worker"):
             dist.all_reduce(sums, group=self._inner)
         return [float(one) for one in sums]
-
-    @property
-    def counting(self) -> dist.ProcessGroup | None:
-        """The communicator of the peers for numbers."""
-        return self._peers
 
     def largest(self, numbers: Sequence[float]) -> list[float]:
         """The largest of each number on any rank. All ranks call this, and get the same.
@@ -610,7 +630,7 @@ class WorkerGroups:
                 elif sent.is_floating_point():
                     tensor.copy_(_mean(sent, group, weight))
                 else:
-                    _broadcast(sent, group)
+                    _broadcast(sent, group, self.deadline)
                     tensor.copy_(sent)
 
     def share(
@@ -630,7 +650,7 @@ class WorkerGroups:
                     before = tensor.detach().clone()
                     for group in groups:
                         if group is not None:
-                            _broadcast(tensor, group)
+                            _broadcast(tensor, group, self.deadline)
                     if not torch.equal(before, tensor):
                         replaced.append((tensor, before))
         return replaced
@@ -645,6 +665,20 @@ class WorkerGroups:
             raise found or lost(what, error, self.deadline, round=round) from error
 
 
+def wait_for(work: dist.Work, seconds: Seconds) -> None:
+    """Wait for a collective, `seconds` from now at most: torch counts from its launch.
+
+    Raises TimeoutError, and what the collective has failed with.
+    """
+    limit, pause = time.monotonic() + seconds, 1e-5
+    while not work.is_completed():
+        if time.monotonic() > limit:
+            raise TimeoutError(f"not within {seconds:g} s")
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+    work.wait()
+
+
 def _mean(sent: Tensor, group: dist.ProcessGroup, weight: float) -> Tensor:
     """The weighted mean, in fp64."""
     total = sent.double() * weight
@@ -652,12 +686,14 @@ def _mean(sent: Tensor, group: dist.ProcessGroup, weight: float) -> Tensor:
     return total / group.size()
 
 
-def _broadcast(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+def _broadcast(tensor: Tensor, group: dist.ProcessGroup | None, seconds: Seconds) -> None:
     """Send the first member's tensor as bytes: not every type can be sent as it is."""
     if not tensor.numel():
         return
     sent = tensor.detach().contiguous()
-    dist.broadcast(sent.view(-1).view(torch.uint8), group_src=0, group=group)
+    work = dist.broadcast(sent.view(-1).view(torch.uint8), group_src=0, group=group, async_op=True)
+    assert work is not None
+    wait_for(work, seconds)
     if sent.data_ptr() != tensor.data_ptr():
         tensor.copy_(sent)
 
@@ -679,8 +715,8 @@ WIRES: dict[torch.dtype, Wire] = {
     torch.int8: "int8",
 }
 
-DEADLINE: Seconds = 60.0
-"""How long a worker waits for another, unless it is said."""
+DEADLINE: Seconds = default_pg_timeout.total_seconds()
+"""How long a worker waits for another, unless it is said: as long as torch.distributed."""
 
 
 def wire_of(dtype: Wire | torch.dtype) -> Wire:
