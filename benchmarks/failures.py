@@ -75,7 +75,11 @@ Three ranks, a deadline of {DEADLINE:g} s. *Stopped in time*: every other rank e
 
 def launched_with_fault(fault: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """A run of three ranks by the launcher, one of which fails as `fault` says."""
-    command = [sys.executable, str(ROOT / "tests" / "helpers" / "faulty_rank.py"), *arguments(folder)]
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "helpers" / "faulty_rank.py"),
+        *arguments(folder),
+    ]
     script = (
         "import sys; from realrun.launch.launcher import run_local;"
         f"sys.exit(run_local({command!r}, 3, grace=5))"

@@ -12,9 +12,10 @@ parameter that did not move has displacement 0 exactly. Taken from the anchor it
 would feed the rounding error back and undo all that fp32 keeps below the dtype's resolution.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,10 @@ _CHUNK = {"cpu": 2**18, "cuda": 2**25}
 """Elements that are worked on at once: few enough for a CPU's cache, many enough for a GPU."""
 
 
+Masters: TypeAlias = Callable[[Tensor], Tensor | None]
+"""The master weights of a parameter, which an optimizer keeps in fp32; None before it has them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """A parameter, and the elements of it that this rank could write."""
@@ -37,6 +42,20 @@ class Member:
     name: str
     parameter: Tensor
     elements: int
+    masters: Masters | None = None
+
+    def held(self) -> Tensor:
+        """What the next step begins from: the master weights, if there are any."""
+        master = self.masters(self.parameter) if self.masters else None
+        if master is None:
+            return memory(self.parameter)
+        found = memory(master)
+        if found.numel() != self.elements:
+            raise OptionError(
+                f"the master weights of {self.name!r} have {found.numel()} elements on this rank,"
+                f" the parameter {self.elements}"
+            )
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +74,7 @@ class Section:
     share: int
 
     def pieces(self, vector: Tensor, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Memory of parameters, and the elements of `vector` that belong there.
+        """Memory of parameters or their masters, and the elements of `vector` that belong there.
 
         `vector` holds elements [first, last) of the section's row.
         """
@@ -63,9 +82,22 @@ class Section:
         for member in self.members:
             low, high = max(at, first), min(at + member.elements, last)
             if low < high:
-                part = memory(member.parameter)[low - at : high - at]
-                yield part, vector[low - first : high - first]
+                yield member.held()[low - at : high - at], vector[low - first : high - first]
             at += member.elements
+
+    def copies(self, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Memory of parameters, and their master weights, of elements [first, last) of the row."""
+        at = 0
+        for member in self.members if self.has_masters else ():
+            low, high = max(at, first) - at, min(at + member.elements, last) - at
+            if low < high and (held := member.held()).dtype != member.parameter.dtype:
+                yield memory(member.parameter)[low:high], held[low:high]
+            at += member.elements
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether an optimizer keeps master weights of these."""
+        return any(member.masters for member in self.members)
 
     def row(self, element: int) -> int:
         """The place in the section's row of an element of this rank's vector."""
@@ -93,9 +125,14 @@ class Flat:
 
     @classmethod
     def of(
-        cls, parameters: Sequence[tuple[str, Tensor]], inner: dist.ProcessGroup | None = None
+        cls,
+        parameters: Sequence[tuple[str, Tensor]],
+        inner: dist.ProcessGroup | None = None,
+        masters: Masters | None = None,
     ) -> "Flat":
         """Lay out named parameters; `inner` holds the ranks of this rank's worker.
+
+        With `masters` the vector is that of master weights in fp32, which nothing rounds.
 
         Raises OptionError for parameters that cannot be kept so: other dtypes, memory with holes,
         several devices, or sharded over other ranks than the worker's.
@@ -109,7 +146,7 @@ class Flat:
             raise OptionError(f"parameters are on {', '.join(sorted(map(str, devices)))}; use one")
         for name, one in parameters:
             _check(name, one)
-        sections = lay_out(parameters, sharded, ranks.index(_me()), len(ranks))
+        sections = lay_out(parameters, sharded, ranks.index(_me()), len(ranks), masters)
         elements = sum(section.size for section in sections)
         return cls(sections, elements, devices.pop(), inner)
 
@@ -150,8 +187,9 @@ class Flat:
             if section.share:
                 values, first, last = self._gather(section, values), 0, section.whole
             pairs = list(section.pieces(values, first, last))
-            if pairs:
-                torch._foreach_copy_([live for live, _ in pairs], [here for _, here in pairs])
+            for some in (pairs, list(section.copies(first, last))):  # masters first
+                if some:
+                    torch._foreach_copy_([live for live, _ in some], [here for _, here in some])
 
     def _within(self, start: int, elements: int) -> Iterator[tuple[Section, int, int]]:
         """Sections, and the elements from `start` on that are theirs: first and last of them."""
@@ -220,18 +258,22 @@ class Flat:
 
 
 def lay_out(
-    parameters: Sequence[tuple[str, Tensor]], sharded: Mapping[str, bool], place: int, count: int
+    parameters: Sequence[tuple[str, Tensor]],
+    sharded: Mapping[str, bool],
+    place: int,
+    count: int,
+    masters: Masters | None = None,
 ) -> tuple[Section, ...]:
     """Sections of named parameters, as the rank at `place` among `count` of a worker keeps them."""
 
     def kind(pair: tuple[str, Tensor]) -> tuple[torch.dtype, bool]:
-        return pair[1].dtype, sharded[pair[0]]
+        return torch.float32 if masters else pair[1].dtype, sharded[pair[0]]
 
     kinds = list(dict.fromkeys(map(kind, parameters)))
     ordered = sorted(parameters, key=lambda pair: kinds.index(kind(pair)))
     sections, start = [], 0
     for (dtype, is_sharded), row in groupby(ordered, key=kind):
-        members = tuple(Member(name, one, memory(one).numel()) for name, one in row)
+        members = tuple(Member(name, one, memory(one).numel(), masters) for name, one in row)
         whole = sum(member.elements for member in members)
         spread = count > 1 and not is_sharded
         share = -(-whole // count) if spread else 0

@@ -28,9 +28,16 @@ from realrun.algorithms.consistency import RateWatch, refuse_different_inside, r
 from realrun.algorithms.delayed import Rule, Stats
 from realrun.algorithms.delayed_loop import DelayedLoop
 from realrun.algorithms.flat_parameters import Flat, memory
+from realrun.algorithms.master_weights import (
+    MasterWeights,
+    masters_of,
+    refuse_copies,
+    refuse_missing,
+)
 from realrun.algorithms.optimizers import (
     ATTACHED,
     Optimizers,
+    held,
     optimizers_of,
     refuse_others,
     say_idle,
@@ -48,7 +55,7 @@ from realrun.algorithms.process_groups import (
     wire_of,
     workers_of,
 )
-from realrun.algorithms.step_counting import REMEDY, ModelWatch, StepHooks
+from realrun.algorithms.step_counting import REMEDY, ModelWatch, StepHooks, inner_optimizers
 from realrun.errors import RankFailure
 
 
@@ -547,6 +554,7 @@ class Common(TypedDict, total=False):
     check_every: int
     deadline: Seconds | None
     timeout: Seconds | timedelta | None
+    master_weights: MasterWeights | None
 
 
 class LocalUpdate(Resumable, Ending):
@@ -571,8 +579,12 @@ class LocalUpdate(Resumable, Ending):
     - `bucket_mib`: MiB of fp32 in one collective, above 0.
     - `check_every`: rounds between comparisons of a hash of the anchor over all workers; 0: none.
       Different hardware may round differently.
-    - `deadline`: seconds that a worker waits for another before RankFailure; 60 by default.
+    - `deadline`: seconds that a worker waits for another before RankFailure; by default as long as
+      torch.distributed does.
       `timeout` is the same under torch's name, in seconds or as a datetime.timedelta. Give one.
+    - `master_weights`: where the optimizer keeps the parameters once more in fp32, and each step
+      begins from these: the key of its state ("master_param"), the name of its attribute, or a
+      function of a parameter (`lambda p: p.main_param`). They are averaged, and the model follows.
 
     *Start.* Ranks compare parameters and buffers (names, shapes, types, memory order), the class of
     the optimizer and all settings; a difference raises MismatchError. Then the first worker's
@@ -622,19 +634,25 @@ class LocalUpdate(Resumable, Ending):
         check_every: int = 0,
         deadline: Seconds | None = None,
         timeout: Seconds | timedelta | None = None,
+        master_weights: MasterWeights | None = None,
     ) -> None:
         """Check the options, compare them with the other ranks, and start from equal parameters."""
         wire, seconds = wire_of(dtype), wait_of(deadline, timeout)
         above("bucket_mib", bucket_mib, 0)
         self._tau, self._check_every = whole("tau", tau, 1), whole("check_every", check_every)
         optimizers = optimizers_of(optimizer)
-        parameters = trainable(model, optimizers)
+        hooked = [one for each in optimizers for one in (each, *inner_optimizers(each))]
+        self._masters = masters_of(master_weights, hooked)
+        parameters = trainable(model, optimizers, self._masters)
         workers = workers_of(worker)
         refuse_wider(model, optimizers, workers)
         self._links = WorkerGroups(workers, seconds, owns=worker in {"node", "site"})
         self._trained = {id(one) for _, one in parameters}
+        if self._masters:
+            self._trained |= {id(one) for one in held(optimizers)}
+        self._parameters = parameters
         self._model, self._optimizers = model, optimizers
-        flat = Flat.of(parameters, self._links.gather)
+        flat = Flat.of(parameters, self._links.gather, self._masters)
         self._layout = describe(parameters, workers, rule, self._tau)
         settings = {"dtype": wire, "bucket_mib": bucket_mib, "check_every": self._check_every}
         others = describe_others(model, parameters)
@@ -723,11 +741,20 @@ class LocalUpdate(Resumable, Ending):
         last = counters.step >= self._tau
         try:
             self._links.notices.poll()
+            if self._links.steps == 1 or (last and not counters.round):
+                self._refuse_copies()
             self._after_local_step(last=last)
             self._watch.mark()
         except Co2simError as error:
             self._failure = error
             raise
+
+    def _refuse_copies(self) -> None:
+        """What the optimizer has begun to keep of the parameters, besides."""
+        if self._masters:
+            refuse_missing(self._masters, self._parameters)
+        else:
+            refuse_copies(self._hooks.all, self._parameters)
 
     def _end_round(self) -> None:
         self._after_local_step(last=True)

@@ -1,7 +1,7 @@
 """The optimizers of a model, and what they must hold: one of them mostly, or several."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 from weakref import WeakSet
 
@@ -45,11 +45,20 @@ def _inside(given: object) -> Optimizer:
     return given
 
 
-def trainable(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[str, Tensor]]:
-    """Names and parameters to average. Raises OptionError unless the optimizers hold just them."""
+def trainable(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    masters: Callable[[Tensor], Tensor | None] | None = None,
+) -> list[tuple[str, Tensor]]:
+    """Names and parameters to average. Raises OptionError unless the optimizers hold just them.
+
+    One may hold `masters` of a parameter instead of the parameter.
+    """
     which = "the optimizer does not" if len(optimizers) == 1 else "none of the optimizers does"
     each = [id(one) for one in held(optimizers)]
     named = list(model.named_parameters())
+    if masters:
+        each = _with_masters(each, held(optimizers), [one for _, one in named], masters)
     for name, parameter in named:
         if parameter.requires_grad and id(parameter) not in each:
             raise OptionError(
@@ -61,6 +70,31 @@ def trainable(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[s
     if set(each) - {id(parameter) for _, parameter in named}:
         raise OptionError("the optimizer holds parameters that are not the model's")
     return [(name, parameter) for name, parameter in named if parameter.requires_grad]
+
+
+def _with_masters(
+    each: list[int],
+    tensors: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    masters: Callable[[Tensor], Tensor | None],
+) -> list[int]:
+    """The tensors of optimizers, by identity: parameters in the place of their masters.
+
+    Masters may be parts of one flat tensor.
+    """
+    of_memory = {memory_place(one): id(one) for one in tensors}
+    found = [(id(one), master) for one in parameters if (master := masters(one)) is not None]
+    stand_in = {of_memory.get(memory_place(master)) for _, master in found} - {None}
+    known = {id(one) for one in parameters}
+    kept = [one for one in each if one in known or one not in stand_in]
+    return kept + [
+        one for one, master in found if one not in kept and memory_place(master) in of_memory
+    ]
+
+
+def memory_place(tensor: Tensor) -> int:
+    """The memory that a tensor is a part of."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def held(optimizers: Sequence[Optimizer]) -> list[Tensor]:

@@ -1,0 +1,130 @@
+"""State of an optimizer that holds the parameters once more, and puts them back at its next step.
+
+Such as master weights in fp32 (Transformer Engine, Apex, Megatron, DeepSpeed), the slow weights of
+Lookahead, or the z of Schedule-Free: an average that only the model gets is undone by them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from co2sim.common.errors import OptionError
+from realrun.algorithms.flat_parameters import Masters, memory
+from realrun.algorithms.optimizers import held
+
+MasterWeights: TypeAlias = str | Callable[[Tensor], Tensor | None]
+"""The key of the state, or the attribute of the optimizer, or what gives those of a parameter."""
+
+_NEAR = 0.1
+"""How far a copy may be from the parameters, relatively: slow weights are one step behind."""
+_DEEP = 4
+"""Lists in lists that an attribute of an optimizer may be."""
+
+
+def masters_of(given: MasterWeights | None, optimizers: Sequence[Optimizer]) -> Masters | None:
+    """What gives the master weights of a parameter. Raises OptionError."""
+    if given is None or (callable(given) and not isinstance(given, str)):
+        return given
+    if not isinstance(given, str) or not given:
+        raise OptionError(
+            f"master_weights is {given!r}; it must name a state or an attribute of the optimizer,"
+            " such as 'master_param', or be a function of a parameter"
+        )
+    name = given
+
+    def found(parameter: Tensor) -> Tensor | None:
+        for optimizer in optimizers:
+            state = optimizer.state.get(parameter)
+            if state and isinstance(state.get(name), Tensor):
+                return _floating(name, state[name])
+            if (copies := getattr(optimizer, name, None)) is not None:
+                own = {id(one): place for place, one in enumerate(held([optimizer]))}
+                tensors = list(_tensors(copies))
+                if id(parameter) in own and own[id(parameter)] < len(tensors):
+                    return _floating(name, tensors[own[id(parameter)]])
+        return None
+
+    return found
+
+
+def refuse_missing(masters: Masters, parameters: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise OptionError where a step was taken, and a parameter has no master weights."""
+    for name, parameter in parameters:
+        if masters(parameter) is None:
+            raise OptionError(
+                f"master_weights: after a step of the optimizer {name!r} has none; leave the option"
+                " out where the optimizer keeps none"
+            )
+
+
+@torch.no_grad()
+def refuse_copies(
+    optimizers: Sequence[Optimizer], parameters: Sequence[tuple[str, Tensor]]
+) -> None:
+    """Raise OptionError for state that follows the parameters, and would undo averages."""
+    known = {id(one): one for _, one in parameters}
+    for optimizer in optimizers:
+        by_name: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items() if isinstance(state, Mapping) else ():
+                if id(parameter) in known and parameter.dim() and _is_alike(value, parameter):
+                    by_name.setdefault(str(name), []).append((parameter, value))
+        own = [one for one in held([optimizer]) if id(one) in known]
+        for name, value in vars(optimizer).items():
+            if name not in {"state", "param_groups", "defaults"}:
+                tensors = list(_tensors(value))
+                if len(tensors) == len(own) and all(map(_is_alike, tensors, own)):
+                    by_name[name] = list(zip(own, tensors, strict=True))
+        for name, pairs in by_name.items():
+            if _follows(pairs):
+                exact = all(bool((copy.to(one.dtype) == one).all()) for one, copy in pairs)
+                raise OptionError(
+                    f"{name!r} of {type(optimizer).__name__} holds the parameters once more: its"
+                    " next step would undo every average; "
+                    + (
+                        f"give master_weights={name!r}, so that it is averaged, too"
+                        if exact
+                        else "take an optimizer without it: local updates do the same"
+                    )
+                )
+
+
+def _follows(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Whether copies are the parameters, or near them."""
+    apart = sum(float((_flat(copy) - _flat(one)).square().sum()) for one, copy in pairs)
+    size = sum(float(_flat(one).square().sum()) for one, _ in pairs)
+    return size > 0 and apart <= _NEAR**2 * size
+
+
+def _is_alike(value: Any, parameter: Tensor) -> bool:
+    """Whether something may be a copy of a parameter, but is not that itself."""
+    return (
+        isinstance(value, Tensor)
+        and value is not parameter
+        and value.is_floating_point()
+        and value.shape == parameter.shape
+    )
+
+
+def _tensors(value: Any, depth: int = _DEEP) -> Iterator[Tensor]:
+    """The tensors in lists, and in the groups of parameters, of an attribute."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple) and depth:
+        for one in value:
+            yield from _tensors(one, depth - 1)
+    elif isinstance(value, dict) and "params" in value:
+        yield from _tensors(value["params"], depth - 1)
+
+
+def _floating(name: str, value: Tensor) -> Tensor:
+    if value.dtype != torch.float32:
+        raise OptionError(f"master_weights: {name!r} is {value.dtype}; it must be float32")
+    return value
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return memory(tensor).float()

@@ -1,0 +1,193 @@
+"""What ranks of the tests of master weights do: train in bf16, with masters in four layouts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from realrun import algorithms
+from realrun.execute.world import World
+
+LR, TAU, STEPS = 0.05, 3, 8
+
+
+def network() -> nn.Module:
+    """A small model in bf16."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).bfloat16()
+
+
+def slopes(model: nn.Module, worker: int, step: int) -> None:
+    """The gradients of a worker at a step."""
+    numbers = torch.Generator().manual_seed(100 * worker + step)
+    x = torch.randn(8, 5, generator=numbers).bfloat16()
+    model.zero_grad()
+    (model(x) - x[:, :1] * (worker - 0.5)).square().mean().backward()
+
+
+class InState(torch.optim.SGD):
+    """As FusedAdam of Transformer Engine: masters in the state, made at the first step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """From the masters."""
+        del closure
+        for one in self.param_groups[0]["params"]:
+            kept = self.state[one].setdefault("master_param", one.detach().float().clone())
+            kept.sub_(one.grad.float(), alpha=LR)
+            one.copy_(kept)
+
+
+class InGroups(torch.optim.SGD):
+    """As FusedAdam of Apex: masters in groups of their own."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        copies = [one.detach().float().clone() for one in self.param_groups[0]["params"]]
+        self.param_groups_master = [{"params": copies}]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """From the masters."""
+        del closure
+        pairs = zip(
+            self.param_groups[0]["params"], self.param_groups_master[0]["params"], strict=True
+        )
+        for one, kept in pairs:
+            kept.sub_(one.grad.float(), alpha=LR)
+            one.copy_(kept)
+
+
+def in_state(model: nn.Module) -> tuple[torch.optim.Optimizer, Any, Callable[[], None]]:
+    """The optimizer, the option `master_weights`, and what a loop calls for a step."""
+    made = InState(model.parameters(), LR)
+    return made, "master_param", made.step
+
+
+def in_groups(model: nn.Module) -> tuple[torch.optim.Optimizer, Any, Callable[[], None]]:
+    """The same as Apex keeps them."""
+    made = InGroups(model.parameters(), LR)
+    return made, "param_groups_master", made.step
+
+
+def as_main(model: nn.Module) -> tuple[torch.optim.Optimizer, Any, Callable[[], None]]:
+    """As Megatron: the optimizer has the masters, each an attribute of its parameter."""
+    for one in model.parameters():
+        one.main_param = nn.Parameter(one.detach().float().clone())  # type: ignore[attr-defined]
+    inner = torch.optim.SGD([one.main_param for one in model.parameters()], LR)  # type: ignore[attr-defined]
+    return inner, lambda one: one.main_param, lambda: _step_main(model, inner)
+
+
+def flat(model: nn.Module) -> tuple[torch.optim.Optimizer, Any, Callable[[], None]]:
+    """As DeepSpeed: one flat master, of which each parameter has a part."""
+    every = list(model.parameters())
+    whole = nn.Parameter(torch.cat([one.detach().float().flatten() for one in every]))
+    ends = torch.tensor([one.numel() for one in every]).cumsum(0).tolist()
+    parts = {
+        id(one): whole.detach()[end - one.numel() : end].view_as(one)
+        for one, end in zip(every, ends, strict=True)
+    }
+    inner = torch.optim.SGD([whole], LR)
+
+    def step() -> None:
+        whole.grad = torch.cat([one.grad.float().flatten() for one in every])  # type: ignore[union-attr]
+        inner.step()
+        with torch.no_grad():
+            for one in every:
+                one.copy_(parts[id(one)])
+
+    return inner, lambda one: parts[id(one)], step
+
+
+def _step_main(model: nn.Module, inner: torch.optim.Optimizer) -> None:
+    for one in model.parameters():
+        one.main_param.grad = one.grad.float()  # type: ignore[attr-defined,union-attr]
+    inner.step()
+    with torch.no_grad():
+        for one in model.parameters():
+            one.copy_(one.main_param)  # type: ignore[attr-defined]
+
+
+LAYOUTS = {"state": in_state, "groups": in_groups, "main": as_main, "flat": flat}
+
+
+def reference(workers: int) -> Tensor:
+    """The model that plain averages of fp32 masters give, after the last average."""
+    models = [network() for _ in range(workers)]
+    masters = [[one.detach().float().clone() for one in model.parameters()] for model in models]
+    for step in range(STEPS):
+        for worker, model in enumerate(models):
+            slopes(model, worker, step)
+            for one, kept in zip(model.parameters(), masters[worker], strict=True):
+                kept.sub_(one.grad.float(), alpha=LR)  # type: ignore[union-attr]
+                one.data.copy_(kept)
+        if (step + 1) % TAU == 0 or step == STEPS - 1:
+            for place, together in enumerate(zip(*masters, strict=True)):
+                mean = torch.stack(list(together)).mean(0)
+                for worker, model in enumerate(models):
+                    masters[worker][place].copy_(mean)
+                    list(model.parameters())[place].data.copy_(mean)
+    return torch.cat([one.detach().float().flatten() for one in models[0].parameters()])
+
+
+def trained(world: World) -> dict[str, Any]:
+    """How far a training ends from the reference, by layout."""
+    expected, found = reference(world.layout.world_size), {}
+    for name, made in LAYOUTS.items():
+        model = network()
+        optimizer, option, step = made(model)
+        with algorithms.LocalSGD(model, optimizer, tau=TAU, master_weights=option):
+            for number in range(STEPS):
+                slopes(model, world.rank, number)
+                step()
+        ended = torch.cat([one.detach().float().flatten() for one in model.parameters()])
+        found[name] = float((ended - expected).abs().max())
+    return found
+
+
+def refused(world: World) -> dict[str, str]:
+    """What is said of masters that were not named, of slow weights, and of a wrong name."""
+    found = {}
+    for name, made in {"state": in_state, "groups": in_groups, "slow": slow}.items():
+        model = network()
+        optimizer, _, step = made(model)
+        found[name] = _said(model, optimizer, step, world.rank)
+    model = network()
+    optimizer, _, step = in_state(model)
+    found["wrong"] = _said(model, optimizer, step, world.rank, master_weights="masters")
+    return found
+
+
+class Slow(torch.optim.SGD):
+    """As Lookahead, with its slow weights in the state."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """With weights that a later step would go back to."""
+        for one in self.param_groups[0]["params"]:
+            self.state[one].setdefault("slow", one.detach().clone())
+        super().step(closure)
+
+
+def slow(model: nn.Module) -> tuple[torch.optim.Optimizer, Any, Callable[[], None]]:
+    """Lookahead."""
+    made = Slow(model.parameters(), LR)
+    return made, None, made.step
+
+
+def _said(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: Callable[[], None],
+    rank: int,
+    **options: Any,
+) -> str:
+    try:
+        with algorithms.LocalSGD(model, optimizer, tau=TAU, **options):
+            for number in range(STEPS):
+                slopes(model, rank, number)
+                step()
+    except algorithms.Co2simError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,23 @@
+"""Optimizers that keep the parameters once more: averaged by name, or refused."""
+
+import pytest
+
+pytest.importorskip("torch")
+from ranks import on_ranks
+
+pytestmark = pytest.mark.dist
+
+
+def test_master_weights_are_averaged_in_the_layouts_of_four_libraries() -> None:
+    """The model ends, bit for bit, where plain averages of fp32 masters end."""
+    for found in on_ranks("trained", 2, module="master_workers"):
+        assert found == dict.fromkeys(("state", "groups", "main", "flat"), 0.0)
+
+
+def test_what_would_undo_averages_is_refused_with_a_remedy() -> None:
+    """Masters, slow weights, and a name that the optimizer does not have; on all ranks."""
+    for found in on_ranks("refused", 2, module="master_workers"):
+        assert all(said.startswith("OptionError") for said in found.values()), found
+        assert "master_weights='master_param'" in found["state"]
+        assert "master_weights='param_groups_master'" in found["groups"]
+        assert "'slow' of Slow" in found["slow"]
