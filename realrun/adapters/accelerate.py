@@ -30,11 +30,11 @@ def prepare(
 
     Gives the algorithm, the model, the optimizer (or their list), and `others`: data loaders and
     schedulers, prepared as always. `options` are those of the algorithm, such as tau=12. Every
-    rank is a worker. Training is `with algorithm:`; call `algorithm.finish(buffers=True)` in its
-    end.
+    rank is a worker. Training is `with algorithm:`; its end finishes.
 
     `accelerator.save_state` and `load_state` work as always: every rank adds a file of its own to
-    the checkpoint, whose model is the one that all agree on (the consensus).
+    the checkpoint, whose model is the one that all agree on (the consensus). Several models may be
+    prepared, each with an algorithm of its own; a run that goes on prepares them in the same order.
 
     Raises OptionError for what is sharded, and for fp16, whose scaler skips steps on one rank only.
     """
@@ -43,7 +43,7 @@ def prepare(
     given = optimizer if isinstance(optimizer, list) else [optimizer]
     prepared = [accelerator.prepare_optimizer(one) for one in given]
     made = algorithm(ready, prepared, **options)
-    files = _Files(made)
+    files = _Files(made, sum(isinstance(one, _Files) for one in accelerator._custom_objects))  # noqa: SLF001 - what is registered for checkpoints
     accelerator.register_save_state_pre_hook(files.save)
     accelerator.register_load_state_pre_hook(files.find)
     accelerator.register_for_checkpointing(files)
@@ -69,8 +69,10 @@ def refuse(accelerator: Accelerator) -> None:
 class _Files:
     """What the checkpoints of an accelerator hold besides: a file of every rank."""
 
-    def __init__(self, algorithm: LocalUpdate) -> None:
+    def __init__(self, algorithm: LocalUpdate, number: int) -> None:
+        """The folder of the first is `local_updates`; of the next ones, by number, another."""
         self._algorithm = algorithm
+        self._name = f"{rank_files.FOLDER}_{number}" if number else rank_files.FOLDER
         self._folder = Path()
 
     def save(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
@@ -78,7 +80,7 @@ class _Files:
 
         After `finish` the model is the consensus.
         """
-        rank_files.save(Path(folder) / rank_files.FOLDER, self._algorithm)
+        rank_files.save(Path(folder) / self._name, self._algorithm)
         if self._algorithm.closed:
             return
         with self._algorithm.consensus(buffers=True):
@@ -88,7 +90,7 @@ class _Files:
     def find(self, models: list[nn.Module], folder: str) -> None:
         """The hook of `load_state`, before Accelerate reads its own files."""
         del models
-        self._folder = Path(folder) / rank_files.FOLDER
+        self._folder = Path(folder) / self._name
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: Accelerate keeps one copy of it, of the first rank."""
