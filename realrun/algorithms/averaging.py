@@ -34,6 +34,7 @@ from realrun.algorithms.process_groups import (
 )
 from realrun.algorithms.quantization import dequantize, quantize, sum_rows
 from realrun.algorithms.quantization_kernels import Bits, from_wire, to_wire, wire_bytes
+from realrun.torch_compat import all_gather_single
 
 BUCKET_MIB = 25.0
 """As in DistributedDataParallel: large enough for full bandwidth, small enough to pipeline."""
@@ -261,7 +262,7 @@ class Average:
         dist.all_to_all_single(taken.view(-1), given.view(-1), group=self._group)
         mean = sum_rows(from_wire(taken, bits, BLOCK, part), bits, BLOCK, part).div_(n)
         mine = to_wire(quantize(mean, bits, BLOCK, refuse_non_finite=False))
-        dist.all_gather_single(taken.view(-1), mine, group=self._group)
+        all_gather_single(taken.view(-1), mine, group=self._group)
         codes, scales = from_wire(taken, bits, BLOCK, part)
         bucket.copy_(dequantize(codes, scales, bits, BLOCK, part).view(-1)[: len(bucket)])
 

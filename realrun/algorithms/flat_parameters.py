@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from co2sim.common.errors import OptionError
+from realrun.torch_compat import all_gather_single
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What fp32 holds exactly."""
@@ -205,7 +206,7 @@ class Flat:
         row = torch.empty(
             section.share * self.inner.size(), dtype=section.dtype, device=self.device
         )
-        dist.all_gather_single(row, mine, group=self.inner)
+        all_gather_single(row, mine, group=self.inner)
         return row
 
     def replicas(self) -> Iterator[Tensor]:

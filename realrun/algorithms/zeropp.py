@@ -40,6 +40,7 @@ from co2sim.common.validation import whole
 from realrun.algorithms.quantization import dequantize, quantize, sum_and_quantize, sum_rows
 from realrun.algorithms.quantization_kernels import Quantized, Rounding, from_wire, to_wire
 from realrun.errors import MismatchError, one_of
+from realrun.torch_compat import all_gather_single, fsdp_param_groups, reduce_scatter_single
 
 _SENDABLE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -120,15 +121,12 @@ class Gather(AllGather):
         sent = self.zeropp.backward if backward else self.zeropp.forward
         if backward or not self.block:
             at.count_ring(sent, size, input_tensor.numel() * input_tensor.element_size())
-            found: dist.Work | None = dist.all_gather_single(
-                output_tensor, input_tensor, group=group, async_op=async_op
-            )
-            return found
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         _need_floats(input_tensor, "weights")
         wire = to_wire(quantize(input_tensor, 8, self.block, refuse_non_finite=False))
         at.count_ring(sent, size, wire.numel())
         received = wire.new_empty(size, wire.numel())
-        work = dist.all_gather_single(received.view(-1), wire, group=group, async_op=async_op)
+        work = all_gather_single(received.view(-1), wire, group=group, async_op=async_op)
         arrival = _Arrival(work, received, wire, output_tensor.view(size, -1), self.block)
         if async_op:
             return arrival
@@ -188,10 +186,9 @@ class Reduce(ReduceScatter):
             at = self.zeropp.places
             size = output_tensor.numel() * output_tensor.element_size()
             at.count_ring(self.zeropp.reduce, group.size(), size)
-            found: dist.Work | None = dist.reduce_scatter_single(
-                output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op
+            return reduce_scatter_single(
+                output_tensor, input_tensor, group=group, op=op, async_op=async_op
             )
-            return found
         _need_floats(input_tensor, "gradients")
         output_tensor.copy_(self._sum(input_tensor) * _factor(op, group.size()))
         return None
@@ -332,7 +329,7 @@ def _param_groups(model: nn.Module) -> list[tuple[FSDPModule, FSDPParamGroup]]:
             " itself before apply_zeropp"
         )
     for module in modules:
-        groups = module._get_fsdp_state()._fsdp_param_groups  # noqa: SLF001 - no public way
+        groups = fsdp_param_groups(module)
         if len(groups) > 1:
             raise OptionError(
                 f"{type(module).__name__} shards its parameters over several meshes"

@@ -14,6 +14,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
 from co2sim.schedule.schedule import Collective, DType, Kind
 from realrun.execute.world import RankCommunicator
+from realrun.torch_compat import all_gather_single, reduce_scatter_single
 
 _SUMMED = {DType.FP32: torch.float32, DType.FP16: torch.float16, DType.BF16: torch.bfloat16}
 """Types that can be added up on the way. int8 and int4 travel as bytes, with their scales."""
@@ -92,9 +93,9 @@ def launch(work: Collective, buffers: Buffers, at: RankCommunicator) -> dist.Wor
         case Kind.ALL_REDUCE:
             found = dist.all_reduce(given, group=group, async_op=True)
         case Kind.REDUCE_SCATTER:
-            found = dist.reduce_scatter_single(taken, given, group=group, async_op=True)
+            found = reduce_scatter_single(taken, given, group=group, async_op=True)
         case Kind.ALL_GATHER:
-            found = dist.all_gather_single(taken, given, group=group, async_op=True)
+            found = all_gather_single(taken, given, group=group, async_op=True)
         case Kind.ALL_TO_ALL:
             found = dist.all_to_all_single(taken, given, group=group, async_op=True)
         case Kind.BROADCAST:

@@ -14,6 +14,7 @@ from realrun.errors import MismatchError
 from realrun.execute.collectives import Buffers, allocate
 from realrun.execute.kernels import KernelSet
 from realrun.execute.world import RankCommunicator, World
+from realrun.torch_compat import all_gather_single
 
 OnRound: TypeAlias = Callable[[int], None]
 """Called with the number of every round that this rank has begun."""
@@ -91,7 +92,7 @@ def compare(instance: Instance, at: RankCommunicator) -> None:
     encoded = text.encode()[:_LABEL]
     mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     all_ = torch.zeros(len(at.members), _LABEL, dtype=torch.uint8)
-    dist.all_gather_single(all_.view(-1), mine, group=at.group)
+    all_gather_single(all_.view(-1), mine, group=at.group)
     for rank, label in zip(at.members, all_, strict=True):
         if not torch.equal(label, all_[0]):
             first, other = (bytes(row.tolist()).rstrip(b"\0").decode() for row in (all_[0], label))
