@@ -36,6 +36,10 @@ Masters: TypeAlias = Callable[[Tensor], Tensor | None]
 """The master weights of a parameter, which an optimizer keeps in fp32; None before it has them."""
 
 
+_SOME = 16
+"""Elements that are looked at where not all need be."""
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """A parameter, and the elements of it that this rank could write."""
@@ -294,6 +298,11 @@ def memory(parameter: Tensor) -> Tensor:
     if local.is_contiguous():
         return local.view(-1)
     return local.as_strided((local.numel(),), (1,))
+
+
+def some(values: Tensor) -> Tensor:
+    """Some elements of a vector, evenly spread."""
+    return values[:: max(1, len(values) // _SOME)][:_SOME]
 
 
 def _me() -> int:

@@ -29,9 +29,9 @@ from realrun.algorithms.delayed import Rule, Stats
 from realrun.algorithms.delayed_loop import DelayedLoop
 from realrun.algorithms.flat_parameters import Flat, memory
 from realrun.algorithms.master_weights import (
+    CopyWatch,
     MasterWeights,
     masters_of,
-    refuse_copies,
     refuse_missing,
 )
 from realrun.algorithms.optimizers import (
@@ -673,6 +673,7 @@ class LocalUpdate(Resumable, Ending):
         self._said_uneven = False
         self._watch = ModelWatch(parameters, self._tau)
         self._hooks = StepHooks(optimizers, self._before_step, self._after_step)
+        self._copies = CopyWatch(self._hooks.all, parameters)
         ATTACHED.update(self._hooks.all)
 
     @property
@@ -741,20 +742,16 @@ class LocalUpdate(Resumable, Ending):
         last = counters.step >= self._tau
         try:
             self._links.notices.poll()
-            if self._links.steps == 1 or (last and not counters.round):
-                self._refuse_copies()
+            first = self._links.steps == 1 or (last and not counters.round)
+            if self._masters and first:
+                refuse_missing(self._masters, self._parameters)
+            self._copies.stepped(look=first and not self._masters)
             self._after_local_step(last=last)
+            self._copies.averaged()
             self._watch.mark()
         except Co2simError as error:
             self._failure = error
             raise
-
-    def _refuse_copies(self) -> None:
-        """What the optimizer has begun to keep of the parameters, besides."""
-        if self._masters:
-            refuse_missing(self._masters, self._parameters)
-        else:
-            refuse_copies(self._hooks.all, self._parameters)
 
     def _end_round(self) -> None:
         self._after_local_step(last=True)

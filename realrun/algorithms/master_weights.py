@@ -5,6 +5,7 @@ Lookahead, or the z of Schedule-Free: an average that only the model gets is und
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from co2sim.common.errors import OptionError
-from realrun.algorithms.flat_parameters import Masters, memory
+from realrun.algorithms.flat_parameters import Masters, memory, some
 from realrun.algorithms.optimizers import held
 
 MasterWeights: TypeAlias = str | Callable[[Tensor], Tensor | None]
@@ -60,36 +61,89 @@ def refuse_missing(masters: Masters, parameters: Sequence[tuple[str, Tensor]]) -
             )
 
 
-@torch.no_grad()
-def refuse_copies(
-    optimizers: Sequence[Optimizer], parameters: Sequence[tuple[str, Tensor]]
-) -> None:
-    """Raise OptionError for state that follows the parameters, and would undo averages."""
-    known = {id(one): one for _, one in parameters}
-    for optimizer in optimizers:
-        by_name: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        for parameter, state in optimizer.state.items():
-            for name, value in state.items() if isinstance(state, Mapping) else ():
-                if id(parameter) in known and parameter.dim() and _is_alike(value, parameter):
-                    by_name.setdefault(str(name), []).append((parameter, value))
-        own = [one for one in held([optimizer]) if id(one) in known]
-        for name, value in vars(optimizer).items():
-            if name not in {"state", "param_groups", "defaults"}:
-                tensors = list(_tensors(value))
-                if len(tensors) == len(own) and all(map(_is_alike, tensors, own)):
-                    by_name[name] = list(zip(own, tensors, strict=True))
-        for name, pairs in by_name.items():
-            if _follows(pairs):
-                exact = all(bool((copy.to(one.dtype) == one).all()) for one, copy in pairs)
-                raise OptionError(
-                    f"{name!r} of {type(optimizer).__name__} holds the parameters once more: its"
-                    " next step would undo every average; "
-                    + (
-                        f"give master_weights={name!r}, so that it is averaged, too"
-                        if exact
-                        else "take an optimizer without it: local updates do the same"
-                    )
-                )
+@dataclass(frozen=True)
+class _Copies:
+    """State of an optimizer that is near its parameters: each with its copy."""
+
+    optimizer: Optimizer
+    name: str
+    pairs: Sequence[tuple[Tensor, Tensor]]
+
+
+class CopyWatch:
+    """Refuses state that holds the parameters once more, and does not follow an average.
+
+    Copies are looked for after the first step. After the first average that moves the model, and
+    the step behind it, one that was made anew from the model, as SAM's, holds what the average
+    gave. Any other holds what the next steps would go back to.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], parameters: Sequence[tuple[str, Tensor]]
+    ) -> None:
+        self._optimizers, self._parameters = optimizers, parameters
+        self._found: list[_Copies] = []
+        self._before: list[list[Tensor]] = []
+        self._published: list[list[Tensor]] | None = None
+
+    @torch.no_grad()
+    def stepped(self, *, look: bool) -> None:
+        """A local step was taken, and nothing was averaged since. Raises OptionError."""
+        if self._published is not None:
+            for copies, published in zip(self._found, self._published, strict=True):
+                own = [some(memory(copy)).float() for _, copy in copies.pairs]
+                if not all(map(torch.equal, own, published)):
+                    _refuse(copies)
+            self._found, self._published = [], None
+        if look:
+            known = {id(each) for _, each in self._parameters}
+            there = {(one.optimizer, one.name) for one in self._found}
+            near = [copies for one in self._optimizers for copies in _near(one, known)]
+            self._found += [one for one in near if (one.optimizer, one.name) not in there]
+        self._before = self._now()
+
+    @torch.no_grad()
+    def averaged(self) -> None:
+        """What comes after a local step was done; it may have been an average."""
+        now = self._now()
+        if any(not all(map(torch.equal, *pair)) for pair in zip(now, self._before, strict=True)):
+            self._published = now
+
+    def _now(self) -> list[list[Tensor]]:
+        """Some elements of the parameters that have copies."""
+        return [[some(memory(one)).float() for one, _ in copies.pairs] for copies in self._found]
+
+
+def _near(optimizer: Optimizer, known: set[int]) -> Iterator[_Copies]:
+    """What an optimizer keeps that is its parameters, or near them."""
+    by_name: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items() if isinstance(state, Mapping) else ():
+            if id(parameter) in known and parameter.dim() and _is_alike(value, parameter):
+                by_name.setdefault(str(name), []).append((parameter, value))
+    own = [one for one in held([optimizer]) if id(one) in known]
+    for name, value in vars(optimizer).items():
+        if name not in {"state", "param_groups", "defaults"}:
+            tensors = list(_tensors(value))
+            if own and len(tensors) == len(own) and all(map(_is_alike, tensors, own)):
+                by_name[name] = list(zip(own, tensors, strict=True))
+    for name, pairs in by_name.items():
+        if _follows(pairs):
+            yield _Copies(optimizer, name, pairs)
+
+
+def _refuse(copies: _Copies) -> None:
+    name, pairs = copies.name, copies.pairs
+    exact = all(bool((copy.to(one.dtype) == one).all()) for one, copy in pairs)
+    raise OptionError(
+        f"{name!r} of {type(copies.optimizer).__name__} holds the parameters once more, so that its"
+        " steps undo every average; "
+        + (
+            f"give master_weights={name!r}, so that it is averaged, too"
+            if exact and pairs[0][1].dtype == torch.float32
+            else "take an optimizer without it: local updates do the same"
+        )
+    )
 
 
 def _follows(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:

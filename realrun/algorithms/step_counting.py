@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from co2sim.common.errors import OptionError
-from realrun.algorithms.flat_parameters import memory
+from realrun.algorithms.flat_parameters import memory, some
 from realrun.algorithms.optimizers import held
 
-_WATCHED, _ELEMENTS = 4, 16
-"""Parameters of which elements are watched, and how many elements of each."""
+_WATCHED = 4
+"""Parameters of which some elements are watched."""
 _LARGE = 4.0
 """Steps of one local step's size: what moves further without one is no small correction."""
 _MIN_PASSES = 20
@@ -102,7 +102,7 @@ class ModelWatch:
         self._watched = chosen[::step]
         self._limit = max(_MIN_PASSES, 4 * tau)
         self._passes, self._counted = [0] * len(self._watched), False
-        self._names = [name for name, one in self._watched for _ in _some(memory(one))]
+        self._names = [name for name, one in self._watched for _ in some(memory(one))]
         self._seen: deque[Tensor] = deque(maxlen=2)
         self._handles = [
             one.register_post_accumulate_grad_hook(self._hook(place))  # type: ignore[no-untyped-call]
@@ -174,7 +174,7 @@ class ModelWatch:
 
     def _now(self) -> Tensor:
         """The watched elements."""
-        rows = [_some(memory(one)) for _, one in self._watched]
+        rows = [some(memory(one)) for _, one in self._watched]
         return torch.cat(rows).float() if rows else torch.zeros(1)
 
 
@@ -182,8 +182,3 @@ REMEDY = (
     "its training would be lost; give the algorithm the optimizer whose step() moves the model, and"
     " make a new algorithm where that is another one"
 )
-
-
-def _some(values: Tensor) -> Tensor:
-    """Some elements of a vector, evenly spread."""
-    return values[:: max(1, len(values) // _ELEMENTS)][:_ELEMENTS]
