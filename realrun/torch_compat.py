@@ -6,6 +6,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+_NEW = hasattr(dist, "all_gather_single")
+ALL_GATHER = "all_gather_single" if _NEW else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if _NEW else "reduce_scatter_tensor"
+"""What torch.distributed calls them."""
+
 
 def all_gather_single(
     output: Tensor,
@@ -13,8 +18,8 @@ def all_gather_single(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,  # noqa: FBT001, FBT002 - as torch has it
 ) -> dist.Work | None:
-    """`dist.all_gather_single`, which was `all_gather_into_tensor`."""
-    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    """As `ALL_GATHER`."""
+    gather: Any = getattr(dist, ALL_GATHER)
     work: dist.Work | None = gather(output, given, group=group, async_op=async_op)
     return work
 
@@ -26,8 +31,8 @@ def reduce_scatter_single(
     async_op: bool = False,  # noqa: FBT001, FBT002 - as torch has it
     **options: Any,
 ) -> dist.Work | None:
-    """`dist.reduce_scatter_single`, which was `reduce_scatter_tensor`."""
-    scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    """As `REDUCE_SCATTER`."""
+    scatter: Any = getattr(dist, REDUCE_SCATTER)
     work: dist.Work | None = scatter(output, given, group=group, async_op=async_op, **options)
     return work
 
@@ -40,3 +45,11 @@ def fsdp_param_groups(module: FSDPModule) -> list[Any]:
         group = state._fsdp_param_group  # noqa: SLF001
         return [] if group is None else [group]
     return list(groups)
+
+
+def premul_factor(op: Any) -> float | None:
+    """The factor of a `PREMUL_SUM`, which has no name before torch 2.11."""
+    found = getattr(op, "factor", None)
+    if found is None and hasattr(op, "__getstate__"):
+        _, found = op.__getstate__()
+    return found

@@ -40,7 +40,12 @@ from co2sim.common.validation import whole
 from realrun.algorithms.quantization import dequantize, quantize, sum_and_quantize, sum_rows
 from realrun.algorithms.quantization_kernels import Quantized, Rounding, from_wire, to_wire
 from realrun.errors import MismatchError, one_of
-from realrun.torch_compat import all_gather_single, fsdp_param_groups, reduce_scatter_single
+from realrun.torch_compat import (
+    all_gather_single,
+    fsdp_param_groups,
+    premul_factor,
+    reduce_scatter_single,
+)
 
 _SENDABLE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -241,7 +246,7 @@ def _factor(op: dist.ReduceOp | dist.ReduceOp.RedOpType, ranks: int) -> float:
         return 1 / ranks
     if op == dist.ReduceOp.SUM:
         return 1.0
-    factor = getattr(op, "factor", None) if op == dist.ReduceOp.PREMUL_SUM else None
+    factor = premul_factor(op) if op == dist.ReduceOp.PREMUL_SUM else None
     if factor is None:
         raise OptionError(f"qgz cannot reduce gradients by {op}; it can by SUM, AVG and PREMUL_SUM")
     return float(factor)
@@ -346,7 +351,7 @@ def _mesh(groups: Sequence[tuple[FSDPModule, FSDPParamGroup]]) -> DeviceMesh:
     for info in meshes:
         ranks = info.mesh.mesh.flatten().tolist()
         row = list(range(ranks[0], ranks[0] + len(ranks)))
-        if info.mesh.ndim != 1 or info.is_spmd_mesh or ranks != row:
+        if info.mesh.ndim != 1 or getattr(info, "is_spmd_mesh", False) or ranks != row:
             raise OptionError(
                 f"ZeRO++ needs a 1-D mesh of all ranks, or of whole nodes, in order, not"
                 f" {info.mesh}: call fully_shard without a mesh or with one of such ranks, not with"

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from co2sim.strategies import FSDP
 from realrun.execute.world import World
+from realrun.torch_compat import ALL_GATHER, REDUCE_SCATTER
 
 WIDTH, LAYERS = 16, 3
 
@@ -39,8 +40,8 @@ class Stack(nn.Module):
 def listening(heard: list[list[Any]]) -> Iterator[None]:
     """Note kind, number of ranks, type and elements of the whole buffer of every collective."""
     kinds = {
-        "all_gather_single": "all_gather",
-        "reduce_scatter_single": "reduce_scatter",
+        ALL_GATHER: "all_gather",
+        REDUCE_SCATTER: "reduce_scatter",
         "all_reduce": "all_reduce",
     }
     before = {name: getattr(dist, name) for name in kinds}

@@ -19,6 +19,7 @@ from co2sim.common.errors import Co2simError
 from realrun.algorithms.quantization import dequantize, quantize
 from realrun.algorithms.zeropp import apply_zeropp
 from realrun.execute.world import World
+from realrun.torch_compat import ALL_GATHER, REDUCE_SCATTER, fsdp_param_groups
 
 STEPS = 8
 """In which the loss of the small GPT falls by a fifth."""
@@ -134,7 +135,7 @@ def listening(heard: list[tuple[list[int], str, int]]) -> Iterator[None]:
 
         return call
 
-    names = ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
+    names = (ALL_GATHER, REDUCE_SCATTER, "all_to_all_single")
     wrapped = {name: wrap(name) for name in names}
     before = {name: getattr(dist, name) for name in names}
     for name in names:
@@ -411,7 +412,7 @@ def refusals(world: World) -> dict[str, str]:
     products = model()
     apply_zeropp(products, ranks_per_node=2)
     op = dist.ReduceOp.MAX
-    reduce = products._get_fsdp_state()._fsdp_param_groups[0]._reduce_scatter_comm
+    reduce = fsdp_param_groups(products)[0]._reduce_scatter_comm
     world_group = dist.distributed_c10d._get_default_group()
     local = os.environ.pop("LOCAL_WORLD_SIZE")
     found = {
