@@ -9,7 +9,7 @@ WORKERS = $(shell $(PYTHON) -c "import os; print(os.cpu_count() or 1)")
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 
-.PHONY: run check fast test nightly docs bench fidelity verify failures convergence long-study time-to-loss peers overhead \
+.PHONY: run check fast test nightly torch-versions docs bench fidelity verify failures convergence long-study time-to-loss peers overhead \
   checkpoints explore-speed ssp quantization tasks engines chaos mutants faults lock audit golden format lint clean
 
 run: $(STAMP)-report
@@ -35,6 +35,17 @@ test: lint
 
 nightly: $(STAMP)-dev
 	$(PYTEST) -m "nightly or hypothesis" --hypothesis-profile=nightly --part $(PART) --durations=25
+
+# Each in an environment of its own, with CUDA where the index has no other build: 7 GB, removed in the end.
+TORCH_VERSIONS ?= 2.9.1 2.14.1
+
+torch-versions: $(addprefix torch-,$(TORCH_VERSIONS))
+
+torch-%:
+	$(PYTHON) -m venv out/torch-$*
+	out/torch-$*/bin/pip install --quiet torch==$* '.[train,report]' pytest pytest-xdist hypothesis psutil networkx
+	out/torch-$*/bin/python -m pytest -n $(WORKERS) -p no:cacheprovider -m "not gpu and not nightly and not lab" tests/realrun
+	rm -rf out/torch-$*
 
 docs: $(STAMP)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .mkdocs.yml

@@ -28,7 +28,7 @@ LOCK = (ROOT / ".requirements-dev.txt").read_text()
 _PIN = r"^([\w.-]+)==(\S+)(?: ; (.*?))? \\\n((?:    --hash=sha256:[0-9a-f]{64}.*\n)+)"
 PINS = re.findall(_PIN, LOCK, re.MULTILINE)
 WITHOUT_HASH = {"torch"}
-"""Its builds differ by index: with CUDA, or for CPUs. `pyproject.toml` names the one version."""
+"""Its builds differ by index: with CUDA, or for CPUs. `pyproject.toml` names that of the tests."""
 
 
 def test_the_lock_file_holds_all_that_development_needs() -> None:

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton", reason="there is no Triton")
+triton = pytest.importorskip("triton", reason="there is no Triton")
 from torch import Tensor  # noqa: E402 - needs torch
 
 from realrun.algorithms import quantization as reference  # noqa: E402
@@ -137,6 +137,7 @@ def test_cuda_tensors_take_the_kernels(bits: Bits, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 compiles nothing")
+@pytest.mark.skipif(triton.__version__ < "3.6", reason="Triton 3.5 flushes denormals in a division")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("bits", "capability"), [(4, 90), pytest.param(8, 80, marks=pytest.mark.nightly)]
