@@ -1,5 +1,6 @@
 """The outer loop whose averages are used in the middle of the next round, without a restart."""
 
+import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,6 +9,7 @@ from statistics import median_low
 import torch
 from torch import Tensor, nn
 
+from co2sim.common.units import Seconds
 from realrun.algorithms.averaging import Average, PendingAverage
 from realrun.algorithms.delayed import (
     DelayedAveraging,
@@ -29,13 +31,25 @@ then stay the delay of the whole training, though every later average comes soon
 """
 
 
+_STEADY = 4 / 3
+"""Steps are as long as before if they are not longer or shorter by more."""
+_LOOK_AGAIN = 16
+"""Averages between two looks at how long steps are, once the delay is known."""
+_MAX_USES = 12
+"""Averages that are measured where steps are never steady."""
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One average: of which fragment, after which step of the run, and how long it may take."""
+    """One average: of which fragment, after which step of the run, and how long it may take.
+
+    `began` is when it was launched; 0: not known.
+    """
 
     fragment: int
     step: int
     delay: int
+    began: Seconds = 0.0
 
     @property
     def due(self) -> int:
@@ -50,7 +64,9 @@ class AutoDelay:
     Until then ranks ask each other after every local step which averages have come to all of them;
     these are used at once. The very first is not counted: it opens connections. Nor are those that
     something else waited for, such as an evaluation: `disturbed` are their launches. `samples` are
-    the steps that the others took.
+    the steps that the others took, `paces` how long a step was meanwhile. Only averages of steady
+    steps count, not those of a compilation; when steps are no longer what they were, it measures
+    again.
     """
 
     tau: int
@@ -58,6 +74,7 @@ class AutoDelay:
     measures: bool
     uses: int = 0
     samples: list[int] = field(default_factory=list)
+    paces: list[Seconds] = field(default_factory=list)
     disturbed: set[int] = field(default_factory=set)
 
     def arrived(
@@ -82,21 +99,32 @@ class AutoDelay:
 
         All ranks call this; gives the delay when it is known, once.
         """
-        if not self.measures:
-            return None
-        (unknown,) = self.links.largest([float(launch.step in self.disturbed)])
-        self.disturbed.discard(launch.step)
-        if self.uses and took and not unknown:
-            self.samples.append(took)
         self.uses += 1
+        if not self.measures and self.uses % _LOOK_AGAIN:
+            return None
+        own = (time.monotonic() - launch.began) / took if took and launch.began else 0.0
+        unknown, pace = self.links.largest([float(launch.step in self.disturbed), own])
+        self.disturbed.discard(launch.step)
+        if not self.measures:
+            if _differ(pace, max(self.paces, default=0.0)):
+                self.measures, self.uses, self.samples, self.paces = True, 1, [], []
+            return None
+        if self.uses > 1 and took and not unknown:
+            self.samples.append(took)
+            self.paces.append(pace)
+        steady = [not _differ(pace, before) for before in self.paces]
+        if self.uses <= _MAX_USES:
+            self.samples = [one for one, same in zip(self.samples, steady, strict=True) if same]
+            self.paces = [one for one, same in zip(self.paces, steady, strict=True) if same]
         self.measures = len(self.samples) < SAMPLES
-        return None if self.measures else min(self.tau, median_low(self.samples))
+        return None if self.measures else min(self.tau, median_low(self.samples[-SAMPLES:]))
 
     def numbers(self) -> dict[str, float]:
         """To be saved, always by the same names; 0: no such sample yet."""
         padded = [*self.samples, *[0] * SAMPLES][:SAMPLES]
         samples = {f"sample{place}": sample for place, sample in enumerate(padded)}
-        return {"measures": self.measures, "uses": self.uses, **samples}
+        pace = max(self.paces, default=0.0)
+        return {"measures": self.measures, "uses": self.uses, "pace": pace, **samples}
 
     def go_on(
         self, numbers: Mapping[str, float], under_way: Sequence[tuple[Launch, PendingAverage]]
@@ -105,7 +133,13 @@ class AutoDelay:
         self.measures, self.uses = bool(numbers["measures"]), int(numbers["uses"])
         saved = [int(numbers[f"sample{place}"]) for place in range(SAMPLES)]
         self.samples = [sample for sample in saved if sample]
+        self.paces = [numbers.get("pace", 0.0)] * len(self.samples)
         self.disturbed = {launch.step for launch, _ in under_way}
+
+
+def _differ(one: Seconds, other: Seconds) -> bool:
+    """Whether steps are longer or shorter than they were; False where that is not known."""
+    return min(one, other) > 0 and max(one, other) > _STEADY * min(one, other)
 
 
 class DelayedLoop(OuterLoop):
@@ -152,7 +186,7 @@ class DelayedLoop(OuterLoop):
         self._use_due(now)
         for fragment, start in enumerate(self._starts):
             if counters.step == start:
-                self._launch(Launch(fragment, now, delay))
+                self._launch(Launch(fragment, now, delay, time.monotonic()))
         self._use_due(now)  # with a delay of 0
 
     def _launch(self, launch: Launch) -> None:

@@ -40,6 +40,7 @@ from realrun.algorithms.optimizers import (
     held,
     optimizers_of,
     refuse_others,
+    refuse_replaced,
     say_idle,
     trainable,
 )
@@ -721,6 +722,7 @@ class LocalUpdate(Resumable, Ending):
             )
         if not self._closed:
             refuse_others(self._optimizers, self._trained, type(self).__name__)
+            refuse_replaced(self._model, self._parameters)
 
     def _refuse_lost(self, what: str, *, together: bool = False) -> None:
         lost = "" if self._closed or self._idle else self._watch.lost(at_the_end=together)
@@ -762,6 +764,7 @@ class LocalUpdate(Resumable, Ending):
         checks = self._check_every and (counters.round + 1) % self._check_every == 0
         if last:
             refuse_others(self._optimizers, self._trained, type(self).__name__)
+            refuse_replaced(self._model, self._parameters)
             if checks or not counters.round:
                 refuse_different_inside(self._outer, self._links)
         self._outer.after_step(last=last)

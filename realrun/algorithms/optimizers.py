@@ -6,6 +6,7 @@ from typing import TypeAlias
 from weakref import WeakSet
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from co2sim.common.errors import OptionError
@@ -112,6 +113,20 @@ def refuse_others(optimizers: Sequence[Optimizer], trained: set[int], algorithm:
                 f" or not there, when averaging began: train it from the start (at a rate of 0), or"
                 f" end before with finish() and make a new {algorithm}; in Lightning and"
                 " Transformers, with a second fit() or train()"
+            )
+
+
+def refuse_replaced(model: nn.Module, parameters: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise OptionError where the model has other tensors than those that are trained."""
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return  # whose parameters are others while they are gathered
+    now = dict(model.named_parameters())
+    for name, parameter in parameters:
+        if now.get(name) is not parameter:
+            raise OptionError(
+                f"{name!r} of the model is another tensor than when averaging began, as after"
+                " load_state_dict(assign=True): the optimizer does not train it; load before you"
+                " make the optimizer and the algorithm, or without assign"
             )
 
 

@@ -241,7 +241,7 @@ def measuring(others: list[list[float]]) -> AutoDelay:
 
 def delay_of(took: list[int], untold: set[int] = frozenset()) -> int | None:  # type: ignore[assignment]
     """What is chosen where averages take so many steps; other ranks cannot tell those `untold`."""
-    auto = measuring([[float(place in untold)] for place in range(len(took))])
+    auto = measuring([[float(place in untold), 0.0] for place in range(len(took))])
     chosen = None
     for place, steps in enumerate(took):
         assert chosen is None
@@ -259,9 +259,23 @@ def test_the_middle_one_of_three_averages_is_the_delay() -> None:
     assert delay_of([1, 0, 0, 3, 2, 2]) == 2  # those of a finish() are waited for at once
 
 
+def test_only_steady_steps_are_measured_and_again_when_they_change() -> None:
+    """Steps of a compilation are left out; a third longer later, and three more averages decide."""
+    paces = [9.0, 9.0, 1.0, 1.1, 1.2, 1.2, 1.7, 1.7, 1.7, 1.7]
+    auto = measuring([[0.0, pace] for pace in paces])
+    took = [1, 7, 2, 2, 3]
+    assert [auto.used(Launch(0, step, 8), many) for step, many in enumerate(took)] == [None] * 4 + [
+        2
+    ]
+    for step in range(5, 32):  # the next looks are at the 16th and the 32nd average
+        assert auto.used(Launch(0, step, 8), 2) is None
+    assert auto.measures
+    assert [auto.used(Launch(0, step, 8), 4) for step in range(32, 35)] == [None, None, 4]
+
+
 def test_what_was_measured_is_kept() -> None:
     """A resumed training counts on; names are the same before and after."""
-    auto, resumed = measuring([[0.0]] * 3), measuring([[0.0]])
+    auto, resumed = measuring([[0.0, 1.0]] * 3), measuring([[0.0, 1.1]])
     for step, took in enumerate([1, 5, 2]):
         auto.used(Launch(0, step, 8), took)
     assert resumed.numbers().keys() == auto.numbers().keys()
