@@ -58,9 +58,9 @@ class TimedCO2(CO2):
 
     calls: list[float]
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         start = time.perf_counter()
-        super()._after_step(optimizer, args, kwargs)
+        super()._after_step(optimizer)
         self.calls.append(time.perf_counter() - start)
 
 

@@ -102,6 +102,7 @@ class ModelWatch:
         self._watched = chosen[::step]
         self._limit = max(_MIN_PASSES, 4 * tau)
         self._passes, self._counted = [0] * len(self._watched), False
+        self._views = [some(memory(one)) for _, one in self._watched]
         self._names = [name for name, one in self._watched for _ in some(memory(one))]
         self._seen: deque[Tensor] = deque(maxlen=2)
         self._handles = [
@@ -123,7 +124,7 @@ class ModelWatch:
             self._seen.clear()
         self._counted |= counted
         self._passes = [0] * len(self._passes)
-        self._seen.append(self._now())
+        self._seen.append(self._kept() if counted and len(self._seen) > 1 else self._now())
 
     @torch.no_grad()
     def moved(self) -> bool:
@@ -173,9 +174,13 @@ class ModelWatch:
         return torch.compiler.disable(passed)  # type: ignore[no-any-return,no-untyped-call]
 
     def _now(self) -> Tensor:
-        """The watched elements."""
-        rows = [some(memory(one)) for _, one in self._watched]
-        return torch.cat(rows).float() if rows else torch.zeros(1)
+        """The watched elements, where the parameters have their memory now."""
+        self._views = [some(memory(one)) for _, one in self._watched]
+        return self._kept()
+
+    def _kept(self) -> Tensor:
+        """The watched elements, where the parameters had their memory last."""
+        return torch.cat(self._views).float() if self._views else torch.zeros(1)
 
 
 REMEDY = (
