@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-OURS = "co2sim"
+OURS = "co2sim-training"
 
 
 def judge(found: Mapping[str, Any]) -> tuple[int, list[str]]:

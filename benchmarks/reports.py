@@ -79,7 +79,7 @@ def machine() -> str:
     return (
         f"Machine: {cpu}, {os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()}"
         f" {platform.release()}, Python {platform.python_version()}, torch {installed('torch')},"
-        f" co2sim {installed('co2sim')}."
+        f" co2sim {installed('co2sim-training')}."
     )
 
 

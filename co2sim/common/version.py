@@ -45,6 +45,6 @@ def own_version() -> str:
     from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415 - as above
 
     try:
-        return version("co2sim")
+        return version("co2sim-training")  # on the package index, co2sim is another project
     except PackageNotFoundError:
         return "not installed"

@@ -49,7 +49,7 @@ def test_an_audit_passes_only_if_all_was_looked_up() -> None:
     """An index without vulnerabilities, such as a mirror, is not a clean bill."""
     clean = {"name": "a", "version": "1", "vulns": []}
     flawed = {**clean, "vulns": [{"id": "CVE-1", "fix_versions": ["2"]}]}
-    skipped, ours = ({"name": name, "skip_reason": "not found"} for name in ("b", "co2sim"))
+    skipped, ours = ({"name": name, "skip_reason": "not found"} for name in ("b", audit.OURS))
     for packages, code, words in (
         ([clean], 0, "0 known"),
         ([flawed], 1, "CVE-1"),
