@@ -638,17 +638,17 @@ class WorkerGroups:
     ) -> list[tuple[Tensor, Tensor]]:
         """Give the first worker's tensors to all; within a worker, too, what is replicated.
 
-        Returns the tensors that were others, with what they held.
+        What is on a CPU travels over Gloo. Returns tensors that were others, with what they held.
         """
         replaced = []
         with self.together("broadcast of the first parameters"), torch.no_grad():
-            for tensors, groups in (
-                (replicated, (self.gather, self.average)),
-                (sharded, (self.average,)),
-            ):
+            for tensors, inside in ((replicated, True), (sharded, False)):
                 for tensor in tensors:
                     before = tensor.detach().clone()
-                    for group in groups:
+                    groups = (self.gather, self.average)
+                    if not tensor.is_cuda:
+                        groups = (self._inner, self._peers)
+                    for group in groups if inside else groups[1:]:
                         if group is not None:
                             _broadcast(tensor, group, self.deadline)
                     if not torch.equal(before, tensor):

@@ -161,6 +161,8 @@ class _Arrival(dist.Work):
     def decode(self) -> None:
         """Codes and scales of all ranks, this one's too, to weights."""
         elements = self.target.shape[-1]
+        if self.received.is_cuda:  # gathered on another stream, whose memory may be reused
+            self.received.record_stream(torch.cuda.current_stream(self.received.device))
         codes, scales = from_wire(self.received, 8, self.block, elements)
         self.target.copy_(dequantize(codes, scales, 8, self.block, elements))
 

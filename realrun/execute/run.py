@@ -91,8 +91,10 @@ def compare(instance: Instance, at: RankCommunicator) -> None:
     mine = torch.zeros(_LABEL, dtype=torch.uint8)
     encoded = text.encode()[:_LABEL]
     mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    all_ = torch.zeros(len(at.members), _LABEL, dtype=torch.uint8)
-    all_gather_single(all_.view(-1), mine, group=at.group)
+    device = "cuda" if dist.get_backend(at.group) == "nccl" else "cpu"  # which NCCL can send
+    gathered = torch.zeros(len(at.members), _LABEL, dtype=torch.uint8, device=device)
+    all_gather_single(gathered.view(-1), mine.to(device), group=at.group)
+    all_ = gathered.cpu()
     for rank, label in zip(at.members, all_, strict=True):
         if not torch.equal(label, all_[0]):
             first, other = (bytes(row.tolist()).rstrip(b"\0").decode() for row in (all_[0], label))

@@ -28,7 +28,7 @@ from realrun.algorithms.averaging import PendingAverage  # noqa: E402 - needs to
 from realrun.algorithms.co2 import CO2Rule  # noqa: E402 - needs torch
 from realrun.algorithms.delayed import State  # noqa: E402 - needs torch
 from realrun.algorithms.flat_parameters import Flat  # noqa: E402 - needs torch
-from realrun.algorithms.outer_loop import finite_norm  # noqa: E402 - needs torch
+from realrun.algorithms.outer_loop import finite_norm, weighted_sum  # noqa: E402 - needs torch
 from realrun.algorithms.process_groups import (  # noqa: E402
     DepartureLog,
     WorkerGroups,
@@ -318,3 +318,17 @@ def test_an_average_that_ends_as_a_look_around_begins_is_no_failure(*, fails: bo
     else:
         flight.wait()
     assert asked == [0.5, pytest.approx(12.0, abs=1.0)]
+
+
+@given(st.integers(0, 39), st.integers(0, 39), st.sampled_from(["float32", "bfloat16", "int64"]))
+def test_the_mark_of_a_gpu_tells_one_word_and_two_that_are_exchanged(
+    one: int, other: int, dtype: str
+) -> None:
+    """As the hash of a CPU does."""
+    tensor = torch.arange(1, 41).to(getattr(torch, dtype))
+    moved = tensor.clone()
+    moved[one], moved[other] = tensor[other], tensor[one]
+    assert (weighted_sum(moved) == weighted_sum(tensor)) is (one == other)
+    changed = tensor.clone()
+    changed[one] += 1
+    assert weighted_sum(changed) != weighted_sum(tensor)
