@@ -33,7 +33,7 @@ from reports import folder, machine, made_by, parser, table
 from co2sim import Case, run
 from co2sim.catalog import load_cluster
 from co2sim.prediction.result import Result
-from realrun.execute.kernels import at_speed, beside
+from realrun.execute.matmul_speed import at_speed, beside
 from realrun.lab.lab import Lab, overrides
 from realrun.lab.time_dilation import SLEEPING, chosen
 from realrun.launch.launcher import cores

@@ -14,7 +14,8 @@ from co2sim.simulation.compute_cost import compute_time
 from co2sim.simulation.trace import Span, Trace
 from realrun.errors import MismatchError
 from realrun.execute.executor import execute
-from realrun.execute.kernels import Burn, KernelSet, Sleep, each_round, slowest
+from realrun.execute.kernels import Burn, KernelSet, Sleep
+from realrun.execute.matmul_speed import each_round, slowest
 from realrun.execute.world import World, describe, gather_objects
 from realrun.record import Record, resolve
 

@@ -1,6 +1,6 @@
 """Predicted against measured: two traces of one schedule, joined by op, round and rank."""
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import median
@@ -10,24 +10,21 @@ from pydantic import ValidationError
 
 from analysis.measured.attribution import Difference, attribute
 from analysis.measured.spans import active_starts
-from co2sim.catalog import Fact
 from co2sim.catalog.facts import override, plain
 from co2sim.catalog.specs import ClusterSpec, put_rates
 from co2sim.common.errors import OptionError
-from co2sim.common.units import Seconds, Unit, duration, scaled
+from co2sim.common.units import Seconds, Unit
 from co2sim.common.validation import Place, first_problem, names_at
 from co2sim.hardware.cluster import GPU, Cluster
 from co2sim.prediction.case import LoadedCase
 from co2sim.prediction.result import Result
-from co2sim.report.html import Figure, PageSection
-from co2sim.report.tables import Table
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation import metrics
 from co2sim.simulation.expected_slowdown import expected_slowdown
 from co2sim.simulation.metrics import is_steady
 from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Trace
-from realrun.execute.kernels import at_speed, beside
+from realrun.execute.matmul_speed import at_speed, beside
 from realrun.record import Record
 
 
@@ -416,86 +413,3 @@ def _gpu(gpu: GPU) -> dict[str, Any]:
         {"flops": f"{size!r} FLOP", "value": value} for size, value in gpu.efficiency
     ]
     return tree
-
-
-_RECORDED = "recorded with the run"
-_GIVEN = "--set"
-
-
-def section(
-    runs: Sequence[RunComparison], stated: Sequence[Fact] = (), changes: Sequence[str] = ()
-) -> PageSection:
-    """Every number of each cluster that predicts, with its source.
-
-    `stated` are those of a cluster that stands in for the recorded ones, `changes` the paths that
-    were changed.
-    """
-    figures = []
-    for cluster, names in _clusters(runs):
-        facts = stated or list(recorded(cluster, changes))
-        rows = [[f.path, f.value, "assumed" if f.assumed else "", f.source] for f in facts]
-        of = ", ".join(names) if len(names) <= _FEW else f"{len(names)} runs"
-        table = Table(("number", "value", "status", "source"), rows, 4)
-        figures.append(Figure(f"{cluster.name}, for {of}", table=table, folded=True))
-    figures.append(Figure("What the runs ran on", table=_environments(runs), folded=True))
-    return PageSection("inputs", "Inputs", figures=figures)
-
-
-_FEW = 3
-
-
-def _environments(runs: Sequence[RunComparison]) -> Table:
-    names = list(dict.fromkeys(name for run in runs for name in run.record.environment))
-    rows = [
-        [
-            run.name,
-            run.predicted.model,
-            run.record.kernels,
-            *(run.record.environment.get(name, "-") for name in names),
-        ]
-        for run in runs
-    ]
-    return Table(("run", "model", "kernels", *names), rows, 3 + len(names))
-
-
-def _clusters(runs: Sequence[RunComparison]) -> list[tuple[Cluster, list[str]]]:
-    """Different clusters, with the names of their runs."""
-    found: list[tuple[Cluster, list[str]]] = []
-    for run in runs:
-        known = next((names for cluster, names in found if cluster == run.cluster), None)
-        if known is None:
-            found.append((run.cluster, [run.name]))
-        else:
-            known.append(run.name)
-    return found
-
-
-def recorded(cluster: Cluster, changes: Sequence[str] = ()) -> Iterator[Fact]:
-    """The numbers of a recorded cluster, those of `changes` marked as given by the user."""
-    for path, value in _leaves("", asdict(cluster)):
-        given = any(path == one or path.startswith(f"{one}.") for one in changes)
-        yield Fact(path, _text(path, value), _GIVEN if given else _RECORDED)
-
-
-def _leaves(path: str, value: object) -> Iterator[tuple[str, Any]]:
-    """Values at dotted paths; without those that were not stated."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _leaves(f"{path}.{name}" if path else str(name), inner)
-    elif value is not None:
-        yield path, value
-
-
-def _text(path: str, value: Any) -> str:
-    *_, name = path.split(".")
-    unit = "FLOP/s" if path.startswith("gpu.peak.") else UNITS.get(name)
-    if unit is None or not isinstance(value, int | float):
-        return f"{value:.4g}" if isinstance(value, float) else _listed(value)
-    return duration(value) if unit == "s" else scaled(value, unit)
-
-
-def _listed(value: object) -> str:
-    """Pairs, such as sizes and efficiencies, or whatever else it is."""
-    if isinstance(value, tuple | list):
-        return ", ".join(_listed(one) for one in value)
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

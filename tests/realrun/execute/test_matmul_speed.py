@@ -15,7 +15,7 @@ from co2sim.common.errors import CatalogError
 from co2sim.schedule.schedule import Collective, Compute
 from co2sim.simulation.compute_cost import compute_time
 from realrun import record
-from realrun.execute.kernels import Products, at_speed, beside, each_round, slowest
+from realrun.execute.matmul_speed import Products, at_speed, beside, each_round, slowest
 from realrun.record import Record
 
 
