@@ -65,7 +65,7 @@ def gap_constants(setting: Setting) -> tuple[float, float]:
     its effect from then on, so that weights sum to delay - 1 + 1/(1 - beta) and their squares to
     delay - 1 + 1/(1 - beta^2). Delays 1 and 0 give the known formulas for CO2 and SlowMo.
 
-    Source: docs/theory.md, derivation, step 3; for late averages see `late_bound`.
+    Source: docs/theory.md, derivation, step 3; for late averages see `late_gap_constants`.
     """
     if setting.late is not None:
         return late_gap_constants(setting, setting.late)

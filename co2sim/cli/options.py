@@ -214,7 +214,7 @@ def case_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def sweep_options(command: Callable[..., None]) -> Callable[..., None]:
-    """As `case_options`, but what varies need not be given; see `refuse_varied`."""
+    """As `case_options`, but what varies need not be given; see `sweep`."""
     groups = ("job", "pipeline", "place", "simulation")
     return _sharing(command, "case", groups, optional=MAY_VARY)
 

@@ -1,1 +1,1 @@
-"""One HTML page about a study, with everything inside: `study` says what of, `page` makes it."""
+"""What answers look like: terminal tables (`text`), HTML pages, charts, and the explorer."""

@@ -11,7 +11,7 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.step_factors import remark
 from co2sim.prediction.totals import Totals
-from co2sim.report import bar_charts, decision_charts, html
+from co2sim.report import bar_charts, decision_charts, sections
 from co2sim.report.chart_style import picking
 from co2sim.report.html import Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import last_round
@@ -161,12 +161,12 @@ def page(planned: Planned) -> Page:
             _options(planned),
             _best(planned),
             _turns(planned.turns),
-            html.time(groups, _timelines(planned)),
-            html.memory(groups),
-            html.gains({_about(named[0]): planned.levers} if named else {}),
+            sections.time(groups, _timelines(planned)),
+            sections.memory(groups),
+            sections.gains({_about(named[0]): planned.levers} if named else {}),
             _useful(planned),
-            html.trust(planned.shown, named or planned.shown[:1]),
-            html.inputs_of((display_name(one), replace(job, cluster=one)) for one in clusters),
+            sections.trust(planned.shown, named or planned.shown[:1]),
+            sections.inputs_of((display_name(one), replace(job, cluster=one)) for one in clusters),
             PageSection("looked", "What was looked at", notes=_looked(planned)),
         ],
         commands=_commands(planned),

@@ -10,7 +10,7 @@ import pandas as pd
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, remark
-from co2sim.report import decision_charts, html
+from co2sim.report import decision_charts, sections
 from co2sim.report.html import Figure, Page, PageSection
 from co2sim.report.tables import Answered, Table
 from co2sim.report.text import solve
@@ -67,9 +67,9 @@ def page(answers: AllSolved) -> Page:
                 _reached(group, place, answers.goal)
                 for place, group in enumerate(answers.by_target)
             ),
-            html.gains({f"{name}, as it is": each for name, each in answers.levers.items()}),
-            html.trust(shown, shown) if shown else PageSection("trust", "How sure this is"),
-            html.inputs_of(
+            sections.gains({f"{name}, as it is": each for name, each in answers.levers.items()}),
+            sections.trust(shown, shown) if shown else PageSection("trust", "How sure this is"),
+            sections.inputs_of(
                 [(display_name(case.cluster), case) for case in answers.cases[:1]],
                 {axis.path: f"{axis.shown(axis.low)} to {axis.shown(axis.high)}"},
             ),

@@ -14,7 +14,7 @@ from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, remark
 from co2sim.prediction.totals import Totals, result_to_dict
-from co2sim.report import bar_charts, comparison, html, line_charts, tables
+from co2sim.report import bar_charts, comparison, line_charts, sections, tables
 from co2sim.report.chart_style import picking
 from co2sim.report.html import MAX_ROUNDS, Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import last_round
@@ -144,13 +144,13 @@ def page(study: Study) -> Page:
         answer=study.answer(),
         doubts=study.doubts(),
         sections=[
-            html.money(study.all, names),
+            sections.money(study.all, names),
             _speed(study, names),
             _time(study),
-            html.memory(study.largest),
+            sections.memory(study.largest),
             _gains(study),
-            html.trust(study.all, at_most, study.comparisons),
-            html.inputs(study.all),
+            sections.trust(study.all, at_most, study.comparisons),
+            sections.inputs(study.all),
         ],
         commands=[study.command],
         files=_files(study),
@@ -203,11 +203,11 @@ def _speed(study: Study, names: Sequence[str]) -> PageSection:
 def _time(study: Study) -> PageSection:
     timed = [one for one in study.largest[study.best.cluster] if one.case.pp == 1]
     if not timed:  # pipelines have no round that all ranks follow
-        return html.time(study.largest)
+        return sections.time(study.largest)
     rounds = {one.strategy: last_round(one.case) for one in timed[:MAX_ROUNDS]}
     note = f"One rank, on {timed[0].result.gpus} GPUs of {timed[0].cluster}."
     lines = Timelines(note, rounds, bar_charts.timeline(rounds.values()))
-    return html.time(study.largest, lines)
+    return sections.time(study.largest, lines)
 
 
 def _gains(study: Study) -> PageSection:
@@ -218,4 +218,4 @@ def _gains(study: Study) -> PageSection:
     except Co2simError:
         found = []
     about = f"{best.strategy} on {best.result.gpus} GPUs of {best.cluster}"
-    return html.gains({about: found})
+    return sections.gains({about: found})

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from co2sim.prediction.case import Case
-from co2sim.report import html, sweep_charts, tables
+from co2sim.report import sections, sweep_charts, tables
 from co2sim.report.html import Figure, Page, PageSection
 from co2sim.report.sweep import Swept
 from co2sim.report.tables import Answered
@@ -32,7 +32,7 @@ def page(swept: Swept) -> Page:
     groups = {name: list(group) for name, group in groupby(bars, key=_cluster)}
     more = sweep_charts.left_out("cases", len(every), sweep_charts.MAX_BARS).strip()
     plain = [replace(one, strategy=one.result.strategy) for one in every]
-    trust = html.trust(plain, plain)
+    trust = sections.trust(plain, plain)
     return Page(
         answer=swept.answer(),
         doubts=swept.doubts(),
@@ -40,10 +40,10 @@ def page(swept: Swept) -> Page:
             _speed(swept),
             PageSection("failed", "Cases that failed", notes=_few(swept.failed)),
             _money(swept),
-            replace(html.time(groups), intro=more),
-            replace(html.memory(groups), intro=more),
+            replace(sections.time(groups), intro=more),
+            replace(sections.memory(groups), intro=more),
             replace(trust, warnings=_few(trust.warnings), notes=_few(trust.notes)),
-            html.inputs_of(_inputs(swept), swept.varied),
+            sections.inputs_of(_inputs(swept), swept.varied),
             PageSection("kept", "The data in this page", notes=cut),
         ],
         commands=[swept.command],
@@ -102,7 +102,7 @@ def _money(swept: Swept) -> PageSection:
     if few:
         figures += [
             replace(one, title="Money by days", table=None)
-            for one in html.money(every, [one.strategy for one in every]).figures
+            for one in sections.money(every, [one.strategy for one in every]).figures
             if one.chart
         ]
     basis = totals.basis_lines(swept.cases[:_MAX_ROWS], [one.totals for one in every])

@@ -2,7 +2,7 @@
 
 `tp` consecutive ranks of a node hold a model together. A strategy knows nothing of it: it is asked
 for the schedule of one rank's part (`Workload.share`) in a layout where a tensor-parallel group
-counts as one rank. `divided` then gives its groups a stride, so that every rank meets those with
+counts as one rank. `apply_tensor_parallelism` then gives its groups a stride, so that every rank meets those with
 its own place in their groups, and inserts what the ranks of a group exchange. So every strategy
 combines with it.
 

@@ -118,7 +118,7 @@ def _repeats(options: RunOptions, prepared: SimulationInput) -> bool:
 
 
 def _trailing_rounds(options: RunOptions, prepared: SimulationInput) -> int:
-    """Rounds that are simulated behind those asked for; see `executed`."""
+    """Rounds that are simulated behind those asked for; see `Simulator.rounds`."""
     if prepared.cluster.inter.busy_efficiency == 1 or _repeats(options, prepared):
         return 0
     return prepared.schedule.lag

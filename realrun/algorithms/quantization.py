@@ -1,6 +1,6 @@
-"""Block quantization in the format of `quantize_format`: the reference, for any device.
+"""Block quantization in the format of `quantization_kernels`: the reference, for any device.
 
-CUDA tensors go through the kernels of `quantize_triton` where Triton is installed: the same bits
+CUDA tensors go through the kernels of `quantization_triton` where Triton is installed: the same bits
 for `nearest`, other random numbers for `stochastic`.
 """
 

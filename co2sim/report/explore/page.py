@@ -10,7 +10,7 @@ from co2sim import __version__
 from co2sim.common.plots import COLOURS
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
-from co2sim.report import html
+from co2sim.report import html, sections
 from co2sim.report.bar_charts import PARTS
 from co2sim.report.bundle import vega
 from co2sim.report.chart_style import HEIGHT, ROW, STRATEGIES, TEXT, Spec, by_strategy, spec
@@ -45,7 +45,7 @@ def static_page(
         title=f"{first[1].value.name} on {first[0].value.name}",
         content=content,
         exactness=exactness(grid),
-        sections=[html.trust(named, named), html.inputs(named)],
+        sections=[sections.trust(named, named), sections.inputs(named)],
         command=command,
         scripts=["grid.js", "explore.js"],
         policy=(),

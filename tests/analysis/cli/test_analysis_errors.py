@@ -1,5 +1,6 @@
 """Bad input of `co2analysis`: exit code 2, one line with what was given, and nothing is written."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -118,3 +119,18 @@ def test_missing_data_are_named(
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert ".[analysis]" in done.err
     assert not Path("made").exists()
+
+
+def test_commands_need_neither_torch_nor_altair_to_start() -> None:
+    """As after `pip install .`: help comes, and bad input is one line."""
+    without = "import sys; sys.modules.update(dict.fromkeys(('torch', 'altair', 'vl_convert')))"
+    code = f"{without}; from analysis.cli import main; main()"
+    helped = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, check=True)
+    assert b"compare" in helped.stdout
+    refused = subprocess.run(
+        [sys.executable, "-c", code, "compare", "nowhere"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)

@@ -25,7 +25,7 @@ from co2sim.models.memory import GIB
 from co2sim.prediction.case import Case
 from co2sim.prediction.driver import run
 from co2sim.prediction.step_factors import NO_GOAL
-from co2sim.report import bar_charts, bundle, html, rounds, study_page
+from co2sim.report import bar_charts, bundle, html, rounds, sections, study_page
 from co2sim.report.study_page import Study
 from co2sim.studies.grid import over_sizes
 
@@ -187,7 +187,7 @@ def numbers(text: str, unit: str) -> list[str]:
 def test_without_prices_days_are_drawn_over_gpus() -> None:
     """Those of the totals, with their intervals; with prices money is drawn over days instead."""
     study = study_of(tokens=1e9)
-    figure, *others = html.money(study.all, STRATEGIES).figures
+    figure, *others = sections.money(study.all, STRATEGIES).figures
     assert others == []
     assert figure.chart
     points = drawn_points(dict(figure.chart))

@@ -1,0 +1,157 @@
+"""Sections that several pages have: money, time, memory, gains, trust and inputs."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from co2sim.prediction.case import Case
+from co2sim.prediction.notes import ALIKE
+from co2sim.prediction.published import SpeedComparison
+from co2sim.report import bar_charts, line_charts, tables
+from co2sim.report.chart_style import picking
+from co2sim.report.html import Figure, PageSection, Timelines
+from co2sim.report.tables import Answered
+from co2sim.studies.sensitivity import Sensitivity
+
+
+def money(every: Sequence[Answered], names: Sequence[str]) -> PageSection:
+    """What it takes to train the tokens that were asked for; empty if not asked for."""
+    table = tables.trainings(every)
+    if table is None:
+        return PageSection("money", "Days and money")
+    chart = bar_charts.front(every, names)
+    if chart is None:
+        return PageSection("money", "Days and energy", figures=_days(every, names))
+    note = (
+        "Lines are intervals: of the speed, together with the range of the price. Nothing is"
+        " cheaper and faster than what the dashed line joins. Hollow points do not fit in memory."
+        f"{picking(names)}"
+    )
+    figure = Figure("What it takes", note, "money by days, a point for each case", chart, table)
+    return PageSection("money", "Days and money", figures=[figure])
+
+
+def _days(every: Sequence[Answered], names: Sequence[str]) -> list[Figure]:
+    """Days over GPUs, by cluster: where nothing has a price."""
+    return [
+        Figure(
+            title=f"Days on {cluster}",
+            note=f"Bands are 90 % intervals. Hollow points do not fit in memory.{picking(names)}",
+            label="days by number of GPUs, a line for each strategy",
+            chart=line_charts.days(group, names, every),
+            table=tables.trainings(group),
+        )
+        for cluster in dict.fromkeys(one.cluster for one in every)
+        for group in [[one for one in every if one.cluster == cluster and one.totals]]
+        if group
+    ]
+
+
+def time(
+    groups: Mapping[str, Sequence[Answered]], timelines: Timelines | None = None
+) -> PageSection:
+    """What a round is spent on, by cluster."""
+    found = [
+        Figure(
+            title=f"A round on {_sizes(group)} of {cluster}",
+            note="Exposed: computing waits for it. The table sums the spans of one rank by work;"
+            " they overlap.",
+            label="shares of the time of a round, a bar for each strategy",
+            chart=bar_charts.shares(group),
+            table=tables.times(group),
+        )
+        for cluster, group in groups.items()
+    ]
+    return PageSection("time", "Where the time goes", figures=found, timelines=timelines)
+
+
+def memory(groups: Mapping[str, Sequence[Answered]]) -> PageSection:
+    """The memory of a GPU by item, by cluster."""
+    found = [
+        Figure(
+            title=f"A GPU of {cluster}, of {_sizes(group)}",
+            note="The dashed line is what the GPU has.",
+            label="memory of a GPU by item, a bar for each strategy",
+            chart=bar_charts.memory(group),
+            table=tables.memory(group),
+        )
+        for cluster, group in groups.items()
+    ]
+    return PageSection("memory", "Memory", figures=found)
+
+
+def _sizes(group: Sequence[Answered]) -> str:
+    sizes = sorted({one.result.gpus for one in group})
+    return f"{' or '.join(f'{size:,}' for size in sizes)} GPUs"
+
+
+def gains(found: Mapping[str, Sequence[Sensitivity]]) -> PageSection:
+    """What a tenth more of each number gives, by what it is about."""
+    figures = []
+    for about, levers in found.items():
+        shown = [lever for lever in levers if lever.gain]
+        if shown:
+            figures.append(
+                Figure(
+                    title=about,
+                    note="A tenth more of each number by itself, by simulation; latencies are"
+                    " divided by 1.1.",
+                    label="growth of throughput where one number of the hardware is a tenth better",
+                    chart=bar_charts.gains(shown),
+                    table=tables.gains(shown),
+                )
+            )
+    return PageSection("gains", "What more would give", figures=figures)
+
+
+def trust(
+    every: Sequence[Answered],
+    shown: Sequence[Answered],
+    comparisons: Sequence[SpeedComparison] = (),
+) -> PageSection:
+    """How sure it all is; warnings and notes are those of the cases `shown`, once each."""
+    found = [Figure("", table=tables.sources(every))]
+    errors = tables.errors(every)
+    if errors:
+        note = (
+            "How far published runs were from predictions by constants that were fitted without"
+            " them, or not at all:"
+        )
+        found.append(Figure("", note, table=errors))
+    published = tables.published(comparisons)
+    if published:
+        note = "Published runs of this study beside their predictions:"
+        found.append(Figure("", note, table=published))
+    return PageSection(
+        "trust",
+        "How sure this is",
+        figures=found,
+        warnings=_lines(shown, "warnings"),
+        notes=_lines(shown, "notes"),
+    )
+
+
+def inputs(every: Sequence[Answered]) -> PageSection:
+    """Every number with its source."""
+    return inputs_of({one.cluster: one.case for one in every}.items())
+
+
+def inputs_of(
+    cases: Iterable[tuple[str, Case]], varied: Mapping[str, str] | None = None
+) -> PageSection:
+    """Of the clusters and models of cases with their cluster, and the values of what is varied."""
+    found = [Figure(name, table=table, folded=True) for name, table in tables.inputs(cases, varied)]
+    intro = "Every number with its source. Those marked as assumed have none."
+    return PageSection("inputs", "Inputs", intro, found)
+
+
+def _lines(shown: Sequence[Answered], kind: str) -> list[str]:
+    """Warnings, or notes, once each; behind the case, unless many have them alike."""
+    found: dict[str, Answered] = {}
+    for one in shown:
+        for text in getattr(one.result, kind):
+            found.setdefault(text, one)
+    return [
+        text
+        if text in ALIKE
+        else f"{one.strategy} on {one.result.gpus} GPUs of {one.cluster}: {text}"
+        for text, one in found.items()
+    ]
