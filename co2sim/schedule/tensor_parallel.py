@@ -2,9 +2,9 @@
 
 `tp` consecutive ranks of a node hold a model together. A strategy knows nothing of it: it is asked
 for the schedule of one rank's part (`Workload.share`) in a layout where a tensor-parallel group
-counts as one rank. `apply_tensor_parallelism` then gives its groups a stride, so that every rank meets those with
-its own place in their groups, and inserts what the ranks of a group exchange. So every strategy
-combines with it.
+counts as one rank. `apply_tensor_parallelism` then gives its groups a stride, so that every rank
+meets those with its own place in their groups, and inserts what the ranks of a group exchange. So
+every strategy combines with it.
 
 All exchanges of a pass over a block are made before it, beside it and behind it. Where inside of
 the pass they come changes a time only through what else is under way on the same links.

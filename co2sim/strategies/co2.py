@@ -35,8 +35,8 @@ class CO2:
     With `delay` it is used that many local steps later, and workers go on from where they are: x
     becomes anchor + `keep` (x - x at the launch) + `predict` (delay / tau) (mean progress). The
     model is cut into `fragments`, which are averaged at evenly spread steps of a round; their
-    defaults are those of `delayed_averaging`. With a `preview` workers take the outer step at once, by
-    their own displacements, and hold these until the mean has replaced them.
+    defaults are those of `delayed_averaging`. With a `preview` workers take the outer step at once,
+    by their own displacements, and hold these until the mean has replaced them.
 
     "auto" is chosen by simulation: the least delay that hides the averages, the shortest such
     round.

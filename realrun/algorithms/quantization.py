@@ -1,7 +1,7 @@
 """Block quantization in the format of `quantization_kernels`: the reference, for any device.
 
-CUDA tensors go through the kernels of `quantization_triton` where Triton is installed: the same bits
-for `nearest`, other random numbers for `stochastic`.
+CUDA tensors go through the kernels of `quantization_triton` where Triton is installed: the same
+bits for `nearest`, other random numbers for `stochastic`.
 """
 
 from functools import cache
