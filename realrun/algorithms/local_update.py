@@ -33,6 +33,7 @@ from realrun.algorithms.master_weights import (
     MasterWeights,
     masters_of,
     refuse_missing,
+    refuse_unlike,
 )
 from realrun.algorithms.optimizers import (
     ATTACHED,
@@ -433,7 +434,7 @@ class Resumable:
         own = state[_key()]
         self._refuse_other_layout(own["layout"])
         self._outer.load_state_dict(own)
-        if not self._watch.moved():  # the model was loaded before this algorithm was made
+        if not self._watch.loaded():  # the model was, before this algorithm was made
             for tensor, before in self._replaced:
                 tensor.copy_(before)
         self._replaced = []
@@ -673,7 +674,7 @@ class LocalUpdate(Resumable, Ending):
         self._stepped: dict[Optimizer, int] = {}
         self._said_uneven = False
         self._watch = ModelWatch(parameters, self._tau)
-        self._hooks = StepHooks(optimizers, self._before_step, self._after_step)
+        self._hooks = StepHooks(optimizers, self._before_step, self._after_step, self._watch)
         self._copies = CopyWatch(self._hooks.all, parameters)
         ATTACHED.update(self._hooks.all)
 
@@ -694,12 +695,16 @@ class LocalUpdate(Resumable, Ending):
                 "a step of the optimizer within consensus() would be discarded: take it outside"
             )
         self._replaced = []
+        if self._masters and self._links.steps == 1:
+            refuse_unlike(self._masters, self._parameters)
         if self._started:
             return
         self._started = True
         try:
             self._rates.begin()
             loaded = self._outer.restart()
+            if self._masters:  # which every rank has made by itself
+                loaded += f", masters with hash {mark_of(self._outer.state.anchor)[:16]}"
             self._links.agree("start of training", "", across=loaded)
         except Co2simError as error:
             self._failure = error
@@ -745,7 +750,7 @@ class LocalUpdate(Resumable, Ending):
         try:
             self._links.notices.poll()
             first = self._links.steps == 1 or (last and not counters.round)
-            if self._masters and first:
+            if self._masters and first and not self._idle:
                 refuse_missing(self._masters, self._parameters)
             self._copies.stepped(look=first and not self._masters)
             self._after_local_step(last=last)

@@ -6,6 +6,7 @@ Lookahead, or the z of Schedule-Free: an average that only the model gets is und
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -21,43 +22,70 @@ MasterWeights: TypeAlias = str | Callable[[Tensor], Tensor | None]
 
 _NEAR = 0.1
 """How far a copy may be from the parameters, relatively: slow weights are one step behind."""
+_SLOW = ("slow", "lookahead", "cached")
+"""In the names of slow weights: timm, pytorch-optimizer, torch-optimizer."""
 _DEEP = 4
 """Lists in lists that an attribute of an optimizer may be."""
 
 
 def masters_of(given: MasterWeights | None, optimizers: Sequence[Optimizer]) -> Masters | None:
     """What gives the master weights of a parameter. Raises OptionError."""
-    if given is None or (callable(given) and not isinstance(given, str)):
-        return given
-    if not isinstance(given, str) or not given:
+    if given is None:
+        return None
+    if isinstance(given, str) and given:
+        return partial(_named, given, optimizers)
+    if isinstance(given, str) or not callable(given):
         raise OptionError(
             f"master_weights is {given!r}; it must name a state or an attribute of the optimizer,"
             " such as 'master_param', or be a function of a parameter"
         )
-    name = given
+    return partial(_asked, given)
 
-    def found(parameter: Tensor) -> Tensor | None:
-        for optimizer in optimizers:
-            state = optimizer.state.get(parameter)
-            if state and isinstance(state.get(name), Tensor):
-                return _floating(name, state[name])
-            if (copies := getattr(optimizer, name, None)) is not None:
-                own = {id(one): place for place, one in enumerate(held([optimizer]))}
-                tensors = list(_tensors(copies))
-                if id(parameter) in own and own[id(parameter)] < len(tensors):
-                    return _floating(name, tensors[own[id(parameter)]])
+
+def _asked(function: Callable[[Tensor], Tensor | None], parameter: Tensor) -> Tensor | None:
+    """What a function gives; None for a parameter that it does not know."""
+    try:
+        return function(parameter)
+    except (AttributeError, KeyError):
         return None
 
-    return found
+
+def _named(name: str, optimizers: Sequence[Optimizer], parameter: Tensor) -> Tensor | None:
+    """What an optimizer keeps of a parameter by a name, in its state or as an attribute."""
+    for optimizer in optimizers:
+        state = optimizer.state.get(parameter)
+        if state and isinstance(state.get(name), Tensor):
+            return _floating(name, state[name])
+        if (copies := getattr(optimizer, name, None)) is not None:
+            own = {id(one): place for place, one in enumerate(held([optimizer]))}
+            tensors = list(_tensors(copies))
+            if id(parameter) in own and own[id(parameter)] < len(tensors):
+                return _floating(name, tensors[own[id(parameter)]])
+    return None
 
 
 def refuse_missing(masters: Masters, parameters: Sequence[tuple[str, Tensor]]) -> None:
     """Raise OptionError where a step was taken, and a parameter has no master weights."""
     for name, parameter in parameters:
-        if masters(parameter) is None:
+        if masters(parameter) is None and parameter.dtype != torch.float32:
             raise OptionError(
                 f"master_weights: after a step of the optimizer {name!r} has none; leave the option"
                 " out where the optimizer keeps none"
+            )
+
+
+@torch.no_grad()
+def refuse_unlike(masters: Masters, parameters: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise OptionError for what is no master of its parameter; before the second step."""
+    for name, parameter in parameters:
+        master, again = masters(parameter), masters(parameter)
+        if master is None or again is None:
+            continue
+        same = master.data_ptr() == again.data_ptr() and master.dtype == torch.float32
+        if not same or not bool((memory(master).to(parameter.dtype) == memory(parameter)).all()):
+            raise OptionError(
+                f"master_weights: what it gives for {name!r} is not its master: the same fp32"
+                " tensor at every call, whose values are those of the parameter, but for rounding"
             )
 
 
@@ -68,6 +96,19 @@ class _Copies:
     optimizer: Optimizer
     name: str
     pairs: Sequence[tuple[Tensor, Tensor]]
+
+    @property
+    def exact(self) -> bool:
+        """Whether the parameters are these, but for rounding."""
+        return all(bool((copy.to(one.dtype) == one).all()) for one, copy in self.pairs)
+
+    @property
+    def go_back(self) -> bool:
+        """Whether steps return to these: masters, and by their names slow weights.
+
+        What only remembers, such as a moving average or the first weights, is harmless.
+        """
+        return self.exact or self.name == "z" or any(one in self.name for one in _SLOW)
 
 
 class CopyWatch:
@@ -92,7 +133,7 @@ class CopyWatch:
         if self._published is not None:
             for copies, published in zip(self._found, self._published, strict=True):
                 own = [some(memory(copy)).float() for _, copy in copies.pairs]
-                if not all(map(torch.equal, own, published)):
+                if not all(map(torch.equal, own, published)) and copies.go_back:
                     _refuse(copies)
             self._found, self._published = [], None
         if look:
@@ -111,30 +152,50 @@ class CopyWatch:
 
     def _now(self) -> list[list[Tensor]]:
         """Some elements of the parameters that have copies."""
-        return [[some(memory(one)).float() for one, _ in copies.pairs] for copies in self._found]
+        return [
+            [some(memory(one)).float().clone() for one, _ in each.pairs] for each in self._found
+        ]
 
 
 def _near(optimizer: Optimizer, known: set[int]) -> Iterator[_Copies]:
     """What an optimizer keeps that is its parameters, or near them."""
     by_name: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items() if isinstance(state, Mapping) else ():
-            if id(parameter) in known and parameter.dim() and _is_alike(value, parameter):
-                by_name.setdefault(str(name), []).append((parameter, value))
     own = [one for one in held([optimizer]) if id(one) in known]
-    for name, value in vars(optimizer).items():
-        if name not in {"state", "param_groups", "defaults"}:
-            tensors = list(_tensors(value))
-            if own and len(tensors) == len(own) and all(map(_is_alike, tensors, own)):
-                by_name[name] = list(zip(own, tensors, strict=True))
+    for name, one, value in (*_of_each(optimizer, own), *_of_all(optimizer, own)):
+        if one.dim() and _is_alike(value, one):
+            by_name.setdefault(name, []).append((one, value))
     for name, pairs in by_name.items():
         if _follows(pairs):
             yield _Copies(optimizer, name, pairs)
 
 
+def _of_each(optimizer: Optimizer, own: Sequence[Tensor]) -> Iterator[tuple[str, Tensor, Any]]:
+    """The state of every parameter, and its attributes, such as Megatron's `main_param`."""
+    for one in own:
+        state = optimizer.state.get(one)
+        for name, value in state.items() if isinstance(state, Mapping) else ():
+            yield str(name), one, value
+        for name, value in vars(one).items():
+            if name not in {"grad", "_grad"}:
+                yield name, one, value
+
+
+def _of_all(optimizer: Optimizer, own: Sequence[Tensor]) -> Iterator[tuple[str, Tensor, Any]]:
+    """Lists and dicts with a tensor for every parameter, of the optimizer and of its groups."""
+    for name, value in vars(optimizer).items():
+        tensors = list(_tensors(value)) if name not in {"state", "param_groups", "defaults"} else []
+        if len(tensors) == len(own):
+            yield from ((name, *pair) for pair in zip(own, tensors, strict=True))
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            tensors = list(_tensors(value)) if name != "params" else []
+            if len(tensors) == len(group["params"]):
+                yield from ((name, *pair) for pair in zip(group["params"], tensors, strict=True))
+
+
 def _refuse(copies: _Copies) -> None:
     name, pairs = copies.name, copies.pairs
-    exact = all(bool((copy.to(one.dtype) == one).all()) for one, copy in pairs)
+    exact = copies.exact
     raise OptionError(
         f"{name!r} of {type(copies.optimizer).__name__} holds the parameters once more, so that its"
         " steps undo every average; "
@@ -170,8 +231,9 @@ def _tensors(value: Any, depth: int = _DEEP) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple) and depth:
         for one in value:
             yield from _tensors(one, depth - 1)
-    elif isinstance(value, dict) and "params" in value:
-        yield from _tensors(value["params"], depth - 1)
+    elif isinstance(value, dict) and depth:
+        for one in value.values():
+            yield from _tensors(one, depth - 1)
 
 
 def _floating(name: str, value: Tensor) -> Tensor:

@@ -23,10 +23,12 @@ from realrun.algorithms.optimizers import held
 
 _WATCHED = 4
 """Parameters of which some elements are watched."""
+_HOOKED = 16
+"""Parameters that tell of a backward pass: some may be frozen, or not used."""
 _LARGE = 4.0
 """Steps of one local step's size: what moves further without one is no small correction."""
-_MIN_PASSES = 20
-"""Backward passes without a step that are waited for, at least."""
+_MIN_CHANGES = 20
+"""Changes without a step that are waited for, at least."""
 _WRAPPERS = [one for one in Optimizer.profile_hook_step.__code__.co_consts if iscode(one)]
 """The code of what torch puts around `step` to call its hooks."""
 
@@ -46,10 +48,11 @@ class StepHooks:
         optimizers: Sequence[Optimizer],
         before: Callable[[], None],
         after: Callable[[Optimizer], None],
+        watch: "ModelWatch",
     ) -> None:
         self._outer = {inner: one for one in optimizers for inner in inner_optimizers(one)}
         self._inside: set[Optimizer] = set()
-        self._before, self._after = before, after
+        self._before, self._after, self._watch = before, after, watch
         self.all = (*optimizers, *self._outer)
         # A compiled step calls the hooks as they are: what they do with other ranks is no graph.
         pre, post = map(torch.compiler.disable, (self._pre, self._post))
@@ -65,12 +68,14 @@ class StepHooks:
 
     def _pre(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         del optimizer, args, kwargs
+        self._watch.stepping = True
         self._before()
 
     def _post(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         del args, kwargs
         if sum(1 for _ in islice(self._running(), 2)) > 1:
             return  # within another step, which counts
+        self._watch.stepped()
         outer = self._outer.get(optimizer, optimizer)
         if outer is not optimizer:
             self._inside.add(optimizer)
@@ -93,29 +98,38 @@ class StepHooks:
 class ModelWatch:
     """Notices that the model moves though no local step is counted.
 
-    It looks at some elements: those of the last counted step, and those of now.
+    It counts how often the parameters were changed in place between two backward passes, without a
+    hooked step, and looks at some elements: those of the last counted step, and those of now.
     """
 
     def __init__(self, parameters: Sequence[tuple[str, Tensor]], tau: int) -> None:
+        self._parameters = [one for _, one in parameters]
         chosen = [pair for pair in parameters if memory(pair[1]).numel()]
-        step = max(1, -(-len(chosen) // _WATCHED))
-        self._watched = chosen[::step]
-        self._limit = max(_MIN_PASSES, 4 * tau)
-        self._passes, self._counted = [0] * len(self._watched), False
-        self._views = [some(memory(one)) for _, one in self._watched]
+        self._watched = chosen[:: max(1, -(-len(chosen) // _WATCHED))]
         self._names = [name for name, one in self._watched for _ in some(memory(one))]
+        self._limit = max(_MIN_CHANGES, 4 * tau)
+        self._passes, self._changes, self._version = 0, 0, -1
+        self._counted = self.stepping = False
         self._seen: deque[Tensor] = deque(maxlen=2)
+        every = [one for one in self._parameters if not isinstance(one, DTensor)]
+        hooked = {id(one): one for one in (*every[:: max(1, len(every) // _HOOKED)], *every[-2:])}
+        self._fired: set[int] = set()
         self._handles = [
-            one.register_post_accumulate_grad_hook(self._hook(place))  # type: ignore[no-untyped-call]
-            for place, (_, one) in enumerate(self._watched)
-            if not isinstance(one, DTensor)
+            one.register_post_accumulate_grad_hook(torch.compiler.disable(self._passed))  # type: ignore[no-untyped-call]
+            for one in hooked.values()
         ]
         self.mark(counted=False)
+        self._first = self._versions()
 
     def remove(self) -> None:
         """Let go of the parameters."""
         for handle in self._handles:
             handle.remove()
+
+    def stepped(self) -> None:
+        """A hooked step has ended, counted or not."""
+        self.stepping = False
+        self._passes = self._changes = 0
 
     @torch.no_grad()
     def mark(self, *, counted: bool = True) -> None:
@@ -123,64 +137,65 @@ class ModelWatch:
         if not counted:
             self._seen.clear()
         self._counted |= counted
-        self._passes = [0] * len(self._passes)
-        self._seen.append(self._kept() if counted and len(self._seen) > 1 else self._now())
+        self._passes = self._changes = 0
+        self._seen.append(self._now())
 
-    @torch.no_grad()
-    def moved(self) -> bool:
-        """Whether the model is another one than it was last."""
-        return bool(self._seen) and not torch.equal(self._now(), self._seen[-1])
+    def loaded(self) -> bool:
+        """Whether parameters were written since this was made."""
+        return self._versions() != self._first
 
     def forget(self) -> None:
         """A saved state was loaded, and weights may be: begin with what the first pass finds."""
         self._counted = False
-        self._passes = [0] * len(self._passes)
+        self._passes = self._changes = 0
         self._seen.clear()
 
     @torch.no_grad()
     def lost(self, *, at_the_end: bool = False) -> str:
-        """What has moved without a counted step, and why that is no small correction; or nothing.
+        """What has moved without a counted step, and would be lost; or nothing.
 
-        Where steps are counted a model may be changed after one of them, such as clamped. That is
-        taken for progress, unless gradients were computed since, or it moves far. Weights that were
-        loaded before the first step are lost only `at_the_end`.
+        A model may be changed after a step, such as clamped. That is taken for progress, unless it
+        changes from one backward pass to the next, or has moved far `at_the_end`. Weights that were
+        loaded before the first step are lost only then.
         """
         if not self._seen:
             return ""
         now, last = self._now(), self._seen[-1]
         apart = (now - last).abs()
-        moved = float(apart.max()) if len(apart) else 0.0
+        moved = float(apart.max())
+        usual = float((last - self._seen[0]).abs().max()) if self._counted else 0.0
+        if not (self._changes or (at_the_end and moved > _LARGE * usual)):
+            return ""
+        since = "since the last counted step" if self._counted else "and no step was counted"
+        what = f"{self._names[int(apart.argmax())]!r} has moved by {moved:.3g}"
         if not moved:
-            return ""
-        passes = max(self._passes, default=0)
-        usual = float((last - self._seen[0]).abs().max())
-        if not passes and (moved <= _LARGE * usual if self._counted else not at_the_end):
-            return ""
-        name = self._names[int(apart.argmax())]
-        since = (
-            "since the last step that was counted" if self._counted else "and no step was counted"
-        )
-        seen = f" in {passes} backward passes" if passes else ""
-        return f"{name!r} has moved by {moved:.3g}{seen}, {since}"
+            what = "parameters were changed"
+        times = f" {self._changes} times between backward passes" if self._changes else ""
+        return f"{what}{times}, {since}"
 
-    def _hook(self, place: int) -> Callable[[Tensor], None]:
-        def passed(_: Tensor) -> None:
-            if not self._counted and not any(self._passes):
+    def _passed(self, parameter: Tensor) -> None:
+        begins = not self._fired or id(parameter) in self._fired
+        self._fired = {id(parameter)} if begins else self._fired | {id(parameter)}
+        if self.stepping or not begins:  # LBFGS computes gradients within a step
+            return
+        version = self._versions()
+        if not self._passes:
+            if not self._counted:
                 self.mark(counted=False)  # until then weights may be loaded
-            self._passes[place] += 1
-            if self._passes[place] % self._limit == 0 and (what := self.lost()):
-                raise OptionError(f"{what}: {REMEDY}")
+        elif version != self._version:
+            self._changes += 1
+        self._passes, self._version = self._passes + 1, version
+        if self._changes >= self._limit and (what := self.lost()):
+            raise OptionError(f"{what}: {REMEDY}")
 
-        return torch.compiler.disable(passed)  # type: ignore[no-any-return,no-untyped-call]
+    def _versions(self) -> int:
+        """A number that grows with every change of a parameter in place."""
+        return sum(one._version for one in self._parameters)  # noqa: SLF001 - torch has no other
 
     def _now(self) -> Tensor:
-        """The watched elements, where the parameters have their memory now."""
-        self._views = [some(memory(one)) for _, one in self._watched]
-        return self._kept()
-
-    def _kept(self) -> Tensor:
-        """The watched elements, where the parameters had their memory last."""
-        return torch.cat(self._views).float() if self._views else torch.zeros(1)
+        """The watched elements."""
+        rows = [some(memory(one)) for _, one in self._watched]
+        return torch.cat(rows).float() if rows else torch.zeros(1)
 
 
 REMEDY = (

@@ -21,7 +21,7 @@ def network() -> nn.Module:
 def slopes(model: nn.Module, worker: int, step: int) -> None:
     """The gradients of a worker at a step."""
     numbers = torch.Generator().manual_seed(100 * worker + step)
-    x = torch.randn(8, 5, generator=numbers).bfloat16()
+    x = torch.randn(8, 5, generator=numbers).to(next(model.parameters()).dtype)
     model.zero_grad()
     (model(x) - x[:, :1] * (worker - 0.5)).square().mean().backward()
 
@@ -150,9 +150,9 @@ def refused(world: World) -> dict[str, str]:
     """What is said of masters that were not named, of slow weights, and of a wrong name."""
     found = {}
     for name, made in {"state": in_state, "groups": in_groups, "slow": slow}.items():
-        model = network()
-        optimizer, _, step = made(model)
-        found[name] = _said(model, optimizer, step, world.rank)
+        for kind, model in (("", network()), (" of fp32", network().float())):
+            optimizer, _, step = made(model)
+            found[name + kind] = _said(model, optimizer, step, world.rank)
     model = network()
     optimizer, _, step = in_state(model)
     found["wrong"] = _said(model, optimizer, step, world.rank, master_weights="masters")
