@@ -91,8 +91,7 @@ class AutoDelay:
 
     def disturb(self, under_way: Sequence[tuple[Launch, PendingAverage]]) -> None:
         """Averages under way are about to be waited for."""
-        if self.measures:
-            self.disturbed |= {launch.step for launch, _ in under_way}
+        self.disturbed |= {launch.step for launch, _ in under_way}
 
     def used(self, launch: Launch, took: int) -> int | None:
         """An average was used a number of steps after its launch; 0: it was waited for at once.
@@ -100,13 +99,14 @@ class AutoDelay:
         All ranks call this; gives the delay when it is known, once.
         """
         self.uses += 1
+        disturbed = launch.step in self.disturbed
+        self.disturbed.discard(launch.step)
         if not self.measures and self.uses % _LOOK_AGAIN:
             return None
         own = (time.monotonic() - launch.began) / took if took and launch.began else 0.0
-        unknown, pace = self.links.largest([float(launch.step in self.disturbed), own])
-        self.disturbed.discard(launch.step)
+        unknown, pace = self.links.largest([float(disturbed), own])
         if not self.measures:
-            if _differ(pace, max(self.paces, default=0.0)):
+            if not unknown and _differ(pace, max(self.paces, default=0.0)):
                 self.measures, self.uses, self.samples, self.paces = True, 1, [], []
             return None
         if self.uses > 1 and took and not unknown:
