@@ -447,11 +447,14 @@ def _me() -> int:
 Kind: TypeAlias = Literal["average", "gather", "beside", "counting"]
 """What a communicator is for; "beside": numbers and texts that are waited for at once."""
 
-_NO_LIMIT = timedelta(days=7)
-"""Of collectives that run behind training. torch counts from their launch, a wait from its begin.
 
-A checkpoint of one rank that takes long ends no average for which no rank waits.
-"""
+def _behind(deadline: Seconds) -> timedelta:
+    """The limit of collectives that run behind training: torch's own, or the deadline if longer.
+
+    torch counts from their launch, a wait from its begin. A process whose peer hangs ends no sooner.
+    A checkpoint of one rank that takes long ends no average for which no rank waits.
+    """
+    return timedelta(seconds=max(deadline, DEADLINE))
 
 
 class WorkerGroups:
@@ -492,14 +495,14 @@ class WorkerGroups:
         """
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, (peers, inner))
-        limit = timedelta(seconds=self.deadline)
+        limit, behind = timedelta(seconds=self.deadline), _behind(self.deadline)
         averaging = {peers for peers, _ in everybody}
         for ranks in sorted({ranks for pair in everybody for ranks in pair if len(ranks) > 1}):
             kinds: list[tuple[Kind, str | None, timedelta]] = [("beside", "gloo", limit)]
             if ranks in {inner for _, inner in everybody}:
                 kinds.append(("gather", None, limit))
             if ranks in averaging:
-                kinds += [("average", None, _NO_LIMIT), ("counting", "gloo", _NO_LIMIT)]
+                kinds += [("average", None, behind), ("counting", "gloo", behind)]
             for kind, backend, longest in kinds:
                 made = dist.new_group(list(ranks), longest, backend)
                 if isinstance(made, dist.ProcessGroup) and ranks in (peers, inner):
