@@ -451,7 +451,8 @@ Kind: TypeAlias = Literal["average", "gather", "beside", "counting"]
 def _behind(deadline: Seconds) -> timedelta:
     """The limit of collectives that run behind training: torch's own, or the deadline if longer.
 
-    torch counts from their launch, a wait from its begin. A process whose peer hangs ends no sooner.
+    torch counts from their launch, a wait from its begin. It also bounds how long a process whose
+    peer hangs takes to end.
     A checkpoint of one rank that takes long ends no average for which no rank waits.
     """
     return timedelta(seconds=max(deadline, DEADLINE))
