@@ -14,10 +14,11 @@ All ranks get the same bits, since every element is summed on one of them only.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -66,23 +67,17 @@ class PendingAverage:
     blame: str = ""
 
     def arrived(self) -> bool:
-        """Whether nothing is left to wait for. Where a GPU averages, as its host sees it."""
+        """Whether nothing is left to wait for, as the host sees it."""
         return not self.waits or all(poll() for poll in self.polls)
 
-    def wait(self) -> Seconds:
-        """Wait until `vector` holds the mean; gives the seconds waited, 0 if it was there.
-
-        On a GPU these are the seconds that its stream stood still. Raises RankFailure.
-        """
+    def wait(self) -> None:
+        """Wait until `vector` holds the mean. Raises RankFailure."""
         if not self.waits:
-            return 0.0
-        clock = Stopwatch(self.vector.device)
+            return
         limit = time.monotonic() + self.deadline
         while self.waits:
             self._wait_for_first(limit)
-        waited = clock.seconds()
         self.finish()
-        return waited
 
     def _wait_for_first(self, limit: Seconds) -> None:
         """Wait for one collective, and look now and then whether a rank has left."""
@@ -109,23 +104,58 @@ class PendingAverage:
 
 
 class Stopwatch:
-    """Seconds spent here: of this thread, or of the current stream of a GPU."""
+    """How long training stands still: this thread, or the current stream of a GPU.
+
+    Nothing here waits for the GPU, whose host goes on to issue work.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        """Start."""
-        self._start = time.perf_counter()
-        self._event = _event() if device.type == "cuda" else None
-        if self._event:
-            self._event.record()
+        """Start. Called on the stream of the training."""
+        self._events = (_event(), _event()) if device.type == "cuda" else None
+        self._start, self._seconds = time.perf_counter(), 0.0
+        if self._events:
+            self._events[0].record()
+
+    def stands(self) -> bool:
+        """Whether training has come here, and does nothing else by now."""
+        return self._events is None or _happened(self._events[0])
+
+    def stop(self) -> None:
+        """Stop. Called on the stream of the training."""
+        self._seconds = time.perf_counter() - self._start
+        if self._events:
+            self._events[1].record()
+
+    def is_known(self) -> bool:
+        """Whether `seconds` is known without waiting."""
+        return self._events is None or _happened(self._events[1])
 
     def seconds(self) -> Seconds:
-        """Seconds since the start. A GPU is waited for: its next use needs the result anyway."""
-        if not self._event:
-            return time.perf_counter() - self._start
-        end = _event()
-        end.record()
+        """Seconds between start and stop."""
+        if self._events is None:
+            return self._seconds
+        start, end = self._events
         end.synchronize()
-        return float(self._event.elapsed_time(end)) / 1e3
+        return float(start.elapsed_time(end)) / 1e3
+
+
+@contextmanager
+def beside_training(flight: PendingAverage) -> Iterator[None]:
+    """Within, what a GPU is given to do waits for the average only, not for the steps before.
+
+    So the host may read a number without waiting for these. Afterwards, training waits for it.
+    An average that was waited for already, or was loaded, belongs to the stream of the training.
+    """
+    device = flight.vector.device
+    if device.type != "cuda" or not flight.waits:
+        yield
+        return
+    training, stream = torch.cuda.current_stream(device), _side_stream(device)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        training.wait_stream(stream)
 
 
 class Average:
@@ -278,6 +308,12 @@ def _event() -> torch.cuda.Event:
 
 def _happened(event: torch.cuda.Event) -> bool:
     return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream, which is kept: no two averages are used at once."""
+    return _stream(device)
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from co2sim.common.units import Seconds
-from realrun.algorithms.averaging import Average, PendingAverage
+from realrun.algorithms.averaging import Average, PendingAverage, Stopwatch, beside_training
 from realrun.algorithms.delayed import Counters, Rule, State, Stats
 from realrun.algorithms.flat_parameters import Flat
 from realrun.algorithms.process_groups import WorkerGroups
@@ -113,6 +113,7 @@ class OuterLoop(ABC):
         flat.read(self.state.anchor)
         (self._elements,) = links.total([flat.elements])
         self.counters = Counters()
+        self._clocks: deque[Stopwatch] = deque()
         self.lap: Seconds = 0.0
         """What the last round took."""
 
@@ -145,16 +146,28 @@ class OuterLoop(ABC):
         `share` of the model. Raises NobodyLeftError for the mean of no rank.
         """
         total, counters = self.links.total, self.counters
-        counters.late += not flight.arrived()
-        counters.waited += flight.wait()
-        if flight.members == 0:
-            raise NobodyLeftError
-        norm = finite_norm(flight, counters.round, self.flat, state, self.links, first)
+        clock = Stopwatch(flight.vector.device) if flight.waits else None
+        with beside_training(flight):
+            was_there = flight.arrived()
+            flight.wait()
+            counters.late += bool(not was_there and clock and clock.stands())
+            if flight.members == 0:
+                raise NobodyLeftError
+            norm = finite_norm(flight, counters.round, self.flat, state, self.links, first)
+        if clock:
+            clock.stop()
+            self._clocks.append(clock)
+        self._count_waiting()
         absorbed = self.rule.absorb(state, flight.vector, norm, total)
         counters.used += share
         counters.penalty = absorbed.penalty
         if self.rule.clips:
             counters.clipped += total([absorbed.clipped])[0]
+
+    def _count_waiting(self, *, every: bool = False) -> None:
+        """Add what clocks show by now; `every`: wait for those that are still to come."""
+        while self._clocks and (every or self._clocks[0].is_known()):
+            self.counters.waited += self._clocks.popleft().seconds()
 
     def publish(self, vector: Tensor, start: int = 0) -> None:
         """Elements from `start` on of the model <- `vector`, on all ranks of the worker."""
@@ -199,11 +212,13 @@ class OuterLoop(ABC):
 
     def stats(self, tau: int) -> Stats:
         """What was done so far."""
+        self._count_waiting(every=True)
         return self.counters.stats(tau, self._elements, self.average.sent)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank keeps: anchor, vectors of the rule, averages as they arrived, numbers."""
         self.drain()
+        self._count_waiting(every=True)
         numbers = {
             **asdict(self.counters),
             **self.state.numbers,
@@ -220,6 +235,7 @@ class OuterLoop(ABC):
     def load_state_dict(self, own: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
         self.drain()
+        self._clocks.clear()
         vectors = {"anchor": self.state.anchor, **self.state.vectors, **self.own_vectors()}
         for name, vector in vectors.items():
             vector.copy_(own[name])

@@ -67,8 +67,13 @@ class StepHooks:
             handle.remove()
 
     def _pre(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        del optimizer, args, kwargs
+        del args, kwargs
         self._watch.stepping = True
+        if held([optimizer])[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise OptionError(
+                "a CUDA graph is captured, which replays the step but not what comes after it, such"
+                " as averages: capture forward and backward only, and call step() outside"
+            )
         self._before()
 
     def _post(self, optimizer: Optimizer, args: object, kwargs: object) -> None:

@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import globaltimer
 
 from co2sim.common.errors import Co2simError
 from co2sim.common.units import Seconds
@@ -17,8 +20,6 @@ from realrun.lab.time_dilation import now
 from realrun.launch.monitor import Place
 
 _POLL: Seconds = 0.0005
-_CYCLES = 20_000_000
-"""Clock cycles to calibrate with: about ten milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +34,35 @@ class _Issued:
     end: torch.cuda.Event
 
 
+@triton.jit(do_not_specialize=["nanoseconds"])  # type: ignore[untyped-decorator]
+def hold_kernel(nanoseconds: tl.int64) -> None:
+    """Read the GPU's timer until so much time has passed: unlike cycles, at any clock rate."""
+    start = globaltimer()
+    now = start
+    while now - start < nanoseconds:
+        now = globaltimer()
+
+
+def hold(seconds: Seconds) -> None:
+    """Hold the current stream."""
+    hold_kernel[(1,)](round(seconds * 1e9), num_warps=1, enable_fp_fusion=False)
+
+
 class GpuSleep(Synthetic):
-    """Hold the stream, by counting cycles of the GPU, as long as `Sleep` holds a thread."""
+    """Hold the stream, by a kernel that looks at the GPU's timer, as `Sleep` holds a thread."""
 
     def __init__(self, seconds: Mapping[Compute, Seconds]) -> None:
-        """Measure how fast the clock counts."""
+        """Compile the kernel, which takes longer than it."""
         self._seconds = seconds
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_CYCLES)  # noqa: SLF001 - torch has no public kernel that waits
-        start.record()
-        torch.cuda._sleep(_CYCLES)  # noqa: SLF001
-        end.record()
-        end.synchronize()
-        self._rate = _CYCLES / (start.elapsed_time(end) / 1e3)
+        hold(0.0)
+        torch.cuda.synchronize()
 
     def compute(self, instance: Instance, ready: Seconds) -> None:
         """Wait on the stream."""
         del ready
         work = instance.op.work
         assert isinstance(work, Compute)
-        torch.cuda._sleep(round(self._seconds[work] * self._rate))  # noqa: SLF001
+        hold(self._seconds[work])
 
 
 def run_on_gpu(run: Run) -> Trace:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from co2sim.common.errors import Co2simError
 from realrun import algorithms
 from realrun.algorithms import CO2, LocalSGD, LocalUpdate, SlowMo, Workers
-from realrun.algorithms.averaging import Average, PendingAverage
+from realrun.algorithms.averaging import Average, PendingAverage, Stopwatch, beside_training
 from realrun.algorithms.process_groups import Wire
 from realrun.execute.world import World
 
@@ -38,7 +38,7 @@ DEADLINE = 2.0
 def made(case: dict[str, Any], world: World) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     """Model, optimizer and algorithm of a case, from a seed that only rank 0 has right."""
     model = network(getattr(torch, case.get("model", "float32")), seed=world.rank)
-    model.to(world.device)
+    model.to(case.get("device", world.device))
     optim = optimizer(model, case["inner"])
     algorithm = getattr(algorithms, case["algorithm"])(model, optim, **case["options"])
     return model, optim, algorithm
@@ -139,11 +139,63 @@ def averages(world: World) -> list[list[float]]:
         average = Average(dist.group.WORLD, wire, 10.0, 4 * 300_000)
         given = torch.full((1_000_001,), world.rank + 1.0, device=world.device)
         flight = average.launch(given, 0)
-        waited = flight.wait()
+        clock = Stopwatch(given.device)
+        with beside_training(flight):
+            flight.wait()
+        clock.stop()
+        waited = clock.seconds()
         mean = (dist.get_world_size() + 1) / 2
         found.append([float((given - mean).abs().max()), waited])
         average.close()
     return found
+
+
+def ahead(world: World) -> list[list[float]]:
+    """Steps whose GPU is busy for 20 ms: averages that were late, seconds waited, longest step.
+
+    Of the host, which issues a round while the GPU works on it.
+    """
+    from realrun.execute.cuda_streams import hold  # noqa: PLC0415 - needs a GPU
+
+    found = []
+    for options in ({}, {"delay": 2}, {"delay": 2, "fragments": 2, "dtype": "int8"}):
+        model = network().to(world.device)
+        optim = optimizer(model, "sgd")
+        with CO2(model, optim, tau=4, **options) as co2:  # type: ignore[arg-type]
+            wire = options.get("dtype", "fp32")
+            co2._outer.average = Average(dist.group.WORLD, wire, 10.0, 2**20)  # type: ignore[arg-type]
+            longest = 0.0
+            for step in range(24):
+                optim.zero_grad()
+                loss(model, world.rank, step).backward()
+                if step >= 12:  # what is done for the first time takes longer
+                    hold(0.02)
+                start = time.perf_counter()
+                optim.step()
+                took = time.perf_counter() - start
+                longest = max(longest, took if 12 <= step < 16 else 0.0)
+            stats = co2.stats()
+            found.append([stats.late, stats.waited, longest])
+    return found
+
+
+def captured(world: World) -> str:
+    """What is told when a step is captured into a CUDA graph."""
+    model = network().to(world.device)
+    optim = torch.optim.Adam(model.parameters(), lr=0.1, capturable=True)
+    algorithm = CO2(model, optim, tau=2)
+    for step in range(4):
+        optim.zero_grad()
+        loss(model, world.rank, step).backward()
+        optim.step()
+
+    def capture() -> None:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            optim.step()
+
+    told = error_of(capture)
+    algorithm.close()
+    return told
 
 
 def error_of(action: Callable[[], object]) -> str:

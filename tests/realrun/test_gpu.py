@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def test_flops_kernels_and_a_probe_run_on_a_gpu(tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "realrun", *arguments, "--nproc", "1", "--backend", "nccl"],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
             capture_output=True,
             text=True,
             timeout=300,
@@ -81,6 +82,53 @@ def test_averages_over_nccl_run_beside_the_compute_stream() -> None:
     for error, waited in found:
         assert error < 1e-6
         assert 0 <= waited < 10
+
+
+def test_a_host_that_runs_ahead_is_not_held_up() -> None:
+    """Steps of 20 ms, issued at once: averages are there in time, and only they are waited for."""
+    (found,) = on_ranks("ahead", 1, backend="nccl", module="algorithm_workers")
+    for late, waited, longest in found:
+        assert late == 0
+        assert waited < 0.01
+        assert longest < 0.02
+
+
+def test_a_captured_step_is_refused() -> None:
+    """A CUDA graph would replay the step, and not what comes after it."""
+    (told,) = on_ranks("captured", 1, backend="nccl", module="algorithm_workers")
+    assert "OptionError" in told
+    assert "capture" in told
+
+
+def test_algorithms_over_gloo_equal_their_published_equations_with_models_on_a_gpu() -> None:
+    """Two processes that share the GPU: the cases of the CPU."""
+    from test_local_update import CASES, expected, histories  # noqa: PLC0415 - a suite of its own
+
+    cases = [{**case, "device": "cuda"} for case in CASES]
+    answers = on_ranks("follow", 2, module="algorithm_workers", cases=cases)
+    for index, given in enumerate(cases):
+        wanted = expected(given, 2, [])
+        assert abs(histories(answers, index) - wanted).max() < 1e-4, given
+
+
+def test_a_stream_is_held_as_long_as_asked() -> None:
+    """For 5 ms, whatever the clock rate: after a second of idling, and after matrix products."""
+    from realrun.execute.cuda_streams import hold  # noqa: PLC0415 - needs a GPU
+
+    a = torch.randn(4096, 4096, device="cuda")
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+    hold(0.0)
+    torch.cuda.synchronize()
+    time.sleep(1.0)
+    for start, end in (events[:2], events[2:]):
+        start.record()
+        hold(0.005)
+        end.record()
+        for _ in range(100):
+            a @ a
+    torch.cuda.synchronize()
+    for start, end in (events[:2], events[2:]):
+        assert start.elapsed_time(end) == pytest.approx(5.0, rel=0.1)
 
 
 @several
