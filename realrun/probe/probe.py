@@ -7,7 +7,7 @@ the same answer. Sizes and kinds take turns, several times, since the speed of m
 import math
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -32,8 +32,10 @@ from realrun.probe.schedules import (
     TAIL,
     TURNS,
     USE,
+    Gated,
     ProbeTask,
     before,
+    behind_gate,
     burn,
     crossing,
     groups,
@@ -104,9 +106,17 @@ _LONG_PAUSE: Seconds = 30e-3
 
 _KERNEL: Seconds = 0.1
 """The longest kernel."""
-_MIN_FLOPS: Flops = 2.0**21
-_COPIED = tuple(2.0**power for power in (20, 22, 24, 26, 28))
+_MIN_FLOPS: Mapping[str, Flops] = {"cpu": 2.0**21, "cuda": 2.0**30}
+"""Of the smallest kernel: on a GPU less than a row of the matrices that it multiplies is a row."""
+_COPIED = {
+    "cpu": tuple(2.0**power for power in (20, 22, 24, 26, 28)),
+    "cuda": tuple(2.0**power for power in (24, 26, 28, 30, 32)),
+}
+_LONG_ENOUGH: Seconds = 1e-3
+"""Of a kernel that says how long larger ones take: not the time of issuing it."""
 _EMPTY_OPS = 200
+_ISSUE: Seconds = 1e-4
+"""More than a host needs to issue an op: 44 us on 16 cores of a virtual machine with an H100."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,21 +241,25 @@ def _trial(world: World, group: Group, size: int) -> Seconds:
 def _burns(world: World, precisions: Iterable[str], budget: Seconds) -> list[ProbeTask]:
     """Kernels of rising size for every precision, and copies."""
     found = []
-    named = list(precisions)
+    named, device = list(precisions), world.device.type
     for name in named:
         kernels = burn(world, name)
-        trial = Schedule("trial", (Op("trial", Compute("probe", 2.0**28), "compute"),))
-        (once,) = time(world, ProbeTask("", trial, kernels, 2))["trial"]
-        most = min(_KERNEL, budget / 40 / len(named)) / once * 2.0**28
-        steps = max(3, int(math.log(max(1.0, most / _MIN_FLOPS), _FACTOR)) + 1)
+        size, once = 2.0**28, 0.0
+        while once < _LONG_ENOUGH / dilation():
+            trial = Schedule("trial", (Op("trial", Compute("probe", size), "compute"),))
+            (once,) = time(world, _task(world, "", trial, kernels, 2))["trial"]
+            per_flop = once / size
+            size *= _FACTOR
+        most = min(_KERNEL, budget / 40 / len(named)) / per_flop
+        least = _MIN_FLOPS[device]
+        steps = max(3, int(math.log(max(1.0, most / least), _FACTOR)) + 1)
         # Falling: a small kernel right after a large one is slow, as few are in a schedule.
-        sizes = [_MIN_FLOPS * _FACTOR**step for step in reversed(range(steps))]
-        works = [Compute("probe", size) for size in sizes]
-        found.append(ProbeTask(f"kernels in {name}", in_turn(f"{name} ", works), kernels, _ROUNDS))
+        sizes = [least * _FACTOR**step for step in reversed(range(steps))]
+        works = in_turn(f"{name} ", [Compute("probe", size) for size in sizes])
+        found.append(_task(world, f"kernels in {name}", works, kernels, _ROUNDS))
     if named:
-        works = [Compute("probe", 0.0, size) for size in _COPIED]
-        copies = ProbeTask("memory", in_turn("copy ", works), burn(world, named[0]), 4)
-        found.append(copies)
+        copies = in_turn("copy ", [Compute("probe", 0.0, size) for size in _COPIED[device]])
+        found.append(_task(world, "memory", copies, burn(world, named[0]), 4))
     return found
 
 
@@ -253,11 +267,22 @@ def _overheads(world: World) -> list[ProbeTask]:
     """Ops that do next to nothing, on one stream, and each waiting for another stream."""
     on_gpu = world.device.type == "cuda"
     kernels: KernelSet = burn(world, "fp32") if on_gpu else _Idle()
-    nothing = Compute("empty", 1.0 if on_gpu else 0.0)
+    nothing = Compute("empty", 0.0, 2.0 if on_gpu else 0.0)
+    empty = in_turn("empty ", [nothing] * _EMPTY_OPS)
     return [
-        ProbeTask("overhead of an op", in_turn("empty ", [nothing] * _EMPTY_OPS), kernels, 2),
-        ProbeTask("overhead of a wait", crossing(_EMPTY_OPS, nothing), kernels, 2),
+        _task(world, "overhead of an op", empty, kernels, 2),
+        _task(world, "overhead of a wait", crossing(_EMPTY_OPS, nothing), kernels, 2),
     ]
+
+
+def _task(
+    world: World, label: str, schedule: Schedule, kernels: KernelSet, rounds: int
+) -> ProbeTask:
+    """A task whose times are those of the device, not of a host that issues it."""
+    if world.device.type == "cuda":
+        kernels = Gated(kernels, _ISSUE * len(schedule.body))
+        schedule = behind_gate(schedule)
+    return ProbeTask(label, schedule, kernels, rounds)
 
 
 def _mean(times: Sequence[Seconds]) -> Seconds:

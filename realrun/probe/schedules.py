@@ -1,7 +1,7 @@
 """The schedules that a probe executes, and the times that it reads from their traces."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from co2sim.schedule.schedule import (
     Compute,
     DType,
     Group,
+    Instance,
     Kind,
     Layout,
     Op,
@@ -24,7 +25,7 @@ from co2sim.schedule.schedule import (
 )
 from co2sim.simulation.trace import Span, Trace
 from realrun.execute.executor import execute
-from realrun.execute.kernels import Burn, KernelSet
+from realrun.execute.kernels import Burn, KernelSet, Synthetic
 from realrun.execute.world import World, gather_objects
 from realrun.measure import TORCH_DTYPE
 from realrun.probe.samples import Before, Slowdown
@@ -97,6 +98,32 @@ def in_turn(prefix: str, works: Iterable[Compute]) -> Schedule:
     """Works one after the other on one stream."""
     ops = [Op(f"{prefix}{number}", work, "compute") for number, work in enumerate(works)]
     return Schedule(prefix.strip(), tuple(ops))
+
+
+GATE = Compute("gate", 1.0)
+"""Holds a GPU until its host has issued what is timed: else that takes as long as its issue."""
+
+
+def behind_gate(schedule: Schedule) -> Schedule:
+    """The schedule, whose stream `compute` begins every round with a gate."""
+    return replace(schedule, body=(Op("gate", GATE, "compute"), *schedule.body))
+
+
+@dataclass(frozen=True)
+class Gated(Synthetic):
+    """Kernels of a schedule with a gate that is closed for some seconds. Only for GPUs."""
+
+    kernels: KernelSet
+    closed: Seconds
+
+    def compute(self, instance: Instance, ready: Seconds) -> Seconds | None:
+        """Hold the stream, or compute."""
+        if instance.op.work != GATE:
+            return self.kernels.compute(instance, ready)
+        from realrun.execute.cuda_streams import hold  # noqa: PLC0415 - needs a GPU
+
+        hold(self.closed)
+        return None
 
 
 def crossing(count: int, nothing: Compute) -> Schedule:

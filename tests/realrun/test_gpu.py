@@ -12,6 +12,9 @@ from places import ROOT
 from ranks import on_ranks
 from tiny import VARIANTS
 
+from co2sim.catalog import load_cluster
+from co2sim.hardware.cluster import GPU
+
 torch = pytest.importorskip("torch")
 
 GPUS = torch.cuda.device_count()
@@ -19,6 +22,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not GPUS, reason="there is no CUDA device"),
 ]
+CATALOG = ("dgx2-ib1", "cloud-400g", "dgx-h100", "dgx-h200", "dgx-b200")
+"""Clusters of all GPUs of NVIDIA for training that we know."""
 several = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA devices, there are {GPUS}")
 
 
@@ -55,8 +60,13 @@ def test_every_strategy_runs_over_nccl_and_breaks_no_rule() -> None:
         assert found[rank] == [[text] for text in VARIANTS]
 
 
-def test_flops_kernels_and_a_probe_run_on_a_gpu(tmp_path: Path) -> None:
-    """Probe one GPU, then run DDP with real matrix products and predict it from the probe."""
+def rates(gpu: GPU) -> tuple[float, float]:
+    """By its maker: fp16, in FLOP/s, and memory, in bytes/s."""
+    return gpu.peak["fp16"], gpu.memory_bandwidth
+
+
+def test_a_probed_gpu_is_as_fast_as_its_maker_says_and_no_faster(tmp_path: Path) -> None:
+    """Products and memory; then DDP with real products runs, and is predicted from the probe."""
 
     def call(*arguments: str) -> str:
         done = subprocess.run(
@@ -72,6 +82,13 @@ def test_flops_kernels_and_a_probe_run_on_a_gpu(tmp_path: Path) -> None:
         return done.stdout
 
     call("probe", "--quick", "--out", "gpu.toml")
+    probed = load_cluster(str(tmp_path / "gpu.toml")).value.gpu
+    assert probed.launch_overhead < 2e-5
+    known = [load_cluster(name).value.gpu for name in CATALOG]
+    if same := [gpu for gpu in known if gpu.generation == probed.generation]:
+        fp16, memory = (max(v) for v in zip(*map(rates, same), strict=True))
+        assert 0.4 < probed.peak["fp16"] / fp16 < 1.02
+        assert 0.5 < probed.memory_bandwidth / memory < 1.02
     figures = json.loads(call("run", "-c", "gpu.toml", "-m", "gpt2-small", "-s", "ddp", "--json"))
     assert 0 < figures["mfu"] <= 1.2
 

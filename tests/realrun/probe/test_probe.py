@@ -3,8 +3,6 @@
 import itertools
 import math
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,6 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from places import ROOT
 from scipy.special import huber
 
 from co2sim.catalog import load_cluster
@@ -417,28 +414,6 @@ def test_a_probe_writes_a_cluster_that_co2sim_predicts_with(tmp_path: Path) -> N
     work = Collective(Kind.ALL_REDUCE, "b", 2**16, DType.FP32, WORLD)
     assert 1e-5 < cost_of(work, probed).duration_alone(probed) < 1
     assert (tmp_path / "here.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.gpu
-def test_a_probe_of_a_gpu(tmp_path: Path) -> None:
-    """One GPU: kernels and memory are faster than any CPU's, links are assumed."""
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    path = tmp_path / "gpu.toml"
-    command = [sys.executable, "-m", "realrun", "probe", "--quick", "--out", str(path)]
-    done = subprocess.run(
-        [*command, "--nproc", "1", "--backend", "nccl"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    probed = load_cluster(str(path)).value
-    assert probed.gpu.peak["bf16"] > 1e12
-    assert probed.gpu.memory_bandwidth > 1e11
 
 
 # --- in a lab, whose rates are stated ------------------------------------------------------------
