@@ -140,8 +140,10 @@ class Stopwatch:
 
 
 @contextmanager
-def beside_training(flight: PendingAverage) -> Iterator[None]:
-    """Within, what a GPU is given to do waits for the average only, not for the steps before.
+def beside_training(
+    flight: PendingAverage, after: torch.cuda.Event | None = None
+) -> Iterator[None]:
+    """Within, what a GPU does waits for the average and `after`, not for the steps before.
 
     So the host may read a number without waiting for these. Afterwards, training waits for it.
     An average that was waited for already, or was loaded, belongs to the stream of the training.
@@ -151,6 +153,8 @@ def beside_training(flight: PendingAverage) -> Iterator[None]:
         yield
         return
     training, stream = torch.cuda.current_stream(device), _side_stream(device)
+    if after:
+        stream.wait_event(after)
     try:
         with torch.cuda.stream(stream):
             yield

@@ -10,7 +10,7 @@ from co2sim.common.delayed_averaging import even_fragments, kept
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import between, whole
 from realrun import errors
-from realrun.algorithms.delayed import Delay, DelayedAveraging, State, StepInfo, Total
+from realrun.algorithms.delayed import Delay, DelayedAveraging, State, Total
 from realrun.algorithms.local_update import Common, LocalUpdate
 from realrun.algorithms.optimizers import Optimizers
 from realrun.errors import DEFAULT_GAP, GAPS, Gap
@@ -107,10 +107,9 @@ class CO2Rule:
     def _remembers(self) -> bool:
         return self.gap == "gap_aware" and self.staleness > 1
 
-    def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> StepInfo:
+    def absorb(self, state: State, average: Tensor, penalty: float) -> int:
         """Momentum: m <- beta m + D / Lambda, clipped."""
         momentum, limit, clipped = state.vectors["momentum"], self.clip, []
-        penalty = self._penalty(state, norm, total)
         if self._remembers:
             past = state.vectors["past"]
             past[int(state.numbers["absorbed"]) % len(past)].copy_(momentum)
@@ -120,14 +119,14 @@ class CO2Rule:
             if limit is not None:
                 clipped.append((m.abs() > limit).sum())
                 m.clamp_(-limit, limit)
-        return StepInfo(penalty, int(torch.stack(clipped).sum()) if clipped else 0)
+        return int(torch.stack(clipped).sum()) if clipped else 0
 
     def move(self, state: State) -> None:
         """Anchor: x_{t+1,0} <- x_{t,0} - alpha m."""
         for anchor, m in state.chunks(state.anchor, state.vectors["momentum"]):
             anchor.add_(m, alpha=-self.outer_lr)
 
-    def _penalty(self, state: State, norm: float, total: Total) -> float:
+    def weigh(self, state: State, norm: float, total: Total) -> float:
         """Lambda_t, from points that were known before this average."""
         if self.gap == "constant":
             return self.penalty

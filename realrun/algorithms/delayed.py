@@ -135,14 +135,6 @@ class State:
         return float(square**0.5)
 
 
-@dataclass(frozen=True, slots=True)
-class StepInfo:
-    """What became of an average: the penalty that it got, and how many elements were clipped."""
-
-    penalty: float = 1.0
-    clipped: int = 0
-
-
 class Rule(Protocol):
     """One algorithm's outer step.
 
@@ -170,8 +162,14 @@ class Rule(Protocol):
     def numbers(self) -> dict[str, float]:
         """Numbers that it keeps, as they are before round 0."""
 
-    def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> StepInfo:
-        """Take D in. `norm` is its Euclidean norm over the whole model.
+    def weigh(self, state: State, norm: float, total: Total) -> float:
+        """The penalty that D gets, 1 for none. `norm` is its Euclidean norm over the whole model.
+
+        It may read vectors, and change numbers only.
+        """
+
+    def absorb(self, state: State, average: Tensor, penalty: float) -> int:
+        """Take D in; gives how many elements were clipped.
 
         The anchor may only move here if x was launched from the new one (`pull`), or if nothing
         is under way (`staleness` 0); all others move it in `move`.
@@ -205,14 +203,19 @@ class MomentumRule(ABC):
         """None."""
         return {}
 
-    def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> StepInfo:
+    def weigh(self, state: State, norm: float, total: Total) -> float:
+        """No penalty."""
+        del state, norm, total
+        return 1.0
+
+    def absorb(self, state: State, average: Tensor, penalty: float) -> int:
         """Both updates at once: no average is in flight."""
-        del norm, total
+        del penalty
         vectors = (state.vectors["momentum"], average, state.anchor)
         for m, mean, anchor in state.chunks(*vectors):
             m.mul_(self.outer_momentum).add_(mean)
             self.step(anchor, m, mean)
-        return StepInfo()
+        return 0
 
     @abstractmethod
     def step(self, anchor: Tensor, m: Tensor, mean: Tensor) -> None:

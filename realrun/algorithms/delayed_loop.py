@@ -210,7 +210,7 @@ class DelayedLoop(OuterLoop):
         """
         moved.add_(alone)
         after = part.copy()
-        self.rule.absorb(after, moved, 0.0, self.links.total)
+        self.rule.absorb(after, moved, self.rule.weigh(after, 0.0, self.links.total))
         self.rule.move(after)
         torch.add(after.anchor, alone, out=live)
         torch.sub(after.anchor, part.anchor, out=alone)
@@ -287,7 +287,8 @@ class DelayedLoop(OuterLoop):
         for launch, flight in self._under_way:
             part = after.part(self._spans[launch.fragment])
             norm = after.norm(flight.vector, self.links.total)
-            self.rule.absorb(part, flight.vector, norm, self.links.total)
+            penalty = self.rule.weigh(part, norm, self.links.total)
+            self.rule.absorb(part, flight.vector, penalty)
             self.rule.move(part)
         return after.anchor
 

@@ -611,7 +611,8 @@ class LocalUpdate(Resumable, Ending):
     are named. After an exception in the block nothing is waited for, and the others are told.
     Nothing can be entered again.
 
-    On a GPU the host waits for the device once a round, to check that the average is finite.
+    On a GPU the host waits for an average, to see that it is finite, and not for the steps that it
+    has issued since; with `clip` for these, too.
     """
 
     def __init_subclass__(cls) -> None:

@@ -114,6 +114,7 @@ class OuterLoop(ABC):
         (self._elements,) = links.total([flat.elements])
         self.counters = Counters()
         self._clocks: deque[Stopwatch] = deque()
+        self._absorbed: torch.cuda.Event | None = None
         self.lap: Seconds = 0.0
         """What the last round took."""
 
@@ -147,22 +148,28 @@ class OuterLoop(ABC):
         """
         total, counters = self.links.total, self.counters
         clock = Stopwatch(flight.vector.device) if flight.waits else None
-        with beside_training(flight):
+        with beside_training(flight, self._absorbed):
             was_there = flight.arrived()
             flight.wait()
             counters.late += bool(not was_there and clock and clock.stands())
             if flight.members == 0:
                 raise NobodyLeftError
             norm = finite_norm(flight, counters.round, self.flat, state, self.links, first)
+            counters.penalty = self.rule.weigh(state, norm, total)
         if clock:
             clock.stop()
             self._clocks.append(clock)
         self._count_waiting()
-        absorbed = self.rule.absorb(state, flight.vector, norm, total)
+        clipped = self.rule.absorb(state, flight.vector, counters.penalty)
+        self._mark_absorbed()
         counters.used += share
-        counters.penalty = absorbed.penalty
         if self.rule.clips:
-            counters.clipped += total([absorbed.clipped])[0]
+            counters.clipped += total([clipped])[0]
+
+    def _mark_absorbed(self) -> None:
+        """The vectors of the rule are now those that the next penalty is taken from."""
+        if self.flat.device.type == "cuda":
+            self._absorbed = torch.cuda.current_stream(self.flat.device).record_event()
 
     def _count_waiting(self, *, every: bool = False) -> None:
         """Add what clocks show by now; `every`: wait for those that are still to come."""
@@ -239,6 +246,7 @@ class OuterLoop(ABC):
         vectors = {"anchor": self.state.anchor, **self.state.vectors, **self.own_vectors()}
         for name, vector in vectors.items():
             vector.copy_(own[name])
+        self._mark_absorbed()
         numbers = own["numbers"]
         self.state.numbers = {name: numbers[name] for name in self.state.numbers}
         counted = {one.name: numbers.get(one.name, one.default) for one in fields(Counters)}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import whole
 from realrun import errors
-from realrun.algorithms.delayed import Delay, DelayedAveraging, MomentumRule, State, StepInfo, Total
+from realrun.algorithms.delayed import Delay, DelayedAveraging, MomentumRule, State, Total
 from realrun.algorithms.local_update import Common, LocalUpdate
 from realrun.algorithms.optimizers import Optimizers
 
@@ -35,12 +35,17 @@ class LocalSGDRule:
         """None."""
         return {}
 
-    def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> StepInfo:
+    def weigh(self, state: State, norm: float, total: Total) -> float:
+        """No penalty."""
+        del state, norm, total
+        return 1.0
+
+    def absorb(self, state: State, average: Tensor, penalty: float) -> int:
         """Nothing is under way, so the anchor may move at once."""
-        del norm, total
+        del penalty
         for anchor, mean in state.chunks(state.anchor, average):
             anchor.sub_(mean)
-        return StepInfo()
+        return 0
 
     def move(self, state: State) -> None:
         """The anchor has moved."""
@@ -188,14 +193,19 @@ class OverlapLocalSGDRule:
         """None."""
         return {}
 
-    def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> StepInfo:
+    def weigh(self, state: State, norm: float, total: Total) -> float:
+        """No penalty."""
+        del state, norm, total
+        return 1.0
+
+    def absorb(self, state: State, average: Tensor, penalty: float) -> int:
         """Anchor: v <- b v - D; z <- z + v."""
-        del norm, total
+        del penalty
         vectors = (state.vectors["momentum"], average, state.anchor)
         for v, mean, anchor in state.chunks(*vectors):
             v.mul_(self.anchor_momentum).sub_(mean)
             anchor.add_(v)
-        return StepInfo()
+        return 0
 
     def move(self, state: State) -> None:
         """The anchor has moved."""

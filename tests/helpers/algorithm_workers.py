@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from co2sim.common.errors import Co2simError
 from realrun import algorithms
-from realrun.algorithms import CO2, LocalSGD, LocalUpdate, SlowMo, Workers
+from realrun.algorithms import CO2, LocalSGD, LocalUpdate, SlowMo, Workers, delayed_loop
 from realrun.algorithms.averaging import Average, PendingAverage, Stopwatch, beside_training
 from realrun.algorithms.process_groups import Wire
 from realrun.execute.world import World
@@ -455,6 +455,7 @@ def _resumed(world: World, case: dict[str, Any], cut: int, folder: Path, way: st
 def chosen_delay(world: World) -> dict[str, Any]:
     """Rank r sees averages r + 1 steps after their launch: the delays taken, and after resuming."""
     arrived, asked = PendingAverage.arrived, Counter[tuple[int, int]]()
+    steady = delayed_loop._STEADY
 
     def seen(self: PendingAverage) -> bool:
         one = (self.round, self.vector.data_ptr())
@@ -462,6 +463,7 @@ def chosen_delay(world: World) -> dict[str, Any]:
         return asked[one] > world.rank
 
     PendingAverage.arrived = seen  # type: ignore[method-assign]
+    delayed_loop._STEADY = float("inf")  # whatever else this machine does
     try:
         model = network()
         optim = optimizer(model, "sgd")
@@ -480,6 +482,7 @@ def chosen_delay(world: World) -> dict[str, Any]:
             return {"delays": delays, "resumed": resumed.stats().delay}
     finally:
         PendingAverage.arrived = arrived  # type: ignore[method-assign]
+        delayed_loop._STEADY = steady
 
 
 def agreed(world: World) -> list[Any]:

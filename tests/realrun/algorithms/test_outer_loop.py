@@ -3,7 +3,7 @@
 import itertools
 import math
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -43,6 +43,13 @@ AVERAGES = st.lists(
 )
 
 
+class Told(NamedTuple):
+    """What a rule says of an average: its penalty, and how many elements were clipped."""
+
+    penalty: float
+    clipped: int
+
+
 def drive(rule: CO2Rule, averages: list[list[float]]) -> tuple[list[Any], list[Any], list[Any]]:
     """Anchors, what `absorb` told, and momenta, when these averages come one after the other."""
     vectors = {
@@ -55,7 +62,8 @@ def drive(rule: CO2Rule, averages: list[list[float]]) -> tuple[list[Any], list[A
         if number >= rule.staleness:
             average = torch.tensor(averages[number - rule.staleness])
             norm = state.norm(average, list)
-            told.append(rule.absorb(state, average, norm, list))
+            penalty = rule.weigh(state, norm, list)
+            told.append(Told(penalty, rule.absorb(state, average, penalty)))
         momenta.append(vectors["momentum"].double().numpy())
         rule.move(state)
         anchors.append(state.anchor.double().numpy())
