@@ -13,8 +13,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help=(
-        "Check what co2sim predicts: beside measured runs (compare, lab), beside published results"
-        " (validate, figures, calibrate, goodput), and by theory (bound, tau, trends, verify)."
+        "Check what co2sim predicts: beside measured runs (compare, lab, gpu), beside published"
+        " results (validate, figures, calibrate, goodput), and by theory (bound, tau, trends,"
+        " verify)."
     ),
 )
 
@@ -29,6 +30,7 @@ app.command("compare")(measured.compare)
 app.command("lab", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     measured.lab
 )
+app.command("gpu")(measured.gpu)
 app.command("validate")(published.validate_command)
 app.command("figures")(figures)
 app.command("calibrate")(published.calibrate_command)

@@ -16,7 +16,7 @@ from co2sim.cli.options import Report
 from co2sim.common.cli import command_line, keeping
 from co2sim.common.errors import OptionError
 from co2sim.common.files import check_writable, write_atomically
-from co2sim.common.tables import console
+from co2sim.common.tables import console, print_lines, print_table
 from co2sim.hardware.cluster import Cluster
 from co2sim.report.bundle import check
 from co2sim.schedule.schedule import DType
@@ -164,6 +164,35 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
         if report is not None:
             files[report] = _page(comparisons)
         _report(comparisons, files)
+
+
+def gpu(
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="gpu.json of benchmarks/gpu/run.sh, or its folder."),
+    ],
+    cluster: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cluster",
+            "-c",
+            help="Predict with the GPU of this cluster instead of the usual ones. Repeatable.",
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a Markdown page.")] = None,
+) -> None:
+    """Show what was measured on one GPU, beside predictions of its kernels, steps and memory."""
+    from analysis.measured import gpu_page  # noqa: PLC0415 - the simulator
+
+    measured = gpu_page.read(path, cluster or ())
+    if out is not None:
+        write_atomically({out: gpu_page.markdown(measured).encode()})
+    shown = console()
+    print_lines(shown, *gpu_page.heading(measured), "")
+    for table in gpu_page.tables(measured):
+        print_table(shown, table.title, table.columns, table.rows, left=2)
+    if out is not None:
+        shown.print(f"written {out}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _sites_of(lab: Lab, probed: str) -> list[str]:

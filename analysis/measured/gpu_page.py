@@ -1,0 +1,384 @@
+"""What `benchmarks/gpu/run.sh` measured on one GPU, beside what co2sim predicts of it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from co2sim.catalog import load_cluster, load_model
+from co2sim.common.errors import CatalogError
+from co2sim.common.files import text_of
+from co2sim.common.units import Seconds, duration, scaled
+from co2sim.common.validation import first_problem
+from co2sim.hardware.cluster import Cluster
+from co2sim.models.memory import OVERHEAD
+from co2sim.models.workload import Workload
+from co2sim.prediction.driver import simulate
+from co2sim.schedule.schedule import Compute, Kernels
+from co2sim.simulation.compute_cost import compute_time, kernel_time
+
+Section: TypeAlias = Sequence[Mapping[str, Any]]
+
+_COMPARED = {"H100": ("dgx-h100", "h100-calibrated"), "H200": ("dgx-h200",), "B200": ("dgx-b200",)}
+_COMPARED |= {"A100": ("a100-roce800", "a100-80-calibrated")}
+"""Clusters of the catalog to predict with, by what the name of a GPU contains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A title, what it says in a sentence, names of columns, and rows of texts."""
+
+    title: str
+    about: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+class Measured(BaseModel):
+    """What a gpu.json holds: rows by section, in SI units; `clusters` are those to predict with."""
+
+    model_config = ConfigDict(frozen=True)
+
+    format: Literal[1]
+    date: str
+    commit: str
+    quick: bool
+    machine: dict[str, Any]
+    failures: dict[str, str]
+    sections: dict[str, list[dict[str, Any]]]
+    clusters: tuple[str, ...] = ()
+
+
+def read(path: Path, clusters: Sequence[str] = ()) -> Measured:
+    """Read a gpu.json, or the one in a folder; `clusters` are those to predict with.
+
+    Raises CatalogError for what is no such file.
+    """
+    path = path / "gpu.json" if path.is_dir() else path
+    try:
+        found = Measured.model_validate_json(text_of(path))
+    except OSError as error:
+        raise CatalogError(f"{path} cannot be read: {error.strerror or error}") from None
+    except ValidationError as error:
+        raise CatalogError(
+            f"{path} is no gpu.json of benchmarks/gpu/run.sh: {first_problem(error)}"
+        ) from None
+    except ValueError as error:
+        raise CatalogError(f"{path} is no text: {error}") from None
+    name = str(found.machine.get("gpu"))
+    usual = next((names for kind, names in _COMPARED.items() if kind in name), ())
+    return found.model_copy(update={"clusters": tuple(clusters) or usual})
+
+
+def tables(measured: Measured) -> list[Table]:
+    """All tables; those of sections that were not measured are left out.
+
+    Raises CatalogError for rows that lack a number, and what `load_cluster` raises.
+    """
+    # By the name that the user knows, which is short.
+    clusters = [replace(load_cluster(name).value, name=name) for name in measured.clusters]
+    makers: dict[str, Callable[[Section, Sequence[Cluster]], Table]] = {
+        "rates": _rates,
+        "products": _products,
+        "layers": _layers,
+        "training": _training,
+        "codes": _codes,
+        "averages": _averages,
+        "sleeps": _sleeps,
+    }
+    found = []
+    for name, make in makers.items():
+        rows = measured.sections.get(name)
+        if not rows:
+            continue
+        try:
+            found.append(make(rows, clusters))
+            if name == "layers":
+                found += [_kernels(rows, clusters), _kept(rows)]
+            if name == "training":
+                found.append(_memory(rows, clusters))
+        except (KeyError, TypeError, ZeroDivisionError) as error:
+            raise CatalogError(
+                f"the section {name!r} lacks what this version reads:"
+                f" {type(error).__name__} ({error})"
+            ) from None
+    return found
+
+
+def heading(measured: Measured) -> list[str]:
+    """What it was measured on, in lines."""
+    machine = measured.machine
+    gpu = machine.get("gpu") or "no GPU: a dry run on a CPU, whose times mean nothing"
+    versions = [
+        f"{name} {machine[name]}"
+        for name in ("torch", "cuda", "nccl", "triton", "python")
+        if name in machine
+    ]
+    lines = [f"{gpu}; {', '.join(versions)}; {measured.date}, {measured.commit}"]
+    if measured.quick:
+        lines.append("Shapes were tiny: the times mean nothing.")
+    if measured.clusters:
+        lines.append(f"Predicted with {', '.join(measured.clusters)}.")
+    lines += [f"{name} failed: {error}" for name, error in measured.failures.items()]
+    return lines
+
+
+def markdown(measured: Measured) -> str:
+    """The page."""
+    parts = ["# One GPU, measured and predicted", *heading(measured)]
+    for table in tables(measured):
+        lines = [_line(table.columns), _line(["---"] * len(table.columns))]
+        lines += [_line(row) for row in table.rows]
+        parts += [f"## {table.title}", table.about, "\n".join(lines)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _rates(rows: Section, clusters: Sequence[Cluster]) -> Table:
+    found = []
+    for row in rows:
+        rate, stated = "", ""
+        if "bytes" in row:
+            rate = scaled(row["bytes"] / row["seconds"], "B/s")
+            stated = ", ".join(scaled(one.gpu.memory_bandwidth, "B/s") for one in clusters[:1])
+        if "flops" in row:
+            rate = scaled(row["flops"] / row["seconds"], "FLOP/s")
+            peaks = [one.gpu.peak.get(row["precision"]) for one in clusters[:1]]
+            stated = ", ".join(scaled(peak, "FLOP/s") for peak in peaks if peak)
+        what = " ".join([row["what"], row.get("precision", "")]).strip()
+        found.append((what, duration(row["seconds"]), rate, stated))
+    columns = ("what", "time", "rate", "stated by its maker")
+    return Table("Rates", "A copy reads and writes every byte.", columns, tuple(found))
+
+
+def _products(rows: Section, clusters: Sequence[Cluster]) -> Table:
+    found = []
+    for row in rows:
+        flops = 2.0 * row["rows"] * row["inner"] * row["columns"]
+        size = f"{row['rows']} x {row['inner']} x {row['columns']}"
+        moved = 2 * sum(
+            one * other
+            for one, other in (
+                (row["rows"], row["inner"]),
+                (row["inner"], row["columns"]),
+                (row["rows"], row["columns"]),
+            )
+        )
+        work = Compute("product", flops, moved)
+        errors = [_error(compute_time(work, one.gpu, "bf16"), row["seconds"]) for one in clusters]
+        speed = scaled(flops / row["seconds"], "FLOP/s")
+        found.append((row["model"], size, row["pass"], duration(row["seconds"]), speed, *errors))
+    columns = ("model", "rows x inner x columns", "pass", "time", "speed", *_named(clusters))
+    about = "Products of a layer with weights, in bf16. Errors are those of a work of this size."
+    return Table("Matrix products", about, columns, tuple(found))
+
+
+def _job(row: Mapping[str, Any]) -> Workload:
+    return Workload(load_model(row["model"]).value, micro_batch=row["samples"])
+
+
+def _layers(rows: Section, clusters: Sequence[Cluster]) -> Table:
+    found = []
+    for row in rows:
+        work = _job(row).works()[1]
+        errors = []
+        for cluster in clusters:
+            forward, backward = (
+                row["layers"] * compute_time(one, cluster.gpu, "bf16")
+                for one in (work.forward, work.backward)
+            )
+            measured = (row["forward"], row["both"] - row["forward"])
+            errors.append(
+                f"{_error(forward, measured[0])}, {_error(backward, measured[1])}"
+                if "fp8" not in row["kind"]
+                else ""
+            )
+        speed = row["layers"] * (work.forward.flops + work.backward.flops) / row["both"]
+        found.append(
+            (
+                f"{row['model']}, {row['samples']} x {row['tokens']}",
+                row["kind"],
+                str(row["layers"]),
+                duration(row["forward"]),
+                duration(row["both"] - row["forward"]),
+                duration(row["issued"]),
+                scaled(speed, "FLOP/s"),
+                *errors,
+            )
+        )
+    columns = ("model, samples x tokens", "kind", "layers", "forward", "backward", "issue")
+    about = (
+        "Passes over one layer and over four. The host needs the time `issue` to issue both. The"
+        " speed counts all scores of attention. Errors are those of forward and backward pass."
+    )
+    return Table("Layers", about, (*columns, "speed", *_named(clusters)), tuple(found))
+
+
+_PARTS = ("matrix products", "attention", "elementwise")
+
+
+def _kernels(rows: Section, clusters: Sequence[Cluster]) -> Table:
+    """Seconds of a layer by kind of kernel; predicted only where a GPU's kernels are known."""
+    found = []
+    known = [one for one in clusters if one.gpu.kernels]
+    for row in rows:
+        if not row.get("kernels") or "fp8" in row["kind"]:
+            continue
+        work = _job(row).works()[1]
+        for part in _PARTS:
+            seen = row["kernels"].get(part)
+            if not seen:
+                continue
+            errors = [
+                _error(
+                    sum(_of_part(one, part, cluster) for one in (work.forward, work.backward)),
+                    seen["seconds"],
+                )
+                for cluster in known
+            ]
+            name, kind = row["model"], row["kind"]
+            found.append((name, kind, part, duration(seen["seconds"]), str(seen["count"]), *errors))
+    columns = ("model", "kind", "kernels", "time", "number", *_named(known))
+    about = "Kernels of a forward and a backward pass over one layer, and the error of each part."
+    return Table("Kernels", about, columns, tuple(found))
+
+
+def _of_part(work: Compute, part: str, cluster: Cluster) -> Seconds:
+    """What is predicted for some of the kernels of a pass."""
+    kernels, gpu = work.kernels, cluster.gpu
+    if kernels is None or gpu.kernels is None:
+        return 0.0
+    some: dict[str, Kernels] = {
+        "matrix products": replace(kernels, calls=0, elementwise_bytes=0.0, attention=None),
+        "attention": replace(kernels, calls=0, elementwise_bytes=0.0, products=()),
+        "elementwise": replace(kernels, calls=0, products=(), attention=None),
+    }
+    return kernel_time(some[part], gpu, gpu.kernels, "bf16")
+
+
+def _kept(rows: Section) -> Table:
+    found = []
+    for row in rows:
+        block = _job(row).model.blocks[1]
+        scores = block.scores.statistics_bytes if block.scores else 0.0
+        predicted = row["layers"] * row["samples"] * (block.activation_bytes + scores)
+        kept = row["kept_bytes"]
+        error = _error(predicted, kept) if kept else ""
+        name, count = row["model"], str(row["layers"])
+        found.append((name, row["kind"], count, scaled(kept, "B"), error))
+    columns = ("model", "kind", "layers", "kept", "predicted is off by")
+    about = "What a layer keeps for its backward pass."
+    return Table("Activations", about, columns, tuple(found))
+
+
+def _training(rows: Section, clusters: Sequence[Cluster]) -> Table:
+    found = []
+    for row in rows:
+        errors = [
+            _error(_simulated(row, one).step_time_s, row["seconds"]) for one in _alone(clusters)
+        ]
+        rate = row["samples"] * row["tokens"] / row["seconds"]
+        what = f"{row['model']}, {row['samples']} x {row['tokens']}"
+        found.append((what, row["kind"], duration(row["seconds"]), f"{rate:,.0f}", *errors))
+    columns = ("model, samples x tokens", "kind", "step", "tokens/s", *_named(clusters))
+    about = "Training steps with AdamW: fp32 parameters, autocast to bf16."
+    return Table("Training steps", about, columns, tuple(found))
+
+
+def _memory(rows: Section, clusters: Sequence[Cluster]) -> Table:
+    found = []
+    for row in rows:
+        if "reserved_bytes" not in row:
+            continue
+        items = _simulated(row, _alone(clusters)[0]).memory_bytes_per_gpu if clusters else {}
+        allocated = sum(size for key, size in items.items() if key not in (*OVERHEAD, "total"))
+        sizes = [row["states_bytes"], row["peak_bytes"], row["reserved_bytes"], row["used_bytes"]]
+        errors = ["", "", ""]
+        if items:
+            states = sum(items[key] for key in ("parameters", "gradients", "optimizer"))
+            predicted = (states, allocated, items["total"])
+            seen = (16 * row["parameters"], row["peak_bytes"], row["used_bytes"])
+            errors = [_error(*pair) for pair in zip(predicted, seen, strict=True)]
+        found.append((row["model"], row["kind"], *(scaled(one, "B") for one in sizes), *errors[1:]))
+    columns = ("model", "kind", "states", "peak", "reserved", "used of the GPU")
+    about = (
+        "Memory of training steps. States are without gradients. Errors are those of what PyTorch"
+        " allocated at most, and of what the GPU had in use."
+    )
+    return Table("Memory", about, (*columns, "error of peak", "of used"), tuple(found))
+
+
+def _alone(clusters: Sequence[Cluster]) -> list[Cluster]:
+    """One GPU of each."""
+    return [replace(one, nodes=1, gpus_per_node=1, sites=1) for one in clusters]
+
+
+def _simulated(row: Mapping[str, Any], cluster: Cluster) -> Any:
+    return simulate(
+        cluster,
+        row["model"],
+        "ddp",
+        gpus=1,
+        micro_batch=row["samples"],
+        recompute="full" if "recomputed" in row["kind"] else "none",
+        loss="eager",
+        progress=False,
+    )
+
+
+def _codes(rows: Section, clusters: Sequence[Cluster]) -> Table:
+    del clusters
+    found = []
+    for row in rows:
+        rate = scaled(row["bytes"] / row["seconds"], "B/s")
+        same = "yes" if row["same bits"] else "NO"
+        what = (row["what"], f"int{row['bits']}", str(row["block"]))
+        found.append((*what, duration(row["seconds"]), rate, same))
+    columns = ("what", "code", "block", "time", "bytes moved", "same bits as on a CPU")
+    about = "Quantization of 134 million elements of bf16 by this library's kernels."
+    return Table("Quantization", about, columns, tuple(found))
+
+
+def _averages(rows: Section, clusters: Sequence[Cluster]) -> Table:
+    del clusters
+    alone = [row["seconds"] for row in rows if not row["options"]]
+    base = sum(alone) / len(alone)
+    found = []
+    for row in rows:
+        options = ", ".join(f"{key}={value}" for key, value in row["options"].items())
+        more = f"{100 * (row['seconds'] / base - 1):+.1f} %"
+        host = (duration(row["host"]), f"{row['waits']:.2f}")
+        waited = duration(row["waited"]) if "waited" in row else ""
+        averages = (str(row.get("late", "")), waited)
+        memory = scaled(row["memory_bytes"], "B")
+        step = duration(row["seconds"])
+        found.append((row["algorithm"], options, step, more, *host, *averages, memory))
+    columns = ("algorithm", "options", "step", "longer by", "host in step()", "waits of the host")
+    about = (
+        "Steps of GPT-2 small in bf16, with averages through one rank of the communicator. Waits"
+        " are synchronizations with the GPU that PyTorch reports, per step."
+    )
+    return Table("Averages", about, (*columns, "late", "waited", "peak memory"), tuple(found))
+
+
+def _sleeps(rows: Section, clusters: Sequence[Cluster]) -> Table:
+    del clusters
+    found = []
+    for row in rows:
+        asked, held = row["asked"], row["seconds"]
+        found.append((row["after"], duration(asked), duration(held), _error(held, asked)))
+    columns = ("after", "asked", "held", "longer by")
+    return Table("Held streams", "Kernels that sleep.", columns, tuple(found))
+
+
+def _named(clusters: Sequence[Cluster]) -> Iterator[str]:
+    return (f"error, {cluster.name}" for cluster in clusters)
+
+
+def _error(predicted: float, measured: float) -> str:
+    return f"{100 * (predicted / measured - 1):+.0f} %"

@@ -1,0 +1,91 @@
+"""`co2analysis gpu`: measurements of one GPU beside predictions."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Command
+from places import ROOT
+
+from analysis.measured.gpu_page import read, tables
+from co2sim.catalog import load_cluster, load_model
+from co2sim.common.errors import CatalogError
+from co2sim.models.workload import Workload
+from co2sim.simulation.compute_cost import compute_time
+
+H100 = ROOT / "benchmarks/results/gpu/h100.json"
+
+
+def test_errors_are_those_of_the_prediction_of_the_same_work() -> None:
+    """A forward pass over four layers of Llama 3.1 8B, by hand."""
+    (table,) = [one for one in tables(read(H100, ["dgx-h100"])) if one.title == "Layers"]
+    work = Workload(load_model("llama3-8b").value).works()[1].forward
+    predicted = 4 * compute_time(work, load_cluster("dgx-h100").value.gpu, "bf16")
+    rows = json.loads(H100.read_text())["sections"]["layers"]
+    asked = ("llama3-8b", "eager", 4)
+    row = next(r for r in rows if (r["model"], r["kind"], r["layers"]) == asked)
+    shown = next(r for r in table.rows if r[0].startswith("llama3-8b") and r[1:3] == ("eager", "4"))
+    assert shown[-1].split(",")[0] == f"{100 * (predicted / row['forward'] - 1):+.0f} %"
+
+
+def test_a_page_has_every_section_and_what_failed(tmp_path: Path, co2analysis: Command) -> None:
+    """Of the measurements that come with the repository, and of a section that failed."""
+    found = json.loads(H100.read_text())
+    found["failures"] = {"layers": "OutOfMemoryError: too large"}
+    del found["sections"]["layers"]
+    (tmp_path / "gpu.json").write_text(json.dumps(found))
+    done = co2analysis("gpu", str(tmp_path), "--out", str(tmp_path / "gpu.md"))
+    assert done.code == 0
+    page = (tmp_path / "gpu.md").read_text()
+    assert "layers failed: OutOfMemoryError" in page
+    for title in ("Rates", "Matrix products", "Training steps", "Memory", "Quantization"):
+        assert f"## {title}" in page
+    assert "## Layers" not in page
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 2},
+        {"sections": {"rates": [{"what": "copy"}]}},
+        {"sections": 3},
+        {"machine": None},
+    ],
+)
+def test_what_is_no_such_file_is_refused_in_one_line(tmp_path: Path, change: Any) -> None:
+    """Another format, rows without numbers, other types; and no JSON, and no file."""
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps(json.loads(H100.read_text()) | change))
+    with pytest.raises(CatalogError) as told:
+        tables(read(path))
+    assert "\n" not in str(told.value)
+    path.write_text("{")
+    with pytest.raises(CatalogError):
+        read(path)
+    with pytest.raises(CatalogError):
+        read(tmp_path / "other.json")
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_the_script_for_a_gpu_runs_dry_without_one(tmp_path: Path) -> None:
+    """Every section measures tiny shapes, and the page is made."""
+    pytest.importorskip("torch")
+    done = subprocess.run(
+        ["/bin/bash", str(ROOT / "benchmarks/gpu/run.sh"), str(tmp_path)],
+        env={**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["failures"] == {}
+    assert found["quick"]
+    assert all(found["sections"][name] for name in found["sections"] if name != "sleeps")
+    assert "a dry run on a CPU" in (tmp_path / "gpu.md").read_text()
