@@ -19,12 +19,12 @@ from realrun.errors import MismatchError
 
 def refuse_different_inside(outer: OuterLoop, links: WorkerGroups) -> None:
     """Raise MismatchError where ranks of a worker hold different replicas: each sends a share."""
-    parts = list(outer.flat.replicas())
-    if parts and not links.same_inside(mark_of(*parts)):
+    marks = {ranks: mark_of(*parts) for ranks, parts in outer.flat.replicas().items()}
+    if ranks := links.different_inside(marks):
         raise MismatchError(
-            f"after round {outer.counters.round} the ranks of a worker,"
-            f" {links.workers.inner_ranks}, hold different parameters: wrap the model in"
-            " DDP or FSDP2 over Workers.per_node().inner, or take worker='gpu'"
+            f"after round {outer.counters.round} ranks {list(ranks)} of a worker hold different"
+            " values of the same parameters: keep them equal with DDP, FSDP2 or tensor parallelism"
+            " over the worker's ranks, from equal first values, or take worker='gpu'"
         )
 
 

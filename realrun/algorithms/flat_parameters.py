@@ -2,9 +2,12 @@
 
 Parameters of one dtype stand together, in the order of the model, each in the order of its memory:
 
-- sharded (DTensor, as FSDP2 makes them): this rank's local shard;
-- replicated among the g ranks of a worker (plain parameters, DDP): this rank's 1/g of all of them
-  in a row, rounded up, so the last ranks may have less, or nothing. Writing gathers the others'.
+- sharded over all ranks of the worker (DTensor, as FSDP2 makes them): this rank's local shard;
+- replicated among g ranks of the worker (plain parameters, DDP, HSDP, what tensor parallelism
+  leaves whole): this rank's 1/g of all that these g hold, in a row, rounded up, so the last ranks
+  may have less, or nothing. Writing gathers the others'.
+
+So the vectors of a worker's ranks hold every element of the model once; see `replicas`.
 
 Rounding. The fp32 vector is exact; the model holds it rounded to the parameters' dtype.
 A displacement is therefore taken from the *rounded* anchor, where the local steps began: a
@@ -23,6 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from co2sim.common.errors import OptionError
+from realrun.algorithms.replicas import ALONE, Holders
 from realrun.torch_compat import all_gather_single
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -47,6 +51,7 @@ class Member:
     name: str
     parameter: Tensor
     elements: int
+    part: str = ""
     masters: Masters | None = None
 
     def held(self) -> Tensor:
@@ -67,8 +72,9 @@ class Member:
 class Section:
     """Parameters of one dtype; elements [first, first + size) of their row are this rank's.
 
-    They stand at [start, start + size) of this rank's vector. `share` elements are what each rank
-    of the worker has at most; it is 0 where nothing needs to be gathered.
+    They stand at [start, start + size) of this rank's vector. `ranks` of the worker hold this row,
+    and gather it in `group`. `share` elements are what each of them has at most; it is 0 where
+    nothing needs to be gathered.
     """
 
     dtype: torch.dtype
@@ -77,6 +83,8 @@ class Section:
     first: int
     size: int
     share: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None
 
     def pieces(self, vector: Tensor, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Memory of parameters or their masters, and the elements of `vector` that belong there.
@@ -125,42 +133,41 @@ class Flat:
     sections: tuple[Section, ...]
     elements: int
     device: torch.device
-    inner: dist.ProcessGroup | None
-    """Where ranks of one worker gather replicated parameters; None if each rank has them all."""
 
     @classmethod
     def of(
         cls,
         parameters: Sequence[tuple[str, Tensor]],
-        inner: dist.ProcessGroup | None = None,
+        holders: Mapping[str, Holders] | None = None,
         masters: Masters | None = None,
     ) -> "Flat":
-        """Lay out named parameters; `inner` holds the ranks of this rank's worker.
+        """Lay out named parameters, with their holders; without, this rank is a worker.
 
         With `masters` the vector is that of master weights in fp32, which nothing rounds.
 
         Raises OptionError for parameters that cannot be kept so: other dtypes, memory with holes,
-        several devices, or sharded over other ranks than the worker's.
+        or several devices.
         """
         if not parameters:
             raise OptionError("the model has no trainable parameters")
-        ranks = dist.get_process_group_ranks(inner) if inner else [_me()]
-        sharded = {name: _is_sharded(name, one, ranks) for name, one in parameters}
         devices = {one.device for _, one in parameters}
         if len(devices) > 1:
             raise OptionError(f"parameters are on {', '.join(sorted(map(str, devices)))}; use one")
         for name, one in parameters:
             _check(name, one)
-        sections = lay_out(parameters, sharded, ranks.index(_me()), len(ranks), masters)
+        known = holders or {name: ALONE for name, _ in parameters}
+        sections = lay_out(parameters, known, _me() if holders else 0, masters)
         elements = sum(section.size for section in sections)
-        return cls(sections, elements, devices.pop(), inner)
+        return cls(sections, elements, devices.pop())
 
     def describe(self) -> list[str]:
-        """One line per section: what must be equal on ranks that average with each other."""
-        return [
+        """One line per section and shard: what is equal on ranks that average with each other."""
+        rows = [
             f"section of {section.dtype}: {section.size} elements from {section.first}"
             for section in self.sections
         ]
+        members = [member for section in self.sections for member in section.members]
+        return rows + [f"part of {one.name}: {one.part}" for one in members if one.part]
 
     def empty(self) -> Tensor:
         """A vector of zeros."""
@@ -203,21 +210,24 @@ class Flat:
             yield section, low, max(low, min(section.start + section.size, start + elements))
 
     def _gather(self, section: Section, own: Tensor) -> Tensor:
-        """The section's whole row, in its dtype, from all ranks of the worker."""
-        assert self.inner is not None
+        """The section's whole row, in its dtype, from all ranks that hold it."""
+        assert section.group is not None
         mine = torch.zeros(section.share, dtype=section.dtype, device=self.device)
         mine[: section.size].copy_(own)
         row = torch.empty(
-            section.share * self.inner.size(), dtype=section.dtype, device=self.device
+            section.share * len(section.ranks), dtype=section.dtype, device=self.device
         )
-        all_gather_single(row, mine, group=self.inner)
+        all_gather_single(row, mine, group=section.group)
         return row
 
-    def replicas(self) -> Iterator[Tensor]:
-        """Memory of the parameters that other ranks of the worker must hold, too."""
+    def replicas(self) -> dict[tuple[int, ...], list[Tensor]]:
+        """Memory of replicated parameters, by the ranks of the worker that must hold the same."""
+        found: dict[tuple[int, ...], list[Tensor]] = {}
         for section in self.sections:
             if section.share:
-                yield from (memory(member.parameter) for member in section.members)
+                parts = [memory(member.parameter) for member in section.members]
+                found.setdefault(section.ranks, []).extend(parts)
+        return found
 
     def round(self, vector: Tensor) -> None:
         """Round `vector` to what the model would hold."""
@@ -264,27 +274,32 @@ class Flat:
 
 def lay_out(
     parameters: Sequence[tuple[str, Tensor]],
-    sharded: Mapping[str, bool],
-    place: int,
-    count: int,
+    holders: Mapping[str, Holders],
+    rank: int,
     masters: Masters | None = None,
 ) -> tuple[Section, ...]:
-    """Sections of named parameters, as the rank at `place` among `count` of a worker keeps them."""
+    """Sections of named parameters, as a rank keeps them.
 
-    def kind(pair: tuple[str, Tensor]) -> tuple[torch.dtype, bool]:
-        return torch.float32 if masters else pair[1].dtype, sharded[pair[0]]
+    All ranks of a worker have the same sections in the same order, so that they gather in turn.
+    """
+
+    def kind(pair: tuple[str, Tensor]) -> tuple[torch.dtype, tuple[tuple[int, ...], ...]]:
+        return torch.float32 if masters else pair[1].dtype, holders[pair[0]].all_ranks
 
     kinds = list(dict.fromkeys(map(kind, parameters)))
     ordered = sorted(parameters, key=lambda pair: kinds.index(kind(pair)))
     sections, start = [], 0
-    for (dtype, is_sharded), row in groupby(ordered, key=kind):
-        members = tuple(Member(name, one, memory(one).numel(), masters) for name, one in row)
+    for (dtype, _), row in groupby(ordered, key=kind):
+        members = tuple(
+            Member(name, one, memory(one).numel(), holders[name].part, masters) for name, one in row
+        )
+        ranks, group = holders[members[0].name].ranks, holders[members[0].name].group
         whole = sum(member.elements for member in members)
-        spread = count > 1 and not is_sharded
-        share = -(-whole // count) if spread else 0
-        first = min(place * share, whole)
+        spread = len(ranks) > 1
+        share = -(-whole // len(ranks)) if spread else 0
+        first = min(ranks.index(rank) * share, whole)
         size = min(share, whole - first) if spread else whole
-        sections.append(Section(dtype, members, start, first, size, share))
+        sections.append(Section(dtype, members, start, first, size, share, ranks, group))
         start += size
     return tuple(sections)
 
@@ -307,26 +322,6 @@ def some(values: Tensor) -> Tensor:
 
 def _me() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _is_sharded(name: str, parameter: Tensor, ranks: list[int]) -> bool:
-    """Whether ranks of the worker hold different parts of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return False
-    mesh = sorted(parameter.device_mesh.mesh.flatten().tolist())
-    if mesh != sorted(ranks):
-        raise OptionError(
-            f"{name!r} is spread over ranks {mesh}, but this rank's worker is ranks {ranks}: shard"
-            " inside a worker (worker='node')"
-        )
-    if all(placement.is_shard() for placement in parameter.placements):
-        return len(ranks) > 1
-    if all(placement.is_replicate() for placement in parameter.placements):
-        return False
-    raise OptionError(
-        f"{name!r} is placed as {parameter.placements}; it must be sharded, or replicated, over"
-        " all ranks of the worker"
-    )
 
 
 def _check(name: str, parameter: Tensor) -> None:

@@ -57,6 +57,7 @@ from realrun.algorithms.process_groups import (
     wire_of,
     workers_of,
 )
+from realrun.algorithms.replicas import holders_of
 from realrun.algorithms.step_counting import REMEDY, ModelWatch, StepHooks, inner_optimizers
 from realrun.errors import RankFailure
 
@@ -540,13 +541,6 @@ def _line(name: str, one: Tensor) -> str:
     return f"{name}: {tuple(one.shape)} {dtype}, strides {strides}{placed}"
 
 
-def first_tensors(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """What all workers start with: tensors that are equal on ranks of a worker, and shards."""
-    tensors = [*model.parameters(), *model.buffers()]
-    replicated = [one for one in tensors if not isinstance(one, DTensor)]
-    return replicated, [memory(one) for one in tensors if isinstance(one, DTensor)]
-
-
 class Common(TypedDict, total=False):
     """Options of every algorithm; LocalUpdate says what they mean."""
 
@@ -602,8 +596,9 @@ class LocalUpdate(Resumable, Ending):
     *Errors* come out of `optimizer.step()`: RankFailure, MismatchError, and NonFiniteError before a
     NaN or an infinity reaches parameters, anchor or momentum. Every later step raises it again.
 
-    *Several ranks in a worker* need DDP or FSDP2 to stay equal. Without, the end of the first round
-    and every check raise MismatchError.
+    *Several ranks in a worker* average their local shards. Where several hold the same part, each
+    averages a share of it and gathers the rest; DDP, FSDP2 or tensor parallelism must keep them
+    equal between. Without, the end of the first round and every check raise MismatchError.
 
     *End.* `finish`, and leaving the `with` block, ends alike on all ranks: with the same parameters
     and buffers. `close` waits for averages under way without applying them and lets go of the
@@ -655,14 +650,20 @@ class LocalUpdate(Resumable, Ending):
             self._trained |= {id(one) for one in held(optimizers)}
         self._parameters = parameters
         self._model, self._optimizers = model, optimizers
-        flat = Flat.of(parameters, self._links.gather, self._masters)
-        self._layout = describe(parameters, workers, rule, self._tau)
+        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        holders = holders_of(tensors, self._links)
+        flat = Flat.of(parameters, holders, self._masters)
+        layout, parts = describe(parameters, workers, rule, self._tau), "\n".join(flat.describe())
+        self._layout = layout if len(workers.inner_ranks) == 1 else f"{layout}\n{parts}"
         settings = {"dtype": wire, "bucket_mib": bucket_mib, "check_every": self._check_every}
         others = describe_others(model, parameters)
         own = describe_settings(optimizers, rule, settings)
-        self._described = text = "\n".join([self._layout, *others, *own])
-        self._links.agree("model, optimizer or setting", text, across="\n".join(flat.describe()))
-        self._replaced = self._links.share(*first_tensors(model))
+        text = "\n".join([layout, *others, *own])
+        self._links.agree("model, optimizer or setting", text, across=parts)
+        self._replaced = self._links.share(
+            (memory(one) if isinstance(one, DTensor) else one, holders[name].ranks)
+            for name, one in tensors.items()
+        )
         size, notices = int(bucket_mib * 2**20), self._links.notices
         average = Average(self._links.average, wire, seconds, size, notices)
         self._outer: OuterLoop = (

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -471,7 +471,7 @@ class WorkerGroups:
 
         `owns`: the groups of `workers` were made for this alone; `close` destroys them, too.
         """
-        self.workers, self.deadline = workers, deadline
+        self.workers, self.deadline, self.rank = workers, deadline, _me()
         self.steps = 0
         self.notices = DepartureLog((*workers.peer_ranks, *workers.inner_ranks), lambda: self.steps)
         self._own = (workers.inner, workers.peers) if owns else ()
@@ -508,6 +508,20 @@ class WorkerGroups:
                 made = dist.new_group(list(ranks), longest, backend)
                 if isinstance(made, dist.ProcessGroup) and ranks in (peers, inner):
                     self._made[ranks, kind] = made
+
+    def among(self, sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """Communicators of some ranks of a worker, in which they gather. All ranks call this.
+
+        `sets` of ranks are those of this worker, the same on all of its ranks; others tell theirs.
+        """
+        told = {ranks for one in self.of_peers(sorted(sets)) for ranks in one}
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        with self.together("connection of communicators"):
+            for ranks in sorted(told):
+                group = dist.new_group(list(ranks), timedelta(seconds=self.deadline))
+                if isinstance(group, dist.ProcessGroup) and self.rank in ranks:
+                    made[ranks] = self._made[ranks, "gather"] = group
+        return made
 
     def close(self) -> None:
         """Destroy the communicators. Nothing may be under way."""
@@ -583,9 +597,11 @@ class WorkerGroups:
             f" {one!r}"
         )
 
-    def same_inside(self, mark: str) -> bool:
-        """Whether all ranks of this worker have the same mark."""
-        return len(set(self.collect(mark, self._inner))) == 1
+    def different_inside(self, marks: Mapping[tuple[int, ...], str]) -> tuple[int, ...]:
+        """The first of some sets of ranks of this worker whose marks for it differ, or none."""
+        found = {pair for one in self.collect(marks, self._inner) for pair in one.items()}
+        sets = [ranks for ranks, _ in found]
+        return min((ranks for ranks in sets if sets.count(ranks) > 1), default=())
 
     def drifted(self, mark: str) -> list[int]:
         """Peers whose mark is not that of the majority; all ranks of a worker raise together."""
@@ -600,6 +616,10 @@ class WorkerGroups:
     def of_peers(self, value: Any) -> list[Any]:
         """The value of every peer, in the order of their ranks. All ranks call this."""
         return self.collect(value, self._peers)
+
+    def of_worker(self, value: Any) -> list[Any]:
+        """The value of every rank of this worker, in their order. All ranks call this."""
+        return self.collect(value, self._inner)
 
     def which(self, *, here: bool) -> list[int]:
         """The ranks where something is `here`. All ranks call this."""
@@ -637,26 +657,23 @@ class WorkerGroups:
                     _broadcast(sent, group, self.deadline)
                     tensor.copy_(sent)
 
-    def share(
-        self, replicated: Sequence[Tensor], sharded: Sequence[Tensor]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Give the first worker's tensors to all; within a worker, too, what is replicated.
+    def share(self, tensors: Iterable[tuple[Tensor, Sequence[int]]]) -> list[tuple[Tensor, Tensor]]:
+        """Give the first worker's tensors to all; each first among the ranks that hold it inside.
 
         What is on a CPU travels over Gloo. Returns tensors that were others, with what they held.
         """
         replaced = []
         with self.together("broadcast of the first parameters"), torch.no_grad():
-            for tensors, inside in ((replicated, True), (sharded, False)):
-                for tensor in tensors:
-                    before = tensor.detach().clone()
-                    groups = (self.gather, self.average)
-                    if not tensor.is_cuda:
-                        groups = (self._inner, self._peers)
-                    for group in groups if inside else groups[1:]:
-                        if group is not None:
-                            _broadcast(tensor, group, self.deadline)
-                    if not torch.equal(before, tensor):
-                        replaced.append((tensor, before))
+            for tensor, holders in tensors:
+                before, inside = tensor.detach().clone(), self._of(tuple(holders), "gather")
+                groups = (inside, self.average)
+                if not tensor.is_cuda:
+                    groups = (self._of(tuple(holders), "beside") or inside, self._peers)
+                for group in groups:
+                    if group is not None:
+                        _broadcast(tensor, group, self.deadline)
+                if not torch.equal(before, tensor):
+                    replaced.append((tensor, before))
         return replaced
 
     @contextlib.contextmanager

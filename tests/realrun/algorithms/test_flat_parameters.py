@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh  # noqa: E402 - needs torch
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402 - needs torch
 
 from realrun.algorithms.flat_parameters import DTYPES, Flat, lay_out  # noqa: E402 - needs torch
+from realrun.algorithms.process_groups import WorkerGroups, Workers  # noqa: E402 - needs torch
+from realrun.algorithms.replicas import Holders, holders_of  # noqa: E402 - needs torch
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4)
 
@@ -83,11 +85,12 @@ def test_shares_of_a_worker_are_the_whole_model_once(
     whole = Flat.of(named)
     expected = whole.empty()
     whole.read(expected)
-    sharded = dict.fromkeys((name for name, _ in named), False)
+    ranks = tuple(range(count))
+    holders = dict.fromkeys((name for name, _ in named), Holders("", ranks, (ranks,)))
     shares = []
     for place in range(count):
-        sections = lay_out(named, sharded, place, count)
-        part = Flat(sections, sum(one.size for one in sections), torch.device("cpu"), None)
+        sections = lay_out(named, holders, place)
+        part = Flat(sections, sum(one.size for one in sections), torch.device("cpu"))
         vector = part.empty()
         part.read(vector)
         shares.append([one.own(vector) for one in sections])
@@ -131,7 +134,9 @@ def test_parameters_sharded_over_one_rank_are_not_sharded() -> None:
             (name, distribute_tensor(one, mesh, [Shard(0)]) if name == "b" else one)
             for name, one in plain
         ]
-        assert Flat.of(mixed).describe() == Flat.of(plain).describe()
-        assert [one.name for one in Flat.of(mixed).sections[0].members] == ["a", "b", "c"]
+        links = WorkerGroups(Workers(None), 1.0, owns=False)
+        flats = [Flat.of(named, holders_of(dict(named), links)) for named in (mixed, plain)]
+        assert flats[0].describe() == flats[1].describe()
+        assert [one.name for one in flats[0].sections[0].members] == ["a", "b", "c"]
     finally:
         dist.destroy_process_group()
