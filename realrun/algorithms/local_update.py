@@ -570,7 +570,8 @@ class LocalUpdate(Resumable, Ending):
     *Options.*
     - `worker`: "gpu": every rank is a worker; pass the bare module, not DDP. "node": the
       LOCAL_WORLD_SIZE ranks of a node are, with DDP or FSDP2 over `Workers.per_node().inner`, and
-      each rank averages its share. "site": so are those of REALRUN_SITES sites. Or a Workers.
+      each rank averages its share. "site": so are those of REALRUN_SITES sites. Or a Workers, as
+      Workers.of_mesh gives for FSDP2, tensor parallelism, both and HSDP on parts of a DeviceMesh.
     - `dtype`: what averages travel as: "fp32", "bf16", "int8", "int4", or torch.bfloat16.
     - `bucket_mib`: MiB of fp32 in one collective, above 0.
     - `check_every`: rounds between comparisons of a hash of the anchor over all workers; 0: none.

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 from co2sim.common.errors import OptionError
@@ -376,17 +378,44 @@ class Workers:
         return cls._blocks(size // sites)
 
     @classmethod
+    def of_mesh(cls, mesh: DeviceMesh, across: str | Sequence[str]) -> "Workers":
+        """Workers along one or more dimensions of a mesh of all ranks. All ranks call this.
+
+        `across` names the dimensions in which workers differ, such as "dp_replicate"; ranks that
+        differ in the others are one worker. Give submeshes of the others to FSDP2 and to tensor
+        parallelism. Ranks with the same place in the others are peers. Raises OptionError.
+        """
+        given = (across,) if isinstance(across, str) else tuple(across)
+        names, ranks = tuple(mesh.mesh_dim_names or ()), mesh.mesh
+        if not given or len(set(given)) < len(given) or set(given) - set(names):
+            raise OptionError(
+                f"across is {across!r}; it must name one or more dimensions of the mesh, each once:"
+                f" {', '.join(names) or 'this one has no names (mesh_dim_names)'}"
+            )
+        if sorted(ranks.flatten().tolist()) != list(range(dist.get_world_size())):
+            raise OptionError(
+                f"the mesh holds ranks {sorted(ranks.flatten().tolist())} of"
+                f" {dist.get_world_size()}; give the mesh of all ranks, not a part of it"
+            )
+        outer = [names.index(one) for one in given]
+        inside = [at for at in range(ranks.ndim) if at not in outer]
+        count = math.prod(ranks.size(at) for at in outer)
+        return cls._rows(ranks.permute(*outer, *inside).reshape(count, -1).tolist())
+
+    @classmethod
     def _blocks(cls, size: int) -> "Workers":
         """Every `size` consecutive ranks are a worker."""
-        world, me = dist.get_world_size(), dist.get_rank()
-        inner = peers = None
-        for first in range(0, world, size):
-            made = dist.new_group(list(range(first, first + size)))
-            inner = made if me // size == first // size else inner
-        for place in range(size):
-            made = dist.new_group(list(range(place, world, size)))
-            peers = made if me % size == place else peers
-        return cls(peers, inner)
+        world = dist.get_world_size()
+        return cls._rows([list(range(first, first + size)) for first in range(0, world, size)])
+
+    @classmethod
+    def _rows(cls, workers: Sequence[Sequence[int]]) -> "Workers":
+        """Workers by their ranks; those at the same place are peers. All ranks call this."""
+        found = []
+        for rows in (workers, list(zip(*workers, strict=True))):
+            groups = [(row, dist.new_group(list(row))) for row in rows]
+            found.append(next(group for row, group in groups if _me() in row))
+        return cls(peers=found[1], inner=found[0])
 
     @property
     def peer_ranks(self) -> list[int]:

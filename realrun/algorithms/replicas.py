@@ -73,7 +73,7 @@ def part_of(name: str, tensor: Tensor, ranks: Sequence[int]) -> str:
         raise OptionError(
             f"{name!r} is spread over ranks {spread}, but this rank's worker is ranks"
             f" {list(ranks)}: the mesh must hold this rank, and no rank of another worker"
-            " (worker='node')"
+            " (worker='node', or Workers.of_mesh)"
         )
     placed = list(zip(tensor.placements, here, mesh.shape, strict=True))
     if any(placement.is_partial() for placement, _, _ in placed):
