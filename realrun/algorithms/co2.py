@@ -96,6 +96,8 @@ class CO2Rule:
 
     def vectors(self) -> dict[str, int]:
         """The momentum; for the gap over k > 1 rounds also the k - 1 before it."""
+        if self._at_once:
+            return {}
         past = {"past": self.staleness - 1} if self._remembers else {}
         return {"momentum": 0, **past}
 
@@ -104,11 +106,21 @@ class CO2Rule:
         return {"largest": 0.0, "absorbed": 0.0}
 
     @property
+    def _at_once(self) -> bool:
+        """Whether an average moves the anchor at once, so that no vector holds it meanwhile.
+
+        Late averages do, where the next one needs nothing of them.
+        """
+        return self.delay is not None and not self.outer_momentum and self.gap == "constant"
+
+    @property
     def _remembers(self) -> bool:
         return self.gap == "gap_aware" and self.staleness > 1
 
     def absorb(self, state: State, average: Tensor, penalty: float) -> int:
         """Momentum: m <- beta m + D / Lambda, clipped."""
+        if self._at_once:
+            return self._absorb_at_once(state, average, penalty)
         momentum, limit, clipped = state.vectors["momentum"], self.clip, []
         if self._remembers:
             past = state.vectors["past"]
@@ -121,8 +133,21 @@ class CO2Rule:
                 m.clamp_(-limit, limit)
         return int(torch.stack(clipped).sum()) if clipped else 0
 
+    def _absorb_at_once(self, state: State, average: Tensor, penalty: float) -> int:
+        """Anchor: x_{t+1,0} <- x_{t,0} - alpha D / Lambda, clipped."""
+        clipped = []
+        for anchor, mean in state.chunks(state.anchor, average):
+            m = mean * (1 / penalty)
+            if self.clip is not None:
+                clipped.append((m.abs() > self.clip).sum())
+                m.clamp_(-self.clip, self.clip)
+            anchor.add_(m, alpha=-self.outer_lr)
+        return int(torch.stack(clipped).sum()) if clipped else 0
+
     def move(self, state: State) -> None:
         """Anchor: x_{t+1,0} <- x_{t,0} - alpha m."""
+        if self._at_once:
+            return
         for anchor, m in state.chunks(state.anchor, state.vectors["momentum"]):
             anchor.add_(m, alpha=-self.outer_lr)
 

@@ -280,17 +280,21 @@ class DelayedLoop(OuterLoop):
     def agreed(self) -> Tensor:
         """The anchor as it will be when all that is under way has been used.
 
-        Waits for it. Nothing that is kept changes.
+        Waits for it. Nothing that is kept changes. Of other vectors than the anchor only those of
+        one fragment are copied at once.
         """
         self.drain()
-        after = self.state.copy()
+        anchor, numbers = self.state.anchor.clone(), dict(self.state.numbers)
         for launch, flight in self._under_way:
-            part = after.part(self._spans[launch.fragment])
-            norm = after.norm(flight.vector, self.links.total)
+            span = self._spans[launch.fragment]
+            part = self.state.part(span).copy()
+            part.numbers = numbers
+            norm = part.norm(flight.vector, self.links.total)
             penalty = self.rule.weigh(part, norm, self.links.total)
             self.rule.absorb(part, flight.vector, penalty)
             self.rule.move(part)
-        return after.anchor
+            anchor[span].copy_(part.anchor)
+        return anchor
 
     def start_at_anchor(self) -> None:
         """No offset; where a fragment is under way, as if this worker had launched its anchor."""

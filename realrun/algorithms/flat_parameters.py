@@ -128,11 +128,15 @@ class Section:
 
 @dataclass(frozen=True)
 class Flat:
-    """How this rank's parameters map to its flat vector of `elements` fp32 numbers."""
+    """How this rank's parameters map to its flat vector of `elements` fp32 numbers.
+
+    Parameters are on `device`. Vectors are there, too, or with `offload` in pinned host memory.
+    """
 
     sections: tuple[Section, ...]
     elements: int
     device: torch.device
+    offload: bool = False
 
     @classmethod
     def of(
@@ -140,6 +144,8 @@ class Flat:
         parameters: Sequence[tuple[str, Tensor]],
         holders: Mapping[str, Holders] | None = None,
         masters: Masters | None = None,
+        *,
+        offload: bool = False,
     ) -> "Flat":
         """Lay out named parameters, with their holders; without, this rank is a worker.
 
@@ -158,7 +164,7 @@ class Flat:
         known = holders or {name: ALONE for name, _ in parameters}
         sections = lay_out(parameters, known, _me() if holders else 0, masters)
         elements = sum(section.size for section in sections)
-        return cls(sections, elements, devices.pop())
+        return cls(sections, elements, devices.pop(), offload)
 
     def describe(self) -> list[str]:
         """One line per section and shard: what is equal on ranks that average with each other."""
@@ -169,9 +175,12 @@ class Flat:
         members = [member for section in self.sections for member in section.members]
         return rows + [f"part of {one.name}: {one.part}" for one in members if one.part]
 
-    def empty(self) -> Tensor:
-        """A vector of zeros."""
-        return torch.zeros(self.elements, device=self.device)
+    def empty(self, rows: int = 0, *, on_host: bool = False) -> Tensor:
+        """A vector of zeros, or some rows of them."""
+        shape = (rows, self.elements) if rows else (self.elements,)
+        if not self.offload or self.device.type != "cuda":
+            return torch.zeros(shape, device="cpu" if on_host else self.device)
+        return torch.zeros(shape, pin_memory=True)
 
     @torch.no_grad()
     def read(self, vector: Tensor, start: int = 0) -> None:
@@ -258,7 +267,7 @@ class Flat:
     @property
     def chunk(self) -> int:
         """Elements to work on at once."""
-        return _CHUNK.get(self.device.type, _CHUNK["cuda"])
+        return _CHUNK.get("cpu" if self.offload else self.device.type, _CHUNK["cuda"])
 
     def name_at(self, element: int) -> str:
         """The parameter that an element of the vector belongs to."""

@@ -53,13 +53,14 @@ from realrun.algorithms.process_groups import (
     Workers,
     of_network,
     raised,
+    refuse_options,
     wait_of,
     wire_of,
     workers_of,
 )
 from realrun.algorithms.replicas import holders_of
 from realrun.algorithms.step_counting import REMEDY, ModelWatch, StepHooks, inner_optimizers
-from realrun.errors import RankFailure
+from realrun.errors import RankFailure, flag
 
 
 def others_of(model: nn.Module, also: Sequence[nn.Module], *, buffers: bool) -> list[Tensor]:
@@ -551,6 +552,8 @@ class Common(TypedDict, total=False):
     deadline: Seconds | None
     timeout: Seconds | timedelta | None
     master_weights: MasterWeights | None
+    offload: bool
+    pg_options: Any
 
 
 class LocalUpdate(Resumable, Ending):
@@ -582,6 +585,10 @@ class LocalUpdate(Resumable, Ending):
     - `master_weights`: where the optimizer keeps the parameters once more in fp32, and each step
       begins from these: the key of its state ("master_param"), the name of its attribute, or a
       function of a parameter (`lambda p: p.main_param`). They are averaged, and the model follows.
+    - `offload`: of a model on a GPU, anchor, momentum and averages are in pinned host memory, which
+      are 12 to 16 bytes a parameter, and averages go over Gloo.
+    - `pg_options`: of the communicators of averages over NCCL, such as ProcessGroupNCCL.Options of
+      few CTAs (`config.max_ctas`), or with `is_high_priority_stream`.
 
     *Start.* Ranks compare parameters and buffers (names, shapes, types, memory order), the class of
     the optimizer and all settings; a difference raises MismatchError. Then the first worker's
@@ -634,6 +641,8 @@ class LocalUpdate(Resumable, Ending):
         deadline: Seconds | None = None,
         timeout: Seconds | timedelta | None = None,
         master_weights: MasterWeights | None = None,
+        offload: bool = False,
+        pg_options: Any = None,
     ) -> None:
         """Check the options, compare them with the other ranks, and start from equal parameters."""
         wire, seconds = wire_of(dtype), wait_of(deadline, timeout)
@@ -645,7 +654,13 @@ class LocalUpdate(Resumable, Ending):
         parameters = trainable(model, optimizers, self._masters)
         workers = workers_of(worker)
         refuse_wider(model, optimizers, workers)
-        self._links = WorkerGroups(workers, seconds, owns=worker in {"node", "site"})
+        flag("offload", offload)
+        over = "gloo" if offload else None
+        refuse_options(pg_options, over)
+        owns = worker in {"node", "site"}
+        self._links = WorkerGroups(
+            workers, seconds, owns=owns, average_over=over, pg_options=pg_options
+        )
         self._trained = {id(one) for _, one in parameters}
         if self._masters:
             self._trained |= {id(one) for one in held(optimizers)}
@@ -653,7 +668,7 @@ class LocalUpdate(Resumable, Ending):
         self._model, self._optimizers = model, optimizers
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
         holders = holders_of(tensors, self._links)
-        flat = Flat.of(parameters, holders, self._masters)
+        flat = Flat.of(parameters, holders, self._masters, offload=offload)
         layout, parts = describe(parameters, workers, rule, self._tau), "\n".join(flat.describe())
         self._layout = layout if len(workers.inner_ranks) == 1 else f"{layout}\n{parts}"
         settings = {"dtype": wire, "bucket_mib": bucket_mib, "check_every": self._check_every}
@@ -792,6 +807,14 @@ class LocalUpdate(Resumable, Ending):
         Raises MismatchError that names the ranks whose anchor differs from that of most.
         """
         refuse_drift(self._outer, self._links)
+
+    def any_rank(self, flag: bool) -> bool:  # noqa: FBT001 - it is all that this is about
+        """Whether a flag is set on any rank, such as by a signal: all stop after the same step.
+
+        All ranks call this after the same steps, and wait for each other. Raises RankFailure.
+        """
+        self._ready("any_rank()")
+        return bool(self._links.largest([float(flag)])[0])
 
     def stats(self) -> Stats:
         """What was done so far; `steps` without those of others for which this rank had no data."""

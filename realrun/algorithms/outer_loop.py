@@ -103,12 +103,7 @@ class OuterLoop(ABC):
         self.average = average
         # FSDP2 may keep parameters gathered, after a forward without backward.
         self._gathered = [one for one in model.modules() if isinstance(one, FSDPModule)]
-        vectors = {
-            name: torch.zeros(
-                (count, flat.elements) if count else flat.elements, device=flat.device
-            )
-            for name, count in rule.vectors().items()
-        }
+        vectors = {name: flat.empty(count) for name, count in rule.vectors().items()}
         self.state = State(flat.empty(), vectors, rule.numbers(), flat.chunk)
         flat.read(self.state.anchor)
         (self._elements,) = links.total([flat.elements])
@@ -168,8 +163,8 @@ class OuterLoop(ABC):
 
     def _mark_absorbed(self) -> None:
         """The vectors of the rule are now those that the next penalty is taken from."""
-        if self.flat.device.type == "cuda":
-            self._absorbed = torch.cuda.current_stream(self.flat.device).record_event()
+        if (anchor := self.state.anchor).is_cuda:
+            self._absorbed = torch.cuda.current_stream(anchor.device).record_event()
 
     def _count_waiting(self, *, every: bool = False) -> None:
         """Add what clocks show by now; `every`: wait for those that are still to come."""
@@ -188,7 +183,7 @@ class OuterLoop(ABC):
     @contextmanager
     def consensus(self) -> Iterator[None]:
         """Within, the model holds the point that all workers agree on."""
-        live = self.flat.empty()
+        live = self.flat.empty(on_host=True)
         self.flat.read(live)
         self.publish(self.agreed())
         try:
@@ -245,7 +240,10 @@ class OuterLoop(ABC):
         self._clocks.clear()
         vectors = {"anchor": self.state.anchor, **self.state.vectors, **self.own_vectors()}
         for name, vector in vectors.items():
-            vector.copy_(own[name])
+            if name in own:
+                vector.copy_(own[name])
+            else:  # of a rule that kept no momentum, as there was none
+                vector.zero_()
         self._mark_absorbed()
         numbers = own["numbers"]
         self.state.numbers = {name: numbers[name] for name in self.state.numbers}

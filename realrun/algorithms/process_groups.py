@@ -469,6 +469,15 @@ def workers_of(worker: Worker) -> Workers:
     raise OptionError(f"worker is {worker!r}; it must be 'gpu', 'node', 'site' or a Workers")
 
 
+def refuse_options(pg_options: Any, average_over: str | None) -> None:
+    """Raise OptionError for options of NCCL where averages go over another backend."""
+    if pg_options is None or not dist.is_initialized():
+        return
+    backend = average_over or str(dist.get_backend_config())
+    if "nccl" not in backend:
+        raise OptionError(f"pg_options are for averages over NCCL; these go over {backend}")
+
+
 def _me() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -495,11 +504,21 @@ class WorkerGroups:
     ranks to come: that is bounded by the timeout of torch.distributed's own group.
     """
 
-    def __init__(self, workers: Workers, deadline: float, *, owns: bool) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        deadline: float,
+        *,
+        owns: bool,
+        average_over: str | None = None,
+        pg_options: Any = None,
+    ) -> None:
         """Connect. All ranks of torch.distributed call this, in the same order.
 
         `owns`: the groups of `workers` were made for this alone; `close` destroys them, too.
+        Averages go `average_over` a backend, by default torch.distributed's, with `pg_options`.
         """
+        self._average_over, self._options = average_over, pg_options
         self.workers, self.deadline, self.rank = workers, deadline, _me()
         self.steps = 0
         self.notices = DepartureLog((*workers.peer_ranks, *workers.inner_ranks), lambda: self.steps)
@@ -524,17 +543,22 @@ class WorkerGroups:
         the addresses in the store, of closed ones with the same members (torch 2.13).
         """
         everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, (peers, inner))
+        own = (peers, inner, self._average_over)
+        dist.all_gather_object(everybody, own)
+        if len({over for _, _, over in everybody}) > 1:
+            raise MismatchError("offload is True on some ranks and False on others")
         limit, behind = timedelta(seconds=self.deadline), _behind(self.deadline)
-        averaging = {peers for peers, _ in everybody}
-        for ranks in sorted({ranks for pair in everybody for ranks in pair if len(ranks) > 1}):
+        averaging = {peers for peers, _, _ in everybody}
+        every = {ranks for one in everybody for ranks in one[:2] if len(ranks) > 1}
+        for ranks in sorted(every):
             kinds: list[tuple[Kind, str | None, timedelta]] = [("beside", "gloo", limit)]
-            if ranks in {inner for _, inner in everybody}:
+            if ranks in {inner for _, inner, _ in everybody}:
                 kinds.append(("gather", None, limit))
             if ranks in averaging:
-                kinds += [("average", None, behind), ("counting", "gloo", behind)]
+                kinds += [("average", self._average_over, behind), ("counting", "gloo", behind)]
             for kind, backend, longest in kinds:
-                made = dist.new_group(list(ranks), longest, backend)
+                options = self._options if kind == "average" else None
+                made = dist.new_group(list(ranks), longest, backend, options)
                 if isinstance(made, dist.ProcessGroup) and ranks in (peers, inner):
                     self._made[ranks, kind] = made
 

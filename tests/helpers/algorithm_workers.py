@@ -179,6 +179,26 @@ def ahead(world: World) -> list[list[float]]:
     return found
 
 
+def offloaded(world: World) -> list[Any]:
+    """Bytes a parameter that CO2 keeps on a GPU, without and with offload, and equal models."""
+    kept, models = [], []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(1024, 1024).cuda()
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = torch.cuda.memory_allocated()
+        with CO2(model, optim, tau=2, offload=offload) as co2:
+            kept.append((torch.cuda.memory_allocated() - before) / 1024**2)
+            for step in range(6):
+                x = torch.randn(4, 1024, generator=torch.Generator().manual_seed(step + world.rank))
+                optim.zero_grad()
+                model(x.cuda()).square().mean().backward()
+                optim.step()
+            co2.finish()
+        models.append(vector(model))
+    return [*kept, torch.equal(*models)]
+
+
 def captured(world: World) -> str:
     """What is told when a step is captured into a CUDA graph."""
     model = network().to(world.device)
@@ -196,6 +216,26 @@ def captured(world: World) -> str:
     told = error_of(capture)
     algorithm.close()
     return told
+
+
+def stop_together(world: World) -> list[int]:
+    """Steps taken where rank 1 is told to stop after 5: those of every rank."""
+    model = network()
+    optim = optimizer(model, "sgd")
+    with CO2(model, optim, tau=3) as co2:
+        for step in range(20):
+            train(model, optim, world.rank, range(step, step + 1))
+            if co2.any_rank(world.rank == 1 and step == 4):
+                break
+        return [step + 1, co2.stats().steps]
+
+
+def odd_offload(world: World) -> str:
+    """What is told where one rank keeps its vectors elsewhere, and where options are not Gloo's."""
+    model = network()
+    optim = optimizer(model, "sgd")
+    told = error_of(lambda: CO2(model, optim, tau=2, offload=world.rank == 1))
+    return told + error_of(lambda: CO2(model, optim, tau=2, pg_options=object()))
 
 
 def error_of(action: Callable[[], object]) -> str:

@@ -128,6 +128,14 @@ def test_algorithms_over_gloo_equal_their_published_equations_with_models_on_a_g
         assert abs(histories(answers, index) - wanted).max() < 1e-4, given
 
 
+def test_offloaded_vectors_take_no_memory_of_the_gpu() -> None:
+    """They are in pinned host memory, and the model learns the same, bit for bit."""
+    for alone, away, same in on_ranks("offloaded", 2, module="algorithm_workers"):
+        assert same
+        assert alone >= 12
+        assert away < 1
+
+
 def test_a_stream_is_held_as_long_as_asked() -> None:
     """For 5 ms, whatever the clock rate: after a second of idling, and after matrix products."""
     from realrun.execute.cuda_streams import hold  # noqa: PLC0415 - needs a GPU

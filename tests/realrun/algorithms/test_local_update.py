@@ -321,6 +321,18 @@ def test_misuse_is_told_and_not_trained_on() -> None:
         assert "(7, 5)" in answer["unfrozen"]
 
 
+def test_all_ranks_stop_after_the_step_of_one_that_is_told_to() -> None:
+    """`any_rank` is true on all ranks, once it is on one."""
+    assert three("stop_together") == [[5, 5]] * 3
+
+
+def test_ranks_that_keep_vectors_elsewhere_are_refused() -> None:
+    """And so are options of NCCL where averages go over Gloo."""
+    for told in three("odd_offload"):
+        assert "MismatchError: offload" in told
+        assert "OptionError: pg_options" in told
+
+
 @pytest.mark.nightly
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
     """Cut between and within rounds, with averages under way; by torch.save and by dcp."""

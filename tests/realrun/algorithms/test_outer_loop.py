@@ -43,6 +43,33 @@ AVERAGES = st.lists(
 )
 
 
+@given(AVERAGES, st.floats(0.01, 10), st.floats(0.01, 1), st.none() | st.floats(0.01, 1))
+def test_without_momentum_a_late_average_moves_the_anchor_as_with_a_vector_for_it(
+    averages: list[list[float]], alpha: float, penalty: float, clip: float | None
+) -> None:
+    """The same anchors and counts as by a momentum of 0 that a vector holds."""
+    found = []
+    for at_once in (True, False):
+        late = {"delay": 1, "tau": 4} if at_once else {"staleness": 0}
+        rule = CO2Rule(
+            outer_momentum=0.0,
+            outer_lr=alpha,
+            gap="constant",
+            penalty=1 + penalty,
+            clip=clip,
+            **late,
+        )
+        assert rule.vectors() == ({} if at_once else {"momentum": 0})
+        vectors = {name: torch.zeros(ELEMENTS) for name in rule.vectors()}
+        state = State(torch.zeros(ELEMENTS), vectors, rule.numbers(), 2)
+        clipped = []
+        for average in map(torch.tensor, averages):
+            clipped.append(rule.absorb(state, average, rule.weigh(state, 0.0, list)))
+            rule.move(state)
+        found.append((state.anchor.tolist(), clipped))
+    assert found[0] == found[1]
+
+
 class Told(NamedTuple):
     """What a rule says of an average: its penalty, and how many elements were clipped."""
 
