@@ -582,7 +582,7 @@ def killed(world: World) -> dict[str, Any]:
 def _lose(
     world: World, dtype: str, fails: Callable[[], None], deadline: float = DEADLINE
 ) -> dict[str, Any]:
-    model = network()
+    model = network().to(world.device)
     optim = optimizer(model, "sgd")
     told = ""
     try:

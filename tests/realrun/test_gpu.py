@@ -170,6 +170,13 @@ def test_algorithms_over_nccl_equal_their_published_equations() -> None:
 
 
 @several
+def test_a_rank_that_is_late_or_killed_is_told_of_over_nccl() -> None:
+    """The others raise RankFailure after the deadline, and are not ended by NCCL's watchdog."""
+    first, _ = on_ranks("late", 2, backend="nccl", module="algorithm_workers", dtypes=["fp32"])
+    assert first[0]["told"].startswith("RankFailure")
+
+
+@several
 def test_qgz_gives_the_mean_over_nccl() -> None:
     """The reduction of ZeRO++ on two GPUs as one node and as two, with Triton if it is there."""
     for answers in on_ranks("means", 2, backend="nccl", module="zeropp_workers", layouts=[1, 2]):

@@ -70,20 +70,36 @@ def test_what_is_no_such_file_is_refused_in_one_line(tmp_path: Path, change: Any
         read(tmp_path / "other.json")
 
 
+def dry(script: str, out: Path) -> None:
+    """Run a script for GPUs without one."""
+    pytest.importorskip("torch")
+    done = subprocess.run(
+        ["/bin/bash", str(ROOT / "benchmarks/gpu" / script), str(out)],
+        env={**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.dist
+def test_the_script_for_several_gpus_runs_dry_over_gloo(tmp_path: Path) -> None:
+    """Two processes, with one queue of launches and with eight."""
+    dry("run_several.sh", tmp_path)
+    for connections in (1, 8):
+        found = json.loads((tmp_path / f"connections{connections}/several.json").read_text())
+        assert found["failures"] == {}
+        assert all(found["sections"].values())
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 def test_the_script_for_a_gpu_runs_dry_without_one(tmp_path: Path) -> None:
     """Every section measures tiny shapes, and the page is made."""
-    pytest.importorskip("torch")
-    done = subprocess.run(
-        ["/bin/bash", str(ROOT / "benchmarks/gpu/run.sh"), str(tmp_path)],
-        env={**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    dry("run.sh", tmp_path)
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert found["failures"] == {}
     assert found["quick"]
