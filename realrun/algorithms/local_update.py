@@ -771,7 +771,9 @@ class LocalUpdate(Resumable, Ending):
             if self._masters and first and not self._idle:
                 refuse_missing(self._masters, self._parameters)
             self._copies.stepped(look=first and not self._masters)
+            self._watch.pull.stepped()
             self._after_local_step(last=last)
+            self._watch.pull.averaged(last=last)
             self._copies.averaged()
             self._watch.mark()
         except Co2simError as error:

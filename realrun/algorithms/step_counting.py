@@ -6,6 +6,7 @@ What moves the model without a counted step would be lost at the end of a round,
 """
 
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from inspect import iscode
@@ -27,6 +28,14 @@ _HOOKED = 16
 """Parameters that tell of a backward pass: some may be frozen, or not used."""
 _LARGE = 4.0
 """Steps of one local step's size: what moves further without one is no small correction."""
+_AVERAGES = 5
+"""Rounds in which steps behind averages are looked at: the first ones move a model most."""
+_LONG_ROUND = 4
+"""Steps."""
+_BACK = (0.8, 1.6)
+"""Of what averages change: as much is taken back by no training that learns from other workers."""
+_ALIKE = 0.5
+"""The square of the cosine between steps back and averages: steps may be longer than these."""
 _MIN_CHANGES = 20
 """Changes without a step that are waited for, at least."""
 _WRAPPERS = [one for one in Optimizer.profile_hook_step.__code__.co_consts if iscode(one)]
@@ -100,6 +109,53 @@ class StepHooks:
             frame = frame.f_back  # type: ignore[assignment]
 
 
+class PullWatch:
+    """Says once where steps go back to what the model was before an average.
+
+    With d how far averages moved some elements, and s the steps behind them: s is about
+    - (1 + 1 / tau) d where something unknown holds the parameters once more, and at most about
+    - d / tau where steps go on as before. In short rounds the two cannot be told apart.
+    """
+
+    def __init__(self, now: Callable[[], Tensor], tau: int) -> None:
+        self._now, self._left = now, _AVERAGES if tau >= _LONG_ROUND else 0
+        self._before: Tensor | None = None
+        self._after = self._moved = torch.zeros(0)
+        self._sums: list[Tensor] = []
+
+    @torch.no_grad()
+    def stepped(self) -> None:
+        """A local step was taken, and nothing was averaged since."""
+        if not self._left:
+            return
+        self._before = self._now()
+        if len(self._moved):
+            step, moved = self._before - self._after, self._moved
+            self._sums.append(torch.stack([-(step @ moved), moved @ moved, step @ step]))
+
+    @torch.no_grad()
+    def averaged(self, *, last: bool) -> None:
+        """What comes after a step was done; `last` of a round."""
+        if not self._left or self._before is None:
+            return
+        self._after = self._now()
+        self._moved = self._after - self._before
+        if not last:
+            return
+        self._left -= 1
+        if self._left:
+            return
+        sums = torch.stack(self._sums).double().sum(0).tolist() if self._sums else [0, 0, 0]
+        back, moved, steps = sums
+        self._sums, self._moved = [], torch.zeros(0)
+        if _BACK[0] * moved < back < _BACK[1] * moved and back**2 > _ALIKE * moved * steps:
+            warnings.warn(
+                f"steps take back {100 * back / moved:.0f} % of what averages change, as where an"
+                " optimizer keeps the parameters once more: name these by master_weights=",
+                stacklevel=7,
+            )
+
+
 class ModelWatch:
     """Notices that the model moves though no local step is counted.
 
@@ -125,6 +181,7 @@ class ModelWatch:
         ]
         self.mark(counted=False)
         self._first = self._versions()
+        self.pull = PullWatch(self._now, tau)
 
     def remove(self) -> None:
         """Let go of the parameters."""

@@ -1,6 +1,8 @@
 """What ranks of the tests of master weights do: train in bf16, with masters in four layouts."""
 
+import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -174,6 +176,43 @@ def slow(model: nn.Module) -> tuple[torch.optim.Optimizer, Any, Callable[[], Non
     """Lookahead."""
     made = Slow(model.parameters(), LR)
     return made, None, made.step
+
+
+class Hidden(torch.optim.SGD):
+    """SGD on one master of all parameters, which an object of its own holds."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        every = self.param_groups[0]["params"]
+        self.kept = SimpleNamespace(whole=torch.cat([one.detach().flatten() for one in every]))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step the master, and write the parameters."""
+        del closure
+        every = self.param_groups[0]["params"]
+        self.kept.whole -= LR * torch.cat([one.grad.flatten() for one in every])
+        parts = self.kept.whole.split([one.numel() for one in every])
+        for one, part in zip(every, parts, strict=True):
+            one.copy_(part.view_as(one))
+
+
+def taken_back(world: World) -> list[str]:
+    """What is warned of where masters are hidden, and where there are none."""
+    found = []
+    for kind in (Hidden, torch.optim.SGD):
+        model = network().float()
+        optimizer = kind(model.parameters(), LR)
+        with (
+            warnings.catch_warnings(record=True) as told,
+            algorithms.LocalSGD(model, optimizer, tau=4),
+        ):
+            warnings.simplefilter("always")
+            for number in range(24):
+                slopes(model, world.rank, number)
+                optimizer.step()
+        found.append("; ".join(str(one.message) for one in told))
+    return found
 
 
 def _said(

@@ -21,3 +21,10 @@ def test_what_would_undo_averages_is_refused_with_a_remedy() -> None:
         assert "master_weights='master_param'" in found["state"]
         assert "master_weights='param_groups_master'" in found["groups"]
         assert "'slow' of Slow" in found["slow"]
+
+
+def test_averages_that_something_hidden_takes_back_are_warned_of() -> None:
+    """A flat master in an object that nobody looks into; a plain optimizer is not."""
+    for hidden, plain in on_ranks("taken_back", 2, module="master_workers"):
+        assert "steps take back" in hidden
+        assert not plain
