@@ -674,7 +674,7 @@ class LocalUpdate(Resumable, Ending):
         settings = {"dtype": wire, "bucket_mib": bucket_mib, "check_every": self._check_every}
         others = describe_others(model, parameters)
         own = describe_settings(optimizers, rule, settings)
-        text = "\n".join([layout, *others, *own])
+        self._described = text = "\n".join([layout, *others, *own])
         self._links.agree("model, optimizer or setting", text, across=parts)
         self._replaced = self._links.share(
             (memory(one) if isinstance(one, DTensor) else one, holders[name].ranks)
@@ -705,6 +705,21 @@ class LocalUpdate(Resumable, Ending):
     def optimizers(self) -> tuple[Optimizer, ...]:
         """Those whose steps are counted, without wrappers."""
         return self._optimizers
+
+    @property
+    def described(self) -> str:
+        """What all workers must have in common: parameters, optimizers and settings, in lines."""
+        return self._described
+
+    @property
+    def loop(self) -> OuterLoop:
+        """What it does at the end of a round, and keeps between rounds."""
+        return self._outer
+
+    def use_loop(self, loop: OuterLoop) -> None:
+        """Take another loop, of an adapter, before the first step; the model is as it left it."""
+        self._outer = loop
+        self._watch.mark(counted=False)
 
     def _before_step(self) -> None:
         """Before step 0: weights may have been loaded since this was made."""

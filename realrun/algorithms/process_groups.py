@@ -644,7 +644,7 @@ class WorkerGroups:
             return
         texts = self.collect(text, group)
         index = next(i for i, other in enumerate(texts) if other != texts[0])
-        one, two = _first_difference(texts[0], texts[index])
+        one, two = first_difference(texts[0], texts[index])
         raise MismatchError(
             f"rank {ranks[index]} has another {what} than rank {ranks[0]}: {two!r} instead of"
             f" {one!r}"
@@ -772,7 +772,8 @@ def _broadcast(tensor: Tensor, group: dist.ProcessGroup | None, seconds: Seconds
         tensor.copy_(sent)
 
 
-def _first_difference(one: str, two: str) -> tuple[str, str]:
+def first_difference(one: str, two: str) -> tuple[str, str]:
+    """The first lines in which two texts differ, which they do; "nothing" where one has no more."""
     lines, others = one.splitlines(), two.splitlines()
     length = max(len(lines), len(others))
     lines += ["nothing"] * (length - len(lines))
