@@ -30,7 +30,7 @@ from torchft import Manager
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
 from realrun.algorithms import LocalUpdate
-from realrun.algorithms.averaging import BUCKET_MIB, Average, PendingAverage
+from realrun.algorithms.averaging import BUCKET_MIB, Average, PendingAverage, Stopwatch
 from realrun.algorithms.optimizers import Optimizers
 from realrun.algorithms.outer_loop import OuterLoop, RoundLoop
 from realrun.algorithms.process_groups import DEADLINE, Workers, first_difference
@@ -235,7 +235,10 @@ class _QuorumLoop(RoundLoop):
         self._committed = self._agreed = False
         if flight is None:
             return False
-        self.counters.waited += flight.wait()
+        clock = Stopwatch(self.flat.device)
+        flight.wait()
+        clock.stop()
+        self._clocks.append(clock)
         with self._asking("a vote on an average"):
             self._committed = self._manager.should_commit()
         if not self._committed:
