@@ -10,7 +10,7 @@ PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 
 .PHONY: run check fast test nightly torch-versions docs bench fidelity verify failures convergence long-study time-to-loss peers overhead \
-  checkpoints explore-speed ssp quantization tasks engines chaos mutants faults lock audit golden format lint clean
+  checkpoints explore-speed ssp quantization tasks engines chaos torchft-kills mutants faults lock audit golden format lint clean
 
 run: $(STAMP)-report
 	$(BIN)/co2sim scale --model transnormer-7b --cluster a100-tcp80-calibrated --cluster a100-roce800 \
@@ -109,6 +109,10 @@ tasks: $(STAMP)-dev
 
 chaos: $(STAMP)-dev
 	$(BIN)/python benchmarks/chaos.py $(QUICK)
+
+torchft-kills: $(STAMP)-dev
+	$(BIN)/python -m pip install --quiet --editable '.[torchft]'
+	$(BIN)/python benchmarks/torchft_kills.py $(QUICK)
 
 overhead: $(STAMP)-dev
 	$(BIN)/python benchmarks/overhead.py $(QUICK)

@@ -19,6 +19,7 @@ from realrun.lab.lab import check_machine
 FOLDER = ROOT / "benchmarks"
 DASK = bool(find_spec("distributed") and find_spec("pyarrow"))
 CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+TORCHFT = find_spec("torchft") is not None
 BROWSER = CHROMIUM and find_spec("playwright")
 SCRIPTS: dict[str, list[pytest.MarkDecorator]] = {
     "chaos.py": [pytest.mark.dist],
@@ -41,6 +42,10 @@ SCRIPTS: dict[str, list[pytest.MarkDecorator]] = {
     "step_factors.py": [],
     "tasks.py": [pytest.mark.lab],
     "time_to_loss.py": [pytest.mark.lab],
+    "torchft_kills.py": [
+        pytest.mark.dist,
+        pytest.mark.skipif(not TORCHFT, reason="the extra `torchft` is not installed"),
+    ],
 }
 ARGUMENTS = {"fidelity.py": ["sleep"]}
 CELLS = {"time_to_loss.py": {"torch post-local SGD", "CO2, delay auto"}}

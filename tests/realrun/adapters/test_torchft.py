@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +27,8 @@ pytest.importorskip("torchft", reason="the extra `torchft` is not installed")
 import reference_local_update as reference  # noqa: E402 - needs torch
 import torch.distributed as dist  # noqa: E402
 from local_problem import RATE, loss, network, optimizer, train, vector  # noqa: E402
+from pages import blocks  # noqa: E402
+from places import ROOT  # noqa: E402
 from torch import nn  # noqa: E402
 from torchft import Manager  # noqa: E402
 from torchft.coordination import LighthouseServer  # noqa: E402
@@ -448,3 +452,32 @@ def test_a_killed_worker_is_dropped_and_comes_back(tmp_path: Path) -> None:
         for _, rounds, _, anchor in one.notes(back)[:-1]:
             anchors.setdefault(rounds, set()).add(anchor)
     assert all(len(one) == 1 for one in anchors.values())
+
+
+@pytest.mark.nightly
+def test_the_script_of_the_page_runs(tmp_path: Path) -> None:
+    """Under two torchruns, as written."""
+    (script,) = (
+        block.text
+        for block in blocks(ROOT / "docs" / "frameworks.md")
+        if block.title == "torchft_training.py"
+    )
+    (tmp_path / "script.py").write_text(script)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    with lighthouse(2) as address:
+        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHFT_LIGHTHOUSE": address}
+        workers = [
+            subprocess.Popen(
+                [*words, "script.py"],
+                cwd=tmp_path,
+                env={**os.environ, **own},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for _ in range(2)
+        ]
+        for one in workers:
+            told = one.communicate(timeout=200)[0]
+            assert one.returncode == 0, told[-3000:]
+            assert "Stats(rounds=5, steps=60" in told
