@@ -1,0 +1,253 @@
+"""Local updates in torchtitan: its trainer, its config and its checkpoints (DCP)."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torchtitan.components.checkpointer import MODEL, OPTIMIZER
+from torchtitan.config import Configurable, ParallelismConfig
+from torchtitan.distributed import ParallelDims, parallel_dims
+from torchtitan.tools.utils import device_type
+from torchtitan.trainer import Trainer
+
+from co2sim.common.errors import OptionError
+from realrun import algorithms
+from realrun.algorithms import Workers
+
+STATE = "local_updates"
+"""The key, in checkpoints, of what the algorithm keeps and of every worker's own model."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LocalUpdates:
+    """The section `local_updates` of the config."""
+
+    algorithm: Literal["CO2", "DiLoCo", "LocalSGD", "OverlapLocalSGD", "SlowMo"] = "CO2"
+    tau: int | None = None
+    """Local steps of a round; None: the default of the algorithm."""
+    options: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Other options of the algorithm, by name."""
+
+
+def with_local_updates(
+    config: Trainer.Config, algorithm: str = "CO2", *, tau: int | None = None, **options: Any
+) -> "LocalUpdateTrainer.Config":
+    """A config of torchtitan's own trainer, as one of LocalUpdateTrainer; see there.
+
+    Raises OptionError for the config of another trainer, which has a loop of its own.
+    """
+    if type(config) is not Trainer.Config:
+        raise OptionError(
+            f"the config is a {type(config).__qualname__}, whose trainer has a loop of its own; it"
+            " must be a torchtitan.trainer.Trainer.Config"
+        )
+    given = {one.name: getattr(config, one.name) for one in fields(config)}
+    chosen = LocalUpdates(algorithm=algorithm, tau=tau, options=options)  # type: ignore[arg-type] # refused later
+    return LocalUpdateTrainer.Config(**given, local_updates=chosen)
+
+
+class LocalUpdateTrainer(Trainer):
+    """torchtitan's trainer, whose replicas are averaged in rounds instead of at every step.
+
+    A worker is one of the `parallelism.data_parallel_replicate_degree` replicas. torchtitan sees
+    the ranks of its worker only: FSDP2, the tokens that a loss is divided by, gradient norms and
+    logged losses are the worker's own, and no step waits for other workers. Data are shared out
+    among all, and `training.global_batch_size` is that of all.
+
+    In a checkpoint the model is the point that all workers agree on (the consensus), as it is in
+    validation; each worker's own model and optimizers, and each rank's part of the algorithm, have
+    keys of their own. A last checkpoint of the model alone holds the model with which training
+    ends, on all ranks.
+
+    Raises OptionError for pipelines, for ranks that are no equal workers, for several ranks that
+    are one worker, and for what the algorithm refuses.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        """That of torchtitan, and the algorithm."""
+
+        local_updates: LocalUpdates = field(default_factory=LocalUpdates)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        chosen = config.local_updates
+        kind = getattr(algorithms, chosen.algorithm)
+        options = (
+            dict(chosen.options) if chosen.tau is None else {**chosen.options, "tau": chosen.tau}
+        )
+        (model,) = self.model_parts
+        self.algorithm = kind(model, list(self.optimizers), worker=self._workers, **options)
+        if self.checkpointer.enable:
+            states = self.checkpointer.states
+            states[OPTIMIZER] = _Optimizers(self)
+            states[STATE] = _Own(self, states[MODEL])
+            states[MODEL] = _Agreed(self, states[MODEL])
+        if config.validator.enable:
+            validate = self.validator.validate
+
+            def validate_agreed(*given: Any) -> None:
+                with self.agreed():
+                    validate(*given)
+
+            self.validator.validate = validate_agreed
+
+    def init_distributed(self) -> ParallelDims:
+        """What torchtitan sees: the ranks of this worker, and a share of batches and data."""
+        size = super().init_distributed().world_size
+        config = self.config
+        whole, workers = (
+            config.training.global_batch_size,
+            config.parallelism.data_parallel_replicate_degree,
+        )
+        _refuse(config.parallelism, whole, size)
+        mesh = init_device_mesh(
+            device_type, (workers, size // workers), mesh_dim_names=("worker", "world")
+        )
+        inner = mesh.get_group("world") if size > workers else None
+        self._workers = Workers(mesh.get_group("worker"), inner)
+        self.worker = f"worker{mesh.get_local_rank('worker')}"
+        config.dataloader = _Shared(
+            loader=config.dataloader, worker=mesh.get_local_rank("worker"), workers=workers
+        )
+        if whole > 0:
+            config.training = replace(config.training, global_batch_size=whole // workers)
+        alone = replace(config.parallelism, data_parallel_replicate_degree=1)
+        dims = _WorkerDims.from_config(alone, size // workers)
+        dims.worker_mesh = mesh["world"]
+        return dims
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """Within, the model holds the consensus; after the end it does anyway."""
+        return nullcontext() if self.algorithm.closed else self.algorithm.consensus(buffers=True)
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        """As always; the last one ends the training, unless a checkpoint can be gone on from."""
+        super().train_step(data_iterator)
+        saved = self.config.checkpoint
+        resumable = saved.enable and not saved.load_only and not saved.last_save_model_only
+        if self.step == self.config.training.steps and not resumable:
+            self.algorithm.finish()
+
+    def train(self) -> None:
+        """As always; all ranks end with the same model. Errors are told to the other workers."""
+        try:
+            super().train()
+        except BaseException as error:
+            cause = self.algorithm.cause_of(error)
+            self.algorithm.__exit__(type(error), error, error.__traceback__)
+            if cause:
+                raise cause from error
+            raise
+        if not self.algorithm.closed:
+            self.algorithm.finish()
+
+
+class _WorkerDims(ParallelDims):
+    """The dimensions of one worker."""
+
+    worker_mesh: DeviceMesh
+    """Its ranks, in one dimension; torchtitan takes those of the world (0.3)."""
+
+    def build_mesh(self) -> DeviceMesh:
+        """As always, with the worker for the world."""
+        made = parallel_dims.init_device_mesh
+        parallel_dims.init_device_mesh = lambda *_, **__: self.worker_mesh
+        try:
+            return super().build_mesh()
+        finally:
+            parallel_dims.init_device_mesh = made
+
+
+@dataclass(kw_only=True, slots=True)
+class _Shared(Configurable.Config):
+    """A data loader's config, whose parts are those of all workers."""
+
+    loader: Any
+    worker: int
+    workers: int
+
+    def build(self, *, dp_world_size: int, dp_rank: int, **others: Any) -> Any:
+        """That of a rank, by its place in the worker."""
+        return self.loader.build(
+            dp_world_size=self.workers * dp_world_size,
+            dp_rank=self.worker * dp_world_size + dp_rank,
+            **others,
+        )
+
+
+class _Agreed(Stateful):
+    """The model in a checkpoint: the consensus."""
+
+    def __init__(self, trainer: LocalUpdateTrainer, model: Stateful) -> None:
+        self._trainer, self._model = trainer, model
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies: it may be written while the model is trained."""
+        with self._trainer.agreed():
+            return {name: one.clone() for name, one in self._model.state_dict().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin with it, unless the worker's own model was loaded."""
+        if STATE not in state:
+            self._model.load_state_dict(state)
+
+
+class _Own(Stateful):
+    """The worker's own model, and what the algorithm keeps on this rank."""
+
+    def __init__(self, trainer: LocalUpdateTrainer, model: Stateful) -> None:
+        self._trainer, self._model = trainer, model
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors are the live ones; they change in the next step, which waits for copies."""
+        own = {self._trainer.worker: dict(self._model.state_dict())}
+        return {**own, **self._trainer.algorithm.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where this rank was."""
+        self._model.load_state_dict(state[self._trainer.worker])
+        self._trainer.algorithm.load_state_dict(state)
+
+
+class _Optimizers(Stateful):
+    """The worker's own optimizers."""
+
+    def __init__(self, trainer: LocalUpdateTrainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of torchtitan, without the step that it takes to make one: it would be counted."""
+        trainer, own = self._trainer, self._trainer.optimizers
+        if not all(one.state for one in own):
+            others = trainer.config.optimizer.build(model_parts=trainer.model_parts)
+            others.state_dict()
+            for one, other in zip(own, others, strict=True):
+                one.state.update(other.state)
+        return {trainer.worker: own.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where this worker was."""
+        self._trainer.optimizers.load_state_dict(state[self._trainer.worker])
+
+
+def _refuse(parallelism: ParallelismConfig, whole: int, size: int) -> None:
+    """Raise OptionError for what workers cannot be made of; `whole` is the global batch size."""
+    workers = parallelism.data_parallel_replicate_degree
+    if parallelism.pipeline_parallel_degree > 1:
+        raise OptionError(
+            f"pipeline_parallel_degree is {parallelism.pipeline_parallel_degree}; it must be 1:"
+            " all ranks of a worker must hold the same layers"
+        )
+    if workers == 1 < size:
+        raise OptionError(
+            f"data_parallel_replicate_degree is 1, so that {size} ranks are one worker, and nothing"
+            " is averaged: set it to the number of workers"
+        )
+    if whole > 0 and whole % workers:
+        raise OptionError(
+            f"global_batch_size is {whole}; it must be a multiple of the {workers} workers"
+        )
