@@ -149,15 +149,23 @@ def trained(world: World) -> dict[str, Any]:
 
 
 def refused(world: World) -> dict[str, str]:
-    """What is said of masters that were not named, of slow weights, and of a wrong name."""
+    """What is said of masters that were not named, of slow weights, and of wrong names."""
     found = {}
-    for name, made in {"state": in_state, "groups": in_groups, "slow": slow}.items():
+    for name, made in {**LAYOUTS, "slow": slow}.items():
         for kind, model in (("", network()), (" of fp32", network().float())):
             optimizer, _, step = made(model)
             found[name + kind] = _said(model, optimizer, step, world.rank)
     model = network()
     optimizer, _, step = in_state(model)
     found["wrong"] = _said(model, optimizer, step, world.rank, master_weights="masters")
+    model = network()
+    optimizer, whole, step = flat(model)
+
+    def part(one: Tensor) -> Tensor:
+        shared: Tensor = whole(one).flatten()[: one.numel() // 2]
+        return shared
+
+    found["part"] = _said(model, optimizer, step, world.rank, master_weights=part)
     return found
 
 

@@ -15,11 +15,14 @@ def test_master_weights_are_averaged_in_the_layouts_of_four_libraries() -> None:
 
 
 def test_what_would_undo_averages_is_refused_with_a_remedy() -> None:
-    """Masters, slow weights, and a name that the optimizer does not have; on all ranks."""
+    """Masters that are not named, or shared out among ranks, slow weights, a wrong name."""
     for found in on_ranks("refused", 2, module="master_workers"):
         assert all(said.startswith("OptionError") for said in found.values()), found
         assert "master_weights='master_param'" in found["state"]
         assert "master_weights='param_groups_master'" in found["groups"]
+        for layout in ("main", "flat"):
+            assert "the optimizer does not hold '0.weight'" in found[layout]
+        assert "have 10 elements on this rank, the parameter 20" in found["part"]
         assert "'slow' of Slow" in found["slow"]
 
 
