@@ -47,6 +47,14 @@ torch-%:
 	out/torch-$*/bin/python -m pytest -n $(WORKERS) -p no:cacheprovider -m "not gpu and not nightly and not lab" tests/realrun
 	rm -rf out/torch-$*
 
+# torchtitan needs a newer torch than the other tests take.
+.PHONY: torchtitan
+torchtitan:
+	$(PYTHON) -m venv out/torchtitan
+	out/torchtitan/bin/pip install --quiet torch==2.14.1 '.[torchtitan]' pytest pytest-xdist hypothesis psutil
+	out/torchtitan/bin/python -m pytest -p no:cacheprovider tests/realrun/adapters/test_torchtitan.py
+	rm -rf out/torchtitan
+
 docs: $(STAMP)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .mkdocs.yml
 	@echo "open out/docs/index.html"

@@ -1,11 +1,11 @@
 """Local updates in torchtitan: its trainer, its config and its checkpoints (DCP)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
-from torch.distributed.checkpoint.stateful import Stateful
+import tyro
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchtitan.components.checkpointer import MODEL, OPTIMIZER
 from torchtitan.config import Configurable, ParallelismConfig
@@ -16,36 +16,42 @@ from torchtitan.trainer import Trainer
 from co2sim.common.errors import OptionError
 from realrun import algorithms
 from realrun.algorithms import Workers
+from realrun.errors import one_of
 
 STATE = "local_updates"
 """The key, in checkpoints, of what the algorithm keeps and of every worker's own model."""
+
+
+Name: TypeAlias = Literal["CO2", "DiLoCo", "LocalSGD", "OverlapLocalSGD", "SlowMo"]
 
 
 @dataclass(kw_only=True, slots=True)
 class LocalUpdates:
     """The section `local_updates` of the config."""
 
-    algorithm: Literal["CO2", "DiLoCo", "LocalSGD", "OverlapLocalSGD", "SlowMo"] = "CO2"
+    algorithm: Name = "CO2"
     tau: int | None = None
     """Local steps of a round; None: the default of the algorithm."""
-    options: dict[str, bool | int | float | str] = field(default_factory=dict)
-    """Other options of the algorithm, by name."""
+    options: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+    """Other options of the algorithm, by name; not on the command line."""
 
 
 def with_local_updates(
-    config: Trainer.Config, algorithm: str = "CO2", *, tau: int | None = None, **options: Any
+    config: Trainer.Config, algorithm: Name = "CO2", *, tau: int | None = None, **options: Any
 ) -> "LocalUpdateTrainer.Config":
     """A config of torchtitan's own trainer, as one of LocalUpdateTrainer; see there.
 
-    Raises OptionError for the config of another trainer, which has a loop of its own.
+    Raises OptionError for an unknown name, and for the config of another trainer, which has a loop
+    of its own.
     """
+    one_of("algorithm", algorithm, get_args(Name))
     if type(config) is not Trainer.Config:
         raise OptionError(
             f"the config is a {type(config).__qualname__}, whose trainer has a loop of its own; it"
             " must be a torchtitan.trainer.Trainer.Config"
         )
     given = {one.name: getattr(config, one.name) for one in fields(config)}
-    chosen = LocalUpdates(algorithm=algorithm, tau=tau, options=options)  # type: ignore[arg-type] # refused later
+    chosen = LocalUpdates(algorithm=algorithm, tau=tau, options=options)
     return LocalUpdateTrainer.Config(**given, local_updates=chosen)
 
 
@@ -82,10 +88,7 @@ class LocalUpdateTrainer(Trainer):
         (model,) = self.model_parts
         self.algorithm = kind(model, list(self.optimizers), worker=self._workers, **options)
         if self.checkpointer.enable:
-            states = self.checkpointer.states
-            states[OPTIMIZER] = _Optimizers(self)
-            states[STATE] = _Own(self, states[MODEL])
-            states[MODEL] = _Agreed(self, states[MODEL])
+            self._add_states(self.checkpointer.states)
         if config.validator.enable:
             validate = self.validator.validate
 
@@ -145,6 +148,40 @@ class LocalUpdateTrainer(Trainer):
         if not self.algorithm.closed:
             self.algorithm.finish()
 
+    def _add_states(self, states: dict[str, Any]) -> None:
+        """Let a checkpoint keep what is in the docstring of the class."""
+        model, optimizers, algorithm = states[MODEL], self.optimizers, self.algorithm
+
+        def agreed() -> dict[str, Any]:  # copies: it may be written while the model is trained
+            with self.agreed():
+                return {name: one.clone() for name, one in model.state_dict().items()}
+
+        def load_agreed(state: dict[str, Any]) -> None:
+            if STATE not in state:  # otherwise the worker's own model is loaded
+                model.load_state_dict(state)
+
+        def own() -> dict[str, Any]:
+            return {self.worker: dict(model.state_dict()), **algorithm.state_dict()}
+
+        def load_own(state: dict[str, Any]) -> None:
+            model.load_state_dict(state[self.worker])
+            algorithm.load_state_dict(state)
+
+        def steps() -> dict[str, Any]:
+            if not all(one.state for one in optimizers):  # torchtitan would take a step to make it
+                others = self.config.optimizer.build(model_parts=self.model_parts)
+                others.state_dict()
+                for one, other in zip(optimizers, others, strict=True):
+                    one.state.update(other.state)
+            return {self.worker: optimizers.state_dict()}
+
+        def load_steps(state: dict[str, Any]) -> None:
+            optimizers.load_state_dict(state[self.worker])
+
+        states[MODEL] = _Part(agreed, load_agreed)
+        states[STATE] = _Part(own, load_own)
+        states[OPTIMIZER] = _Part(steps, load_steps)
+
 
 class _WorkerDims(ParallelDims):
     """The dimensions of one worker."""
@@ -157,9 +194,10 @@ class _WorkerDims(ParallelDims):
         made = parallel_dims.init_device_mesh
         parallel_dims.init_device_mesh = lambda *_, **__: self.worker_mesh
         try:
-            return super().build_mesh()
+            mesh: DeviceMesh = super().build_mesh()
         finally:
             parallel_dims.init_device_mesh = made
+        return mesh
 
 
 @dataclass(kw_only=True, slots=True)
@@ -179,59 +217,12 @@ class _Shared(Configurable.Config):
         )
 
 
-class _Agreed(Stateful):
-    """The model in a checkpoint: the consensus."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of a checkpoint: what gives it, and what takes it. torch calls this a Stateful."""
 
-    def __init__(self, trainer: LocalUpdateTrainer, model: Stateful) -> None:
-        self._trainer, self._model = trainer, model
-
-    def state_dict(self) -> dict[str, Any]:
-        """Copies: it may be written while the model is trained."""
-        with self._trainer.agreed():
-            return {name: one.clone() for name, one in self._model.state_dict().items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin with it, unless the worker's own model was loaded."""
-        if STATE not in state:
-            self._model.load_state_dict(state)
-
-
-class _Own(Stateful):
-    """The worker's own model, and what the algorithm keeps on this rank."""
-
-    def __init__(self, trainer: LocalUpdateTrainer, model: Stateful) -> None:
-        self._trainer, self._model = trainer, model
-
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors are the live ones; they change in the next step, which waits for copies."""
-        own = {self._trainer.worker: dict(self._model.state_dict())}
-        return {**own, **self._trainer.algorithm.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where this rank was."""
-        self._model.load_state_dict(state[self._trainer.worker])
-        self._trainer.algorithm.load_state_dict(state)
-
-
-class _Optimizers(Stateful):
-    """The worker's own optimizers."""
-
-    def __init__(self, trainer: LocalUpdateTrainer) -> None:
-        self._trainer = trainer
-
-    def state_dict(self) -> dict[str, Any]:
-        """That of torchtitan, without the step that it takes to make one: it would be counted."""
-        trainer, own = self._trainer, self._trainer.optimizers
-        if not all(one.state for one in own):
-            others = trainer.config.optimizer.build(model_parts=trainer.model_parts)
-            others.state_dict()
-            for one, other in zip(own, others, strict=True):
-                one.state.update(other.state)
-        return {trainer.worker: own.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where this worker was."""
-        self._trainer.optimizers.load_state_dict(state[self._trainer.worker])
+    state_dict: Callable[[], dict[str, Any]]
+    load_state_dict: Callable[[dict[str, Any]], None]
 
 
 def _refuse(parallelism: ParallelismConfig, whole: int, size: int) -> None:

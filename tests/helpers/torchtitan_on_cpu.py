@@ -39,7 +39,7 @@ def _device() -> ModuleType:
     return found
 
 
-def _attention(  # noqa: PLR0913 - as FlexAttention is called
+def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -64,8 +64,8 @@ if not hasattr(dist, "set_timeout"):
     dist.set_timeout = dist.distributed_c10d._set_pg_timeout
 
 import torchtitan.distributed.fsdp  # noqa: E402 - what it imports takes the device
-import torchtitan.models.common.attention as attention  # noqa: E402 - as above
 import torchtitan.trainer  # noqa: E402 - as above
+from torchtitan.models.common import attention  # noqa: E402 - as above
 
 attention.FlexAttention._compiled_flex_attn = _attention
 attention._compiled_create_block_mask = create_block_mask

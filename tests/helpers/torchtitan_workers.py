@@ -220,9 +220,7 @@ def _own_loop(
             optim.zero_grad()
             for given, labels in parts:
                 masks = model.get_attention_masks(positions=given["positions"])
-                output = model(
-                    given["input"], positions=given["positions"], attention_masks=masks
-                )
+                output = model(given["input"], positions=given["positions"], attention_masks=masks)
                 loss = torch.nn.functional.cross_entropy(
                     output.flatten(0, 1), labels.flatten(), reduction="sum"
                 )
@@ -280,13 +278,15 @@ def refused(world: World, folder: str) -> dict[str, str]:
     two = dist.get_world_size()
     told = {}
 
-    def one(name: str, config: Trainer.Config, *, plain: bool = False) -> None:
+    def one(
+        name: str, config: Trainer.Config, *, plain: bool = False, algorithm: Any = "LocalSGD"
+    ) -> None:
         try:
             if plain:
                 made = config.build()
                 algorithms.LocalSGD(made.model_parts[0], list(made.optimizers), tau=2)
             else:
-                with_local_updates(config, "LocalSGD", tau=2).build()
+                with_local_updates(config, algorithm, tau=2).build()
         except Co2simError as error:
             told[name] = str(error)
 
@@ -295,6 +295,7 @@ def refused(world: World, folder: str) -> dict[str, str]:
     config.parallelism.pipeline_parallel_degree = two
     one("pipeline", config)
     one("batch", debug_model(Path(folder), two, global_batch_size=two + 1))
+    one("name", debug_model(Path(folder), two), algorithm="co2")
     one("other trainer", LocalUpdateTrainer.Config(model_spec=config.model_spec))
     one("HSDP", debug_model(Path(folder), two), plain=True)
     return told

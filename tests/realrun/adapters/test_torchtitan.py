@@ -81,6 +81,7 @@ def test_mistakes_are_refused_in_one_line(tmp_path: Path) -> None:
         assert "data_parallel_replicate_degree is 1" in told["one worker"]
         assert "pipeline_parallel_degree is 2" in told["pipeline"]
         assert "global_batch_size is 3" in told["batch"]
+        assert "algorithm is 'co2'" in told["name"]
         assert "LocalUpdateTrainer.Config" in told["other trainer"]
         assert "is spread over ranks [0, 1]" in told["HSDP"]
         assert not any("\n" in one for one in told.values())
@@ -107,7 +108,7 @@ def test_the_config_of_the_page_trains(tmp_path: Path) -> None:
     lines = [json.dumps({"text": "a b c d e f g h " * 20}) for _ in range(64)]
     (assets / "c4_test" / "data.json").write_text("\n".join(lines))
     (assets / "tokenizer").mkdir()
-    words = {word: place for place, word in enumerate("<s> </s> a b c d e f g h".split())}
+    words = {word: place for place, word in enumerate(["<s>", "</s>", *"abcdefgh"])}
     model = {"type": "WordLevel", "vocab": words, "unk_token": "<s>"}
     tokenizer = {"version": "1.0", "model": model, "pre_tokenizer": {"type": "Whitespace"}}
     (assets / "tokenizer" / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -116,11 +117,12 @@ def test_the_config_of_the_page_trains(tmp_path: Path) -> None:
     place = ROOT / "tests" / "helpers"
     shutil.copy(place / "torchtitan_on_cpu.py", tmp_path / "train.py")
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    chosen = "--module co2_in_titan --config debug_model --parallelism.data_parallel_replicate_degree 2"
+    chosen = (
+        "--module co2_in_titan --config debug_model --parallelism.data_parallel_replicate_degree 2"
+    )
     small = (
         "--training.seq_len 64 --training.local_batch_size 1 --training.steps 5"
-        " --training.disable_cuda_graphs --local_updates.tau 2 --local_updates.options delay 1"
-        " --checkpoint.enable"
+        " --training.disable_cuda_graphs --local_updates.tau 2 --checkpoint.enable"
     )
     done = subprocess.run(
         [sys.executable, *start, *chosen.split(), *small.split()],
