@@ -110,8 +110,7 @@ class LocalUpdateTrainer(Trainer):
         mesh = init_device_mesh(
             device_type, (workers, size // workers), mesh_dim_names=("worker", "world")
         )
-        inner = mesh.get_group("world") if size > workers else None
-        self._workers = Workers(mesh.get_group("worker"), inner)
+        self._workers = Workers.of_mesh(mesh, "worker")
         self.worker = f"worker{mesh.get_local_rank('worker')}"
         config.dataloader = _Shared(
             loader=config.dataloader, worker=mesh.get_local_rank("worker"), workers=workers

@@ -10,24 +10,27 @@ import torch
 import torch.distributed as dist
 import torchtitan_on_cpu
 from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 from co2sim.common.errors import Co2simError
 from realrun import algorithms
 from realrun.adapters.torchtitan import LocalUpdateTrainer, with_local_updates
+from realrun.algorithms import Workers
 from realrun.execute.world import World
 
-LENGTH, BATCH, STEPS, PARTS = 16, 2, 7, 2
-"""Tokens of a sentence; sentences of a batch; steps; batches of a step."""
+LENGTH, BATCH, STEPS, PARTS, WORKERS = 16, 2, 7, 2, 2
+"""Tokens of a sentence; sentences of a batch; steps; batches of a step; workers of most cases."""
 
 
 class Sentences(IterableDataset[Any]):
@@ -103,7 +106,9 @@ class NoTokenizer(BaseTokenizer):
         raise NotImplementedError
 
 
-def debug_model(folder: Path, workers: int, **training: Any) -> Trainer.Config:
+def debug_model(
+    folder: Path, workers: int, tensor_parallel: int = 1, **training: Any
+) -> Trainer.Config:
     """torchtitan's, with small batches, and a checkpoint after every third step."""
     config = llama3_debugmodel()
     config.dump_folder, config.tokenizer = str(folder), NoTokenizer.Config()
@@ -113,7 +118,7 @@ def debug_model(folder: Path, workers: int, **training: Any) -> Trainer.Config:
     config.training = TrainingConfig(
         **{
             "local_batch_size": BATCH,
-            "global_batch_size": BATCH * PARTS * dist.get_world_size(),
+            "global_batch_size": BATCH * PARTS * dist.get_world_size() // tensor_parallel,
             "seq_len": LENGTH,
             "steps": STEPS,
             "max_norm": 0.5,
@@ -123,7 +128,9 @@ def debug_model(folder: Path, workers: int, **training: Any) -> Trainer.Config:
         }
     )
     config.parallelism = ParallelismConfig(
-        data_parallel_replicate_degree=workers, spmd_backend=torchtitan_on_cpu.BACKEND
+        data_parallel_replicate_degree=workers,
+        tensor_parallel_degree=tensor_parallel,
+        spmd_backend=torchtitan_on_cpu.BACKEND,
     )
     config.checkpoint = CheckpointManager.Config(
         enable=True, interval=3, last_save_model_only=True, keep_latest_k=0
@@ -170,11 +177,12 @@ def saved_model(folder: Path, like: dict[str, Any]) -> str:
 
 
 def trained(
-    world: World, folder: str, workers: int, algorithm: str, **options: Any
+    world: World, folder: str, algorithm: str, tensor_parallel: int = 1, **options: Any
 ) -> dict[str, Any]:
     """From the start to the end."""
     del world
-    made = trainer_of(debug_model(Path(folder), workers), algorithm, **options)
+    config = debug_model(Path(folder), WORKERS, tensor_parallel)
+    made = trainer_of(config, algorithm, **options)
     made.train()
     model = made.model_parts[0].state_dict()
     made.close()
@@ -188,9 +196,11 @@ def trained(
     }
 
 
-def compared(world: World, folder: str, algorithm: str, **options: Any) -> list[float]:
+def compared(
+    world: World, folder: str, algorithm: str, tensor_parallel: int = 1, **options: Any
+) -> list[float]:
     """How far all that torchtitan learned is from a loop of our own; and how much that was."""
-    config = debug_model(Path(folder), dist.get_world_size())
+    config = debug_model(Path(folder), WORKERS, tensor_parallel)
     config.checkpoint.enable = config.validator.enable = False
     made = with_local_updates(config, algorithm, **options).build()
     begun = {name: whole(one) for name, one in made.model_parts[0].state_dict().items()}
@@ -201,21 +211,28 @@ def compared(world: World, folder: str, algorithm: str, **options: Any) -> list[
     model = made.model_config.build()
     model.init_weights(buffer_device=None)
     model.load_state_dict(begun)
-    own = _own_loop(model, world.rank, factor, algorithm, options)
+    size = dist.get_world_size() // WORKERS
+    shards, worker = size // tensor_parallel, world.rank // size
+    options["worker"] = Workers.of_mesh(
+        init_device_mesh("cpu", (WORKERS, size), mesh_dim_names=("across", "inside")), "across"
+    )
+    sources = [iter(DataLoader(Sentences(shards * worker + at), BATCH)) for at in range(shards)]
+    own = _own_loop(model, sources, factor, algorithm, options)
     apart = max(float((one - ended[name]).abs().max()) for name, one in own.items())
     moved = max(float((one - begun[name]).abs().max()) for name, one in own.items())
     return [apart, moved]
 
 
 def _own_loop(
-    model: Any, rank: int, factor: Any, algorithm: str, options: dict[str, Any]
+    model: Any, sources: list[Any], factor: Any, algorithm: str, options: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
+    """Every rank of a worker trains with all data of the worker."""
     optim = torch.optim.AdamW(model.parameters(), 8e-4, (0.9, 0.95), 1e-4, 0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optim, factor)
-    sentences = iter(torch.utils.data.DataLoader(Sentences(rank), batch_size=BATCH))
+    dist_utils.set_spmd_backend("partial_dtensor")
     with getattr(algorithms, algorithm)(model, optim, **options):
         for _ in range(STEPS):
-            parts = [next(sentences) for _ in range(PARTS)]
+            parts = [next(one) for one in sources for _ in range(PARTS)]
             count = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in parts)
             optim.zero_grad()
             for given, labels in parts:
@@ -232,11 +249,16 @@ def _own_loop(
 
 
 def resumed(
-    world: World, folder: str, workers: int, algorithm: str, step: int, **options: Any
+    world: World,
+    folder: str,
+    algorithm: str,
+    step: int,
+    tensor_parallel: int = 1,
+    **options: Any,
 ) -> dict[str, Any]:
     """On from the checkpoint of a step."""
     del world
-    config = debug_model(Path(folder), workers)
+    config = debug_model(Path(folder), WORKERS, tensor_parallel)
     config.checkpoint.load_step = step
     made = trainer_of(config, algorithm, **options)
     made.train()
