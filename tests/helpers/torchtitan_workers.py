@@ -177,11 +177,17 @@ def saved_model(folder: Path, like: dict[str, Any]) -> str:
 
 
 def trained(
-    world: World, folder: str, algorithm: str, tensor_parallel: int = 1, **options: Any
+    world: World,
+    folder: str,
+    algorithm: str,
+    tensor_parallel: int = 1,
+    async_mode: str = "disabled",
+    **options: Any,
 ) -> dict[str, Any]:
     """From the start to the end."""
     del world
     config = debug_model(Path(folder), WORKERS, tensor_parallel)
+    config.checkpoint.async_mode = async_mode
     made = trainer_of(config, algorithm, **options)
     made.train()
     model = made.model_parts[0].state_dict()

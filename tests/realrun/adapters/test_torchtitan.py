@@ -80,8 +80,11 @@ def test_what_is_validated_and_saved_is_the_consensus(
 def test_a_resumed_run_equals_one_that_was_not_cut(
     nproc: int, case: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Bit for bit, from between rounds and from within one, with averages under way."""
-    whole = on(nproc, "trained", tmp_path, **case)[0]
+    """Bit for bit, from between rounds and from within one, with averages under way.
+
+    Checkpoints are written while training goes on.
+    """
+    whole = on(nproc, "trained", tmp_path, async_mode="async", **case)[0]
     for step, validated in ((6, []), (3, whole["validated"][2:])):
         for answer in on(nproc, "resumed", tmp_path, step=step, **case):
             assert answer == {"end": whole["end"], "validated": validated}
