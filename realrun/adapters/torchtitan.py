@@ -60,7 +60,7 @@ class LocalUpdateTrainer(Trainer):
 
     A worker is one of the `parallelism.data_parallel_replicate_degree` replicas. torchtitan sees
     the ranks of its worker only: FSDP2, the tokens that a loss is divided by, gradient norms and
-    logged losses are the worker's own, and no step waits for other workers. Data are shared out
+    logged losses are the worker's own, and its steps wait for no other worker. Data are shared out
     among all, and `training.global_batch_size` is that of all.
 
     In a checkpoint the model is the point that all workers agree on (the consensus), as it is in
