@@ -272,15 +272,15 @@ def resumed(
     return {"end": mark(made.model_parts[0].state_dict()), "validated": made.validated}
 
 
-def begun_at(world: World, folder: str, workers: int, step: int) -> str:
-    """The model at which another number of workers begins, from the checkpoint of a step."""
+def begun_at(world: World, folder: str, workers: int, step: int, without: list[str]) -> str:
+    """The model at which a new algorithm begins, from the checkpoint of a step."""
     del world
     config = debug_model(Path(folder), workers)
     config.checkpoint.load_step, config.checkpoint.load_only = step, True
-    config.checkpoint.exclude_from_loading = ["optimizer", "local_updates", "dataloader"]
+    config.checkpoint.exclude_from_loading = ["local_updates", *without]
     made = trainer_of(config, "LocalSGD", tau=2)
     made.checkpointer.load(step)
-    assert made.step == step
+    assert (made.step, made.algorithm.stats().steps) == (step, 0)
     found = mark(made.model_parts[0].state_dict())
     made.train()
     made.close()

@@ -27,7 +27,7 @@ CASES: list[dict[str, Any]] = [
     {"algorithm": "CO2", "tau": 2},
     DELAYED,
     {"algorithm": "LocalSGD", "tau": 3},
-    {"algorithm": "DiLoCo", "tau": 3},
+    {"algorithm": "DiLoCo", "tau": 2},
 ]
 NAMES = [f"{one['algorithm']}{'-delay' * ('delay' in one)}" for one in CASES]
 INSIDE = {"FSDP2": {**DELAYED, "tensor_parallel": 1}, "TP": {**DELAYED, "tensor_parallel": 2}}
@@ -90,10 +90,12 @@ def test_a_resumed_run_equals_one_that_was_not_cut(
             assert answer == {"end": whole["end"], "validated": validated}
 
 
-def test_other_numbers_of_workers_begin_at_the_consensus(tmp_path: Path) -> None:
-    """Without what belongs to workers they go on from a checkpoint, at its step."""
+def test_a_new_algorithm_begins_at_the_consensus(tmp_path: Path) -> None:
+    """At a checkpoint's step, with other workers, or their optimizers; loads are no steps."""
     third = on(2, "trained", tmp_path, **CASES[0])[0]["saved"][0]
-    assert on(4, "begun_at", tmp_path, workers=4, step=3) == [third] * 4
+    for workers, without in ((2, []), (4, ["optimizer", "dataloader"])):
+        given: dict[str, Any] = {"workers": workers, "step": 3, "without": without}
+        assert on(workers, "begun_at", tmp_path, **given) == [third] * workers
 
 
 def test_mistakes_are_refused_in_one_line(tmp_path: Path) -> None:
