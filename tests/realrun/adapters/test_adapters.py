@@ -124,24 +124,18 @@ def test_transformers_trains_as_a_loop_of_ones_own(tmp_path: Path) -> None:
 # --- other numbers of ranks, and the page ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_the_scripts_of_the_page_run(library: str, tmp_path: Path) -> None:
-    """On two ranks, as written; only on the CPU."""
-    pytest.importorskip(library)
-    (script,) = (
-        block.text
-        for block in blocks(ROOT / "docs" / "frameworks.md")
-        if f"adapters.{library} " in block.text
-    )
-    (tmp_path / "script.py").write_text(script)
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
+def run_script(text: str, ranks: int, folder: Path) -> None:
+    """Run a script of the page under torchrun; only on the CPU."""
+    (folder / "script.py").write_text(text)
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
-        [sys.executable, *start],
-        cwd=tmp_path,
+        [sys.executable, *start, "script.py"],
+        cwd=folder,
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "ACCELERATE_USE_CPU": "1",
+            "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
         },
         capture_output=True,
@@ -150,5 +144,25 @@ def test_the_scripts_of_the_page_run(library: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+PAGE = ROOT / "docs" / "frameworks.md"
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("plain", 2), ("fsdp2", 4), ("tensor_parallel", 4)], ids=str
+)
+def test_the_scripts_without_a_library_run(name: str, ranks: int, tmp_path: Path) -> None:
+    """Plain PyTorch, FSDP2, and tensor parallelism with FSDP2, as written."""
+    (script,) = (one.text for one in blocks(PAGE) if one.title == f"{name}_training.py")
+    run_script(script, ranks, tmp_path)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_scripts_of_the_page_run(library: str, tmp_path: Path) -> None:
+    """On two ranks, as written; only on the CPU."""
+    pytest.importorskip(library)
+    (script,) = (one.text for one in blocks(PAGE) if f"adapters.{library} " in one.text)
+    run_script(script, 2, tmp_path)
     folders = {"accelerate": "out/state/local_updates", "transformers": "out/model"}
     assert (tmp_path / folders.get(library, "lightning_logs")).is_dir()
