@@ -1,7 +1,12 @@
 """The Triton kernels of block quantization, and what their programs share.
 
-One program handles one block of one row. int4 is worked on in two halves, the elements at even
-and those at odd places, since two of them share a byte; blocks of int4 must therefore be even.
+One program handles BLOCKS neighbouring blocks of a row: a tile [BLOCKS, SIZE], where SIZE is a
+power of two, BLOCK or above. Codes are read and written by the byte. PER elements share one, so
+int4 has two tiles of half the width, for the low and the high halves of bytes; its BLOCK must be
+even. A row has `units` x ALIGN bytes of codes, and with ODD half a byte less: said like this,
+Triton sees how much it may move at once. Received codes are read VECTOR bytes at a time, which
+their addresses must be multiples of.
+
 Rounding to nearest gives the reference's bits: the same operations in the same order, without
 contraction to multiply-adds. Stochastic rounding follows the same law with Triton's own random
 numbers. A block with an inf or a NaN gets a scale of NaN, where the reference may have inf.
@@ -19,106 +24,130 @@ from co2sim.common.validation import whole
 from co2sim.schedule.schedule import SCALE_BYTES
 
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)
-"""Added and taken away again, it rounds fp32 to whole numbers, half to even."""
-_LARGEST = tl.constexpr((2 - 2.0**-23) * 2.0**127)
+"""Added to a float, it leaves the nearest whole number, half to even, in the low bits."""
+_HALVES = tl.constexpr(0x4B000088)
+"""A byte of int4, exclusive-or this: the bits of 2**23 + 16 * (high half + 8) + (low half + 8)."""
+
+
+@triton.jit
+def _wide(number: tl.tensor) -> tl.tensor:
+    return tl.full((), number, tl.int64)
+
+
+@triton.jit
+def _tile(
+    first: tl.tensor,
+    length: tl.tensor,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Where in a row of `length` the lanes of blocks from `first` on are, and which there are."""
+    lane = tl.arange(0, SIZE)[None, :]
+    at = tl.arange(0, BLOCKS)[:, None] * BLOCK + lane
+    start = _wide(first) * BLOCK
+    return start + at, (lane < BLOCK) & (at < length - start)
+
+
+@triton.jit
+def _magnitude(x: tl.tensor) -> tl.tensor:
+    """Whole numbers in the order of absolute values; inf and NaN are the largest."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _rounded(
-    steps: tl.tensor, seed: tl.tensor, at: tl.tensor, TOP: tl.constexpr, STOCHASTIC: tl.constexpr
+    steps: tl.tensor, draw: tl.tensor, TOP: tl.constexpr, STOCHASTIC: tl.constexpr
 ) -> tl.tensor:
+    """Codes in the low bits of int32."""
     if STOCHASTIC:
         below = tl.floor(steps)
-        steps = below + (tl.rand(seed, at) < steps - below).to(tl.float32)
-    else:
-        steps = (steps + _ROUNDER) - _ROUNDER
-    return tl.minimum(tl.maximum(steps, -TOP), TOP).to(tl.int32)
+        steps = below + (draw < steps - below).to(tl.float32)
+        steps = tl.minimum(tl.maximum(steps, -TOP), TOP)
+    # Steps are above TOP by a few roundings at most, so that the nearest code never is.
+    return (steps + _ROUNDER).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _encode(
     low: tl.tensor,
     high: tl.tensor,
-    low_at: tl.tensor,
-    inside: tl.tensor,
     codes: tl.tensor,
     scales: tl.tensor,
-    row: tl.tensor,
-    program: tl.tensor,
     seed: tl.tensor,
-    elements: tl.tensor,
+    row: tl.tensor,
+    first: tl.tensor,
     row_bytes: tl.tensor,
-    HALVES: tl.constexpr,
+    blocks: tl.tensor,
+    PER: tl.constexpr,
     TOP: tl.constexpr,
     SHARE: tl.constexpr,
     SMALLEST: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
 ) -> None:
-    """Write the codes and the scale of one block; lanes outside hold zeros."""
-    bad = tl.sum(tl.where(tl.abs(low) <= _LARGEST, 0, 1), axis=0)
-    if HALVES:
-        bad += tl.sum(tl.where(tl.abs(high) <= _LARGEST, 0, 1), axis=0)
-    good = bad == 0
-    low = tl.where(good, low, 0.0)
-    largest = tl.max(tl.abs(low), axis=0)
-    if HALVES:
-        high = tl.where(good, high, 0.0)
-        largest = tl.maximum(largest, tl.max(tl.abs(high), axis=0))
-    scale = tl.maximum(largest * SHARE, SMALLEST)
-    inverse = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
-    place = row * elements + low_at
-    first = _rounded(low * inverse, seed, place, TOP, STOCHASTIC)
-    if HALVES:
-        second = _rounded(high * inverse, seed, place + 1, TOP, STOCHASTIC)
-        byte = ((first & 15) | ((second & 15) << 4)).to(tl.uint8)
-        tl.store(codes + row * row_bytes + low_at // 2, byte, mask=inside)
-    else:
-        tl.store(codes + row * row_bytes + low_at, first.to(tl.int8), mask=inside)
-    tl.store(scales + program, tl.where(good, scale, float("nan")))
-
-
-@triton.jit
-def _decode(
-    codes: tl.tensor,
-    scales: tl.tensor,
-    row: tl.tensor,
-    at: tl.tensor,
-    inside: tl.tensor,
-    block: tl.tensor,
-    row_bytes: tl.tensor,
-    row_scales: tl.tensor,
-    HALVES: tl.constexpr,
-) -> tl.tensor:
-    """Elements `at` of a row, in fp32."""
-    scale = tl.load(scales + row * row_scales + at // block, mask=inside, other=0.0)
-    if HALVES:
-        byte = tl.load(codes + row * row_bytes + at // 2, mask=inside, other=0).to(tl.int32)
-        code = (((byte >> ((at % 2) * 4).to(tl.int32)) & 15) ^ 8) - 8
-    else:
-        code = tl.load(codes + row * row_bytes + at, mask=inside, other=0)
-    return code.to(tl.float32) * scale
+    """Write codes and scales of the blocks from `first` on; lanes outside hold zeros."""
+    magnitude = _magnitude(low)
+    if PER > 1:
+        magnitude = tl.maximum(magnitude, _magnitude(high))
+    largest = tl.max(magnitude, axis=1, keep_dims=True).to(tl.float32, bitcast=True)
+    scale = tl.where(largest < float("inf"), tl.maximum(largest * SHARE, SMALLEST), float("nan"))
+    inverse = tl.div_rn(tl.full((BLOCKS, 1), 1.0, tl.float32), scale)
+    at, inside = _tile(first, row_bytes, BLOCK // PER, BLOCKS, SIZE // PER)
+    at += row * row_bytes
+    draw, other = low, high
+    if STOCHASTIC:
+        draw, other, _, _ = tl.rand4x(seed, at)
+    code = _rounded(low * inverse, draw, TOP, STOCHASTIC)
+    if PER > 1:
+        code = (code & 15) | (_rounded(high * inverse, other, TOP, STOCHASTIC) << 4)
+    tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
+    index = tl.arange(0, BLOCKS)[:, None]
+    tl.store(scales + (row * blocks + first) + index, scale, mask=index < blocks - first)
 
 
 @triton.jit
 def _sum(
     codes: tl.tensor,
     scales: tl.tensor,
-    row: tl.tensor,
-    ranks: tl.tensor,
     at: tl.tensor,
     inside: tl.tensor,
-    block: tl.tensor,
+    index: tl.tensor,
+    own: tl.tensor,
     row_bytes: tl.tensor,
     row_scales: tl.tensor,
-    HALVES: tl.constexpr,
-) -> tl.tensor:
-    """The sum of `ranks` rows from `row` on, in their order."""
-    total = _decode(codes, scales, row, at, inside, block, row_bytes, row_scales, HALVES)
-    for rank in range(1, ranks):
-        total += _decode(
-            codes, scales, row + rank, at, inside, block, row_bytes, row_scales, HALVES
-        )
-    return total
+    ALIGNED: tl.constexpr,
+    VECTOR: tl.constexpr,
+    RANKS: tl.constexpr,
+    PER: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The fp32 sums over RANKS rows, in their order: low and high halves of bytes, or all twice.
+
+    Lanes have the scale of block `index`, unless ALIGNED is false: then only `own` ones do, and
+    all others that of the block after it.
+    """
+    # -0.0, to which compilers know that adding changes nothing; Triton 3.6 reads that as 0.0.
+    low = tl.full(inside.shape, -1.0, tl.float32) * 0.0
+    high = low
+    # Codes that are read one by one leave no registers to work on several ranks at once.
+    for rank in tl.range(0, RANKS, loop_unroll_factor=min(RANKS, 4, VECTOR * PER)):
+        place = tl.max_contiguous(codes + _wide(rank) * row_bytes + at, [1, VECTOR])
+        code = tl.load(tl.multiple_of(place, [1, VECTOR]), mask=inside, other=0)
+        found = scales + (_wide(rank) * row_scales + index)
+        scale = tl.load(found, mask=index < row_scales, other=0.0)
+        if not ALIGNED:
+            after = tl.load(found + 1, mask=index + 1 < row_scales, other=0.0)
+            scale = tl.where(own, scale, after)
+        if PER > 1:
+            both = code.to(tl.int32) ^ _HALVES
+            upper = (both & -16).to(tl.float32, bitcast=True)
+            low += (both.to(tl.float32, bitcast=True) - upper - 8.0) * scale
+            high += tl.fma(upper, 2.0**-4, -(2.0**19 + 8)) * scale  # without a rounding
+        else:
+            low += code.to(tl.float32) * scale
+    return low, high
 
 
 @triton.jit
@@ -127,33 +156,33 @@ def quantize_kernel(
     codes: tl.tensor,
     scales: tl.tensor,
     seed: tl.tensor,
-    elements: tl.tensor,
+    units: tl.tensor,
     blocks: tl.tensor,
-    block: tl.tensor,
-    row_bytes: tl.tensor,
-    HALVES: tl.constexpr,
+    groups: tl.tensor,
+    ALIGN: tl.constexpr,
+    ODD: tl.constexpr,
+    PER: tl.constexpr,
     TOP: tl.constexpr,
     SHARE: tl.constexpr,
     SMALLEST: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """Codes and scales of rows of floats: a program for each block."""
-    program = tl.program_id(0).to(tl.int64)
-    row = program // blocks
-    lane = tl.arange(0, SIZE)
-    if HALVES:
-        lane = 2 * lane
-    at = (program % blocks) * block + lane
-    inside = (lane < block) & (at < elements)
-    source = x + row * elements + at
-    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    """Codes and scales of rows of floats."""
+    program = tl.program_id(0)
+    row, first = _wide(program // groups), program % groups * BLOCKS
+    row_bytes = _wide(units) * ALIGN
+    elements = row_bytes * PER - ODD
+    at, inside = _tile(first, elements, BLOCK, BLOCKS, SIZE)
+    low = tl.load(x + row * elements + at, mask=inside, other=0.0).to(tl.float32)
     high = low
-    if HALVES:
-        high = tl.load(source + 1, mask=inside & (at + 1 < elements), other=0.0).to(tl.float32)
+    if PER > 1:
+        low, high = tl.split(tl.reshape(low, (BLOCKS, SIZE // 2, 2)))
     _encode(
-        low, high, at, inside, codes, scales, row, program, seed, elements, row_bytes,
-        HALVES, TOP, SHARE, SMALLEST, STOCHASTIC,
+        low, high, codes, scales, seed, row, first, row_bytes, blocks,
+        PER, TOP, SHARE, SMALLEST, STOCHASTIC, BLOCK, BLOCKS, SIZE,
     )  # fmt: skip
 
 
@@ -162,23 +191,33 @@ def sum_kernel(
     codes: tl.tensor,
     scales: tl.tensor,
     out: tl.tensor,
-    ranks: tl.tensor,
-    elements: tl.tensor,
-    chunks: tl.tensor,
-    block: tl.tensor,
+    units: tl.tensor,
+    groups: tl.tensor,
     row_bytes: tl.tensor,
     row_scales: tl.tensor,
-    HALVES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ODD: tl.constexpr,
+    VECTOR: tl.constexpr,
+    RANKS: tl.constexpr,
+    PER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """The fp32 sums of groups of `ranks` quantized rows: a program for each SIZE elements."""
-    program = tl.program_id(0).to(tl.int64)
-    row = program // chunks
-    at = (program % chunks) * SIZE + tl.arange(0, SIZE)
-    inside = at < elements
-    total = _sum(
-        codes, scales, row * ranks, ranks, at, inside, block, row_bytes, row_scales, HALVES
-    )
+    """The fp32 sums of groups of RANKS quantized rows."""
+    program = tl.program_id(0)
+    row, first = _wide(program // groups), program % groups * BLOCKS
+    at, inside = _tile(first, _wide(units) * ALIGN, BLOCK // PER, BLOCKS, SIZE // PER)
+    index = first + tl.arange(0, BLOCKS)[:, None]
+    total, high = _sum(
+        codes + row * RANKS * row_bytes, scales + row * RANKS * row_scales,
+        at, inside, index, inside, row_bytes, row_scales,
+        ALIGNED=True, VECTOR=VECTOR, RANKS=RANKS, PER=PER,
+    )  # fmt: skip
+    if PER > 1:
+        total = tl.reshape(tl.join(total, high), (BLOCKS, SIZE))
+    elements = _wide(units) * (ALIGN * PER) - ODD
+    at, inside = _tile(first, elements, BLOCK, BLOCKS, SIZE)
     tl.store(out + row * elements + at, total, mask=inside)
 
 
@@ -189,39 +228,44 @@ def sum_and_quantize_kernel(
     new_codes: tl.tensor,
     new_scales: tl.tensor,
     seed: tl.tensor,
-    ranks: tl.tensor,
-    part: tl.tensor,
+    units: tl.tensor,
     blocks: tl.tensor,
-    block: tl.tensor,
+    groups: tl.tensor,
     row_bytes: tl.tensor,
     row_scales: tl.tensor,
-    part_bytes: tl.tensor,
-    HALVES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ODD: tl.constexpr,
+    VECTOR: tl.constexpr,
+    RANKS: tl.constexpr,
+    PER: tl.constexpr,
     TOP: tl.constexpr,
     SHARE: tl.constexpr,
     SMALLEST: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """Codes and scales of parts of a sum of rows: a program for each block."""
-    program = tl.program_id(0).to(tl.int64)
-    row = program // blocks
-    lane = tl.arange(0, SIZE)
-    if HALVES:
-        lane = 2 * lane
-    at = (program % blocks) * block + lane
-    inside = (lane < block) & (at < part)
-    place = row * part + at
-    low = _sum(codes, scales, 0, ranks, place, inside, block, row_bytes, row_scales, HALVES)
-    high = low
-    if HALVES:
-        high_inside = inside & (at + 1 < part)
-        high = _sum(
-            codes, scales, 0, ranks, place + 1, high_inside, block, row_bytes, row_scales, HALVES
-        )
+    """Codes and scales of parts of a sum of rows; ALIGNED parts start where blocks do."""
+    program = tl.program_id(0)
+    row, first = _wide(program // groups), program % groups * BLOCKS
+    part_bytes = _wide(units) * ALIGN
+    at, inside = _tile(first, part_bytes, BLOCK // PER, BLOCKS, SIZE // PER)
+    begin = row * (part_bytes * PER - ODD)
+    index = begin // BLOCK + first + tl.arange(0, BLOCKS)[:, None]
+    own = tl.arange(0, SIZE // PER)[None, :] < (BLOCK - begin % BLOCK) // PER
+    low, high = _sum(
+        codes + row * part_bytes, scales, at, inside, index, own, row_bytes, row_scales,
+        ALIGNED, VECTOR, RANKS, PER,
+    )  # fmt: skip
+    if not ALIGNED:  # a scale of the next part may be NaN
+        low, high = tl.where(inside, low, 0.0), tl.where(inside, high, 0.0)
+    if ODD:
+        high = tl.where(at < part_bytes - 1, high, 0.0)
     _encode(
-        low, high, at, inside, new_codes, new_scales, row, program, seed, part, part_bytes,
-        HALVES, TOP, SHARE, SMALLEST, STOCHASTIC,
+        low, high, new_codes, new_scales, seed, row, first, part_bytes, blocks,
+        PER, TOP, SHARE, SMALLEST, STOCHASTIC, BLOCK, BLOCKS, SIZE,
     )  # fmt: skip
 
 

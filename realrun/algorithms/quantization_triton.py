@@ -3,6 +3,7 @@
 Importing this needs Triton. What is given has been checked by `quantize`.
 """
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from realrun.algorithms.quantization_kernels import (
     sum_kernel,
 )
 
-_LANES = 1024
-"""Elements that one program decodes."""
+_THREADS, _LANES = 128, 16
+"""Threads of a program, unless one block needs more, and what each has: floats or bytes."""
+_MOST_WARPS = 32
 
 
 def quantize(x: Tensor, bits: int, block: int, seed: int | None) -> tuple[Tensor, Tensor]:
@@ -28,10 +30,12 @@ def quantize(x: Tensor, bits: int, block: int, seed: int | None) -> tuple[Tensor
     x = x.contiguous()
     elements, lead = x.shape[-1], x.shape[:-1]
     codes, scales = _empty(x, lead, elements, bits, block)
+    blocks = scales.shape[-1]
+    groups, units, constants = _tile(bits, block, elements, _LANES * 8 // bits)
     with torch.cuda.device_of(x):
-        quantize_kernel[(scales.numel(),)](
-            x, codes, scales, seed or 0, elements, scales.shape[-1], block, codes.shape[-1],
-            **_encoding(bits, block, elements, seed),
+        quantize_kernel[(scales.numel() // blocks * groups,)](
+            x, codes, scales, seed or 0, units, blocks, groups,
+            **constants, **_encoding(bits, seed),
         )  # fmt: skip
     return codes, scales
 
@@ -61,13 +65,19 @@ def sum_and_quantize(
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of `parts` rows, of the sum of rows [ranks, ...] of `elements`."""
     part = elements // parts
+    if bits == HALF_BYTE and part % 2 and parts > 1:  # parts start in the middle of a byte
+        total = sum_rows(codes, scales, bits, block, elements)
+        return quantize(total.view(parts, part), bits, block, seed)
     scales = scales.contiguous()
     made, made_scales = _empty(codes, (parts,), part, bits, block)
+    blocks = made_scales.shape[-1]
+    groups, units, constants = _tile(bits, block, part, _LANES * 8 // bits)
     with torch.cuda.device_of(codes):
-        sum_and_quantize_kernel[(made_scales.numel(),)](
-            codes, scales, made, made_scales, seed or 0, len(codes), part, made_scales.shape[-1],
-            block, codes.stride(0), scales.shape[-1], made.shape[-1],
-            **_encoding(bits, block, part, seed),
+        sum_and_quantize_kernel[(parts * groups,)](
+            codes, scales, made, made_scales, seed or 0, units, blocks, groups, codes.stride(0),
+            scales.shape[-1], ALIGNED=parts == 1 or part % block == 0,
+            VECTOR=_vector(codes, bits, block, part, 16), RANKS=len(codes),
+            **constants, **_encoding(bits, seed),
         )  # fmt: skip
     return made, made_scales
 
@@ -77,31 +87,61 @@ def _decode_rows(
 ) -> None:
     elements = out.shape[-1]
     flat, scales = codes.reshape(-1, codes.shape[-1]), scales.contiguous()
-    chunks = -(-elements // _LANES)
+    groups, units, constants = _tile(bits, block, elements, _LANES)
+    # Codes of 4 elements, since a thread stores 4 floats at a time.
+    vector = _vector(flat, bits, block, elements, bits // 2)
     with torch.cuda.device_of(codes):
-        sum_kernel[(out.numel() // elements * chunks,)](
-            flat, scales, out, ranks, elements, chunks, block, flat.stride(0), scales.shape[-1],
-            HALVES=bits == HALF_BYTE, SIZE=_LANES, enable_fp_fusion=False,
+        sum_kernel[(len(flat) // ranks * groups,)](
+            flat, scales, out, units, groups, flat.stride(0), scales.shape[-1],
+            VECTOR=vector, RANKS=ranks, **constants,
         )  # fmt: skip
 
 
 def _empty(
     like: Tensor, lead: tuple[int, ...], elements: int, bits: int, block: int
 ) -> tuple[Tensor, Tensor]:
-    codes, dtype = (-(-elements // 2), torch.uint8) if bits == HALF_BYTE else (elements, torch.int8)
+    dtype = torch.uint8 if bits == HALF_BYTE else torch.int8
     scales = like.new_empty((*lead, -(-elements // block)), dtype=torch.float32)
-    return like.new_empty((*lead, codes), dtype=dtype), scales
+    return like.new_empty((*lead, _row_bytes(bits, elements)), dtype=dtype), scales
 
 
-def _encoding(bits: int, block: int, elements: int, seed: int | None) -> dict[str, Any]:
+def _row_bytes(bits: int, elements: int) -> int:
+    return -(-elements * bits // 8)
+
+
+def _vector(codes: Tensor, bits: int, block: int, elements: int, most: int) -> int:
+    """Bytes to read at a time of blocks in rows that may lie anywhere in a message."""
+    row = _row_bytes(bits, elements)
+    return gcd(most, codes.data_ptr(), codes.stride(0), row, block * bits // 8)
+
+
+def _tile(bits: int, block: int, elements: int, lanes: int) -> tuple[int, int, dict[str, Any]]:
+    """Programs of a row, its units, and constants; a thread has `lanes` elements."""
+    blocks, row = -(-elements // block), _row_bytes(bits, elements)
+    size = max(triton.next_power_of_2(min(block, elements)), 8 // bits)
+    many = min(max(_THREADS * lanes // size, 1), triton.next_power_of_2(blocks))
+    align = gcd(16, row)
+    return (
+        -(-blocks // many),
+        row // align,
+        {
+            "ALIGN": align,
+            "ODD": row * 8 // bits - elements,
+            "PER": 8 // bits,
+            "BLOCK": block,
+            "BLOCKS": many,
+            "SIZE": size,
+            "num_warps": min(max(many * size // (lanes * 32), 1), _MOST_WARPS),
+            "enable_fp_fusion": False,
+        },
+    )
+
+
+def _encoding(bits: int, seed: int | None) -> dict[str, Any]:
     """Constants of a kernel that writes codes."""
-    lanes = min(block, elements)
     return {
-        "HALVES": bits == HALF_BYTE,
         "TOP": TOP[bits],
         "SHARE": SHARE[bits],
         "SMALLEST": SMALLEST,
         "STOCHASTIC": seed is not None,
-        "SIZE": triton.next_power_of_2(-(-lanes // 2) if bits == HALF_BYTE else lanes),
-        "enable_fp_fusion": False,
     }

@@ -24,8 +24,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 WITHOUT_GPU = "no CUDA device: test_the_kernels_interpreted_on_a_cpu runs it"
 device = pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason=WITHOUT_GPU)
-CASES = [(1, 5, 4), (3, 1, 2), (2, 1026, 256), (3, 213, 96), (2, 96, 2048)]
-"""Rows, elements, block: short and odd rows, blocks that are no power of two, larger than a row."""
+CASES = [(1, 5, 4), (3, 1, 2), (2, 6426, 256), (3, 213, 96), (2, 96, 2048)]
+"""Rows, elements, block: short and odd rows, several programs for a row, of which the last has
+fewer blocks, blocks that are no power of two, larger than a row."""
 
 
 def rows(count: int, elements: int, kind: str, dtype: torch.dtype) -> Tensor:
@@ -117,6 +118,27 @@ def test_infinity_and_nan_spoil_their_block_only() -> None:
             assert back.isfinite().tolist() == [good, [True] * 10]
             summed = fused.sum_and_quantize(*made, bits, 4, 10, 1, None)
             assert fused.dequantize(*summed, bits, 4, 10).isfinite().tolist() == [good]
+            # Parts that start within blocks: the spoiled one begins where the second part ends.
+            y = torch.ones(2, 18, device=DEVICE)
+            y[1, 13] = value
+            made = fused.quantize(y, bits, 4, None)
+            summed = fused.sum_and_quantize(*made, bits, 4, 18, 3, None)
+            back = fused.dequantize(*summed, bits, 4, 6)
+            assert back.isfinite().tolist() == [[True] * 6, [True] * 6, [False] * 4 + [True] * 2]
+
+
+@device
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_may_lie_further_apart_than_32_bits_count(bits: Bits) -> None:
+    """Of the memory between them, little is touched."""
+    x = torch.randn(3, 64).to(DEVICE)
+    codes, scales = plain(x, bits, 16)
+    far = codes.new_empty(2**31 + 2**12).as_strided(codes.shape, (2**30 + 16, 1))
+    far.copy_(codes)
+    total = fused.sum_rows(far, scales, bits, 16, 64)
+    assert torch.equal(total, fused.sum_rows(codes, scales, bits, 16, 64))
+    found = fused.sum_and_quantize(far, scales, bits, 16, 64, 1, None)
+    assert torch.equal(found[0], plain(total.view(1, 64), bits, 16).codes)
 
 
 @pytest.mark.gpu
@@ -143,12 +165,18 @@ def test_cuda_tensors_take_the_kernels(bits: Bits, monkeypatch: pytest.MonkeyPat
     ("bits", "capability"), [(4, 90), pytest.param(8, 80, marks=pytest.mark.nightly)]
 )
 def test_kernels_compile_without_contraction_and_flushing(bits: Bits, capability: int) -> None:
-    """For GPUs of any kind, also without one: exact division, no multiply-add, denormals kept."""
+    """For GPUs of any kind, also without one: exact division, denormals kept, wide accesses.
+
+    The only multiply-adds have a factor of 1/16, and are exact.
+    """
     from triton.backends.compiler import GPUTarget  # noqa: PLC0415 - needs Triton
     from triton.compiler import ASTSource, compile  # noqa: A004, PLC0415
 
-    constants = fused._encoding(bits, 2048, 10_000, None)
-    options = {"enable_fp_fusion": constants.pop("enable_fp_fusion")}
+    received = {"ALIGNED": True, "RANKS": 4, "VECTOR": 16}
+    constants = (
+        fused._tile(bits, 2048, 10_240, 128 // bits)[-1] | fused._encoding(bits, None) | received
+    )
+    options = {name: constants.pop(name) for name in ("enable_fp_fusion", "num_warps")}
     tensors = {"x": "*bf16", "out": "*fp32", "scales": "*fp32", "new_scales": "*fp32"}
     codes = "*u8" if bits == 4 else "*i8"
     for kernel in (kernels.quantize_kernel, kernels.sum_kernel, kernels.sum_and_quantize_kernel):
@@ -159,18 +187,24 @@ def test_kernels_compile_without_contraction_and_flushing(bits: Bits, capability
             else tensors.get(name, codes if name.endswith("codes") else "i32")
             for name in names
         }
+        constants["VECTOR"] = bits // 2 if kernel is kernels.sum_kernel else 16
         known = {(names.index(name),): value for name, value in constants.items() if name in names}
+        whole = [["tt.divisibility", 16]]
+        aligned = {(i,): whole for i, n in enumerate(names) if signature[n].startswith("*")}
         made = compile(
-            ASTSource(kernel, signature, known), GPUTarget("cuda", capability, 32), options
+            ASTSource(kernel, signature, known, aligned), GPUTarget("cuda", capability, 32), options
         )
         text = made.asm["ptx"]
-        assert "fma.rn.f32" not in text
+        assert all("0f3D800000" in line for line in re.findall(r"fma\.rn\.f32.*", text))
         assert ".ftz" not in text
+        assert ".local" not in text
+        assert "st.global.v4.b32" in text
+        if kernel is not kernels.sum_kernel:
+            assert "ld.global.v4.b32" in text
         if kernel is not kernels.sum_kernel:
             assert "div.rn.f32" in text
             assert "div.full" not in text
             assert text.count("0f4B400000") >= 2  # the rounding is not optimized away
-            assert "0fCB400000" in text
 
 
 @pytest.mark.nightly
