@@ -542,6 +542,25 @@ def _line(name: str, one: Tensor) -> str:
     return f"{name}: {tuple(one.shape)} {dtype}, strides {strides}{placed}"
 
 
+def connected(
+    workers: Workers, seconds: Seconds, *, owns: bool, offload: bool, pg_options: Any
+) -> WorkerGroups:
+    """The communicators; averages of what is on the host go over Gloo. Raises OptionError."""
+    flag("offload", offload)
+    over = "gloo" if offload else None
+    refuse_options(pg_options, over)
+    return WorkerGroups(workers, seconds, owns=owns, average_over=over, pg_options=pg_options)
+
+
+def loop_of(
+    model: nn.Module, rule: Rule, flat: Flat, links: WorkerGroups, average: Average, tau: int
+) -> OuterLoop:
+    """The loop that uses averages as the rule says."""
+    if rule.late:
+        return DelayedLoop(model, rule, rule.late, flat, links, average, tau)
+    return RoundLoop(model, rule, flat, links, average)
+
+
 class Common(TypedDict, total=False):
     """Options of every algorithm; LocalUpdate says what they mean."""
 
@@ -654,13 +673,8 @@ class LocalUpdate(Resumable, Ending):
         parameters = trainable(model, optimizers, self._masters)
         workers = workers_of(worker)
         refuse_wider(model, optimizers, workers)
-        flag("offload", offload)
-        over = "gloo" if offload else None
-        refuse_options(pg_options, over)
         owns = worker in {"node", "site"}
-        self._links = WorkerGroups(
-            workers, seconds, owns=owns, average_over=over, pg_options=pg_options
-        )
+        self._links = connected(workers, seconds, owns=owns, offload=offload, pg_options=pg_options)
         self._trained = {id(one) for _, one in parameters}
         if self._masters:
             self._trained |= {id(one) for one in held(optimizers)}
@@ -672,21 +686,16 @@ class LocalUpdate(Resumable, Ending):
         layout, parts = describe(parameters, workers, rule, self._tau), "\n".join(flat.describe())
         self._layout = layout if len(workers.inner_ranks) == 1 else f"{layout}\n{parts}"
         settings = {"dtype": wire, "bucket_mib": bucket_mib, "check_every": self._check_every}
-        others = describe_others(model, parameters)
         own = describe_settings(optimizers, rule, settings)
-        self._described = text = "\n".join([layout, *others, *own])
-        self._links.agree("model, optimizer or setting", text, across=parts)
+        self._described = "\n".join([layout, *describe_others(model, parameters), *own])
+        self._links.agree("model, optimizer or setting", self._described, across=parts)
         self._replaced = self._links.share(
             (memory(one) if isinstance(one, DTensor) else one, holders[name].ranks)
             for name, one in tensors.items()
         )
         size, notices = int(bucket_mib * 2**20), self._links.notices
         average = Average(self._links.average, wire, seconds, size, notices)
-        self._outer: OuterLoop = (
-            DelayedLoop(model, rule, rule.late, flat, self._links, average, self._tau)
-            if rule.late
-            else RoundLoop(model, rule, flat, self._links, average)
-        )
+        self._outer = loop_of(model, rule, flat, self._links, average, self._tau)
         self._rates = RateWatch(optimizers, self._links)
         self._started, self._began = False, time.monotonic()
         self._stepped: dict[Optimizer, int] = {}

@@ -86,7 +86,7 @@ def test_the_source_distribution_builds_the_same_wheel(built: Path) -> None:
     """`build` makes the wheel from it: without git, its version stays, and all data is inside."""
     (source,), (wheel,) = ((built / "dist").glob(f"*.{kind}") for kind in ("tar.gz", "whl"))
     version = wheel.name.split("-")[1]
-    assert source.name == f"co2sim-{version}.tar.gz"
+    assert source.name == f"co2sim_training-{version}.tar.gz"
     assert Version(version).local is None
     with ZipFile(wheel) as files:
         inside = set(files.namelist())
