@@ -30,7 +30,7 @@ from torch.optim import AdamW
 
 from co2sim.schedule.schedule import SCALE_BYTES
 from realrun.algorithms.quantization import dequantize, quantize
-from realrun.algorithms.quantization_kernels import SHARE, SMALLEST, TOP, Bits, Rounding
+from realrun.algorithms.quantization_format import SHARE, SMALLEST, TOP, Bits, Rounding
 from realrun.train.settings import TrainSettings
 from realrun.train.tasks.registry import make_task
 from realrun.train.tasks.task import Task, loss_of, means, scores

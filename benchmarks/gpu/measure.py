@@ -39,7 +39,7 @@ from realrun.algorithms import CO2, LocalSGD, quantization
 from realrun.algorithms.averaging import Average
 from realrun.algorithms.outer_loop import mark_of
 from realrun.algorithms.process_groups import DEADLINE, Wire
-from realrun.algorithms.quantization_kernels import wire_bytes
+from realrun.algorithms.quantization_format import wire_bytes
 
 Rows: TypeAlias = list[dict[str, Any]]
 

@@ -14,7 +14,7 @@ from realrun.algorithms.co2 import CO2
 from realrun.algorithms.delayed import Stats
 from realrun.algorithms.local_update import LocalUpdate
 from realrun.algorithms.process_groups import Wire, Worker, Workers
-from realrun.algorithms.quantization_kernels import Rounding
+from realrun.algorithms.quantization_format import Rounding
 from realrun.algorithms.synchronous import DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo
 from realrun.algorithms.zeropp import Places, Sent, ZeroPP, apply_zeropp
 from realrun.errors import Gap, MismatchError, NonFiniteError, RankFailure

@@ -34,7 +34,7 @@ from realrun.algorithms.process_groups import (
     wait_for,
 )
 from realrun.algorithms.quantization import dequantize, quantize, sum_rows
-from realrun.algorithms.quantization_kernels import Bits, from_wire, to_wire, wire_bytes
+from realrun.algorithms.quantization_format import Bits, from_wire, to_wire, wire_bytes
 from realrun.torch_compat import all_gather_single
 
 BUCKET_MIB = 25.0

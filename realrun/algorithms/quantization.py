@@ -1,4 +1,4 @@
-"""Block quantization in the format of `quantization_kernels`: the reference, for any device.
+"""Block quantization in the format of `quantization_format`: the reference, for any device.
 
 CUDA tensors go through the kernels of `quantization_triton` where Triton is installed: the same
 bits for `nearest`, other random numbers for `stochastic`.
@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 from torch.nn.functional import pad
 
 from co2sim.common.errors import OptionError
-from realrun.algorithms.quantization_kernels import (
+from realrun.algorithms.quantization_format import (
     HALF_BYTE,
     SHARE,
     SMALLEST,

@@ -38,7 +38,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import whole
 from realrun.algorithms.quantization import dequantize, quantize, sum_and_quantize, sum_rows
-from realrun.algorithms.quantization_kernels import Quantized, Rounding, from_wire, to_wire
+from realrun.algorithms.quantization_format import Quantized, Rounding, from_wire, to_wire
 from realrun.errors import MismatchError, one_of
 from realrun.torch_compat import (
     all_gather_single,

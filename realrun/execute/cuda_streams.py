@@ -34,7 +34,7 @@ class _Issued:
     end: torch.cuda.Event
 
 
-@triton.jit(do_not_specialize=["nanoseconds"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["nanoseconds"])
 def hold_kernel(nanoseconds: tl.int64) -> None:
     """Read the GPU's timer until so much time has passed: unlike cycles, at any clock rate."""
     start = globaltimer()

@@ -25,7 +25,7 @@ with warnings.catch_warnings():
     import time_to_loss_plan as timed
     from ranks import on_ranks
 
-from realrun.algorithms.quantization_kernels import wire_bytes  # noqa: E402
+from realrun.algorithms.quantization_format import wire_bytes  # noqa: E402
 from realrun.train.settings import TrainSettings  # noqa: E402
 from realrun.train.tasks.registry import make_task  # noqa: E402
 from realrun.train.tasks.task import loss_of, means, scores  # noqa: E402

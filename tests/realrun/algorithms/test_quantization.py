@@ -1,5 +1,8 @@
 """Block quantization: error bounds, exact zeros, what is refused, bytes on the wire."""
 
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +14,7 @@ torch = pytest.importorskip("torch")
 from torch import Tensor  # noqa: E402 - needs torch
 
 from realrun.algorithms.quantization import dequantize, quantize  # noqa: E402
-from realrun.algorithms.quantization_kernels import (  # noqa: E402
+from realrun.algorithms.quantization_format import (  # noqa: E402
     SMALLEST,
     TOP,
     Bits,
@@ -186,3 +189,20 @@ def test_options_are_checked() -> None:
         dequantize(*quantize(x, 4, 4), 4, 4, 9)
     with pytest.raises(OptionError, match="9 elements of int8"):
         from_wire(to_wire(quantize(x, 4, 4)), 8, 4, 9)
+
+
+def test_all_but_what_runs_on_gpus_imports_without_triton() -> None:
+    """A torch for CPUs comes without it."""
+    script = """
+import importlib, pkgutil, sys
+sys.modules["triton"] = None
+import realrun
+needs = {"realrun.algorithms.quantization_triton", "realrun.execute.cuda_streams"}
+for one in pkgutil.walk_packages(realrun.__path__, "realrun."):
+    if one.name not in needs and not one.name.startswith(("realrun.adapters.", "realrun.__main__")):
+        importlib.import_module(one.name)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -16,9 +16,9 @@ triton = pytest.importorskip("triton", reason="there is no Triton")
 from torch import Tensor  # noqa: E402 - needs torch
 
 from realrun.algorithms import quantization as reference  # noqa: E402
-from realrun.algorithms import quantization_kernels as kernels  # noqa: E402
 from realrun.algorithms import quantization_triton as fused  # noqa: E402
-from realrun.algorithms.quantization_kernels import Bits, Quantized, from_wire, to_wire  # noqa: E402
+from realrun.algorithms import quantization_triton as kernels  # noqa: E402
+from realrun.algorithms.quantization_format import Bits, Quantized, from_wire, to_wire  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -174,7 +174,7 @@ def test_kernels_compile_without_contraction_and_flushing(bits: Bits, capability
 
     received = {"ALIGNED": True, "RANKS": 4, "VECTOR": 16}
     constants = (
-        fused._tile(bits, 2048, 10_240, 128 // bits)[-1] | fused._encoding(bits, None) | received
+        fused._tiles(bits, 2048, 10_240, 128 // bits)[-1] | fused._encoding(bits, None) | received
     )
     options = {name: constants.pop(name) for name in ("enable_fp_fusion", "num_warps")}
     tensors = {"x": "*bf16", "out": "*fp32", "scales": "*fp32", "new_scales": "*fp32"}
