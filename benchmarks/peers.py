@@ -10,7 +10,8 @@ the same samples with the same AdamW: a local step is the same code for all. Set
 where the algorithms are; none is tuned. torchft comes with pip install '.[peers]'; what is not
 installed, or fails, is said in the table.
 
-Each runs twice: a short time first, so that nothing is measured that happens only once. Seconds
+They take turns, since the speed of machines changes: tokens per second are the median of three
+turns. Each runs for a short time first, so that nothing is measured that happens only once. Seconds
 are rank 0's between two barriers. The loss is the validation loss of the mean of the workers.
 Writes peers.csv and peers.md.
 """
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -219,6 +221,7 @@ def torchft_diloco(
 SIZE = "mini"
 BATCH = 32
 LR = 5e-3
+TURNS = 3
 WARM_UP = 2 * TAU
 
 _STEP = {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM}
@@ -262,31 +265,47 @@ def measured(attach: Attach, task: Task, world: World, steps: int) -> tuple[floa
     return seconds, float(total / count)
 
 
-def run_rank(steps: int, names: Mapping[str, Attach], out: Path) -> None:
+def run_rank(steps: int, turns: int, names: Mapping[str, Attach], out: Path) -> None:
     """Be one of the ranks: measure all that are installed."""
     world = join("gloo", 60.0)
     task = text(GPTS[SIZE], world.device)
-    lines = []
-    for name, attach in names.items():
-        line: dict[str, Any] = {"name": name, "tokens_per_s": None, "loss": None, "note": ""}
-        if name.startswith("torchft") and find_spec("torchft") is None:
-            line["note"] = "not installed"
-        else:
+    found: dict[str, dict[str, Any]] = {}
+    for turn in range(turns):
+        for name, attach in names.items():
+            row = found.setdefault(name, {"name": name, "rates": [], "loss": None, "note": ""})
+            if name.startswith("torchft") and find_spec("torchft") is None:
+                row["note"] = "not installed"
+                continue
             try:
-                measured(attach, task, world, WARM_UP)
-                seconds, loss = measured(attach, task, world, steps)
-                line |= {"tokens_per_s": steps * BATCH * task.units / seconds, "loss": loss}
+                if not turn:
+                    measured(attach, task, world, WARM_UP)
+                seconds, row["loss"] = measured(attach, task, world, steps)
+                row["rates"].append(steps * BATCH * task.units / seconds)
             except Exception as error:  # noqa: BLE001 - whatever it is, the table says so
-                line["note"] = (
-                    f"failed: {type(error).__name__}: {' '.join(str(error).split())[:150]}"
-                )
-        lines.append(line)
-        if world.rank == 0:
-            print(line, file=sys.stderr, flush=True)
-            pd.DataFrame(lines).to_csv(out / "peers.csv", index=False)
-        if line["note"].startswith("failed"):
-            os._exit(0)  # ranks may not agree on where they are: no more of them can be measured
+                words = " ".join(str(error).split())[:150]
+                row["note"] = f"failed: {type(error).__name__}: {words}"
+            if world.rank == 0:
+                print(row, file=sys.stderr, flush=True)
+                _write(list(found.values()), out)
+            if row["note"].startswith("failed"):
+                os._exit(0)  # ranks may not agree on where they are: no more can be measured
     world.leave()
+
+
+def _write(rows: list[dict[str, Any]], out: Path) -> None:
+    """Medians, and the slowest and the fastest turn."""
+    lines = [
+        {
+            "name": row["name"],
+            "tokens_per_s": median(row["rates"]) if row["rates"] else None,
+            "slowest": min(row["rates"], default=None),
+            "fastest": max(row["rates"], default=None),
+            "loss": row["loss"],
+            "note": row["note"],
+        }
+        for row in rows
+    ]
+    pd.DataFrame(lines).to_csv(out / "peers.csv", index=False)
 
 
 def report(frame: pd.DataFrame, rate: str, steps: int, nodes: int) -> str:
@@ -295,6 +314,7 @@ def report(frame: pd.DataFrame, rate: str, steps: int, nodes: int) -> str:
         {
             "algorithm": r["name"],
             "tokens/s": "-" if pd.isna(r["loss"]) else f"{r['tokens_per_s']:,.0f}",
+            "turns": "-" if pd.isna(r["loss"]) else f"{r['slowest']:,.0f} to {r['fastest']:,.0f}",
             "validation loss": "-" if pd.isna(r["loss"]) else f"{r['loss']:.4f}",
             "note": r["note"],
         }
@@ -320,12 +340,12 @@ def main() -> None:
     command.add_argument("--rate", default="100 Mbit/s")
     command.add_argument("--steps", type=int, default=480)
     given = command.parse_args()
-    steps, nodes, names = given.steps, NODES, PEERS
+    steps, turns, nodes, names = given.steps, TURNS, NODES, PEERS
     if given.quick:
-        steps, nodes, names = 2 * TAU, 2, {LATE: PEERS[LATE]}
+        steps, turns, nodes, names = 2 * TAU, 1, 2, {LATE: PEERS[LATE]}
     with folder(given) as out:
         if "RANK" in os.environ:
-            run_rank(steps, names, out)
+            run_rank(steps, turns, names, out)
             return
         inside = [sys.executable, __file__, *sys.argv[1:], "--out", str(out)]
         lab = ["lab", "run", "--nodes", str(nodes), "--rate", given.rate, "--", *inside]

@@ -40,6 +40,8 @@ Masters: TypeAlias = Callable[[Tensor], Tensor | None]
 """The master weights of a parameter, which an optimizer keeps in fp32; None before it has them."""
 
 
+_ROUNDINGS = 4
+"""Of the largest parameter."""
 _SOME = 16
 """Elements that are looked at where not all need be."""
 
@@ -103,8 +105,9 @@ class Section:
         at = 0
         for member in self.members if self.has_masters else ():
             low, high = max(at, first) - at, min(at + member.elements, last) - at
-            if low < high and (held := member.held()).dtype != member.parameter.dtype:
-                yield memory(member.parameter)[low:high], held[low:high]
+            live, held = memory(member.parameter), member.held()
+            if low < high and held.data_ptr() != live.data_ptr():
+                yield live[low:high], held[low:high]
             at += member.elements
 
     @property
@@ -244,6 +247,17 @@ class Flat:
             if section.dtype != torch.float32:
                 own = section.own(vector)
                 own.copy_(own.to(section.dtype))
+
+    def are_close(self, one: Tensor, other: Tensor) -> bool:
+        """Whether vectors differ by what rounding leaves where noise was added and taken away."""
+        return all(
+            not section.size
+            or bool(
+                (section.own(one) - section.own(other)).abs().max()
+                <= _ROUNDINGS * torch.finfo(section.dtype).eps * section.own(other).abs().max()
+            )
+            for section in self.sections
+        )
 
     def displace(self, anchor: Tensor, live: Tensor) -> None:
         """`live` <- rounded anchor - live: how far the model has moved down from its anchor."""

@@ -116,6 +116,8 @@ class Ending:
     _rates: RateWatch
     _hooks: StepHooks
     _watch: ModelWatch
+    _frozen: list[tuple[Tensor, int]]
+    """Parameters that are not averaged, and their versions at the first step."""
     _failure: Co2simError | None = None
     _closed = False
     _evaluating = False
@@ -143,6 +145,17 @@ class Ending:
         if isinstance(error, Co2simError) or not of_network(error):
             return None
         return self._links.notices.cause("a collective of others", foreign=True)
+
+    def _changed_frozen(self) -> list[Tensor]:
+        """Frozen parameters that were changed since the start, on any rank. All ranks call this.
+
+        Such as a teacher that follows the model, or weights that adapters were merged into.
+        """
+        if not self._frozen:
+            return []
+        own = [float(one._version != first) for one, first in self._frozen]  # noqa: SLF001 - torch has no other
+        changed = self._links.largest(own)
+        return [one for (one, _), found in zip(self._frozen, changed, strict=True) if found]
 
     def _ready(self, what: str) -> None:
         """Raise OptionError where what all ranks do together would be wrong."""
@@ -180,6 +193,8 @@ class Ending:
         self._refuse_lost("consensus()")
         held = others_of(self._model, also, buffers=buffers)
         if also or buffers:
+            if not self._closed and not self._joining:
+                held += self._changed_frozen()
             if self._joining:
                 raise OptionError(
                     "consensus() within join() averages no buffers and modules: other ranks may"
@@ -217,6 +232,7 @@ class Ending:
         held = others_of(self._model, also, buffers=buffers)
         try:
             self._links.meet(what, begun=bool(self._stepped), lap=self._outer.lap)
+            held += self._changed_frozen() if buffers else []
             self._refuse_lost(what, together=True)
             if self._stepped:
                 self._stepped.clear()
@@ -338,6 +354,10 @@ class Ending:
             raise
 
 
+_MODEL = "model"
+"""Among the numbers of a state: what tells the model that was saved with it."""
+
+
 class Resumable:
     """The part of an algorithm that is saved and loaded, rank by rank."""
 
@@ -347,6 +367,8 @@ class Resumable:
     _started: bool
     _failure: Co2simError | None
     _watch: ModelWatch
+    _saved_with: float | None = None
+    """What tells the model with which a loaded state was saved, until the next step."""
     _replaced: list[tuple[Tensor, Tensor]]
     """What other ranks' first parameters and buffers took the place of, until the first step."""
 
@@ -374,7 +396,9 @@ class Resumable:
         """
         self._ready("state_dict()")
         self._refuse_lost("state_dict()")
-        return {_key(): {"layout": self._layout, **self._outer.state_dict()}}
+        own = self._outer.state_dict()
+        own["numbers"][_MODEL] = self._watch.total()
+        return {_key(): {"layout": self._layout, **own}}
 
     @torch.no_grad()
     def load_anchor(self, state: Mapping[str, Any]) -> None:
@@ -436,6 +460,7 @@ class Resumable:
         own = state[_key()]
         self._refuse_other_layout(own["layout"])
         self._outer.load_state_dict(own)
+        self._saved_with = own["numbers"].get(_MODEL)
         if not self._watch.loaded():  # the model was, before this algorithm was made
             for tensor, before in self._replaced:
                 tensor.copy_(before)
@@ -697,6 +722,7 @@ class LocalUpdate(Resumable, Ending):
         average = Average(self._links.average, wire, seconds, size, notices)
         self._outer = loop_of(model, rule, flat, self._links, average, self._tau)
         self._rates = RateWatch(optimizers, self._links)
+        self._note_frozen()
         self._started, self._began = False, time.monotonic()
         self._stepped: dict[Optimizer, int] = {}
         self._said_uneven = False
@@ -737,20 +763,38 @@ class LocalUpdate(Resumable, Ending):
                 "a step of the optimizer within consensus() would be discarded: take it outside"
             )
         self._replaced = []
+        if self._saved_with is not None:
+            self._say_other_model(self._saved_with)
         if self._masters and self._links.steps == 1:
             refuse_unlike(self._masters, self._parameters)
         if self._started:
             return
         self._started = True
+        self._note_frozen()
         try:
             self._rates.begin()
             loaded = self._outer.restart()
             if self._masters:  # which every rank has made by itself
                 loaded += f", masters with hash {mark_of(self._outer.state.anchor)[:16]}"
-            self._links.agree("start of training", "", across=loaded)
+            self._links.agree("start of training (load the same weights on all)", "", across=loaded)
         except Co2simError as error:
             self._failure = error
             raise
+
+    def _note_frozen(self) -> None:
+        trained = {id(one) for _, one in self._parameters}
+        others = [one for one in self._model.parameters() if id(one) not in trained]
+        self._frozen = [(one, one._version) for one in others]  # noqa: SLF001 - as in ModelWatch
+
+    def _say_other_model(self, saved_with: float) -> None:
+        """Say where training goes on from another model than the state was saved with."""
+        self._saved_with = None
+        if self._watch.total() != saved_with:
+            warnings.warn(
+                f"the model is not the one with which the state of {type(self).__name__} was saved:"
+                " load this rank's own model and optimizer, too",
+                stacklevel=5,
+            )
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """A local step is over once every optimizer has taken one."""

@@ -24,6 +24,8 @@ _NEAR = 0.1
 """How far a copy may be from the parameters, relatively: slow weights are one step behind."""
 _SLOW = ("slow", "lookahead", "cached")
 """In the names of slow weights: timm, pytorch-optimizer, torch-optimizer."""
+_MEANS = ("ax",)
+"""Names of means that equal the parameters at first, and that no step reads: ASGD of torch."""
 _DEEP = 4
 """Lists in lists that an attribute of an optimizer may be."""
 
@@ -108,6 +110,8 @@ class _Copies:
 
         What only remembers, such as a moving average or the first weights, is harmless.
         """
+        if self.name in _MEANS:
+            return False
         return self.exact or self.name == "z" or any(one in self.name for one in _SLOW)
 
 
@@ -116,7 +120,8 @@ class CopyWatch:
 
     Copies are looked for after the first step. After the first average that moves the model, and
     the step behind it, one that was made anew from the model, as SAM's, holds what the average
-    gave. Any other holds what the next steps would go back to.
+    gave; one that follows the model, as the mean of ASGD does at first, is nearer to that than to
+    what the model was before. Any other holds what the next steps would go back to.
     """
 
     def __init__(
@@ -125,15 +130,20 @@ class CopyWatch:
         self._optimizers, self._parameters = optimizers, parameters
         self._found: list[_Copies] = []
         self._before: list[list[Tensor]] = []
+        self._left_behind: list[list[Tensor]] = []
         self._published: list[list[Tensor]] | None = None
 
     @torch.no_grad()
     def stepped(self, *, look: bool) -> None:
         """A local step was taken, and nothing was averaged since. Raises OptionError."""
         if self._published is not None:
-            for copies, published in zip(self._found, self._published, strict=True):
+            for copies, before, published in zip(
+                self._found, self._left_behind, self._published, strict=True
+            ):
                 own = [some(memory(copy)).float() for _, copy in copies.pairs]
-                if not all(map(torch.equal, own, published)) and copies.go_back:
+                anew = all(map(torch.equal, own, published))
+                followed = copies.exact and _apart(own, published) < _apart(own, before)
+                if not anew and not followed and copies.go_back:
                     _refuse(copies)
             self._found, self._published = [], None
         if look:
@@ -148,7 +158,7 @@ class CopyWatch:
         """What comes after a local step was done; it may have been an average."""
         now = self._now()
         if any(not all(map(torch.equal, *pair)) for pair in zip(now, self._before, strict=True)):
-            self._published = now
+            self._published, self._left_behind = now, self._before
 
     def _now(self) -> list[list[Tensor]]:
         """Some elements of the parameters that have copies."""
@@ -234,6 +244,11 @@ def _tensors(value: Any, depth: int = _DEEP) -> Iterator[Tensor]:
     elif isinstance(value, dict) and depth:
         for one in value.values():
             yield from _tensors(one, depth - 1)
+
+
+def _apart(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    """The square of the distance."""
+    return sum(float((a - b).square().sum()) for a, b in zip(one, other, strict=True))
 
 
 def _floating(name: str, value: Tensor) -> Tensor:

@@ -274,6 +274,11 @@ def _end() -> None:
     error = getattr(sys, "last_value", None)
     reason = raised(error) if error is not None else ""
     for one in list(_OPEN):
+        if not reason and one.now():
+            sys.stderr.write(
+                "a training ended without finish(): its last steps are not averaged, and every rank"
+                " holds another model; call finish(), or train within a `with` block\n"
+            )
         one.leave(reason)
 
 

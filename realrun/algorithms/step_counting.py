@@ -150,8 +150,9 @@ class PullWatch:
         self._sums, self._moved = [], torch.zeros(0)
         if _BACK[0] * moved < back < _BACK[1] * moved and back**2 > _ALIKE * moved * steps:
             warnings.warn(
-                f"steps take back {100 * back / moved:.0f} % of what averages change, as where an"
-                " optimizer keeps the parameters once more: name these by master_weights=",
+                f"steps take back {100 * back / moved:.0f} % of what averages change: an optimizer"
+                " keeps the parameters once more (name these by master_weights=), or workers come"
+                " to their own optimum within a round (take shorter rounds)",
                 stacklevel=7,
             )
 
@@ -205,6 +206,10 @@ class ModelWatch:
     def loaded(self) -> bool:
         """Whether parameters were written since this was made."""
         return self._versions() != self._first
+
+    def total(self) -> float:
+        """The sum of the watched elements, to tell one model from another."""
+        return float(self._now().double().sum())
 
     def forget(self) -> None:
         """A saved state was loaded, and weights may be: begin with what the first pass finds."""
@@ -262,5 +267,6 @@ class ModelWatch:
 
 REMEDY = (
     "its training would be lost; give the algorithm the optimizer whose step() moves the model, and"
-    " make a new algorithm where that is another one"
+    " make a new algorithm where that is another one; weights put in by hand, such as a moving"
+    " average, come after the end of the block"
 )

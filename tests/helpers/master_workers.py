@@ -186,6 +186,26 @@ def slow(model: nn.Module) -> tuple[torch.optim.Optimizer, Any, Callable[[], Non
     return made, None, made.step
 
 
+def in_fp32(world: World) -> list[Any]:
+    """Masters of fp32 parameters, and the mean of ASGD: the model of every rank at the end."""
+    found: list[Any] = []
+    for made in (in_state, averaging):
+        model = network().float()
+        optimizer, option, step = made(model)
+        with algorithms.LocalSGD(model, optimizer, tau=4, master_weights=option):
+            for number in range(24):
+                slopes(model, world.rank, number)
+                step()
+        found.append([one.detach().flatten().tolist() for one in model.parameters()])
+    return found
+
+
+def averaging(model: nn.Module) -> tuple[torch.optim.Optimizer, Any, Callable[[], None]]:
+    """ASGD: its mean follows the model, and is never written back."""
+    made = torch.optim.ASGD(model.parameters(), LR)
+    return made, None, made.step
+
+
 class Hidden(torch.optim.SGD):
     """SGD on one master of all parameters, which an object of its own holds."""
 

@@ -154,8 +154,8 @@ def test_what_join_cannot_do_is_said() -> None:
 def test_steps_are_counted_over_trainings_that_were_finished() -> None:
     """What goes on from the state after `finish` counts what each shorter round really had."""
     state: dict[str, Any] = {}
+    model = network()
     for steps in (4, 9):
-        model = network()
         optim = optimizer(model, "sgd")
         algorithm = LocalSGD(model, optim, tau=3)
         if state:

@@ -31,3 +31,9 @@ def test_averages_that_something_hidden_takes_back_are_warned_of() -> None:
     for hidden, plain in on_ranks("taken_back", 2, module="master_workers"):
         assert "steps take back" in hidden
         assert not plain
+
+
+def test_masters_of_fp32_parameters_and_means_that_follow_end_alike_on_all_ranks() -> None:
+    """The model gets what its masters get; the mean of ASGD needs no name."""
+    one, other = on_ranks("in_fp32", 2, module="master_workers")
+    assert one == other

@@ -248,7 +248,7 @@ def test_what_saving_waits_for_is_no_wait_of_training() -> None:
 def test_weights_loaded_after_construction_are_where_training_begins() -> None:
     """With learning rate 0 they stay what was loaded; a stale anchor pulled 100 to 0, 200 or 673.
 
-    A state that is loaded brings an anchor of its own, which is kept.
+    A state that is loaded brings an anchor of its own, which is kept; another model is told of.
     """
     for name in ["CO2", "SlowMo", "LocalSGD", "DiLoCo", "OverlapLocalSGD"]:
         model = nn.Linear(1, 1, bias=False)
@@ -262,7 +262,8 @@ def test_weights_loaded_after_construction_are_where_training_begins() -> None:
         with getattr(algorithms, name)(model, optim, tau=2) as resumed:
             resumed.load_state_dict(saved)
             model.load_state_dict({"weight": torch.tensor([[1.0]])})
-            optim.step()
+            with pytest.warns(UserWarning, match="own model"):
+                optim.step()
             assert resumed._outer.state.anchor.item() == 100.0
 
 
