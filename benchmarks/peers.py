@@ -339,8 +339,12 @@ def main() -> None:
     command = parser(__doc__, "our CO2 only, on two nodes, 24 steps")
     command.add_argument("--rate", default="100 Mbit/s")
     command.add_argument("--steps", type=int, default=480)
+    command.add_argument("--only", default="", help="words in the names of peers, commas between")
     given = command.parse_args()
     steps, turns, nodes, names = given.steps, TURNS, NODES, PEERS
+    if given.only:
+        wanted = given.only.split(",")
+        names = {name: one for name, one in PEERS.items() if any(word in name for word in wanted)}
     if given.quick:
         steps, turns, nodes, names = 2 * TAU, 1, 2, {LATE: PEERS[LATE]}
     with folder(given) as out:
