@@ -250,7 +250,7 @@ def told(fleet: Fleet, number: int, at: float) -> dict[str, Any]:
 
 
 def tried(name: str, workers: int, kills: int, seed: int, out: Path) -> list[dict[str, Any]]:
-    """A training with so many kills; a row for each, the last of which knows of the end, too."""
+    """A training with some kills; a row for each, the last of which knows of the end, too."""
     draw = random.Random(f"{seed} {name}")  # noqa: S311 - repeatable, not secret
     rows: list[dict[str, Any]] = []
     with started(name, workers, out) as fleet:
@@ -278,7 +278,7 @@ def tried(name: str, workers: int, kills: int, seed: int, out: Path) -> list[dic
 
 
 def _back(fleet: Fleet, since: float) -> bool:
-    """Whether all have ended a round together after somebody came back."""
+    """Whether all have ended a round together after a worker came back."""
     joined = [
         note["t"]
         for number in range(len(fleet.processes))

@@ -298,13 +298,13 @@ def _memory(rows: Section, clusters: Sequence[Cluster]) -> Table:
         items = _simulated(row, _alone(clusters)[0]).memory_bytes_per_gpu if clusters else {}
         allocated = sum(size for key, size in items.items() if key not in (*OVERHEAD, "total"))
         sizes = [row["states_bytes"], row["peak_bytes"], row["reserved_bytes"], row["used_bytes"]]
-        errors = ["", "", ""]
+        errors = ["", ""]
         if items:
-            states = sum(items[key] for key in ("parameters", "gradients", "optimizer"))
-            predicted = (states, allocated, items["total"])
-            seen = (16 * row["parameters"], row["peak_bytes"], row["used_bytes"])
-            errors = [_error(*pair) for pair in zip(predicted, seen, strict=True)]
-        found.append((row["model"], row["kind"], *(scaled(one, "B") for one in sizes), *errors[1:]))
+            errors = [
+                _error(allocated, row["peak_bytes"]),
+                _error(items["total"], row["used_bytes"]),
+            ]
+        found.append((row["model"], row["kind"], *(scaled(one, "B") for one in sizes), *errors))
     columns = ("model", "kind", "states", "peak", "reserved", "used of the GPU")
     about = (
         "Memory of training steps. States are without gradients. Errors are those of what PyTorch"

@@ -69,8 +69,9 @@ def fault_tolerant(
     a worker that comes back must know is yours to register there, before.
 
     When a worker dies, its steps since its last average are lost, and the state of its optimizer:
-    it begins anew. An average that was under way may be lost for all, which is what they learned in
-    one round; they go on from the anchor. Who alone misses an average loses its next round, too.
+    it begins with a new one. An average that was under way may be lost for all, which is what they
+    learned in one round; they go on from the anchor. Who alone misses an average loses its next
+    round, too.
 
     `state` is what `state_dict` gave on any worker: its anchor is that of who is there first. The
     average under way is not in it. Buffers are not averaged.

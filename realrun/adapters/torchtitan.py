@@ -135,7 +135,7 @@ class LocalUpdateTrainer(Trainer):
             self.algorithm.finish()
 
     def train(self) -> None:
-        """As always; all ranks end with the same model. Errors are told to the other workers."""
+        """As always; all ranks end with the same model. The other workers hear of errors."""
         try:
             super().train()
         except BaseException as error:

@@ -1,5 +1,6 @@
 """The engine of the local-update family: counts steps, closes rounds, keeps state."""
 
+import math
 import re
 import sys
 import time
@@ -655,7 +656,7 @@ class LocalUpdate(Resumable, Ending):
     *End.* `finish`, and leaving the `with` block, ends alike on all ranks: with the same parameters
     and buffers. `close` waits for averages under way without applying them and lets go of the
     optimizer: steps after the last full round stay each worker's own; ranks that took other rounds
-    are named. After an exception in the block nothing is waited for, and the others are told.
+    are named. After an exception in the block nothing is waited for, and the others hear of it.
     Nothing can be entered again.
 
     On a GPU the host waits for an average, to see that it is finite, and not for the steps that it
@@ -789,7 +790,7 @@ class LocalUpdate(Resumable, Ending):
     def _say_other_model(self, saved_with: float) -> None:
         """Say where training goes on from another model than the state was saved with."""
         self._saved_with = None
-        if self._watch.total() != saved_with:
+        if not math.isclose(self._watch.total(), saved_with, rel_tol=1e-9, abs_tol=1e-12):
             warnings.warn(
                 f"the model is not the one with which the state of {type(self).__name__} was saved:"
                 " load this rank's own model and optimizer, too",
@@ -838,11 +839,16 @@ class LocalUpdate(Resumable, Ending):
             first = self._links.steps == 1 or (last and not counters.round)
             if self._masters and first and not self._idle:
                 refuse_missing(self._masters, self._parameters)
-            self._copies.stepped(look=first and not self._masters)
-            self._watch.pull.stepped()
+            look, pull = first and not self._masters, self._watch.pull
+            if look or self._copies.found:
+                self._copies.stepped(look=look)
+            if pull.looks:
+                pull.stepped()
             self._after_local_step(last=last)
-            self._watch.pull.averaged(last=last)
-            self._copies.averaged()
+            if pull.looks:
+                pull.averaged(last=last)
+            if self._copies.found:
+                self._copies.averaged()
             self._watch.mark()
         except Co2simError as error:
             self._failure = error

@@ -119,7 +119,7 @@ class CopyWatch:
     """Refuses state that holds the parameters once more, and does not follow an average.
 
     Copies are looked for after the first step. After the first average that moves the model, and
-    the step behind it, one that was made anew from the model, as SAM's, holds what the average
+    the step behind it, one that was copied from the model again, as SAM's, holds what the average
     gave; one that follows the model, as the mean of ASGD does at first, is nearer to that than to
     what the model was before. Any other holds what the next steps would go back to.
     """
@@ -133,6 +133,11 @@ class CopyWatch:
         self._left_behind: list[list[Tensor]] = []
         self._published: list[list[Tensor]] | None = None
 
+    @property
+    def found(self) -> bool:
+        """Whether there are copies that have not been judged."""
+        return bool(self._found)
+
     @torch.no_grad()
     def stepped(self, *, look: bool) -> None:
         """A local step was taken, and nothing was averaged since. Raises OptionError."""
@@ -141,9 +146,9 @@ class CopyWatch:
                 self._found, self._left_behind, self._published, strict=True
             ):
                 own = [some(memory(copy)).float() for _, copy in copies.pairs]
-                anew = all(map(torch.equal, own, published))
+                again = all(map(torch.equal, own, published))
                 followed = copies.exact and _apart(own, published) < _apart(own, before)
-                if not anew and not followed and copies.go_back:
+                if not again and not followed and copies.go_back:
                     _refuse(copies)
             self._found, self._published = [], None
         if look:

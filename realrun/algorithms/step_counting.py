@@ -121,33 +121,35 @@ class PullWatch:
         self._now, self._left = now, _AVERAGES if tau >= _LONG_ROUND else 0
         self._before: Tensor | None = None
         self._after = self._moved = torch.zeros(0)
-        self._sums: list[Tensor] = []
+        self._sums: Tensor | None = None
+
+    @property
+    def looks(self) -> bool:
+        """Whether it has not seen enough yet."""
+        return self._left > 0
 
     @torch.no_grad()
     def stepped(self) -> None:
         """A local step was taken, and nothing was averaged since."""
-        if not self._left:
-            return
         self._before = self._now()
         if len(self._moved):
             step, moved = self._before - self._after, self._moved
-            self._sums.append(torch.stack([-(step @ moved), moved @ moved, step @ step]))
+            sums = torch.stack([-(step @ moved), moved @ moved, step @ step])
+            self._sums = sums if self._sums is None else self._sums + sums
 
     @torch.no_grad()
     def averaged(self, *, last: bool) -> None:
         """What comes after a step was done; `last` of a round."""
-        if not self._left or self._before is None:
+        if self._before is None:
             return
         self._after = self._now()
         self._moved = self._after - self._before
         if not last:
             return
         self._left -= 1
-        if self._left:
+        if self._left or self._sums is None:
             return
-        sums = torch.stack(self._sums).double().sum(0).tolist() if self._sums else [0, 0, 0]
-        back, moved, steps = sums
-        self._sums, self._moved = [], torch.zeros(0)
+        back, moved, steps = self._sums.tolist()
         if _BACK[0] * moved < back < _BACK[1] * moved and back**2 > _ALIKE * moved * steps:
             warnings.warn(
                 f"steps take back {100 * back / moved:.0f} % of what averages change: an optimizer"

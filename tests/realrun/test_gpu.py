@@ -170,8 +170,8 @@ def test_algorithms_over_nccl_equal_their_published_equations() -> None:
 
 
 @several
-def test_a_rank_that_is_late_or_killed_is_told_of_over_nccl() -> None:
-    """The others raise RankFailure after the deadline, and are not ended by NCCL's watchdog."""
+def test_a_rank_that_is_late_over_nccl_is_a_rank_failure() -> None:
+    """The other one raises it after the deadline, and is not ended by NCCL's watchdog."""
     first, _ = on_ranks("late", 2, backend="nccl", module="algorithm_workers", dtypes=["fp32"])
     assert first[0]["told"].startswith("RankFailure")
 
