@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import tiny
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from co2sim.hardware.cluster import Link
@@ -85,12 +85,16 @@ def test_equal_periods_of_all_ops_are_steady() -> None:
 
 @given(st.sampled_from(tiny.VARIANTS), st.floats(1e8, 1e10))
 def test_what_is_called_steady_goes_on_for_ever(strategy: str, bandwidth: float) -> None:
-    """Once two rounds are equal, the rounds simulated after them are equal, too."""
+    """Once two rounds are equal, the rounds simulated after them are equal, too.
+
+    Where averages take hardly longer than rounds, those in flight grow for very many rounds first.
+    """
     schedule = tiny.schedule(strategy)
     cluster = tiny.cluster(inter=Link(bandwidth, 1e-6))
     longer = execute(schedule, cluster, precision="bf16", rounds=18)
     firsts = (longer.first(rounds) for rounds in range(2, 13))
-    trace = next(first for first in firsts if metrics.is_steady(first, schedule))
+    trace = next((first for first in firsts if metrics.is_steady(first, schedule)), None)
+    assume(trace is not None)
     now = metrics.window(trace, schedule, 1).round_time
     assert metrics.window(longer, schedule, 1).round_time == pytest.approx(now, rel=1e-9)
     assert metrics.window(longer, schedule, 6).round_time == pytest.approx(now, rel=1e-9)
