@@ -6,6 +6,7 @@ from analysis.cli import convergence, measured, published
 from analysis.cli.convergence import bound
 from analysis.cli.goodput import goodput
 from analysis.cli.published import figures
+from analysis.cli.runs import runs
 from co2sim.common.cli import Version
 
 app = typer.Typer(
@@ -14,7 +15,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help=(
         "Check what co2sim predicts: beside measured runs (compare, lab, gpu), beside published"
-        " results (validate, figures, calibrate, goodput), and by theory (bound, tau, trends,"
+        " results (validate, runs, figures, calibrate, goodput), and by theory (bound, tau, trends,"
         " verify)."
     ),
 )
@@ -32,6 +33,7 @@ app.command("lab", context_settings={"allow_extra_args": True, "ignore_unknown_o
 )
 app.command("gpu")(measured.gpu)
 app.command("validate")(published.validate_command)
+app.command("runs")(runs)
 app.command("figures")(figures)
 app.command("calibrate")(published.calibrate_command)
 app.command("goodput")(goodput)

@@ -57,13 +57,6 @@ def validate_command(  # noqa: PLR0917 - one argument per option
     brief: Annotated[  # noqa: FBT002
         bool, typer.Option("--brief", help="Errors only: no analysis, no ablations.")
     ] = False,
-    write: Annotated[  # noqa: FBT002
-        bool,
-        typer.Option(
-            "--write",
-            help="Write the errors by kind into the catalog: intervals elsewhere come from them.",
-        ),
-    ] = False,
     report: Report = None,
     json_: Annotated[bool, typer.Option("--json", help="Print cells as JSON.")] = False,  # noqa: FBT002
 ) -> None:
@@ -84,7 +77,7 @@ def validate_command(  # noqa: PLR0917 - one argument per option
     missing = list(_missing(known, chosen, papers_))
     for note in missing:
         typer.echo(f"note: {note}", err=True)
-    files = _kind_record(known, papers_) if write else {}
+    files: dict[Path, bytes] = {}
     with progress_bar("predicting published cells", after=1.0) as progress:
         rows = errors.validate(chosen, progress)
     if figures is not None:
@@ -142,18 +135,6 @@ def _page(
     from co2sim.report.html import render  # noqa: PLC0415 - as above
 
     return render(page(found, text, numbers, command_line("co2analysis"), missing))
-
-
-def _kind_record(known: Sequence["Cell"], folder: Path) -> dict[Path, bytes]:
-    """The record of errors by kind, from all sources. Raises OptionError where one is missing."""
-    from analysis.published import errors  # noqa: PLC0415 - numpy, pydantic
-    from analysis.published.papers import papers  # noqa: PLC0415
-
-    for key, table in TABLES_ELSEWHERE.items():
-        if not any(cell.source == key for cell in known):
-            raise OptionError(f"--write needs all sources; --data is missing, with {table}")
-    by_kind = errors.errors_by_kind(known, papers(folder))
-    return dict([errors.record_file(by_kind, errors.ranges_by_kind(known))])
 
 
 def _missing(known: Sequence["Cell"], chosen: Sequence["Cell"], folder: Path) -> Iterator[str]:

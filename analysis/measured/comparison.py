@@ -11,11 +11,11 @@ from pydantic import ValidationError
 from analysis.measured.attribution import Difference, attribute
 from analysis.measured.spans import active_starts
 from co2sim.catalog.facts import override, plain
-from co2sim.catalog.specs import ClusterSpec, put_rates
+from co2sim.catalog.specs import ClusterSpec, as_file, put_rates
 from co2sim.common.errors import OptionError
-from co2sim.common.units import Seconds, Unit
+from co2sim.common.units import Seconds
 from co2sim.common.validation import Place, first_problem, names_at
-from co2sim.hardware.cluster import GPU, Cluster
+from co2sim.hardware.cluster import Cluster
 from co2sim.prediction.case import LoadedCase
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Schedule
@@ -345,25 +345,6 @@ def _absolute(values: Iterable[float | None]) -> list[float]:
     return [abs(value) for value in values if value is not None]
 
 
-_INTENSITIES = "grid_intensity", "grid_intensity_low", "grid_intensity_high"
-UNITS: dict[str, Unit] = {
-    "bandwidth": "B/s",
-    "latency": "s",
-    "size": "B",
-    "call_interference": "s",
-    "call_overhead": "s",
-    "wake_up": "s",
-    "fully_idle": "s",
-    "network_overhead": "s",
-    "memory": "B",
-    "memory_bandwidth": "B/s",
-    "launch_overhead": "s",
-    **dict.fromkeys(("tdp", "idle_power", "node_power"), "W"),
-    **dict.fromkeys(_INTENSITIES, "kg/kWh"),
-}
-"""Units of the numbers that have one; the others are plain."""
-
-
 def changed(cluster: Cluster, changes: Mapping[str, str]) -> Cluster:
     """The cluster with texts such as "25 Gbit/s" at dotted paths such as "inter.bandwidth".
 
@@ -371,15 +352,12 @@ def changed(cluster: Cluster, changes: Mapping[str, str]) -> Cluster:
     """
     if "gpu" in changes:
         raise OptionError("--set gpu: name a whole cluster with --cluster as well, or set gpu.NAME")
-    tree = _texts(asdict(cluster)) | {"gpu": _gpu(cluster.gpu)}
-    if cluster.host and cluster.host.calls:
-        calls = asdict(cluster.host.calls)
-        tree["host"]["calls"] = {kind: f"{more!r} s" for kind, more in calls.items()}
+    tree = as_file(cluster)
     shown = ", ".join(f"{p}={t}" for p, t in changes.items())
     currency = tree.pop("currency")  # a file says it with the price
     for name in ("price_per_gpu", "price_low", "price_high"):
         if name in tree:
-            tree[name] = f"{tree[name]!r} {currency}/s"
+            tree[name] = tree[name].replace("USD", currency)
     changes = put_rates(tree, changes)
     for path, text in changes.items():
         override(tree, path, text)
@@ -393,23 +371,3 @@ def changed(cluster: Cluster, changes: Mapping[str, str]) -> Cluster:
 
 def _dotted(place: Place) -> str:
     return ".".join(map(str, place))
-
-
-def _texts(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers as a file states them, with units."""
-    texts: dict[str, Any] = {}
-    for name, value in numbers.items():
-        if isinstance(value, Mapping):
-            texts[name] = _texts(value)
-        elif value is not None:
-            texts[name] = f"{value!r} {UNITS[name]}" if name in UNITS else value
-    return texts
-
-
-def _gpu(gpu: GPU) -> dict[str, Any]:
-    tree = _texts(asdict(gpu))
-    tree["peak"] = {precision: f"{speed!r} FLOP/s" for precision, speed in gpu.peak.items()}
-    tree["efficiency"] = [
-        {"flops": f"{size!r} FLOP", "value": value} for size, value in gpu.efficiency
-    ]
-    return tree

@@ -10,9 +10,10 @@ from typing import Any
 from analysis.measured import charts, op_table
 from analysis.measured.attribution import AGREES, Cause
 from analysis.measured.charts import WAITS, RankWindow, windows
-from analysis.measured.comparison import UNITS, RunComparison, summarise
+from analysis.measured.comparison import RunComparison, summarise
 from analysis.measured.op_table import OpError, by_label, causes
 from co2sim.catalog import Fact
+from co2sim.catalog.specs import UNITS
 from co2sim.common.plots import GREY
 from co2sim.common.units import counted, duration, percent, scaled
 from co2sim.hardware.cluster import Cluster

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 
 import altair as alt
 
-from analysis.published.errors import CellPrediction, KindCoverage
-from co2sim.common.plots import BLUE
+from analysis.published.errors import CellPrediction
 from co2sim.common.units import figures, percent
-from co2sim.report.chart_style import HEIGHT, PALETTE, ROW, TEXT, Rows, Spec, cycled, data, spec
+from co2sim.report.chart_style import HEIGHT, PALETTE, ROW, TEXT, Spec, cycled, data, spec
 
 FITTED = {"fit": "fitted", "check": "not fitted"}
 """What the use of a cell means, as a text."""
@@ -70,45 +69,6 @@ def cells(rows: Sequence[CellPrediction], every: Sequence[CellPrediction]) -> Sp
         if (here := [row for row in found if row["fitted"] == name])
     ]
     return spec(alt.layer(*layers), HEIGHT)
-
-
-def kinds(found: Sequence[KindCoverage]) -> Spec | None:
-    """90 % intervals of published over predicted, a bar for each kind; None where none has one."""
-    rows: Rows = [
-        {
-            "kind": str(one.kind),
-            "short": f"{one.kind.gpu}, {one.kind.exchange}, {one.kind.extent}",
-            "low": math.expm1(one.ends[0]),
-            "high": math.expm1(one.ends[1]),
-            "runs": sum(one.runs.values()),
-        }
-        for one in found
-        if one.ends is not None
-    ]
-    if not rows:
-        return None
-    bars = (
-        alt.Chart(data(rows))
-        .mark_bar(color=BLUE, height=12)
-        .encode(
-            x=alt.X(
-                "low:Q",
-                title="published against predicted",
-                axis=alt.Axis(format="+.0%", tickCount=6, labelSeparation=6),
-                scale=alt.Scale(padding=12),
-            ),
-            x2="high:Q",
-            y=alt.Y("short:N", sort=None, title=None, axis=_LABELS),
-            tooltip=[
-                "kind:N",
-                alt.Tooltip("low:Q", format="+.1%"),
-                alt.Tooltip("high:Q", format="+.1%"),
-                "runs:Q",
-            ],
-        )
-    )
-    zero = alt.Chart(data([{"low": 0}])).mark_rule(color=TEXT).encode(x="low:Q")
-    return spec(alt.layer(bars, zero), 2 * ROW * len(rows))
 
 
 def _colours(

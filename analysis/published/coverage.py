@@ -17,9 +17,6 @@ LEVEL = 0.9
 
 _TAIL = (1 + LEVEL) / 2
 
-_MIN = 3
-"""Effective numbers that say something of a distribution."""
-
 Array = npt.NDArray[np.float64]
 
 
@@ -49,26 +46,3 @@ def covered(scores: Sequence[float], folds: int) -> float | None:
             return None
         inside += [abs(score) <= factor for score in scores[fold::folds]]
     return float(np.mean(inside))
-
-
-def interval(errors: Sequence[Sequence[float]]) -> tuple[float, float] | None:
-    """Ends of a 90 % interval of a further error, from errors by source; 0 always lies in it.
-
-    Every source counts alike, however many cells it has: cells of one source share causes. Mean
-    plus and minus Student's t of the standard deviation, with the effective number of cells of
-    Kish (Survey Sampling, 1965). None for fewer than three effective cells. Cells of a single
-    source may all be off the same way, which says little of the next source: then it reaches as
-    far around 0 as around their mean, and everywhere between.
-    """
-    if not errors:
-        return None
-    values = np.concatenate([np.asarray(some, dtype=float) for some in errors])
-    weights = np.concatenate([np.full(len(some), 1 / len(some) / len(errors)) for some in errors])
-    count = 1 / float(weights @ weights)
-    if count < _MIN - 1e-9:
-        return None
-    mean = float(weights @ values)
-    variance = float(weights @ (values - mean) ** 2) * count / (count - 1)
-    reach = student_factor(count - 1) * math.sqrt(variance * (1 + 1 / count))
-    nearest = 0.0 if len(errors) > 1 else reach
-    return min(-nearest, mean - reach), max(nearest, mean + reach)

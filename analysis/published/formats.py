@@ -1,6 +1,5 @@
 """Numbers and names as the report prints them."""
 
-import math
 from collections.abc import Mapping
 
 from analysis.published.parameters import Constant
@@ -45,16 +44,3 @@ def at_bound(constant: Constant, value: float) -> str:
 def labelled(errors: Mapping[str, float]) -> str:
     """Errors by label, in one line; a dash for none."""
     return ", ".join(f"{words(name)} {percent(error)}" for name, error in errors.items()) or "-"
-
-
-def ends(interval: tuple[float, float] | None) -> str:
-    """An interval of logarithms, in percent; a dash for none."""
-    if interval is None:
-        return "-"
-    low, high = (signed(math.expm1(end)) for end in interval)
-    return f"{low} to {high}"
-
-
-def counts(found: Mapping[str, int]) -> str:
-    """Counts by name, in one line."""
-    return ", ".join(f"{name} {count}" for name, count in found.items())

@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from analysis.published import charts, formats
-from analysis.published.errors import CellPrediction, KindCoverage
+from analysis.published.errors import CellPrediction
 from analysis.published.report import ValidationReport
 from co2sim.common.units import counted, figures
 from co2sim.report import markdown
@@ -42,7 +42,6 @@ def page(
         sections=[
             _errors(report.rows),
             _cells(report.rows),
-            _kinds(report.kinds),
             PageSection("whole", "The whole report", text=markdown.to_html(text, deeper=1)),
         ],
         commands=[command],
@@ -162,35 +161,6 @@ def _table(rows: Sequence[CellPrediction]) -> Table:
     ]
     columns = ("source", "cell", "use", "published", "predicted", "error", "90 % interval")
     return Table(columns, lines, 3)
-
-
-def _kinds(found: Sequence[KindCoverage]) -> PageSection:
-    """Errors of predictions that were not fitted to a run; empty without the whole report."""
-    if not found:
-        return PageSection("kinds", "Errors by kind of run")
-    lines = [
-        [
-            str(one.kind),
-            formats.counts(one.runs),
-            formats.ends(one.ends),
-            formats.whole_percent(one.by_run),
-            formats.whole_percent(one.by_source),
-        ]
-        for one in found
-    ]
-    columns = (
-        *("kind of run", "runs", "90 % of published against predicted"),
-        *("in it, if left out", "in it, with their source left out"),
-    )
-    figure = Figure(
-        title="",
-        note="Bars are 90 % intervals of what was published against what is predicted without a fit"
-        " to it. The table says how many runs lie in the interval that the others give.",
-        label="90 % intervals of errors, a bar for each kind of run",
-        chart=charts.kinds(found),
-        table=Table(columns, lines, 2),
-    )
-    return PageSection("kinds", "Errors by kind of run", figures=[figure])
 
 
 def _csv(numbers: Iterable[Mapping[str, Any]]) -> str:

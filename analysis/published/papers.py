@@ -47,7 +47,6 @@ class Simulation(BaseModel):
     source: str = ""
     cluster: str | None = None
     clusters: dict[str, str] = Field(default={})
-    uncalibrated: dict[str, str] = Field(default={})
     model: str | None = None
     names: dict[str, str] = Field(default={})
     options: dict[str, str] = Field(default={})

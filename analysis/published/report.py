@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from analysis.published import diagnosis, errors, formats, sensitivity
+from analysis.published import diagnosis, formats, sensitivity
 from analysis.published.cells import Cell, Unpredicted, unpredicted
 from analysis.published.errors import CellPrediction, ErrorSummary, summaries, summaries_by_hardware
-from analysis.published.papers import papers as sources
 from analysis.published.parameters import GROUPS, Constant, stated
 from co2sim.common.progress import Done
 from co2sim.common.units import duration, number
@@ -62,7 +61,6 @@ class ValidationReport:
     by_communication: Mapping[str, sensitivity.Refit] = field(default_factory=dict)
     bounds: Sequence[diagnosis.RatioLowerBound] = ()
     unpredicted: Sequence[Unpredicted] = ()
-    kinds: Sequence[errors.KindCoverage] = ()
 
     @property
     def summaries(self) -> dict[tuple[str, str, str], ErrorSummary]:
@@ -113,7 +111,6 @@ def full_report(
         ),
         "bounds": lambda: diagnosis.ratio_lower_bounds(known),
         "unpredicted": lambda: unpredicted(papers),
-        "kinds": lambda: errors.coverage(errors.errors_by_kind(known, sources(papers))),
     }
     found = {}
     for place, (name, made) in enumerate(parts.items(), 1):
@@ -177,7 +174,7 @@ def _filters() -> dict[str, Any]:
     """How the template prints numbers."""
     names = (
         *("three_decimals", "percent", "whole_percent", "signed"),
-        *("words", "cell", "at_bound", "labelled", "ends", "counts"),
+        *("words", "cell", "at_bound", "labelled"),
     )
     return {name: getattr(formats, name) for name in names} | {
         "duration": duration,

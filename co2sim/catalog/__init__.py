@@ -8,7 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from co2sim.catalog import huggingface
-from co2sim.catalog.facts import Fact, Kind, Tree, facts, is_file, names, override, plain, read
+from co2sim.catalog.facts import (
+    Fact,
+    Kind,
+    Tree,
+    facts,
+    is_file,
+    names,
+    override,
+    plain,
+    read,
+    read_defaults,
+)
 from co2sim.catalog.specs import put_rates
 from co2sim.common.errors import CatalogError, OptionError
 from co2sim.common.errors import given as shown
@@ -16,18 +27,21 @@ from co2sim.common.files import is_below, is_regular
 from co2sim.common.validation import Place, first_problem, names_at
 from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.failures import ORIGINS
+from co2sim.models.stack import Stack
 from co2sim.models.workload import Model
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
 
 __all__ = [
+    "DEFAULT_STACK",
     "Contents",
     "Entry",
     "Fact",
     "cluster_contents",
     "load_cluster",
     "load_model",
+    "load_stack",
     "model_contents",
     "names",
 ]
@@ -40,26 +54,9 @@ _MAX_PARAMETERS = 10**15
 _MAX_KEPT = 128
 """Clusters and models of the catalog that are kept, with their overrides."""
 
-_NO_PROBE = {
-    "value": 0,
-    "assumed": True,
-    "source": "default, no probe at hand: communication does not slow compute down; 19 % on"
-    " average and up to 40 % have been measured elsewhere (Lee et al. 2025, arXiv 2507.03114)",
-}
-_EVEN_NODES = {
-    "value": 0,
-    "assumed": True,
-    "source": "default, not measured: all nodes are equally fast; GPUs of one kind differ by 8 % on"
-    " average in five clusters (Sinha et al., SC22, arXiv 2208.11035)",
-}
+_NONE = {"value": 0, "assumed": True, "source": "default, not measured: none"}
 _KIND_OF: Mapping[str, Kind] = {"gpu": "gpus", "failures": "failures"}
 """What a cluster may name instead of having its table."""
-
-_EVEN_STEPS = {
-    "value": 0,
-    "assumed": True,
-    "source": "default, not measured: every step takes a node equally long",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +135,7 @@ def _cluster(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[C
         found = _of_cluster(reference, overrides)
         tree, chosen = found.tree, [*found.chosen]
     changes = {path: text for path, text in overrides.items() if path not in _KIND_OF}
-    for name, fact in (
-        ("interference", _NO_PROBE),
-        ("node_spread", _EVEN_NODES),
-        ("step_spread", _EVEN_STEPS),
-    ):
-        tree.setdefault(name, fact)
+    _put_defaults(tree)
     changes = put_rates(tree, changes)
     _check_kernels(tree, reference, changes)
     _apply(tree, reference, changes, overrides)
@@ -158,6 +150,18 @@ def _cluster(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[C
         return Entry(spec.build(), (*chosen, *facts(tree)))
     except OptionError as error:
         raise CatalogError(f"{reference}: {error}") from error
+
+
+def _put_defaults(tree: Tree) -> None:
+    """What published runs say of clusters whose files do not; of processors they say nothing."""
+    on_gpus = plain({"backend": tree.get("backend", "nccl")})["backend"] == "nccl"
+    known = read_defaults()
+    links = known.pop("inter")
+    for name, fact in known.items():
+        tree.setdefault(name, fact if on_gpus else {**_NONE})
+    if on_gpus and isinstance(tree.get("inter"), dict):
+        for name, fact in links.items():
+            tree["inter"].setdefault(name, fact)
 
 
 @lru_cache(maxsize=_MAX_KEPT)
@@ -283,6 +287,43 @@ def _checked(spec: Any, tree: Tree, reference: str) -> Any:
         return spec.model_validate(tree)
     except ValidationError as error:
         raise CatalogError(f"{reference}: {_first(error, spec)}") from error
+
+
+DEFAULT_STACK = "torchtitan"
+"""The stack of an answer, unless another is asked for: a current one."""
+
+
+def load_stack(
+    reference: str | Contents, overrides: Mapping[str, str] | None = None
+) -> Entry[Stack]:
+    """A software stack by catalog key, by a TOML file, or by what stands there.
+
+    `overrides` maps dotted paths, such as "call_overhead", to texts. Raises CatalogError like
+    `load_cluster`.
+    """
+    if isinstance(reference, str) and not is_file(reference):
+        return _known_stack(reference, tuple((overrides or {}).items()))
+    return _stack(reference, overrides or {})
+
+
+def _stack(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[Stack]:
+    from co2sim.catalog.specs import StackSpec  # noqa: PLC0415 - pydantic is slow
+
+    if isinstance(reference, Contents):
+        tree, reference = deepcopy(reference.tree), reference.name
+    else:
+        tree = read("stacks", reference)
+    _apply(tree, reference, overrides, overrides)
+    try:
+        return Entry(_checked(StackSpec, plain(tree), reference).build(), tuple(facts(tree)))
+    except OptionError as error:
+        raise CatalogError(f"{reference}: {error}") from error
+
+
+@lru_cache(maxsize=_MAX_KEPT)
+def _known_stack(reference: str | Contents, overrides: tuple[tuple[str, str], ...]) -> Entry[Stack]:
+    """That of the catalog, which does not change."""
+    return _stack(reference, dict(overrides))
 
 
 _KINDS = {"transformer", "vit", "blocks"}

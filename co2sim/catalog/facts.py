@@ -12,7 +12,7 @@ from co2sim.common import files
 from co2sim.common.errors import CatalogError, given, nearest
 from co2sim.common.files import is_folder, is_regular, text_of
 
-Kind: TypeAlias = Literal["clusters", "gpus", "models", "failures"]
+Kind: TypeAlias = Literal["clusters", "gpus", "models", "stacks", "failures"]
 Tree: TypeAlias = dict[str, Any]
 
 _MAX_PLACES = 9
@@ -80,6 +80,12 @@ def read(kind: Kind, reference: str) -> Tree:
     if not isinstance(tree, dict):
         raise CatalogError(f"{reference}: expected a table of names and values")
     return tree
+
+
+def read_defaults() -> Tree:
+    """What a cluster of GPUs has where its file does not say."""
+    text = (resources.files("co2sim.catalog") / "defaults.toml").read_text("utf-8")
+    return deepcopy(_toml(text))
 
 
 def _text(path: Path, reference: str) -> str:

@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from importlib import resources
 from inspect import signature
@@ -37,11 +37,13 @@ from co2sim.common.units import parse, parse_price
 from co2sim.common.validation import Quantity
 from co2sim.hardware.cluster import (
     GPU,
+    AttentionSpeed,
     Calls,
     Cluster,
     HostEffects,
     KernelTimes,
     Link,
+    ProductSpeed,
     Scatter,
     Tier,
     TokenBucket,
@@ -55,6 +57,7 @@ from co2sim.models.architecture import (
     language_model,
     vision_transformer,
 )
+from co2sim.models.stack import Stack
 from co2sim.models.workload import Block, Model
 
 
@@ -191,8 +194,9 @@ class _GPU(_Built):
         """With its table of efficiencies by rising FLOP."""
         values = dict(self)
         points = sorted((point.flops, point.value) for point in values["efficiency"])
-        kernels = values["kernels"] and values["kernels"].build()
-        return GPU(**values | {"efficiency": tuple(points), "kernels": kernels})
+        built = {name: values[name] and values[name].build() for name in ("kernels", "products")}
+        attention = {name: speed.build() for name, speed in values["attention"].items()}
+        return GPU(**values | built | {"efficiency": tuple(points), "attention": attention})
 
 
 class _Cluster(_Built):
@@ -240,14 +244,18 @@ KernelsSpec = _spec(
 )
 """`kernels` of a GPU: constants that were fitted to published runs."""
 
+ProductsSpec = _spec(ProductSpeed, _Built)
+"""`products` of a GPU: its matrix products."""
+
+AttentionSpec = _spec(AttentionSpeed, _Built)
+"""`attention.NAME` of a GPU: an implementation of flash attention."""
+
 GPUSpec = _spec(
     GPU,
     _GPU,
+    attention=(dict[str, AttentionSpec], {}),  # type: ignore[valid-type]
     peak=(dict[Literal["fp32", "fp16", "bf16"], _Speed], Field(min_length=1)),
-    efficiency=(
-        Annotated[list[Attained], BeforeValidator(_points), Field(min_length=1)],
-        ...,
-    ),
+    efficiency=(Annotated[list[Attained], BeforeValidator(_points)], []),
     memory_efficiency=(_Fraction, ...),
     launch_overhead=(_Time, ...),
 )
@@ -276,6 +284,17 @@ FailuresSpec = _spec(Failures, _Built)
 
 ClusterSpec = _spec(Cluster, _Cluster)
 """`clusters/*.toml`; `gpu` is the table of a GPU."""
+
+
+class _Stack(_Built):
+    def build(self) -> Stack:
+        """With the fitted kernels of each GPU."""
+        kernels = {name: times.build() for name, times in dict(self)["kernels"].items()}
+        return Stack(**dict(self) | {"kernels": kernels})
+
+
+StackSpec = _spec(Stack, _Stack, kernels=(dict[str, KernelsSpec], {}))  # type: ignore[valid-type]
+"""`stacks/*.toml`."""
 
 
 class _LayersSpec(Spec):
@@ -410,6 +429,45 @@ class ModelSpec(Spec):
     """`models/*.toml`, by kind."""
 
     model: Annotated[TransformerSpec | ViTSpec | BlocksSpec, Field(discriminator="kind")]
+
+
+def as_file(thing: Any) -> Tree:
+    """What a file would say of a dataclass of numbers, with units; nothing of what is None."""
+    hints = get_type_hints(type(thing), include_extras=True)
+    given = {one.name: getattr(thing, one.name) for one in fields(thing)}
+    tree = {name: _stated(value, hints[name]) for name, value in given.items() if value is not None}
+    for name, key in (("efficiency", "flops"), ("attention_efficiency", "length")):
+        if isinstance(table := given.get(name), tuple):
+            unit = " FLOP" if key == "flops" else ""
+            tree[name] = [
+                {key: f"{size!r}{unit}" if unit else size, "value": value} for size, value in table
+            ]
+    return tree
+
+
+def _stated(value: Any, hint: Any) -> Any:
+    if is_dataclass(value):
+        return as_file(value)
+    if isinstance(value, Mapping):
+        return {name: _stated(inner, get_args(hint)[-1]) for name, inner in value.items()}
+    unit = _unit(hint)
+    return f"{value!r} {unit}" if unit else value
+
+
+def _unit(hint: Any) -> str:
+    """The unit of a number by its type; empty where it has none."""
+    options = get_args(hint) if get_origin(hint) in {Union, UnionType} else (hint,)
+    known = [get_args(one)[1] for one in options if get_origin(one) is Annotated]
+    return known[0].unit if known else ""
+
+
+UNITS: Mapping[str, str] = {
+    name: unit
+    for kind in _SPECS
+    for name, hint in get_type_hints(kind, include_extras=True).items()
+    if (unit := _unit(hint)) and not name.startswith("price")
+}
+"""Units of the numbers of clusters, GPUs and stacks that have one, by name."""
 
 
 RateKind: TypeAlias = Literal["prices", "grids"]

@@ -20,8 +20,8 @@ def list_(
     what: Annotated[
         str | None,
         typer.Argument(
-            help="clusters, gpus, models, failures, strategies, prices, grids, or one name from"
-            " them."
+            help="clusters, gpus, models, stacks, failures, strategies, prices, grids, or one name"
+            " from them."
         ),
     ] = None,
 ) -> None:
@@ -44,6 +44,7 @@ def list_(
     elif is_file(what):
         tree = read("models", what)
         kind: Kind = "clusters" if "nodes" in tree else "gpus" if "peak" in tree else "models"
+        kind = "stacks" if "flash" in tree else kind
         kind = (
             "failures"
             if {"gpu", "node", "switch", "job"} & tree.keys() and kind == "models"
@@ -115,7 +116,7 @@ def _with_range(allowed: str, bounds: str) -> str:
 def _print_entry(out: Console, kind: Kind, what: str) -> None:
     counted: list[tuple[str, str, str, str]] = []
     name = str(read(kind, what).get("name", ""))
-    if kind in {"gpus", "failures"}:
+    if kind in {"gpus", "stacks", "failures"}:
         entries: Iterable[Fact] = facts(read(kind, what))
     elif kind == "clusters":
         entries = load_cluster(what).facts

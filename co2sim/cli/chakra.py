@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from co2sim.catalog import load_cluster
+from co2sim.catalog import DEFAULT_STACK, load_cluster, load_stack
 from co2sim.cli import options
 from co2sim.common.progress import progress_bar
 from co2sim.common.units import counted, duration, scaled
@@ -69,6 +69,7 @@ def replay(
     ],
     cluster: options.Cluster,
     precision: Annotated[str | None, options.flag("precision")] = None,
+    stack: Annotated[str, options.flag("stack")] = DEFAULT_STACK,
     overrides: Annotated[list[str] | None, options.flag("overrides")] = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
@@ -76,6 +77,7 @@ def replay(
     from co2sim.simulation import chakra  # noqa: PLC0415 - of an extra
 
     loaded = load_cluster(cluster, options.pairs(overrides, "--set")).value
+    loaded = replace(loaded, gpu=load_stack(stack).value.on(loaded.gpu))
     with progress_bar("reading ranks", after=1.0) as done:
         trace = chakra.read(place, done)
     with progress_bar("simulating rounds", after=1.0) as done:

@@ -13,6 +13,7 @@ from co2sim.common import convert
 from co2sim.common.errors import OptionError, UnitError
 from co2sim.common.units import parse
 from co2sim.common.validation import parse_number
+from co2sim.models.stack import Stack
 from co2sim.prediction.case import Case
 from co2sim.prediction.step_factors import Goal
 from co2sim.simulation.noise import Noise
@@ -131,8 +132,10 @@ def _parameter(name: str) -> Parameter:
     hint, default, _ = _DECLARED[name]
     if get_origin(hint) in {Mapping, dict}:
         hint = list[str] | None
-    elif get_origin(hint) is Literal:
+    elif get_origin(hint) is Literal or Stack in get_args(hint):
         hint = str
+    elif any(get_origin(kind) is Literal for kind in get_args(hint)):
+        hint = str | None
     annotation: Any = Annotated[hint, flag(name)]
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 

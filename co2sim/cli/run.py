@@ -1,7 +1,7 @@
 """`co2sim show`, `run` and `trace`: their options, and what they print."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +13,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.files import write_atomically
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
+from co2sim.prediction.evidence import nearest
 from co2sim.prediction.totals import result_to_dict
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
@@ -27,7 +28,7 @@ def show(case: Case) -> None:
 
 
 @options.job_options
-def run(  # noqa: PLR0917 - one argument per option
+def run(  # noqa: PLR0913, PLR0917 - one argument per option
     job: Case,
     cluster: options.Cluster,
     strategy: options.Strategies,
@@ -35,6 +36,9 @@ def run(  # noqa: PLR0917 - one argument per option
     to_loss_steps: options.ToLossSteps = None,
     steps_factor: options.StepsFactor = None,
     tokens: totals.Tokens = None,
+    evidence: Annotated[  # noqa: FBT002
+        bool, typer.Option("--evidence", help="Add the published runs that are most like it.")
+    ] = False,
     report: options.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
@@ -54,12 +58,17 @@ def run(  # noqa: PLR0917 - one argument per option
     pairs = list(zip(cases, results, strict=True))
     if json_:
         found = [result_to_dict(case, result, goal, tokens) for case, result in pairs]
+        if evidence:
+            for (case, result), row in zip(pairs, found, strict=True):
+                row["evidence"] = [asdict(one) for one in nearest(case, result)]
         print(json.dumps(found[0] if len(found) == 1 else found, indent=2))
         return
-    from co2sim.report.text.result import print_simulated  # noqa: PLC0415 - rich
+    from co2sim.report.text.result import print_evidence, print_simulated  # noqa: PLC0415 - rich
 
     for case, result in pairs:
         print_simulated(case, result, driver.resolve_auto, goal, tokens)
+        if evidence:
+            print_evidence(case, result)
     if report:
         print(f"report  {report}")
 

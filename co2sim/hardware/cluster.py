@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -19,6 +19,7 @@ from co2sim.common.validation import (
     Fraction,
     Intensity,
     Multiple,
+    Natural,
     Power,
     Price,
     Quantity,
@@ -126,15 +127,21 @@ class KernelTimes:
     vocabulary attain `vocabulary_efficiency` of peak. Flash attention attains
     `attention_efficiency` of it, counting the FLOP that it executes: one fraction, or fractions by
     length of the sequences, between which it is interpolated over log length (None: not known, and
-    taken to be that of other products). Its backward pass attains `attention_backward` of that:
+    taken to be that of other products). Of a sequence as long as `attention_half_length` it attains
+    half of that. Its backward pass attains `attention_backward` of it:
     between 0.58 and 0.66 in Triton of 2023 (triton-lang/triton pull request 1917). `call_overhead`
-    is what the host needs to issue an operation, `kernel_gap` what the GPU loses between two.
+    is what the host needs to issue an operation, `kernel_gap` what the GPU loses between two, and
+    `product_start` what every matrix product takes at least. Elementwise kernels move `elementwise`
+    times the least traffic: unfused ones read and write what lies between them, too.
     """
 
     gemm_efficiency: Fraction
     operand_efficiency: Fraction = 1.0
+    product_start: Time = 0.0
+    elementwise: Multiple = 1.0
     vocabulary_efficiency: Fraction | None = None
     attention_efficiency: float | tuple[tuple[int, float], ...] | None = None
+    attention_half_length: Natural = 0
     attention_backward: Fraction = 1.0
     call_overhead: Time = 0.0
     kernel_gap: Time = 0.0
@@ -156,9 +163,46 @@ class KernelTimes:
         """Fraction of peak that flash attention over sequences of `length` attains."""
         given = self.attention_efficiency
         if not isinstance(given, tuple):
-            return self.gemm_efficiency if given is None else given
+            most = self.gemm_efficiency if given is None else given
+            return most * length / (length + self.attention_half_length)
         lengths = [math.log(one) for one, _ in given]
         return float(np.interp(math.log(length), lengths, [attained for _, attained in given]))
+
+
+@dataclass(frozen=True, slots=True)
+class ProductSpeed:
+    """How fast a GPU multiplies matrices in 16 bits, alone and cool.
+
+    Arithmetic attains `efficiency` of peak, operands and results move at `operand_efficiency` of
+    the memory bandwidth, and every product takes `start` more. In a training, where power and heat
+    bound the clock, arithmetic attains `sustained` of that.
+    """
+
+    efficiency: Fraction
+    operand_efficiency: Fraction = 1.0
+    start: Time = 0.0
+    sustained: Fraction = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what no GPU can be."""
+        check(self, "products")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpeed:
+    """What one implementation of flash attention attains on a GPU, as fractions of peak.
+
+    It approaches `forward` and `backward` on long sequences, and attains half of that where they
+    have `half_length` tokens. FLOP are those that it executes: half of the scores if causal.
+    """
+
+    forward: Fraction
+    backward: Fraction
+    half_length: Natural = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what no kernel can attain."""
+        check(self, "attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +211,9 @@ class GPU:
 
     `peak` is the dense speed by precision. `efficiency` lists (FLOP of an op, attained fraction of
     peak) by rising FLOP; between entries it is interpolated over log FLOP, outside it is constant.
-    Where `kernels` is known, passes over blocks are costed by it and not by `efficiency`. `tdp` is
+    Where `kernels` is known, passes over blocks are costed by it and not by `efficiency`.
+    `products` and `attention`, by the name of its implementation, say how fast its kernels are: a
+    software stack makes `kernels` of them (`models.stack`). `tdp` is
     its thermal design power, `idle_power` what it draws while its processes wait (`power`).
     `generation` names the first GPU with its multiprocessors, such as "H100" for an H200: what was
     published of that GPU says how far predictions are off.
@@ -181,14 +227,16 @@ class GPU:
     memory_efficiency: Fraction = 1.0
     launch_overhead: Time = 0.0
     kernels: KernelTimes | None = None
+    products: ProductSpeed | None = None
+    attention: Mapping[str, AttentionSpeed] = field(default_factory=dict)
     tdp: Power | None = None
     idle_power: Power | None = None
     generation: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no GPU can be."""
-        if not self.peak or not self.efficiency:
-            raise OptionError(f"{self.name} needs a peak and an efficiency")
+        if not self.peak or not (self.efficiency or self.products):
+            raise OptionError(f"{self.name} needs a peak, and an efficiency or products")
         check(self, self.name)
         for precision, speed in self.peak.items():
             _SPEED.checked(f"{self.name}: peak {precision}", speed)
@@ -198,6 +246,14 @@ class GPU:
         if sorted(self.efficiency) != list(self.efficiency):
             raise OptionError(f"{self.name}: efficiencies must be listed by rising FLOP")
         in_order(self, self.name, "idle_power", "tdp")
+
+    @property
+    def known_efficiency(self) -> tuple[tuple[Flops, float], ...]:
+        """The table of efficiencies; without one, that of large matrix products at every size."""
+        if self.efficiency or self.products is None:
+            return self.efficiency
+        attained = self.products.efficiency * self.products.sustained
+        return ((1.0, attained), (math.inf, attained))
 
     @property
     def preferred_precision(self) -> str:
@@ -228,6 +284,10 @@ _layout = lru_cache(64)(Layout)
 """The same one for the same numbers: every collective that is costed asks for it."""
 
 
+Topology = Literal["switch", "mesh"]
+"""How the GPUs of a node are linked; see `Link`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tier:
     """Switches between pods of `nodes` nodes each: what leaves a pod passes them.
@@ -252,7 +312,12 @@ class Link:
 
     Fractions of that are left to some collectives: `exchange_efficiency` to an all-to-all with its
     many small messages, `relay_efficiency` where one rank of a node both receives and sends for all
-    of them, and `busy_efficiency` to all while GPUs of the node compute.
+    of them, and `busy_efficiency` to all while GPUs of the node compute. With every doubling of its
+    nodes a ring takes `ring_loss` of its time longer: the slowest link, or the busiest switch on
+    its way, holds all of it back.
+
+    `topology` is that of the links inside a node. switch: any GPU may use all of its bandwidth to
+    any others. mesh: it has an equal part to each of the others, so that few of them use little.
     """
 
     bandwidth: Bandwidth
@@ -261,6 +326,8 @@ class Link:
     exchange_efficiency: Fraction = 1.0
     relay_efficiency: Fraction = 1.0
     busy_efficiency: Fraction = 1.0
+    ring_loss: Slowdown = 0.0
+    topology: Topology = "switch"
     rail: Tier | None = None
     spine: Tier | None = None
 
@@ -361,10 +428,13 @@ class Cluster:
         ends = "grid_intensity_low", "grid_intensity", "grid_intensity_high"
         in_order(self, self.name, *ends)
         for where, link in (("intra", self.intra), ("wan", self.wan)):
-            if link and link != Link(link.bandwidth, link.latency, link.efficiency):
+            if link and replace(link, topology="switch") != Link(
+                link.bandwidth, link.latency, link.efficiency
+            ):
                 raise OptionError(
                     f"{self.name}: {where} has no exchange_efficiency, relay_efficiency or"
-                    " busy_efficiency other than 1, and no rail or spine; only inter has"
+                    " busy_efficiency other than 1, and no ring_loss, rail or spine; only"
+                    " inter has"
                 )
         if self.host and self.host.wan and self.wan is None:
             raise OptionError(
@@ -413,4 +483,8 @@ class Cluster:
         sizes = nodes, per_node, sites
         if sizes == (self.nodes, self.gpus_per_node, self.sites):
             return self
-        return replace(self, nodes=nodes, gpus_per_node=per_node, sites=sites)
+        intra = self.intra
+        if intra.topology == "mesh" and 1 < per_node < self.gpus_per_node:
+            share = (per_node - 1) / (self.gpus_per_node - 1)
+            intra = replace(intra, bandwidth=intra.bandwidth * share)
+        return replace(self, nodes=nodes, gpus_per_node=per_node, sites=sites, intra=intra)

@@ -34,14 +34,12 @@ class MatMul:
     count: int = 0
 
     def product(self, samples: int, width: Bytes) -> Gemm:
-        """FLOP and bytes over `samples`, for elements of `width` bytes.
+        """Those over `samples`, for elements of `width` bytes.
 
-        The two products of a backward pass have the same: they permute the three dimensions.
+        The two products of a backward pass have the same cost: they permute the three dimensions.
         """
-        many = (self.count or 1) * samples
-        weights = self.inner * self.columns * (many if self.count else 1)
-        elements = many * self.rows * (self.inner + self.columns) + weights
-        return Gemm(2.0 * many * self.rows * self.inner * self.columns, elements * width)
+        rows, batch = (self.rows, self.count * samples) if self.count else (self.rows * samples, 1)
+        return Gemm(rows, self.inner, self.columns, width, batch)
 
 
 @dataclass(frozen=True, slots=True)

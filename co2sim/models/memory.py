@@ -52,10 +52,9 @@ def model_states(
     job: Workload, *, parameter_shards: int = 1, gradient_shards: int = 1, optimizer_shards: int = 1
 ) -> dict[str, Bytes]:
     """Parameters, gradients and optimizer states, each divided over its number of shards."""
-    size = job.parameters * job.precision.bytes
     return {
-        "parameters": size / parameter_shards,
-        "gradients": size / gradient_shards,
+        "parameters": job.parameters * job.precision.bytes / parameter_shards,
+        "gradients": job.parameters * job.gradient_bytes / gradient_shards,
         "optimizer": job.parameters * job.optimizer_bytes / optimizer_shards,
     }
 
@@ -81,7 +80,7 @@ def activations(job: Workload, held: float = 1.0) -> dict[str, Bytes]:
     backward = max(
         (
             {
-                "activations": kept + (_kept(job, block) if job.repeats(block) else 0.0),
+                "activations": kept + _repeated(job, block),
                 "workspace": _scaled(job, _workspace(job, block)),
             }
             for block in blocks
@@ -120,9 +119,30 @@ def _scaled(job: Workload, size: Bytes) -> Bytes:
     return size * job.micro_batch * job.precision.bytes / 2
 
 
+def _repeated(job: Workload, block: Block) -> Bytes:
+    """What is there again while a block's backward pass goes on."""
+    if job.repeats(block):
+        return _needed(job, block)
+    return _needed(job, block) - _kept(job, block)
+
+
 def _kept(job: Workload, block: Block) -> Bytes:
-    """What a backward pass needs of a block, but for its logits."""
+    """What is kept of a block until its backward pass, but for its logits."""
+    if not job.repeats_products(block):
+        return _needed(job, block)
+    results = sum(one.rows * one.columns for one in block.products if not one.count)
+    kept = block.boundary_bytes + results  # every second one, of 2 bytes
+    if block.scores is None:
+        return _scaled(job, kept)
+    mixed = 2.0 * block.scores.flops / (4.0 * block.scores.length)
+    return _scaled(job, kept + mixed) + block.scores.statistics_bytes * job.micro_batch
+
+
+def _needed(job: Workload, block: Block) -> Bytes:
+    """What is there of a block for its backward pass, but for its logits."""
     kept = _scaled(job, block.activation_bytes)
+    if block.products and not block.logits:
+        kept *= job.kept
     if block.scores is None or job.repeats_scores(block):
         return kept
     if job.fuses(block):

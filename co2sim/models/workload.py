@@ -35,7 +35,11 @@ from co2sim.schedule.schedule import (
     tensor,
 )
 
-Pass: TypeAlias = Literal["forward", "recompute", "backward"]
+Pass: TypeAlias = Literal["forward", "recompute", "products", "backward"]
+"""recompute: a forward pass again; products: the part of it that `Selective` says."""
+
+_SECOND = 0.5
+"""Of the products with weights: every second one."""
 
 _LOSS_SUMS = 3
 """All-reduces of a value for every row of logits: their largest, the target's, the sum of their
@@ -48,15 +52,26 @@ def tensor_parallel_collectives(
     samples: int,
     dtype: DType,
     stops_early: bool,  # noqa: FBT001
+    overlap: bool = False,  # noqa: FBT001, FBT002
 ) -> TensorParallelCollectives | None:
     """The exchanges of passes over a block with `samples` samples; None where it is whole.
 
-    A repeated forward pass that `stops_early` needs no result of the block's last product.
+    A repeated forward pass that `stops_early` needs no result of the block's last product. With
+    `overlap` products work on parts of their operands while others are exchanged.
     """
     if block is None:
         return None
     made = [_of_pass(block, one, samples, dtype, stops_early) for one in passes]
+    if overlap:
+        made = [_beside(found) for found in made]
     return reduce(TensorParallelCollectives.then, made)
+
+
+def _beside(found: TensorParallelCollectives) -> TensorParallelCollectives:
+    """All exchanges of activations beside the pass; those of the loss stay behind it."""
+    loss = tuple(one for one in found.behind if one.buffer == "loss")
+    activations = tuple(one for one in found.behind if one.buffer != "loss")
+    return TensorParallelCollectives((), (*found.before, *found.beside, *activations), loss)
 
 
 def _of_pass(
@@ -74,6 +89,8 @@ def _of_pass(
     inputs, outputs, rows = block.inputs, block.outputs, block.rows
     if which == "backward":
         inputs, outputs, rows = outputs, inputs, 0
+    elif which == "products":  # sums over ranks are kept
+        outputs, rows = 0, 0
     elif which == "recompute" and stops_early:
         outputs, rows = max(0, outputs - 1), 0
     loss: tuple[Collective, ...] = ()
@@ -98,6 +115,7 @@ __all__ = [
     "Model",
     "Optimizer",
     "Recompute",
+    "Selective",
     "Workload",
 ]
 
@@ -105,7 +123,12 @@ AttentionKernel = Literal["flash", "eager"]
 """flash: one kernel that never writes the scores. eager: products and softmax, scores kept."""
 
 Recompute = Literal["none", "selective", "full"]
-"""selective: the scores of eager attention again. full: every layer again, from its input."""
+"""selective: what `Selective` says again. full: every layer again, from its input."""
+
+Selective = Literal["scores", "products"]
+"""What a framework repeats selectively. scores: those of eager attention (Megatron-LM). products:
+all of a layer but attention and every second product with weights, whose results are kept
+(torchtitan, torchtitan/distributed/activation_checkpoint.py, op)."""
 
 Checkpointing = Literal["non_reentrant", "reentrant"]
 """How "full" runs a layer again. non_reentrant: until the last tensor that the backward pass needs
@@ -151,10 +174,14 @@ class BlockWork:
 class Workload:
     """A model with its batch and precision.
 
-    `micro_batch` is samples per GPU and micro-step, `accumulation` micro-steps per optimizer step.
-    `attention`, `recompute`, `checkpointing` and `loss` are what the training framework does; the
-    defaults are those of most of them today. `tp` tensor-parallel GPUs hold the model together, and
-    count as one for the batch; with `sequence_parallel` they divide the sequence between products.
+    `micro_batch` is samples per GPU and micro-step, `accumulation` micro-steps per optimizer
+    step. `attention`, `recompute`, `checkpointing` and `loss` are what the training framework
+    does; the defaults are those of most of them today. With `overlap` gradients are reduced
+    while the backward pass goes on, with `overlap_tensor` activations are exchanged beside
+    products. `main_gradients` says that replicas sum gradients of bf16 up in fp32. A layer
+    keeps `kept` times the activations that its backward pass needs at least. `tp`
+    tensor-parallel GPUs hold the model together, and count as one for the batch; with
+    `sequence_parallel` they divide the sequence between products.
     """
 
     model: Model
@@ -166,6 +193,11 @@ class Workload:
     checkpointing: Checkpointing = "non_reentrant"
     loss: Loss = "fused"
     optimizer: Optimizer = "adamw"
+    selective: Selective = "scores"
+    overlap: bool = True
+    overlap_tensor: bool = False
+    main_gradients: bool = False
+    kept: float = 1.0
     tp: int = 1
     sequence_parallel: bool = False
 
@@ -225,7 +257,12 @@ class Workload:
     def repeats_scores(self, block: Block) -> bool:
         """Whether a backward pass computes the scores of eager attention again, and no more."""
         wanted = self.recompute == "selective" and self.attention == "eager"
-        return wanted and block.scores is not None
+        return wanted and self.selective == "scores" and block.scores is not None
+
+    def repeats_products(self, block: Block) -> bool:
+        """Whether a backward pass begins with all but attention and every second product."""
+        wanted = self.recompute == "selective" and self.selective == "products"
+        return wanted and bool(block.boundary_bytes and block.products and not block.logits)
 
     def fuses(self, block: Block) -> bool:
         """Whether the block's attention is one kernel."""
@@ -236,10 +273,15 @@ class Workload:
         repeated = flops if self.recompute == "full" else 0.0
         if block.scores and self.repeats_scores(block):
             repeated = block.scores.flops * self.micro_batch
+        if self.repeats_products(block):
+            mixing = block.scores.flops if block.scores else 0.0
+            repeated = _SECOND * (block.flops - mixing) * self.micro_batch
         weights = (
             block.parameters * self.precision.bytes if flops else 0.0
         )  # a look-up reads only rows
         again: list[Pass] = ["recompute"] if self.repeats(block) else []
+        if self.repeats_products(block):
+            again = ["products"]
         traffic = weights + 2 * self._written(block) * self.precision.bytes / 2 * self.micro_batch
         return (
             Compute(
@@ -274,10 +316,13 @@ class Workload:
         often = passes + again
         scores = often + (passes > 1 and self.repeats_scores(block))
         last = passes if self.checkpointing == "non_reentrant" else often
-        times = [scores if matmul.count else often for matmul in block.products]
+        second = passes > 1 and self.repeats_products(block)
+        times: list[float] = [scores if matmul.count else often for matmul in block.products]
         times[-1:] = [last] * len(times[-1:])
+        if second:
+            times = [passes if one.count else passes + _SECOND for one in block.products]
         fused = block.scores if self.fuses(block) else None
-        kept = often * self._written(block)
+        kept = (often + second) * self._written(block)
         if block.scores and not fused:
             kept += scores * block.scores.bytes
         width = self.precision.bytes
@@ -287,7 +332,7 @@ class Workload:
                 for matmul, count in zip(block.products, times, strict=True)
                 if count and not (fused and matmul.count)
             ),
-            (bool(passes) + again) * block.calls,
+            (bool(passes) + again + second) * block.calls,
             kept * width * self.micro_batch,
             bool(block.logits),
             self._fused(fused, passes, again) if fused else None,
@@ -330,7 +375,7 @@ class Workload:
     def _exchanges(self, block: Block, *passes: Pass) -> TensorParallelCollectives | None:
         early = self.checkpointing == "non_reentrant"
         return tensor_parallel_collectives(
-            block.division, passes, self.micro_batch, self.precision, early
+            block.division, passes, self.micro_batch, self.precision, early, self.overlap_tensor
         )
 
     @property
@@ -348,6 +393,15 @@ class Workload:
         """Optimizer state per parameter; in fp32 the parameters are their own master copy."""
         master = MASTER_BYTES if self.precision is DType.FP32 else 0.0
         return OPTIMIZER_BYTES[self.optimizer] - master
+
+    @property
+    def gradient_bytes(self) -> Bytes:
+        """Gradients per parameter, where all ranks or their owners hold them between passes.
+
+        Source: Megatron-LM, docs/user-guide/features/dist_optimizer.md: 4 in bf16, 2 in fp16.
+        """
+        summed = self.main_gradients and self.precision is DType.BF16
+        return DType.FP32.bytes if summed else self.precision.bytes
 
     def optimizer_step(self, elements: int) -> Compute:
         """The optimizer over `elements` parameters: memory-bound.

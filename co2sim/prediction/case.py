@@ -3,20 +3,29 @@
 import os
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, TypeVar
 
 from co2sim import strategies
-from co2sim.catalog import Contents, Entry, Fact, load_cluster, load_model
+from co2sim.catalog import (
+    DEFAULT_STACK,
+    Contents,
+    Entry,
+    Fact,
+    load_cluster,
+    load_model,
+    load_stack,
+)
 from co2sim.catalog.facts import is_file
 from co2sim.common import convert
 from co2sim.common.convert import Count, Number, Within, option
 from co2sim.common.errors import Co2simError, OptionError, ScheduleError
 from co2sim.common.resources import LruCache
 from co2sim.common.units import Bytes
-from co2sim.hardware.cluster import Cluster
+from co2sim.hardware.cluster import GPU, Cluster
 from co2sim.models.memory import activations, allocated, overhead
+from co2sim.models.stack import Stack
 from co2sim.models.workload import (
     AttentionKernel,
     Checkpointing,
@@ -54,7 +63,8 @@ class LoadedCase:
     """A case with everything loaded and sized.
 
     Of a stage of a pipeline these are its GPUs and its part of the model; it holds the activations
-    of `microbatches_in_flight`.
+    of `microbatches_in_flight`. `stack` is the name of that whose kernels run; empty where the file
+    of the GPU says itself how fast it is.
     """
 
     cluster: Cluster
@@ -63,6 +73,7 @@ class LoadedCase:
     schedule: Schedule
     assumed: tuple[Fact, ...]
     microbatches_in_flight: float = 1.0
+    stack: str = ""
 
     @property
     def precision(self) -> str:
@@ -101,6 +112,7 @@ class LoadedCase:
         return Result(
             cluster=cluster.name,
             model=job.model.name,
+            stack=self.stack,
             unit=job.model.unit,
             strategy=title(self.strategy),
             gpus=gpus,
@@ -254,34 +266,41 @@ class Case:
     precision: str | None = option(
         None, "bf16, fp16 or fp32; default: bf16 if the GPU has it, else fp16.", "job"
     )
-    attention: AttentionKernel = option(
-        "flash",
+    attention: AttentionKernel | None = option(
+        None,
         "flash (one kernel, the scores are never kept) or eager (products and softmax, the"
-        " scores are kept).",
+        " scores are kept); default: what the stack does.",
         "job",
     )
     recompute: Recompute = option(
         "none",
-        "Activations to recompute: none, selective (the scores of eager attention), or full"
-        " (only the inputs of layers are kept).",
+        "Activations to recompute: none, selective (what the stack repeats: the scores of eager"
+        " attention, or every second product), or full (only the inputs of layers are kept).",
         "job",
     )
-    checkpointing: Checkpointing = option(
-        "non_reentrant",
+    checkpointing: Checkpointing | None = option(
+        None,
         "How full recomputation runs a layer again: non_reentrant (up to its last product, as"
-        " PyTorch does) or reentrant (all of it, as Megatron-LM and DeepSpeed do).",
+        " PyTorch does) or reentrant (all of it, as Megatron-LM and DeepSpeed do); default: what"
+        " the stack does.",
         "job",
     )
-    loss: Loss = option(
-        "fused",
-        "Cross entropy: fused (one kernel on 16-bit logits) or eager (PyTorch's, in fp32).",
+    loss: Loss | None = option(
+        None,
+        "Cross entropy: fused (one kernel on 16-bit logits) or eager (PyTorch's, in fp32);"
+        " default: what the stack does.",
         "job",
     )
     optimizer: Optimizer = option("adamw", "adamw or sgd.", "job")
+    stack: str | Stack | Contents = option(
+        DEFAULT_STACK,
+        "Software stack: the training framework of a year (`co2sim list stacks`), or a TOML file.",
+        "job",
+    )
     overrides: Mapping[str, str] = option(
         {},
-        'Override any number of the cluster or, behind "model.", of the model:'
-        ' --set inter.bandwidth="25 Gbit/s" --set model.seq_len=4096. Repeatable.',
+        'Override any number of the cluster or, behind "model." and "stack.", of the model and the'
+        ' stack: --set inter.bandwidth="25 Gbit/s" --set model.seq_len=4096. Repeatable.',
         "job",
         "--set",
     )
@@ -307,6 +326,7 @@ class Case:
         found = convert.declared(Case, given) | {
             "cluster": _named("cluster", self.cluster, Cluster),
             "model": _named("model", self.model, Model),
+            "stack": _named("stack", self.stack, Stack),
             "strategy": _strategy(self.strategy),
             "overrides": convert.texts("overrides", self.overrides),
         }
@@ -325,18 +345,43 @@ class Case:
         return f"{strategy} on {self.gpus or 'all'} GPUs of {cluster}{changed}"
 
     @property
+    def asked(self) -> frozenset[str]:
+        """The options that are given, of those that a stack has values for."""
+        names = ("attention", "checkpointing", "loss")
+        return frozenset(name for name in names if getattr(self, name) is not None)
+
+    @property
     def run_options(self) -> RunOptions:
         """What the simulation of its schedule needs to know."""
         return RunOptions(self.noise, self.rounds, self.fold)
 
     def load(self) -> tuple[Entry[Cluster], Entry[Model]]:
-        """The cluster and the model, from names, files or objects."""
-        for_model = {
-            k.removeprefix("model."): v for k, v in self.overrides.items() if k.startswith("model.")
+        """The cluster, with what the stack makes of its GPU, and the model."""
+        cluster = _entry(self.cluster, load_cluster, self.cluster_overrides)
+        gpu = self.load_stack().value.on(cluster.value.gpu)
+        if gpu is not cluster.value.gpu:
+            cluster = replace(cluster, value=replace(cluster.value, gpu=gpu))
+        return cluster, _entry(self.model, load_model, self._overrides_of("model."))
+
+    def load_stack(self) -> Entry[Stack]:
+        """The software stack, from its name, file or object."""
+        return _entry(self.stack, load_stack, self._overrides_of("stack."))
+
+    def _stack_of(self, gpu: GPU) -> str:
+        """The name of the stack, if the kernels of the loaded GPU are its."""
+        stated = _entry(self.cluster, load_cluster, self.cluster_overrides).value.gpu
+        return "" if stated.kernels == gpu.kernels else self.load_stack().value.name
+
+    @property
+    def cluster_overrides(self) -> dict[str, str]:
+        """The overrides of numbers of the cluster."""
+        others = "model.", "stack."
+        return {k: v for k, v in self.overrides.items() if not k.startswith(others)}
+
+    def _overrides_of(self, prefix: str) -> dict[str, str]:
+        return {
+            k.removeprefix(prefix): v for k, v in self.overrides.items() if k.startswith(prefix)
         }
-        for_cluster = {k: v for k, v in self.overrides.items() if not k.startswith("model.")}
-        cluster = _entry(self.cluster, load_cluster, for_cluster)
-        return cluster, _entry(self.model, load_model, for_model)
 
     def prepare(self) -> LoadedCase:
         """Load everything and build the schedule. Raises Co2simError when anything is wrong."""
@@ -395,6 +440,7 @@ class Case:
                 *beyond_the_table(sized.gpu, job.share),
             ),
             microbatches_in_flight=microbatches_in_flight,
+            stack=self._stack_of(sized.gpu),
         )
 
     def _workload(self, model: Model, cluster: Cluster) -> Workload:
@@ -404,6 +450,7 @@ class Case:
             raise OptionError(
                 f"recompute=full does not apply to {model.name}: its blocks have no input sizes"
             )
+        stack = self.load_stack().value
         return Workload(
             model=model,
             micro_batch=self.micro_batch,
@@ -411,11 +458,16 @@ class Case:
                 data_parallel_layout(cluster.layout, self.tp).world_size
             ),
             precision=DType(precision),
-            attention=self.attention,
+            attention=self.attention or stack.attention,
             recompute=self.recompute,
-            checkpointing=self.checkpointing,
-            loss=self.loss,
+            checkpointing=self.checkpointing or stack.checkpointing,
+            loss=self.loss or stack.loss,
             optimizer=self.optimizer,
+            selective=stack.selective,
+            overlap=stack.overlap,
+            overlap_tensor=stack.overlap_tensor,
+            main_gradients=stack.main_gradients,
+            kept=stack.kept,
             tp=self.tp,
             sequence_parallel=self.sequence_parallel,
         )
@@ -495,11 +547,12 @@ class JobOptions(TypedDict, total=False):
     interleave: Count
     global_batch: Count | None
     precision: str | None
-    attention: AttentionKernel
+    attention: AttentionKernel | None
     recompute: Recompute
-    checkpointing: Checkpointing
-    loss: Loss
+    checkpointing: Checkpointing | None
+    loss: Loss | None
     optimizer: Optimizer
+    stack: str | Stack | Contents
     overrides: Mapping[str, Number] | None
     noise: Noise
     jitter: Number

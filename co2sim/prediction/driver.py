@@ -15,6 +15,7 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import Model
 from co2sim.prediction import auto_delay, pipeline
 from co2sim.prediction.case import Case, LoadedCase, Options, scheduled
+from co2sim.prediction.error_model import Situation
 from co2sim.prediction.intervals import Predicted
 from co2sim.prediction.notes import remarks as remarks_on
 from co2sim.prediction.notes import warnings as warnings_of
@@ -136,7 +137,7 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
         result = prepared.measure(found, rounds, steady, free)
         cluster, nominal = prepared.cluster, result.round_time_s
         blocks = prepared.job.share.model.blocks
-        remarks = remarks_on(cluster, prepared.job, blocks, case.noise, result.gpus)
+        remarks = remarks_on(cluster, prepared.job, blocks, case.noise, result.gpus, case.asked)
         result = replace(result, notes=(*notes, *remarks))
         even = replace(prepared, cluster=replace(cluster, node_spread=0.0, step_spread=0.0))
         if case.noise.uneven or cluster.node_spread or cluster.step_spread:
@@ -167,9 +168,8 @@ def _of_pipeline(case: Case, done: Done | None) -> Result:
         model=model.value,
         precision=str(first.precision),
         tokens_per_s=result.tokens_per_s,
-        exposed_share=result.exposed_share,
+        situation=Situation.of(result, known=_known(first)),
         again=lambda _: result.tokens_per_s,
-        alike=False,
     ).interval()
 
     def tried(other: Strategy) -> Seconds:
@@ -181,9 +181,16 @@ def _of_pipeline(case: Case, done: Done | None) -> Result:
         tokens_per_s_low=found.low,
         tokens_per_s_high=found.high,
         interval_source=found.source,
-        notes=remarks_on(first.cluster, first.job, sum(blocks, ()), case.noise, result.gpus),
+        notes=remarks_on(
+            first.cluster, first.job, sum(blocks, ()), case.noise, result.gpus, case.asked
+        ),
         warnings=warnings_of(strategy, blocks, first.layout, result, tried),
     )
+
+
+def _known(prepared: LoadedCase) -> bool:
+    """Whether something is published of the kernels of its GPU."""
+    return prepared.cluster.gpu.kernels is not None
 
 
 def _with_interval(case: Case, prepared: LoadedCase, result: Result, done: Done | None) -> Result:
@@ -201,9 +208,8 @@ def _with_interval(case: Case, prepared: LoadedCase, result: Result, done: Done 
         model=prepared.job.model,
         precision=str(prepared.precision),
         tokens_per_s=result.tokens_per_s,
-        exposed_share=result.exposed_share,
+        situation=Situation.of(result, known=_known(prepared)),
         again=again,
-        alike=prepared.job.tp == 1,
     ).interval(case.interval)
     return replace(
         result,

@@ -1,32 +1,27 @@
 """The 90 % interval of a prediction, and where it comes from.
 
 Three sources, the nearest first: the scatter of the probe that measured the cluster; the fit of the
-constants that the cluster has (`calibrations`); the errors on published runs of the same kind
-(`kinds`), of predictions that were not fitted to them. The last two tell of runs that are `near`.
-Where no published run of the kind is, it is the errors on runs of all kinds, each counted alike.
+constants that the cluster has (`calibrations`), which tells of runs that are near those fitted; the
+errors on all published runs, of predictions that were not fitted to their source (`error_model`).
 """
 
 import math
-import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 from co2sim.common.units import counted
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.models.workload import Model
 from co2sim.prediction.calibrations import (
-    CATALOG,
     Calibration,
-    Ranges,
     calibrations,
     describe_extrapolation,
     figures_of,
-    ranges_from,
     replaced,
     squares,
 )
+from co2sim.prediction.error_model import Situation, error_model
 from co2sim.schedule.schedule import WORLD, Layout
 from co2sim.strategies import LocalSteps, Strategy
 from co2sim.strategies.fsdp import FSDP
@@ -98,12 +93,6 @@ L = TypeVar("L", Link, Link | None)
 Thoroughness: TypeAlias = Literal["quick", "full"]
 """quick: no further simulation; full: some further ones, with moved constants."""
 
-ERRORS = "published_errors.toml"
-"""The record of errors on published runs by kind."""
-
-NOTHING_NEAR = "no published run is near this"
-ALL_KINDS = "errors on published runs of all kinds, each alike"
-
 TAIL = 1.645
 """Standard deviations of a normal distribution that a 90 % interval reaches to both sides."""
 
@@ -117,23 +106,9 @@ class Interval:
     source: str
 
 
-@dataclass(frozen=True, slots=True)
-class KindErrors:
-    """Errors of predictions on published runs of one kind, none of which was fitted to its run.
-
-    `low` and `high` are the ends of a 90 % interval of log(published / predicted) of a further run;
-    `runs` says of how many runs of which source they are, and `ranges` where these lie (`near`).
-    """
-
-    low: float
-    high: float
-    runs: Mapping[str, int]
-    ranges: Ranges
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """A prediction: of what, the tokens/s, and the share of the round that waits for the network.
+    """A prediction: of what, the tokens/s, and what makes it more or less sure.
 
     `precision` names the type of numbers. `again` simulates it on a changed cluster of the same
     layout, and gives tokens/s.
@@ -144,26 +119,30 @@ class Predicted:
     model: Model
     precision: str
     tokens_per_s: float
-    exposed_share: float
+    situation: Situation
     again: Callable[[Cluster], float]
-    alike: bool = True
-    """Whether errors on published runs tell of it: they share no layers, and have no pipeline."""
 
     def interval(self, thoroughness: Thoroughness = "quick") -> Interval:
         """Its interval."""
         full = thoroughness == "full"
         if self.cluster.scatter is not None:
             return self._of_probe(full=full)
-        kind = kind_of(self.cluster, self.strategy, self.model) if self.alike else None
+        alike = self.situation.divided == 1  # as in the runs that were fitted
+        kind = kind_of(self.cluster, self.strategy, self.model) if alike else None
         run = figures_of(self.cluster, self.model, self.precision)
         fit = None if kind is None else calibration_of(self.cluster, kind)
         far = beyond_fit(fit, self.strategy, self.cluster.layout, run) if fit else ""
         if fit and not far:
             return self._of_fit(fit, full=full)
-        known, words = nearest_errors(kind, run, told=bool(far))
+        errors = error_model()
+        words = (
+            f"errors on {counted(errors.runs, 'published training run')} of"
+            f" {counted(len(errors.sources), 'source')}, each left out of the fit"
+        )
         if fit:
             words = f"far from calibration {fit.group} ({far}): {words}"
-        return self._from(-known.low, known.high, words)
+        reach = errors.reach(self.situation)
+        return self._from(reach, reach, words)
 
     def _of_fit(self, fit: Calibration, *, full: bool) -> Interval:
         words = f"calibration {fit.group}: scatter of {counted(fit.cells, 'published run')}"
@@ -193,7 +172,7 @@ class Predicted:
             f" {scatter.communication:.1%} in communication"
         )
         if not full:
-            shares = 1 - self.exposed_share, self.exposed_share
+            shares = 1 - self.situation.exposed, self.situation.exposed
             reach = TAIL * math.hypot(*(a * b for a, b in zip(sigmas, shares, strict=True)))
             return self._from(reach, reach, f"{words}, each by its share of the round")
 
@@ -231,25 +210,6 @@ def beyond_fit(
         describe_extrapolation(run, fit.ranges),
     )
     return "; ".join(filter(None, far))
-
-
-def nearest_errors(
-    kind: RunKind | None, run: Mapping[str, float], *, told: bool = False
-) -> tuple[KindErrors, str]:
-    """Errors on published runs, and their name: of the kind where the run is near, else all.
-
-    What is far from runs of the kind is left out where it has been `told`.
-    """
-    known = kind_errors().get(kind)
-    far = describe_extrapolation(run, known.ranges, wide=True) if known else ""
-    if known and not far:
-        words = f"errors on published runs of the kind ({kind})"
-    else:
-        known = other_errors()
-        words = f"{NOTHING_NEAR} ({far})" if far and not told else NOTHING_NEAR
-        words += f": {ALL_KINDS}"
-    counts = ", ".join(f"{source} {count}" for source, count in known.runs.items())
-    return known, f"{words}: {counts}"
 
 
 def calibration_of(cluster: Cluster, kind: RunKind) -> Calibration | None:
@@ -295,27 +255,3 @@ def overlaps(one: Interval, other: Interval) -> bool:
     if one.low is None or one.high is None or other.low is None or other.high is None:
         return False
     return one.low <= other.high and other.low <= one.high
-
-
-@cache
-def kind_errors() -> Mapping[RunKind | None, KindErrors]:
-    """The record of errors on published runs, by kind."""
-    return {
-        RunKind(entry["gpu"], entry["exchange"], entry["extent"]): _read(entry)
-        for entry in _record()["kind"]
-    }
-
-
-@cache
-def other_errors() -> KindErrors:
-    """Errors on a run of a kind without published runs: those of all kinds, each alike."""
-    return _read(_record()["other"])
-
-
-def _record() -> Mapping[str, Any]:
-    return tomllib.loads((CATALOG / ERRORS).read_text("utf-8"))
-
-
-def _read(entry: Mapping[str, Any]) -> KindErrors:
-    lie = ranges_from(entry.get("ranges", {}))
-    return KindErrors(entry["low"], entry["high"], entry["runs"], lie)

@@ -1,6 +1,6 @@
 """Notes on a result: warnings, what was assumed, options without effect, what is not counted."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -147,10 +147,12 @@ def beyond_the_file(stated: Cluster, sized: Cluster) -> list[Fact]:
 
 def beyond_the_table(gpu: GPU, job: Workload) -> list[Fact]:
     """Passes smaller or larger than any whose efficiency is known, and flash attention of none."""
+    found = _unknown_attention(gpu, job)
+    if not gpu.efficiency:
+        return found
     works = job.works()
     sizes = [pass_.flops for w in works for pass_ in (w.forward, w.backward) if pass_.flops]
     (least, at_least), (most, at_most) = gpu.efficiency[0], gpu.efficiency[-1]
-    found = _unknown_attention(gpu, job)
     for size, bound, value, word in (
         (min(sizes, default=least), least, at_least, "smaller"),
         (max(sizes, default=most), most, at_most, "larger"),
@@ -179,7 +181,7 @@ _FEW = 128
 """GPUs. Published runs of one kind show what more of them cost, and begin here."""
 
 IDLE_RECOMPUTE = "recompute=selective repeats nothing: flash attention keeps no scores"
-_NO_KERNELS = "changes memory, but not time: the GPU has no kernels, as that of h100-calibrated has"
+_NO_KERNELS = "changes memory, but not time: nothing is known of the kernels of the GPU"
 IDLE_CHECKPOINTING = "checkpointing=reentrant changes nothing without recompute=full"
 EAGER_ATTENTION = f"attention=eager {_NO_KERNELS}"
 EAGER_LOSS = f"loss=eager {_NO_KERNELS}"
@@ -192,16 +194,27 @@ ALIKE = (IDLE_RECOMPUTE, IDLE_CHECKPOINTING, EAGER_ATTENTION, EAGER_LOSS, SCALE)
 
 
 def remarks(
-    cluster: Cluster, job: Workload, blocks: Sequence[Block], noise: Noise, gpus: int
+    cluster: Cluster,
+    job: Workload,
+    blocks: Sequence[Block],
+    noise: Noise,
+    gpus: int,
+    asked: Collection[str] = (),
 ) -> tuple[str, ...]:
-    """Those on a job of `blocks` on `gpus` GPUs, of which `cluster` may be one stage."""
+    """Those on a job of `blocks` on `gpus` GPUs, of which `cluster` may be one stage.
+
+    `asked` are the options that a user gave, among those that a stack has values for.
+    """
     plain = cluster.gpu.kernels is None
     scores, logits = any(block.scores for block in blocks), any(block.logits for block in blocks)
     even = not (cluster.interference or cluster.node_spread or cluster.step_spread)
     uneven_by_hand = noise.jitter or noise.straggle
     found = {
-        IDLE_RECOMPUTE: (job.recompute, job.attention) == ("selective", "flash"),
-        IDLE_CHECKPOINTING: job.checkpointing == "reentrant" and job.recompute != "full",
+        IDLE_RECOMPUTE: (job.recompute, job.attention) == ("selective", "flash")
+        and job.selective == "scores",
+        IDLE_CHECKPOINTING: "checkpointing" in asked
+        and job.checkpointing == "reentrant"
+        and job.recompute != "full",
         EAGER_ATTENTION: plain and scores and job.attention == "eager",
         EAGER_LOSS: plain and logits and job.loss == "eager",
         SCALE: even and gpus > _FEW and not uneven_by_hand,

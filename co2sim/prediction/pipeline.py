@@ -281,13 +281,14 @@ def _by_chunk(times: Sequence[Seconds], counts: Sequence[int]) -> tuple[Seconds,
 
 def _took(work: Compute, prepared: LoadedCase, *, free: bool) -> Seconds:
     """A pass with its exchanges, those beside it hidden as far as it is long enough."""
-    compute = compute_time(work, prepared.cluster.gpu, prepared.job.precision)
+    gpu, precision = prepared.cluster.gpu, prepared.job.precision
     if free or work.exchanges is None:
-        return compute
+        return compute_time(work, gpu, precision)
     before, beside, behind = (
         sum(cost_of(one, prepared.cluster).duration_alone(prepared.cluster) for one in found)
         for found in (work.exchanges.before, work.exchanges.beside, work.exchanges.behind)
     )
+    compute = compute_time(work, gpu, precision, before + beside + behind)
     return before + max(compute, beside) + behind
 
 

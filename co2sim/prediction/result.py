@@ -16,23 +16,26 @@ _NAMED = 8
 class Result:
     """Figures of one configuration. Times are of the steady state; a step is an optimizer step.
 
-    `tokens` are the model's units: tokens, or images. `exposed_comm_s` is the round time minus that
-    of the same round with free communication, `waiting_s` what a rank spends in collectives before
-    the last member is there, hidden or not, `straggler_delay_s` what slower or uneven ranks add to
-    the round (None without any, and for what was measured), and `overlap_ratio` 1 - exposed / busy
-    (None without communication). `breakdown_s` sums the spans of one rank in the last round by
-    kernel or collective, waiting included. `memory_bytes_per_gpu` is by item, and in all ("total");
-    `allocated_bytes_per_gpu` is what PyTorch's `max_memory_allocated` counts of it. `assumed` lists
-    the inputs that no source supports, `notes` what was chosen for options that were left open,
-    which options change nothing, and what is not counted, `warnings` which option holds the
-    strategy back, and what another value would give.
-    `tokens_per_s_low` and `tokens_per_s_high` are the ends of a 90 % interval (None where nothing
-    is known, and for what was measured), and `interval_source` says where they come from.
-    `cost_per_billion_tokens` is in `currency`; `usd_per_billion_tokens` is None for other ones.
+    `stack` is the software stack; empty for what was measured, and where the GPU's file says
+    how fast its kernels are. `tokens` are the model's units: tokens, or images.
+    `exposed_comm_s` is the round time minus that of the same round with free communication,
+    `waiting_s` what a rank spends in collectives before the last member is there, hidden or
+    not, `straggler_delay_s` what slower or uneven ranks add to the round (None without any, and
+    for what was measured), and `overlap_ratio` 1 - exposed / busy (None without communication).
+    `breakdown_s` sums the spans of one rank in the last round by kernel or collective, waiting
+    included. `memory_bytes_per_gpu` is by item, and in all ("total"); `allocated_bytes_per_gpu`
+    is what PyTorch's `max_memory_allocated` counts of it. `assumed` lists the inputs that no
+    source supports, `notes` what was chosen for options that were left open, which options
+    change nothing, and what is not counted, `warnings` which option holds the strategy back,
+    and what another value would give. `tokens_per_s_low` and `tokens_per_s_high` are the ends
+    of a 90 % interval (None where nothing is known, and for what was measured), and
+    `interval_source` says where they come from. `cost_per_billion_tokens` is in `currency`;
+    `usd_per_billion_tokens` is None for other ones.
     """
 
     cluster: str
     model: str
+    stack: str = ""
     unit: str
     strategy: str
     gpus: int

@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from co2sim.prediction.case import Case
+from co2sim.prediction.evidence import COLUMNS, nearest, rows
 from co2sim.prediction.notes import ALIKE
 from co2sim.prediction.published import SpeedComparison
 from co2sim.report import bar_charts, line_charts, tables
 from co2sim.report.chart_style import picking
 from co2sim.report.html import Figure, PageSection, Timelines
-from co2sim.report.tables import Answered
+from co2sim.report.tables import Answered, Table
 from co2sim.studies.sensitivity import Sensitivity
 
 
@@ -109,13 +110,20 @@ def trust(
 ) -> PageSection:
     """How sure it all is; warnings and notes are those of the cases `shown`, once each."""
     found = [Figure("", table=tables.sources(every))]
-    errors = tables.errors(every)
-    if errors:
+    note = (
+        "How far predictions were from published training runs, by what was fitted without their"
+        " source:"
+    )
+    found.append(Figure("", note, table=tables.errors()))
+    if shown:
+        first = shown[0]
         note = (
-            "How far published runs were from predictions by constants that were fitted without"
-            " them, or not at all:"
+            f"The published runs that are most like {first.strategy} on {first.cluster}. A distance"
+            " of 1 is twice as many parameters, or four times as many GPUs or tokens of a pass;"
+            " another stack, GPU or way of sharing counts 2."
         )
-        found.append(Figure("", note, table=errors))
+        near = nearest(first.case, first.result)
+        found.append(Figure("", note, table=Table(COLUMNS, rows(near), 3)))
     published = tables.published(comparisons)
     if published:
         note = "Published runs of this study beside their predictions:"

@@ -1,14 +1,13 @@
 """The tables of a report: names of columns, and texts."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from co2sim.catalog import Fact
 from co2sim.common.units import duration, figures, percent, scaled
 from co2sim.prediction.case import Case
+from co2sim.prediction.error_model import error_model
 from co2sim.prediction.figures import in_table
-from co2sim.prediction.intervals import RunKind, kind_errors
 from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.result import Result
 from co2sim.prediction.totals import Totals
@@ -174,29 +173,13 @@ def _first_of(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {left:,} more" if left > 0 else "")
 
 
-def errors(every: Sequence[Answered]) -> Table | None:
-    """How far published runs were from predictions that were not fitted to them, by kind."""
-    said = " ".join(one.result.interval_source for one in every)
-    known = {kind: found for kind, found in kind_errors().items() if kind is not None}
-    near = {kind: found for kind, found in known.items() if f"({kind})" in said} or known
+def errors() -> Table:
+    """How far predictions were from published runs of sources that were left out of the fit."""
     rows = [
-        [
-            str(kind),
-            f"{percent(_grown(found.low))} to {percent(_grown(found.high))}",
-            ", ".join(f"{source} {count}" for source, count in found.runs.items()),
-        ]
-        for kind, found in sorted(near.items(), key=_first)
+        [one.title, f"{one.runs}", f"{one.mean:.1%}", f"{one.bias:+.1%}"]
+        for one in error_model().sources
     ]
-    columns = ("kind of run", "published against predicted, 90 %", "runs")
-    return Table(columns, rows, 1) if rows else None
-
-
-def _first(pair: tuple[RunKind, object]) -> RunKind:
-    return pair[0]
-
-
-def _grown(logarithm: float) -> float:
-    return math.expm1(logarithm)
+    return Table(("source", "runs", "mean error", "bias"), rows, 1)
 
 
 def inputs(

@@ -13,7 +13,7 @@ The simulator and the executor are two interpreters of the same `Schedule`:
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
@@ -177,14 +177,32 @@ SCALE_BYTES: Bytes = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """A matrix product: its FLOP, and the bytes of its operands and its result, each once."""
+    """Matrix products of `rows` x `inner` times `inner` x `columns`, elements of `width` bytes.
 
-    flops: Flops
-    bytes: Bytes
+    There are `count` calls, which may be a fraction, of `batch` products each.
+    """
+
+    rows: int
+    inner: int
+    columns: int
+    width: Bytes
+    batch: int = 1
+    count: float = 1.0
+
+    @property
+    def flops(self) -> Flops:
+        """Of all products; a multiply-add counts as two."""
+        return 2.0 * self.count * self.batch * self.rows * self.inner * self.columns
+
+    @property
+    def bytes(self) -> Bytes:
+        """Of the operands and the results, each once."""
+        rows, inner, columns = self.rows, self.inner, self.columns
+        return self.count * self.batch * (rows * (inner + columns) + inner * columns) * self.width
 
     def times(self, factor: float) -> "Gemm":
-        """The product `factor` times, which may be a fraction."""
-        return Gemm(self.flops * factor, self.bytes * factor)
+        """The products `factor` times, which may be a fraction."""
+        return replace(self, count=self.count * factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +257,8 @@ class Compute:
 
     `kernels` says what it consists of, for GPUs whose kernels are known (`compute_cost`). `parts`
     are works that it does one after the other; the other fields then hold their sums. `exchanges`
-    are those of tensor-parallel ranks: `tensor_parallel` makes ops of them, and nothing else does.
+    are those of tensor-parallel ranks: `tensor_parallel` makes ops of them, and nothing else does;
+    it leaves them in `exchanged`, since a host issues them together with the work.
     """
 
     kernel: str
@@ -248,6 +267,7 @@ class Compute:
     kernels: Kernels | None = None
     parts: tuple["Compute", ...] = ()
     exchanges: "TensorParallelCollectives | None" = None
+    exchanged: tuple["Collective", ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse negative or infinite work."""

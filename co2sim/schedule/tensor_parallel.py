@@ -72,7 +72,7 @@ class _Body:
             if isinstance(work, Collective):
                 own: Work = replace(work, group=replace(work.group, stride=self.tp))
             else:
-                own = replace(work, exchanges=None)
+                own = replace(work, exchanges=None, exchanged=_all(work))
             self.made[id(work)] = own
         return self.made[id(work)]
 
@@ -102,6 +102,11 @@ class _Body:
             yield Op(name, work, TENSOR, behind)
         if found.behind or found.beside:
             self.exchanges_before[op.stream] = After(names[-1])
+
+
+def _all(work: Compute) -> tuple[Collective, ...]:
+    found = work.exchanges
+    return (*found.before, *found.beside, *found.behind) if found else ()
 
 
 def _behind(op: Op) -> int:

@@ -12,6 +12,7 @@ it on. Roots are costed as if they were the first of their node.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -71,6 +72,11 @@ def crossings(
             away = exchanged * here * (members - here) / members
             found.append(Crossing(tier, away, here, (members - here) / (members - per_node)))
     return tuple(found)
+
+
+def _uncongested(tiers: Sequence[Crossing]) -> float:
+    """The fraction of the network cards' bandwidth that the most congested tier leaves."""
+    return 1 / max((one.slowdown for one in tiers), default=1.0)
 
 
 def uplinks(tier: Tier, cluster: Cluster) -> BytesPerSecond:
@@ -291,12 +297,20 @@ REDUCE_SLICESTEPS, src/include/collectives.h). Over Gloo, realrun's chains pass 
 
 def cost_of(work: Collective, cluster: Cluster) -> CollectiveCost:
     """CollectiveCost of `work` for one group of the cluster."""
-    found, call = _cost_without_calls(work, cluster), cluster.call_overhead
+    found, call = _in_mesh(_cost_without_calls(work, cluster), cluster), cluster.call_overhead
     if cluster.host and cluster.host.calls:
         call += getattr(cluster.host.calls, work.kind, 0.0)
     if not call or not found.sent:  # a rank alone makes no call
         return found
     return replace(found, latency=found.latency + call, call=call)
+
+
+def _in_mesh(found: CollectiveCost, cluster: Cluster) -> CollectiveCost:
+    """The cost where members reach each other by a part of their links; bytes count as more."""
+    there, here = cluster.gpus_per_node, found.members_per_node
+    if cluster.intra.topology == "switch" or not 1 < here < there:
+        return found
+    return replace(found, intra=found.intra * (there - 1) / (here - 1))
 
 
 def _cost_without_calls(work: Collective, cluster: Cluster) -> CollectiveCost:
@@ -384,13 +398,17 @@ def _ring(
     by: Protocol,
     hops: Hops | None = None,
 ) -> CollectiveCost:
-    """Every member pushes `pushed` bytes to the next; the ring leaves each node and site once."""
+    """Every member pushes `pushed` bytes to the next; the ring leaves each node and site once.
+
+    All of its links are as slow as the slowest: the more nodes, the more it loses.
+    """
     steps = _steps(at.members - at.nodes, at.nodes - at.sites, at.sites - 1, by)
     intra = pushed if at.per_node > 1 else 0.0
     before = 0.0
     if (hops or cluster.hops) == "in_turn" and at.nodes > 1:
         before, intra = intra / cluster.intra.payload_bandwidth, 0.0
     tiers = crossings(cluster, at.members, at.per_node, at.per_site, pushed)
+    lost = cluster.inter.ring_loss * math.log2(at.nodes)
     found = CollectiveCost(
         latency=passes * steps + before,
         intra=intra,
@@ -399,7 +417,7 @@ def _ring(
         sent=pushed,
         members_per_node=at.per_node,
         members_per_site=at.per_site,
-        inter_efficiency=1 / max((one.slowdown for one in tiers), default=1.0),
+        inter_efficiency=_uncongested(tiers) / (1 + lost),
         tiers=tiers,
         step=_first_step(at, by) if cluster.backend == "gloo" else None,
     )
@@ -430,7 +448,6 @@ def _pairwise(size: Bytes, at: Placement, cluster: Cluster) -> CollectiveCost:
     by = _simple(at, cluster)
     inter = size * k * (m - k) / m
     tiers = crossings(cluster, m, k, q, inter, exchanged=size)
-    slowdown = max((one.slowdown for one in tiers), default=1.0)
     return CollectiveCost(
         latency=_steps(k - 1, q - k, m - q, by),
         intra=size * (k - 1) / m,
@@ -439,7 +456,7 @@ def _pairwise(size: Bytes, at: Placement, cluster: Cluster) -> CollectiveCost:
         sent=size * (m - 1) / m,
         members_per_node=k,
         members_per_site=q,
-        inter_efficiency=cluster.inter.exchange_efficiency / slowdown,
+        inter_efficiency=cluster.inter.exchange_efficiency * _uncongested(tiers),
         tiers=tiers,
         step=_first_step(at, by) if cluster.backend == "gloo" else None,
     )
@@ -467,13 +484,15 @@ def _all_reduce(
         return _quickest(trees, cluster)
     by = _simple(at, cluster)
     between = 2 * size * (at.nodes - 1) / at.nodes
+    tiers = crossings(cluster, at.members, at.per_node, at.per_site, between)
     return replace(
         _ring(pushed, 2, at, cluster, by),
         latency=2 * _steps(at.per_node - 1, at.nodes - at.sites, at.sites - 1, by),
         intra=2 * size * (at.per_node - 1) / at.per_node,
         inter=between,
         wan=between if at.sites > 1 else 0.0,
-        tiers=crossings(cluster, at.members, at.per_node, at.per_site, between),
+        inter_efficiency=_uncongested(tiers),
+        tiers=tiers,
     )
 
 
@@ -482,6 +501,7 @@ def _tree(
 ) -> CollectiveCost:
     depth, far = (math.ceil(math.log2(many)) for many in (at.nodes // at.sites, at.sites))
     out = _tree_out(size, at.nodes)
+    tiers = crossings(cluster, at.members, at.per_node, at.per_site, out)
     found = replace(
         _ring(pushed, 2, at, cluster, by),
         share=1.0,
@@ -489,7 +509,8 @@ def _tree(
         intra=2 * size if at.per_node > 1 else 0.0,
         inter=out,
         wan=_tree_out(size, at.sites),
-        tiers=crossings(cluster, at.members, at.per_node, at.per_site, out),
+        inter_efficiency=_uncongested(tiers),
+        tiers=tiers,
     )
     return _with_protocol(found, by, cluster)
 

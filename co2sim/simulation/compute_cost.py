@@ -22,12 +22,17 @@ def peak_flops(gpu: GPU, precision: str) -> FlopsPerSecond:
 
 def efficiency(gpu: GPU, flops: float) -> float:
     """Fraction of peak that an op of `flops` FLOP attains: the GPU's table over log FLOP."""
-    sizes = [math.log(size) for size, _ in gpu.efficiency]
-    return float(np.interp(math.log(flops), sizes, [fraction for _, fraction in gpu.efficiency]))
+    table = gpu.known_efficiency
+    sizes = [math.log(size) for size, _ in table]
+    return float(np.interp(math.log(flops), sizes, [fraction for _, fraction in table]))
 
 
-def kernel_time(kernels: Kernels, gpu: GPU, times: KernelTimes, precision: str) -> Seconds:
+def kernel_time(
+    kernels: Kernels, gpu: GPU, times: KernelTimes, precision: str, exchanged: Seconds = 0.0
+) -> Seconds:
     """A pass over a block: the slower of the GPU and of the host that issues its operations.
+
+    The host goes on issuing while the GPU exchanges something for `exchanged` seconds.
 
     The GPU needs the time of the matrix products, of flash attention, and of elementwise kernels,
     which move memory and hardly compute, and a gap after each. A product whose arithmetic takes as
@@ -45,9 +50,11 @@ def kernel_time(kernels: Kernels, gpu: GPU, times: KernelTimes, precision: str) 
         )
     if kernels.attention:
         products += _attention_time(kernels.attention, peak, memory, times)
-    elementwise = kernels.elementwise_bytes / (gpu.memory_bandwidth * gpu.memory_efficiency)
+    products += times.product_start * sum(product.count for product in kernels.products)
+    moved = kernels.elementwise_bytes * times.elementwise
+    elementwise = moved / (gpu.memory_bandwidth * gpu.memory_efficiency)
     device = products + elementwise + kernels.calls * times.kernel_gap
-    return max(device, kernels.calls * times.call_overhead)
+    return max(device, kernels.calls * times.call_overhead - exchanged)
 
 
 def _attention_time(
@@ -60,15 +67,16 @@ def _attention_time(
     return math.hypot((forward + backward) / times.gemm_efficiency, work.bytes / memory)
 
 
-def compute_time(work: Compute, gpu: GPU, precision: str) -> Seconds:
+def compute_time(work: Compute, gpu: GPU, precision: str, exchanged: Seconds = 0.0) -> Seconds:
     """Roofline: the slower of arithmetic and memory traffic, plus the launch overhead.
 
-    Where both say what kernels a pass consists of, `kernel_time` instead; parts take their sum.
+    Where both say what kernels a pass consists of, `kernel_time` instead, which takes `exchanged`;
+    parts take their sum.
     """
     if work.parts:
         return sum(compute_time(part, gpu, precision) for part in work.parts)
     if work.kernels and gpu.kernels:
-        return kernel_time(work.kernels, gpu, gpu.kernels, precision)
+        return kernel_time(work.kernels, gpu, gpu.kernels, precision, exchanged)
     arithmetic = 0.0
     if work.flops:
         arithmetic = work.flops / (peak_flops(gpu, precision) * efficiency(gpu, work.flops))

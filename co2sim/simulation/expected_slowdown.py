@@ -12,7 +12,6 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import Collective, Schedule
@@ -200,17 +199,11 @@ def expected_slowdown(
 
     Its speed and its steps spread as the cluster says. A round takes as long as on that node, which
     is exact as long as the spread changes nothing else: nodes that wait for each other in turn
-    (blocks of nodes, or sites) count as if all of them met. 1 where no collective leaves its node.
-    Raises OptionError where `noise` makes nodes differ, too.
+    (blocks of nodes, or sites) count as if all of them met. 1 where no collective leaves its node,
+    and where `noise` says what single nodes do: that takes the place of what is expected of them.
     """
-    if not (cluster.node_spread or cluster.step_spread):
+    if noise.uneven or not (cluster.node_spread or cluster.step_spread):
         return 1.0
-    if noise.uneven:
-        raise OptionError(
-            f"{cluster.name}: node_spread={cluster.node_spread:g} and"
-            f" step_spread={cluster.step_spread:g} say what to expect of uneven nodes, jitter,"
-            " straggle and node_speed what single ones do; give one of both, the others as 0"
-        )
     if not any(leaves_node(group, cluster.layout) for group in schedule.groups):
         return 1.0
     per_round = 0.0

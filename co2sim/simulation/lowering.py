@@ -28,7 +28,7 @@ from co2sim.schedule.schedule import (
     Op,
     Schedule,
 )
-from co2sim.simulation.collective_cost import CollectiveCost, costs_of, uplinks
+from co2sim.simulation.collective_cost import CollectiveCost, cost_of, costs_of, uplinks
 from co2sim.simulation.compute_cost import compute_time
 from co2sim.simulation.network import NOTHING, Transfer
 from co2sim.simulation.noise import Noise
@@ -274,7 +274,7 @@ def lower(
         rounds=rounds,
         folding=folding,
         free=free,
-        seconds=_seconds(schedule, cluster, precision),
+        seconds=_seconds(schedule, cluster, precision, free=free),
         communicators=communicators,
         transfers=_transfers(schedule, cluster, folding, communicators, capacity, free=free),
         capacity=capacity,
@@ -289,12 +289,21 @@ def lower(
     )
 
 
-def _seconds(schedule: Schedule, cluster: Cluster, precision: str) -> tuple[Seconds, ...]:
+def _seconds(
+    schedule: Schedule, cluster: Cluster, precision: str, *, free: bool
+) -> tuple[Seconds, ...]:
     known = [
-        compute_time(work, cluster.gpu, precision) if isinstance(work, Compute) else 0.0
+        alone(work, cluster, precision, free=free) if isinstance(work, Compute) else 0.0
         for work in schedule.works
     ]
     return tuple([known[number] for number in schedule.work_numbers])
+
+
+def alone(work: Compute, cluster: Cluster, precision: str, *, free: bool) -> Seconds:
+    """Seconds of a work; `free` says that communication takes no time."""
+    exchanges = () if free else work.exchanged
+    exchanged = sum(cost_of(one, cluster).duration_alone(cluster) for one in exchanges)
+    return compute_time(work, cluster.gpu, precision, exchanged)
 
 
 def _communicators(

@@ -150,14 +150,15 @@ class Reduction:
 def passes(job: Workload, reduction: Reduction | None, ranks: int = 1) -> list[Op]:
     """Forward and backward of every micro-step, with the gradient buckets behind the backward.
 
-    Where they are reduced to owners, these are the `ranks` of the group in turn, from the first
-    block on.
+    A framework that does not overlap reduces them once the whole backward pass is done. Where they
+    are reduced to owners, these are the `ranks` of the group in turn, from the first block on.
     """
     works = job.works()
     ready: dict[int, list[tuple[int, Bucket]]] = {}
     if reduction:
         for number, bucket in enumerate(buckets(job.model.blocks, reduction.capacity)):
-            ready.setdefault(bucket.ready, []).append((number, bucket))
+            place = bucket.ready if job.overlap else 0
+            ready.setdefault(place, []).append((number, bucket))
     owned = reduction is not None and reduction.kind is Kind.REDUCE
     count = sum(map(len, ready.values()))
     check_micro_steps(job, 2)

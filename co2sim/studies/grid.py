@@ -201,8 +201,7 @@ def cases_by_panel(
 
 def gpu_counts(case: Case, given: Any = None) -> list[int]:
     """GPU counts: those given, or one node doubled up to the whole cluster, where sites divide."""
-    changes = {path: v for path, v in case.overrides.items() if not path.startswith("model.")}
-    cluster = case.cluster
+    cluster, changes = case.cluster, case.cluster_overrides
     found = cluster if isinstance(cluster, Cluster) else load_cluster(cluster, changes).value
     if given is not None:
         values = _values("gpus", given)

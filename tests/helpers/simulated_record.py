@@ -52,8 +52,11 @@ def disturbed(cluster: Cluster) -> Cluster:
 
 def measured(strategy: str, change: Change = same, noise: Noise = QUIET, rounds: int = 2) -> Record:
     """A record whose measurement is a simulation on another cluster than the record says."""
-    dgx = load_cluster("dgx-h100", {}).value
-    cluster = replace(dgx, nodes=2, gpus_per_node=2, protocols="simple")
+    dgx = load_cluster(
+        "dgx-h100", {"interference": "0", "node_spread": "0", "inter.ring_loss": "0"}
+    ).value
+    plain = replace(dgx.gpu, products=None, efficiency=((1e12, 0.4),))  # each op takes its launch
+    cluster = replace(dgx, gpu=plain, nodes=2, gpus_per_node=2, protocols="simple")
     model = load_model("gpt2-small", {}).value
     case = Case(cluster=cluster, model=model, strategy=strategy, precision="bf16")
     prepared = case.prepare()

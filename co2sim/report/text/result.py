@@ -15,7 +15,7 @@ from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import Bytes, counted, duration, percent, scaled
 from co2sim.models.memory import GIB, OVERHEAD, model_states
 from co2sim.models.workload import AttentionKernel, Recompute
-from co2sim.prediction import notes
+from co2sim.prediction import evidence, notes
 from co2sim.prediction.case import Case, LoadedCase, schedule_of
 from co2sim.prediction.figures import INTERVAL, list_of
 from co2sim.prediction.intervals import Interval, overlaps
@@ -110,6 +110,19 @@ def print_simulated(
         print_fitting(console(), case, settle)
 
 
+def print_evidence(case: Case, result: Result) -> None:
+    """The published runs that are most like it, with their errors; the first line says if none is.
+
+    Throughputs are tokens/s of a GPU. A distance of 1 is twice as many parameters, or four times as
+    many GPUs or tokens of a pass; another stack, GPU or way of sharing counts 2.
+    """
+    near = evidence.nearest(case, result)
+    title = "the published runs that are most like it, predicted without their source"
+    if near[0].distance >= evidence.FAR:
+        title = f"no published run is near this; {title}"
+    print_table(console(), title, evidence.COLUMNS, evidence.rows(near), left=3)
+
+
 def _print_header(out: Console, r: Result, noise: Noise) -> None:
     batch = f"micro-batch {r.micro_batch}" + (f" x {r.accumulation}" if r.accumulation > 1 else "")
     size = counted(r.tokens_per_gpu_per_step, r.unit)
@@ -119,6 +132,7 @@ def _print_header(out: Console, r: Result, noise: Noise) -> None:
         Text.assemble((r.strategy, "bold"), where),
         f"cluster  {r.cluster}",
         f"model    {r.model}, {batch}: {size} per GPU and step, {r.precision}",
+        *([f"stack    {r.stack}"] if r.stack else []),
         *([f"layers   {division(r)}"] if r.tp * r.pp > 1 else []),
         *(["spans    those of the first stage, as is what is sent"] if r.pp > 1 else []),
         *([f"speeds   {speeds(noise, r)}"] if noise.uneven else []),

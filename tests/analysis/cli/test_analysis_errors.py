@@ -58,6 +58,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("lab -m tiny-5m -s ddp --cluster dgx-h100 --probe", "--probe"),
         ("lab -m tiny-5m -s dpd", "ddp"),
         ("validate --report c.pdf", ".html"),
+        ("runs --source nanotrn", "nanotron"),
+        ("runs --papers none", "none"),
         ("validate --cells nowhere.csv", "nowhere.csv"),
         ("validate --cells .", "directory"),
         ("validate --cells binary.csv", "UTF-8"),

@@ -23,13 +23,11 @@ from simulated_record import measured, more_latency, same, slower_gpu, slower_ne
 from analysis.measured.comparison import RunComparison, compare
 from analysis.measured.op_table import by_label
 from analysis.measured.page import page
-from analysis.published import charts
 from analysis.published import page as published
 from analysis.published.cells import from_papers
-from analysis.published.errors import CellPrediction, KindCoverage
+from analysis.published.errors import CellPrediction
 from analysis.published.report import ValidationReport, brief_report, render
 from co2sim.common.units import duration, percent
-from co2sim.prediction.intervals import RunKind
 from co2sim.report.html import render as rendered
 from realrun.record import write
 
@@ -206,23 +204,6 @@ def test_the_files_of_validate_hold_every_cell(cells: list[CellPrediction], whol
     rows = list(csv.DictReader(io.StringIO(inside["cells.csv"].decode())))
     assert [float(row["error"]) for row in rows] == [one["error"] for one in numbers]
     assert "## Predicted against published" in inside["report.md"].decode()
-
-
-def test_kinds_have_their_intervals_and_how_they_cover(cells: list[CellPrediction]) -> None:
-    """In a chart and a table; a kind of too few runs has no bar."""
-    known = KindCoverage(
-        RunKind("A100", "gradients", "one node"), {"a": 4}, (-0.1, 0.2), 0.75, None
-    )
-    few = KindCoverage(RunKind("H100", "averages", "one node"), {"b": 1}, None, None, None)
-    report = replace(brief_report(cells), kinds=[known, few])
-    text = validated(report)
-    spec = held(text, "specs")["kinds-0"]
-    bars = [row for row in drawn_points(spec) if "kind" in row]
-    assert [(row["kind"], row["low"], row["high"]) for row in bars] == [
-        (str(known.kind), pytest.approx(-0.09516, abs=1e-4), pytest.approx(0.2214, abs=1e-4))
-    ]
-    assert '<td class="figure">-9.5% to +22.1%</td><td class="figure">75%</td>' in text
-    assert charts.kinds([few]) is None
 
 
 def test_hostile_names_are_text(cells: list[CellPrediction]) -> None:

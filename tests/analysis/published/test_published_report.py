@@ -14,14 +14,12 @@ from analysis.cli.app import app
 from analysis.published import diagnosis, errors, sensitivity
 from analysis.published.calibrate import root_of
 from analysis.published.cells import Cell, from_papers, with_strategy_options
-from analysis.published.csv_tables import known_cells
 from analysis.published.formats import signed
-from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, papers, tables_elsewhere
+from analysis.published.papers import PAPERS, tables_elsewhere
 from analysis.published.parameters import GROUPS
 from analysis.published.predict import predict
 from analysis.published.report import ValidationReport, full_report, render
 from co2sim.common.errors import OptionError
-from co2sim.prediction.intervals import RunKind
 
 CO2 = """method,network,tau,gpus,words_per_s,scalability_16_to_128,note
 adamw_zero2,80 Gbit/s TCP/IP,,16,3488,,
@@ -233,30 +231,3 @@ def test_a_terminal_gets_tables_and_a_pipe_markdown(
     assert marks[0] == []
     assert max(len(line.rstrip()) for line in shown[0]) <= 80
     assert marks[1][0].startswith("## ")
-
-
-def test_coverage_of_a_kind_leaves_out_each_run_and_each_source() -> None:
-    """Of errors that are known: what lies in the interval of the others."""
-    kind = RunKind("A100", "gradients", "one node")
-    alike = [0.01 * n for n in range(-10, 11)]
-    (one,) = errors.coverage({kind: {"a": alike, "b": [*alike, 5.0]}})
-    assert one.runs == {"a": 21, "b": 22}
-    assert one.ends is not None
-    assert one.ends[0] < -0.09 < 0.09 < one.ends[1]
-    assert one.by_run is not None
-    assert one.by_source is not None
-    assert 0.7 < one.by_run < 1
-    assert 0.7 < one.by_source < 1
-    (few,) = errors.coverage({kind: {"a": [0.1]}})
-    assert (few.ends, few.by_run, few.by_source) == (None, None, None)
-
-
-@nightly
-def test_the_errors_of_kinds_of_the_catalog_are_those_of_today() -> None:
-    """What `validate --write` would write is what stands there, where all tables are at hand."""
-    if set(TABLES_ELSEWHERE.values()) > DATA:
-        pytest.skip(f"not all of {', '.join(TABLES_ELSEWHERE.values())} are at hand")
-    known = known_cells(PAPERS)
-    found = errors.errors_by_kind(known, papers(PAPERS))
-    path, content = errors.record_file(found, errors.ranges_by_kind(known))
-    assert content == path.read_bytes()

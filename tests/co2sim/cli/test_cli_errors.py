@@ -90,6 +90,8 @@ BAD = [
     (f"run {ON} --recompute all", "selective"),
     (f"run {ON} --checkpointing all", "non_reentrant"),
     (f"run {ON} --loss all", "fused"),
+    (f"run {ON} --stack torchtitn", "torchtitan"),
+    (f"run {ON} --set stack.elementwise=0.5", "at least 1"),
     (f"run {ON} --optimizer adam", "adamw"),
     # the simulation
     (f"run {ON} --seed -1", "seed is -1"),

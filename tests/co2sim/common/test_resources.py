@@ -27,7 +27,8 @@ from pathlib import Path
 import co2sim
 from co2sim.common import resources
 from co2sim.simulation import lowering
-co2sim.simulate("a100-tcp80", "gpt2-small", "ddp", gpus=16)  # loads what there is to load
+even = {"node_spread": "0"}  # nodes that differ are simulated twice
+co2sim.simulate("a100-tcp80", "gpt2-small", "ddp", gpus=16, overrides=even)  # loads all there is
 mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 room = 100e6
 resource.setrlimit(resource.RLIMIT_AS, (int(mapped + room), int(mapped + room)))
@@ -36,7 +37,9 @@ ops = len(co2sim.Case(cluster="a100-tcp80", model="gpt2-small", strategy="ddp", 
 allowed = int(0.9 * resources.free_memory() / 2 / lowering.SPAN_BYTES / ops)
 for rounds in (allowed, 2 * allowed, 1_000_000):
     try:
-        found = co2sim.simulate("a100-tcp80", "gpt2-small", "ddp", gpus=16, rounds=rounds)
+        found = co2sim.simulate(
+            "a100-tcp80", "gpt2-small", "ddp", gpus=16, rounds=rounds, overrides=even
+        )
         print("done", found.rounds_simulated >= rounds)
     except co2sim.ResourceError as error:
         print("refused", str(error).count(chr(10)), error)

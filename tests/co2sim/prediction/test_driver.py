@@ -64,7 +64,7 @@ def test_a_price_keeps_its_currency() -> None:
 
 def test_stragglers_delay_a_round_and_equal_nodes_do_not() -> None:
     """The delay is the round with the slow node less the round without it; None without any."""
-    even = simulate(strategy="ddp", **SMALL)
+    even = simulate(strategy="ddp", overrides={"node_spread": "0"}, **SMALL)
     slow = simulate(strategy="ddp", node_speed={1: 0.5}, **SMALL)
     assert even.straggler_delay_s is None
     assert slow.straggler_delay_s == pytest.approx(slow.round_time_s - even.round_time_s)

@@ -70,7 +70,13 @@ def test_a_budget_below_the_largest_block_is_named_with_a_better_one(
 def test_zero3_inside_a_node_is_compared_with_fsdp() -> None:
     """Its options cannot be given there, so the inner strategy is named; FSDP must be faster."""
     found, better = (
-        simulate("dgx-h100", "llama3-8b", f"co2(tau=2,worker=node,inner={inner})", gpus=16)
+        simulate(
+            "dgx-h100",
+            "llama3-8b",
+            f"co2(tau=2,worker=node,inner={inner})",
+            gpus=16,
+            overrides={"node_spread": "0"},
+        )
         for inner in ("zero3", "fsdp")
     )
     assert better.tokens_per_s > found.tokens_per_s
@@ -113,5 +119,6 @@ def test_a_number_that_counts_costs_of_scale_takes_the_note_away(number: str) ->
 @pytest.mark.slow
 def test_a_page_shows_a_note_of_many_results_once(cli: Command) -> None:
     """Without the name of one of them."""
-    cli("run", *LARGE, "-g", "256", "--report", "page.html")
+    even = ("--set", "interference=0", "--set", "node_spread=0")
+    cli("run", *LARGE, "-g", "256", *even, "--report", "page.html")
     assert Path("page.html").read_text(encoding="utf-8").count(f"<li>{SCALE}</li>") == 1

@@ -142,5 +142,5 @@ def test_every_command_adds_time_and_cost_to_the_loss(
     _, shown, _ = cli("sweep", *ON, "-g", "16", *varied, *goal, "--sort", "to loss")
     lines = [line.split() for line in shown.splitlines()[1:6]]
     assert lines[0][-2:] == ["to", "loss"]
-    assert [line[0] for line in lines[1:]] == ["co2", "slowmo", "ddp", "diloco:fragments=2"]
+    assert [line[0] for line in lines[1:]] == ["ddp", "slowmo", "co2", "diloco:fragments=2"]
     assert lines[4][-1] == "-"

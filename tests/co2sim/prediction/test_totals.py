@@ -109,7 +109,7 @@ def test_intervals_join_that_of_the_speed_with_the_range_of_the_rate() -> None:
 )
 def test_the_power_is_that_of_the_trace_integrated(strategy: str, bandwidth: str) -> None:
     """Watts times seconds over the spans of one GPU, computing or not, give the same average."""
-    overrides = {"inter.bandwidth": bandwidth}
+    overrides = {"inter.bandwidth": bandwidth, "interference": "0", "node_spread": "0"}
     case = replace(CASE, strategy=strategy, overrides=overrides)
     schedule, spans = trace(case)
     found = run(case)

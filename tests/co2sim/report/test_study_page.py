@@ -115,7 +115,10 @@ def test_nothing_is_loaded_and_only_its_own_scripts_may_run(text: str) -> None:
 @pytest.mark.parametrize("strategy", ["zero3", "diloco:tau=50,fragments=4,delay=3"])
 def test_a_timeline_holds_the_round_in_few_bars(strategy: str) -> None:
     """Bars lie in the round, in order on each stream; together they are the spans of a rank."""
-    case = Case(cluster="a100-tcp80", model="gpt2-small", strategy=strategy, gpus=16)
+    alone = {"interference": "0", "node_spread": "0"}
+    case = Case(
+        cluster="a100-tcp80", model="gpt2-small", strategy=strategy, gpus=16, overrides=alone
+    )
     shown, result = rounds.last_round(case), run(case)
     assert shown.length == pytest.approx(1e3 * result.round_time_s)
     assert len(shown.bars) <= 4 * 1500
@@ -153,7 +156,10 @@ def test_bars_of_memory_are_the_items_of_a_gpu(text: str) -> None:
 
 def test_of_two_clusters_the_answer_says_how_much_more_one_may_cost() -> None:
     """As much as it is faster, from its worst against the other's best to the contrary."""
-    study = study_of(["a100-tcp80", "a100-roce800"])
+    study = study_of(
+        ["a100-tcp80", "a100-roce800"],
+        overrides={"stack.call_overhead": "0 us", "model.seq_len": "512"},
+    )
     slow, fast = (
         max(study.largest[name], key=lambda one: one.result.tokens_per_s)
         for name in ("a100-tcp80", "a100-roce800")
@@ -174,9 +180,15 @@ def test_of_two_clusters_the_answer_says_how_much_more_one_may_cost() -> None:
     most, strategy = max(gained)
     assert strategy in answer[2]
     assert numbers(answer[2], "times") == [f"{most:.1f}"]
-    assert ends[0] < 1
-    assert "undecided" in answer[3]
-    assert slow.result.cluster in answer[4]
+    assert ends[0] > 1  # so the order is not called undecided
+    assert "undecided" not in " ".join(answer)
+    assert slow.result.cluster in answer[3]
+
+
+def test_of_two_clusters_that_are_nearly_alike_the_order_is_undecided() -> None:
+    """Their intervals overlap, and a line says so."""
+    study = study_of(["a100-tcp80", "a100-roce800"], micro_batch=16)
+    assert any("undecided" in line for line in study.answer())
 
 
 def numbers(text: str, unit: str) -> list[str]:

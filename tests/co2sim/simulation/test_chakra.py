@@ -158,7 +158,8 @@ NAMES = st.text('abc.µ€ /"\\{', min_size=1, max_size=4)
 AMOUNTS = (
     st.floats(0, 1e18) | st.integers(0, 2**53) | st.just(0.5)
 )  # whole ones as a float has them
-PRODUCTS = st.builds(Gemm, AMOUNTS, AMOUNTS)
+_SIDES = st.integers(1, 2**20)
+PRODUCTS = st.builds(Gemm, _SIDES, _SIDES, _SIDES, AMOUNTS, _SIDES, AMOUNTS)
 ATTENTION = st.builds(FusedAttention, AMOUNTS, AMOUNTS, st.integers(1, 9000), AMOUNTS)
 KERNELS = st.builds(
     Kernels,

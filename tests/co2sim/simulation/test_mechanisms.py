@@ -31,8 +31,9 @@ from co2sim.schedule.schedule import (
 from co2sim.simulation.collective_cost import cost_of
 from co2sim.simulation.compute_cost import compute_time
 
-CLUSTER = load_cluster("dgx2-ib1").value.resized(64)
-PASS = Compute("forward", 1e12, 0.0, Kernels((Gemm(1e12, 1e9),), 20, elementwise_bytes=1e9))
+CLUSTER = load_cluster("dgx2-ib1", {"inter.ring_loss": "0"}).value.resized(64)
+PRODUCT = Gemm(10_000, 5_000, 10_000, width=2.0)
+PASS = Compute("forward", 1e12, 0.0, Kernels((PRODUCT,), 20, elementwise_bytes=1e9))
 SIZES = st.integers(1, 5000)
 
 
@@ -40,7 +41,7 @@ def test_kernels_are_the_slower_of_gpu_and_host() -> None:
     """Products, elementwise traffic and gaps on the GPU; or the calls of the host."""
     gpu = CLUSTER.gpu
     times = KernelTimes(gemm_efficiency=0.8, operand_efficiency=0.2, kernel_gap=1e-5)
-    arithmetic, operands = 1e12 / (gpu.peak["fp16"] * 0.8), 1e9 / (gpu.memory_bandwidth * 0.2)
+    arithmetic, operands = 1e12 / (gpu.peak["fp16"] * 0.8), 4e8 / (gpu.memory_bandwidth * 0.2)
     products = math.sqrt(arithmetic**2 + operands**2)
     device = products + 1e9 / (gpu.memory_bandwidth * gpu.memory_efficiency) + 20e-5
     assert compute_time(PASS, replace(gpu, kernels=times), "fp16") == pytest.approx(device)
@@ -158,8 +159,8 @@ def test_flash_attention_has_its_own_efficiency_by_length() -> None:
         times = KernelTimes(0.8, attention_efficiency=given_)  # type: ignore[arg-type]
         took = compute_time(replace(PASS, kernels=kernels), replace(gpu, kernels=times), "fp16")
         assert took == pytest.approx(1e12 / (peak * attained))
-    product = Kernels((Gemm(1e12, 1e9),), 0, 0.0)
-    flash = Kernels((), 0, 0.0, attention=FusedAttention(1e12, 1e9, 2048))
+    product = Kernels((PRODUCT,), 0, 0.0)
+    flash = Kernels((), 0, 0.0, attention=FusedAttention(PRODUCT.flops, PRODUCT.bytes, 2048))
     bare = replace(gpu, kernels=KernelTimes(0.8, operand_efficiency=0.1))
     assert compute_time(replace(PASS, kernels=flash), bare, "fp16") == pytest.approx(
         compute_time(replace(PASS, kernels=product), bare, "fp16")

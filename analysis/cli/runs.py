@@ -1,0 +1,141 @@
+"""The command `co2analysis runs`: published training runs beside predictions."""
+
+import json
+import math
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from analysis.published.papers import PAPERS
+from co2sim.cli import options
+from co2sim.common.errors import OptionError, nearest
+from co2sim.common.files import write_atomically
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from analysis.published.runs import TrainingRun
+    from co2sim.prediction.result import Result
+
+Sources = Annotated[
+    list[str] | None,
+    typer.Option("--source", metavar="KEY", help="A folder of papers/, such as nanotron."),
+]
+
+
+def runs(
+    source: Sources = None,
+    papers: Annotated[Path, typer.Option(help="Folder of the published runs.")] = PAPERS,
+    fit: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--fit",
+            help="Fit again, with each source left out in turn, and write the record: half an hour"
+            " on 2 cores.",
+        ),
+    ] = False,
+    jobs: options.Jobs = -1,
+    json_: options.Json = False,  # noqa: FBT002
+) -> None:
+    """Predict published training runs, each by what was fitted without its source.
+
+    Errors are predicted over published throughput, less 1.
+    """
+    from analysis.published import stack_fit  # noqa: PLC0415 - scipy
+    from analysis.published.runs import training_runs  # noqa: PLC0415 - pydantic
+
+    known = [run for run in training_runs(papers) if run.expressible]
+    keys = list(dict.fromkeys(run.paper for run in known))
+    for key in source or ():
+        if key not in keys:
+            raise OptionError(f"unknown source {key!r}; {nearest(key, keys)}")
+    if fit:
+        _fit(known, papers, jobs)
+    left_out = stack_fit.record(papers).left_out
+    chosen = [run for run in known if not source or run.paper in source]
+    results = stack_fit.predictions(
+        chosen, [left_out[run.paper] for run in chosen], jobs, "predicting runs"
+    )
+    if json_:
+        pairs = zip(chosen, results, strict=True)
+        print(json.dumps([_row(run, result) for run, result in pairs], indent=2))
+    else:
+        _print(chosen, results)
+
+
+def _fit(known: "Sequence[TrainingRun]", papers: Path, jobs: int) -> None:
+    """Fit again, and write what the catalog and `papers` say of it."""
+    from analysis.published import run_errors, stack_fit  # noqa: PLC0415 - scipy
+
+    path = papers / stack_fit.RECORD
+    start = stack_fit.record(papers).values if path.is_file() else None
+    found = stack_fit.fit(known, start, iterations=2, jobs=jobs)
+    values = [found.left_out[run.paper] for run in known]
+    results = stack_fit.predictions(known, values, jobs, "predicting runs")
+    errors = run_errors.error_model(known, results)
+    files = run_errors.catalog_files(found.values) | dict(
+        [run_errors.errors_file(errors), run_errors.evidence_file(known, results)]
+    )
+    write_atomically({path: stack_fit.written(found).encode()} | files)
+
+
+def _row(run: "TrainingRun", result: "Result") -> dict[str, Any]:
+    from co2sim.prediction.error_model import (  # noqa: PLC0415
+        Situation,
+        error_model,
+    )
+
+    published = run.tokens_per_s_per_gpu
+    assert published is not None
+    reach = error_model().reach(Situation.of(result))
+    return {
+        "source": run.paper,
+        "run": run.id,
+        "stack": run.stack,
+        "model": run.model,
+        "gpus": run.gpus,
+        "strategy": run.strategy,
+        "published_tokens_per_s_per_gpu": published,
+        "predicted_tokens_per_s_per_gpu": result.tokens_per_s_per_gpu,
+        "error": result.tokens_per_s_per_gpu / published - 1,
+        "low": result.tokens_per_s_per_gpu * math.exp(-reach),
+        "high": result.tokens_per_s_per_gpu * math.exp(reach),
+        "fits_in_memory": result.fits_in_memory,
+    }
+
+
+def _print(chosen: "Sequence[TrainingRun]", results: "Sequence[Result]") -> None:
+    from co2sim.common.tables import console, print_table  # noqa: PLC0415 - rich
+
+    by_source: dict[str, list[dict[str, Any]]] = {}
+    for run, result in zip(chosen, results, strict=True):
+        by_source.setdefault(run.paper, []).append(_row(run, result))
+    table = [(key, *_figures(rows)) for key, rows in by_source.items()]
+    if len(table) > 1:
+        table.append(("all", *_figures([row for rows in by_source.values() for row in rows])))
+    columns = (
+        *("source", "runs", "mean error", "median error", "bias", "worst"),
+        *("in 90 % interval", "high / low"),
+    )
+    print_table(console(), "errors of throughput, each source left out of the fit", columns, table)
+
+
+def _figures(rows: "Sequence[dict[str, Any]]") -> tuple[str, ...]:
+    """Mean and median of absolute errors, the median of signed ones, and the largest.
+
+    Then the share of published values in the intervals, and how wide these are in the median.
+    """
+    errors = [row["error"] for row in rows]
+    absolute = [abs(error) for error in errors]
+    inside = [row["low"] <= row["published_tokens_per_s_per_gpu"] <= row["high"] for row in rows]
+    return (
+        str(len(errors)),
+        f"{fmean(absolute):.1%}",
+        f"{median(absolute):.1%}",
+        f"{median(errors):+.1%}",
+        f"{max(errors, key=abs):+.1%}",
+        f"{fmean(inside):.0%}",
+        f"{median(row['high'] / row['low'] for row in rows):.2f}",
+    )

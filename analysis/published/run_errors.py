@@ -1,0 +1,189 @@
+"""Errors on published training runs: the model of them, and what the catalog says of both."""
+
+import csv
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from importlib import resources
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+
+from analysis.published.papers import PAPERS
+from analysis.published.runs import TrainingRun
+from analysis.published.stack_fit import SHARED, Shared, Values, generation, log_errors
+from co2sim.catalog import load_stack, names
+from co2sim.common import files
+from co2sim.prediction.error_model import ERRORS, ErrorModel, Situation, SourceErrors
+from co2sim.prediction.evidence import EVIDENCE, PublishedRun, shares
+from co2sim.prediction.result import Result
+
+_LEVEL = 0.9
+_FREEDOM = 5.0
+"""Degrees of freedom of Student's t: a few runs are far off."""
+_LEAST = 0.03
+"""Of the deviation that any run has: published numbers are no surer."""
+_CATALOG = resources.files("co2sim.catalog")
+
+
+def weights(runs: Sequence[TrainingRun]) -> NDArray[np.float64]:
+    """Of runs: all of a source together weigh as the root of their number."""
+    papers = [run.paper for run in runs]
+    return np.array([papers.count(paper) ** -0.5 for paper in papers])
+
+
+def error_model(runs: Sequence[TrainingRun], results: Sequence[Result]) -> ErrorModel:
+    """The model of the errors of results that were predicted without their source.
+
+    Deviations maximize the likelihood of Student's t; the interval then reaches as far as nine
+    tenths of the errors lie, in deviations of their own.
+    """
+    errors, weight = log_errors(runs, results), weights(runs)
+    parts = [Situation.of(result).parts for result in results]
+    keys = list(parts[0])
+    sizes = np.array([[part[key] for key in keys] for part in parts])
+
+    def deviations(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.asarray(np.sqrt((sizes**2) @ np.exp(2 * logs)))
+
+    def loss(logs: NDArray[np.float64]) -> float:
+        sigma = deviations(logs)
+        scaled = 1 + (errors / sigma) ** 2 / _FREEDOM
+        of_runs = np.log(sigma) + (_FREEDOM + 1) / 2 * np.log(scaled)
+        return float(weight @ of_runs + 0.02 * np.sum((logs - math.log(_LEAST)) ** 2))
+
+    start = np.full(len(keys), math.log(0.1))
+    bounds = [(math.log(_LEAST), 1.0), *[(-7.0, 1.0)] * (len(keys) - 1)]
+    best = minimize(loss, start, bounds=bounds)
+    factor = _quantile(np.abs(errors) / deviations(best.x), weight)
+    found = dict(zip(keys, (float(f"{value:.4g}") for value in np.exp(best.x)), strict=True))
+    return ErrorModel(found, float(f"{factor:.4g}"), tuple(_sources(runs, results)))
+
+
+def _quantile(values: NDArray[np.float64], weight: NDArray[np.float64]) -> float:
+    """The value below which nine tenths of the weight lie."""
+    order = np.argsort(values)
+    below = np.cumsum(weight[order]) / weight.sum()
+    return float(values[order][min(int(np.searchsorted(below, _LEVEL)), len(values) - 1)])
+
+
+def relative(run: TrainingRun, result: Result) -> float:
+    """Predicted over published throughput, less 1."""
+    assert run.tokens_per_s_per_gpu is not None
+    return result.tokens_per_s_per_gpu / run.tokens_per_s_per_gpu - 1
+
+
+def _sources(runs: Sequence[TrainingRun], results: Sequence[Result]) -> Iterator[SourceErrors]:
+    by_paper: dict[str, list[float]] = {}
+    for run, result in zip(runs, results, strict=True):
+        by_paper.setdefault(run.paper, []).append(relative(run, result))
+    for paper, errors in by_paper.items():
+        yield SourceErrors(
+            title=title(paper),
+            runs=len(errors),
+            mean=round(fmean(map(abs, errors)), 4),
+            bias=round(median(errors), 4),
+        )
+
+
+def title(paper: str, folder: Path = PAPERS) -> str:
+    """Of a source."""
+    about = files.toml((folder / paper / "paper.toml").read_text("utf-8"))
+    return str(about["title"])
+
+
+def errors_file(model: ErrorModel) -> tuple[Path, bytes]:
+    """The record of the catalog."""
+    import tomlkit  # noqa: PLC0415 - only to write
+
+    document = tomlkit.document()
+    document.add(
+        tomlkit.comment("Written by `co2analysis runs --fit`: errors on published training")
+    )
+    document.add(tomlkit.comment("runs, each source left out of the fit; see co2sim.prediction."))
+    document["interval_factor"] = model.factor
+    document["deviations"] = dict(model.deviations)
+    tables = tomlkit.aot()
+    for source in model.sources:
+        table = tomlkit.table()
+        table.update(
+            {"title": source.title, "runs": source.runs, "mean": source.mean, "bias": source.bias}
+        )
+        tables.append(table)
+    document["source"] = tables
+    return Path(str(_CATALOG / ERRORS)), tomlkit.dumps(document).encode()
+
+
+def evidence_file(runs: Sequence[TrainingRun], results: Sequence[Result]) -> tuple[Path, bytes]:
+    """The record of published runs beside their predictions, without their source."""
+    out = io.StringIO()
+    columns = [field.name for field in fields(PublishedRun)]
+    writer = csv.DictWriter(out, columns, lineterminator="\n")
+    writer.writeheader()
+    for run, result in zip(runs, results, strict=True):
+        model = run.case().load()[1].value
+        tokens = result.tokens_per_gpu_per_step * result.pp / result.accumulation
+        assert run.tokens_per_s_per_gpu is not None
+        one = PublishedRun(
+            source=title(run.paper),
+            stack=load_stack(run.stack).value.name,
+            gpu=generation(run),
+            model=run.model,
+            parameters=model.parameters,
+            gpus=run.gpus,
+            strategy=result.strategy,
+            shares=shares(result.strategy),
+            divided=run.tp * run.pp,
+            tokens=tokens,
+            published=run.tokens_per_s_per_gpu,
+            predicted=float(f"{result.tokens_per_s_per_gpu:.4g}"),
+        )
+        writer.writerow(asdict(one))
+    return Path(str(_CATALOG / EVIDENCE)), out.getvalue().encode()
+
+
+def catalog_files(values: Values) -> dict[Path, bytes]:
+    """The files of GPUs, stacks and defaults, with the fitted values in place of theirs."""
+    import tomlkit  # noqa: PLC0415 - only to write
+
+    found: dict[Path, bytes] = {}
+    for path, changes in _changes(values).items():
+        document: Any = tomlkit.parse(path.read_text("utf-8"))
+        for dotted, value in changes.items():
+            place, (*tables, last) = document, dotted.split(".")
+            for table in tables:
+                place = place[table]
+            if isinstance(place[last], dict):
+                place[last]["value"] = value
+            else:
+                place[last] = value
+        found[path] = tomlkit.dumps(document).encode()
+    return found
+
+
+def _changes(values: Values) -> Mapping[Path, dict[str, Any]]:
+    """Values by file and by place in it, as files state them."""
+    changes: dict[Path, dict[str, Any]] = {}
+
+    def put(file: str, place: str, one: Shared) -> None:
+        value = float(f"{values[one.name]:.4g}")
+        stated = f"{value * 1e6:.4g} us" if one.unit == "s" else value
+        changes.setdefault(Path(str(_CATALOG / file)), {})[place] = stated
+
+    for one in SHARED:
+        if one.gpus:
+            for name in names("gpus"):
+                about = files.toml((_CATALOG / "gpus" / f"{name}.toml").read_text("utf-8"))
+                if about.get("generation") in one.gpus and "products" in about:
+                    put(f"gpus/{name}.toml", "products.sustained", one)
+        elif one.stacks:
+            for name in one.stacks:
+                put(f"stacks/{name}.toml", one.path.removeprefix("stack."), one)
+        else:
+            put("defaults.toml", one.path, one)
+    return changes

@@ -1,0 +1,260 @@
+"""What is fitted to published training runs: few numbers of stacks, GPUs and networks.
+
+All sources are fitted at once, each weighed by the fourth root of its runs, with a prior on every
+number. Then each source is left out in turn. Errors that are quoted are those of predictions with
+the numbers that were found without the source (`papers/stack_fit.toml`).
+"""
+
+import math
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from analysis.published.papers import PAPERS
+from analysis.published.runs import TrainingRun
+from co2sim.catalog import load_cluster
+from co2sim.common.errors import CatalogError
+from co2sim.prediction.case import Case
+from co2sim.prediction.result import Result
+from co2sim.studies.batch import Failure, run_all
+
+Values: TypeAlias = Mapping[str, float]
+
+RECORD = "stack_fit.toml"
+"""The file of `papers/` with all values, and with those that each source was left out of."""
+
+_ROBUST = 0.1
+"""Errors of a logarithm from which on a run counts linearly, not squared."""
+_PRIOR = 0.12
+"""The weight of a prior: as much as that of a run with an error of this size."""
+_FAR = 0.7
+"""By how much a logarithm moves at most in one iteration."""
+_STEP = 0.08
+"""Of a logarithm, for finite differences."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A number that several published runs share: where it stands, and what is known before.
+
+    `prior` is in SI units, `spread` the standard deviation of its logarithm. It holds for runs on
+    `gpus` (generations) with `stacks` (catalog names); for all where none is named. It lies between
+    `least` and `most`.
+    """
+
+    name: str
+    path: str
+    prior: float
+    spread: float
+    least: float = 0.0
+    most: float = math.inf
+    unit: str = ""
+    gpus: tuple[str, ...] = ()
+    stacks: tuple[str, ...] = ()
+
+    def holds_for(self, run: TrainingRun) -> bool:
+        """Whether the run has it."""
+        return (not self.gpus or generation(run) in self.gpus) and (
+            not self.stacks or run.stack in self.stacks
+        )
+
+    def text(self, value: float) -> str:
+        """The value within its bounds, as an override."""
+        within = min(max(value, self.least), self.most)
+        return f"{within!r} {self.unit}" if self.unit else repr(within)
+
+
+def _sustained(gpu: str) -> Shared:
+    """The fraction of a cool GPU's matrix speed that lasts through a training."""
+    return Shared(f"sustained.{gpu}", "gpu.products.sustained", 0.84, 0.08, most=1.0, gpus=(gpu,))
+
+
+def _elementwise(kind: str, prior: float, *stacks: str) -> Shared:
+    return Shared(f"elementwise.{kind}", "stack.elementwise", prior, 0.35, least=1.0, stacks=stacks)
+
+
+def _host(kind: str, *stacks: str) -> Shared:
+    return Shared(
+        f"call_overhead.{kind}", "stack.call_overhead", 50e-6, 0.5, unit="s", stacks=stacks
+    )
+
+
+SHARED: tuple[Shared, ...] = (
+    replace(_sustained("V100"), spread=0.25),  # the speed of its products is assumed
+    *map(_sustained, ("A100", "H100", "B200")),
+    _elementwise("eager", 3.0, "torchtitan-eager", "huggingface"),
+    _elementwise("nanotron", 3.0, "nanotron"),
+    _elementwise("compiled", 1.5, "torchtitan"),
+    _elementwise("fused", 1.8, "internevo", "litgpt", "megatron-llama", "colossalai"),
+    _elementwise("megatron", 2.0, "megatron-deepspeed", "megatron-2021"),
+    _elementwise("engine", 1.2, "megatron-core"),
+    _elementwise("xla", 2.0, "xla"),
+    _host("nanotron", "nanotron"),
+    _host("xla", "xla"),
+    _host(
+        "others",
+        *("torchtitan", "torchtitan-eager", "huggingface", "internevo", "litgpt"),
+        *("megatron-llama", "colossalai", "megatron-deepspeed", "megatron-2021", "megatron-core"),
+    ),
+    Shared("ring_loss", "inter.ring_loss", 0.15, 0.6, most=2.0),
+    Shared("interference", "interference", 0.15, 0.6, most=1.0),
+    Shared("node_spread", "node_spread", 0.015, 0.6, most=0.2),
+)
+"""Priors: kernels without fusion move three times the least traffic and fused ones less than twice;
+a host needs 39 us for each of our operations in Transformers on a B200 (3,050 us a layer in three
+passes: stas00/ml-engineering, training/performance) and 58 us in Megatron-DeepSpeed on an A100
+(calibration a100-data-parallel); rings over 2 to 128 nodes by NVIDIA/nccl issues 1218 and 1229;
+interference and spread of nodes by Lee et al. 2025 (arXiv 2507.03114) and Sinha et al. (SC22)."""
+
+
+@cache
+def _generation(cluster: str, gpu: str | None) -> str:
+    named = {} if gpu is None else {"gpu": gpu}
+    return load_cluster(cluster, named).value.gpu.generation or ""
+
+
+def generation(run: TrainingRun) -> str:
+    """The generation of the run's GPU, such as H100 for an H200."""
+    return _generation(run.cluster, run.overrides.get("gpu"))
+
+
+def overrides(run: TrainingRun, values: Values) -> dict[str, str]:
+    """The values that hold for a run, as overrides of its case."""
+    return {one.path: one.text(values[one.name]) for one in SHARED if one.holds_for(run)}
+
+
+def predictions(
+    runs: Sequence[TrainingRun], values: Sequence[Values | None], jobs: int, what: str
+) -> list[Result]:
+    """Each run simulated with its values; None for those of the catalog.
+
+    Recomputation that a source does not state is none where that fits, else full. Raises the error
+    of the first run that fails.
+    """
+
+    def case(run: TrainingRun, of_run: Values | None, **changes: str) -> Case:
+        return run.case({} if of_run is None else overrides(run, of_run), **changes)
+
+    cases = [case(run, one) for run, one in zip(runs, values, strict=True)]
+    found = run_all(cases, jobs, what=what)
+    results = [one for one in found if not isinstance(one, Failure)]
+    if len(results) < len(found):
+        failure = next(one for one in found if isinstance(one, Failure))
+        raise CatalogError(f"{failure.case}: {failure.reason}")
+    again = [
+        place
+        for place, (run, result) in enumerate(zip(runs, results, strict=True))
+        if run.recompute == "auto" and not result.fits_in_memory
+    ]
+    if again:
+        fuller = [case(runs[place], values[place], recompute="full") for place in again]
+        for place, result in zip(again, run_all(fuller, jobs, progress=False), strict=True):
+            if not isinstance(result, Failure):
+                results[place] = result
+    return results
+
+
+def log_errors(runs: Sequence[TrainingRun], results: Iterable[Result]) -> NDArray[np.float64]:
+    """Log(predicted / published) of the throughput per GPU."""
+    found = []
+    for run, result in zip(runs, results, strict=True):
+        assert run.tokens_per_s_per_gpu is not None  # of those that are expressible
+        found.append(math.log(result.tokens_per_s_per_gpu / run.tokens_per_s_per_gpu))
+    return np.array(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Errors of runs around some values, and how each changes with the logarithms of these."""
+
+    runs: tuple[TrainingRun, ...]
+    values: Values
+    errors: NDArray[np.float64]
+    slopes: NDArray[np.float64]
+
+    def without(self, source: str | None) -> Values:
+        """The values that fit best to all sources but one."""
+        kept = np.array([run.paper != source for run in self.runs])
+        counts = Counter(run.paper for run in self.runs if run.paper != source)
+        weights = np.array([max(counts[run.paper], 1) ** -0.25 for run in self.runs])[kept]
+        errors, slopes = self.errors[kept], self.slopes[kept]
+        priors = np.array([math.log(self.values[one.name] / one.prior) for one in SHARED])
+        spreads = np.array([one.spread for one in SHARED])
+
+        def residuals(moves: NDArray[np.float64]) -> NDArray[np.float64]:
+            of_runs = (errors + slopes @ moves) * weights
+            return np.concatenate([of_runs, _PRIOR * (priors + moves) / spreads])
+
+        start = np.zeros(len(SHARED))
+        found = least_squares(
+            residuals, start, loss="soft_l1", f_scale=_ROBUST, bounds=(-_FAR, _FAR)
+        )
+        return {
+            one.name: float(min(max(self.values[one.name] * math.exp(move), one.least), one.most))
+            for one, move in zip(SHARED, found.x, strict=True)
+        }
+
+
+def linearized(runs: Sequence[TrainingRun], values: Values, jobs: int) -> Linear:
+    """By finite differences: one simulation of a run for each number that it has, and one more."""
+    count = len(runs)
+    base = log_errors(runs, predictions(runs, [values] * count, jobs, "predicting runs"))
+    slopes = np.zeros((count, len(SHARED)))
+    for column, one in enumerate(SHARED):
+        places = [place for place, run in enumerate(runs) if one.holds_for(run)]
+        moved = {**values, one.name: values[one.name] * math.exp(_STEP)}
+        some = [runs[place] for place in places]
+        found = predictions(some, [moved] * len(some), jobs, f"moving {one.name}")
+        slopes[places, column] = (log_errors(some, found) - base[places]) / _STEP
+    return Linear(tuple(runs), values, base, slopes)
+
+
+@dataclass(frozen=True, slots=True)
+class StackFit:
+    """Values fitted to all sources, and those that were found without each, by its key."""
+
+    values: Values
+    left_out: Mapping[str, Values]
+
+
+def fit(runs: Sequence[TrainingRun], start: Values | None, iterations: int, jobs: int) -> StackFit:
+    """Gauss-Newton steps from `start`, by default the priors; sources are left out in the last."""
+    values = start or {one.name: one.prior for one in SHARED}
+    for _ in range(iterations - 1):
+        values = linearized(runs, values, jobs).without(None)
+    last = linearized(runs, values, jobs)
+    sources = sorted({run.paper for run in runs})
+    return StackFit(last.without(None), {source: last.without(source) for source in sources})
+
+
+def written(found: StackFit) -> str:
+    """The record as TOML; values in SI units."""
+    lines = [
+        "# Written by `co2analysis runs --fit`: what is fitted to published runs, in SI units.",
+        "# Errors of a source are those with the values of its [left_out], which did not know it.",
+        "",
+        "[values]",
+        *(f'"{name}" = {value:.4g}' for name, value in found.values.items()),
+    ]
+    for source, values in found.left_out.items():
+        lines += ["", f"[left_out.{source}]"]
+        lines += [f'"{name}" = {value:.4g}' for name, value in values.items()]
+    return "\n".join(lines) + "\n"
+
+
+def record(folder: Path = PAPERS) -> StackFit:
+    """The record that `written` made. Raises CatalogError where there is none."""
+    path = folder / RECORD
+    try:
+        given = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise CatalogError(f"cannot read {path}: {error.strerror}") from error
+    return StackFit(given["values"], given["left_out"])

@@ -1,0 +1,67 @@
+"""Software stacks: what a training framework of a year does with a GPU and with a model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from co2sim.common.validation import Multiple, Time, check
+from co2sim.hardware.cluster import GPU, KernelTimes
+from co2sim.models.workload import AttentionKernel, Checkpointing, Loss, Selective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """A training framework with its libraries and settings.
+
+    `flash` names its implementation of flash attention, as files of GPUs do. Its elementwise
+    kernels move `elementwise` times the least memory traffic, and its host needs `call_overhead`
+    to issue an operation. `kernels` are fitted constants by the generation or the name of a GPU,
+    where there are some: they stand for all of these. `attention`, `loss` and `checkpointing` are
+    what it does unless it is told otherwise, `selective` what it repeats of a layer on request.
+    `overlap` says whether it reduces gradients while the backward pass goes on, `overlap_tensor`
+    whether tensor-parallel GPUs exchange activations beside the products that need them. With
+    `main_gradients` it sums gradients of bf16 up in fp32; a layer keeps `kept` times the
+    activations that are needed at least.
+    """
+
+    name: str
+    flash: str
+    elementwise: Multiple
+    call_overhead: Time
+    attention: AttentionKernel = "flash"
+    loss: Loss = "fused"
+    checkpointing: Checkpointing = "non_reentrant"
+    selective: Selective = "scores"
+    overlap: bool = True
+    overlap_tensor: bool = False
+    main_gradients: bool = False
+    kept: Multiple = 1.0
+    kernels: Mapping[str, KernelTimes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse what no stack can be."""
+        check(self, self.name)
+
+    def on(self, gpu: GPU) -> GPU:
+        """The GPU with the times of the kernels that the stack runs on it.
+
+        A GPU whose kernels are known keeps them. One of whose products nothing is known has none.
+        """
+        if gpu.kernels is not None:
+            return gpu
+        fitted = self.kernels.get(gpu.name) or self.kernels.get(gpu.generation or "")
+        if fitted is not None:
+            return replace(gpu, kernels=fitted)
+        if gpu.products is None:
+            return gpu
+        speed, products = gpu.attention.get(self.flash), gpu.products
+        times = KernelTimes(
+            gemm_efficiency=products.efficiency * products.sustained,
+            operand_efficiency=products.operand_efficiency,
+            product_start=products.start,
+            elementwise=self.elementwise,
+            attention_efficiency=speed.forward if speed else None,
+            attention_half_length=speed.half_length if speed else 0,
+            attention_backward=speed.backward / speed.forward if speed else 1.0,
+            call_overhead=self.call_overhead,
+        )
+        return replace(gpu, kernels=times)

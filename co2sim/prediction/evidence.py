@@ -1,0 +1,117 @@
+"""Published training runs beside a prediction: which are nearest, and how far off they were.
+
+Errors are those of predictions by what was fitted without the run's source (`co2analysis runs`).
+"""
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+
+from co2sim.prediction.case import Case
+from co2sim.prediction.result import Result
+
+EVIDENCE = "evidence.csv"
+"""The record of the catalog, written by `co2analysis runs --fit`."""
+
+_OTHER = 2.0
+"""What another stack, GPU or way of sharing counts: as much as four times the parameters."""
+
+FAR = 6.0
+"""From here on a run says little: three of stack, GPU and strategy differ, say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRun:
+    """A published run and its prediction, in tokens/s of a GPU.
+
+    `gpu` is the generation, `divided` tp x pp, `tokens` those of a pass on a GPU, and `shares` what
+    replicas share: nothing, optimizer states, or parameters.
+    """
+
+    source: str
+    stack: str
+    gpu: str
+    model: str
+    parameters: int
+    gpus: int
+    strategy: str
+    shares: str
+    divided: int
+    tokens: float
+    published: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over published, less 1."""
+        return self.predicted / self.published - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """A published run, and how far it is from a question: 1 is twice as many of something."""
+
+    run: PublishedRun
+    distance: float
+
+
+def shares(strategy: str) -> str:
+    """What the replicas of a strategy share, by its name: states, parameters, steps or nothing."""
+    name = strategy.partition("(")[0].partition(":")[0]
+    known = {"ddp": "nothing", "zero1": "states", "zero2": "states"}
+    known |= dict.fromkeys(("zero3", "zeropp", "fsdp"), "parameters")
+    return known.get(name, "steps")
+
+
+@cache
+def published_runs() -> tuple[PublishedRun, ...]:
+    """All that the catalog knows."""
+    text = (resources.files("co2sim.catalog") / EVIDENCE).read_text("utf-8")
+    kinds = {field.name: field.type for field in fields(PublishedRun)}
+    return tuple(
+        PublishedRun(**{name: kinds[name](value) for name, value in row.items()})  # type: ignore[operator]
+        for row in csv.DictReader(text.splitlines())
+    )
+
+
+def nearest(case: Case, result: Result, count: int = 5) -> list[Near]:
+    """The published runs that are most like a case, the nearest first."""
+    loaded = case.load()
+    cluster, model = loaded[0].value, loaded[1].value
+    tokens = result.tokens_per_gpu_per_step * result.pp / result.accumulation
+    found = []
+    for run in published_runs():
+        sizes = (
+            (run.gpus, result.gpus, 0.5),
+            (run.parameters, model.parameters, 1.0),
+            (run.tokens, tokens, 0.5),
+            (run.divided, result.tp * result.pp, 0.5),
+        )
+        distance = sum(weight * abs(math.log2(one / other)) for one, other, weight in sizes)
+        distance += _OTHER * (run.stack != result.stack)
+        distance += _OTHER * (run.gpu != cluster.gpu.generation)
+        distance += _OTHER * (run.shares != shares(result.strategy))
+        found.append(Near(run, distance))
+    return sorted(found, key=lambda one: one.distance)[:count]
+
+
+def rows(near: Sequence[Near]) -> list[tuple[str, ...]]:
+    """For a table with the columns of `COLUMNS`."""
+    return [
+        (
+            one.run.source,
+            f"{one.run.model}, {one.run.gpus:,} {one.run.gpu}, {one.run.strategy}",
+            one.run.stack,
+            f"{one.run.published:,.0f}",
+            f"{one.run.predicted:,.0f}",
+            f"{one.run.error:+.0%}",
+            f"{one.distance:.1f}",
+        )
+        for one in near
+    ]
+
+
+COLUMNS = ("source", "run", "stack", "published", "predicted", "error", "distance")

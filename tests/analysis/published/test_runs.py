@@ -1,0 +1,230 @@
+"""Published training runs: all are read, those that count load, and bad rows are refused."""
+
+from pathlib import Path
+
+import pytest
+
+from analysis.published.papers import PAPERS
+from analysis.published.runs import TrainingRun, training_runs
+from co2sim.catalog import names
+from co2sim.common.errors import CatalogError, OptionError
+
+PAPER = """key = "toy"
+url = "https://example.org"
+
+[runs]
+file = "runs.csv"
+"""
+COLUMNS = (
+    "id,stack,model,cluster,gpus,strategy,micro_batch,accumulation,tp,pp,interleave,"
+    "sequence_parallel,precision,recompute,attention,loss,checkpointing,optimizer,overrides,"
+    "tokens_per_s_per_gpu,memory_gib,memory_kind,out_of_memory,needs,headline,url,note"
+)
+ROW = (
+    "7,torchtitan,llama3-8b,dgx-h100,16,fsdp,2,4,1,1,1,false,bf16,auto,flash,fused,"
+    "non_reentrant,adamw,gpu.memory=95 GiB; model.seq_len=4096,6514,62.0,reserved,false,"
+    '"torch.compile, fp8",true,,a note'
+)
+ROWS = f"# Facts published by a test; one line a run.\n{COLUMNS}\n{ROW}\n"
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[tuple[str, int], TrainingRun]:
+    """All published runs, by paper and id."""
+    return {(run.paper, run.id): run for run in training_runs()}
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    """A folder of papers with one, of one run."""
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "toy" / "paper.toml").write_text(PAPER)
+    (tmp_path / "toy" / "runs.csv").write_text(ROWS)
+    return tmp_path
+
+
+# --- the published runs --------------------------------------------------------------------------
+
+
+def test_all_published_runs_are_read(runs: dict[tuple[str, int], TrainingRun]) -> None:
+    """447 runs of 22 sources, of which 233 count in figures of errors; ids are unique in all."""
+    assert len(runs) == 447
+    assert len({number for _, number in runs}) == 447
+    assert len({paper for paper, _ in runs}) == 22
+    assert sum(run.expressible for run in runs.values()) == 233
+
+
+def test_every_paper_with_runs_has_rows(runs: dict[tuple[str, int], TrainingRun]) -> None:
+    """Every folder with rows says so in its `paper.toml`, and is read."""
+    assert {path.parent.name for path in PAPERS.glob("*/runs.csv")} == {paper for paper, _ in runs}
+
+
+def test_every_run_that_counts_loads(runs: dict[tuple[str, int], TrainingRun]) -> None:
+    """Its stack is in the catalog, its cluster and model load, and fit the GPUs of the run."""
+    for run in runs.values():
+        assert run.stack in names("stacks"), run.id
+        if run.expressible:
+            cluster, model = run.case().load()
+            assert cluster.value.resized(run.gpus).layout.world_size == run.gpus, run.id
+            assert model.value.parameters > 0, run.id
+
+
+def test_a_run_of_megatron_llama_is_as_published(
+    runs: dict[tuple[str, int], TrainingRun],
+) -> None:
+    """README of Megatron-LLaMA: 1,890 tokens/s per GPU on 256 A100, 4 x 200 Gbit/s a node."""
+    run = runs["alibaba", 276]
+    assert run.tokens_per_s_per_gpu == 1890
+    assert (run.gpus, run.model, run.stack) == (256, "llama-13b", "megatron-llama")
+    cluster, _ = run.case().load()
+    assert cluster.value.inter.bandwidth == pytest.approx(800e9 / 8)
+
+
+def test_a_run_of_torchtitan_is_as_published(runs: dict[tuple[str, int], TrainingRun]) -> None:
+    """Its table 3: 6,514 tokens/s per GPU and 62 GiB on 128 H100 of 96 GB with torch.compile."""
+    run = runs["torchtitan_h100", 13]
+    assert (run.tokens_per_s_per_gpu, run.memory_gib, run.memory_kind) == (6514, 62.0, "reserved")
+    assert (run.gpus, run.micro_batch, run.stack) == (128, 2, "torchtitan")
+    cluster, model = run.case().load()
+    assert cluster.value.gpu.memory == 95 * 2**30
+    assert model.value.tokens == 8192
+
+
+def test_a_run_of_internevo_is_as_published(runs: dict[tuple[str, int], TrainingRun]) -> None:
+    """Its second table: tensor parallelism 2 on 1,024 A100 gives 2,785 tokens/s per GPU."""
+    run = runs["internevo", 83]
+    assert (run.tokens_per_s_per_gpu, run.gpus, run.tp) == (2785, 1024, 2)
+    assert run.strategy == "zero1"
+
+
+def test_a_run_that_was_read_off_a_chart_says_so(
+    runs: dict[tuple[str, int], TrainingRun],
+) -> None:
+    """Those of DeepSpeed on Azure only: 204.49 TFLOP/s per GPU with 175B, sequences of 512."""
+    assert {run.paper for run in runs.values() if run.read_off} == {"deepspeed_azure"}
+    run = runs["deepspeed_azure", 232]
+    per_token = 96 * 96 * 12288**2 * (1 + 512 / (6 * 12288) + 50304 / (16 * 96 * 12288))
+    assert run.tokens_per_s_per_gpu == pytest.approx(204.49e12 / per_token, rel=1e-3)
+
+
+# --- a run ---------------------------------------------------------------------------------------
+
+
+def test_a_run_has_what_its_row_says(toy: Path) -> None:
+    """Overrides are pairs, needs are parts, and a row without a url has that of the paper."""
+    (run,) = training_runs(toy)
+    assert run.overrides == {"gpu.memory": "95 GiB", "model.seq_len": "4096"}
+    assert run.needs == ("torch.compile", "fp8")
+    assert (run.paper, run.url, run.read_off) == ("toy", "https://example.org", False)
+
+
+def test_a_case_has_the_values_of_its_run(toy: Path) -> None:
+    """Automatic recomputation is the stack's own; further overrides give way to the row's."""
+    (run,) = training_runs(toy)
+    case = run.case({"gpu.memory": "1 GB", "interference": "0"})
+    assert (case.stack, case.gpus, case.accumulation) == ("torchtitan", 16, 4)
+    assert case.recompute == "selective"
+    assert case.overrides == {
+        "gpu.memory": "95 GiB",
+        "interference": "0",
+        "model.seq_len": "4096",
+    }
+
+
+def test_a_case_may_differ_from_its_run(toy: Path) -> None:
+    """What is asked for comes before the row."""
+    (run,) = training_runs(toy)
+    case = run.case(recompute="full", stack="xla", gpus=32)
+    assert (case.recompute, case.stack, case.gpus) == ("full", "xla", 32)
+
+
+def test_a_run_without_a_cluster_is_no_case(runs: dict[tuple[str, int], TrainingRun]) -> None:
+    """The error names the run and what it needs; with another cluster it is a case."""
+    run = runs["swiss_ai", 447]
+    with pytest.raises(OptionError, match=r"447 of swiss_ai.*GH200"):
+        run.case()
+    assert run.case(cluster="dgx-h100").gpus == 64
+
+
+# --- rows that are wrong -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (",16,fsdp", ",sixteen,fsdp", "gpus is 'sixteen'; it must be a whole number"),
+        (",2,4,1,1,1,", ",0,4,1,1,1,", "micro_batch is '0'"),
+        (",2,4,1,1,1,", ",2,4,3,1,1,", "tp 3"),
+        (",6514,", ",-5,", "tokens_per_s_per_gpu is '-5'"),
+        (",6514,", ",,", "headline"),
+        (",62.0,reserved", ",62.0,", "memory_kind"),
+        (",reserved,", ",peak,", "memory_kind is 'peak'"),
+        (",false,bf16", ",no,bf16", "sequence_parallel is 'no'; it must be true or false"),
+        (",bf16,", ",int4,", "precision is 'int4'"),
+        (",auto,", ",some,", "recompute"),
+        ("; model.seq_len=4096", "; model.seq_len", "overrides"),
+        ("; model.seq_len=4096", "; gpu.memory=1 GB", "overrides"),
+        (",a note", "", "26 fields under 27 columns"),
+        (",a note", ',"a note', "line 3"),
+    ],
+)
+def test_a_wrong_row_is_refused_in_one_line(toy: Path, old: str, new: str, words: str) -> None:
+    """The error names the file, the line, the column, what is given and the rule."""
+    path = toy / "toy" / "runs.csv"
+    path.write_text(ROWS.replace(old, new, 1))
+    with pytest.raises(CatalogError) as caught:
+        training_runs(toy)
+    assert str(caught.value).startswith(f"{path}, line 3: ")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (ROWS.replace(",gpus,", ",gpu,"), "gpus is missing"),
+        (ROWS + ROW, "line 4: id 7 stands there twice"),
+        (COLUMNS, "no rows"),
+    ],
+)
+def test_a_wrong_table_is_refused(toy: Path, rows: str, words: str) -> None:
+    """A column that is missing, a run that stands there twice, and a table without rows."""
+    path = toy / "toy" / "runs.csv"
+    path.write_text(rows)
+    with pytest.raises(CatalogError) as caught:
+        training_runs(toy)
+    assert str(caught.value).startswith(str(path))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('file = "runs.csv"', 'file = "../runs.csv"', "../runs.csv"),
+        ('file = "runs.csv"', 'fil = "runs.csv"', "file is missing"),
+        ("[runs]", "[runs", "cannot read"),
+    ],
+)
+def test_a_wrong_paper_is_refused(toy: Path, old: str, new: str, words: str) -> None:
+    """The error names its `paper.toml`."""
+    path = toy / "toy" / "paper.toml"
+    path.write_text(PAPER.replace(old, new))
+    with pytest.raises(CatalogError) as caught:
+        training_runs(toy)
+    assert str(path) in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_a_file_that_is_missing_is_named(toy: Path) -> None:
+    """The rows that a paper names, but that are not there."""
+    path = toy / "toy" / "runs.csv"
+    path.unlink()
+    with pytest.raises(CatalogError, match=r"cannot read .*runs\.csv"):
+        training_runs(toy)
+
+
+def test_papers_without_runs_are_left_out(toy: Path) -> None:
+    """A paper may have cells only."""
+    path = toy / "toy" / "paper.toml"
+    path.write_text(PAPER.partition("[runs]")[0])
+    assert training_runs(toy) == []

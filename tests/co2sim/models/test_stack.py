@@ -1,0 +1,260 @@
+"""Software stacks: what they make of a GPU and of a job."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from co2sim.catalog import DEFAULT_STACK, load_cluster, load_stack, names
+from co2sim.catalog.specs import ClusterSpec, as_file
+from co2sim.common.errors import CatalogError, Co2simError
+from co2sim.hardware.cluster import AttentionSpeed, KernelTimes, ProductSpeed
+from co2sim.models.stack import Stack
+from co2sim.prediction.case import Case
+from co2sim.prediction.driver import simulate
+from co2sim.schedule.schedule import (
+    WORLD,
+    Collective,
+    Compute,
+    DType,
+    FusedAttention,
+    Gemm,
+    Kernels,
+    Kind,
+)
+from co2sim.simulation.collective_cost import cost_of
+from co2sim.simulation.compute_cost import compute_time
+
+PEAK, MEMORY = 1e15, 1e12
+GPU = replace(
+    tiny.cluster().gpu,
+    peak={"bf16": PEAK},
+    memory_bandwidth=MEMORY,
+    memory_efficiency=1.0,
+    products=ProductSpeed(efficiency=0.8, operand_efficiency=0.5, start=1e-6, sustained=0.9),
+    attention={"own": AttentionSpeed(forward=0.5, backward=0.25, half_length=1000)},
+    generation="new",
+)
+STACK = Stack(name="mine", flash="own", elementwise=2.0, call_overhead=1e-5)
+
+
+def seconds(kernels: Kernels, stack: Stack = STACK) -> float:
+    """Of a pass on the GPU with the stack."""
+    return compute_time(Compute("forward", 1.0, 0.0, kernels), stack.on(GPU), "bf16")
+
+
+def test_a_product_takes_its_arithmetic_its_operands_and_its_start() -> None:
+    """As published for the GPU, slowed down by what lasts in a training; calls start one by one."""
+    product = Gemm(4096, 1024, 2048, width=2.0, batch=3, count=2.0)
+    flops, moved = 2 * 6 * 4096 * 1024 * 2048, 12 * (4096 * 1024 + 1024 * 2048 + 4096 * 2048)
+    expected = math.hypot(flops / (PEAK * 0.8 * 0.9), moved / (MEMORY * 0.5)) + 2e-6
+    assert seconds(Kernels((product,), 0, 0.0)) == pytest.approx(expected)
+
+
+@given(st.integers(1, 10**6))
+def test_attention_attains_half_of_its_speed_at_its_half_length(length: int) -> None:
+    """It approaches that of long sequences, forward and backward alike."""
+    work = FusedAttention(1e12, 0.0, length, backward=2e12)
+    took = seconds(Kernels((), 0, 0.0, attention=work))
+    share = length / (length + 1000)
+    assert took == pytest.approx(1e12 / (PEAK * 0.5 * share) + 2e12 / (PEAK * 0.25 * share))
+
+
+def test_elementwise_kernels_move_more_than_the_least() -> None:
+    """By the factor of the stack."""
+    assert seconds(Kernels((), 0, 1e9)) == pytest.approx(2e9 / MEMORY)
+
+
+def test_a_host_that_is_slower_than_the_gpu_takes_its_time() -> None:
+    """Each operation takes the host its overhead."""
+    assert seconds(Kernels((), 500, 1e9)) == pytest.approx(500e-5)
+
+
+def test_an_unknown_implementation_of_attention_runs_as_products_do() -> None:
+    """A GPU of which nothing is published for the stack's kernels."""
+    other = replace(STACK, flash="other")
+    work = Kernels((), 0, 0.0, attention=FusedAttention(1e12, 0.0, 4096))
+    assert seconds(work, other) == pytest.approx(1e12 / (PEAK * 0.8 * 0.9))
+
+
+def test_fitted_kernels_stand_for_all_others() -> None:
+    """By the name of a GPU before its generation; a GPU that has kernels keeps them."""
+    own, by_generation = KernelTimes(0.3), KernelTimes(0.4)
+    stack = replace(STACK, kernels={GPU.name: own, "new": by_generation})
+    assert stack.on(GPU).kernels is own
+    assert stack.on(replace(GPU, name="another")).kernels is by_generation
+    kept = replace(GPU, kernels=by_generation)
+    assert stack.on(kept) is kept
+
+
+@pytest.mark.parametrize("stack", names("stacks"))
+def test_every_stack_of_the_catalog_says_where_its_numbers_are_from(stack: str) -> None:
+    """And trains on a current cluster."""
+    assert all(fact.source for fact in load_stack(stack).facts)
+    found = simulate("dgx-h100", "gpt2-small", "ddp", gpus=8, stack=stack)
+    assert found.stack == load_stack(stack).value.name
+
+
+def test_an_answer_names_the_default_stack() -> None:
+    """Nobody has to know that there are several."""
+    found = simulate("dgx-h100", "gpt2-small", "ddp", gpus=8)
+    assert found.stack == load_stack(DEFAULT_STACK).value.name
+
+
+def test_a_file_of_a_stack_is_one_of_a_user(tmp_path: Path) -> None:
+    """It holds what those of the catalog hold; what is wrong in it is told in one line."""
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "ours"\nflash = "flash2"\nelementwise = 2\ncall_overhead = "9 us"\n')
+    found = simulate("dgx-h100", "gpt2-small", "ddp", gpus=8, stack=str(path))
+    assert found.stack == "ours"
+    path.write_text('name = "ours"\nflash = "flash2"\nelementwise = 0.5\ncall_overhead = "9 us"\n')
+    with pytest.raises(CatalogError, match=r"mine.toml: elementwise.*at least 1"):
+        simulate("dgx-h100", "gpt2-small", "ddp", gpus=8, stack=str(path))
+
+
+def test_a_stack_says_what_attention_loss_and_recomputation_do() -> None:
+    """Unless the case says it; an unknown name is told with those that there are."""
+    old = Case(cluster="dgx-a100", model="gpt2-small", strategy="ddp", stack="megatron-deepspeed")
+    job = old.prepare().job
+    assert (job.attention, job.checkpointing) == ("eager", "reentrant")
+    assert replace(old, attention="flash").prepare().job.attention == "flash"
+    with pytest.raises(Co2simError, match="megatron-deepspeed"):
+        replace(old, stack="megatron-deepsped").prepare()
+
+
+def test_repeated_products_cost_between_nothing_and_all() -> None:
+    """Time, memory and counted FLOP of selective recomputation lie between none and full."""
+    found = [
+        simulate("dgx-h100", "llama3-8b", "fsdp", gpus=64, recompute=how)
+        for how in ("none", "selective", "full")
+    ]
+    for figure in ("step_time_s", "hardware_tflops_per_gpu"):
+        work = [
+            getattr(one, figure) * (one.step_time_s if "flops" in figure else 1) for one in found
+        ]
+        assert work == sorted(work)
+        assert len(set(work)) == 3
+    memory = [one.memory_bytes_per_gpu["total"] for one in found]
+    assert memory == sorted(memory, reverse=True)
+    assert memory[2] < 0.8 * memory[1] < 0.8 * 0.8 * memory[0]
+
+
+def test_a_mesh_gives_few_gpus_few_of_its_links() -> None:
+    """Two of four GPUs have a third of the bandwidth; all four have all of it."""
+    switch = load_cluster("jean-zay-v100", {"intra.topology": "switch"}).value
+    mesh = load_cluster("jean-zay-v100").value
+    assert mesh.intra.topology == "mesh"
+    assert mesh.resized(4).intra.bandwidth == switch.intra.bandwidth
+    assert mesh.resized(2).intra.bandwidth == pytest.approx(switch.intra.bandwidth / 3)
+
+    def exchanged(topology: str, tp: int) -> float:
+        found = simulate(
+            "jean-zay-v100",
+            "gpt2-medium",
+            "ddp",
+            gpus=4,
+            tp=tp,
+            attention="eager",
+            overrides={"intra.topology": topology, "intra.latency": "0 s"},
+        )
+        return found.breakdown_s[f"all_reduce tensor({tp})"]
+
+    assert exchanged("mesh", 4) == pytest.approx(exchanged("switch", 4))
+    assert exchanged("mesh", 2) == pytest.approx(3 * exchanged("switch", 2), rel=0.01)
+
+
+def test_a_ring_over_more_nodes_loses_of_the_network() -> None:
+    """A doubling of nodes costs `ring_loss` of the time of the bytes; a tree loses nothing."""
+
+    def took(kind: Kind, nodes: int, loss: float, algorithm: str = "ring") -> float:
+        changes = {"inter.ring_loss": str(loss), "inter.latency": "0 s", "intra.latency": "0 s"}
+        loaded = load_cluster("dgx-a100", changes | {"all_reduce": algorithm}).value
+        cluster = replace(loaded, network_overhead=0.0, protocols="simple").resized(8 * nodes)
+        work = Collective(kind, "x", 10**9, DType.BF16, WORLD)
+        return cost_of(work, cluster).duration_alone(cluster)
+
+    for nodes in (2, 8, 64):
+        grown = 1 + 0.2 * math.log2(nodes)
+        for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE):
+            assert took(kind, nodes, 0.2) == pytest.approx(took(kind, nodes, 0.0) * grown)
+        tree = [took(Kind.ALL_REDUCE, nodes, loss, "tree") for loss in (0.0, 0.2)]
+        assert tree[0] == tree[1]
+
+
+def test_a_stack_that_does_not_overlap_reduces_behind_the_backward_pass() -> None:
+    """Every bucket waits for the whole backward pass."""
+    case = Case(cluster="dgx-a100", model="gpt2-small", strategy="ddp", gpus=16)
+    late = replace(case, stack="megatron-2021").prepare().schedule
+    waits = {one.op for op in late.body if op.name.startswith("reduce") for one in op.after}
+    assert waits == {"backward.embedding"}
+    early = case.prepare().schedule
+    waits = {one.op for op in early.body if op.name.startswith("reduce") for one in op.after}
+    assert len(waits) > 1
+
+
+def test_exchanges_beside_products_are_hidden_as_far_as_these_are_longer() -> None:
+    """So a stack that overlaps them is never slower, and a fast link hides all but the loss."""
+    job = {"model": "llama3-8b", "strategy": "ddp", "gpus": 8, "tp": 8, "micro_batch": 1}
+    changes = {"interference": "0", "stack.call_overhead": "0 s"}
+    found = {
+        overlap: simulate(
+            "dgx-h100",
+            stack="megatron-core",
+            overrides={**changes, "stack.overlap_tensor": overlap},
+            **job,  # type: ignore[arg-type]
+        )
+        for overlap in ("true", "false")
+    }
+    assert found["true"].exposed_comm_s < 0.6 * found["false"].exposed_comm_s
+    assert found["true"].wire_bytes_per_gpu_per_step == found["false"].wire_bytes_per_gpu_per_step
+
+
+def test_a_slow_host_issues_exchanges_beside_its_products() -> None:
+    """Where the host is the slower, a step takes its time, with exchanges or without them."""
+    job = {"model": "gpt2-medium", "strategy": "ddp", "gpus": 4, "tp": 4}
+    changes = {"interference": "0", "stack.call_overhead": "500 us"}
+    found = [
+        simulate("dgx-h100", overrides={**changes, "intra.latency": wait}, **job)  # type: ignore[arg-type]
+        for wait in ("0 s", "20 us")
+    ]
+    assert found[1].comm_busy_s > 1.5 * found[0].comm_busy_s
+    assert found[1].step_time_s == pytest.approx(found[0].step_time_s, rel=0.02)
+
+
+@pytest.mark.parametrize("cluster", names("clusters"))
+def test_a_cluster_comes_back_from_what_a_file_would_say_of_it(cluster: str) -> None:
+    """With every number and unit, and with what its stack made of the GPU."""
+    loaded = load_cluster(cluster).value
+    for one in (loaded, replace(loaded, gpu=load_stack(DEFAULT_STACK).value.on(loaded.gpu))):
+        tree = as_file(one)
+        tree.pop("currency")
+        for price in ("price_per_gpu", "price_low", "price_high"):
+            if price in tree:
+                tree[price] = tree[price].replace("USD", one.currency)
+        assert ClusterSpec.model_validate(tree).build() == one
+
+
+def test_fp32_gradients_take_four_bytes_and_unfused_layers_more() -> None:
+    """Of replicas in bf16; and what a layer keeps is a multiple of what its backward pass needs."""
+
+    def memory(stack: str, **changes: str) -> dict[str, float]:
+        overrides = {f"stack.{name}": value for name, value in changes.items()}
+        case = Case(
+            cluster="dgx-h100",
+            model="llama3.2-1b",
+            strategy="ddp",
+            gpus=8,
+            stack=stack,
+            overrides=overrides,
+        )
+        return case.prepare().memory()
+
+    summed, plain = (memory("megatron-core", main_gradients=way) for way in ("true", "false"))
+    assert summed["gradients"] == pytest.approx(2 * plain["gradients"])
+    once, twice = (memory("torchtitan", kept=kept) for kept in ("1", "2"))
+    layers = simulate("dgx-h100", "llama3.2-1b", "ddp", gpus=8).memory_bytes_per_gpu["activations"]
+    assert twice["activations"] - once["activations"] == pytest.approx(layers, rel=0.05)
