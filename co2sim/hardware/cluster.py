@@ -132,7 +132,8 @@ class KernelTimes:
     between 0.58 and 0.66 in Triton of 2023 (triton-lang/triton pull request 1917). `call_overhead`
     is what the host needs to issue an operation, `kernel_gap` what the GPU loses between two, and
     `product_start` what every matrix product takes at least. Elementwise kernels move `elementwise`
-    times the least traffic: unfused ones read and write what lies between them, too.
+    times the least traffic: unfused ones read and write what lies between them, too. `stack` names
+    the software stack whose kernels these are; empty where a GPU's file states them itself.
     """
 
     gemm_efficiency: Fraction
@@ -145,6 +146,7 @@ class KernelTimes:
     attention_backward: Fraction = 1.0
     call_overhead: Time = 0.0
     kernel_gap: Time = 0.0
+    stack: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what no GPU can be."""

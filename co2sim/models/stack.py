@@ -50,7 +50,7 @@ class Stack:
             return gpu
         fitted = self.kernels.get(gpu.name) or self.kernels.get(gpu.generation or "")
         if fitted is not None:
-            return replace(gpu, kernels=fitted)
+            return replace(gpu, kernels=replace(fitted, stack=self.name))
         if gpu.products is None:
             return gpu
         speed, products = gpu.attention.get(self.flash), gpu.products
@@ -63,5 +63,10 @@ class Stack:
             attention_half_length=speed.half_length if speed else 0,
             attention_backward=speed.backward / speed.forward if speed else 1.0,
             call_overhead=self.call_overhead,
+            stack=self.name,
         )
         return replace(gpu, kernels=times)
+
+
+UNNAMED = Stack(name="", flash="", elementwise=1.0, call_overhead=0.0)
+"""What is taken of a framework where the file of a GPU, or nothing, says how fast kernels are."""

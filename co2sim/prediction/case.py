@@ -25,7 +25,7 @@ from co2sim.common.resources import LruCache
 from co2sim.common.units import Bytes
 from co2sim.hardware.cluster import GPU, Cluster
 from co2sim.models.memory import activations, allocated, overhead
-from co2sim.models.stack import Stack
+from co2sim.models.stack import UNNAMED, Stack
 from co2sim.models.workload import (
     AttentionKernel,
     Checkpointing,
@@ -346,9 +346,10 @@ class Case:
 
     @property
     def asked(self) -> frozenset[str]:
-        """The options that are given, of those that a stack has values for."""
+        """The stack and the options that it has values for, as far as a user gave them."""
         names = ("attention", "checkpointing", "loss")
-        return frozenset(name for name in names if getattr(self, name) is not None)
+        given = {name for name in names if getattr(self, name) is not None}
+        return frozenset(given | ({"stack"} if self.stack != DEFAULT_STACK else set()))
 
     @property
     def run_options(self) -> RunOptions:
@@ -367,10 +368,10 @@ class Case:
         """The software stack, from its name, file or object."""
         return _entry(self.stack, load_stack, self._overrides_of("stack."))
 
-    def _stack_of(self, gpu: GPU) -> str:
-        """The name of the stack, if the kernels of the loaded GPU are its."""
-        stated = _entry(self.cluster, load_cluster, self.cluster_overrides).value.gpu
-        return "" if stated.kernels == gpu.kernels else self.load_stack().value.name
+    def _used_stack(self, gpu: GPU) -> Stack:
+        """The stack, if the kernels of the loaded GPU are its; else what is taken of any."""
+        stack = self.load_stack().value
+        return stack if gpu.kernels and gpu.kernels.stack == stack.name else UNNAMED
 
     @property
     def cluster_overrides(self) -> dict[str, str]:
@@ -440,7 +441,7 @@ class Case:
                 *beyond_the_table(sized.gpu, job.share),
             ),
             microbatches_in_flight=microbatches_in_flight,
-            stack=self._stack_of(sized.gpu),
+            stack=self._used_stack(sized.gpu).name,
         )
 
     def _workload(self, model: Model, cluster: Cluster) -> Workload:
@@ -450,7 +451,7 @@ class Case:
             raise OptionError(
                 f"recompute=full does not apply to {model.name}: its blocks have no input sizes"
             )
-        stack = self.load_stack().value
+        stack = self._used_stack(cluster.gpu)
         return Workload(
             model=model,
             micro_batch=self.micro_batch,

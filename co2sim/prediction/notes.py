@@ -190,7 +190,11 @@ SCALE = (
     " GPUs cost beyond exposed communication is not counted: published FSDP runs on 512 H100 lost 4"
     " to 8 % against 128; a probe measures interference, and h100-calibrated has fitted values"
 )
-ALIKE = (IDLE_RECOMPUTE, IDLE_CHECKPOINTING, EAGER_ATTENTION, EAGER_LOSS, SCALE)
+IDLE_STACK = (
+    "--stack changes nothing here: the file of the GPU states its kernels itself, or nothing is"
+    " known of them"
+)
+ALIKE = (IDLE_RECOMPUTE, IDLE_CHECKPOINTING, EAGER_ATTENTION, EAGER_LOSS, SCALE, IDLE_STACK)
 
 
 def remarks(
@@ -218,6 +222,8 @@ def remarks(
         EAGER_ATTENTION: plain and scores and job.attention == "eager",
         EAGER_LOSS: plain and logits and job.loss == "eager",
         SCALE: even and gpus > _FEW and not uneven_by_hand,
+        IDLE_STACK: "stack" in asked
+        and (cluster.gpu.kernels is None or not cluster.gpu.kernels.stack),
     }
     return tuple(text for text, holds in found.items() if holds)
 

@@ -16,6 +16,7 @@ from co2sim.hardware.cluster import AttentionSpeed, KernelTimes, ProductSpeed
 from co2sim.models.stack import Stack
 from co2sim.prediction.case import Case
 from co2sim.prediction.driver import simulate
+from co2sim.prediction.notes import IDLE_STACK
 from co2sim.schedule.schedule import (
     WORLD,
     Collective,
@@ -85,8 +86,9 @@ def test_fitted_kernels_stand_for_all_others() -> None:
     """By the name of a GPU before its generation; a GPU that has kernels keeps them."""
     own, by_generation = KernelTimes(0.3), KernelTimes(0.4)
     stack = replace(STACK, kernels={GPU.name: own, "new": by_generation})
-    assert stack.on(GPU).kernels is own
-    assert stack.on(replace(GPU, name="another")).kernels is by_generation
+    assert stack.on(GPU).kernels == replace(own, stack="mine")
+    other = stack.on(replace(GPU, name="another"))
+    assert other.kernels == replace(by_generation, stack="mine")
     kept = replace(GPU, kernels=by_generation)
     assert stack.on(kept) is kept
 
@@ -258,3 +260,17 @@ def test_fp32_gradients_take_four_bytes_and_unfused_layers_more() -> None:
     once, twice = (memory("torchtitan", kept=kept) for kept in ("1", "2"))
     layers = simulate("dgx-h100", "llama3.2-1b", "ddp", gpus=8).memory_bytes_per_gpu["activations"]
     assert twice["activations"] - once["activations"] == pytest.approx(layers, rel=0.05)
+
+
+def test_a_gpu_whose_file_states_its_kernels_takes_nothing_of_a_stack() -> None:
+    """Neither its speed nor what it does; an answer names none, and says that --stack is idle."""
+    job = {"model": "mpt-7b", "strategy": "fsdp", "gpus": 8}
+    plain, asked = (
+        simulate("h100-calibrated", **job, stack=stack)  # type: ignore[arg-type]
+        for stack in (DEFAULT_STACK, "nanotron")
+    )
+    assert plain.stack == asked.stack == ""
+    assert plain.step_time_s == asked.step_time_s
+    assert plain.memory_bytes_per_gpu == asked.memory_bytes_per_gpu
+    assert IDLE_STACK in asked.notes
+    assert IDLE_STACK not in plain.notes
