@@ -44,6 +44,7 @@ __all__ = [
     "load_stack",
     "model_contents",
     "names",
+    "stack_contents",
 ]
 
 T = TypeVar("T")
@@ -96,6 +97,11 @@ def cluster_contents(reference: str, overrides: Mapping[str, str]) -> Contents |
 def model_contents(reference: str) -> Contents | None:
     """What a user's file says of a model; None for a key of the catalog. Raises CatalogError."""
     return Contents(reference, _of_model(reference)) if _is_own(reference) else None
+
+
+def stack_contents(reference: str) -> Contents | None:
+    """What a user's file says of a stack; None for a key of the catalog. Raises CatalogError."""
+    return Contents(reference, read("stacks", reference)) if is_file(reference) else None
 
 
 def _is_own(reference: str) -> bool:

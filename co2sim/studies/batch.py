@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from hashlib import sha256
 from typing import Any, TypeAlias
 
-from co2sim.catalog import Contents, cluster_contents, model_contents
+from co2sim.catalog import Contents, cluster_contents, model_contents, stack_contents
 from co2sim.common.convert import Count, shown
 from co2sim.common.errors import Co2simError, NoRoomError, OptionError, ResourceError
 from co2sim.common.progress import progress_bar
@@ -161,6 +161,11 @@ class Inputs:
                 self._files["model", case.model] = model_contents(case.model)
             if found := self._files["model", case.model]:
                 case = replace(case, model=found)
+        if isinstance(case.stack, str):
+            if ("stack", case.stack) not in self._files:
+                self._files["stack", case.stack] = stack_contents(case.stack)
+            if found := self._files["stack", case.stack]:
+                case = replace(case, stack=found)
         return case
 
     def key(self, case: Case) -> str:
@@ -172,6 +177,7 @@ class Inputs:
         given = {field.name: getattr(case, field.name) for field in fields(case)}
         given["cluster"] = self._loaded(case.cluster)
         given["model"] = self._loaded(case.model)
+        given["stack"] = self._loaded(case.stack)
         if isinstance(case.strategy, str):
             given["strategy"] = self._strategy(case.strategy)
         else:

@@ -11,6 +11,7 @@ from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.units import Bytes, Seconds
 from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster
+from co2sim.models.stack import Stack
 from co2sim.models.workload import Model, Recompute
 from co2sim.prediction.auto_delay import has_auto_options
 from co2sim.prediction.case import Case, LoadedCase
@@ -329,8 +330,8 @@ def command_of(case: Case, command: str = "run") -> str:
 
     Raises OptionError for a cluster or a model that is an object: a command line names files.
     """
-    for thing in (case.cluster, case.model):
-        if isinstance(thing, Cluster | Model):
+    for thing in (case.cluster, case.model, case.stack):
+        if isinstance(thing, Cluster | Model | Stack):
             raise OptionError(f"{thing.name} is an object; a command line takes names and files")
     return shlex.join(["co2sim", command, *_options(case)])
 

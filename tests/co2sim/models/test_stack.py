@@ -1,11 +1,13 @@
 """Software stacks: what they make of a GPU and of a job."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny
+from commands import Command
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -274,3 +276,12 @@ def test_a_gpu_whose_file_states_its_kernels_takes_nothing_of_a_stack() -> None:
     assert plain.memory_bytes_per_gpu == asked.memory_bytes_per_gpu
     assert IDLE_STACK in asked.notes
     assert IDLE_STACK not in plain.notes
+
+
+def test_stacks_can_be_compared_in_one_command(cli: Command) -> None:
+    """They vary as everything else does."""
+    stacks = "torchtitan, torchtitan-eager, megatron-core"
+    job = ("-c", "dgx-h100", "-m", "llama3-8b", "-s", "fsdp", "-g", "64", "--jobs", "1")
+    found = json.loads(cli("sweep", *job, "--vary", f"stack={stacks}", "--json").out)
+    compiled, eager, engine = (row["tokens_per_s"] for row in found)
+    assert eager < compiled < engine

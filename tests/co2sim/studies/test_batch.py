@@ -37,6 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     assert 'gpu = "h100"' in cluster
     shutil.copy(CATALOG / "gpus" / "h100.toml", tmp_path / "mine.toml")
     shutil.copy(CATALOG / "failures" / "meta-rsc-1.toml", tmp_path / "failing.toml")
+    shutil.copy(CATALOG / "stacks" / "nanotron.toml", tmp_path / "stack.toml")
     named = cluster.replace('gpu = "h100"', 'gpu = "mine.toml"\nfailures = "failing.toml"')
     (tmp_path / "cluster.toml").write_text(named)
     (tmp_path / "model").mkdir()
@@ -53,11 +54,19 @@ def test_an_inlined_case_gives_the_same_result_without_any_file(
     overrides = {"inter.bandwidth": "90 Gbit/s", "model.seq_len": "16"} | (
         {"gpu": gpu} if gpu else {}
     )
-    case = Case(cluster="cluster.toml", model="model", strategy="ddp", gpus=16, overrides=overrides)
+    case = Case(
+        cluster="cluster.toml",
+        model="model",
+        strategy="ddp",
+        gpus=16,
+        overrides=overrides,
+        stack="stack.toml",
+    )
     expected = run(case)
     whole = Inputs().inlined(case)
     assert isinstance(whole.cluster, Contents)
     assert isinstance(whole.model, Contents)
+    assert isinstance(whole.stack, Contents)
     assert whole.title == case.title
     shutil.rmtree(folder / "model")
     for path in folder.glob("*.toml"):
@@ -104,7 +113,7 @@ def test_a_key_changes_with_every_field_of_a_case_and_with_nothing_else() -> Non
 
 def test_a_key_changes_with_what_stands_in_a_file_and_with_objects(folder: Path) -> None:
     """The file of the GPU beside that of the cluster counts, where it lies does not change."""
-    case = replace(CASE, cluster="cluster.toml")
+    case = replace(CASE, cluster="cluster.toml", stack="stack.toml")
 
     def key() -> str:
         inputs = Inputs()
@@ -116,6 +125,9 @@ def test_a_key_changes_with_what_stands_in_a_file_and_with_objects(folder: Path)
     gpu.write_text(gpu.read_text().replace("launch_overhead", "# \nlaunch_overhead"))
     assert key() == before  # a comment
     gpu.write_text(gpu.read_text() + '\n[idle]\nvalue = "1 W"\n')
+    assert key() != before
+    before, stack = key(), folder / "stack.toml"
+    stack.write_text(stack.read_text() + "overlap = false\n")
     assert key() != before
     one, two = tiny.cluster(), tiny.cluster(nodes=3)
     keys = {Inputs().key(replace(CASE, cluster=c, model=tiny.model())) for c in (one, two, one)}
