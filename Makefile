@@ -68,6 +68,10 @@ bench: $(STAMP)-dev
 	$(BIN)/python benchmarks/required_bandwidth.py $(QUICK)
 	$(BIN)/python benchmarks/hpz_group.py $(QUICK)
 
+# TABLE=measurements.csv of matrix products, or QUICK=--quick.
+products: $(STAMP)-dev
+	$(BIN)/python benchmarks/products.py $(if $(TABLE),--table $(TABLE)) $(QUICK)
+
 fidelity: $(STAMP)-dev
 	$(BIN)/python benchmarks/fidelity.py sleep $(QUICK)
 	$(BIN)/python benchmarks/fidelity.py flops $(QUICK)

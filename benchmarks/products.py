@@ -1,20 +1,21 @@
-"""Fit the speed of matrix products of each GPU to published measurements of them.
+"""The speed of matrix products of each GPU, fitted to published measurements of them.
 
-python benchmarks/products.py TABLE.csv
+    python benchmarks/products.py --table TABLE.csv    # a second
+    python benchmarks/products.py --quick              # of a made-up table
 
 The table has the columns gpu, dtype, m, n, k, time_us (or tflops) and peak_tflops_dense, such as
-the medians of ai-dynamo/aiconfigurator. Products in bf16 of 1,024 rows and more count. Prints
-`products` of a GPU's file (see docs/stacks.md), and the mean error of the fit.
+the medians of ai-dynamo/aiconfigurator. Products in bf16 of 1,024 rows and more count. Writes
+products.md: `products` of a GPU's file (docs/stacks.md), and the mean error of the fit.
 """
 
 import csv
 import math
-import sys
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from reports import folder, made_by, parser, table
 from scipy.optimize import least_squares
 
 BANDWIDTH = {
@@ -64,17 +65,50 @@ def fit(gpu: str, products: NDArray[np.float64]) -> tuple[NDArray[np.float64], f
     return found.x, float(np.mean(np.abs(np.expm1(errors(found.x)))))
 
 
+def made_up() -> dict[str, NDArray[np.float64]]:
+    """Products of an H100: 80 % of peak, operands at full bandwidth, 2 us to start."""
+    sizes = [(m, n, k) for m in (1024, 8192) for n in (512, 4096) for k in (512, 2048, 8192)]
+    rows = []
+    for m, n, k in sizes:
+        moved = 2 * (m * k + k * n + m * n) / BANDWIDTH["H100 SXM"]
+        seconds = math.hypot(2 * m * n * k / (989.4e12 * 0.8), moved) + 2e-6
+        rows.append((m, n, k, seconds, 989.4e12))
+    return {"H100 SXM": np.array(rows)}
+
+
 def main() -> None:
-    """Print the fits of a table."""
-    if len(sys.argv) != 2:  # noqa: PLR2004 - the table
-        sys.exit(__doc__)
-    for gpu, products in sorted(read(Path(sys.argv[1])).items()):
+    """Fit, and write the table."""
+    options = parser(__doc__, "a made-up table")
+    options.add_argument("--table", type=Path, help="measurements, as CSV")
+    given = options.parse_args()
+    if not given.quick and given.table is None:
+        options.error("give --table, or --quick")
+    measured = made_up() if given.quick else read(given.table)
+    rows = []
+    for gpu, products in sorted(measured.items()):
         (efficiency, operands, start), error = fit(gpu, products)
-        told = (
-            f"efficiency {efficiency:.3f}, operand_efficiency {operands:.3f}, start {start:.1f} us"
+        rows.append(
+            {
+                "GPU": gpu,
+                "products": f"{len(products)}",
+                "efficiency": f"{efficiency:.3f}",
+                "operand_efficiency": f"{operands:.3f}",
+                "start": f"{start:.1f} us",
+                "mean error": f"{error:.1%}",
+            }
         )
-        print(f"{gpu}: {told}; {len(products)} products, {error:.1%} off in the mean")
-        assert math.isfinite(error)
+    text = f"""\
+# Speed of matrix products
+
+In bf16, of 1,024 rows and more, alone on a GPU.
+
+{table(rows)}
+
+{made_by()}
+"""
+    with folder(given) as out:
+        (out / "products.md").write_text(text, "utf-8")
+    print(text)
 
 
 if __name__ == "__main__":

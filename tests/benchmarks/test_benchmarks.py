@@ -35,6 +35,7 @@ SCRIPTS: dict[str, list[pytest.MarkDecorator]] = {
     "long_study.py": [pytest.mark.dist],
     "overhead.py": [],
     "peers.py": [pytest.mark.lab],
+    "products.py": [],
     "quantization.py": [],
     "required_bandwidth.py": [],
     "speed.py": [],
