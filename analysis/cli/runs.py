@@ -46,7 +46,7 @@ def runs(
     from analysis.published import stack_fit  # noqa: PLC0415 - scipy
     from analysis.published.runs import training_runs  # noqa: PLC0415 - pydantic
 
-    known = [run for run in training_runs(papers) if run.expressible]
+    known = [run for run in training_runs(papers) if run.headline]
     keys = list(dict.fromkeys(run.paper for run in known))
     for key in source or ():
         if key not in keys:
@@ -58,11 +58,11 @@ def runs(
     results = stack_fit.predictions(
         chosen, [left_out[run.paper] for run in chosen], jobs, "predicting runs"
     )
+    rows = _rows(chosen, results, papers)
     if json_:
-        pairs = zip(chosen, results, strict=True)
-        print(json.dumps([_row(run, result) for run, result in pairs], indent=2))
+        print(json.dumps(rows, indent=2))
     else:
-        _print(chosen, results)
+        _print(rows)
 
 
 def _fit(known: "Sequence[TrainingRun]", papers: Path, jobs: int) -> None:
@@ -76,45 +76,55 @@ def _fit(known: "Sequence[TrainingRun]", papers: Path, jobs: int) -> None:
     results = stack_fit.predictions(known, values, jobs, "predicting runs")
     errors = run_errors.error_model(known, results)
     files = run_errors.catalog_files(found.values) | dict(
-        [run_errors.errors_file(errors), run_errors.evidence_file(known, results)]
+        [
+            run_errors.errors_file(errors),
+            run_errors.evidence_file(known, results),
+            run_errors.models_file(run_errors.models_without(known, results), papers),
+        ]
     )
     write_atomically({path: stack_fit.written(found).encode()} | files)
 
 
-def _row(run: "TrainingRun", result: "Result") -> dict[str, Any]:
-    from co2sim.prediction.error_model import (  # noqa: PLC0415
-        Situation,
-        error_model,
-    )
+def _rows(
+    chosen: "Sequence[TrainingRun]", results: "Sequence[Result]", papers: Path
+) -> list[dict[str, Any]]:
+    """Runs beside predictions; intervals are by the errors of all other sources."""
+    from analysis.published.run_errors import recorded_models  # noqa: PLC0415 - scipy
+    from co2sim.prediction.error_model import Situation  # noqa: PLC0415
 
-    published = run.tokens_per_s_per_gpu
-    assert published is not None
-    reach = error_model().reach(Situation.of(result))
-    return {
-        "source": run.paper,
-        "run": run.id,
-        "stack": run.stack,
-        "model": run.model,
-        "gpus": run.gpus,
-        "strategy": run.strategy,
-        "published_tokens_per_s_per_gpu": published,
-        "predicted_tokens_per_s_per_gpu": result.tokens_per_s_per_gpu,
-        "error": result.tokens_per_s_per_gpu / published - 1,
-        "low": result.tokens_per_s_per_gpu * math.exp(-reach),
-        "high": result.tokens_per_s_per_gpu * math.exp(reach),
-        "fits_in_memory": result.fits_in_memory,
-    }
+    models = recorded_models(papers)
+    found = []
+    for run, result in zip(chosen, results, strict=True):
+        published = run.tokens_per_s_per_gpu
+        assert published is not None
+        reach = models[run.paper].reach(Situation.of(result))
+        row = {
+            "source": run.paper,
+            "run": run.id,
+            "stack": run.stack,
+            "model": run.model,
+            "gpus": run.gpus,
+            "strategy": run.strategy,
+            "published_tokens_per_s_per_gpu": published,
+            "predicted_tokens_per_s_per_gpu": result.tokens_per_s_per_gpu,
+            "error": result.tokens_per_s_per_gpu / published - 1,
+            "low": result.tokens_per_s_per_gpu * math.exp(-reach),
+            "high": result.tokens_per_s_per_gpu * math.exp(reach),
+            "fits_in_memory": result.fits_in_memory,
+        }
+        found.append(row)
+    return found
 
 
-def _print(chosen: "Sequence[TrainingRun]", results: "Sequence[Result]") -> None:
+def _print(rows: "Sequence[dict[str, Any]]") -> None:
     from co2sim.common.tables import console, print_table  # noqa: PLC0415 - rich
 
     by_source: dict[str, list[dict[str, Any]]] = {}
-    for run, result in zip(chosen, results, strict=True):
-        by_source.setdefault(run.paper, []).append(_row(run, result))
-    table = [(key, *_figures(rows)) for key, rows in by_source.items()]
+    for row in rows:
+        by_source.setdefault(row["source"], []).append(row)
+    table = [(key, *_figures(some)) for key, some in by_source.items()]
     if len(table) > 1:
-        table.append(("all", *_figures([row for rows in by_source.values() for row in rows])))
+        table.append(("all", *_figures(rows)))
     columns = (
         *("source", "runs", "mean error", "median error", "bias", "worst"),
         *("in 90 % interval", "high / low"),

@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from importlib import resources
@@ -19,9 +20,13 @@ from analysis.published.runs import TrainingRun
 from analysis.published.stack_fit import SHARED, Shared, Values, generation, log_errors
 from co2sim.catalog import load_stack, names
 from co2sim.common import files
+from co2sim.common.errors import CatalogError
 from co2sim.prediction.error_model import ERRORS, ErrorModel, Situation, SourceErrors
 from co2sim.prediction.evidence import EVIDENCE, PublishedRun, shares
 from co2sim.prediction.result import Result
+
+INTERVALS = "run_intervals.toml"
+"""The file of `papers/` with the model of errors without each source."""
 
 _LEVEL = 0.9
 _FREEDOM = 5.0
@@ -38,13 +43,21 @@ def weights(runs: Sequence[TrainingRun]) -> NDArray[np.float64]:
 
 
 def error_model(runs: Sequence[TrainingRun], results: Sequence[Result]) -> ErrorModel:
-    """The model of the errors of results that were predicted without their source.
+    """The model of the errors of results that were predicted without their source."""
+    situations = [Situation.of(result) for result in results]
+    deviations, factor = deviations_of(situations, log_errors(runs, results), weights(runs))
+    return ErrorModel(deviations, factor, tuple(_sources(runs, results)))
+
+
+def deviations_of(
+    situations: Sequence[Situation], errors: NDArray[np.float64], weight: NDArray[np.float64]
+) -> tuple[dict[str, float], float]:
+    """Standard deviations of the parts, and how many of all a 90 % interval reaches.
 
     Deviations maximize the likelihood of Student's t; the interval then reaches as far as nine
     tenths of the errors lie, in deviations of their own.
     """
-    errors, weight = log_errors(runs, results), weights(runs)
-    parts = [Situation.of(result).parts for result in results]
+    parts = [one.parts for one in situations]
     keys = list(parts[0])
     sizes = np.array([[part[key] for key in keys] for part in parts])
 
@@ -62,7 +75,42 @@ def error_model(runs: Sequence[TrainingRun], results: Sequence[Result]) -> Error
     best = minimize(loss, start, bounds=bounds)
     factor = _quantile(np.abs(errors) / deviations(best.x), weight)
     found = dict(zip(keys, (float(f"{value:.4g}") for value in np.exp(best.x)), strict=True))
-    return ErrorModel(found, float(f"{factor:.4g}"), tuple(_sources(runs, results)))
+    return found, float(f"{factor:.4g}")
+
+
+def models_without(runs: Sequence[TrainingRun], results: Sequence[Result]) -> dict[str, ErrorModel]:
+    """For each source the model of the errors of all others: its intervals do not know it."""
+    pairs = list(zip(runs, results, strict=True))
+    found: dict[str, ErrorModel] = {}
+    for source in sorted({run.paper for run in runs}):
+        others = [pair for pair in pairs if pair[0].paper != source]
+        found[source] = error_model(*map(list, zip(*others, strict=True)))
+    return found
+
+
+def models_file(models: Mapping[str, ErrorModel], folder: Path = PAPERS) -> tuple[Path, bytes]:
+    """The record of `models_without`."""
+    lines = [
+        "# Written by `co2analysis runs --fit`: the model of errors without each source, by which",
+        "# the coverage of its 90 % intervals is judged; see co2sim.prediction.error_model.",
+    ]
+    for source, model in models.items():
+        lines += ["", f"[{source}]", f"interval_factor = {model.factor:.4g}"]
+        lines += [f"deviations.{name} = {value:.4g}" for name, value in model.deviations.items()]
+    return folder / INTERVALS, ("\n".join(lines) + "\n").encode()
+
+
+def recorded_models(folder: Path = PAPERS) -> dict[str, ErrorModel]:
+    """What `models_file` wrote, by source. Raises CatalogError where there is none."""
+    path = folder / INTERVALS
+    try:
+        given = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise CatalogError(f"cannot read {path}: {error.strerror}") from error
+    return {
+        source: ErrorModel(entry["deviations"], float(entry["interval_factor"]), ())
+        for source, entry in given.items()
+    }
 
 
 def _quantile(values: NDArray[np.float64], weight: NDArray[np.float64]) -> float:

@@ -136,18 +136,13 @@ class TrainingRun(BaseModel):
             )
         return self
 
-    @property
-    def expressible(self) -> bool:
-        """Whether a case is the published run, as far as figures of errors are concerned."""
-        return self.headline
-
     def case(self, extra: Mapping[str, str] = {}, **changes: Any) -> Case:
         """The run as a case, with `changes` of its fields.
 
         `extra` are further overrides; where the row has one of the same path, that of the row
         counts. Where the row says auto, recomputation is selective if the stack repeats products
-        then, else none. Raises OptionError for a run without
-        a cluster, unless `changes` has one, and for values that `Case` does not allow.
+        then, else none. Raises OptionError for a run without a cluster, unless `changes` has one,
+        and for values that `Case` does not allow.
         """
         if not self.cluster and "cluster" not in changes:
             raise OptionError(

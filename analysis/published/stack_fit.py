@@ -166,7 +166,7 @@ def log_errors(runs: Sequence[TrainingRun], results: Iterable[Result]) -> NDArra
     """Log(predicted / published) of the throughput per GPU."""
     found = []
     for run, result in zip(runs, results, strict=True):
-        assert run.tokens_per_s_per_gpu is not None  # of those that are expressible
+        assert run.tokens_per_s_per_gpu is not None  # of headline runs
         found.append(math.log(result.tokens_per_s_per_gpu / run.tokens_per_s_per_gpu))
     return np.array(found)
 

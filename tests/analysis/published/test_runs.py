@@ -51,7 +51,7 @@ def test_all_published_runs_are_read(runs: dict[tuple[str, int], TrainingRun]) -
     assert len(runs) == 447
     assert len({number for _, number in runs}) == 447
     assert len({paper for paper, _ in runs}) == 22
-    assert sum(run.expressible for run in runs.values()) == 233
+    assert sum(run.headline for run in runs.values()) == 233
 
 
 def test_every_paper_with_runs_has_rows(runs: dict[tuple[str, int], TrainingRun]) -> None:
@@ -63,7 +63,7 @@ def test_every_run_that_counts_loads(runs: dict[tuple[str, int], TrainingRun]) -
     """Its stack is in the catalog, its cluster and model load, and fit the GPUs of the run."""
     for run in runs.values():
         assert run.stack in names("stacks"), run.id
-        if run.expressible:
+        if run.headline:
             cluster, model = run.case().load()
             assert cluster.value.resized(run.gpus).layout.world_size == run.gpus, run.id
             assert model.value.parameters > 0, run.id

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from analysis.published import run_errors, stack_fit
 from analysis.published.runs import TrainingRun, training_runs
 from analysis.published.stack_fit import SHARED, Linear
 from co2sim.catalog import load_stack, names
 from co2sim.common.errors import CatalogError
-from co2sim.prediction.error_model import Situation, error_model
+from co2sim.prediction.error_model import ErrorModel, Situation, error_model
 
-RUNS = [run for run in training_runs() if run.expressible]
+RUNS = [run for run in training_runs() if run.headline]
 NAMES = [one.name for one in SHARED]
 
 
@@ -74,19 +75,50 @@ def test_the_catalog_states_what_was_fitted() -> None:
         assert path.read_bytes() == content, path
 
 
-def test_the_model_of_errors_covers_what_it_was_made_of() -> None:
-    """Errors of three sizes of deviations, with heavy tails: nine of ten lie in the intervals."""
-    chance = np.random.default_rng(4)
-    situations = [
-        Situation(exposed=share, nodes=1, divided=1, tokens=16_384)
-        for share in chance.uniform(0, 0.8, 4000)
+@pytest.mark.parametrize("seed", [4, 5])
+def test_the_model_of_errors_finds_how_errors_were_made(seed: int) -> None:
+    """Errors of any run and of exposed time, with heavy tails; nine of ten new ones are covered."""
+    chance = np.random.default_rng(seed)
+
+    def drawn(count: int) -> tuple[list[Situation], NDArray[np.float64]]:
+        shares = chance.uniform(0, 0.8, count)
+        some = [Situation(exposed=one, nodes=1, divided=1, tokens=1e9) for one in shares]
+        return some, np.hypot(0.05, 0.3 * shares) * chance.standard_t(5, count)
+
+    situations, errors = drawn(3000)
+    found, factor = run_errors.deviations_of(situations, errors, np.ones(3000))
+    assert found["any"] == pytest.approx(0.05, rel=0.15)
+    assert found["exposed"] == pytest.approx(0.3, rel=0.15)
+    model, (situations, errors) = ErrorModel(found, factor, ()), drawn(3000)
+    inside = np.abs(errors) <= [model.reach(one) for one in situations]
+    assert inside.mean() == pytest.approx(0.9, abs=0.025)
+
+
+def test_intervals_of_a_source_do_not_know_it(tmp_path: Path) -> None:
+    """Each source has a model of its own, and it is read as it was written."""
+    models = run_errors.recorded_models()
+    assert set(models) == {run.paper for run in RUNS}
+    path, content = run_errors.models_file(models, tmp_path)
+    path.write_bytes(content)
+    assert run_errors.recorded_models(tmp_path) == models
+    with pytest.raises(CatalogError, match=run_errors.INTERVALS):
+        run_errors.recorded_models(tmp_path / "none")
+
+
+@pytest.mark.nightly
+def test_the_errors_of_a_source_change_nothing_in_its_own_model() -> None:
+    """Made anew from predictions that are ten times too fast for one source."""
+    known = [run for run in RUNS if run.paper in {"tinyllama", "hf_accelerate", "llama3_paper"}]
+    values = [stack_fit.record().left_out[run.paper] for run in known]
+    results = stack_fit.predictions(known, values, 1, "predicting")
+    wrong = [
+        run.model_copy(update={"tokens_per_s_per_gpu": 1.0}) if run.paper == "tinyllama" else run
+        for run in known
     ]
-    true = error_model()
-    errors = np.array([true.deviation(one) for one in situations]) * chance.standard_t(
-        5, len(situations)
-    )
-    inside = np.abs(errors) <= [true.reach(one) for one in situations]
-    assert 0.8 < inside.mean() < 1
+    before = run_errors.models_without(known, results)
+    after = run_errors.models_without(wrong, results)
+    assert before["tinyllama"].deviations == after["tinyllama"].deviations
+    assert before["llama3_paper"].deviations != after["llama3_paper"].deviations
 
 
 def test_the_errors_of_the_catalog_are_of_all_sources() -> None:

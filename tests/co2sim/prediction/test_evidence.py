@@ -12,9 +12,9 @@ from co2sim.prediction.evidence import FAR, nearest, published_runs, shares
 from co2sim.strategies import STRATEGIES
 
 
-def test_all_expressible_runs_are_known() -> None:
+def test_all_headline_runs_are_known() -> None:
     """One line of the record each, with what was published."""
-    published = [one for one in training_runs() if one.expressible]
+    published = [one for one in training_runs() if one.headline]
     found = published_runs()
     assert len(found) == len(published)
     assert sorted(one.published for one in found) == sorted(
@@ -25,7 +25,7 @@ def test_all_expressible_runs_are_known() -> None:
 @pytest.mark.parametrize("paper", ["torchtitan_h100", "nanotron", "deepspeed_azure"])
 def test_a_published_run_is_the_nearest_to_itself(paper: str) -> None:
     """At distance 0, and further ones follow."""
-    one = next(one for one in training_runs() if one.paper == paper and one.expressible)
+    one = next(one for one in training_runs() if one.paper == paper and one.headline)
     case = one.case()
     near = nearest(case, run(case))
     assert near[0].distance == pytest.approx(0, abs=1e-6)
