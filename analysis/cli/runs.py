@@ -14,9 +14,10 @@ from co2sim.common.errors import OptionError, nearest
 from co2sim.common.files import write_atomically
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from analysis.published.runs import TrainingRun
+    from analysis.published.stack_fit import Values
     from co2sim.prediction.result import Result
 
 Sources = Annotated[
@@ -34,6 +35,14 @@ def runs(
             "--fit",
             help="Fit again, with each source left out in turn, and write the record: half an hour"
             " on 2 cores.",
+        ),
+    ] = False,
+    own: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--own",
+            help="Calibrate the stack by the run on the fewest GPUs of each series, as `co2sim"
+            " calibrate` does, and predict the larger ones.",
         ),
     ] = False,
     jobs: options.Jobs = -1,
@@ -55,10 +64,12 @@ def runs(
         _fit(known, papers, jobs)
     left_out = stack_fit.record(papers).left_out
     chosen = [run for run in known if not source or run.paper in source]
-    results = stack_fit.predictions(
-        chosen, [left_out[run.paper] for run in chosen], jobs, "predicting runs"
-    )
-    rows = _rows(chosen, results, papers)
+    if own:
+        rows = _rows_of_series(chosen, left_out, papers, jobs)
+    else:
+        values = [left_out[run.paper] for run in chosen]
+        results = stack_fit.predictions(chosen, values, jobs, "predicting runs")
+        rows = _rows(chosen, results, papers)
     if json_:
         print(json.dumps(rows, indent=2))
     else:
@@ -68,25 +79,46 @@ def runs(
 def _fit(known: "Sequence[TrainingRun]", papers: Path, jobs: int) -> None:
     """Fit again, and write what the catalog and `papers` say of it."""
     from analysis.published import run_errors, stack_fit  # noqa: PLC0415 - scipy
+    from analysis.published.own_runs import further_runs  # noqa: PLC0415 - scipy
 
     path = papers / stack_fit.RECORD
     start = stack_fit.record(papers).values if path.is_file() else None
     found = stack_fit.fit(known, start, iterations=2, jobs=jobs)
     values = [found.left_out[run.paper] for run in known]
     results = stack_fit.predictions(known, values, jobs, "predicting runs")
-    errors = run_errors.error_model(known, results)
+    further = further_runs(known, found.left_out, jobs)
+    errors = run_errors.error_model(known, results, further)
     files = run_errors.catalog_files(found.values) | dict(
         [
             run_errors.errors_file(errors),
             run_errors.evidence_file(known, results),
-            run_errors.models_file(run_errors.models_without(known, results), papers),
+            run_errors.models_file(run_errors.models_without(known, results, further), papers),
         ]
     )
     write_atomically({path: stack_fit.written(found).encode()} | files)
 
 
+def _rows_of_series(
+    chosen: "Sequence[TrainingRun]",
+    left_out: "Mapping[str, Values]",
+    papers: Path,
+    jobs: int,
+) -> list[dict[str, Any]]:
+    """The larger runs of each series. Raises OptionError where there are none."""
+    from analysis.published.own_runs import further_runs  # noqa: PLC0415 - scipy
+
+    further = further_runs(chosen, left_out, jobs)
+    if not further:
+        raise OptionError("no series in these sources has runs on more than one number of GPUs")
+    results = [one.result for one in further]
+    return _rows([one.run for one in further], results, papers, [one.apart for one in further])
+
+
 def _rows(
-    chosen: "Sequence[TrainingRun]", results: "Sequence[Result]", papers: Path
+    chosen: "Sequence[TrainingRun]",
+    results: "Sequence[Result]",
+    papers: Path,
+    apart: "Sequence[float] | None" = None,
 ) -> list[dict[str, Any]]:
     """Runs beside predictions; intervals are by the errors of all other sources."""
     from analysis.published.run_errors import recorded_models  # noqa: PLC0415 - scipy
@@ -94,10 +126,11 @@ def _rows(
 
     models = recorded_models(papers)
     found = []
-    for run, result in zip(chosen, results, strict=True):
+    distances = apart or [math.inf] * len(chosen)
+    for run, result, distance in zip(chosen, results, distances, strict=True):
         published = run.tokens_per_s_per_gpu
         assert published is not None
-        reach = models[run.paper].reach(Situation.of(result))
+        reach = models[run.paper].reach(Situation.of(result, apart=distance))
         row = {
             "source": run.paper,
             "run": run.id,

@@ -17,8 +17,8 @@ from co2sim.prediction.case import LoadedCase
 from co2sim.schedule.schedule import Collective, Compute, Kind, Schedule
 from co2sim.simulation import metrics
 from co2sim.simulation.collective_cost import cost_of
-from co2sim.simulation.compute_cost import compute_time
 from co2sim.simulation.expected_slowdown import expected_slowdown
+from co2sim.simulation.lowering import alone
 from co2sim.simulation.run import execute
 
 _MANY_TIMES = 8192
@@ -196,7 +196,7 @@ def _serial_step_time(setup: RunSetup) -> Seconds:
 
 def _alone(work: Compute | Collective, cluster: Cluster, precision: str) -> Seconds:
     if isinstance(work, Compute):
-        return compute_time(work, cluster.gpu, precision)
+        return alone(work, cluster, precision, free=False)
     return cost_of(work, cluster).duration_alone(cluster)
 
 

@@ -15,13 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 
+from analysis.published.own_runs import Further
 from analysis.published.papers import PAPERS
 from analysis.published.runs import TrainingRun
 from analysis.published.stack_fit import SHARED, Shared, Values, generation, log_errors
 from co2sim.catalog import load_stack, names
 from co2sim.common import files
 from co2sim.common.errors import CatalogError
-from co2sim.prediction.error_model import ERRORS, ErrorModel, Situation, SourceErrors
+from co2sim.prediction.error_model import (
+    ERRORS,
+    ErrorModel,
+    OwnErrors,
+    Situation,
+    SourceErrors,
+    read,
+)
 from co2sim.prediction.evidence import EVIDENCE, PublishedRun, shares
 from co2sim.prediction.result import Result
 
@@ -42,11 +50,26 @@ def weights(runs: Sequence[TrainingRun]) -> NDArray[np.float64]:
     return np.array([papers.count(paper) ** -0.5 for paper in papers])
 
 
-def error_model(runs: Sequence[TrainingRun], results: Sequence[Result]) -> ErrorModel:
-    """The model of the errors of results that were predicted without their source."""
+def error_model(
+    runs: Sequence[TrainingRun], results: Sequence[Result], further: Sequence[Further] = ()
+) -> ErrorModel:
+    """The model of the errors of results that were predicted without their source.
+
+    `further` are runs that were predicted from another of their series.
+    """
     situations = [Situation.of(result) for result in results]
     deviations, factor = deviations_of(situations, log_errors(runs, results), weights(runs))
-    return ErrorModel(deviations, factor, tuple(_sources(runs, results)))
+    own = own_errors(further) if further else None
+    return ErrorModel(deviations, factor, tuple(_sources(runs, results)), own)
+
+
+def own_errors(further: Sequence[Further]) -> OwnErrors:
+    """How errors grow with the distance, by the same likelihood."""
+    runs = [one.run for one in further]
+    errors = log_errors(runs, [one.result for one in further])
+    parts = [{"any": 1.0, "apart": one.apart} for one in further]
+    deviations, factor = _likeliest(parts, errors, weights(runs))
+    return OwnErrors(**deviations, factor=factor, runs=len(further))
 
 
 def deviations_of(
@@ -57,7 +80,12 @@ def deviations_of(
     Deviations maximize the likelihood of Student's t; the interval then reaches as far as nine
     tenths of the errors lie, in deviations of their own.
     """
-    parts = [one.parts for one in situations]
+    return _likeliest([one.parts for one in situations], errors, weight)
+
+
+def _likeliest(
+    parts: Sequence[Mapping[str, float]], errors: NDArray[np.float64], weight: NDArray[np.float64]
+) -> tuple[dict[str, float], float]:
     keys = list(parts[0])
     sizes = np.array([[part[key] for key in keys] for part in parts])
 
@@ -78,13 +106,17 @@ def deviations_of(
     return found, float(f"{factor:.4g}")
 
 
-def models_without(runs: Sequence[TrainingRun], results: Sequence[Result]) -> dict[str, ErrorModel]:
+def models_without(
+    runs: Sequence[TrainingRun], results: Sequence[Result], further: Sequence[Further] = ()
+) -> dict[str, ErrorModel]:
     """For each source the model of the errors of all others: its intervals do not know it."""
     pairs = list(zip(runs, results, strict=True))
     found: dict[str, ErrorModel] = {}
     for source in sorted({run.paper for run in runs}):
         others = [pair for pair in pairs if pair[0].paper != source]
-        found[source] = error_model(*map(list, zip(*others, strict=True)))
+        of_others = [one for one in further if one.run.paper != source]
+        some, their = map(list, zip(*others, strict=True))
+        found[source] = error_model(some, their, of_others)
     return found
 
 
@@ -97,6 +129,8 @@ def models_file(models: Mapping[str, ErrorModel], folder: Path = PAPERS) -> tupl
     for source, model in models.items():
         lines += ["", f"[{source}]", f"interval_factor = {model.factor:.4g}"]
         lines += [f"deviations.{name} = {value:.4g}" for name, value in model.deviations.items()]
+        own = asdict(model.own) if model.own else {}
+        lines += [f"own.{name} = {value:.4g}" for name, value in own.items()]
     return folder / INTERVALS, ("\n".join(lines) + "\n").encode()
 
 
@@ -107,10 +141,7 @@ def recorded_models(folder: Path = PAPERS) -> dict[str, ErrorModel]:
         given = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise CatalogError(f"cannot read {path}: {error.strerror}") from error
-    return {
-        source: ErrorModel(entry["deviations"], float(entry["interval_factor"]), ())
-        for source, entry in given.items()
-    }
+    return {source: read(entry) for source, entry in given.items()}
 
 
 def _quantile(values: NDArray[np.float64], weight: NDArray[np.float64]) -> float:
@@ -156,6 +187,8 @@ def errors_file(model: ErrorModel) -> tuple[Path, bytes]:
     document.add(tomlkit.comment("runs, each source left out of the fit; see co2sim.prediction."))
     document["interval_factor"] = model.factor
     document["deviations"] = dict(model.deviations)
+    if model.own:
+        document["own"] = asdict(model.own)
     tables = tomlkit.aot()
     for source in model.sources:
         table = tomlkit.table()

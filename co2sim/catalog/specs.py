@@ -57,7 +57,7 @@ from co2sim.models.architecture import (
     language_model,
     vision_transformer,
 )
-from co2sim.models.stack import Stack
+from co2sim.models.stack import Setting, Stack
 from co2sim.models.workload import Block, Model
 
 
@@ -286,14 +286,25 @@ ClusterSpec = _spec(Cluster, _Cluster)
 """`clusters/*.toml`; `gpu` is the table of a GPU."""
 
 
+SettingSpec = _spec(Setting, _Built)
+"""`measured` of a stack: a run that it was calibrated by."""
+
+
 class _Stack(_Built):
     def build(self) -> Stack:
-        """With the fitted kernels of each GPU."""
-        kernels = {name: times.build() for name, times in dict(self)["kernels"].items()}
-        return Stack(**dict(self) | {"kernels": kernels})
+        """With the fitted kernels of each GPU, and the runs that it was calibrated by."""
+        values = dict(self)
+        kernels = {name: times.build() for name, times in values["kernels"].items()}
+        measured = tuple(one.build() for one in values["measured"])
+        return Stack(**values | {"kernels": kernels, "measured": measured})
 
 
-StackSpec = _spec(Stack, _Stack, kernels=(dict[str, KernelsSpec], {}))  # type: ignore[valid-type]
+StackSpec = _spec(
+    Stack,
+    _Stack,
+    kernels=(dict[str, KernelsSpec], {}),  # type: ignore[valid-type]
+    measured=(list[SettingSpec], []),  # type: ignore[valid-type]
+)
 """`stacks/*.toml`."""
 
 

@@ -77,7 +77,7 @@ def replay(
     from co2sim.simulation import chakra  # noqa: PLC0415 - of an extra
 
     loaded = load_cluster(cluster, options.pairs(overrides, "--set")).value
-    loaded = replace(loaded, gpu=load_stack(stack).value.on(loaded.gpu))
+    loaded = load_stack(stack).value.within(loaded, options.pairs(overrides, "--set"))
     with progress_bar("reading ranks", after=1.0) as done:
         trace = chakra.read(place, done)
     with progress_bar("simulating rounds", after=1.0) as done:

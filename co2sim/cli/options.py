@@ -228,6 +228,11 @@ def plan_options(command: Callable[..., None]) -> Callable[..., None]:
     return _sharing(command, "job", ("job", "pipeline"), but=chosen)
 
 
+def calibrate_options(command: Callable[..., None]) -> Callable[..., None]:
+    """As `job_options`, for runs whose rows say more; simulations are those of one round."""
+    return _sharing(command, "job", ("job", "pipeline"), optional=("model",))
+
+
 def model_options(
     command: Callable[..., None], optional: Collection[str] = ()
 ) -> Callable[..., None]:

@@ -1,11 +1,31 @@
 """Software stacks: what a training framework of a year does with a GPU and with a model."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from co2sim.common.validation import Multiple, Time, check
-from co2sim.hardware.cluster import GPU, KernelTimes
+from co2sim.common.validation import Count, Fraction, Multiple, Slowdown, Spread, Time, check
+from co2sim.hardware.cluster import GPU, Cluster, KernelTimes
 from co2sim.models.workload import AttentionKernel, Checkpointing, Loss, Selective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a run is like, so that others can be more or less like it.
+
+    `gpu` is the generation, `divided` tp x pp, `tokens` those of a pass on a GPU, and `shares` what
+    replicas share: nothing, optimizer states, parameters, or steps.
+    """
+
+    gpu: str
+    gpus: Count
+    parameters: Multiple
+    shares: str
+    divided: Count
+    tokens: Multiple
+
+    def __post_init__(self) -> None:
+        """Refuse what no run can be."""
+        check(self, "measured")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +41,10 @@ class Stack:
     whether tensor-parallel GPUs exchange activations beside the products that need them. With
     `main_gradients` it sums gradients of bf16 up in fp32; a layer keeps `kept` times the
     activations that are needed at least.
+
+    A stack that was calibrated on a cluster also has numbers of that: the fraction of the speed of
+    products that is `sustained`, `ring_loss` of the links between nodes, `interference` and
+    `node_spread`. None: that of the cluster. `measured` are the runs that it was calibrated by.
     """
 
     name: str
@@ -36,10 +60,27 @@ class Stack:
     main_gradients: bool = False
     kept: Multiple = 1.0
     kernels: Mapping[str, KernelTimes] = field(default_factory=dict)
+    sustained: Fraction | None = None
+    ring_loss: Slowdown | None = None
+    interference: Slowdown | None = None
+    node_spread: Spread | None = None
+    measured: tuple[Setting, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what no stack can be."""
         check(self, self.name)
+
+    def within(self, cluster: Cluster, asked: Collection[str] = ()) -> Cluster:
+        """The cluster as it is when the stack runs on it; paths that were `asked` for stay."""
+        gpu, inter = cluster.gpu, cluster.inter
+        if gpu.products and self.sustained is not None and "gpu.products.sustained" not in asked:
+            gpu = replace(gpu, products=replace(gpu.products, sustained=self.sustained))
+        if self.ring_loss is not None and "inter.ring_loss" not in asked:
+            inter = replace(inter, ring_loss=self.ring_loss)
+        names = "interference", "node_spread"
+        own = {name: getattr(self, name) for name in names if name not in asked}
+        own = {name: value for name, value in own.items() if value is not None}
+        return replace(cluster, gpu=self.on(gpu), inter=inter, **own)
 
     def on(self, gpu: GPU) -> GPU:
         """The GPU with the times of the kernels that the stack runs on it.

@@ -25,7 +25,7 @@ from co2sim.common.resources import LruCache
 from co2sim.common.units import Bytes
 from co2sim.hardware.cluster import GPU, Cluster
 from co2sim.models.memory import activations, allocated, overhead
-from co2sim.models.stack import UNNAMED, Stack
+from co2sim.models.stack import UNNAMED, Setting, Stack
 from co2sim.models.workload import (
     AttentionKernel,
     Checkpointing,
@@ -64,7 +64,7 @@ class LoadedCase:
 
     Of a stage of a pipeline these are its GPUs and its part of the model; it holds the activations
     of `microbatches_in_flight`. `stack` is the name of that whose kernels run; empty where the file
-    of the GPU says itself how fast it is.
+    of the GPU says itself how fast it is. `measured` are the runs that it was calibrated by.
     """
 
     cluster: Cluster
@@ -74,6 +74,7 @@ class LoadedCase:
     assumed: tuple[Fact, ...]
     microbatches_in_flight: float = 1.0
     stack: str = ""
+    measured: tuple[Setting, ...] = ()
 
     @property
     def precision(self) -> str:
@@ -359,9 +360,9 @@ class Case:
     def load(self) -> tuple[Entry[Cluster], Entry[Model]]:
         """The cluster, with what the stack makes of its GPU, and the model."""
         cluster = _entry(self.cluster, load_cluster, self.cluster_overrides)
-        gpu = self.load_stack().value.on(cluster.value.gpu)
-        if gpu is not cluster.value.gpu:
-            cluster = replace(cluster, value=replace(cluster.value, gpu=gpu))
+        within = self.load_stack().value.within(cluster.value, self.cluster_overrides)
+        if within != cluster.value:
+            cluster = replace(cluster, value=within)
         return cluster, _entry(self.model, load_model, self._overrides_of("model."))
 
     def load_stack(self) -> Entry[Stack]:
@@ -442,6 +443,7 @@ class Case:
             ),
             microbatches_in_flight=microbatches_in_flight,
             stack=self._used_stack(sized.gpu).name,
+            measured=self.load_stack().value.measured,
         )
 
     def _workload(self, model: Model, cluster: Cluster) -> Workload:

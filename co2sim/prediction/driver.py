@@ -1,5 +1,6 @@
 """A question, answered by simulation."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from inspect import Parameter, Signature, signature
@@ -16,6 +17,7 @@ from co2sim.models.workload import Model
 from co2sim.prediction import auto_delay, pipeline
 from co2sim.prediction.case import Case, LoadedCase, Options, scheduled
 from co2sim.prediction.error_model import Situation
+from co2sim.prediction.evidence import distance, setting_of
 from co2sim.prediction.intervals import Predicted
 from co2sim.prediction.notes import remarks as remarks_on
 from co2sim.prediction.notes import warnings as warnings_of
@@ -168,7 +170,7 @@ def _of_pipeline(case: Case, done: Done | None) -> Result:
         model=model.value,
         precision=str(first.precision),
         tokens_per_s=result.tokens_per_s,
-        situation=Situation.of(result, known=_known(first)),
+        situation=_situation(first, model.value, result),
         again=lambda _: result.tokens_per_s,
     ).interval()
 
@@ -188,9 +190,14 @@ def _of_pipeline(case: Case, done: Done | None) -> Result:
     )
 
 
-def _known(prepared: LoadedCase) -> bool:
-    """Whether something is published of the kernels of its GPU."""
-    return prepared.cluster.gpu.kernels is not None
+def _situation(prepared: LoadedCase, model: Model, result: Result) -> Situation:
+    """What makes the result more or less sure."""
+    own = setting_of(prepared.cluster, model, result)
+    return Situation.of(
+        result,
+        known=prepared.cluster.gpu.kernels is not None,
+        apart=min((distance(own, one) for one in prepared.measured), default=math.inf),
+    )
 
 
 def _with_interval(case: Case, prepared: LoadedCase, result: Result, done: Done | None) -> Result:
@@ -208,7 +215,7 @@ def _with_interval(case: Case, prepared: LoadedCase, result: Result, done: Done 
         model=prepared.job.model,
         precision=str(prepared.precision),
         tokens_per_s=result.tokens_per_s,
-        situation=Situation.of(result, known=_known(prepared)),
+        situation=_situation(prepared, prepared.job.model, result),
         again=again,
     ).interval(case.interval)
     return replace(

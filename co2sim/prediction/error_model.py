@@ -4,6 +4,9 @@ Log(published / predicted) of a further run has mean 0, and a variance that is a
 for any run, and one each for what grows with exposed communication, nodes, divided layers, and
 small passes. They are smooth, and are estimated on errors of sources that were left out of the fit
 (`co2analysis runs --fit`).
+
+Where the stack was calibrated by runs of its own, the variance is that of the errors of runs that
+were predicted from one run of their series, which grow with the distance to it.
 """
 
 import math
@@ -33,7 +36,8 @@ class Situation:
 
     `exposed` is the share of the round that waits for the network, `divided` how many GPUs share
     the layers (tp x pp), `tokens` those of a pass on a GPU, and `known` says whether something is
-    published of the GPU's kernels.
+    published of the GPU's kernels. `apart` is the distance to the nearest of the runs that the
+    stack was calibrated by: inf without any.
     """
 
     exposed: float
@@ -41,9 +45,10 @@ class Situation:
     divided: int
     tokens: float
     known: bool = True
+    apart: float = math.inf
 
     @classmethod
-    def of(cls, result: Result, *, known: bool = True) -> "Situation":
+    def of(cls, result: Result, *, known: bool = True, apart: float = math.inf) -> "Situation":
         """That of a result."""
         tokens = result.tokens_per_gpu_per_step * result.pp / result.accumulation
         return cls(
@@ -52,6 +57,7 @@ class Situation:
             divided=result.tp * result.pp,
             tokens=tokens,
             known=known,
+            apart=apart,
         )
 
     @property
@@ -79,6 +85,24 @@ class SourceErrors:
     bias: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnErrors:
+    """Errors of runs by a stack that was calibrated by one run of their series.
+
+    Standard deviations beside that run, and for a distance of 1 from it; how many of both a 90 %
+    interval reaches; and how many runs they are of.
+    """
+
+    any: float
+    apart: float
+    factor: float
+    runs: int
+
+    def reach(self, apart: float) -> float:
+        """How far a 90 % interval of log(measured / predicted) reaches to both sides."""
+        return self.factor * math.hypot(self.any, self.apart * apart)
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorModel:
     """Standard deviations of the parts, and how many of all a 90 % interval reaches."""
@@ -86,6 +110,7 @@ class ErrorModel:
     deviations: Mapping[str, float]
     factor: float
     sources: tuple[SourceErrors, ...]
+    own: OwnErrors | None = None
 
     def deviation(self, situation: Situation) -> float:
         """Of log(published / predicted)."""
@@ -94,7 +119,12 @@ class ErrorModel:
 
     def reach(self, situation: Situation) -> float:
         """How far a 90 % interval of log(published / predicted) reaches to both sides."""
-        return self.factor * self.deviation(situation)
+        reach = self.factor * self.deviation(situation)
+        return min(reach, self.own.reach(situation.apart)) if self.own else reach
+
+    def by_own(self, situation: Situation) -> bool:
+        """Whether the runs that the stack was calibrated by make the interval narrower."""
+        return self.reach(situation) < self.factor * self.deviation(situation)
 
     @property
     def runs(self) -> int:
@@ -104,8 +134,9 @@ class ErrorModel:
 
 def read(entry: Mapping[str, Any]) -> ErrorModel:
     """From the record."""
-    sources = tuple(SourceErrors(**source) for source in entry["source"])
-    return ErrorModel(entry["deviations"], float(entry["interval_factor"]), sources)
+    sources = tuple(SourceErrors(**source) for source in entry.get("source", ()))
+    own = OwnErrors(**entry["own"]) if "own" in entry else None
+    return ErrorModel(entry["deviations"], float(entry["interval_factor"]), sources, own)
 
 
 @cache

@@ -10,6 +10,9 @@ from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
 
+from co2sim.hardware.cluster import Cluster
+from co2sim.models.stack import Setting
+from co2sim.models.workload import Model
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 
@@ -49,6 +52,11 @@ class PublishedRun:
         """Predicted over published, less 1."""
         return self.predicted / self.published - 1
 
+    @property
+    def setting(self) -> Setting:
+        """What it is like."""
+        return Setting(**{one.name: getattr(self, one.name) for one in fields(Setting)})
+
 
 @dataclass(frozen=True, slots=True)
 class Near:
@@ -77,24 +85,38 @@ def published_runs() -> tuple[PublishedRun, ...]:
     )
 
 
+def setting_of(cluster: Cluster, model: Model, result: Result) -> Setting:
+    """What a result is like."""
+    return Setting(
+        gpu=cluster.gpu.generation or cluster.gpu.name,
+        gpus=result.gpus,
+        parameters=model.parameters,
+        shares=shares(result.strategy),
+        divided=result.tp * result.pp,
+        tokens=result.tokens_per_gpu_per_step * result.pp / result.accumulation,
+    )
+
+
+def distance(one: Setting, other: Setting) -> float:
+    """Of two runs of one stack: 1 for twice the parameters, or four times of something else."""
+    sizes = (
+        (one.gpus, other.gpus, 0.5),
+        (one.parameters, other.parameters, 1.0),
+        (one.tokens, other.tokens, 0.5),
+        (one.divided, other.divided, 0.5),
+    )
+    found = sum(weight * abs(math.log2(a / b)) for a, b, weight in sizes)
+    return found + _OTHER * (one.gpu != other.gpu) + _OTHER * (one.shares != other.shares)
+
+
 def nearest(case: Case, result: Result, count: int = 5) -> list[Near]:
     """The published runs that are most like a case, the nearest first."""
     loaded = case.load()
-    cluster, model = loaded[0].value, loaded[1].value
-    tokens = result.tokens_per_gpu_per_step * result.pp / result.accumulation
-    found = []
-    for run in published_runs():
-        sizes = (
-            (run.gpus, result.gpus, 0.5),
-            (run.parameters, model.parameters, 1.0),
-            (run.tokens, tokens, 0.5),
-            (run.divided, result.tp * result.pp, 0.5),
-        )
-        distance = sum(weight * abs(math.log2(one / other)) for one, other, weight in sizes)
-        distance += _OTHER * (run.stack != result.stack)
-        distance += _OTHER * (run.gpu != cluster.gpu.generation)
-        distance += _OTHER * (run.shares != shares(result.strategy))
-        found.append(Near(run, distance))
+    own = setting_of(loaded[0].value, loaded[1].value, result)
+    found = [
+        Near(run, distance(run.setting, own) + _OTHER * (run.stack != result.stack))
+        for run in published_runs()
+    ]
     return sorted(found, key=lambda one: one.distance)[:count]
 
 

@@ -127,6 +127,8 @@ class Predicted:
         full = thoroughness == "full"
         if self.cluster.scatter is not None:
             return self._of_probe(full=full)
+        if self.situation.apart < math.inf:
+            return self._of_errors()
         alike = self.situation.divided == 1  # as in the runs that were fitted
         kind = kind_of(self.cluster, self.strategy, self.model) if alike else None
         run = figures_of(self.cluster, self.model, self.precision)
@@ -134,13 +136,19 @@ class Predicted:
         far = beyond_fit(fit, self.strategy, self.cluster.layout, run) if fit else ""
         if fit and not far:
             return self._of_fit(fit, full=full)
+        return self._of_errors(f"far from calibration {fit.group} ({far}): " if fit else "")
+
+    def _of_errors(self, before: str = "") -> Interval:
         errors = error_model()
         words = (
-            f"errors on {counted(errors.runs, 'published training run')} of"
+            f"{before}errors on {counted(errors.runs, 'published training run')} of"
             f" {counted(len(errors.sources), 'source')}, each left out of the fit"
         )
-        if fit:
-            words = f"far from calibration {fit.group} ({far}): {words}"
+        if errors.own and errors.by_own(self.situation):
+            words = (
+                f"the stack was calibrated by runs, the nearest {self.situation.apart:.1f} away:"
+                f" errors on {counted(errors.own.runs, 'published run')} so predicted"
+            )
         reach = errors.reach(self.situation)
         return self._from(reach, reach, words)
 

@@ -27,16 +27,34 @@ def efficiency(gpu: GPU, flops: float) -> float:
     return float(np.interp(math.log(flops), sizes, [fraction for _, fraction in table]))
 
 
+@dataclass(frozen=True, slots=True)
+class KernelParts:
+    """What a GPU spends on the kernels of a pass."""
+
+    products: Seconds
+    attention: Seconds
+    elementwise: Seconds
+
+
 def kernel_time(
     kernels: Kernels, gpu: GPU, times: KernelTimes, precision: str, exchanged: Seconds = 0.0
 ) -> Seconds:
     """A pass over a block: the slower of the GPU and of the host that issues its operations.
 
-    The host goes on issuing while the GPU exchanges something for `exchanged` seconds.
+    The host goes on issuing while the GPU exchanges something for `exchanged` seconds. The GPU
+    loses a gap after each operation.
+    """
+    parts = kernel_parts(kernels, gpu, times, precision)
+    device = parts.products + parts.attention + parts.elementwise
+    device += kernels.calls * times.kernel_gap
+    return max(device, kernels.calls * times.call_overhead - exchanged)
 
-    The GPU needs the time of the matrix products, of flash attention, and of elementwise kernels,
-    which move memory and hardly compute, and a gap after each. A product whose arithmetic takes as
-    long as its memory traffic overlaps them in part: the two add like the sides of a right angle.
+
+def kernel_parts(kernels: Kernels, gpu: GPU, times: KernelTimes, precision: str) -> KernelParts:
+    """Times of the matrix products, of flash attention, and of elementwise kernels of a pass.
+
+    The latter move memory and hardly compute. A product whose arithmetic takes as long as its
+    memory traffic overlaps them in part: the two add like the sides of a right angle.
     """
     peak = peak_flops(gpu, precision)
     memory = gpu.memory_bandwidth * times.operand_efficiency
@@ -48,13 +66,12 @@ def kernel_time(
             math.hypot(product.flops / (peak * times.gemm_efficiency), product.bytes / memory)
             for product in kernels.products
         )
-    if kernels.attention:
-        products += _attention_time(kernels.attention, peak, memory, times)
     products += times.product_start * sum(product.count for product in kernels.products)
+    fused = kernels.attention
+    attention = _attention_time(fused, peak, memory, times) if fused else 0.0
     moved = kernels.elementwise_bytes * times.elementwise
     elementwise = moved / (gpu.memory_bandwidth * gpu.memory_efficiency)
-    device = products + elementwise + kernels.calls * times.kernel_gap
-    return max(device, kernels.calls * times.call_overhead - exchanged)
+    return KernelParts(products, attention, elementwise)
 
 
 def _attention_time(

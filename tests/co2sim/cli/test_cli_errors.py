@@ -169,6 +169,9 @@ BAD = [
     (f"{FAILING} --every '0 s'", "above 0"),
     (f"{FAILING} --set failures.checkpoint_bandwidth='1 MB/s' --every '1 s'", "less often"),
     (f"{FAILING} --set 'failures.node=1 s'", "nothing gets done"),
+    # calibrate
+    (f"calibrate {BASE} -s ddp --runs none.csv --out own.toml", "none.csv"),
+    (f"calibrate {BASE} -s ddp --runs empty.toml --out own.toml", "no rows"),
     # export, replay and explore
     (f"export {ON} --out empty.toml", "empty.toml"),
     ("replay none -c dgx-h100", "none"),

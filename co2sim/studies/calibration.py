@@ -1,0 +1,289 @@
+"""A software stack of a user's own, from runs that were measured: few numbers, with priors.
+
+What the stack and the cluster state is the prior of every number; how far sources differ is its
+spread. The values are those that make priors and runs together most likely. So one run moves what
+it depends on, in proportion to how unsure that is, and what no run depends on stays.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Seconds
+from co2sim.hardware.cluster import Cluster
+from co2sim.models.stack import Stack
+from co2sim.prediction.case import Case
+from co2sim.prediction.result import Result
+from co2sim.schedule.schedule import Compute
+from co2sim.simulation.compute_cost import KernelParts, compute_time, kernel_parts
+from co2sim.studies.batch import Failure, run_all
+from co2sim.studies.measured_runs import MeasuredRun
+
+_NOISE = 0.03
+"""Standard deviation of the logarithm of a throughput or a memory: no run repeats itself better."""
+_NOISE_OF_KERNELS = 0.1
+"""Of the time of a class of kernels: communication beside them slows them down by so much."""
+_FAR = 0.7
+"""By how much a logarithm moves at most in one iteration."""
+_STEP = 0.08
+"""Of a logarithm, for finite differences."""
+_ITERATIONS = 3
+_SOME = 0.1
+"""Of its spread: a number of which runs determine less stays as it was."""
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number of a stack that runs determine.
+
+    `spread` is the standard deviation of its logarithm between sources; it lies between `least` and
+    `most`.
+    """
+
+    name: str
+    meaning: str
+    spread: float
+    least: float = 0.0
+    most: float = math.inf
+    unit: str = ""
+
+    def before(self, cluster: Cluster, stack: Stack) -> float | None:
+        """What the stack, or else the cluster, states; None where neither has it."""
+        own: float | None = getattr(stack, self.name)
+        if own is not None:
+            return own
+        if self.name == "sustained":
+            return cluster.gpu.products.sustained if cluster.gpu.products else None
+        found: float = (
+            cluster.inter.ring_loss if self.name == "ring_loss" else getattr(cluster, self.name)
+        )
+        return found
+
+    def text(self, value: float) -> str:
+        """The value within its bounds, as a file states it."""
+        within = min(max(value, self.least), self.most)
+        return f"{within!r} {self.unit}" if self.unit else repr(within)
+
+
+NUMBERS: tuple[Number, ...] = (
+    Number("sustained", "speed of matrix products, of that alone and cool", 0.12, most=1.0),
+    Number("elementwise", "memory traffic of other kernels, of the least", 0.35, least=1.0),
+    Number("call_overhead", "what the host needs for an operation", 0.5, unit="s"),
+    Number("ring_loss", "what a ring loses with every doubling of its nodes", 0.6, most=2.0),
+    Number("interference", "what compute loses beside communication", 0.6, most=1.0),
+    Number("node_spread", "differences between nodes", 0.6, most=0.2),
+    Number("kept", "activations that a layer keeps, of those needed", 0.3, least=1.0),
+)
+"""Spreads are those of the fit to published runs (docs/stacks.md), wider for `sustained`: GPUs of
+one kind are sold with limits of power from 500 to 700 W. That of `kept` is between 1 and 1.65."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """What runs say of a stack.
+
+    `before` is what the numbers were, in SI units, and `determined` by which part of its spread
+    each is less unsure. `values` are those of which that is not too little: the others stay as
+    they were. `first` and `last` are predictions of the runs before and after.
+    """
+
+    values: Mapping[str, float]
+    before: Mapping[str, float]
+    determined: Mapping[str, float]
+    first: tuple[Result, ...]
+    last: tuple[Result, ...]
+
+
+def overrides(values: Mapping[str, float]) -> dict[str, str]:
+    """Values of numbers as overrides of a case."""
+    return {
+        f"stack.{one.name}": one.text(values[one.name]) for one in NUMBERS if one.name in values
+    }
+
+
+def moved(case: Case, values: Mapping[str, float]) -> Case:
+    """The case with these values."""
+    return replace(case, overrides={**case.overrides, **overrides(values)})
+
+
+def calibrate(
+    runs: Sequence[MeasuredRun], jobs: int = 1, *, progress: bool | None = None
+) -> Calibrated:
+    """The numbers that runs on one cluster with one stack determine.
+
+    Raises OptionError without a run, where nothing can be determined, and with the reason of the
+    first run that cannot be simulated.
+    """
+    if not runs:
+        raise OptionError("no runs; a calibration needs at least one")
+    before = _stated(runs)
+    numbers = [one for one in NUMBERS if one.name in before]
+    noise = _Observed(runs).noise
+
+    def errors(values: Mapping[str, float], what: str) -> tuple[list[Result], Array]:
+        cases = [moved(run.case, values) for run in runs]
+        results = [
+            _result(run, one)
+            for run, one in zip(
+                runs, run_all(cases, jobs, progress=progress, what=what), strict=True
+            )
+        ]
+        return results, _Observed(runs).errors(cases, results)
+
+    first, base = errors(before, "predicting runs")
+    values, determined = dict(before), dict.fromkeys(before, 0.0)
+    for iteration in range(_ITERATIONS):
+        slopes = np.zeros((len(base), len(numbers)))
+        for column, one in enumerate(numbers):
+            step = -_STEP if values[one.name] * math.exp(_STEP) > one.most else _STEP
+            shifted = {**values, one.name: values[one.name] * math.exp(step)}
+            slopes[:, column] = (errors(shifted, f"moving {one.name}")[1] - base) / step
+        slopes /= noise[:, None]
+        found = _determined(numbers, slopes)
+        if not iteration:
+            kept = [found[one.name] >= _SOME for one in numbers]
+            numbers = [one for one, keep in zip(numbers, kept, strict=True) if keep]
+            slopes = slopes[:, kept]
+        determined |= {one.name: found[one.name] for one in numbers}
+        values |= _most_likely(numbers, values, before, base / noise, slopes)
+        last, base = errors(values, "predicting runs")
+    own = {one.name: values[one.name] for one in numbers}
+    return Calibrated(own, before, determined, tuple(first), tuple(last))
+
+
+def _stated(runs: Sequence[MeasuredRun]) -> dict[str, float]:
+    """What each number is before; those that no cluster states, or states to be 0, are left out."""
+    cluster, stack = runs[0].case.load()[0].value, runs[0].case.load_stack().value
+    if cluster.gpu.kernels is not None and cluster.gpu.kernels.stack != stack.name:
+        raise OptionError(
+            f"the GPU of {cluster.name} has kernels of its own, which no stack changes; calibrate"
+            " on a cluster whose GPU states products"
+        )
+    named = {one.name: one.before(cluster, stack) for one in NUMBERS}
+    found = {name: value for name, value in named.items() if value}
+    if all(run.memory is None for run in runs):
+        del found["kept"]
+    return found
+
+
+def _result(run: MeasuredRun, outcome: Result | Failure) -> Result:
+    if isinstance(outcome, Failure):
+        raise OptionError(f"{run.where}: {outcome.reason}")
+    return outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Observed:
+    """What is known of runs: throughput of each, then memory and times of kernels of some."""
+
+    runs: Sequence[MeasuredRun]
+
+    @property
+    def noise(self) -> Array:
+        """Standard deviations of the errors."""
+        memories = sum(run.memory is not None for run in self.runs)
+        profiles = sum(run.profile is not None for run in self.runs)
+        single = [_NOISE] * (len(self.runs) + memories)
+        return np.array([*single, *[_NOISE_OF_KERNELS] * 2 * profiles])
+
+    def errors(self, cases: Sequence[Case], results: Sequence[Result]) -> Array:
+        """Log(predicted / measured)."""
+        speeds = [
+            result.tokens_per_s_per_gpu / run.tokens_per_s_per_gpu
+            for run, result in zip(self.runs, results, strict=True)
+        ]
+        memories = [
+            reserved(result) / run.memory
+            for run, result in zip(self.runs, results, strict=True)
+            if run.memory is not None
+        ]
+        kernels: list[float] = []
+        for run, case in zip(self.runs, cases, strict=True):
+            if run.profile is not None:
+                found = kernel_seconds(case)
+                kernels.append(found.products / run.profile.products)
+                kernels.append(found.elementwise / run.profile.elementwise)
+        return np.log([*speeds, *memories, *kernels])
+
+
+def reserved(result: Result) -> float:
+    """Bytes that PyTorch's allocator holds."""
+    memory = result.memory_bytes_per_gpu
+    return memory["total"] - memory.get("nccl", 0.0) - memory.get("context", 0.0)
+
+
+def kernel_seconds(case: Case) -> KernelParts:
+    """What a GPU spends on kernels in an optimizer step; what is no pass counts as elementwise.
+
+    Raises OptionError for a pipeline, whose stages differ.
+    """
+    prepared = case.prepare()
+    gpu, times = prepared.cluster.gpu, prepared.cluster.gpu.kernels
+    found: dict[str, Seconds] = dict.fromkeys(("products", "attention", "elementwise"), 0.0)
+    for work in _works(op.work for op in prepared.schedule.body if isinstance(op.work, Compute)):
+        if work.kernels and times:
+            parts = kernel_parts(work.kernels, gpu, times, prepared.precision)
+            for name in found:
+                found[name] += getattr(parts, name)
+        else:
+            found["elementwise"] += compute_time(work, gpu, prepared.precision)
+    steps = prepared.schedule.steps
+    return KernelParts(**{name: seconds / steps for name, seconds in found.items()})
+
+
+def _works(works: Iterable[Compute]) -> Iterable[Compute]:
+    for work in works:
+        if work.parts:
+            yield from _works(work.parts)
+        else:
+            yield work
+
+
+def _most_likely(
+    numbers: Sequence[Number],
+    values: Mapping[str, float],
+    before: Mapping[str, float],
+    errors: Array,
+    slopes: Array,
+) -> dict[str, float]:
+    """The most likely values, if errors change with logarithms as `slopes` say."""
+    spreads = np.array([one.spread for one in numbers])
+    logs = np.log([values[one.name] / before[one.name] for one in numbers])
+
+    def residuals(moves: Array) -> Array:
+        return np.concatenate([errors + slopes @ moves, (logs + moves) / spreads])
+
+    low, high = (
+        np.array([_log(getattr(one, end) / values[one.name]) for one in numbers])
+        for end in ("least", "most")
+    )
+    bounds = np.minimum(low, 0) - 1e-9, np.maximum(high, 0) + 1e-9
+    found = least_squares(residuals, np.zeros(len(numbers)), bounds=bounds)
+    return {
+        one.name: float(min(max(values[one.name] * math.exp(move), one.least), one.most))
+        for one, move in zip(numbers, found.x, strict=True)
+    }
+
+
+def _log(ratio: float) -> float:
+    """How far a logarithm may move."""
+    return (
+        min(max(math.log(ratio), -_FAR), _FAR)
+        if 0 < ratio < math.inf
+        else math.copysign(_FAR, ratio - 1)
+    )
+
+
+def _determined(numbers: Sequence[Number], slopes: Array) -> dict[str, float]:
+    """By which part of its spread each number is less unsure."""
+    spreads = np.array([one.spread for one in numbers])
+    precision = slopes.T @ slopes + np.diag(spreads**-2.0)
+    left = np.sqrt(np.diag(np.linalg.inv(precision))) / spreads
+    return {one.name: 1 - float(share) for one, share in zip(numbers, left, strict=True)}

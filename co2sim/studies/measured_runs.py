@@ -1,0 +1,236 @@
+"""Runs that a user measured: the rows of a CSV file, and traces of PyTorch's profiler."""
+
+import csv
+import gzip
+import io
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from co2sim.common import files
+from co2sim.common.errors import CatalogError, Co2simError, OptionError, given, nearest, visible
+from co2sim.common.units import Bytes, Seconds, parse
+from co2sim.models.memory import GIB
+from co2sim.prediction.case import Case
+
+_CASE = tuple(
+    one.name
+    for one in fields(Case)
+    if "option" in one.metadata and one.metadata["option"].group in {"place", "job", "pipeline"}
+)
+SPEEDS = ("tokens_per_s_per_gpu", "tokens_per_s", "step_time")
+"""Columns of which a row has exactly one, unless it has a trace. A step may be "850 ms"."""
+_ONE = ("stack", "overrides")
+"""What all runs of a calibration share."""
+COLUMNS = (
+    "model",
+    "strategy",
+    *(n for n in _CASE if n not in _ONE),
+    *SPEEDS,
+    "memory_gib",
+    "trace",
+)
+"""All that a file may have. What it has not is what the command line says."""
+
+_MOST_ROWS = 200
+_MOST_TRACE = 2 * 2**30
+"""Bytes of a trace, unpacked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What one GPU spent on the kernels of an optimizer step, by PyTorch's profiler.
+
+    `step` is how long the step took, and `elementwise` is of all kernels that are not products,
+    attention or NCCL.
+    """
+
+    step: Seconds
+    products: Seconds
+    attention: Seconds
+    elementwise: Seconds
+    communication: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """A run that was measured: tokens/s of a GPU, and what else is known.
+
+    `memory` is the peak that PyTorch's allocator reserved (`torch.cuda.max_memory_reserved`).
+    """
+
+    where: str
+    case: Case
+    tokens_per_s_per_gpu: float
+    memory: Bytes | None = None
+    profile: Profile | None = None
+
+
+def measured_runs(path: Path, job: Case) -> list[MeasuredRun]:
+    """The runs of a CSV file, each the case `job` with what its row says.
+
+    Raises CatalogError for a file that cannot be read, and for a bad row with its line and rule.
+    """
+    found = []
+    for line, row in _rows(path):
+        where = f"{path}, line {line}"
+        try:
+            found.append(_run(where, row, job, path.parent))
+        except Co2simError as error:
+            text = str(error)
+            raise CatalogError(text if text.startswith(where) else f"{where}: {text}") from error
+    if not found:
+        raise CatalogError(f"{path}: no rows; one run is one row below the line of columns")
+    return found
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, str]]]:
+    """The rows with their lines; empty fields are left out, lines with # are comments."""
+    try:
+        text = visible(files.text_of(path))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not a text in UTF-8"
+        raise CatalogError(f"cannot read {path}: {reason}") from error
+    columns: list[str] | None = None
+    count = 0
+    for number, line in enumerate(io.StringIO(text), start=1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        texts = [text.strip() for text in next(csv.reader([line.rstrip("\n")]))]
+        if columns is None:
+            columns = texts
+            _check_columns(path, columns)
+            continue
+        if len(texts) != len(columns):
+            raise CatalogError(
+                f"{path}, line {number}: {len(texts)} fields under {len(columns)} columns"
+            )
+        count += 1
+        if count > _MOST_ROWS:
+            raise CatalogError(
+                f"{path} has more than {_MOST_ROWS} rows, the most that there may be"
+            )
+        yield number, {name: text for name, text in zip(columns, texts, strict=True) if text}
+
+
+def _check_columns(path: Path, columns: list[str]) -> None:
+    for name in columns:
+        if name not in COLUMNS:
+            raise CatalogError(f"{path}: unknown column {given(name)}; {nearest(name, COLUMNS)}")
+        if columns.count(name) > 1:
+            raise CatalogError(f"{path}: column {name} stands there twice")
+
+
+def _run(where: str, row: Mapping[str, str], job: Case, folder: Path) -> MeasuredRun:
+    said: dict[str, Any] = {name: text for name, text in row.items() if name in _CASE}
+    said |= {name: row[name] for name in ("model", "strategy") if name in row}
+    case = replace(job, **said)
+    for name in ("model", "strategy"):
+        if not getattr(case, name):
+            raise OptionError(f"no {name}; give the column {name}, or --{name}")
+    profile = read_profile(folder / row["trace"]) if "trace" in row else None
+    stated = [name for name in SPEEDS if name in row]
+    if len(stated) > 1 or not (stated or profile):
+        raise OptionError(f"a row has one of {', '.join(SPEEDS)}, or a trace")
+    memory = _above_zero("memory_gib", row["memory_gib"]) if "memory_gib" in row else None
+    kind, value = (stated[0], row[stated[0]]) if stated else ("step_time", "")
+    seconds = profile.step if profile and not stated else None
+    speed = _speed(case, kind, value, seconds)
+    return MeasuredRun(where, case, speed, memory and memory * GIB, profile)
+
+
+def _speed(case: Case, kind: str, text: str, seconds: Seconds | None) -> float:
+    """Tokens/s of a GPU."""
+    prepared = case.stage(0) if case.pp > 1 else case.prepare()
+    gpus = prepared.cluster.layout.world_size
+    job = prepared.job
+    if kind == "tokens_per_s_per_gpu":
+        return _above_zero(kind, text)
+    if kind == "tokens_per_s":
+        return _above_zero(kind, text) / (gpus * case.pp)
+    step = parse(text, "s") if seconds is None else seconds
+    if not 0 < step < math.inf:
+        raise OptionError(f"step_time is {given(text)}; it must be above 0 s")
+    return job.samples_per_gpu * job.model.tokens / (job.tp * case.pp) / step
+
+
+def _above_zero(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise OptionError(f"{name} is {given(text)}; it must be a number above 0")
+    return value
+
+
+_STEP_NAME = re.compile(r"ProfilerStep#\d+")
+_COLLECTIVE = re.compile("nccl", re.IGNORECASE)
+_ATTENTION = re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE)
+_PRODUCT = re.compile(r"gemm|nvjet|cublas|cutlass|xmma|wgmma|(^|_)mm(_|$)", re.IGNORECASE)
+_KERNELS = {"kernel", "gpu_memcpy", "gpu_memset"}
+
+
+def read_profile(path: Path) -> Profile:
+    """The times of an optimizer step in a trace of PyTorch's profiler (`export_chrome_trace`).
+
+    The trace is of one GPU, JSON or JSON in gzip, and holds one step or more: with a schedule and
+    `profiler.step()` each is marked, else all of it is one. Raises CatalogError for what is none.
+    """
+    events = _events(path)
+    kernels = [one for one in events if one.get("cat") in _KERNELS]
+    if not kernels:
+        raise CatalogError(
+            f"{path}: no kernels of a GPU in the trace; record it with"
+            " torch.profiler.ProfilerActivity.CUDA"
+        )
+    marks = [one for one in events if _STEP_NAME.fullmatch(str(one.get("name")))]
+    steps = {one["name"]: one["dur"] for one in marks if one.get("cat") != "gpu_user_annotation"}
+    start = min(one["ts"] for one in kernels)
+    end = max(one["ts"] + one["dur"] for one in kernels)
+    times = dict.fromkeys(("products", "attention", "elementwise", "communication"), 0.0)
+    for one in kernels:
+        times[_class_of(str(one.get("name")))] += one["dur"]
+    count = max(len(steps), 1)
+    each = {name: micro * 1e-6 / count for name, micro in times.items()}
+    return Profile(step=(median(steps.values()) if steps else end - start) * 1e-6, **each)
+
+
+def _class_of(name: str) -> str:
+    if _COLLECTIVE.search(name):
+        return "communication"
+    if _ATTENTION.search(name):
+        return "attention"
+    return "products" if _PRODUCT.search(name) else "elementwise"
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    """The complete events with a length."""
+    try:
+        raw = path.open("rb")
+        with raw, gzip.open(raw) if path.suffix == ".gz" else raw as opened:
+            content = opened.read(_MOST_TRACE + 1)
+    except (OSError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CatalogError(f"cannot read {path}: {reason}") from error
+    if len(content) > _MOST_TRACE:
+        raise CatalogError(f"{path} is larger than {_MOST_TRACE // 2**30} GiB; record fewer steps")
+    try:
+        tree = json.loads(content)
+        events = tree["traceEvents"] if isinstance(tree, dict) else tree
+        timed = [one for one in events if one.get("ph") == "X" and _timed(one)]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CatalogError(
+            f"{path} is no trace of PyTorch's profiler (export_chrome_trace)"
+        ) from error
+    return timed
+
+
+def _timed(event: Mapping[str, Any]) -> bool:
+    numbers = event.get("ts"), event.get("dur")
+    return all(isinstance(one, int | float) and math.isfinite(one) for one in numbers)

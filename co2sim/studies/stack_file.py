@@ -1,0 +1,53 @@
+"""The file of a calibrated stack: that which it began with, and what runs said."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import tomlkit
+
+from co2sim.catalog.facts import override, read
+from co2sim.common.errors import OptionError
+from co2sim.common.units import counted
+from co2sim.prediction.case import Case
+from co2sim.prediction.evidence import setting_of
+from co2sim.studies.calibration import NUMBERS, Calibrated
+from co2sim.studies.measured_runs import MeasuredRun
+
+
+def stack_file(job: Case, runs: Sequence[MeasuredRun], found: Calibrated, name: str) -> bytes:
+    """TOML; `name` is that of the file of runs. Raises OptionError for a stack without a file."""
+    if not isinstance(job.stack, str):
+        raise OptionError("the stack must be a name or a file")
+    tree: dict[str, Any] = read("stacks", job.stack)
+    for path, text in job.overrides.items():
+        if path.startswith("stack."):
+            override(tree, path.removeprefix("stack."), text)
+    document = tomlkit.document()
+    document.add(
+        tomlkit.comment("Written by `co2sim calibrate`. Predict with it: --stack THIS_FILE")
+    )
+    tree["name"] = f"{job.load_stack().value.name}, calibrated by {counted(len(runs), 'run')}"
+    for one in NUMBERS:
+        if one.name in found.values:
+            tree[one.name] = {
+                "value": _rounded(found.values[one.name], one.unit),
+                "source": f"`co2sim calibrate`, {name}: {found.determined[one.name]:.0%}"
+                f" determined; it was {_rounded(found.before[one.name], one.unit)}",
+            }
+    tree["measured"] = [*tree.get("measured", ()), *_settings(runs, found)]
+    for key, value in tree.items():
+        document[key] = value
+    return tomlkit.dumps(document).encode()
+
+
+def _rounded(value: float, unit: str) -> float | str:
+    return f"{value * 1e6:.4g} us" if unit else float(f"{value:.4g}")
+
+
+def _settings(runs: Sequence[MeasuredRun], found: Calibrated) -> list[dict[str, Any]]:
+    settings = []
+    for run, result in zip(runs, found.last, strict=True):
+        cluster, model = run.case.load()
+        settings.append(asdict(setting_of(cluster.value, model.value, result)))
+    return settings

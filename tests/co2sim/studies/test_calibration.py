@@ -1,0 +1,381 @@
+"""`co2sim calibrate`: a stack of one's own from measured runs, and what predictions with it say."""
+
+import gzip
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Command
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from co2sim.catalog import load_stack
+from co2sim.common.errors import CatalogError, OptionError
+from co2sim.models.memory import GIB
+from co2sim.prediction import driver
+from co2sim.prediction.case import Case
+from co2sim.prediction.error_model import ErrorModel, OwnErrors, Situation, error_model
+from co2sim.prediction.evidence import distance, setting_of
+from co2sim.studies.calibration import NUMBERS, calibrate, kernel_seconds, moved, reserved
+from co2sim.studies.measured_runs import MeasuredRun, Profile, measured_runs, read_profile
+from co2sim.studies.stack_file import stack_file
+
+JOB = Case(cluster="dgx-h100", model="llama3.2-1b", strategy="fsdp", micro_batch=2)
+SIZES = (8, 32, 128)
+SEQUENCE = 4096
+TRUE = {"sustained": 0.7, "elementwise": 2.6, "ring_loss": 0.6, "call_overhead": 60e-6}
+"""What a cluster might be like, each within a spread or two of what the catalog says."""
+
+
+def true(case: Case) -> MeasuredRun:
+    """A run as it would be measured there."""
+    result = driver.run(moved(case, TRUE))
+    return MeasuredRun("row", case, result.tokens_per_s_per_gpu)
+
+
+def errors(cases: Sequence[Case], values: dict[str, float]) -> list[float]:
+    """Of predictions with these values, from what would be measured."""
+    found = []
+    for case in cases:
+        predicted = driver.run(moved(case, values)).tokens_per_s_per_gpu
+        found.append(abs(predicted / true(case).tokens_per_s_per_gpu - 1))
+    return found
+
+
+# --- what it finds ------------------------------------------------------------------------------
+
+
+def test_runs_that_are_predicted_already_change_nothing() -> None:
+    """Each number stays what the stack and the cluster state."""
+    result = driver.run(replace(JOB, gpus=16))
+    run = MeasuredRun("row", replace(JOB, gpus=16), result.tokens_per_s_per_gpu)
+    found = calibrate([run])
+    for name, value in found.values.items():
+        assert value == pytest.approx(found.before[name], rel=1e-3), name
+    assert found.before["sustained"] == JOB.load()[0].value.gpu.products.sustained  # type: ignore[union-attr]
+
+
+def test_runs_of_one_cluster_predict_its_other_runs() -> None:
+    """From three sizes and one other batch to other sizes, batches and strategies there."""
+    cases = [replace(JOB, gpus=size) for size in SIZES]
+    known = [*cases, replace(JOB, gpus=8, micro_batch=1)]
+    found = calibrate([true(case) for case in known])
+    others = [
+        replace(JOB, gpus=512),
+        replace(JOB, gpus=64, micro_batch=2),
+        replace(JOB, gpus=64, strategy="zero2"),
+        replace(JOB, gpus=16, model="llama3-8b", micro_batch=1),
+    ]
+    before, after = (max(errors(others, values)) for values in (dict(found.before), found.values))
+    assert before > 0.08
+    assert after < before / 3
+
+
+def test_one_run_scales_what_it_depends_on() -> None:
+    """Then the run itself is nearly right, and what it does not depend on stays unsaid."""
+    found = calibrate([true(replace(JOB, gpus=8))])
+    assert max(errors([replace(JOB, gpus=8)], dict(found.values))) < 0.02
+    assert "elementwise" in found.values
+    assert "ring_loss" not in found.values  # of links that one node does not use
+    assert found.determined["ring_loss"] == pytest.approx(0, abs=1e-9)
+
+
+@given(st.floats(0.2, 5.0))
+@settings(max_examples=10)
+def test_numbers_stay_within_their_bounds(factor: float) -> None:
+    """However far a measured run is off."""
+    case = replace(JOB, gpus=16)
+    speed = driver.run(case).tokens_per_s_per_gpu * factor
+    found = calibrate([MeasuredRun("row", case, speed)])
+    for one in NUMBERS:
+        if one.name in found.values:
+            assert one.least <= found.values[one.name] <= one.most
+    worse, better = (
+        abs(math.log(r[0].tokens_per_s_per_gpu / speed)) for r in (found.first, found.last)
+    )
+    assert better <= worse + 1e-9
+
+
+def test_memory_says_what_a_layer_keeps() -> None:
+    """As much more as was measured, and no other number moves."""
+    case = replace(JOB, gpus=8)
+    heavier = driver.run(moved(case, {"kept": 1.5}))
+    run = MeasuredRun("row", case, heavier.tokens_per_s_per_gpu, memory=reserved(heavier))
+    found = calibrate([run])
+    assert found.values["kept"] == pytest.approx(1.5, rel=0.02)
+    assert found.values["elementwise"] == pytest.approx(found.before["elementwise"], rel=0.01)
+
+
+def test_a_profile_tells_products_from_other_kernels() -> None:
+    """A throughput alone cannot say which of the two is slow."""
+    case = replace(JOB, gpus=8)
+    parts = kernel_seconds(moved(case, TRUE))
+    profile = Profile(1.0, parts.products, parts.attention, parts.elementwise, 0.0)
+    run = replace(true(case), profile=profile)
+    with_it, without = calibrate([run]).values, calibrate([true(case)]).values
+
+    def off(values: Any) -> float:
+        return max(
+            abs(math.log(values[name] / TRUE[name])) for name in ("sustained", "elementwise")
+        )
+
+    assert off(with_it) < 0.12 < off(without)
+
+
+def test_kernels_of_a_step_take_the_step_of_one_gpu() -> None:
+    """Where nothing communicates and no host is slow, their sum is the simulated step."""
+    case = replace(JOB, gpus=1, strategy="ddp", micro_batch=8, accumulation=2)
+    case = replace(case, overrides={"stack.call_overhead": "0 s", "node_spread": "0"})
+    parts = kernel_seconds(case)
+    total = parts.products + parts.attention + parts.elementwise
+    assert total == pytest.approx(driver.run(case).step_time_s, rel=1e-9)
+
+
+def test_kernels_that_a_file_fixes_are_refused() -> None:
+    """No stack changes them, so none can be calibrated there."""
+    with pytest.raises(OptionError, match="kernels of its own"):
+        calibrate([MeasuredRun("row", replace(JOB, cluster="h100-calibrated", gpus=8), 1e4)])
+
+
+# --- the file, and predictions with it ----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a stack that was calibrated by one run on 8 GPUs."""
+    path = tmp_path_factory.mktemp("stack") / "own.toml"
+    run = true(replace(JOB, gpus=8))
+    path.write_bytes(stack_file(JOB, [run], calibrate([run]), "runs.csv"))
+    return path
+
+
+def test_the_file_predicts_as_the_calibration_did(own: Path) -> None:
+    """To the four digits that it has, with the source of every number."""
+    case = replace(JOB, gpus=8)
+    found = calibrate([true(case)])
+    result = driver.run(replace(case, stack=str(own)))
+    assert result.tokens_per_s_per_gpu == pytest.approx(
+        found.last[0].tokens_per_s_per_gpu, rel=1e-3
+    )
+    assert "calibrated by 1 run" in result.stack
+    assert load_stack(str(own)).value.measured == (_setting(replace(case, stack=str(own))),)
+
+
+def _setting(case: Case) -> Any:
+    cluster, model = case.load()
+    return setting_of(cluster.value, model.value, driver.run(case))
+
+
+def test_what_a_user_sets_stays_set(own: Path) -> None:
+    """A number of the cluster that is overridden is not that of the stack."""
+    name, path = "gpu.products.sustained", str(own)
+    case = replace(JOB, gpus=8, stack=path, overrides={name: "0.5"})
+    assert case.load()[0].value.gpu.products.sustained == 0.5  # type: ignore[union-attr]
+    case = replace(JOB, gpus=8, stack=path)
+    assert case.load()[0].value.gpu.products.sustained == load_stack(path).value.sustained  # type: ignore[union-attr]
+
+
+def _width(case: Case) -> float:
+    result = driver.run(case)
+    assert result.tokens_per_s_low is not None
+    assert result.tokens_per_s_high is not None
+    return result.tokens_per_s_high / result.tokens_per_s_low
+
+
+def test_intervals_are_narrow_beside_the_measured_run(own: Path) -> None:
+    """They widen with the distance, smoothly, up to those of other stacks."""
+    sizes = (8, 16, 64, 512, 4096)
+    with_it = [_width(replace(JOB, gpus=size, stack=str(own))) for size in sizes]
+    without = [_width(replace(JOB, gpus=size)) for size in sizes]
+    assert with_it == sorted(with_it)
+    assert with_it[0] < without[0]
+    assert all(one <= other * 1.03 for one, other in zip(with_it, without, strict=True))
+    result = driver.run(replace(JOB, gpus=8, stack=str(own)))
+    assert "calibrated" in result.interval_source
+
+
+@given(st.floats(0, 20), st.floats(0, 20))
+def test_no_distance_makes_an_interval_wider_than_errors_of_others(
+    one: float, other: float
+) -> None:
+    """And a farther run never narrows it."""
+    model = ErrorModel({"any": 0.1}, 1.6, (), OwnErrors(any=0.03, apart=0.02, factor=2, runs=9))
+
+    class Alone(Situation):
+        parts = {"any": 1.0}  # noqa: RUF012
+
+    near, far = (
+        model.reach(Alone(exposed=0, nodes=1, divided=1, tokens=1, apart=apart))
+        for apart in sorted((one, other))
+    )
+    assert near <= far <= 1.6 * 0.1 + 1e-12
+
+
+def test_the_catalog_knows_errors_of_runs_predicted_from_one() -> None:
+    """`co2analysis runs --fit` wrote them; see docs/stacks.md."""
+    own_errors = error_model().own
+    assert own_errors is not None
+    assert own_errors.runs > 100
+    assert 0 < own_errors.any < 0.1
+
+
+@given(st.integers(1, 10), st.integers(1, 10))
+def test_a_distance_is_that_back(more: int, tokens: int) -> None:
+    """Nothing from itself, and twice as many GPUs are half as far as twice the parameters."""
+    here = _setting(replace(JOB, gpus=8))
+    there = replace(here, gpus=8 * more, tokens=here.tokens * tokens)
+    expected = pytest.approx(0.5 * math.log2(more) + 0.5 * math.log2(tokens))
+    assert distance(here, there) == expected
+    assert distance(there, here) == expected
+
+
+# --- rows and traces ----------------------------------------------------------------------------
+
+
+def rows(folder: Path, text: str) -> list[MeasuredRun]:
+    """Those of a file."""
+    path = folder / "runs.csv"
+    path.write_text(text)
+    return measured_runs(path, replace(JOB, gpus=16))
+
+
+def test_a_row_says_what_differs_from_the_command(tmp_path: Path) -> None:
+    """And its speed in one of three ways, which are one."""
+    first, second, third = rows(
+        tmp_path,
+        "# mine\n\nmodel,gpus,accumulation,tokens_per_s,step_time,tokens_per_s_per_gpu,memory_gib\n"
+        "llama3-8b,64,,640000,,,\n,,2,,500 ms,,\n,,,,,12000,61.5\n",
+    )
+    assert (first.case.model, first.case.gpus) == ("llama3-8b", 64)
+    assert first.tokens_per_s_per_gpu == 10_000
+    assert (second.case.model, second.case.gpus) == ("llama3.2-1b", 16)
+    assert second.tokens_per_s_per_gpu == 2 * 2 * SEQUENCE / 0.5
+    assert (third.tokens_per_s_per_gpu, third.memory) == (12_000, 61.5 * GIB)
+
+
+def test_a_step_counts_the_tokens_of_tensor_parallel_and_pipelined_gpus_once(
+    tmp_path: Path,
+) -> None:
+    """All of a group see the same samples."""
+    plain, divided = rows(tmp_path, "tp,pp,step_time\n1,1,1 s\n2,4,1 s\n")
+    assert divided.tokens_per_s_per_gpu == plain.tokens_per_s_per_gpu / 8
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no rows"),
+        ("gpus,tokens_per_s\n", "no rows"),
+        ("gpu,tokens_per_s\n8,1\n", "unknown column 'gpu'"),
+        ("gpus,gpus,step_time\n8,8,1\n", "column gpus stands there twice"),
+        ("gpus,step_time\n8\n", "line 2: 1 fields under 2 columns"),
+        ("gpus\n8\n", "line 2: a row has one of"),
+        ("tokens_per_s,step_time\n8,1 s\n", "line 2: a row has one of"),
+        ("gpus,step_time\n0,1 s\n", "line 2: gpus is 0; it must be 1 to"),
+        ("gpus,step_time\n8,-1 s\n", "line 2: step_time is '-1 s'; it must be above 0 s"),
+        ("gpus,tokens_per_s\n8,nan\n", "line 2: tokens_per_s is 'nan'"),
+        ("gpus,tokens_per_s,memory_gib\n8,1,none\n", "line 2: memory_gib is 'none'"),
+        ("gpus,tokens_per_s,model\n8,1,gpt9\n", "line 2: unknown model"),
+        ("trace\nmissing.json\n", "cannot read"),
+        ("gpus,tokens_per_s\n" + "8,1\n" * 201, "more than 200 rows"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, text: str, said: str) -> None:
+    """With its line, and what is allowed."""
+    with pytest.raises(CatalogError) as error:
+        rows(tmp_path, text)
+    assert said in str(error.value)
+
+
+EVENTS = [
+    ("cpu_op", "aten::mm", 0, 5),
+    ("user_annotation", "ProfilerStep#7", 0, 1000),
+    ("gpu_user_annotation", "ProfilerStep#7", 100, 5000),
+    ("user_annotation", "ProfilerStep#8", 1000, 1200),
+    ("kernel", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", 10, 600),
+    ("kernel", "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTN", 620, 200),
+    ("kernel", "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>", 830, 100),
+    ("kernel", "void at::native::vectorized_elementwise_kernel<4, at::native::mul>", 940, 60),
+    ("kernel", "triton_poi_fused_add_0", 1000, 40),
+    ("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 1040, 100),
+    ("kernel", "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 10, 900),
+]
+
+
+def trace(path: Path, events: Sequence[tuple[str, str, float, float]] = EVENTS) -> Path:
+    """A file as PyTorch's profiler writes it, as far as it is read; packed where its name says."""
+    made = [
+        {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur} for cat, name, ts, dur in events
+    ]
+    text = json.dumps({"schemaVersion": 1, "traceEvents": [{"ph": "M", "name": "x"}, *made]})
+    packed = gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode()
+    path.write_bytes(packed)
+    return path
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_trace_gives_the_kernels_of_a_step(tmp_path: Path, name: str) -> None:
+    """By class, each divided by the steps that are marked; a step is the median of these."""
+    found = read_profile(trace(tmp_path / name))
+    assert found == Profile(
+        step=pytest.approx(1.1e-3),
+        products=pytest.approx(0.4e-3),
+        attention=pytest.approx(0.05e-3),
+        elementwise=pytest.approx(0.1e-3),
+        communication=pytest.approx(0.45e-3),
+    )
+
+
+def test_a_trace_without_marks_is_one_step(tmp_path: Path) -> None:
+    """From the first kernel to the end of the last."""
+    some = [event for event in EVENTS if not event[1].startswith("ProfilerStep")]
+    found = read_profile(trace(tmp_path / "trace.json", some))
+    assert found.step == pytest.approx(1.13e-3)
+    assert found.products == pytest.approx(0.8e-3)
+
+
+def test_a_row_with_a_trace_needs_no_speed(tmp_path: Path) -> None:
+    """Its step is that of the trace."""
+    trace(tmp_path / "trace.json")
+    (run,) = rows(tmp_path, "trace\ntrace.json\n")
+    assert run.tokens_per_s_per_gpu == pytest.approx(2 * SEQUENCE / 1.1e-3)
+    assert run.profile is not None
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"{}", "no trace of PyTorch's profiler"),
+        (b"[1]", "no trace of PyTorch's profiler"),
+        (b"\xff", "no trace of PyTorch's profiler"),
+        (b'{"traceEvents": []}', "no kernels of a GPU"),
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
+    """In one line."""
+    path = tmp_path / "trace.json"
+    path.write_bytes(content)
+    with pytest.raises(CatalogError, match=said):
+        read_profile(path)
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def test_the_command_writes_a_stack_that_run_takes(tmp_path: Path, cli: Command) -> None:
+    """And prints the numbers and the runs, before and after."""
+    (tmp_path / "runs.csv").write_text("gpus,tokens_per_s_per_gpu\n8,38000\n16,37000\n")
+    where = ("-c", "dgx-h100", "-m", "llama3.2-1b", "-s", "fsdp", "--micro-batch", "2")
+    out = str(tmp_path / "mine.toml")
+    files = ("--runs", str(tmp_path / "runs.csv"), "--out", out)
+    printed = json.loads(cli("calibrate", *where, *files, "--jobs", "1", "--json").out)
+    assert [run["measured_tokens_per_s_per_gpu"] for run in printed["runs"]] == [38000, 37000]
+    result = json.loads(cli("run", *where, "-g", "8", "--stack", out, "--json").out)
+    assert result["tokens_per_s_per_gpu"] == pytest.approx(
+        printed["runs"][0]["after_tokens_per_s_per_gpu"], rel=1e-3
+    )
+    assert abs(result["tokens_per_s_per_gpu"] / 38000 - 1) < 0.03
