@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from co2sim.catalog import load_cluster, load_model
+from co2sim.catalog import load_cluster, load_model, load_stack
 from co2sim.common.errors import CatalogError
 from co2sim.common.files import text_of
 from co2sim.common.units import Seconds, duration, scaled
@@ -21,9 +21,11 @@ from co2sim.simulation.compute_cost import compute_time, kernel_time
 
 Section: TypeAlias = Sequence[Mapping[str, Any]]
 
-_COMPARED = {"H100": ("dgx-h100", "h100-calibrated"), "H200": ("dgx-h200",), "B200": ("dgx-b200",)}
-_COMPARED |= {"A100": ("a100-roce800", "a100-80-calibrated")}
+_COMPARED = {"H100": "dgx-h100", "H200": "dgx-h200", "B200": "dgx-b200", "A100": "a100-roce800"}
 """Clusters of the catalog to predict with, by what the name of a GPU contains."""
+
+_STACKS = "torchtitan-eager", "composer-2023"
+"""Stacks whose kernels are compared: what is measured is not compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,8 @@ def read(path: Path, clusters: Sequence[str] = ()) -> Measured:
     except ValueError as error:
         raise CatalogError(f"{path} is no text: {error}") from None
     name = str(found.machine.get("gpu"))
-    usual = next((names for kind, names in _COMPARED.items() if kind in name), ())
-    return found.model_copy(update={"clusters": tuple(clusters) or usual})
+    usual = [cluster for kind, cluster in _COMPARED.items() if kind in name][:1]
+    return found.model_copy(update={"clusters": tuple(clusters or usual)})
 
 
 def tables(measured: Measured) -> list[Table]:
@@ -78,7 +80,11 @@ def tables(measured: Measured) -> list[Table]:
     Raises CatalogError for rows that lack a number, and what `load_cluster` raises.
     """
     # By the name that the user knows, which is short.
-    clusters = [replace(load_cluster(name).value, name=name) for name in measured.clusters]
+    clusters = [
+        replace(load_stack(stack).value.within(load_cluster(name).value), name=f"{name}, {stack}")
+        for name in measured.clusters
+        for stack in _STACKS
+    ]
     makers: dict[str, Callable[[Section, Sequence[Cluster]], Table]] = {
         "rates": _rates,
         "products": _products,

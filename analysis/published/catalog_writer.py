@@ -53,10 +53,11 @@ def catalog_files(fits: Sequence[Fit]) -> dict[Path, bytes]:
     for found in fits:
         for constant in GROUPS[found.group].constants:
             value = constant.text(found.values[constant.name])
-            for path in (Path(str(CATALOG / file)) for file in constant.files):
+            for file, place in constant.places:
+                path = Path(str(CATALOG / file))
                 text = texts.get(path) or path.read_text()
                 try:
-                    texts[path] = with_value(text, constant.path.removeprefix("gpu."), value)
+                    texts[path] = with_value(text, place, value)
                 except CatalogError as error:
                     raise CatalogError(f"{path}: {error}") from error
     return {path: text.encode() for path, text in texts.items()}
@@ -147,7 +148,8 @@ def ranges_table(ranges: Ranges) -> Any:
 
 def _gpus(group: ConstantGroup, constant: Constant) -> list[str]:
     """The GPUs that a constant holds for."""
-    return [cluster_of(name, ()).gpu.name for name in constant.clusters or group.clusters]
+    clusters = constant.clusters or group.clusters
+    return [cluster_of(name, (), group.stack).gpu.name for name in clusters]
 
 
 def _as_written(constant: Constant, value: float) -> float:

@@ -42,7 +42,7 @@ class RunSetup:
 
     `overrides` and `model_overrides` are dotted paths with texts, as the catalog takes them.
     `constants` are fitted constants that replace those of the catalog: the path in a `Cluster`, and
-    the value in SI units.
+    the value in SI units. `stack` names that whose kernels run; empty where the GPU has its own.
     """
 
     cluster: str
@@ -62,10 +62,11 @@ class RunSetup:
     overrides: tuple[tuple[str, str], ...] = ()
     model_overrides: tuple[tuple[str, str], ...] = ()
     constants: tuple[tuple[str, float], ...] = ()
+    stack: str = ""
 
     def whole_cluster(self) -> Cluster:
         """The cluster, of which the run may use a part."""
-        cluster = cluster_of(self.cluster, self.overrides)
+        cluster = cluster_of(self.cluster, self.overrides, self.stack)
         for path, value in self.constants:
             cluster = replaced(cluster, path, value)
         return cluster

@@ -6,7 +6,13 @@ from itertools import combinations
 from statistics import fmean
 
 from analysis.published.calibrate import root_of
-from analysis.published.cells import Cell, changed, with_override, with_strategy_options
+from analysis.published.cells import (
+    Cell,
+    changed,
+    with_override,
+    with_strategy_options,
+    with_values,
+)
 from analysis.published.errors import CellPrediction
 from analysis.published.parameters import GROUPS, Constant, stated
 from analysis.published.predict import predict
@@ -49,6 +55,13 @@ def _options(*strategies: str, **options: str) -> Callable[[Cell], Cell]:
 
 def _override(path: str, text: str) -> Callable[[Cell], Cell]:
     return lambda cell: with_override(cell, path, text)
+
+
+def _kernels(**values: float) -> Callable[[Cell], Cell]:
+    """Other numbers of the kernels that a stack runs."""
+    return lambda cell: with_values(
+        cell, {f"gpu.kernels.{name}": value for name, value in values.items()}
+    )
 
 
 MECHANISMS = (
@@ -115,17 +128,17 @@ MECHANISMS = (
     Mechanism(
         "memory traffic of matrix products",
         "mpt-fsdp",
-        _override("gpu.kernels.operand_efficiency", "1"),
+        _kernels(operand_efficiency=1.0),
     ),
     Mechanism(
         "slow product over the vocabulary",
         "mpt-fsdp",
-        _override("gpu.kernels.vocabulary_efficiency", "0.7"),
+        _kernels(vocabulary_efficiency=0.7),
     ),
     Mechanism(
         "flash attention slower in the backward pass",
         "mpt-fsdp",
-        _override("gpu.kernels.attention_backward", "1"),
+        _kernels(attention_backward=1.0),
     ),
     Mechanism(
         "gradients joined, cast and divided",

@@ -120,6 +120,7 @@ class FsdpRow(TableRow):
             model_overrides=overrides,
             strategy=parse(add_options(sharding, {"fsdp": mode})),
             gpus=self.gpus,
+            stack=paper.setting("stack"),
             precision=chosen("precision", self.precision, _PRECISIONS),
             micro_batch=self.micro_batch,
             accumulation=self.accumulation,

@@ -47,6 +47,7 @@ class Simulation(BaseModel):
     source: str = ""
     cluster: str | None = None
     clusters: dict[str, str] = Field(default={})
+    stack: str | None = None
     model: str | None = None
     names: dict[str, str] = Field(default={})
     options: dict[str, str] = Field(default={})

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from co2sim.catalog import load_cluster, load_model
+from co2sim.catalog import load_cluster, load_model, load_stack
 from co2sim.common.errors import OptionError
 from co2sim.common.units import duration
 from co2sim.hardware.cluster import Cluster
@@ -32,6 +32,19 @@ class Constant:
     unit: str
     means: str
     clusters: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
+
+    @property
+    def places(self) -> tuple[tuple[str, str], ...]:
+        """Files of the catalog, and the dotted path of the number in each.
+
+        `inside` names the GPUs in whose kernels a stack's file states it.
+        """
+        name = self.path.rpartition(".")[2]
+        if self.inside:
+            (file,) = self.files
+            return tuple((file, f"kernels.{gpu}.{name}") for gpu in self.inside)
+        return tuple((file, self.path.removeprefix("gpu.")) for file in self.files)
 
     def at_bound(self, value: float) -> bool:
         """Whether a value is at a bound, to a thousandth: a bounded fit stays just inside."""
@@ -67,11 +80,11 @@ class ExternalConstant:
 class ConstantGroup:
     """Constants that are fitted together on the fit cells of one source.
 
-    `clusters` are those of the catalog that use them. `external` are numbers that were measured
-    elsewhere and are not fitted. `robust` is the error, as a fraction, from which on the loss of a
-    fit grows linearly; none: it is quadratic everywhere. `ratio_weight` is how many times as
-    certain a published ratio is as a published speed. `apart` are labels of cells whose values
-    have constants of their own, so that no value can be left out in cross-validation.
+    `clusters` are those of the catalog that use them, with `stack` on them. `external` are numbers
+    that were measured elsewhere and are not fitted. `robust` is the error, as a fraction, from
+    which on the loss of a fit grows linearly; none: it is quadratic everywhere. `ratio_weight` is
+    how many times as certain a published ratio is as a published speed. `apart` are labels of cells
+    whose values have constants of their own, so that no value can be left out in cross-validation.
     """
 
     name: str
@@ -80,6 +93,7 @@ class ConstantGroup:
     clusters: tuple[str, ...]
     constants: tuple[Constant, ...]
     external: tuple[ExternalConstant, ...] = ()
+    stack: str = ""
     robust: float | None = None
     ratio_weight: float = 1.0
     apart: tuple[str, ...] = ()
@@ -92,25 +106,25 @@ class ConstantGroup:
 _OPERANDS = "fraction of the memory bandwidth at which operands move, counted once a product"
 
 _COMPOSER = {
-    "H100": ("h100-calibrated", "gpus/h100-composer.toml"),
-    "A100-80": ("a100-80-calibrated", "gpus/a100-80-composer.toml"),
-    "A100-40": ("a100-40-calibrated", "gpus/a100-40-composer.toml"),
+    "H100": ("h100-3200g", "NVIDIA H100-SXM5-80GB"),
+    "A100-80": ("a100-80-1600g", "NVIDIA A100-SXM4-80GB"),
+    "A100-40": ("a100-40-1600g", "NVIDIA A100-SXM4-40GB"),
 }
-"""Cluster of the catalog, and file of its GPU."""
+"""Cluster of the catalog, and name of its GPU."""
+_COMPOSER_STACK = "composer-2023"
 
 
 def _of_kernels(name: str, low: float, means: str, *kinds: str) -> Constant:
     """A fraction that Composer's kernels attain on these kinds of GPU."""
-    clusters, files = zip(*(_COMPOSER[kind] for kind in kinds), strict=True)
+    clusters, gpus = zip(*(_COMPOSER[kind] for kind in kinds), strict=True)
     shared = {1: f", {kinds[0]}", 2: ", A100"}.get(len(kinds), "")
-    path = f"gpu.kernels.{name}"
-    return Constant(name + shared, path, files, low, 1.0, "", means, clusters)
+    path, files = f"gpu.kernels.{name}", (f"stacks/{_COMPOSER_STACK}.toml",)
+    return Constant(name + shared, path, files, low, 1.0, "", means, clusters, gpus)
 
 
 def _of_clusters(name: str, high: float, means: str) -> Constant:
     """A constant of all clusters that Composer ran on."""
-    files = tuple(f"clusters/{cluster}.toml" for cluster, _ in _COMPOSER.values())
-    return Constant(name, name, files, 0.0, high, "", means)
+    return Constant(name, name, (f"stacks/{_COMPOSER_STACK}.toml",), 0.0, high, "", means)
 
 
 GROUPS = {
@@ -211,6 +225,7 @@ GROUPS = {
                 # Sinha et al., SC22, arXiv 2208.11035: 8 % on average over GPUs of one kind
                 _of_clusters("node_spread", 0.08, "sigma of the speed of nodes"),
             ),
+            stack=_COMPOSER_STACK,
             robust=0.03,
             # runs that differ in GPUs only: what the model misses of computation cancels, and with
             # it most of the scatter, which is 3 % over all runs and 1 % within such families
@@ -225,7 +240,7 @@ def stated(group: ConstantGroup) -> dict[str, float]:
     """The constants as the catalog states them."""
     found = {}
     for constant in group.constants:
-        cluster = cluster_of((constant.clusters or group.clusters)[0], ())
+        cluster = cluster_of((constant.clusters or group.clusters)[0], (), group.stack)
         value = value_at(cluster, constant.path)
         if value is None:
             raise OptionError(f"{cluster.name} has no {constant.path}")
@@ -234,9 +249,10 @@ def stated(group: ConstantGroup) -> dict[str, float]:
 
 
 @lru_cache(_MAX_ENTRIES)
-def cluster_of(reference: str, overrides: tuple[tuple[str, str], ...]) -> Cluster:
-    """A cluster of the catalog, read once."""
-    return load_cluster(reference, dict(overrides)).value
+def cluster_of(reference: str, overrides: tuple[tuple[str, str], ...], stack: str = "") -> Cluster:
+    """A cluster of the catalog, as it is with a stack if one is named; read once."""
+    found = load_cluster(reference, dict(overrides)).value
+    return load_stack(stack).value.within(found, dict(overrides)) if stack else found
 
 
 @lru_cache(_MAX_ENTRIES)

@@ -220,7 +220,8 @@ def _check_kernels(tree: Tree, reference: str, changes: Mapping[str, str]) -> No
         return
     raise CatalogError(
         f"--set {path}: the GPU of {reference} has no kernels; take one that has (--set"
-        f" gpu=h100-composer, a100-80-composer, ... or -c h100-calibrated), or give {first}, too"
+        f" gpu=a100-80-megatron, v100-32-megatron), or give {first}, too; --set stack.PATH changes"
+        " what the stack does"
     )
 
 

@@ -188,7 +188,7 @@ EAGER_LOSS = f"loss=eager {_NO_KERNELS}"
 SCALE = (
     f"on more than {_FEW} GPUs, where interference, node_spread and step_spread are 0, what more"
     " GPUs cost beyond exposed communication is not counted: published FSDP runs on 512 H100 lost 4"
-    " to 8 % against 128; a probe measures interference, and h100-calibrated has fitted values"
+    " to 8 % against 128; a probe measures interference, the stack composer-2023 has it fitted"
 )
 IDLE_STACK = (
     "--stack changes nothing here: the file of the GPU states its kernels itself, or nothing is"

@@ -65,7 +65,7 @@ def test_a_table_in_each_format_is_read_and_predicted(
 def test_a_row_of_fsdp_is_the_run_that_it_describes(fsdp: list[Cell]) -> None:
     """Cluster, shape, batch, what is sharded and recomputed, and in which type gradients meet."""
     run = fsdp[0].setup
-    assert (run.cluster, run.gpus) == ("h100-calibrated", 16)
+    assert (run.cluster, run.gpus) == ("h100-3200g", 16)
     assert (run.micro_batch, run.accumulation) == (4, 1)
     assert (run.recompute, run.attention, run.checkpointing) == ("none", "flash", "non_reentrant")
     assert fsdp[2].setup.recompute == "full"

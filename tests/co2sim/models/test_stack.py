@@ -217,6 +217,20 @@ def test_exchanges_beside_products_are_hidden_as_far_as_these_are_longer() -> No
     assert found["true"].wire_bytes_per_gpu_per_step == found["false"].wire_bytes_per_gpu_per_step
 
 
+def test_what_is_kept_gathered_takes_memory_and_no_second_gather() -> None:
+    """Both inputs of a layer and that of the head: a rank has all of them, not its part."""
+    job = {"model": "llama3-8b", "strategy": "ddp", "gpus": 8, "tp": 8, "sequence_parallel": True}
+    again, kept = (
+        simulate("dgx-h100", overrides={"stack.keep_gathered": way}, **job)  # type: ignore[arg-type]
+        for way in ("false", "true")
+    )
+    gathers, width = 2 * 32 + 1, 8192 * 4096 * 2
+    more = kept.memory_bytes_per_gpu["activations"] - again.memory_bytes_per_gpu["activations"]
+    assert more == pytest.approx(gathers * width * 7 / 8)
+    sent = again.wire_bytes_per_gpu_per_step - kept.wire_bytes_per_gpu_per_step
+    assert sent == pytest.approx(gathers * width * 7 / 8)
+
+
 def test_a_slow_host_issues_exchanges_beside_its_products() -> None:
     """Where the host is the slower, a step takes its time, with exchanges or without them."""
     job = {"model": "gpt2-medium", "strategy": "ddp", "gpus": 4, "tp": 4}
@@ -268,7 +282,7 @@ def test_a_gpu_whose_file_states_its_kernels_takes_nothing_of_a_stack() -> None:
     """Neither its speed nor what it does; an answer names none, and says that --stack is idle."""
     job = {"model": "mpt-7b", "strategy": "fsdp", "gpus": 8}
     plain, asked = (
-        simulate("h100-calibrated", **job, stack=stack)  # type: ignore[arg-type]
+        simulate("a100-node-calibrated", **job, stack=stack)  # type: ignore[arg-type]
         for stack in (DEFAULT_STACK, "nanotron")
     )
     assert plain.stack == asked.stack == ""

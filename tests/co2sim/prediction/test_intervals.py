@@ -225,7 +225,8 @@ def test_far_from_the_fitted_runs_the_interval_is_no_longer_that_of_the_fit(
     changes: dict[str, Any], reason: str
 ) -> None:
     """It says what is far, and is that of errors on published runs: always wider."""
-    job = {"cluster": "h100-calibrated", "model": "mpt-7b", "strategy": "fsdp", "gpus": 128}
+    job = {"cluster": "h100-3200g", "model": "mpt-7b", "strategy": "fsdp", "gpus": 128}
+    job["stack"] = "composer-2023"
     here = co2sim.simulate(**job)
     found = co2sim.simulate(**job | changes)
     assert here.interval_source.startswith("calibration mpt-fsdp")
@@ -252,7 +253,7 @@ def test_intervals_that_overlap_leave_the_order_undecided() -> None:
 
 def test_figures_are_those_of_the_run() -> None:
     """8 cards of 400 Gbit/s for 8 GPUs: 400 Gbit/s a GPU; on one node there is no network."""
-    cluster, model = load_cluster("h100-calibrated").value, load_model("mpt-7b").value
+    cluster, model = load_cluster("h100-3200g").value, load_model("mpt-7b").value
     found = figures_of(cluster.resized(64), model, "bf16")
     assert found == {
         "gpus": 64,
@@ -272,7 +273,7 @@ def test_figures_are_those_of_the_run() -> None:
 
 def test_the_narrowest_place_between_nodes_counts() -> None:
     """Switches that are crossed divide what a card has, and a site has one uplink."""
-    cluster, model = load_cluster("h100-calibrated").value.resized(64), load_model("mpt-7b").value
+    cluster, model = load_cluster("h100-3200g").value.resized(64), load_model("mpt-7b").value
     narrow = replace(cluster.inter, spine=Tier(4, oversubscription=4.0, congestion=1.5))
     tiered = replace(cluster, inter=narrow)
     assert figures_of(tiered, model, "bf16")["inter"] == pytest.approx(4e11 / 6)
