@@ -79,7 +79,8 @@ def co2_cells() -> None:
             per_gpu = [speed.tokens_per_s_per_gpu for speed in speeds]
             value = per_gpu[-1] / per_gpu[0] if len(per_gpu) > 1 else speeds[0].tokens_per_s
             error = units.percent(value / cell.value - 1).replace("%", " %")
-            predicted.append(f"{number(value)} ({error})")
+            fitted = cell.use == "fit" and cell.cluster.endswith("-calibrated")
+            predicted.append("fitted" if fitted else f"{number(value)} ({error})")
         cell, sizes = pair[0], " to ".join(map(str, pair[0].sizes))
         kind = f"ratio of {sizes} GPUs" if len(cell.sizes) > 1 else f"{sizes} GPUs, tokens/s"
         row = [f"`{cell.strategy}`, {kind}", cell.use, number(cell.value), *predicted]

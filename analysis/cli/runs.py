@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -45,6 +46,12 @@ def runs(
             " calibrate` does, and predict the larger ones.",
         ),
     ] = False,
+    memory: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--memory", help="Compare the peak of memory, which nothing is fitted to, instead."
+        ),
+    ] = False,
     jobs: options.Jobs = -1,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
@@ -55,13 +62,19 @@ def runs(
     from analysis.published import stack_fit  # noqa: PLC0415 - scipy
     from analysis.published.runs import training_runs  # noqa: PLC0415 - pydantic
 
-    known = [run for run in training_runs(papers) if run.headline]
+    every = training_runs(papers)
+    known = [run for run in every if run.headline]
+    if memory:
+        _print_memory(every, source, jobs, as_json=json_)
+        return
     keys = list(dict.fromkeys(run.paper for run in known))
     for key in source or ():
         if key not in keys:
             raise OptionError(f"unknown source {key!r}; {nearest(key, keys)}")
     if fit:
-        _fit(known, papers, jobs)
+        _fit(every, papers, jobs)
+        print(f"written: {papers / stack_fit.RECORD}, and the catalog")
+        return
     left_out = stack_fit.record(papers).left_out
     chosen = [run for run in known if not source or run.paper in source]
     if own:
@@ -76,11 +89,13 @@ def runs(
         _print(rows)
 
 
-def _fit(known: "Sequence[TrainingRun]", papers: Path, jobs: int) -> None:
+def _fit(every: "Sequence[TrainingRun]", papers: Path, jobs: int) -> None:
     """Fit again, and write what the catalog and `papers` say of it."""
     from analysis.published import run_errors, stack_fit  # noqa: PLC0415 - scipy
     from analysis.published.own_runs import further_runs  # noqa: PLC0415 - scipy
+    from analysis.published.run_memory import memory_errors, run_memories  # noqa: PLC0415
 
+    known = [run for run in every if run.headline]
     path = papers / stack_fit.RECORD
     start = stack_fit.record(papers).values if path.is_file() else None
     found = stack_fit.fit(known, start, iterations=2, jobs=jobs)
@@ -88,14 +103,52 @@ def _fit(known: "Sequence[TrainingRun]", papers: Path, jobs: int) -> None:
     results = stack_fit.predictions(known, values, jobs, "predicting runs")
     further = further_runs(known, found.left_out, jobs)
     errors = run_errors.error_model(known, results, further)
+    of_memory = memory_errors(run_memories(every, jobs))
     files = run_errors.catalog_files(found.values) | dict(
         [
-            run_errors.errors_file(errors),
+            run_errors.errors_file(replace(errors, memory=of_memory)),
             run_errors.evidence_file(known, results),
             run_errors.models_file(run_errors.models_without(known, results, further), papers),
         ]
     )
     write_atomically({path: stack_fit.written(found).encode()} | files)
+
+
+def _print_memory(
+    every: "Sequence[TrainingRun]", source: list[str] | None, jobs: int, *, as_json: bool
+) -> None:
+    """Peaks of memory beside predictions. Raises OptionError for a source without any."""
+    from analysis.published.run_memory import run_memories  # noqa: PLC0415 - scipy
+
+    keys = list(dict.fromkeys(run.paper for run in every if run.memory_gib is not None))
+    for key in source or ():
+        if key not in keys:
+            raise OptionError(f"unknown source {key!r}; {nearest(key, keys)}")
+    found = run_memories([run for run in every if not source or run.paper in source], jobs)
+    rows: list[dict[str, Any]] = [
+        {
+            "source": one.run.paper,
+            "run": one.run.id,
+            "kind": one.run.memory_kind,
+            "published_gib": one.published,
+            "predicted_gib": one.predicted,
+            "error": one.error,
+        }
+        for one in found
+    ]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    from co2sim.common.tables import console, print_table  # noqa: PLC0415 - rich
+
+    by_source: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_source.setdefault(row["source"], []).append(row)
+    table = [(key, *_errors([one["error"] for one in some])) for key, some in by_source.items()]
+    if len(table) > 1:
+        table.append(("all", *_errors([row["error"] for row in rows])))
+    columns = "source", "runs", "mean error", "median error", "bias", "worst"
+    print_table(console(), "errors of the peak of memory", columns, table)
 
 
 def _rows_of_series(
@@ -170,15 +223,21 @@ def _figures(rows: "Sequence[dict[str, Any]]") -> tuple[str, ...]:
 
     Then the share of published values in the intervals, and how wide these are in the median.
     """
-    errors = [row["error"] for row in rows]
-    absolute = [abs(error) for error in errors]
     inside = [row["low"] <= row["published_tokens_per_s_per_gpu"] <= row["high"] for row in rows]
+    return (
+        *_errors([row["error"] for row in rows]),
+        f"{fmean(inside):.0%}",
+        f"{median(row['high'] / row['low'] for row in rows):.2f}",
+    )
+
+
+def _errors(errors: "Sequence[float]") -> tuple[str, ...]:
+    """How many; mean and median of absolute ones, the median of signed ones, and the largest."""
+    absolute = [abs(error) for error in errors]
     return (
         str(len(errors)),
         f"{fmean(absolute):.1%}",
         f"{median(absolute):.1%}",
         f"{median(errors):+.1%}",
         f"{max(errors, key=abs):+.1%}",
-        f"{fmean(inside):.0%}",
-        f"{median(row['high'] / row['low'] for row in rows):.2f}",
     )

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from analysis.published import diagnosis, formats, sensitivity
@@ -16,6 +17,7 @@ from analysis.published.parameters import GROUPS, Constant, stated
 from co2sim.common.progress import Done
 from co2sim.common.units import duration, number
 from co2sim.prediction.calibrations import Calibration, calibrations
+from co2sim.prediction.error_model import error_model
 
 _TOKENS = (512, 1024, 2048, 4096, 8192)
 """Tokens per GPU and step that are assumed for CO2's runs."""
@@ -33,6 +35,20 @@ class ConstantEstimate:
     value: float
     low: float
     high: float
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """Mean absolute errors on a source: of what was fitted, and of what was not.
+
+    `left_out` is that of cells or runs without which the constants were found; None where there is
+    nothing of the kind.
+    """
+
+    source: str
+    count: int
+    fitted: float | None
+    left_out: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +77,21 @@ class ValidationReport:
     by_communication: Mapping[str, sensitivity.Refit] = field(default_factory=dict)
     bounds: Sequence[diagnosis.RatioLowerBound] = ()
     unpredicted: Sequence[Unpredicted] = ()
+
+    @property
+    def sources(self) -> list[SourceLine]:
+        """Fitted cells, cells for checks, and published training runs, each by its source."""
+        found = [
+            SourceLine(GROUPS[name].source, fit.cells, fit.mape, fit.cross_validated)
+            for name, fit in calibrations().items()
+        ]
+        checks: dict[str, list[float]] = {}
+        for row in self.rows:
+            if row.cell.use == "check":
+                checks.setdefault(f"{row.cell.source}, checks", []).append(abs(row.error))
+        found += [SourceLine(name, len(e), None, fmean(e)) for name, e in checks.items()]
+        runs = error_model().sources
+        return found + [SourceLine(f"{one.title}, runs", one.runs, None, one.mean) for one in runs]
 
     @property
     def summaries(self) -> dict[tuple[str, str, str], ErrorSummary]:

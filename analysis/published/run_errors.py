@@ -4,9 +4,11 @@ import csv
 import io
 import math
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from importlib import resources
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -24,13 +26,13 @@ from co2sim.common import files
 from co2sim.common.errors import CatalogError
 from co2sim.prediction.error_model import (
     ERRORS,
+    DistanceErrors,
     ErrorModel,
-    OwnErrors,
     Situation,
     SourceErrors,
     read,
 )
-from co2sim.prediction.evidence import EVIDENCE, PublishedRun, shares
+from co2sim.prediction.evidence import EVIDENCE, PublishedRun, between, shares
 from co2sim.prediction.result import Result
 
 INTERVALS = "run_intervals.toml"
@@ -60,16 +62,44 @@ def error_model(
     situations = [Situation.of(result) for result in results]
     deviations, factor = deviations_of(situations, log_errors(runs, results), weights(runs))
     own = own_errors(further) if further else None
-    return ErrorModel(deviations, factor, tuple(_sources(runs, results)), own)
+    pairs = pair_errors(runs, results)
+    return ErrorModel(deviations, factor, tuple(_sources(runs, results)), own, pairs)
 
 
-def own_errors(further: Sequence[Further]) -> OwnErrors:
+def own_errors(further: Sequence[Further]) -> DistanceErrors:
     """How errors grow with the distance, by the same likelihood."""
     runs = [one.run for one in further]
     errors = log_errors(runs, [one.result for one in further])
     parts = [{"any": 1.0, "apart": one.apart} for one in further]
     deviations, factor = _likeliest(parts, errors, weights(runs))
-    return OwnErrors(**deviations, factor=factor, runs=len(further))
+    return DistanceErrors(**deviations, factor=factor, runs=len(further))
+
+
+def pair_errors(runs: Sequence[TrainingRun], results: Sequence[Result]) -> DistanceErrors | None:
+    """Errors of ratios of two runs of a source, with one model, stack and cluster.
+
+    None where there is no such pair. All pairs of a source together weigh as the root of its runs.
+    """
+    errors = log_errors(runs, results)
+    found: list[tuple[str, float, float]] = []
+    for (i, one), (j, other) in combinations(enumerate(runs), 2):
+        if _place(one) == _place(other):
+            apart = between(results[i], results[j])
+            found.append((one.paper, float(errors[i] - errors[j]), apart))
+    if not found:
+        return None
+    counts = Counter(run.paper for run in runs)
+    pairs = Counter(paper for paper, *_ in found)
+    weight = np.array([counts[paper] ** 0.5 / pairs[paper] for paper, *_ in found])
+    parts = [{"any": 1.0, "apart": apart} for *_, apart in found]
+    ratios = np.array([error for _, error, _ in found])
+    deviations, factor = _likeliest(parts, ratios, weight)
+    return DistanceErrors(**deviations, factor=factor, runs=len(found))
+
+
+def _place(run: TrainingRun) -> tuple[str, ...]:
+    gpu = run.overrides.get("gpu", "")
+    return run.paper, run.stack, run.model, run.cluster, gpu
 
 
 def deviations_of(
@@ -101,7 +131,7 @@ def _likeliest(
     start = np.full(len(keys), math.log(0.1))
     bounds = [(math.log(_LEAST), 1.0), *[(-7.0, 1.0)] * (len(keys) - 1)]
     best = minimize(loss, start, bounds=bounds)
-    factor = _quantile(np.abs(errors) / deviations(best.x), weight)
+    factor = quantile(np.abs(errors) / deviations(best.x), weight)
     found = dict(zip(keys, (float(f"{value:.4g}") for value in np.exp(best.x)), strict=True))
     return found, float(f"{factor:.4g}")
 
@@ -129,8 +159,9 @@ def models_file(models: Mapping[str, ErrorModel], folder: Path = PAPERS) -> tupl
     for source, model in models.items():
         lines += ["", f"[{source}]", f"interval_factor = {model.factor:.4g}"]
         lines += [f"deviations.{name} = {value:.4g}" for name, value in model.deviations.items()]
-        own = asdict(model.own) if model.own else {}
-        lines += [f"own.{name} = {value:.4g}" for name, value in own.items()]
+        for kind, errors in (("own", model.own), ("pairs", model.pairs)):
+            numbers = asdict(errors) if errors else {}
+            lines += [f"{kind}.{name} = {value:.4g}" for name, value in numbers.items()]
     return folder / INTERVALS, ("\n".join(lines) + "\n").encode()
 
 
@@ -144,7 +175,7 @@ def recorded_models(folder: Path = PAPERS) -> dict[str, ErrorModel]:
     return {source: read(entry) for source, entry in given.items()}
 
 
-def _quantile(values: NDArray[np.float64], weight: NDArray[np.float64]) -> float:
+def quantile(values: NDArray[np.float64], weight: NDArray[np.float64]) -> float:
     """The value below which nine tenths of the weight lie."""
     order = np.argsort(values)
     below = np.cumsum(weight[order]) / weight.sum()
@@ -187,8 +218,9 @@ def errors_file(model: ErrorModel) -> tuple[Path, bytes]:
     document.add(tomlkit.comment("runs, each source left out of the fit; see co2sim.prediction."))
     document["interval_factor"] = model.factor
     document["deviations"] = dict(model.deviations)
-    if model.own:
-        document["own"] = asdict(model.own)
+    for name, errors in (("own", model.own), ("pairs", model.pairs), ("memory", model.memory)):
+        if errors:
+            document[name] = asdict(errors)
     tables = tomlkit.aot()
     for source in model.sources:
         table = tomlkit.table()

@@ -234,6 +234,7 @@ def _print_cluster(
     )
     title += f"; {division(first)}" if division(first) else ""
     title += f"; {speeds(noise)}" if noise.uneven else ""
+    title += _far([pair for pair in asked if pair[1].gpus == sizes[-1]])
     print_table(terminal, title, columns, rows)
     notes = ["a->b: throughput per GPU at b, relative to that at a"] if starts else []
     if not all(result.fits_in_memory for result in results):
@@ -245,6 +246,13 @@ def _print_cluster(
     named = [(f"{how} at {counted(r.gpus, 'GPU')}", r) for how, r in asked]
     print_chosen(terminal, named)
     print_warnings(terminal, named)
+
+
+def _far(asked: Sequence[tuple[str, Result]]) -> str:
+    """What to say of strategies that no published run is near."""
+    far = [strategy for strategy, result in asked if result.unlike_published]
+    which = "" if len(far) == len(asked) else f" to {', '.join(far)}"
+    return f"; no published run is near{which}" if far else ""
 
 
 def _throughput(result: Result) -> str:

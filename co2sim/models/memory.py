@@ -114,6 +114,11 @@ def allocated(items: Mapping[str, Bytes]) -> Bytes:
     return sum(size for name, size in items.items() if name not in (*OVERHEAD, "total"))
 
 
+def reserved(items: Mapping[str, Bytes]) -> Bytes:
+    """The part that `torch.cuda.max_memory_reserved` counts."""
+    return sum(size for name, size in items.items() if name not in {"nccl", "context", "total"})
+
+
 def _scaled(job: Workload, size: Bytes) -> Bytes:
     """Bytes of a micro-batch, from those of a sample in a 2-byte type."""
     return size * job.micro_batch * job.precision.bytes / 2
@@ -143,11 +148,21 @@ def _needed(job: Workload, block: Block) -> Bytes:
     kept = _scaled(job, block.activation_bytes)
     if block.products and not block.logits:
         kept *= job.kept
+    kept += _gathered(job, block)
     if block.scores is None or job.repeats_scores(block):
         return kept
     if job.fuses(block):
         return kept + block.scores.statistics_bytes * job.micro_batch
     return kept + _scaled(job, block.scores.bytes)
+
+
+def _gathered(job: Workload, block: Block) -> Bytes:
+    """What tensor-parallel ranks keep of the parts of the others."""
+    part = block.division
+    if part is None or not (part.sequence and job.keep_gathered):
+        return 0.0
+    others = 1 - 1 / part.ranks
+    return part.inputs * part.elements * others * job.micro_batch * job.precision.bytes
 
 
 def _loss(job: Workload, block: Block) -> Bytes:

@@ -38,7 +38,8 @@ class Stack:
     where there are some: they stand for all of these. `attention`, `loss` and `checkpointing` are
     what it does unless it is told otherwise, `selective` what it repeats of a layer on request.
     `overlap` says whether it reduces gradients while the backward pass goes on, `overlap_tensor`
-    whether tensor-parallel GPUs exchange activations beside the products that need them. With
+    whether tensor-parallel GPUs exchange activations beside the products that need them, and
+    `keep_gathered` whether they keep what they gathered, or gather it again to go back. With
     `main_gradients` it sums gradients of bf16 up in fp32; a layer keeps `kept` times the
     activations that are needed at least.
 
@@ -57,6 +58,7 @@ class Stack:
     selective: Selective = "scores"
     overlap: bool = True
     overlap_tensor: bool = False
+    keep_gathered: bool = False
     main_gradients: bool = False
     kept: Multiple = 1.0
     kernels: Mapping[str, KernelTimes] = field(default_factory=dict)

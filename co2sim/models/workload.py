@@ -53,15 +53,19 @@ def tensor_parallel_collectives(
     dtype: DType,
     stops_early: bool,  # noqa: FBT001
     overlap: bool = False,  # noqa: FBT001, FBT002
+    keep: bool = False,  # noqa: FBT001, FBT002
 ) -> TensorParallelCollectives | None:
     """The exchanges of passes over a block with `samples` samples; None where it is whole.
 
     A repeated forward pass that `stops_early` needs no result of the block's last product. With
-    `overlap` products work on parts of their operands while others are exchanged.
+    `overlap` products work on parts of their operands while others are exchanged. With `keep` a
+    backward pass finds the operands of products as the forward pass gathered them.
     """
     if block is None:
         return None
     made = [_of_pass(block, one, samples, dtype, stops_early) for one in passes]
+    if keep:
+        made = [replace(found, beside=()) for found in made]
     if overlap:
         made = [_beside(found) for found in made]
     return reduce(TensorParallelCollectives.then, made)
@@ -178,10 +182,11 @@ class Workload:
     step. `attention`, `recompute`, `checkpointing` and `loss` are what the training framework
     does; the defaults are those of most of them today. With `overlap` gradients are reduced
     while the backward pass goes on, with `overlap_tensor` activations are exchanged beside
-    products. `main_gradients` says that replicas sum gradients of bf16 up in fp32. A layer
-    keeps `kept` times the activations that its backward pass needs at least. `tp`
-    tensor-parallel GPUs hold the model together, and count as one for the batch; with
-    `sequence_parallel` they divide the sequence between products.
+    products, and with `keep_gathered` they are not gathered a second time. `main_gradients`
+    says that replicas sum gradients of bf16 up in fp32. A layer keeps `kept` times the
+    activations that its backward pass needs at least. `tp` tensor-parallel GPUs hold the model
+    together, and count as one for the batch; with `sequence_parallel` they divide the sequence
+    between products.
     """
 
     model: Model
@@ -196,6 +201,7 @@ class Workload:
     selective: Selective = "scores"
     overlap: bool = True
     overlap_tensor: bool = False
+    keep_gathered: bool = False
     main_gradients: bool = False
     kept: float = 1.0
     tp: int = 1
@@ -375,7 +381,13 @@ class Workload:
     def _exchanges(self, block: Block, *passes: Pass) -> TensorParallelCollectives | None:
         early = self.checkpointing == "non_reentrant"
         return tensor_parallel_collectives(
-            block.division, passes, self.micro_batch, self.precision, early, self.overlap_tensor
+            block.division,
+            passes,
+            self.micro_batch,
+            self.precision,
+            early,
+            self.overlap_tensor,
+            self.keep_gathered,
         )
 
     @property

@@ -469,6 +469,7 @@ class Case:
             selective=stack.selective,
             overlap=stack.overlap,
             overlap_tensor=stack.overlap_tensor,
+            keep_gathered=stack.keep_gathered,
             main_gradients=stack.main_gradients,
             kept=stack.kept,
             tp=self.tp,

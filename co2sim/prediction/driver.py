@@ -16,9 +16,9 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import Model
 from co2sim.prediction import auto_delay, pipeline
 from co2sim.prediction.case import Case, LoadedCase, Options, scheduled
-from co2sim.prediction.error_model import Situation
-from co2sim.prediction.evidence import distance, setting_of
-from co2sim.prediction.intervals import Predicted
+from co2sim.prediction.error_model import Situation, error_model
+from co2sim.prediction.evidence import distance, nearest_to, setting_of
+from co2sim.prediction.intervals import Interval, Predicted
 from co2sim.prediction.notes import remarks as remarks_on
 from co2sim.prediction.notes import warnings as warnings_of
 from co2sim.prediction.result import Result
@@ -180,9 +180,8 @@ def _of_pipeline(case: Case, done: Done | None) -> Result:
     blocks = [job.share.model.blocks for job in case.stage_jobs()]
     return replace(
         result,
-        tokens_per_s_low=found.low,
-        tokens_per_s_high=found.high,
-        interval_source=found.source,
+        **_ends(found, result, first.cluster),
+        nearest_published=_nearest(found, first.cluster, model.value, result),
         notes=remarks_on(
             first.cluster, first.job, sum(blocks, ()), case.noise, result.gpus, case.asked
         ),
@@ -218,12 +217,31 @@ def _with_interval(case: Case, prepared: LoadedCase, result: Result, done: Done 
         situation=_situation(prepared, prepared.job.model, result),
         again=again,
     ).interval(case.interval)
-    return replace(
-        result,
-        tokens_per_s_low=found.low,
-        tokens_per_s_high=found.high,
-        interval_source=found.source,
-    )
+    near = _nearest(found, prepared.cluster, prepared.job.model, result)
+    ends = _ends(found, result, prepared.cluster)
+    return replace(result, **ends, nearest_published=near)
+
+
+def _nearest(found: Interval, cluster: Cluster, model: Model, result: Result) -> float | None:
+    """The distance of the nearest published run, if the interval is made of their errors."""
+    if not found.by_runs:
+        return None
+    return nearest_to(setting_of(cluster, model, result), result)[0].distance
+
+
+def _ends(found: Interval, result: Result, cluster: Cluster) -> dict[str, Any]:
+    """The fields of a result that are ends of 90 % intervals; memory of processors has none."""
+    ends: dict[str, Any] = {
+        "tokens_per_s_low": found.low,
+        "tokens_per_s_high": found.high,
+        "interval_source": found.source,
+    }
+    errors = error_model().memory
+    if errors is not None and cluster.backend == "nccl":
+        size = result.memory_bytes_per_gpu["total"]
+        ends["memory_bytes_low"] = size * math.exp(-errors.reach)
+        ends["memory_bytes_high"] = size * math.exp(errors.reach)
+    return ends
 
 
 def trace(case: Case, *, progress: bool | None = False) -> tuple[Schedule, Trace]:

@@ -86,11 +86,11 @@ class SourceErrors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnErrors:
-    """Errors of runs by a stack that was calibrated by one run of their series.
+class DistanceErrors:
+    """Errors that grow with the distance from another run of the same stack.
 
     Standard deviations beside that run, and for a distance of 1 from it; how many of both a 90 %
-    interval reaches; and how many runs they are of.
+    interval reaches; and how many runs, or pairs of runs, they are of.
     """
 
     any: float
@@ -103,14 +103,35 @@ class OwnErrors:
         return self.factor * math.hypot(self.any, self.apart * apart)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryErrors:
+    """Errors of the peak of memory on published runs, of which it is known.
+
+    A 90 % interval of log(published / predicted) reaches `reach` to both sides. `mean` is that of
+    absolute errors, `bias` the median of signed ones.
+    """
+
+    reach: float
+    mean: float
+    bias: float
+    runs: int
+    sources: int
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorModel:
-    """Standard deviations of the parts, and how many of all a 90 % interval reaches."""
+    """Standard deviations of the parts, and how many of all a 90 % interval reaches.
+
+    `own` are errors of runs that were predicted by a stack which one run of their series
+    calibrated, `pairs` those of ratios of two runs of a model on one cluster.
+    """
 
     deviations: Mapping[str, float]
     factor: float
     sources: tuple[SourceErrors, ...]
-    own: OwnErrors | None = None
+    own: DistanceErrors | None = None
+    pairs: DistanceErrors | None = None
+    memory: MemoryErrors | None = None
 
     def deviation(self, situation: Situation) -> float:
         """Of log(published / predicted)."""
@@ -135,8 +156,12 @@ class ErrorModel:
 def read(entry: Mapping[str, Any]) -> ErrorModel:
     """From the record."""
     sources = tuple(SourceErrors(**source) for source in entry.get("source", ()))
-    own = OwnErrors(**entry["own"]) if "own" in entry else None
-    return ErrorModel(entry["deviations"], float(entry["interval_factor"]), sources, own)
+    own, pairs = (
+        DistanceErrors(**entry[name]) if name in entry else None for name in ("own", "pairs")
+    )
+    memory = MemoryErrors(**entry["memory"]) if "memory" in entry else None
+    factor = float(entry["interval_factor"])
+    return ErrorModel(entry["deviations"], factor, sources, own, pairs, memory)
 
 
 @cache

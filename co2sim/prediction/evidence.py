@@ -22,9 +22,6 @@ EVIDENCE = "evidence.csv"
 _OTHER = 2.0
 """What another stack, GPU or way of sharing counts: as much as four times the parameters."""
 
-FAR = 6.0
-"""From here on a run says little: three of stack, GPU and strategy differ, say."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRun:
@@ -109,15 +106,35 @@ def distance(one: Setting, other: Setting) -> float:
     return found + _OTHER * (one.gpu != other.gpu) + _OTHER * (one.shares != other.shares)
 
 
+def between(one: Result, other: Result) -> float:
+    """The distance of two results of one model on one GPU."""
+    here, there = (
+        Setting(
+            gpu="",
+            gpus=result.gpus,
+            parameters=1,
+            shares=shares(result.strategy),
+            divided=result.tp * result.pp,
+            tokens=result.tokens_per_gpu_per_step * result.pp / result.accumulation,
+        )
+        for result in (one, other)
+    )
+    return distance(here, there)
+
+
 def nearest(case: Case, result: Result, count: int = 5) -> list[Near]:
     """The published runs that are most like a case, the nearest first."""
-    loaded = case.load()
-    own = setting_of(loaded[0].value, loaded[1].value, result)
+    cluster, model = case.load()
+    return nearest_to(setting_of(cluster.value, model.value, result), result)[:count]
+
+
+def nearest_to(own: Setting, result: Result) -> list[Near]:
+    """All published runs, the nearest first."""
     found = [
         Near(run, distance(run.setting, own) + _OTHER * (run.stack != result.stack))
         for run in published_runs()
     ]
-    return sorted(found, key=lambda one: one.distance)[:count]
+    return sorted(found, key=lambda one: one.distance)
 
 
 def rows(near: Sequence[Near]) -> list[tuple[str, ...]]:

@@ -99,11 +99,15 @@ TAIL = 1.645
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Ends of a 90 % interval, both None for what was measured, and its source as a text."""
+    """Ends of a 90 % interval, both None for what was measured, and its source as a text.
+
+    `by_runs` says that the errors of all published training runs made it.
+    """
 
     low: float | None
     high: float | None
     source: str
+    by_runs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +154,8 @@ class Predicted:
                 f" errors on {counted(errors.own.runs, 'published run')} so predicted"
             )
         reach = errors.reach(self.situation)
-        return self._from(reach, reach, words)
+        by_runs = not errors.by_own(self.situation)
+        return replace(self._from(reach, reach, words), by_runs=by_runs)
 
     def _of_fit(self, fit: Calibration, *, full: bool) -> Interval:
         words = f"calibration {fit.group}: scatter of {counted(fit.cells, 'published run')}"

@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from co2sim.catalog import Fact
 from co2sim.common.html_card import card
 from co2sim.common.units import Bytes, Seconds, counted, duration, scaled
+
+FAR = 6.0
+"""From this distance on a published run says little: stack, GPU and strategy differ, say."""
 
 _NAMED = 8
 """Assumed inputs that are named."""
@@ -23,14 +26,16 @@ class Result:
     not, `straggler_delay_s` what slower or uneven ranks add to the round (None without any, and
     for what was measured), and `overlap_ratio` 1 - exposed / busy (None without communication).
     `breakdown_s` sums the spans of one rank in the last round by kernel or collective, waiting
-    included. `memory_bytes_per_gpu` is by item, and in all ("total"); `allocated_bytes_per_gpu`
-    is what PyTorch's `max_memory_allocated` counts of it. `assumed` lists the inputs that no
+    included. `memory_bytes_per_gpu` is by item, and in all ("total"), `memory_bytes_low` and
+    `memory_bytes_high` are the ends of its 90 % interval; `allocated_bytes_per_gpu` is what
+    PyTorch's `max_memory_allocated` counts of it. `assumed` lists the inputs that no
     source supports, `notes` what was chosen for options that were left open, which options
     change nothing, and what is not counted, `warnings` which option holds the strategy back,
     and what another value would give. `tokens_per_s_low` and `tokens_per_s_high` are the ends
     of a 90 % interval (None where nothing is known, and for what was measured), and
-    `interval_source` says where they come from. `cost_per_billion_tokens` is in `currency`;
-    `usd_per_billion_tokens` is None for other ones.
+    `interval_source` says where they come from; `nearest_published` is the distance of the nearest
+    published run, where these made the interval (`prediction.evidence`). `cost_per_billion_tokens`
+    is in `currency`; `usd_per_billion_tokens` is None for other ones.
     """
 
     cluster: str
@@ -56,6 +61,7 @@ class Result:
     tokens_per_s_low: float | None = None
     tokens_per_s_high: float | None = None
     interval_source: str = ""
+    nearest_published: float | None = None
     tokens_per_s_per_gpu: float
     model_tflops_per_gpu: float
     hardware_tflops_per_gpu: float
@@ -72,6 +78,8 @@ class Result:
     memory_bytes_per_gpu: dict[str, Bytes]
     allocated_bytes_per_gpu: Bytes
     gpu_memory_bytes: Bytes
+    memory_bytes_low: Bytes | None = None
+    memory_bytes_high: Bytes | None = None
     fits_in_memory: bool
     usd_per_billion_tokens: float | None
     cost_per_billion_tokens: float | None = None
@@ -104,11 +112,12 @@ class Result:
             speed += f" (90 %: {low:,.0f} to {high:,.0f})"
         if self.fits_in_memory:
             return f"{where} trains {self.model} {speed}."
-        return f"{self.model} DOES NOT FIT in memory with {where}. If it did: {speed}."
+        return f"{self.model} {self.misfit} in memory with {where}. If it does: {speed}."
 
     def _remarks(self) -> list[str]:
         """What a reader of the figures has to know."""
-        found = [f"Warning: {text}" for text in self.warnings]
+        found = ["No published run is near this one."] if self.unlike_published else []
+        found += [f"Warning: {text}" for text in self.warnings]
         if not self.steady:
             found.append(f"Not a steady state: {counted(self.rounds_simulated, 'round')} were run.")
         if self.interval_source:
@@ -123,7 +132,9 @@ class Result:
 
     def _key_figures(self) -> dict[str, str]:
         memory = scaled(self.memory_bytes_per_gpu["total"], "B")
-        fits = "" if self.fits_in_memory else ", DOES NOT FIT"
+        fits = f", {self.misfit}" if self.misfit else ""
+        if not fits and self.memory_fit == "tight":
+            fits = ", tight"
         cost = {}
         if self.cost_per_billion_tokens is not None:
             price = f"{self.cost_per_billion_tokens:,.2f} {self.currency}"
@@ -146,6 +157,26 @@ class Result:
     def efficiency_vs_free_communication(self) -> float:
         """Round time with free communication divided by the round time: 1 - `exposed_share`."""
         return 1.0 - self.exposed_share
+
+    @property
+    def unlike_published(self) -> bool:
+        """Whether no published run is near, though the interval is made of their errors."""
+        return self.nearest_published is not None and self.nearest_published >= FAR
+
+    @property
+    def memory_fit(self) -> Literal["fits", "tight", "does not fit"]:
+        """Tight: the memory of the GPU lies in the 90 % interval of what is needed."""
+        low, high, room = self.memory_bytes_low, self.memory_bytes_high, self.gpu_memory_bytes
+        if low is None or high is None:
+            return "fits" if self.fits_in_memory else "does not fit"
+        return "fits" if high <= room else "tight" if low <= room else "does not fit"
+
+    @property
+    def misfit(self) -> str:
+        """What to say of a case that needs more memory than there is; empty of others."""
+        if self.fits_in_memory:
+            return ""
+        return "MAY NOT FIT" if self.memory_fit == "tight" else "DOES NOT FIT"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from co2sim.common.units import counted
+from co2sim.prediction.order import undecided
 from co2sim.prediction.step_factors import remark
 from co2sim.report.tables import Answered
 
@@ -85,21 +86,29 @@ def _told(top: Answered, other: Answered, ratio: float, where: str) -> Iterator[
 
 
 def strategies(group: Sequence[Answered]) -> str:
-    """One line on neighbours in pace whose intervals overlap; "" for none."""
+    """One line on neighbours in pace whose order is undecided; "" for none."""
     ranked = sorted(
         (one for one in group if one.result.fits_in_memory and pace(one)), key=pace, reverse=True
     )
     pairs = [
         f"{one.strategy} and {other.strategy}"
         for one, other in pairwise(ranked)
-        if (sure := _ratio(one, other)) and sure[0] <= 1
+        if _undecided(one, other)
     ]
     if not pairs:
         return ""
     more = f"; and {len(pairs) - _MAX} pairs more" if len(pairs) > _MAX else ""
     size = counted(group[0].result.gpus, "GPU")
     shown = "; ".join(pairs[:_MAX])
-    return f"undecided at {size}, as their 90 % intervals overlap: {shown}{more}"
+    return f"undecided at {size}, as they differ by less than may be wrong: {shown}{more}"
+
+
+def _undecided(one: Answered, other: Answered) -> bool:
+    """Of two on one cluster. What a step is worth is no error that they share."""
+    if not one.asked:
+        return undecided(one.result, other.result)
+    sure = _ratio(one, other)
+    return sure is not None and sure[0] <= 1
 
 
 def _ratio(one: Answered, other: Answered) -> tuple[float, float] | None:

@@ -193,7 +193,7 @@ def _speed(one: Answered) -> dict[str, Any]:
         "high": high,
         "interval": _interval(low, high, ",.0f"),
         "fits": result.fits_in_memory,
-        "memory": "fits" if result.fits_in_memory else "DOES NOT FIT",
+        "memory": result.misfit or result.memory_fit,
     }
 
 

@@ -39,7 +39,7 @@ def of_result(result: Result) -> alt.VConcatChart:
     shares, memory = share_bars(named, told=True), memory_bars(named, told=True)
     length = duration(result.round_time_s)
     has, needs = result.gpu_memory_bytes / GIB, result.memory_bytes_per_gpu["total"] / GIB
-    fits = "" if result.fits_in_memory else "; DOES NOT FIT"
+    fits = f"; {result.misfit}" if result.misfit else ""
     size = f"{needs:.3g} GiB of {has:.3g} GiB (dashed){fits}"
     steps = counted(result.steps_per_round, "step")
     charts = [

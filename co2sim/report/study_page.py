@@ -132,7 +132,7 @@ class Study:
 
 def _words(name: str, result: Result, found: Totals | None) -> str:
     assert found is not None
-    lost = "" if result.fits_in_memory else "; it does not fit in memory"
+    lost = f"; it {result.misfit.lower()} in memory" if result.misfit else ""
     return f"{name}, {totals.in_short(found, result.unit)}{lost}."
 
 

@@ -8,12 +8,12 @@ from co2sim.common.errors import Co2simError
 from co2sim.common.units import parse, parse_price
 from co2sim.prediction.case import Case
 from co2sim.prediction.figures import ends
-from co2sim.prediction.intervals import overlaps
+from co2sim.prediction.order import undecided
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.report.chart_style import NumberAxis, number_axis
 from co2sim.report.tables import Answered
-from co2sim.report.text import result, totals
+from co2sim.report.text import totals
 from co2sim.studies.batch import Failure, Outcome
 from co2sim.studies.grid import Setting, display_name, strategy_title
 from co2sim.studies.targets import Axis, axis_of
@@ -121,7 +121,7 @@ class Swept:
             said = []
             for head, (name, result, found) in known:
                 assert found is not None
-                lost = "" if result.fits_in_memory else "; it does not fit in memory"
+                lost = f"; it {result.misfit.lower()} in memory" if result.misfit else ""
                 said.append(f"{head}: {name}, {totals.in_short(found, result.unit)}{lost}.")
             return said or totals.sentences(trainings)
         fitting = self._ranked
@@ -146,12 +146,11 @@ class Swept:
         if self.failed:
             said.append(f"{len(self.failed):,} of {len(self.cases):,} cases failed.")
         first, second = ([*self._ranked, None, None])[:2]
-        if first and second and self.tokens is None:
-            ends = result.interval_of(first.result), result.interval_of(second.result)
-            if overlaps(*ends):
-                said.append(
-                    f"Between it and {second.strategy} it is undecided: their intervals overlap."
-                )
+        if first and second and self.tokens is None and undecided(first.result, second.result):
+            said.append(
+                f"Between it and {second.strategy} it is undecided: they differ by less than may be"
+                " wrong."
+            )
         return said
 
 

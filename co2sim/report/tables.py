@@ -53,7 +53,7 @@ def speeds(group: Sequence[Answered]) -> Table:
 def _speed(one: Answered) -> list[str]:
     texts = [figure.shown(one.result) or "-" for figure in in_table("page")]
     if not one.result.fits_in_memory:
-        texts[-1] = f"{texts[-1].removesuffix('*')}, DOES NOT FIT"
+        texts[-1] = f"{texts[-1].removesuffix('*')}, {one.result.misfit}"
     return [one.strategy, str(one.result.gpus), *texts]
 
 

@@ -16,6 +16,7 @@ from scipy.optimize import least_squares
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Cluster
+from co2sim.models.memory import reserved
 from co2sim.models.stack import Stack
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
@@ -200,7 +201,7 @@ class _Observed:
             for run, result in zip(self.runs, results, strict=True)
         ]
         memories = [
-            reserved(result) / run.memory
+            reserved(result.memory_bytes_per_gpu) / run.memory
             for run, result in zip(self.runs, results, strict=True)
             if run.memory is not None
         ]
@@ -211,12 +212,6 @@ class _Observed:
                 kernels.append(found.products / run.profile.products)
                 kernels.append(found.elementwise / run.profile.elementwise)
         return np.log([*speeds, *memories, *kernels])
-
-
-def reserved(result: Result) -> float:
-    """Bytes that PyTorch's allocator holds."""
-    memory = result.memory_bytes_per_gpu
-    return memory["total"] - memory.get("nccl", 0.0) - memory.get("context", 0.0)
 
 
 def kernel_seconds(case: Case) -> KernelParts:

@@ -12,6 +12,7 @@ from co2sim.common.progress import Done
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import driver, power
 from co2sim.prediction.case import Case
+from co2sim.prediction.order import unshared
 from co2sim.prediction.step_factors import step_factor
 from co2sim.prediction.totals import DAY, totals_of
 from co2sim.studies.batch import Failure, Interrupted, Outcome, run_on
@@ -116,9 +117,17 @@ def front(options: Iterable[Candidate]) -> Iterator[Candidate]:
 
 
 def overlap(choice: Candidate, other: Candidate, want: Want) -> bool:
-    """Whether their intervals do; without intervals that is not known."""
+    """Whether their intervals do; without intervals that is not known.
+
+    Nor by errors of their own, where both train every step together: see `prediction.order`.
+    """
     ends, others = choice.ends(want), other.ends(want)
-    return ends is None or others is None or ends[1] >= others[0]
+    if ends is None or others is None:
+        return True
+    if max(one.result.steps_per_round for one in (choice, other)) == 1:
+        ratio = abs(math.log(choice.score(want) / other.score(want)))
+        return ends[1] >= others[0] and ratio <= unshared(choice.result, other.result)
+    return ends[1] >= others[0]
 
 
 def _check_prices(space: Space, wanted: Objective) -> None:

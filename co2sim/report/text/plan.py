@@ -12,7 +12,9 @@ from co2sim.studies.plan import Recommendation
 from co2sim.studies.sensitivity import BreakEven, Sensitivity
 
 _KEEPS = "It keeps"
-_UNDECIDED = "Between the choice and the runner-up it is undecided: their intervals overlap."
+_UNDECIDED = (
+    "Between the choice and the runner-up it is undecided: they differ by less than may be wrong."
+)
 
 
 def words(
@@ -112,7 +114,7 @@ def _against(found: Recommendation, choice: Candidate) -> Iterator[str]:
     }[want]
     much = f"{margin:.1%}" if margin < 1 else f"{margin + 1:,.3g} times"
     yield f"The runner-up {verb} {much} {what}: {_told(other)}."
-    yield _UNDECIDED if found.undecided else "Their intervals do not overlap."
+    yield _UNDECIDED if found.undecided else "They differ by more than may be wrong."
 
 
 def nothing(found: Recommendation) -> str:

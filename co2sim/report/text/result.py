@@ -18,7 +18,7 @@ from co2sim.models.workload import AttentionKernel, Recompute
 from co2sim.prediction import evidence, notes
 from co2sim.prediction.case import Case, LoadedCase, schedule_of
 from co2sim.prediction.figures import INTERVAL, list_of
-from co2sim.prediction.intervals import Interval, overlaps
+from co2sim.prediction.order import undecided
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
 from co2sim.prediction.totals import totals_of
@@ -73,7 +73,7 @@ def print_result(
 
 def _print_memory(out: Console, r: Result) -> None:
     """Memory by item; PyTorch counts those that it allocates, and not what is beside them."""
-    fits = "fits" if r.fits_in_memory else "DOES NOT FIT"
+    fits = r.misfit or r.memory_fit
     items = r.memory_bytes_per_gpu
     beside = [name for name in items if name in OVERHEAD]
     rows = [(name, scaled(size, "B")) for name, size in items.items() if name not in OVERHEAD]
@@ -84,6 +84,9 @@ def _print_memory(out: Console, r: Result) -> None:
             *((name, scaled(items[name], "B")) for name in beside),
         ]
     memory = f"{scaled(r.gpu_memory_bytes, 'B')} ({r.gpu_memory_bytes / GIB:.3g} GiB)"
+    if r.memory_bytes_low is not None and r.memory_bytes_high is not None:
+        ends = scaled(r.memory_bytes_low, "B"), scaled(r.memory_bytes_high, "B")
+        rows.append(("90 % interval", " to ".join(ends)))
     print_table(out, f"memory per GPU: {fits} in {memory}", ("item", "size"), rows)
 
 
@@ -111,15 +114,13 @@ def print_simulated(
 
 
 def print_evidence(case: Case, result: Result) -> None:
-    """The published runs that are most like it, with their errors; the first line says if none is.
+    """The published runs that are most like it, with their errors.
 
     Throughputs are tokens/s of a GPU. A distance of 1 is twice as many parameters, or four times as
     many GPUs or tokens of a pass; another stack, GPU or way of sharing counts 2.
     """
     near = evidence.nearest(case, result)
     title = "the published runs that are most like it, predicted without their source"
-    if near[0].distance >= evidence.FAR:
-        title = f"no published run is near this; {title}"
     print_table(console(), title, evidence.COLUMNS, evidence.rows(near), left=3)
 
 
@@ -127,6 +128,7 @@ def _print_header(out: Console, r: Result, noise: Noise) -> None:
     batch = f"micro-batch {r.micro_batch}" + (f" x {r.accumulation}" if r.accumulation > 1 else "")
     size = counted(r.tokens_per_gpu_per_step, r.unit)
     where = f" on {counted(r.gpus, 'GPU')} in {counted(r.nodes, 'node')}"
+    where += ": no published run is near this one" if r.unlike_published else ""
     print_lines(
         out,
         Text.assemble((r.strategy, "bold"), where),
@@ -415,11 +417,6 @@ _PAIRS = 8
 """Pairs of strategies that are named."""
 
 
-def interval_of(result: Result) -> Interval:
-    """The interval of a result."""
-    return Interval(result.tokens_per_s_low, result.tokens_per_s_high, result.interval_source)
-
-
 def relative(result: Result) -> str:
     """Its ends relative to the prediction; a dash for none."""
     low, high = result.tokens_per_s_low, result.tokens_per_s_high
@@ -449,16 +446,16 @@ def _first(names: Iterable[str]) -> str:
 
 
 def not_told_apart(named: Sequence[tuple[str, Result]]) -> str:
-    """One line on neighbours in speed whose intervals overlap; "" for none."""
+    """One line on neighbours in speed whose order is undecided; "" for none."""
     ranked = sorted(named, key=lambda pair: -pair[1].tokens_per_s)
     pairs = [
         f"{one} and {other}"
         for (one, first), (other, second) in pairwise(ranked)
-        if overlaps(interval_of(first), interval_of(second))
+        if undecided(first, second)
     ]
     if not pairs:
         return ""
     size = counted(ranked[0][1].gpus, "GPU")
     more = len(pairs) - _PAIRS
     named_ = "; ".join(pairs[:_PAIRS]) + (f"; and {more} pairs more" if more > 0 else "")
-    return f"undecided at {size}, as their {INTERVAL}s overlap: {named_}"
+    return f"undecided at {size}, as they differ by less than may be wrong: {named_}"

@@ -8,7 +8,7 @@ from commands import Command
 from analysis.published.runs import training_runs
 from co2sim.prediction.case import Case
 from co2sim.prediction.driver import run
-from co2sim.prediction.evidence import FAR, nearest, published_runs, shares
+from co2sim.prediction.evidence import nearest, published_runs, shares
 from co2sim.strategies import STRATEGIES
 
 
@@ -37,11 +37,24 @@ def test_a_published_run_is_the_nearest_to_itself(paper: str) -> None:
 
 
 def test_nothing_is_near_a_local_update_on_a_gpu_of_players(cli: Command) -> None:
-    """And the first line of the table says so."""
+    """And the first line of an answer says so; near a published run it says nothing."""
     case = Case(cluster="rtx3090-10x8", model="tiny-5m", strategy="diloco(tau=20)", gpus=16)
-    assert nearest(case, run(case))[0].distance > FAR
+    result = run(case)
+    assert result.unlike_published
+    assert result.nearest_published == nearest(case, result)[0].distance
     place = ("-c", "rtx3090-10x8", "-m", "tiny-5m", "-s", "diloco:tau=20", "-g", "16")
-    assert "no published run is near this" in cli("run", *place, "--evidence")[1]
+    for command in ("run", "scale"):
+        first = " ".join(cli(command, *place)[1].split())[:250]  # a title takes several lines
+        assert "no published run is near" in first
+    known = Case(cluster="dgx-h100", model="llama3-8b", strategy="fsdp", gpus=64)
+    assert run(known).nearest_published is not None
+    assert not run(known).unlike_published
+
+
+def test_where_constants_were_fitted_no_published_run_is_looked_for() -> None:
+    """The interval is that of the fit."""
+    case = Case(cluster="a100-tcp80-calibrated", model="transnormer-7b", strategy="zero2", gpus=16)
+    assert run(case).nearest_published is None
 
 
 def test_evidence_is_in_the_json_if_it_is_asked_for(cli: Command) -> None:

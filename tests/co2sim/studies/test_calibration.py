@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from co2sim.catalog import load_stack
 from co2sim.common.errors import CatalogError, OptionError
-from co2sim.models.memory import GIB
+from co2sim.models.memory import GIB, reserved
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
-from co2sim.prediction.error_model import ErrorModel, OwnErrors, Situation, error_model
+from co2sim.prediction.error_model import DistanceErrors, ErrorModel, Situation, error_model
 from co2sim.prediction.evidence import distance, setting_of
-from co2sim.studies.calibration import NUMBERS, calibrate, kernel_seconds, moved, reserved
+from co2sim.studies.calibration import NUMBERS, calibrate, kernel_seconds, moved
 from co2sim.studies.measured_runs import MeasuredRun, Profile, measured_runs, read_profile
 from co2sim.studies.stack_file import stack_file
 
@@ -104,7 +104,9 @@ def test_memory_says_what_a_layer_keeps() -> None:
     """As much more as was measured, and no other number moves."""
     case = replace(JOB, gpus=8)
     heavier = driver.run(moved(case, {"kept": 1.5}))
-    run = MeasuredRun("row", case, heavier.tokens_per_s_per_gpu, memory=reserved(heavier))
+    run = MeasuredRun(
+        "row", case, heavier.tokens_per_s_per_gpu, memory=reserved(heavier.memory_bytes_per_gpu)
+    )
     found = calibrate([run])
     assert found.values["kept"] == pytest.approx(1.5, rel=0.02)
     assert found.values["elementwise"] == pytest.approx(found.before["elementwise"], rel=0.01)
@@ -138,7 +140,7 @@ def test_kernels_of_a_step_take_the_step_of_one_gpu() -> None:
 def test_kernels_that_a_file_fixes_are_refused() -> None:
     """No stack changes them, so none can be calibrated there."""
     with pytest.raises(OptionError, match="kernels of its own"):
-        calibrate([MeasuredRun("row", replace(JOB, cluster="h100-calibrated", gpus=8), 1e4)])
+        calibrate([MeasuredRun("row", replace(JOB, cluster="a100-node-calibrated", gpus=8), 1e4)])
 
 
 # --- the file, and predictions with it ----------------------------------------------------------
@@ -203,7 +205,9 @@ def test_no_distance_makes_an_interval_wider_than_errors_of_others(
     one: float, other: float
 ) -> None:
     """And a farther run never narrows it."""
-    model = ErrorModel({"any": 0.1}, 1.6, (), OwnErrors(any=0.03, apart=0.02, factor=2, runs=9))
+    model = ErrorModel(
+        {"any": 0.1}, 1.6, (), DistanceErrors(any=0.03, apart=0.02, factor=2, runs=9)
+    )
 
     class Alone(Situation):
         parts = {"any": 1.0}  # noqa: RUF012
