@@ -22,7 +22,7 @@ from co2sim.common import convert
 from co2sim.common.convert import Count, Number, Within, option
 from co2sim.common.errors import Co2simError, OptionError, ScheduleError
 from co2sim.common.resources import LruCache
-from co2sim.common.units import Bytes
+from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import GPU, Cluster
 from co2sim.models.memory import activations, allocated, overhead
 from co2sim.models.stack import UNNAMED, Setting, Stack
@@ -43,7 +43,7 @@ from co2sim.schedule.schedule import DType, Layout, Schedule
 from co2sim.schedule.tensor_parallel import apply_tensor_parallelism, data_parallel_layout
 from co2sim.simulation import metrics
 from co2sim.simulation.collective_cost import traffic
-from co2sim.simulation.compute_cost import peak_flops
+from co2sim.simulation.compute_cost import compute_time, kernel_parts, peak_flops
 from co2sim.simulation.noise import QUIET, Noise, RunOptions
 from co2sim.simulation.trace import Trace
 from co2sim.strategies import STRATEGIES, LocalSteps, Strategy
@@ -64,7 +64,8 @@ class LoadedCase:
 
     Of a stage of a pipeline these are its GPUs and its part of the model; it holds the activations
     of `microbatches_in_flight`. `stack` is the name of that whose kernels run; empty where the file
-    of the GPU says itself how fast it is. `measured` are the runs that it was calibrated by.
+    of the GPU says itself how fast it is. `measured` are the runs that it was calibrated by, and
+    `call_overhead` is what its host needs for an operation.
     """
 
     cluster: Cluster
@@ -75,6 +76,7 @@ class LoadedCase:
     microbatches_in_flight: float = 1.0
     stack: str = ""
     measured: tuple[Setting, ...] = ()
+    call_overhead: Seconds = 0.0
 
     @property
     def precision(self) -> str:
@@ -133,6 +135,7 @@ class LoadedCase:
             model_tflops_per_gpu=model_flops / 1e12,
             hardware_tflops_per_gpu=samples * job.hardware_flops_per_sample / gpus / 1e12,
             mfu=model_flops / peak_flops(cluster.gpu, job.precision),
+            host_load=host_load(job.share, cluster.gpu, self.call_overhead),
             comm_busy_s=comm.busy,
             waiting_s=comm.waiting,
             exposed_comm_s=exposed,
@@ -152,6 +155,26 @@ class LoadedCase:
             rounds_simulated=trace.rounds,
             assumed=self.assumed,
         )
+
+
+def host_load(job: Workload, gpu: GPU, call_overhead: Seconds) -> float | None:
+    """What the host needs for all passes over what the GPU needs; None where they have no kernels.
+
+    `call_overhead` is that of the stack, for a GPU of whose kernels nothing is known.
+    """
+    overhead = gpu.kernels.call_overhead if gpu.kernels else call_overhead
+    host = device = 0.0
+    for work in job.works():
+        for one in (work.forward, work.backward):
+            if one.kernels is None:
+                continue
+            host += one.kernels.calls * overhead
+            if gpu.kernels is None:
+                device += compute_time(one, gpu, str(job.precision))
+            else:
+                parts = kernel_parts(one.kernels, gpu, gpu.kernels, str(job.precision))
+                device += parts.products + parts.attention + parts.elementwise
+    return host / device if device else None
 
 
 def scheduled(strategy: Strategy, job: Workload, layout: Layout) -> tuple[Workload, Schedule]:
@@ -444,6 +467,7 @@ class Case:
             microbatches_in_flight=microbatches_in_flight,
             stack=self._used_stack(sized.gpu).name,
             measured=self.load_stack().value.measured,
+            call_overhead=self.load_stack().value.call_overhead,
         )
 
     def _workload(self, model: Model, cluster: Cluster) -> Workload:

@@ -2,8 +2,8 @@
 
 Log(published / predicted) of a further run has mean 0, and a variance that is a sum of parts: one
 for any run, and one each for what grows with exposed communication, nodes, divided layers, and
-small passes. They are smooth, and are estimated on errors of sources that were left out of the fit
-(`co2analysis runs --fit`).
+what the host needs for what the GPU needs. They are smooth, and are estimated on errors of sources
+that were left out of the fit (`co2analysis runs --fit`).
 
 Where the stack was calibrated by runs of its own, the variance is that of the errors of runs that
 were predicted from one run of their series, which grow with the distance to it.
@@ -22,9 +22,6 @@ from co2sim.prediction.result import Result
 ERRORS = "errors.toml"
 """The record of the catalog."""
 
-_SMALL = 16_384
-"""Tokens of a pass from which on the host and the start of kernels hardly matter."""
-
 _UNKNOWN_GPU = 0.25
 """Standard deviation for a GPU of whose kernels nothing is published. Assumed: between the best
 and the worst of those that are, half of their efficiencies lie so near each other."""
@@ -35,27 +32,26 @@ class Situation:
     """What makes a prediction more or less sure.
 
     `exposed` is the share of the round that waits for the network, `divided` how many GPUs share
-    the layers (tp x pp), `tokens` those of a pass on a GPU, and `known` says whether something is
-    published of the GPU's kernels. `apart` is the distance to the nearest of the runs that the
-    stack was calibrated by: inf without any.
+    the layers (tp x pp), `host` what the host needs to issue passes over what the GPU needs for
+    them, and `known` says whether something is published of the GPU's kernels. `apart` is the
+    distance to the nearest of the runs that the stack was calibrated by: inf without any.
     """
 
     exposed: float
     nodes: int
     divided: int
-    tokens: float
+    host: float
     known: bool = True
     apart: float = math.inf
 
     @classmethod
     def of(cls, result: Result, *, known: bool = True, apart: float = math.inf) -> "Situation":
         """That of a result."""
-        tokens = result.tokens_per_gpu_per_step * result.pp / result.accumulation
         return cls(
             exposed=result.exposed_share,
             nodes=result.nodes,
             divided=result.tp * result.pp,
-            tokens=tokens,
+            host=result.host_load or 0.0,
             known=known,
             apart=apart,
         )
@@ -68,7 +64,7 @@ class Situation:
             "exposed": self.exposed,
             "nodes": math.log2(self.nodes) / 10,
             "divided": math.log2(self.divided) / 5,
-            "small": math.log2(1 + _SMALL / self.tokens),
+            "host": min(1.0, self.host),
         }
 
 

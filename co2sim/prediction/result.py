@@ -21,6 +21,8 @@ class Result:
 
     `stack` is the software stack; empty for what was measured, and where the GPU's file says
     how fast its kernels are. `tokens` are the model's units: tokens, or images.
+    `host_load` is what the host needs to issue the operations of passes over what the GPU needs for
+    them: from 1 on the GPU waits (None for models without known kernels).
     `exposed_comm_s` is the round time minus that of the same round with free communication,
     `waiting_s` what a rank spends in collectives before the last member is there, hidden or
     not, `straggler_delay_s` what slower or uneven ranks add to the round (None without any, and
@@ -66,6 +68,7 @@ class Result:
     model_tflops_per_gpu: float
     hardware_tflops_per_gpu: float
     mfu: float
+    host_load: float | None = None
     comm_busy_s: Seconds
     waiting_s: Seconds
     straggler_delay_s: Seconds | None = None

@@ -82,7 +82,7 @@ def test_the_model_of_errors_finds_how_errors_were_made(seed: int) -> None:
 
     def drawn(count: int) -> tuple[list[Situation], NDArray[np.float64]]:
         shares = chance.uniform(0, 0.8, count)
-        some = [Situation(exposed=one, nodes=1, divided=1, tokens=1e9) for one in shares]
+        some = [Situation(exposed=one, nodes=1, divided=1, host=0.0) for one in shares]
         return some, np.hypot(0.05, 0.3 * shares) * chance.standard_t(5, count)
 
     situations, errors = drawn(3000)

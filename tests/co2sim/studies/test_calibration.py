@@ -213,7 +213,7 @@ def test_no_distance_makes_an_interval_wider_than_errors_of_others(
         parts = {"any": 1.0}  # noqa: RUF012
 
     near, far = (
-        model.reach(Alone(exposed=0, nodes=1, divided=1, tokens=1, apart=apart))
+        model.reach(Alone(exposed=0, nodes=1, divided=1, host=0, apart=apart))
         for apart in sorted((one, other))
     )
     assert near <= far <= 1.6 * 0.1 + 1e-12
