@@ -5,17 +5,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from co2sim.common.files import write_atomically
+from co2sim.common.errors import OptionError, given
+from co2sim.common.files import is_regular, text_of, write_atomically
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import counted
+from co2sim.models.memory import GIB, reserved
 from co2sim.prediction.case import Case
+from co2sim.prediction.result import Result
 from co2sim.studies.calibration import NUMBERS, Calibrated, calibrate
 from co2sim.studies.measured_runs import MeasuredRun, measured_runs
-from co2sim.studies.stack_file import stack_file
+from co2sim.studies.stack_file import HEAD, stack_file
+
+_FAR_OFF = 0.15
+"""Error of a run behind its own calibration that is worth a warning."""
 
 
 def calibrating(job: Case, path: Path, out: Path, jobs: int, *, as_json: bool) -> None:
     """Fit to the rows of `path`, write the stack to `out`, and print."""
+    _check_out(out)
     runs = measured_runs(path, job)
     found = calibrate(runs, jobs)
     write_atomically({out: stack_file(job, runs, found, path.name)})
@@ -24,11 +31,44 @@ def calibrating(job: Case, path: Path, out: Path, jobs: int, *, as_json: bool) -
         return
     shown = console()
     title = f"{job.load_stack().value.name}: {counted(len(runs), 'run')} of {path.name}"
-    columns = "number", "before", "after", "determined", "meaning"
+    columns = "number", "before", "after", "learned", "meaning"
     print_table(shown, title, columns, _numbers(found), left=1)
     of_runs = "run", "measured", "before", "after", "error before", "error after"
     print_table(shown, "tokens/s of a GPU", of_runs, _runs(runs, found), left=1)
-    print_lines(shown, f"written: {out}; predict with --stack {out}")
+    if any(run.memory for run in runs):
+        columns_ = "run", "measured", "before", "after"
+        print_table(shown, "memory that PyTorch reserves", columns_, _memories(runs, found), left=1)
+    lines = [
+        "learned: the part of what was not known of a number that these runs say; 100 %: all of it",
+        *_misfits(runs, found),
+    ]
+    place = out if out.name != str(out) else f"./{out}"
+    print_lines(shown, *lines, f"written: {out}; predict with --stack {place}")
+
+
+def _check_out(out: Path) -> None:
+    """Refuse to write over what is no calibrated stack, such as the runs."""
+    if out.suffix != ".toml":
+        raise OptionError(f"--out is {given(str(out))}; it must end in .toml")
+    if not out.parent.is_dir():
+        raise OptionError(f"--out is {given(str(out))}; its folder does not exist")
+    if out.exists() and not (is_regular(out) and text_of(out).startswith(f"# {HEAD}")):
+        raise OptionError(f"--out is {given(str(out))}, which is there; give a new name")
+
+
+def _misfits(runs: Sequence[MeasuredRun], found: Calibrated) -> list[str]:
+    """A warning for each run that no values of the numbers describe."""
+    pairs = zip(runs, found.last, strict=True)
+    errors = {
+        run.where: result.tokens_per_s_per_gpu / run.tokens_per_s_per_gpu - 1
+        for run, result in pairs
+    }
+    return [
+        f"warning: {where} is still {error:+.0%} off: the row is wrong, or the run does something"
+        " that is not modelled; intervals near it are as much wider"
+        for where, error in errors.items()
+        if abs(error) > _FAR_OFF
+    ]
 
 
 def _numbers(found: Calibrated) -> list[tuple[str, ...]]:
@@ -57,13 +97,32 @@ def _runs(runs: Sequence[MeasuredRun], found: Calibrated) -> list[tuple[str, ...
         errors = [speed / run.tokens_per_s_per_gpu - 1 for speed in speeds]
         rows.append(
             (
-                f"{run.where.rpartition(', ')[2]}: {last.strategy} on {last.gpus} GPUs",
+                f"{run.where.rpartition(', ')[2]}: {_named(last)}",
                 f"{run.tokens_per_s_per_gpu:,.0f}",
                 *(f"{speed:,.0f}" for speed in speeds),
                 *(f"{error:+.1%}" for error in errors),
             )
         )
     return rows
+
+
+def _memories(runs: Sequence[MeasuredRun], found: Calibrated) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for run, first, last in zip(runs, found.first, found.last, strict=True):
+        if run.memory is not None:
+            sizes = (run.memory, *(reserved(one.memory_bytes_per_gpu) for one in (first, last)))
+            name = f"{run.where.rpartition(', ')[2]}: {_named(last)}"
+            rows.append((name, *(f"{size / GIB:.1f} GiB" for size in sizes)))
+    return rows
+
+
+def _named(result: Result) -> str:
+    """What tells a run from others of its model."""
+    parts = [f"{result.strategy} on {counted(result.gpus, 'GPU')}"]
+    parts += [f"tp {result.tp}"] if result.tp > 1 else []
+    parts += [f"pp {result.pp}"] if result.pp > 1 else []
+    steps = f" x {result.accumulation}" if result.accumulation > 1 else ""
+    return ", ".join([*parts, f"micro-batch {result.micro_batch}{steps}"])
 
 
 def _plain(runs: Sequence[MeasuredRun], found: Calibrated) -> dict[str, Any]:
@@ -79,9 +138,12 @@ def _plain(runs: Sequence[MeasuredRun], found: Calibrated) -> dict[str, Any]:
         "runs": [
             {
                 "where": run.where,
+                "run": _named(last),
                 "measured_tokens_per_s_per_gpu": run.tokens_per_s_per_gpu,
                 "before_tokens_per_s_per_gpu": first.tokens_per_s_per_gpu,
                 "after_tokens_per_s_per_gpu": last.tokens_per_s_per_gpu,
+                "measured_reserved_bytes": run.memory,
+                "after_reserved_bytes": reserved(last.memory_bytes_per_gpu),
             }
             for run, first, last in zip(runs, found.first, found.last, strict=True)
         ],

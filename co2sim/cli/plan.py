@@ -88,7 +88,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     headroom: Annotated[
         str,
         typer.Option(
-            help="Memory to leave free. Measured peaks lie within 10 % of predicted ones."
+            help="Memory to leave free. Published runs needed up to a fifth more than predicted."
         ),
     ] = "10%",
     steps_factor: options.StepsFactor = None,

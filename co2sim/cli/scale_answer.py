@@ -239,7 +239,7 @@ def _print_cluster(
     notes = ["a->b: throughput per GPU at b, relative to that at a"] if starts else []
     if not all(result.fits_in_memory for result in results):
         size = scaled(first.gpu_memory_bytes, "B")
-        notes.append(f"* does not fit in the {size} of a GPU: shown as if it did")
+        notes.append(f"* needs more than the {size} of a GPU: shown as if it fitted")
     print_lines(terminal, *notes)
     close = result.not_told_apart([pair for pair in asked if pair[1].gpus == sizes[-1]])
     result.print_sources(terminal, results, *([close] if close else []), "")

@@ -242,7 +242,7 @@ def _same(texts: Sequence[str]) -> str:
 def _print_notes(terminal: Console, results: Sequence[Result], goal: Goal) -> None:
     notes = ["efficiency: against the same round with free communication"]
     if not all(r.fits_in_memory for r in results):
-        notes.append("* does not fit in the memory of a GPU: shown as if it did")
+        notes.append("* needs more than the memory of a GPU: shown as if it fitted")
     if not any(r.fits_in_memory for r in results):
         notes.append("none fits: run one of them (`co2sim run`) to see what would")
     print_lines(terminal, *notes)

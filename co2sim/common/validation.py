@@ -134,7 +134,7 @@ def names_at(spec: "type[BaseModel]", place: Place) -> list[str]:
             option["properties"][part]
             for option in resolved
             if part in option.get("properties", {})
-        ]
+        ] or [option["items"] for option in resolved if isinstance(part, int) and "items" in option]
         allowed = following[0] if following else allowed
     return names_here or ["nothing"]
 

@@ -2,26 +2,43 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
 
-from co2sim.common.validation import Count, Fraction, Multiple, Slowdown, Spread, Time, check
+from co2sim.common.validation import Count, Fraction, Multiple, Quantity, Slowdown, Spread, check
 from co2sim.hardware.cluster import GPU, Cluster, KernelTimes
 from co2sim.models.workload import AttentionKernel, Checkpointing, Loss, Selective
+
+Flash = Literal["flash1", "flash2", "cudnn", "triton", ""]
+"""An implementation of flash attention; files of GPUs say how fast each is."""
+
+Shares = Literal["nothing", "states", "parameters", "steps"]
+"""What replicas share: nothing, optimizer states, parameters too, or the outcome of steps."""
+
+Factor = Annotated[float, Quantity(least=1, most=100)]
+Overhead = Annotated[float, Quantity(unit="s", least=0, most=0.1)]
+Sustained = Annotated[float, Quantity(least=0.01, most=1)]
+Misfit = Annotated[float, Quantity(least=0, most=10)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What a run is like, so that others can be more or less like it.
 
-    `gpu` is the generation, `divided` tp x pp, `tokens` those of a pass on a GPU, and `shares` what
-    replicas share: nothing, optimizer states, parameters, or steps.
+    `gpu` is the generation, `divided` tp x pp, and `tokens` those of a pass on a GPU. `network` is
+    the speed between nodes in bit/s a GPU, 0 on one node. `kernels` names precision, attention and
+    recomputation; of a published run it is not told. `misfit` is by how much the logarithm of its
+    throughput is off with the stack that it calibrated.
     """
 
     gpu: str
     gpus: Count
     parameters: Multiple
-    shares: str
+    shares: Shares
     divided: Count
     tokens: Multiple
+    network: float = 0.0
+    kernels: str = ""
+    misfit: Misfit = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what no run can be."""
@@ -44,14 +61,15 @@ class Stack:
     activations that are needed at least.
 
     A stack that was calibrated on a cluster also has numbers of that: the fraction of the speed of
-    products that is `sustained`, `ring_loss` of the links between nodes, `interference` and
-    `node_spread`. None: that of the cluster. `measured` are the runs that it was calibrated by.
+    products that is `sustained`, `network_efficiency` and `ring_loss` of the links between nodes,
+    `interference` and `node_spread`. None: that of the cluster. `measured` are the runs that it was
+    calibrated by.
     """
 
     name: str
-    flash: str
-    elementwise: Multiple
-    call_overhead: Time
+    flash: Flash
+    elementwise: Factor
+    call_overhead: Overhead
     attention: AttentionKernel = "flash"
     loss: Loss = "fused"
     checkpointing: Checkpointing = "non_reentrant"
@@ -60,9 +78,10 @@ class Stack:
     overlap_tensor: bool = False
     keep_gathered: bool = False
     main_gradients: bool = False
-    kept: Multiple = 1.0
+    kept: Factor = 1.0
     kernels: Mapping[str, KernelTimes] = field(default_factory=dict)
-    sustained: Fraction | None = None
+    sustained: Sustained | None = None
+    network_efficiency: Fraction | None = None
     ring_loss: Slowdown | None = None
     interference: Slowdown | None = None
     node_spread: Spread | None = None
@@ -77,6 +96,8 @@ class Stack:
         gpu, inter = cluster.gpu, cluster.inter
         if gpu.products and self.sustained is not None and "gpu.products.sustained" not in asked:
             gpu = replace(gpu, products=replace(gpu.products, sustained=self.sustained))
+        if self.network_efficiency is not None and "inter.efficiency" not in asked:
+            inter = replace(inter, efficiency=self.network_efficiency)
         if self.ring_loss is not None and "inter.ring_loss" not in asked:
             inter = replace(inter, ring_loss=self.ring_loss)
         names = "interference", "node_spread"

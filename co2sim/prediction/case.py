@@ -84,6 +84,11 @@ class LoadedCase:
         return self.job.precision
 
     @property
+    def kernels(self) -> str:
+        """What its kernels do, besides the model: precision, attention and recomputation."""
+        return f"{self.job.precision}, {self.job.attention}, {self.job.recompute}"
+
+    @property
     def layout(self) -> Layout:
         """Of data parallelism: tensor-parallel GPUs count as one rank."""
         return data_parallel_layout(self.cluster.layout, self.job.tp)

@@ -17,7 +17,7 @@ from co2sim.models.workload import Model
 from co2sim.prediction import auto_delay, pipeline
 from co2sim.prediction.case import Case, LoadedCase, Options, scheduled
 from co2sim.prediction.error_model import Situation, error_model
-from co2sim.prediction.evidence import distance, nearest_to, setting_of
+from co2sim.prediction.evidence import from_measured, nearest_to, setting_of
 from co2sim.prediction.intervals import Interval, Predicted
 from co2sim.prediction.notes import remarks as remarks_on
 from co2sim.prediction.notes import warnings as warnings_of
@@ -191,12 +191,10 @@ def _of_pipeline(case: Case, done: Done | None) -> Result:
 
 def _situation(prepared: LoadedCase, model: Model, result: Result) -> Situation:
     """What makes the result more or less sure."""
-    own = setting_of(prepared.cluster, model, result)
-    return Situation.of(
-        result,
-        known=prepared.cluster.gpu.kernels is not None,
-        apart=min((distance(own, one) for one in prepared.measured), default=math.inf),
-    )
+    own = setting_of(prepared.cluster, model, result, prepared.kernels)
+    apart, misfit = from_measured(own, prepared.measured)
+    known = prepared.cluster.gpu.kernels is not None
+    return Situation.of(result, known=known, apart=apart, misfit=misfit)
 
 
 def _with_interval(case: Case, prepared: LoadedCase, result: Result, done: Done | None) -> Result:

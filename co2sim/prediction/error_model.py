@@ -34,7 +34,8 @@ class Situation:
     `exposed` is the share of the round that waits for the network, `divided` how many GPUs share
     the layers (tp x pp), `host` what the host needs to issue passes over what the GPU needs for
     them, and `known` says whether something is published of the GPU's kernels. `apart` is the
-    distance to the nearest of the runs that the stack was calibrated by: inf without any.
+    distance to the nearest of the runs that the stack was calibrated by, inf without any, and
+    `misfit` by how much the logarithm of that is still off.
     """
 
     exposed: float
@@ -43,9 +44,17 @@ class Situation:
     host: float
     known: bool = True
     apart: float = math.inf
+    misfit: float = 0.0
 
     @classmethod
-    def of(cls, result: Result, *, known: bool = True, apart: float = math.inf) -> "Situation":
+    def of(
+        cls,
+        result: Result,
+        *,
+        known: bool = True,
+        apart: float = math.inf,
+        misfit: float = 0.0,
+    ) -> "Situation":
         """That of a result."""
         return cls(
             exposed=result.exposed_share,
@@ -54,6 +63,7 @@ class Situation:
             host=result.host_load or 0.0,
             known=known,
             apart=apart,
+            misfit=misfit,
         )
 
     @property
@@ -94,9 +104,12 @@ class DistanceErrors:
     factor: float
     runs: int
 
-    def reach(self, apart: float) -> float:
-        """How far a 90 % interval of log(measured / predicted) reaches to both sides."""
-        return self.factor * math.hypot(self.any, self.apart * apart)
+    def reach(self, apart: float, misfit: float = 0.0) -> float:
+        """How far a 90 % interval of log(measured / predicted) reaches to both sides.
+
+        `misfit` is by how much the other run is off itself.
+        """
+        return self.factor * math.hypot(self.any, self.apart * apart, misfit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +150,7 @@ class ErrorModel:
     def reach(self, situation: Situation) -> float:
         """How far a 90 % interval of log(published / predicted) reaches to both sides."""
         reach = self.factor * self.deviation(situation)
-        return min(reach, self.own.reach(situation.apart)) if self.own else reach
+        return min(reach, self.own.reach(situation.apart, situation.misfit)) if self.own else reach
 
     def by_own(self, situation: Situation) -> bool:
         """Whether the runs that the stack was calibrated by make the interval narrower."""

@@ -5,13 +5,14 @@ Errors are those of predictions by what was fitted without the run's source (`co
 
 import csv
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from co2sim.hardware.cluster import Cluster
-from co2sim.models.stack import Setting
+from co2sim.models.stack import Setting, Shares
 from co2sim.models.workload import Model
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
@@ -38,7 +39,7 @@ class PublishedRun:
     parameters: int
     gpus: int
     strategy: str
-    shares: str
+    shares: Shares
     divided: int
     tokens: float
     published: float
@@ -52,7 +53,8 @@ class PublishedRun:
     @property
     def setting(self) -> Setting:
         """What it is like."""
-        return Setting(**{one.name: getattr(self, one.name) for one in fields(Setting)})
+        names = "gpu", "gpus", "parameters", "shares", "divided", "tokens"
+        return Setting(**{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,28 +65,37 @@ class Near:
     distance: float
 
 
-def shares(strategy: str) -> str:
+def shares(strategy: str) -> Shares:
     """What the replicas of a strategy share, by its name: states, parameters, steps or nothing."""
     name = strategy.partition("(")[0].partition(":")[0]
-    known = {"ddp": "nothing", "zero1": "states", "zero2": "states"}
-    known |= dict.fromkeys(("zero3", "zeropp", "fsdp"), "parameters")
+    known: dict[str, Shares] = {"ddp": "nothing", "zero1": "states", "zero2": "states"}
+    known |= {"zero3": "parameters", "zeropp": "parameters", "fsdp": "parameters"}
     return known.get(name, "steps")
+
+
+_KINDS: Mapping[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("parameters", "gpus", "divided"), int),
+    **dict.fromkeys(("tokens", "published", "predicted"), float),
+}
 
 
 @cache
 def published_runs() -> tuple[PublishedRun, ...]:
     """All that the catalog knows."""
     text = (resources.files("co2sim.catalog") / EVIDENCE).read_text("utf-8")
-    kinds = {field.name: field.type for field in fields(PublishedRun)}
     return tuple(
-        PublishedRun(**{name: kinds[name](value) for name, value in row.items()})  # type: ignore[operator]
+        PublishedRun(**{name: _KINDS.get(name, str)(value) for name, value in row.items()})
         for row in csv.DictReader(text.splitlines())
     )
 
 
-def setting_of(cluster: Cluster, model: Model, result: Result) -> Setting:
-    """What a result is like."""
+def setting_of(cluster: Cluster, model: Model, result: Result, kernels: str = "") -> Setting:
+    """What a result is like; `kernels` names precision, attention and recomputation."""
+    several = result.nodes > 1
+    network = 8 * cluster.inter.payload_bandwidth / cluster.gpus_per_node if several else 0.0
     return Setting(
+        network=network,
+        kernels=kernels,
         gpu=cluster.gpu.generation or cluster.gpu.name,
         gpus=result.gpus,
         parameters=model.parameters,
@@ -95,14 +106,19 @@ def setting_of(cluster: Cluster, model: Model, result: Result) -> Setting:
 
 
 def distance(one: Setting, other: Setting) -> float:
-    """Of two runs of one stack: 1 for twice the parameters, or four times of something else."""
+    """Of two runs of one stack: 1 for twice the parameters, or four times of something else.
+
+    The network counts where both use one, and kernels where both are told.
+    """
     sizes = (
         (one.gpus, other.gpus, 0.5),
         (one.parameters, other.parameters, 1.0),
         (one.tokens, other.tokens, 0.5),
         (one.divided, other.divided, 0.5),
+        (one.network or 1.0, other.network or 1.0, 1.0 * bool(one.network and other.network)),
     )
     found = sum(weight * abs(math.log2(a / b)) for a, b, weight in sizes)
+    found += _OTHER * bool(one.kernels and other.kernels and one.kernels != other.kernels)
     return found + _OTHER * (one.gpu != other.gpu) + _OTHER * (one.shares != other.shares)
 
 
@@ -120,6 +136,19 @@ def between(one: Result, other: Result) -> float:
         for result in (one, other)
     )
     return distance(here, there)
+
+
+def from_measured(own: Setting, measured: Sequence[Setting]) -> tuple[float, float]:
+    """The distance to the nearest of the runs that calibrated a stack, and the misfit of that one.
+
+    inf where none is on this GPU, or where only one of the two trains local steps.
+    """
+    alike = [
+        (distance(own, one), one.misfit)
+        for one in measured
+        if one.gpu == own.gpu and (one.shares == "steps") == (own.shares == "steps")
+    ]
+    return min(alike, default=(math.inf, 0.0))
 
 
 def nearest(case: Case, result: Result, count: int = 5) -> list[Near]:

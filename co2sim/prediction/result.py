@@ -183,7 +183,7 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON."""
-        return asdict(self)
+        return asdict(self) | {"memory_fit": self.memory_fit}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Result":

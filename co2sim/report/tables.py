@@ -54,6 +54,8 @@ def _speed(one: Answered) -> list[str]:
     texts = [figure.shown(one.result) or "-" for figure in in_table("page")]
     if not one.result.fits_in_memory:
         texts[-1] = f"{texts[-1].removesuffix('*')}, {one.result.misfit}"
+    elif one.result.memory_fit == "tight":
+        texts[-1] = f"{texts[-1]}, tight"
     return [one.strategy, str(one.result.gpus), *texts]
 
 

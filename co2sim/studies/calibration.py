@@ -16,14 +16,14 @@ from scipy.optimize import least_squares
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Cluster
-from co2sim.models.memory import reserved
+from co2sim.models.memory import GIB, reserved
 from co2sim.models.stack import Stack
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Compute
 from co2sim.simulation.compute_cost import KernelParts, compute_time, kernel_parts
 from co2sim.studies.batch import Failure, run_all
-from co2sim.studies.measured_runs import MeasuredRun
+from co2sim.studies.measured_runs import MeasuredRun, Profile
 
 _NOISE = 0.03
 """Standard deviation of the logarithm of a throughput or a memory: no run repeats itself better."""
@@ -62,8 +62,11 @@ class Number:
             return own
         if self.name == "sustained":
             return cluster.gpu.products.sustained if cluster.gpu.products else None
+        links = {"network_efficiency": "efficiency", "ring_loss": "ring_loss"}
         found: float = (
-            cluster.inter.ring_loss if self.name == "ring_loss" else getattr(cluster, self.name)
+            getattr(cluster.inter, links[self.name])
+            if self.name in links
+            else getattr(cluster, self.name)
         )
         return found
 
@@ -77,13 +80,18 @@ NUMBERS: tuple[Number, ...] = (
     Number("sustained", "speed of matrix products, of that alone and cool", 0.12, most=1.0),
     Number("elementwise", "memory traffic of other kernels, of the least", 0.35, least=1.0),
     Number("call_overhead", "what the host needs for an operation", 0.5, unit="s"),
+    Number("network_efficiency", "payload of what links between nodes carry", 0.4, most=1.0),
     Number("ring_loss", "what a ring loses with every doubling of its nodes", 0.6, most=2.0),
     Number("interference", "what compute loses beside communication", 0.6, most=1.0),
     Number("node_spread", "differences between nodes", 0.6, most=0.2),
     Number("kept", "activations that a layer keeps, of those needed", 0.3, least=1.0),
 )
 """Spreads are those of the fit to published runs (docs/stacks.md), wider for `sustained`: GPUs of
-one kind are sold with limits of power from 500 to 700 W. That of `kept` is between 1 and 1.65."""
+one kind are sold with limits of power from 500 to 700 W. That of `network_efficiency` is between
+TCP and RDMA, that of `kept` between 1 and 1.65."""
+
+_ABSURD = 20.0
+"""How many times faster or slower than predicted no run is: its unit, or its row, is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +147,7 @@ def calibrate(
         return results, _Observed(runs).errors(cases, results)
 
     first, base = errors(before, "predicting runs")
+    _check_likely(runs, first)
     values, determined = dict(before), dict.fromkeys(before, 0.0)
     for iteration in range(_ITERATIONS):
         slopes = np.zeros((len(base), len(numbers)))
@@ -151,6 +160,8 @@ def calibrate(
         if not iteration:
             kept = [found[one.name] >= _SOME for one in numbers]
             numbers = [one for one, keep in zip(numbers, kept, strict=True) if keep]
+            if not numbers:
+                raise OptionError("these runs determine nothing: none of the numbers changes them")
             slopes = slopes[:, kept]
         determined |= {one.name: found[one.name] for one in numbers}
         values |= _most_likely(numbers, values, before, base / noise, slopes)
@@ -162,16 +173,38 @@ def calibrate(
 def _stated(runs: Sequence[MeasuredRun]) -> dict[str, float]:
     """What each number is before; those that no cluster states, or states to be 0, are left out."""
     cluster, stack = runs[0].case.load()[0].value, runs[0].case.load_stack().value
-    if cluster.gpu.kernels is not None and cluster.gpu.kernels.stack != stack.name:
+    kernels = cluster.gpu.kernels
+    if kernels is None or kernels.stack != stack.name:
         raise OptionError(
-            f"the GPU of {cluster.name} has kernels of its own, which no stack changes; calibrate"
-            " on a cluster whose GPU states products"
+            f"no stack changes the kernels of the GPU of {cluster.name}: its file states them, or"
+            " none are known; calibrate on a cluster whose GPU states products, such as dgx-h100"
+        )
+    if cluster.gpu.name in stack.kernels or cluster.gpu.generation in stack.kernels:
+        raise OptionError(
+            f"the kernels of {stack.name} on {cluster.gpu.name} are fitted, and nothing moves them;"
+            " begin with another stack"
         )
     named = {one.name: one.before(cluster, stack) for one in NUMBERS}
     found = {name: value for name, value in named.items() if value}
     if all(run.memory is None for run in runs):
         del found["kept"]
     return found
+
+
+def _check_likely(runs: Sequence[MeasuredRun], results: Sequence[Result]) -> None:
+    """Refuse what can only be a mistake: speeds and memories in other units."""
+    for run, result in zip(runs, results, strict=True):
+        predicted, measured = result.tokens_per_s_per_gpu, run.tokens_per_s_per_gpu
+        if not 1 / _ABSURD < measured / predicted < _ABSURD:
+            raise OptionError(
+                f"{run.where}: {measured:,.4g} tokens/s of a GPU were measured, and"
+                f" {predicted:,.4g} are predicted; a factor of more than {_ABSURD:g} is a mistake"
+            )
+        if run.memory is not None and not 0.1 * GIB <= run.memory <= result.gpu_memory_bytes:
+            raise OptionError(
+                f"{run.where}: memory_gib is {run.memory / GIB:,.4g}; it must be 0.1 to"
+                f" {result.gpu_memory_bytes / GIB:.4g}, what the GPU has"
+            )
 
 
 def _result(run: MeasuredRun, outcome: Result | Failure) -> Result:
@@ -190,9 +223,9 @@ class _Observed:
     def noise(self) -> Array:
         """Standard deviations of the errors."""
         memories = sum(run.memory is not None for run in self.runs)
-        profiles = sum(run.profile is not None for run in self.runs)
+        kernels = sum(len(_of_profile(run.profile)) for run in self.runs)
         single = [_NOISE] * (len(self.runs) + memories)
-        return np.array([*single, *[_NOISE_OF_KERNELS] * 2 * profiles])
+        return np.array([*single, *[_NOISE_OF_KERNELS] * kernels])
 
     def errors(self, cases: Sequence[Case], results: Sequence[Result]) -> Array:
         """Log(predicted / measured)."""
@@ -209,9 +242,17 @@ class _Observed:
         for run, case in zip(self.runs, cases, strict=True):
             if run.profile is not None:
                 found = kernel_seconds(case)
-                kernels.append(found.products / run.profile.products)
-                kernels.append(found.elementwise / run.profile.elementwise)
+                kernels += [
+                    getattr(found, kind) / getattr(run.profile, kind)
+                    for kind in _of_profile(run.profile)
+                ]
         return np.log([*speeds, *memories, *kernels])
+
+
+def _of_profile(profile: Profile | None) -> list[str]:
+    """Classes of kernels that a trace has."""
+    kinds = "products", "elementwise"
+    return [kind for kind in kinds if profile is not None and getattr(profile, kind) > 0]
 
 
 def kernel_seconds(case: Case) -> KernelParts:

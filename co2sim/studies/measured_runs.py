@@ -37,6 +37,8 @@ COLUMNS = (
 )
 """All that a file may have. What it has not is what the command line says."""
 
+_OF_MODEL = re.compile(r"model\.\w+")
+"""A number of the model, such as model.seq_len."""
 _MOST_ROWS = 200
 _MOST_TRACE = 2 * 2**30
 """Bytes of a trace, unpacked."""
@@ -119,8 +121,12 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, str]]]:
 
 
 def _check_columns(path: Path, columns: list[str]) -> None:
+    if len(columns) == 1 and ";" in columns[0]:
+        raise CatalogError(f"{path}: fields are separated by commas, not by semicolons")
     for name in columns:
-        if name not in COLUMNS:
+        if name in _ONE:
+            raise CatalogError(f"{path}: all rows share --{name}; give it on the command line")
+        if name not in COLUMNS and not _OF_MODEL.fullmatch(name):
             raise CatalogError(f"{path}: unknown column {given(name)}; {nearest(name, COLUMNS)}")
         if columns.count(name) > 1:
             raise CatalogError(f"{path}: column {name} stands there twice")
@@ -129,7 +135,8 @@ def _check_columns(path: Path, columns: list[str]) -> None:
 def _run(where: str, row: Mapping[str, str], job: Case, folder: Path) -> MeasuredRun:
     said: dict[str, Any] = {name: text for name, text in row.items() if name in _CASE}
     said |= {name: row[name] for name in ("model", "strategy") if name in row}
-    case = replace(job, **said)
+    shape = {name: text for name, text in row.items() if _OF_MODEL.fullmatch(name)}
+    case = replace(job, **said, overrides={**job.overrides, **shape})
     for name in ("model", "strategy"):
         if not getattr(case, name):
             raise OptionError(f"no {name}; give the column {name}, or --{name}")
@@ -179,8 +186,8 @@ _KERNELS = {"kernel", "gpu_memcpy", "gpu_memset"}
 def read_profile(path: Path) -> Profile:
     """The times of an optimizer step in a trace of PyTorch's profiler (`export_chrome_trace`).
 
-    The trace is of one GPU, JSON or JSON in gzip, and holds one step or more: with a schedule and
-    `profiler.step()` each is marked, else all of it is one. Raises CatalogError for what is none.
+    The trace is of one GPU, JSON or JSON in gzip, and holds one step or more, each marked by
+    `profiler.step()`. Raises CatalogError for what is none.
     """
     events = _events(path)
     kernels = [one for one in events if one.get("cat") in _KERNELS]
@@ -191,14 +198,15 @@ def read_profile(path: Path) -> Profile:
         )
     marks = [one for one in events if _STEP_NAME.fullmatch(str(one.get("name")))]
     steps = {one["name"]: one["dur"] for one in marks if one.get("cat") != "gpu_user_annotation"}
-    start = min(one["ts"] for one in kernels)
-    end = max(one["ts"] + one["dur"] for one in kernels)
+    if not steps or not median(steps.values()):
+        raise CatalogError(
+            f"{path}: no step in the trace is marked; call profiler.step() at the end of each"
+        )
     times = dict.fromkeys(("products", "attention", "elementwise", "communication"), 0.0)
     for one in kernels:
         times[_class_of(str(one.get("name")))] += one["dur"]
-    count = max(len(steps), 1)
-    each = {name: micro * 1e-6 / count for name, micro in times.items()}
-    return Profile(step=(median(steps.values()) if steps else end - start) * 1e-6, **each)
+    each = {name: micro * 1e-6 / len(steps) for name, micro in times.items()}
+    return Profile(step=median(steps.values()) * 1e-6, **each)
 
 
 def _class_of(name: str) -> str:
@@ -233,4 +241,4 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 def _timed(event: Mapping[str, Any]) -> bool:
     numbers = event.get("ts"), event.get("dur")
-    return all(isinstance(one, int | float) and math.isfinite(one) for one in numbers)
+    return all(isinstance(one, int | float) and 0 <= one < math.inf for one in numbers)

@@ -1,5 +1,6 @@
 """The figures of a configuration, simulated or measured, on the terminal."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -17,6 +18,7 @@ from co2sim.models.memory import GIB, OVERHEAD, model_states
 from co2sim.models.workload import AttentionKernel, Recompute
 from co2sim.prediction import evidence, notes
 from co2sim.prediction.case import Case, LoadedCase, schedule_of
+from co2sim.prediction.error_model import error_model
 from co2sim.prediction.figures import INTERVAL, list_of
 from co2sim.prediction.order import undecided
 from co2sim.prediction.result import Result
@@ -296,11 +298,19 @@ def print_fitting(out: Console, case: Case, settle: Callable[[Case], Case]) -> N
         (
             " ".join(f"--{name} {value}" for name, value in one.changes.items()),
             scaled(one.memory, "B"),
+            _fit_of(one.memory, memory),
         )
         for one in islice(filter(partial(_runs, case, settle), fitting), _MAX)
     ]
     if rows:
-        print_table(out, heading, ("instead", "memory per GPU"), rows)
+        print_table(out, heading, ("instead", "memory per GPU", ""), rows)
+
+
+def _fit_of(needed: Bytes, room: Bytes) -> str:
+    """The verdict on so many bytes."""
+    errors = error_model().memory
+    high = needed * math.exp(errors.reach) if errors else needed
+    return "fits" if high <= room else "tight" if needed <= room else ""
 
 
 def alternatives(prepared: LoadedCase, asked: Strategy) -> Iterator[Alternative]:
