@@ -436,11 +436,18 @@ def relative(result: Result) -> str:
 
 
 def print_sources(out: Console, results: Iterable[Result], *after: str) -> None:
-    """Where intervals come from, and of which strategies if not of all; and lines after that."""
+    """Where intervals come from, and of which strategies if not of all; and lines after that.
+
+    A strategy whose intervals have several sources is named with its GPUs.
+    """
+    every = [result for result in results if result.interval_source]
+    sources: dict[str, set[str]] = {}
+    for result in every:
+        sources.setdefault(result.strategy, set()).add(result.interval_source)
     found: dict[str, dict[str, None]] = {}
-    for result in results:
-        found.setdefault(result.interval_source, {})[result.strategy] = None
-    found.pop("", None)
+    for result in every:
+        size = f" on {counted(result.gpus, 'GPU')}" if len(sources[result.strategy]) > 1 else ""
+        found.setdefault(result.interval_source, {})[f"{result.strategy}{size}"] = None
     lines = [
         f"{INTERVAL}{f' of {_first(strategies)}' if len(found) > 1 else ''}: {source}"
         for source, strategies in found.items()
