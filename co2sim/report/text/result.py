@@ -297,20 +297,19 @@ def print_fitting(out: Console, case: Case, settle: Callable[[Case], Case]) -> N
     rows = [
         (
             " ".join(f"--{name} {value}" for name, value in one.changes.items()),
-            scaled(one.memory, "B"),
-            _fit_of(one.memory, memory),
+            f"{scaled(one.memory, 'B')}{_fit_of(one.memory, memory)}",
         )
         for one in islice(filter(partial(_runs, case, settle), fitting), _MAX)
     ]
     if rows:
-        print_table(out, heading, ("instead", "memory per GPU", ""), rows)
+        print_table(out, heading, ("instead", "memory per GPU"), rows)
 
 
 def _fit_of(needed: Bytes, room: Bytes) -> str:
-    """The verdict on so many bytes."""
+    """What to say of bytes that fit, but hardly."""
     errors = error_model().memory
     high = needed * math.exp(errors.reach) if errors else needed
-    return "fits" if high <= room else "tight" if needed <= room else ""
+    return "" if high <= room or needed > room else ", tight"
 
 
 def alternatives(prepared: LoadedCase, asked: Strategy) -> Iterator[Alternative]:

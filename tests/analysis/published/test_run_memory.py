@@ -44,14 +44,13 @@ def test_runs_that_need_more_do_not_count() -> None:
     assert any("torch.compile" in one.run.needs for one in counted)
 
 
+@pytest.mark.nightly
 def test_the_catalog_states_the_errors_of_memory() -> None:
     """As they are today, so that an interval is what runs show."""
-    found = run_memory.memory_errors(run_memory.run_memories(RUNS, 1))
+    every = run_memory.run_memories(RUNS, 1)
+    found = run_memory.memory_errors(every)
     assert error_model().memory == found
-    inside = [
-        abs(math.log(one.predicted / one.published)) <= found.reach
-        for one in run_memory.run_memories(RUNS, 1)
-    ]
+    inside = [abs(math.log(one.predicted / one.published)) <= found.reach for one in every]
     assert sum(inside) / len(inside) >= 0.85
 
 
