@@ -48,9 +48,7 @@ def runs(
     ] = False,
     memory: Annotated[  # noqa: FBT002
         bool,
-        typer.Option(
-            "--memory", help="Compare the peak of memory, which nothing is fitted to, instead."
-        ),
+        typer.Option("--memory", help="Compare the peak of memory instead."),
     ] = False,
     jobs: options.Jobs = -1,
     json_: options.Json = False,  # noqa: FBT002

@@ -1,7 +1,8 @@
 """The peak of memory of published runs beside what is predicted.
 
-It follows from formulas (`co2sim.models.memory`), and nothing of it is fitted to these runs. Runs
-that need what is not modelled do not count.
+It follows from formulas (`co2sim.models.memory`). No number is fitted to these runs, but a setting
+of one stack was inferred from them (docs/stacks.md). Runs that need what is not modelled do not
+count.
 """
 
 import math
