@@ -60,6 +60,8 @@ def runs(
     from analysis.published import stack_fit  # noqa: PLC0415 - scipy
     from analysis.published.runs import training_runs  # noqa: PLC0415 - pydantic
 
+    if fit + own + memory > 1:
+        raise OptionError("--fit, --own and --memory are all given, or two of them; give one")
     every = training_runs(papers)
     known = [run for run in every if run.headline]
     if memory:
@@ -122,7 +124,10 @@ def _print_memory(
     for key in source or ():
         if key not in keys:
             raise OptionError(f"unknown source {key!r}; {nearest(key, keys)}")
-    found = run_memories([run for run in every if not source or run.paper in source], jobs)
+    chosen = [run for run in every if not source or run.paper in source]
+    found = run_memories(chosen, jobs)
+    if not found:
+        raise OptionError("no run of these sources whose memory is published can be expressed")
     rows: list[dict[str, Any]] = [
         {
             "source": one.run.paper,

@@ -48,6 +48,8 @@ def run_memories(runs: Sequence[TrainingRun], jobs: int) -> list[RunMemory]:
         run.model_copy(update={"precision": "bf16"}) if run.precision == "fp8" else run
         for run in known
     ]
+    if not plain:
+        return []
     results = predictions(plain, [None] * len(plain), jobs, "predicting memory")
     return [
         RunMemory(run, run.memory_gib or 0.0, _peak(result, run.memory_kind) / GIB)

@@ -88,7 +88,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     headroom: Annotated[
         str,
         typer.Option(
-            help="Memory to leave free. Published runs needed up to a fifth more than predicted."
+            help="Memory to leave free. Some published runs needed twice what is predicted."
         ),
     ] = "10%",
     steps_factor: options.StepsFactor = None,

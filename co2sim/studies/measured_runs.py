@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -103,7 +104,10 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, str]]]:
     for number, line in enumerate(io.StringIO(text), start=1):
         if not line.strip() or line.startswith("#"):
             continue
-        texts = [text.strip() for text in next(csv.reader([line.rstrip("\n")]))]
+        try:
+            texts = [text.strip() for text in next(csv.reader([line.rstrip("\n")], strict=True))]
+        except csv.Error as error:
+            raise CatalogError(f"{path}, line {number}: {error}") from error
         if columns is None:
             columns = texts
             _check_columns(path, columns)
@@ -223,7 +227,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
         raw = path.open("rb")
         with raw, gzip.open(raw) if path.suffix == ".gz" else raw as opened:
             content = opened.read(_MOST_TRACE + 1)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise CatalogError(f"cannot read {path}: {reason}") from error
     if len(content) > _MOST_TRACE:

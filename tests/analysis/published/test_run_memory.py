@@ -37,8 +37,7 @@ def test_memory_is_that_of_the_published_kind() -> None:
 
 
 def test_runs_that_need_more_do_not_count() -> None:
-    """Of autocast and of context parallelism nothing is known; compilation changes no memory."""
-    assert run_memory.run_memories([run for run in of("atorch") if run.memory_gib], 1) == []
+    """Of context parallelism nothing is known; compilation changes no memory."""
     counted = run_memory.run_memories(of("torchtitan_h100"), 1)
     assert all("context parallel" not in one.run.needs for one in counted)
     assert any("torch.compile" in one.run.needs for one in counted)
@@ -71,24 +70,13 @@ def test_a_case_fits_is_tight_or_does_not_fit() -> None:
     }
 
 
-MISSED = {("deepspeed_azure", 269), ("deepspeed_azure", 270), ("deepspeed_azure", 274)}
-"""Runs that fitted though they are predicted not to: 1T parameters with partitioned checkpoints."""
-MISSED |= {("llama3_paper", 283), ("pax", 157)}
-"""And two whose recomputation is not known."""
-
-
 @pytest.mark.nightly
 def test_runs_that_ran_are_not_said_not_to_fit() -> None:
-    """At the worst they are tight, but for those that are named."""
+    """At the worst they are tight."""
     known = [run for run in RUNS if run.headline]
     values = [stack_fit.record().left_out[run.paper] for run in known]
     results = stack_fit.predictions(known, values, 1, "predicting")
-    missed = {
-        (run.paper, run.id)
-        for run, one in zip(known, results, strict=True)
-        if one.memory_fit == "does not fit"
-    }
-    assert missed == MISSED
+    assert "does not fit" not in {one.memory_fit for one in results}
 
 
 def test_a_series_differs_in_gpus_and_begins_with_the_fewest() -> None:

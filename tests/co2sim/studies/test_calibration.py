@@ -375,6 +375,7 @@ def test_a_step_counts_the_tokens_of_tensor_parallel_and_pipelined_gpus_once(
         ("trace\nmissing.json\n", "cannot read"),
         ("gpus,tokens_per_s\n" + "8,1\n" * 201, "more than 200 rows"),
         ("gpus;tokens_per_s\n8;1\n", "by commas, not by semicolons"),
+        ('gpus,tokens_per_s\n"8,1\n', "line 2: unexpected end of data"),
         ("stack,tokens_per_s\nxla,1\n", "all rows share --stack"),
         ("gpus,tokens_per_s,model.seq_len\n8,1,long\n", "line 2: "),
     ],
@@ -440,6 +441,16 @@ def test_a_row_with_a_trace_needs_no_speed(tmp_path: Path) -> None:
     (run,) = rows(tmp_path, "trace\ntrace.json\n")
     assert run.tokens_per_s_per_gpu == pytest.approx(2 * SEQUENCE / 1.1e-3)
     assert run.profile is not None
+
+
+def test_a_damaged_archive_is_refused(tmp_path: Path) -> None:
+    """In one line, wherever it breaks."""
+    path = trace(tmp_path / "trace.json.gz")
+    whole = path.read_bytes()
+    for damaged in (whole[:-20], whole[:12] + b"\xff" * 20 + whole[32:], b"no archive"):
+        path.write_bytes(damaged)
+        with pytest.raises(CatalogError, match="cannot read"):
+            read_profile(path)
 
 
 @pytest.mark.parametrize(
