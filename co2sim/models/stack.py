@@ -26,7 +26,7 @@ class Setting:
 
     `gpu` is the generation, `divided` tp x pp, and `tokens` those of a pass on a GPU. `network` is
     the speed between nodes in bit/s a GPU, 0 on one node. `kernels` names precision, attention and
-    recomputation; of a published run it is not told. `misfit` is by how much the logarithm of its
+    recomputation, empty for a published run. `misfit` is by how much the logarithm of its
     throughput is off with the stack that it calibrated.
     """
 

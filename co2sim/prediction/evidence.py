@@ -108,7 +108,7 @@ def setting_of(cluster: Cluster, model: Model, result: Result, kernels: str = ""
 def distance(one: Setting, other: Setting) -> float:
     """Of two runs of one stack: 1 for twice the parameters, or four times of something else.
 
-    The network counts where both use one, and kernels where both are told.
+    The network counts where both use one, and kernels where both state them.
     """
     sizes = (
         (one.gpus, other.gpus, 0.5),
