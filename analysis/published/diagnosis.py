@@ -84,7 +84,7 @@ MECHANISMS = (
     Mechanism(
         "memory traffic of matrix products",
         "v100-zeropp",
-        _override("gpu.kernels.operand_efficiency", "1"),
+        _kernels(operand_efficiency=1.0),
     ),
     Mechanism(
         "all-to-all slower than a ring",
@@ -94,20 +94,18 @@ MECHANISMS = (
     Mechanism(
         "memory traffic of matrix products",
         "a100-data-parallel",
-        _override("gpu.kernels.operand_efficiency", "1"),
+        _kernels(operand_efficiency=1.0),
     ),
     Mechanism(
         "host that issues operations",
         "a100-data-parallel",
-        _override("gpu.kernels.call_overhead", "0 us"),
+        _kernels(call_overhead=0.0),
     ),
-    Mechanism(
-        "gap after every kernel", "a100-data-parallel", _override("gpu.kernels.kernel_gap", "0 us")
-    ),
+    Mechanism("gap after every kernel", "a100-data-parallel", _kernels(kernel_gap=0.0)),
     Mechanism(
         "slow product over the vocabulary",
         "a100-data-parallel",
-        _override("gpu.kernels.vocabulary_efficiency", "0.859"),
+        _kernels(vocabulary_efficiency=0.859),
     ),
     Mechanism(
         "memory traffic of optimizer and elementwise kernels",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from co2sim.catalog import load_cluster, load_model, load_stack
+from co2sim.catalog import DEFAULT_STACK, load_cluster, load_model, load_stack
 from co2sim.common.errors import OptionError
 from co2sim.common.units import duration
 from co2sim.hardware.cluster import Cluster
@@ -105,6 +105,8 @@ class ConstantGroup:
 
 _OPERANDS = "fraction of the memory bandwidth at which operands move, counted once a product"
 
+_A100 = ("NVIDIA A100-SXM4-80GB",)
+
 _COMPOSER = {
     "H100": ("h100-3200g", "NVIDIA H100-SXM5-80GB"),
     "A100-80": ("a100-80-1600g", "NVIDIA A100-SXM4-80GB"),
@@ -138,8 +140,8 @@ GROUPS = {
             (
                 Constant(
                     "operand_efficiency", "gpu.kernels.operand_efficiency",
-                    ("gpus/v100-32-megatron.toml",), 0.02, 1.0, "",
-                    _OPERANDS,
+                    ("stacks/deepspeed-2023.toml",), 0.02, 1.0, "",
+                    _OPERANDS, inside=("NVIDIA V100-SXM2-32GB",),
                 ),
                 Constant(
                     "exchange_efficiency", "inter.exchange_efficiency",
@@ -156,23 +158,25 @@ GROUPS = {
             (
                 Constant(
                     "operand_efficiency", "gpu.kernels.operand_efficiency",
-                    ("gpus/a100-80-megatron.toml",), 0.02, 1.0, "",
-                    _OPERANDS,
+                    ("stacks/deepspeed-2023.toml",), 0.02, 1.0, "",
+                    _OPERANDS, inside=_A100,
                 ),
                 Constant(
                     "vocabulary_efficiency", "gpu.kernels.vocabulary_efficiency",
-                    ("gpus/a100-80-megatron.toml",), 0.05, 0.9, "",
+                    ("stacks/deepspeed-2023.toml",), 0.05, 0.9, "",
                     "fraction of the peak that the product over the vocabulary attains",
+                    inside=_A100,
                 ),
                 Constant(
                     "call_overhead", "gpu.kernels.call_overhead",
-                    ("gpus/a100-80-megatron.toml",), 1e-6, 2e-4, "s",
-                    "time in which the host issues one operation",
+                    ("stacks/deepspeed-2023.toml",), 1e-6, 2e-4, "s",
+                    "time in which the host issues one operation", inside=_A100,
                 ),
                 Constant(
                     "kernel_gap", "gpu.kernels.kernel_gap",
-                    ("gpus/a100-80-megatron.toml",), 0.0, 3e-5, "s",
+                    ("stacks/deepspeed-2023.toml",), 0.0, 3e-5, "s",
                     "time that the GPU loses at every operation of the framework, views included",
+                    inside=_A100,
                 ),
             ),
         ),
@@ -184,7 +188,7 @@ GROUPS = {
             (
                 Constant(
                     "compute_efficiency", "gpu.efficiency",
-                    ("gpus/a100-80-transnormer.toml",), 0.05, 0.9, "",
+                    ("stacks/transnormer-2023.toml",), 0.05, 0.9, "",
                     "fraction of the GPU's peak that the passes of TransNormerLLM attain",
                 ),
                 Constant(
@@ -250,9 +254,9 @@ def stated(group: ConstantGroup) -> dict[str, float]:
 
 @lru_cache(_MAX_ENTRIES)
 def cluster_of(reference: str, overrides: tuple[tuple[str, str], ...], stack: str = "") -> Cluster:
-    """A cluster of the catalog, as it is with a stack if one is named; read once."""
+    """A cluster of the catalog, as it is with a stack, or with its own; read once."""
     found = load_cluster(reference, dict(overrides)).value
-    return load_stack(stack).value.within(found, dict(overrides)) if stack else found
+    return load_stack(stack or found.stack or DEFAULT_STACK).value.within(found, dict(overrides))
 
 
 @lru_cache(_MAX_ENTRIES)

@@ -219,9 +219,8 @@ def _check_kernels(tree: Tree, reference: str, changes: Mapping[str, str]) -> No
     if path is None or first in changes or not isinstance(gpu, dict) or gpu.get("kernels"):
         return
     raise CatalogError(
-        f"--set {path}: the GPU of {reference} has no kernels; take one that has (--set"
-        f" gpu=a100-80-megatron, v100-32-megatron), or give {first}, too; --set stack.PATH changes"
-        " what the stack does"
+        f"--set {path}: the file of the GPU of {reference} states no kernels; give {first}, too, or"
+        " change what the stack does by --set stack.PATH"
     )
 
 

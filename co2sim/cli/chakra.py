@@ -69,7 +69,7 @@ def replay(
     ],
     cluster: options.Cluster,
     precision: Annotated[str | None, options.flag("precision")] = None,
-    stack: Annotated[str, options.flag("stack")] = DEFAULT_STACK,
+    stack: Annotated[str, options.flag("stack")] = "",
     overrides: Annotated[list[str] | None, options.flag("overrides")] = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
@@ -77,7 +77,8 @@ def replay(
     from co2sim.simulation import chakra  # noqa: PLC0415 - of an extra
 
     loaded = load_cluster(cluster, options.pairs(overrides, "--set")).value
-    loaded = load_stack(stack).value.within(loaded, options.pairs(overrides, "--set"))
+    software = load_stack(stack or loaded.stack or DEFAULT_STACK).value
+    loaded = software.within(loaded, options.pairs(overrides, "--set"))
     with progress_bar("reading ranks", after=1.0) as done:
         trace = chakra.read(place, done)
     with progress_bar("simulating rounds", after=1.0) as done:

@@ -16,7 +16,7 @@ from co2sim.prediction import driver
 from co2sim.prediction.case import Case
 from co2sim.prediction.goodput import FailingWorkers, Goodput, goodput_of
 from co2sim.prediction.result import Result
-from co2sim.report.text.result import print_assumed
+from co2sim.report.text.result import print_assumed, stacks_of
 from co2sim.studies.candidates import command_of
 from co2sim.studies.grid import strategy_title
 
@@ -128,7 +128,8 @@ def algorithm(workers: FailingWorkers | None) -> str:
 
 
 def _print(out: Console, answers: Sequence[_Answer]) -> None:
-    print_lines(out, *(f"{words(one.result, one.found)}." for one in answers), "")
+    used = stacks_of(one.result for one in answers)
+    print_lines(out, *(f"{words(one.result, one.found)}." for one in answers), used, "")
     for one in answers:
         if not one.result.fits_in_memory:
             print_lines(out, f"warning: {one.title} does not fit in memory; see `co2sim run`", "")

@@ -17,7 +17,7 @@ from co2sim.common.units import number
 from co2sim.prediction.step_factors import remark
 from co2sim.report.text import totals
 from co2sim.report.text.plan import commands, looked, nothing, plain, words
-from co2sim.report.text.result import print_assumed
+from co2sim.report.text.result import print_assumed, stacks_of
 from co2sim.studies.candidates import Candidate, Objective, Space
 from co2sim.studies.grid import display_name
 from co2sim.studies.plan import Recommendation, plan
@@ -114,7 +114,8 @@ def _print(
     turns: Sequence[BreakEven],
     held: Sequence[Sensitivity],
 ) -> None:
-    print_lines(out, *words(found, turns, held), "")
+    used = stacks_of(option.result for option in (*found.best, *found.front))
+    print_lines(out, *words(found, turns, held), used, "")
     print_options(out, "no other is both faster and cheaper", found.front)
     best = found.best[:_MAX_ROWS]
     more = f", the first {len(best)} of {len(found.best)}" if len(found.best) > len(best) else ""

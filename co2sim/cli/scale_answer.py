@@ -186,6 +186,19 @@ def _print_totals(
     totals.print_basis(terminal, cases, found, "")
 
 
+def _title(cluster: str, results: Sequence[Result], noise: Noise) -> str:
+    """What all results share."""
+    first = results[0]
+    parts = [
+        f"{cluster}: {first.model}, {first.unit}s/s per GPU by number of GPUs",
+        f"{first.tokens_per_gpu_per_step:,} {first.unit}s per GPU and step, {first.precision}",
+        division(first),
+        speeds(noise) if noise.uneven else "",
+        result.stacks_of(results),
+    ]
+    return "; ".join(filter(None, parts))
+
+
 def _print_cluster(
     terminal: Console,
     cluster: str,
@@ -228,14 +241,8 @@ def _print_cluster(
                 *(totals.cells(last, goal)[: len(to_loss)] if to_loss else ()),
             ]
         )
-    title = (
-        f"{cluster}: {first.model}, {first.unit}s/s per GPU by number of GPUs;"
-        f" {first.tokens_per_gpu_per_step:,} {first.unit}s per GPU and step, {first.precision}"
-    )
-    title += f"; {division(first)}" if division(first) else ""
-    title += f"; {speeds(noise)}" if noise.uneven else ""
-    title += _far([pair for pair in asked if pair[1].gpus == sizes[-1]])
-    print_table(terminal, title, columns, rows)
+    far = _far([pair for pair in asked if pair[1].gpus == sizes[-1]])
+    print_table(terminal, _title(cluster, results, noise) + far, columns, rows)
     notes = ["a->b: throughput per GPU at b, relative to that at a"] if starts else []
     if not all(result.fits_in_memory for result in results):
         size = scaled(first.gpu_memory_bytes, "B")

@@ -19,7 +19,7 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, remark
 from co2sim.prediction.totals import tokens_of
-from co2sim.report.text.result import print_assumed, print_warnings
+from co2sim.report.text.result import print_assumed, print_warnings, stacks_of
 from co2sim.report.text.solve import best, checks, plain, remarks, told, words
 from co2sim.studies.grid import strategy_title
 from co2sim.studies.sensitivity import MORE, Sensitivity, levers
@@ -72,7 +72,7 @@ def solving(  # noqa: PLR0917 - one argument per option
         print(json.dumps([plain(solved, moved) for solved in found], indent=2))
         return
     out = console()
-    print_lines(out, *(f"{words(solved)}." for solved in found), "")
+    print_lines(out, *(f"{words(solved)}." for solved in found), stacks_of(results.values()), "")
     print_warnings(out, results.items())
     for target in wanted:
         _print_target(out, [solved for solved in found if solved.target == target])

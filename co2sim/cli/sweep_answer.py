@@ -21,7 +21,13 @@ from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import Totals, result_to_dict
 from co2sim.report.text import result, totals
-from co2sim.report.text.result import print_assumed, print_remarks, print_warnings, speeds
+from co2sim.report.text.result import (
+    print_assumed,
+    print_remarks,
+    print_warnings,
+    speeds,
+    stacks_of,
+)
 from co2sim.studies.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.studies.grid import Setting, display_name
 from co2sim.studies.results_folder import FolderSummary, SweepTable, stream
@@ -170,6 +176,8 @@ def _print(
     title = ", ".join([*_shared(cases, outcomes), f"by {' and '.join(settings[0])}"])
     uneven = speeds(cases[0].noise, varied=settings[0])
     title += f"; {uneven}" if uneven else ""
+    used = "" if "stack" in settings[0] else stacks_of(results)
+    title += f"; {used}" if used else ""
     found = None if tokens is None else totals.totals_for(cases, outcomes, tokens, goal)
     if found is not None:
         totals.print_answer(terminal, _trainings(settings, outcomes, found))

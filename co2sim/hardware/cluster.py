@@ -132,8 +132,7 @@ class KernelTimes:
     between 0.58 and 0.66 in Triton of 2023 (triton-lang/triton pull request 1917). `call_overhead`
     is what the host needs to issue an operation, `kernel_gap` what the GPU loses between two, and
     `product_start` what every matrix product takes at least. Elementwise kernels move `elementwise`
-    times the least traffic: unfused ones read and write what lies between them, too. `stack` names
-    the software stack whose kernels these are; empty where a GPU's file states them itself.
+    times the least traffic: unfused ones read and write what lies between them, too.
     """
 
     gemm_efficiency: Fraction
@@ -146,7 +145,6 @@ class KernelTimes:
     attention_backward: Fraction = 1.0
     call_overhead: Time = 0.0
     kernel_gap: Time = 0.0
-    stack: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what no GPU can be."""
@@ -218,7 +216,8 @@ class GPU:
     software stack makes `kernels` of them (`models.stack`). `tdp` is
     its thermal design power, `idle_power` what it draws while its processes wait (`power`).
     `generation` names the first GPU with its multiprocessors, such as "H100" for an H200: what was
-    published of that GPU says how far predictions are off.
+    published of that GPU says how far predictions are off. `stack` names the software stack whose
+    kernels these are; empty where a file of the user's states them itself, or none are known.
     """
 
     name: str
@@ -234,6 +233,7 @@ class GPU:
     tdp: Power | None = None
     idle_power: Power | None = None
     generation: str | None = None
+    stack: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what no GPU can be."""
@@ -379,8 +379,9 @@ class Cluster:
     `network_overhead` is what the host of a node needs to post a message (`protocols`), and
     `call_overhead` what hosts add to every collective, however many steps it has: they launch it
     and notice its end. `host` is what the cores of a machine add that serves all ranks itself, as
-    in a lab. `currency` is that of `price_per_gpu`. `scatter` is known where a probe measured the
-    cluster, `failures` where it is known how often its parts fail.
+    in a lab. `stack` is the software stack of the catalog that runs on it unless another is asked
+    for; empty: the default of all. `currency` is that of `price_per_gpu`. `scatter` is known where
+    a probe measured the cluster, `failures` where it is known how often its parts fail.
 
     Nodes differ: the compute time of each has a lognormal factor of mean 1 with sigma `node_spread`
     for as long as the job runs, and a new one with sigma `step_spread` in every step. Whoever meets
@@ -422,6 +423,7 @@ class Cluster:
     scatter: Scatter | None = None
     failures: Failures | None = None
     host: HostEffects | None = None
+    stack: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what no cluster can be."""

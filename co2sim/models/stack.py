@@ -52,7 +52,8 @@ class Stack:
     `flash` names its implementation of flash attention, as files of GPUs do. Its elementwise
     kernels move `elementwise` times the least memory traffic, and its host needs `call_overhead`
     to issue an operation. `kernels` are fitted constants by the generation or the name of a GPU,
-    where there are some: they stand for all of these. `attention`, `loss` and `checkpointing` are
+    where there are some: they stand for all of these; so does `efficiency`, the fraction of peak
+    that all passes attain, where no more was published. `attention`, `loss` and `checkpointing` are
     what it does unless it is told otherwise, `selective` what it repeats of a layer on request.
     `overlap` says whether it reduces gradients while the backward pass goes on, `overlap_tensor`
     whether tensor-parallel GPUs exchange activations beside the products that need them, and
@@ -79,6 +80,7 @@ class Stack:
     keep_gathered: bool = False
     main_gradients: bool = False
     kept: Factor = 1.0
+    efficiency: Fraction | None = None
     kernels: Mapping[str, KernelTimes] = field(default_factory=dict)
     sustained: Sustained | None = None
     network_efficiency: Fraction | None = None
@@ -110,11 +112,13 @@ class Stack:
 
         A GPU whose kernels are known keeps them. One of whose products nothing is known has none.
         """
-        if gpu.kernels is not None:
+        if gpu.kernels is not None or gpu.stack:
             return gpu
+        if self.efficiency is not None:
+            return replace(gpu, efficiency=((1.0, self.efficiency),), stack=self.name)
         fitted = self.kernels.get(gpu.name) or self.kernels.get(gpu.generation or "")
         if fitted is not None:
-            return replace(gpu, kernels=replace(fitted, stack=self.name))
+            return replace(gpu, kernels=fitted, stack=self.name)
         if gpu.products is None:
             return gpu
         speed, products = gpu.attention.get(self.flash), gpu.products
@@ -127,9 +131,8 @@ class Stack:
             attention_half_length=speed.half_length if speed else 0,
             attention_backward=speed.backward / speed.forward if speed else 1.0,
             call_overhead=self.call_overhead,
-            stack=self.name,
         )
-        return replace(gpu, kernels=times)
+        return replace(gpu, kernels=times, stack=self.name)
 
 
 UNNAMED = Stack(name="", flash="", elementwise=1.0, call_overhead=0.0)

@@ -305,7 +305,7 @@ def value_at(cluster: Cluster, path: str) -> float | None:
     for part in path.split("."):
         value = getattr(value, part, None)
     if isinstance(value, tuple):
-        value = value[0][1]
+        value = value[0][1] if value else None
     return None if value is None else float(value)
 
 

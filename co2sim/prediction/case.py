@@ -322,8 +322,9 @@ class Case:
     )
     optimizer: Optimizer = option("adamw", "adamw or sgd.", "job")
     stack: str | Stack | Contents = option(
-        DEFAULT_STACK,
-        "Software stack: the training framework of a year (`co2sim list stacks`), or a TOML file.",
+        "",
+        "Software stack: the training framework of a year (`co2sim list stacks`), or a TOML file;"
+        f" default: the one that the cluster's file names, else {DEFAULT_STACK}.",
         "job",
     )
     overrides: Mapping[str, str] = option(
@@ -378,7 +379,7 @@ class Case:
         """The stack and the options that it has values for, as far as a user gave them."""
         names = ("attention", "checkpointing", "loss")
         given = {name for name in names if getattr(self, name) is not None}
-        return frozenset(given | ({"stack"} if self.stack != DEFAULT_STACK else set()))
+        return frozenset(given | ({"stack"} if self.stack else set()))
 
     @property
     def run_options(self) -> RunOptions:
@@ -387,20 +388,28 @@ class Case:
 
     def load(self) -> tuple[Entry[Cluster], Entry[Model]]:
         """The cluster, with what the stack makes of its GPU, and the model."""
-        cluster = _entry(self.cluster, load_cluster, self.cluster_overrides)
+        cluster = self._bare_cluster()
         within = self.load_stack().value.within(cluster.value, self.cluster_overrides)
         if within != cluster.value:
             cluster = replace(cluster, value=within)
         return cluster, _entry(self.model, load_model, self._overrides_of("model."))
 
     def load_stack(self) -> Entry[Stack]:
-        """The software stack, from its name, file or object."""
-        return _entry(self.stack, load_stack, self._overrides_of("stack."))
+        """The software stack, from its name, file or object, or as the cluster has it."""
+        return _entry(self.chosen_stack, load_stack, self._overrides_of("stack."))
+
+    @property
+    def chosen_stack(self) -> str | Stack | Contents:
+        """The stack that was asked for, else that of the cluster, else the default."""
+        return self.stack or self._bare_cluster().value.stack or DEFAULT_STACK
+
+    def _bare_cluster(self) -> Entry[Cluster]:
+        return _entry(self.cluster, load_cluster, self.cluster_overrides)
 
     def _used_stack(self, gpu: GPU) -> Stack:
         """The stack, if the kernels of the loaded GPU are its; else what is taken of any."""
         stack = self.load_stack().value
-        return stack if gpu.kernels and gpu.kernels.stack == stack.name else UNNAMED
+        return stack if gpu.stack == stack.name else UNNAMED
 
     @property
     def cluster_overrides(self) -> dict[str, str]:

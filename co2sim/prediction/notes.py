@@ -222,8 +222,7 @@ def remarks(
         EAGER_ATTENTION: plain and scores and job.attention == "eager",
         EAGER_LOSS: plain and logits and job.loss == "eager",
         SCALE: even and gpus > _FEW and not uneven_by_hand,
-        IDLE_STACK: "stack" in asked
-        and (cluster.gpu.kernels is None or not cluster.gpu.kernels.stack),
+        IDLE_STACK: "stack" in asked and not cluster.gpu.stack,
     }
     return tuple(text for text, holds in found.items() if holds)
 

@@ -156,7 +156,7 @@ def page(planned: Planned) -> Page:
     job, clusters = planned.space.job, planned.space.clusters
     return Page(
         answer=_answer(planned),
-        doubts=_doubts(planned),
+        doubts=[*_doubts(planned), *sections.predicted_with(planned.shown)],
         sections=[
             _options(planned),
             _best(planned),

@@ -62,6 +62,7 @@ def page(answers: AllSolved) -> Page:
     shown = answers.as_they_are
     return Page(
         answer=[f"{solve.words(solved)}." for solved in answers.found],
+        doubts=sections.predicted_with(shown),
         sections=[
             *(
                 _reached(group, place, answers.goal)

@@ -142,7 +142,7 @@ def page(study: Study) -> Page:
     at_most = [one for group in study.largest.values() for one in group]
     return Page(
         answer=study.answer(),
-        doubts=study.doubts(),
+        doubts=[*study.doubts(), *sections.predicted_with(study.all)],
         sections=[
             sections.money(study.all, names),
             _speed(study, names),

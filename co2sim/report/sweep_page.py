@@ -35,7 +35,7 @@ def page(swept: Swept) -> Page:
     trust = sections.trust(plain, plain)
     return Page(
         answer=swept.answer(),
-        doubts=swept.doubts(),
+        doubts=[*swept.doubts(), *sections.predicted_with(every)],
         sections=[
             _speed(swept),
             PageSection("failed", "Cases that failed", notes=_few(swept.failed)),

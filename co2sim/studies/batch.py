@@ -161,7 +161,7 @@ class Inputs:
                 self._files["model", case.model] = model_contents(case.model)
             if found := self._files["model", case.model]:
                 case = replace(case, model=found)
-        if isinstance(case.stack, str):
+        if isinstance(case.stack, str) and case.stack:
             if ("stack", case.stack) not in self._files:
                 self._files["stack", case.stack] = stack_contents(case.stack)
             if found := self._files["stack", case.stack]:

@@ -173,8 +173,7 @@ def calibrate(
 def _stated(runs: Sequence[MeasuredRun]) -> dict[str, float]:
     """What each number is before; those that no cluster states, or states to be 0, are left out."""
     cluster, stack = runs[0].case.load()[0].value, runs[0].case.load_stack().value
-    kernels = cluster.gpu.kernels
-    if kernels is None or kernels.stack != stack.name:
+    if cluster.gpu.kernels is None or cluster.gpu.stack != stack.name:
         raise OptionError(
             f"no stack changes the kernels of the GPU of {cluster.name}: its file states them, or"
             " none are known; calibrate on a cluster whose GPU states products, such as dgx-h100"

@@ -23,9 +23,10 @@ _CALIBRATED = ", calibrated by "
 
 def stack_file(job: Case, runs: Sequence[MeasuredRun], found: Calibrated, name: str) -> bytes:
     """TOML; `name` is that of the file of runs. Raises OptionError for a stack without a file."""
-    if not isinstance(job.stack, str):
+    stack = job.chosen_stack
+    if not isinstance(stack, str):
         raise OptionError("the stack must be a name or a file")
-    tree: dict[str, Any] = read("stacks", job.stack)
+    tree: dict[str, Any] = read("stacks", stack)
     for path, text in job.overrides.items():
         if path.startswith("stack."):
             override(tree, path.removeprefix("stack."), text)

@@ -144,6 +144,12 @@ def _print_header(out: Console, r: Result, noise: Noise) -> None:
     )
 
 
+def stacks_of(results: Iterable[Result]) -> str:
+    """The software stacks that all is predicted with; empty where none is known."""
+    names = list(dict.fromkeys(one.stack for one in results if one.stack))
+    return f"stack{'s' * (len(names) > 1)}: {'; '.join(names)}" if names else ""
+
+
 def division(r: Result) -> str:
     """How GPUs divide the layers; empty where each has all of them."""
     along = ", the sequence between products, too" if r.sequence_parallel else ""

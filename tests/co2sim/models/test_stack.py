@@ -88,11 +88,22 @@ def test_fitted_kernels_stand_for_all_others() -> None:
     """By the name of a GPU before its generation; a GPU that has kernels keeps them."""
     own, by_generation = KernelTimes(0.3), KernelTimes(0.4)
     stack = replace(STACK, kernels={GPU.name: own, "new": by_generation})
-    assert stack.on(GPU).kernels == replace(own, stack="mine")
+    assert stack.on(GPU).kernels == own
     other = stack.on(replace(GPU, name="another"))
-    assert other.kernels == replace(by_generation, stack="mine")
+    assert (other.kernels, other.stack) == (by_generation, "mine")
     kept = replace(GPU, kernels=by_generation)
     assert stack.on(kept) is kept
+
+
+def test_a_cluster_that_names_a_stack_runs_it_unless_another_is_asked_for() -> None:
+    """As published clusters do, whose runs one framework made; its kernels count once."""
+    case = Case(cluster="a100-tcp80-calibrated", model="gpt2-small", strategy="ddp", gpus=8)
+    stack = load_stack("transnormer-2023").value
+    own, asked = case.prepare(), replace(case, stack="torchtitan").prepare()
+    assert own.stack == stack.name
+    assert own.cluster.gpu.known_efficiency == ((1.0, stack.efficiency),)
+    assert asked.stack == load_stack("torchtitan").value.name
+    assert asked.cluster.gpu.kernels is not None
 
 
 @pytest.mark.parametrize("stack", names("stacks"))
@@ -280,10 +291,11 @@ def test_fp32_gradients_take_four_bytes_and_unfused_layers_more() -> None:
 
 def test_a_gpu_whose_file_states_its_kernels_takes_nothing_of_a_stack() -> None:
     """Neither its speed nor what it does; an answer names none, and says that --stack is idle."""
+    cluster = load_cluster("dgx-a100", {"gpu.kernels.gemm_efficiency": "0.6"}).value
     job = {"model": "mpt-7b", "strategy": "fsdp", "gpus": 8}
     plain, asked = (
-        simulate("a100-node-calibrated", **job, stack=stack)  # type: ignore[arg-type]
-        for stack in (DEFAULT_STACK, "nanotron")
+        simulate(cluster, **job, stack=stack)  # type: ignore[arg-type]
+        for stack in ("", "nanotron")
     )
     assert plain.stack == asked.stack == ""
     assert plain.step_time_s == asked.step_time_s
