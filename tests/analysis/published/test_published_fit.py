@@ -230,7 +230,7 @@ def test_calibrate_writes_the_catalog_and_its_record(
     monkeypatch.setattr(calibrate, "fit_all", lambda _cells, _names: fits)
     found = CliRunner().invoke(app, ["calibrate", "--write", "--papers", str(PAPERS)])
     assert found.exit_code == 0, found.output
-    assert found.output.count("written ") == 7
+    assert found.output.count("written ") == 6
     assert {path: path.read_text() for path in before} == before
     fits[0] = replace(fits[0], values={**fits[0].values, "exchange_efficiency": 0.25})
     CliRunner().invoke(app, ["calibrate", "--write", "--papers", str(PAPERS)])
