@@ -270,7 +270,10 @@ def _model(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[Mod
             )
         override(tree, path, text)
     spec = _checked(ModelSpec, {"model": plain(tree)}, reference)
-    model = spec.model.build()
+    try:
+        model = spec.model.build()
+    except OptionError as error:
+        raise CatalogError(f"{reference}: {error}") from error
     if model.parameters > _MAX_PARAMETERS:
         raise CatalogError(
             f"{reference}: the model has {model.parameters:.3g} parameters; it must be at most"

@@ -1,79 +1,122 @@
 """A Hugging Face `config.json` as a model.
 
-Defaults of a model type are those of its configuration class in github.com/huggingface/transformers
-(src/transformers/models/*/configuration_*.py). What changes the cost of a model is taken over or
-refused; what does not (rotary embeddings, multipliers, token ids) is left out.
+Values that a file leaves out are those of its configuration class in transformers
+(`huggingface_defaults.json`, written by `.ci/huggingface_defaults.py`). What changes the cost of a
+model is taken over or refused; what does not (rotary embeddings, multipliers, token ids) is left
+out, and so is how published weights are stored (`quantization_config`), and layers that predict
+further tokens, which transformers does not build.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from co2sim.catalog.facts import Tree
 from co2sim.common.errors import CatalogError
 from co2sim.common.errors import given as shown
 
-_GATED = {
-    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text",
-    "phi3", "internlm2", "olmo", "olmo2",
-    "smollm3", "granite",
-}  # fmt: skip
-"""Model types with a gated MLP, RMSNorm, no learned positions; biases only if it says so."""
+_Biases = Literal["option", "qkv option", "qkv", "no"]
 
-_PLAIN = {
-    "gpt2",
-    "gpt_neo",
-    "gpt_neox",
-    "opt",
-    "bert",
-    "roberta",
-    "xlm-roberta",
-    "bloom",
-    "gptj",
-    "vit",
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    """What the code of a model type fixes, whatever a configuration says.
+
+    `biases` are those of attention: as `attention_bias` says, for all of its matrices or but the
+    last, always but the last, or never; `bias_key` is that of all matrices. `heads_norm` is a norm
+    of queries and keys; "option": one for all heads where `use_qk_norm` says so. `full_every`: one
+    layer in so many sees all tokens, the others a window.
+    """
+
+    gated: bool = True
+    norm: str = "rmsnorm"
+    norms: int = 2
+    heads_norm: str = "none"
+    biases: _Biases = "option"
+    bias_key: str = ""
+    sinks: bool = False
+    head_bias: bool = False
+    full_every: int = 1
+    shared_gate: bool = False
+    expert_bias: bool = False
+
+
+_PLAIN_LAYERS = _Family(gated=False, norm="layernorm")
+_PARALLEL = _Family(gated=False, norm="layernorm", norms=1, head_bias=True)
+
+FAMILIES: Mapping[str, _Family] = {
+    **dict.fromkeys(("llama", "smollm3", "granite", "granitemoe", "internlm2"), _Family()),
+    **dict.fromkeys(("mistral", "mixtral", "phi3", "gemma", "seed_oss"), _Family()),
+    "olmo": _Family(norm="none"),
+    "olmo2": _Family(heads_norm="whole"),
+    "olmo3": _Family(heads_norm="whole", full_every=4),
+    "olmoe": _Family(heads_norm="whole"),
+    "gemma2": _Family(norms=4, full_every=2),
+    "gemma3_text": _Family(norms=4, heads_norm="head", full_every=6),
+    "qwen2": _Family(biases="qkv"),
+    "qwen2_moe": _Family(biases="qkv", shared_gate=True),
+    "qwen3": _Family(heads_norm="head"),
+    "qwen3_moe": _Family(heads_norm="head"),
+    "glm": _Family(biases="qkv option"),
+    "glm4": _Family(biases="qkv option", norms=4),
+    "glm4_moe": _Family(biases="qkv option", heads_norm="option"),
+    "deepseek_v3": _Family(biases="no"),
+    "gpt_oss": _Family(sinks=True, full_every=2, expert_bias=True),
+    "minimax_m2": _Family(biases="no", heads_norm="whole"),
+    "exaone4": _Family(biases="no", heads_norm="head"),
+    "ernie4_5": _Family(bias_key="use_bias"),
+    "cohere": _Family(norms=1),
+    "cohere2": _Family(norms=1, full_every=4),
+    "arcee": _Family(gated=False),
+    "starcoder2": _Family(gated=False, norm="layernorm", bias_key="use_bias"),
+    **dict.fromkeys(("gpt2", "gpt_neo", "gpt_neox", "bloom", "vit"), _PLAIN_LAYERS),
+    "opt": _Family(gated=False, norm="layernorm", bias_key="enable_bias"),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta"), _PLAIN_LAYERS),
+    **dict.fromkeys(("gptj", "phi"), _PARALLEL),
 }
-"""Model types with a two-matrix MLP, LayerNorm and biases."""
+
+_ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Model types whose code is that of another one."""
+_WRAPPED = {"gemma3": "gemma3_text"}
+"""Model types that hold a language model among others, by what that is."""
 
 _ENCODERS = {"bert", "roberta", "xlm-roberta"}
-_UNTIED = {
-    *("llama", "mistral", "qwen2", "qwen3", "phi3", "internlm2", "olmo", "olmo2", "granite"),
-    *("gpt_neox", "gptj"),
-}
-"""Model types whose `tie_word_embeddings` is false where it is left out."""
 _FOURFOLD = {"gpt2", "gptj", "gpt_neo", "bloom"}
 """Model types whose MLP is four times as wide as the model where it is left out."""
-_HEAD_DIM = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "qwen3": 128}
-"""Model types whose heads are not hidden / heads wide where it is left out."""
 _DROPOUT = {"gpt2", "opt", *_ENCODERS}
 """Model types that drop activations out where the configuration does not say how many."""
 _SPARED = {"roberta": 2, "xlm-roberta": 2}
 """Positions that no token has: they start behind the padding index."""
-_WINDOW_IF_ASKED = {"qwen2", "qwen3", "smollm3"}
+_WINDOW_IF_ASKED = {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"}
 """Model types whose `sliding_window` holds only with `use_sliding_window`."""
-_WINDOWS = {"gemma2": 4096, "gemma3_text": 4096}
-"""Sliding windows of model types that have one where it is left out."""
 
 _REFUSED = {
-    "mixtures of experts are not modelled; a dense transformer is expected": (
-        *("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
-        *("moe_intermediate_size", "n_shared_experts"),
-    ),
-    "attention through a latent space is not modelled": ("kv_lora_rank", "q_lora_rank"),
-    "layers that predict further tokens are not modelled": ("num_nextn_predict_layers",),
     "encoders with decoders, and cross attention, are not modelled": (
         *("is_encoder_decoder", "add_cross_attention"),
     ),
-    "quantized weights are not modelled: give the configuration of the model as it is trained": (
-        "quantization_config",
-    ),
     "layers that share keys and values are not modelled": ("num_kv_shared_layers",),
     "attention within chunks of a sequence is not modelled": ("attention_chunk_size",),
+    "layers without attention are not modelled": ("linear_num_key_heads", "mamba_d_state"),
 }
 """What changes the cost of a model in a way that is not modelled, by the reason."""
 
-_OFF = ("head_dim", "sliding_window", "positions", "token_types")
-"""Numbers of a model that are 0, their default, where they do not apply."""
+_OFF = {"positions": 0, "token_types": 0, "head_dim": 0, "sinks": False, "head_bias": False}
+_OFF_TOO = {"norms": 2, "qk_norm": "none", "windows": [], "latent": None, "experts": None}
+"""What a file of the catalog leaves out: the defaults."""
+
+
+@cache
+def _defaults() -> Mapping[str, Mapping[str, Any]]:
+    """Values of the configuration classes of transformers, by model type."""
+    text = (
+        resources.files("co2sim.catalog").joinpath("huggingface_defaults.json").read_text("utf-8")
+    )
+    found: Mapping[str, Mapping[str, Any]] = json.loads(text)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +127,20 @@ class _Config:
     path: str
     kind: str
 
+    @property
+    def family(self) -> _Family:
+        return FAMILIES[self.kind]
+
+    def get(self, key: str) -> Any:
+        """What the file says, else what the class of its type says; None for nothing."""
+        if key in self.values:
+            return self.values[key]
+        return _defaults().get(self.kind, {}).get(key)
+
     def whole(self, *keys: str, default: int | None = None, least: int | None = None) -> int:
         """The first of the keys that is there."""
         for key in keys:
-            value = self.values.get(key)
+            value = self.get(key)
             if value is not None:
                 if isinstance(value, bool) or not isinstance(value, int):
                     raise self.error(f"{key} is {shown(value)}; it must be a whole number")
@@ -99,11 +152,19 @@ class _Config:
         return default
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        value = self.values.get(key)
+        value = self.get(key)
         if value is None:
             return default
         if not isinstance(value, bool):
             raise self.error(f"{key} is {shown(value)}; it must be true or false")
+        return value
+
+    def list_of(self, key: str) -> list[Any]:
+        value = self.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            raise self.error(f"{key} is {shown(value)}; it must be a list")
         return value
 
     def error(self, message: str) -> CatalogError:
@@ -111,26 +172,27 @@ class _Config:
 
 
 def convert(values: Mapping[str, Any], path: str) -> Tree:
-    """The model tree of a config. Raises CatalogError for what is not a dense transformer."""
+    """The model tree of a config. Raises CatalogError for what is not modelled."""
+    given = values.get("model_type")
+    kind = _ALIASES.get(given, given) if isinstance(given, str) else ""
+    if kind in _WRAPPED and isinstance(values.get("text_config"), Mapping):
+        named = {key: values[key] for key in ("_name_or_path",) if key in values}
+        values, kind = {**values["text_config"], **named}, _WRAPPED[kind]
     for reason, keys in _REFUSED.items():
-        given = [key for key in keys if values.get(key)]
-        if given:
-            raise CatalogError(f"{path}: {given[0]} is {shown(values[given[0]])}; {reason}")
-    kind = values.get("model_type")
-    if not isinstance(kind, str) or kind not in _GATED | _PLAIN:
+        found = [key for key in keys if values.get(key)]
+        if found:
+            raise CatalogError(f"{path}: {found[0]} is {shown(values[found[0]])}; {reason}")
+    if kind not in FAMILIES:
         raise CatalogError(
-            f"{path}: model_type {shown(kind)} is not known; known:"
-            f" {', '.join(sorted(_GATED | _PLAIN))} (or write the model as TOML)"
+            f"{path}: model_type {shown(given)} is not known; known:"
+            f" {', '.join(sorted({*FAMILIES, *_ALIASES, *_WRAPPED}))} (or write the model as TOML)"
         )
     config = _Config(values, path, kind)
-    for key in ("torch_dtype", "dtype"):
-        if str(values.get(key)).startswith("float8"):
-            raise config.error(
-                f"{key} is {shown(values[key])}; fp8 is not in the catalog: give the configuration"
-                " of the model as it is trained in bf16, fp16 or fp32"
-            )
     tree = _body(config) | (_vision(config) if kind == "vit" else _language(config))
-    return {key: value for key, value in tree.items() if value != 0 or key not in _OFF}
+    left_out = _OFF | _OFF_TOO
+    return {
+        key: value for key, value in tree.items() if key not in left_out or value != left_out[key]
+    }
 
 
 def _name(config: _Config) -> str:
@@ -144,13 +206,15 @@ def _name(config: _Config) -> str:
 
 
 def _body(config: _Config) -> Tree:
-    kind = config.kind
+    kind, family = config.kind, config.family
     hidden = config.whole("hidden_size", "n_embd", "d_model")
-    heads = config.whole("num_attention_heads", "n_head", "num_heads")
+    heads = config.whole("num_attention_heads", "n_head", "num_heads", least=1)
     if config.whole("word_embed_proj_dim", default=hidden) != hidden:
         raise config.error("embeddings narrower than the model (word_embed_proj_dim): not modelled")
     wide = 4 * hidden if kind in _FOURFOLD else None
-    gated_norm = "none" if kind == "olmo" else "rmsnorm"  # of OLMo without parameters
+    experts = _experts(config)
+    least_wide = experts["width"] if experts else None  # no layer has another MLP
+    option = "head" if config.flag("use_qk_norm") else "none"
     return {
         "name": _name(config),
         "source": f"Hugging Face configuration {config.path}",
@@ -158,27 +222,95 @@ def _body(config: _Config) -> Tree:
         "hidden": hidden,
         "heads": heads,
         "kv_heads": config.whole("num_key_value_heads", default=heads, least=1),
-        "head_dim": config.whole("head_dim", default=_HEAD_DIM.get(kind, 0), least=1),
-        "ffn": config.whole("intermediate_size", "ffn_dim", "n_inner", default=wide),
-        "gated": kind in _GATED,
+        "head_dim": config.whole(
+            "head_dim", default=hidden // heads if hidden % heads else 0, least=1
+        ),
+        "ffn": config.whole("intermediate_size", "ffn_dim", "n_inner", default=wide or least_wide),
+        "gated": family.gated,
         "causal": kind not in {*_ENCODERS, "vit"},
         "dropout": _dropout(config),
         "bias": _bias(config),
-        "norm": gated_norm if kind in _GATED else "layernorm",
+        "norm": family.norm,
+        "norms": family.norms,
+        "qk_norm": option if family.heads_norm == "option" else family.heads_norm,
+        "sinks": family.sinks,
+        "latent": _latent(config),
+        "experts": experts,
     }
+
+
+def _latent(config: _Config) -> Tree | None:
+    if config.kind != "deepseek_v3":
+        _refuse(config, ("kv_lora_rank", "q_lora_rank"), "latent attention")
+        return None
+    if config.flag("attention_bias"):
+        raise config.error("attention_bias is true; latent attention with biases is not modelled")
+    return {
+        "kv_rank": config.whole("kv_lora_rank"),
+        "q_rank": config.whole("q_lora_rank", default=0),
+        "nope": config.whole("qk_nope_head_dim"),
+        "rope": config.whole("qk_rope_head_dim"),
+        "value": config.whole("v_head_dim"),
+    }
+
+
+def _refuse(config: _Config, keys: Iterable[str], what: str) -> None:
+    """What a file asks for that models of its type do not have."""
+    for key in keys:
+        if config.values.get(key):
+            raise config.error(
+                f"{key} is {shown(config.values[key])}; a model of type {config.kind} has no {what}"
+            )
+
+
+def _experts(config: _Config) -> Tree | None:
+    """The mixture of experts; None for a model without."""
+    names = "n_routed_experts", "num_local_experts", "num_experts"
+    if not any(name in _defaults().get(config.kind, {}) for name in names):
+        _refuse(config, names, "experts")
+        return None
+    count = config.whole(*names, default=0)
+    if not count:
+        return None
+    if skipped := config.list_of("mlp_only_layers"):
+        raise config.error(
+            f"mlp_only_layers is {shown(skipped)}; layers without experts are modelled before all"
+            " others only (first_k_dense_replace), and in turn (decoder_sparse_step)"
+        )
+    width = config.whole("moe_intermediate_size", "intermediate_size")
+    shared = config.whole("shared_expert_intermediate_size", default=0)
+    found = {
+        "count": count,
+        "active": config.whole("num_experts_per_tok"),
+        "width": width,
+        "shared": shared or width * config.whole("n_shared_experts", default=0),
+        "shared_gate": config.family.shared_gate,
+        "dense": config.whole("first_k_dense_replace", default=0),
+        "every": config.whole("decoder_sparse_step", default=1, least=1),
+        "bias": config.family.expert_bias,
+    }
+    usual = {"shared": 0, "shared_gate": False, "dense": 0, "every": 1, "bias": False}
+    return {name: value for name, value in found.items() if usual.get(name) != value}
 
 
 def _bias(config: _Config) -> bool | str:
     """Which matrices have biases: all, none, or those of one kind."""
-    kind = config.kind
+    kind, biases = config.kind, config.family.biases
+    plain = not config.family.gated
     if kind == "vit" and not config.flag("qkv_bias", default=True):
         raise config.error("qkv_bias is false; a vision transformer without it is not modelled")
-    if kind == "qwen2":  # has no option for it
+    if biases == "qkv":  # has no option for it
         return "qkv"
-    attention = config.flag("attention_bias", default=kind not in _GATED and kind != "gptj")
-    mlp = config.flag("mlp_bias", default=kind not in _GATED)
-    if kind == "opt":
-        attention = mlp = config.flag("enable_bias", default=True)
+    attention = biases != "no" and config.flag("attention_bias", default=plain and kind != "gptj")
+    if biases == "qkv option" or kind == "seed_oss":
+        last = kind == "seed_oss" and config.flag("attention_out_bias")
+        if last != attention:
+            return "qkv" if attention else False
+    mlp = config.flag("mlp_bias", default=plain)
+    if config.family.bias_key:
+        attention = mlp = config.flag(config.family.bias_key, default=True)
+    if kind == "gpt_neo":
+        return "not_qkv"
     if attention != mlp:
         return "attention" if attention else "mlp"
     return attention
@@ -211,46 +343,53 @@ def _language(config: _Config) -> Tree:
     keys = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
     known = any(config.values.get(key) is not None for key in keys)
     longest = config.whole(*keys, default=None if learned else 2048)
-    length, why = longest - _SPARED.get(kind, 0), "the longest that the model allows"
+    why = "the longest that the model allows"
     if not known:
         why = "the configuration does not say how long a sequence may be"
-    window = _window(config)
-    if 0 < window < length:
-        length, why = window, "the sliding window: longer sequences are not modelled"
     return {
         "kind": "transformer",
         "vocab": config.whole("vocab_size"),
         "seq_len": {
-            "value": length,
+            "value": longest - _SPARED.get(kind, 0),
             "source": f"{why}; set model.seq_len to yours",
             "assumed": True,
         },
-        "sliding_window": window,
-        "tied": config.flag("tie_word_embeddings", default=kind not in _UNTIED),
+        "windows": _windows(config),
+        "tied": config.flag("tie_word_embeddings", default=True),
         "positions": longest + (2 if kind == "opt" else 0) if learned else 0,
         "token_types": config.whole("type_vocab_size", default=1) if encoder else 0,
         "embedding_norm": encoder or kind == "bloom",
         "head_transform": encoder,
+        "head_bias": config.family.head_bias,
     }
 
 
-def _window(config: _Config) -> int:
-    """How far a token sees in some layer, where that is less than everything; else 0."""
+def _windows(config: _Config) -> list[int]:
+    """How many tokens a token sees in the layers in turn (0: all); none where it is all in all."""
     if config.kind == "gpt_neo":
         layers = config.values.get("attention_types", config.values.get("attention_layers"))
         local = layers is None or "local" in repr(layers)
-        return config.whole("window_size", default=256) if local else 0
-    types = config.values.get("layer_types")
-    if types is None:
-        types = []
-    if not isinstance(types, list):
-        raise config.error(f"layer_types is {shown(types)}; it must be a list")
+        return [0, config.whole("window_size", default=256)] if local else []
+    window = _window(config)
+    types = config.list_of("layer_types")
     other = [one for one in types if one not in ("full_attention", "sliding_attention")]
     if other:
         raise config.error(f"layer_types holds {shown(other[0])}, which is not modelled")
-    if types and "sliding_attention" not in types:
-        return 0
-    usual = bool(types) or config.kind not in _WINDOW_IF_ASKED
+    if not window or (types and "sliding_attention" not in types):
+        return []
+    if types:
+        return [window if one == "sliding_attention" else 0 for one in types]
+    pattern = config.whole("sliding_window_pattern", default=config.family.full_every, least=1)
+    if config.kind in _WINDOW_IF_ASKED:
+        layers = config.whole("num_hidden_layers")
+        first = config.whole("max_window_layers", default=0)
+        return [0 if number < first else window for number in range(layers)]
+    return [window] * (pattern - 1) + [0] if pattern > 1 else [window]
+
+
+def _window(config: _Config) -> int:
+    """The size of sliding windows; 0 where there are none."""
+    usual = config.kind not in _WINDOW_IF_ASKED or bool(config.list_of("layer_types"))
     if not config.flag("use_sliding_window", default=usual):
         return 0
-    return config.whole("sliding_window", default=_WINDOWS.get(config.kind, 0))
+    return config.whole("sliding_window", default=0)

@@ -52,7 +52,10 @@ from co2sim.hardware.failures import Failures
 from co2sim.models.architecture import (
     Attention,
     Bias,
+    Experts,
+    LatentAttention,
     Norm,
+    QKNorm,
     Transformer,
     language_model,
     vision_transformer,
@@ -308,6 +311,13 @@ StackSpec = _spec(
 """`stacks/*.toml`."""
 
 
+ExpertsSpec = _spec(Experts, _Built)
+"""`experts` of a model."""
+
+LatentSpec = _spec(LatentAttention, _Built)
+"""`latent` of a model."""
+
+
 class _LayersSpec(Spec):
     name: str
     layers: Depth
@@ -321,8 +331,14 @@ class _LayersSpec(Spec):
     attention_gate: bool = False
     bias: Bias = False
     norm: Norm = "layernorm"
+    norms: Annotated[int, BeforeValidator(no_truth), Field(ge=1, le=8)] = 2
+    qk_norm: QKNorm = "none"
+    sinks: bool = False
     causal: bool = True
     dropout: bool = False
+    windows: Annotated[list[Natural], Field(max_length=10_000)] = []
+    latent: LatentSpec | None = None  # type: ignore[valid-type]
+    experts: ExpertsSpec | None = None  # type: ignore[valid-type]
     parameters: Natural = 0
 
     @model_validator(mode="after")
@@ -337,9 +353,9 @@ class _LayersSpec(Spec):
 
     def body(self) -> Transformer:
         """The stack of layers."""
-        return Transformer(
-            **{field.name: getattr(self, field.name) for field in fields(Transformer)}
-        )
+        given = {field.name: getattr(self, field.name) for field in fields(Transformer)}
+        built = {name: given[name] and given[name].build() for name in ("latent", "experts")}
+        return Transformer(**given | built | {"windows": tuple(self.windows)})
 
 
 def _given(spec: BaseModel, make: Callable[..., Model]) -> dict[str, Any]:
@@ -359,7 +375,7 @@ class TransformerSpec(_LayersSpec):
     token_types: Natural = 0
     embedding_norm: bool = False
     head_transform: bool = False
-    sliding_window: Natural = 0
+    head_bias: bool = False
 
     @model_validator(mode="after")
     def _positions_suffice(self) -> "TransformerSpec":
@@ -367,11 +383,6 @@ class TransformerSpec(_LayersSpec):
             raise ValueError(
                 f"seq_len {self.seq_len} exceeds the {self.positions} learned positions; give it"
                 f" as many (positions in its file, or --set model.positions={self.seq_len})"
-            )
-        if 0 < self.sliding_window < self.seq_len:
-            raise ValueError(
-                f"seq_len {self.seq_len} exceeds the sliding window of {self.sliding_window}"
-                " tokens; attention that sees less than the whole sequence is not modelled"
             )
         return self
 

@@ -10,13 +10,14 @@ unless the ranks divide the sequence, too (Korthikanti et al., eq. 2 and 4). Nor
 what an output adds stay whole.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, Flops
+from co2sim.common.validation import Count, Natural, check, whole
 from co2sim.schedule.schedule import Gemm
 
 
@@ -25,13 +26,15 @@ class MatMul:
     """Matrix products of a forward pass over a sample: `rows` x `inner` times `inner` x `columns`.
 
     Those with weights (`count` 0) take all samples of a micro-batch in one product. Others are
-    `count` products per sample, such as those of the heads of attention.
+    `count` products per sample, such as those of the heads of attention. With `groups` the rows
+    divide among as many weights, those of experts, in one call.
     """
 
     rows: int
     inner: int
     columns: int
     count: int = 0
+    groups: int = 0
 
     def product(self, samples: int, width: Bytes) -> Gemm:
         """Those over `samples`, for elements of `width` bytes.
@@ -39,6 +42,9 @@ class MatMul:
         The two products of a backward pass have the same cost: they permute the three dimensions.
         """
         rows, batch = (self.rows, self.count * samples) if self.count else (self.rows * samples, 1)
+        if self.groups:
+            batch = min(self.groups, rows)
+            rows = -(-rows // batch)
         return Gemm(rows, self.inner, self.columns, width, batch)
 
 
@@ -48,7 +54,9 @@ class AttentionScores:
 
     `flops` are those of a forward pass that computes all of them, and `bytes` what a backward pass
     needs of them in a 2-byte type. Of a `causal` one only half is needed: eager attention computes
-    the whole, flash attention the half (Dao 2023, arXiv 2307.08691, section 3.1).
+    the whole, flash attention the half (Dao 2023, arXiv 2307.08691, section 3.1). A token sees no
+    more than `reach` others (0: all); `flops` then count the scores within. `operands` are the
+    elements of queries, keys, values and `output` (0: all are as wide as the heads together).
     """
 
     flops: Flops
@@ -56,6 +64,24 @@ class AttentionScores:
     heads: int
     length: int
     causal: bool = True
+    reach: int = 0
+    operands: int = 0
+    output: int = 0
+
+    @property
+    def seen(self) -> int:
+        """Tokens that a token sees at most."""
+        return self.reach or self.length
+
+    @property
+    def moved(self) -> float:
+        """Elements that one kernel reads and writes in a forward pass."""
+        return self.operands or self.flops / self.length
+
+    @property
+    def mixed(self) -> float:
+        """Elements of the output."""
+        return self.output or self.moved / 4
 
     @property
     def statistics_bytes(self) -> Bytes:
@@ -93,8 +119,9 @@ class Block:
     pass needs of one sample in a 2-byte type, but for scores and logits; `boundary_bytes` is the
     block's input. `products` are its matrix products in forward order and `calls` how many
     operations a framework issues for a forward pass (0: both not known). `logits` are the elements
-    of an output over a vocabulary, `tied` the parameters of another block that it uses. A block
-    with a `division` is the part of one of several ranks.
+    of an output over a vocabulary, `tied` the parameters of another block that it uses, and `idle`
+    those of the experts that a token does not pass. A block with a `division` is the part of one of
+    several ranks.
     """
 
     name: str
@@ -107,6 +134,7 @@ class Block:
     calls: int = 0
     logits: int = 0
     tied: int = 0
+    idle: int = 0
     division: TensorParallelCommunication | None = None
 
     @property
@@ -135,6 +163,11 @@ class Model:
         return sum(block.parameters for block in self.blocks)
 
     @property
+    def active_parameters(self) -> int:
+        """Those that a token passes: all, but for experts that it does not."""
+        return self.parameters - sum(block.idle for block in self.blocks)
+
+    @property
     def flops_per_sample(self) -> Flops:
         """Model FLOP of a training step on one sample: three forward passes."""
         return 3 * sum(block.flops for block in self.blocks)
@@ -153,10 +186,73 @@ HEAD_CALLS = 10
 START_CALLS = 20
 """Batch, masks, positions, two look-ups, their sum and dropout, scaling and averaging the loss."""
 
+EXPERT_CALLS = 16
+"""Operations that a layer with experts issues beside one with an MLP, in Megatron-Core:
+
+scores in fp32, softmax or sigmoid, top-k, and their normalization; the map of tokens to experts and
+its counts; permutation of tokens and of their weights, and back; two grouped products in place of
+two; weighing, the auxiliary loss in four. Source: megatron/core/transformer/moe, 2025.
+"""
+
 Attention = Literal["softmax", "linear"]
 Norm = Literal["layernorm", "rmsnorm", "none"]
-Bias = bool | Literal["attention", "qkv", "mlp"]
-"""Which matrices have a bias: all or none, or those of attention, of its inputs, of the MLP."""
+Bias = bool | Literal["attention", "qkv", "mlp", "not_qkv"]
+"""Which matrices have a bias: all or none, or those of attention, of its inputs, of the MLP, or all
+but those of attention's inputs."""
+QKNorm = Literal["none", "head", "whole"]
+"""Norms of queries and keys: none, one for all heads, or one over all heads together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture of experts in place of the MLP of a layer.
+
+    A router chooses `active` of `count` experts for every token, each an MLP of `width` columns.
+    All tokens pass `shared` columns besides, weighed by one more column with `shared_gate`. The
+    first `dense` layers keep their MLP, and so do all but one of `every` layers. With `bias`
+    experts and router have biases.
+
+    Source: Fedus et al. 2022, arXiv 2101.03961; shared experts: DeepSeekMoE, arXiv 2401.06066.
+    """
+
+    count: Count
+    active: Count
+    width: Count
+    shared: Natural = 0
+    shared_gate: bool = False
+    dense: Natural = 0
+    every: Count = 1
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what no router can do."""
+        check(self, "experts")
+        whole("experts: active", self.active, 1, self.count)
+
+    def of(self, layer: int) -> bool:
+        """Whether a layer has experts; the first one is 0."""
+        return layer >= self.dense and (layer + 1) % self.every == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Attention whose keys and values come from a vector of `kv_rank` numbers a token.
+
+    Queries come from `q_rank` numbers (0: from the hidden state). `nope` columns of each query and
+    key have no position, `rope` have one, which all keys share; a value has `value` columns.
+
+    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+    """
+
+    kv_rank: Count
+    q_rank: Natural = 0
+    nope: Count
+    rope: Natural
+    value: Count
+
+    def __post_init__(self) -> None:
+        """Refuse what no attention can be."""
+        check(self, "latent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +280,39 @@ class TensorParallelShard:
 WHOLE = TensorParallelShard()
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Attention, or what follows it in a layer: its tensors, work, and what it keeps.
+
+    `kept` are bytes for a token in a 2-byte type, `flops` those of a sample but for `mixing`, and
+    `idle` the parameters that a token does not pass.
+    """
+
+    tensors: list[int]
+    products: tuple[MatMul, ...]
+    kept: int
+    flops: Flops
+    mixing: Flops = 0.0
+    scores: AttentionScores | None = None
+    idle: int = 0
+    calls: int = 0
+
+
+def _product_flops(products: Iterable[MatMul]) -> Flops:
+    """Of the products with weights, over a sample."""
+    return sum(2.0 * one.rows * one.inner * one.columns for one in products if not one.count)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer:
-    """A stack of equal attention and MLP layers of width `hidden`.
+    """Attention and MLP layers of width `hidden`.
 
     `gated` MLPs have three matrices, `attention_gate` is one more matrix in attention; `attention`
     "linear" keeps no scores. `kv_heads` and `head_dim` of 0 mean `heads` and hidden / heads.
-    A token of a `causal` one sees those before it only; with `dropout` masks are kept, too.
+    A token of a `causal` one sees those before it only; with `dropout` masks are kept, too. Layers
+    in turn see as many tokens as `windows` say (0: all of them). A layer has `norms` norms over its
+    width, and a `qk_norm`; with `sinks` every head has one number more. `latent` attention and
+    `experts` stand in place of the plain ones.
     """
 
     layers: int
@@ -204,84 +326,188 @@ class Transformer:
     attention_gate: bool = False
     bias: Bias = True
     norm: Norm = "layernorm"
+    norms: int = 2
+    qk_norm: QKNorm = "none"
+    sinks: bool = False
     causal: bool = True
     dropout: bool = False
+    windows: tuple[int, ...] = ()
+    latent: LatentAttention | None = None
+    experts: Experts | None = None
 
     @property
     def norm_parameters(self) -> int:
         """Parameters of one norm."""
-        return {"layernorm": 2, "rmsnorm": 1, "none": 0}[self.norm] * self.hidden
+        return self._norm(self.hidden)
+
+    def _norm(self, width: int) -> int:
+        return {"layernorm": 2, "rmsnorm": 1, "none": 0}[self.norm] * width
 
     def blocks(self, tokens: int, part: TensorParallelShard = WHOLE) -> tuple[Block, ...]:
         """The layers on samples of `tokens` tokens, or the part of them that a rank has."""
-        layer = self._layer(tokens, part)
-        return tuple(replace(layer, name=f"layer{number}") for number in range(self.layers))
+        made: dict[tuple[bool, int], Block] = {}
+        found = []
+        for number in range(self.layers):
+            window = self.windows[number % len(self.windows)] if self.windows else 0
+            kind = self._routes(number), 0 if window >= tokens else window
+            if kind not in made:
+                made[kind] = self._layer(tokens, part, *kind)
+            found.append(replace(made[kind], name=f"layer{number}"))
+        return tuple(found)
+
+    def _routes(self, layer: int) -> bool:
+        return self.experts is not None and self.experts.of(layer)
 
     def check(self, name: str, tokens: int, part: TensorParallelShard) -> None:
         """Raise OptionError for a number of ranks that does not divide the model `name`."""
         counts = {"heads": self.heads, "heads of keys": self.kv_heads or self.heads}
-        counts["columns of the MLP"] = self.ffn
+        if self.latent:
+            del counts["heads of keys"]
+        if not all(map(self._routes, range(self.layers))):
+            counts["columns of the MLP"] = self.ffn
+        if self.experts:
+            counts["columns of an expert"] = self.experts.width
+            counts["columns of the shared experts"] = self.experts.shared
         if part.sequence:
             counts["positions of a sequence"] = tokens
         for what, count in counts.items():
             if count % part.ranks:
                 raise OptionError(f"tp={part.ranks} does not divide the {count} {what} of {name}")
 
-    def _layer(self, tokens: int, part: TensorParallelShard) -> Block:
-        h, s, ranks = self.hidden, tokens, part.ranks
-        heads, f = self.heads // ranks, self.ffn // ranks
+    def _layer(self, tokens: int, part: TensorParallelShard, routed: bool, window: int) -> Block:  # noqa: FBT001
+        h, s = self.hidden, tokens
+        attend = self._latent if self.latent else self._attention
+        first = attend(tokens, part.ranks, window)
+        then = self._experts(tokens, part.ranks) if routed else self._mlp(tokens, part.ranks)
+        norms = [self.norm_parameters] * self.norms
+        # inputs of norms, of attention and MLP, two masks of a byte
+        inputs = min(self.norms, 2)
+        around = part.of(s) * (2 * h * (self.norms + inputs) + (2 * h if self.dropout else 0))
+        return Block(
+            name="layer",
+            tensors=tuple(size for size in (*first.tensors, *then.tensors, *norms) if size),
+            flops=first.flops + then.flops + first.mixing,
+            activation_bytes=float(s * (first.kept + then.kept) + around),
+            scores=first.scores,
+            boundary_bytes=2.0 * part.of(s) * h,
+            products=(*first.products, *then.products),
+            calls=LAYER_CALLS + then.calls,
+            idle=then.idle,
+            division=part.division(s * h, inputs=2, outputs=2),
+        )
+
+    def _attention(self, tokens: int, ranks: int, window: int) -> _Part:
+        h, s, heads = self.hidden, tokens, self.heads // ranks
         head_dim = self.head_dim or h // self.heads
         q, kv = heads * head_dim, (self.kv_heads or self.heads) // ranks * head_dim
         gates = [(h, q)] if self.attention_gate else []
-        matrices = [
-            (h, q),
-            (h, kv),
-            (h, kv),
-            *gates,
-            (q, h),
-            (h, f),
-            *([(h, f)] if self.gated else []),
-            (f, h),
-        ]
-        attention = 4 + len(gates)
-        biased = {True: slice(None), False: slice(0), "qkv": slice(3)} | {
-            "attention": slice(attention),
-            "mlp": slice(attention, None),
-        }
-        biases = [width for _, width in matrices[biased[self.bias]]]
-        tensors = (
-            [rows * columns for rows, columns in matrices] + biases + [self.norm_parameters] * 2
-        )
+        matrices = [(h, q), (h, kv), (h, kv), *gates, (q, h)]
+        biased = {True: slice(None), "attention": slice(None), "qkv": slice(3)}
+        biased["not_qkv"] = slice(3, None)
+        biases = [width for _, width in matrices[biased.get(self.bias, slice(0))]]
+        sizes = {"none": (0, 0), "head": (head_dim, head_dim), "whole": (q, kv)}[self.qk_norm]
+        norms = [*map(self._norm, sizes), heads if self.sinks else 0]
         softmax = self.attention == "softmax"
-        mixing = 4.0 * s * q * (s if softmax else head_dim)
         across = s if softmax else head_dim
         products = (
             MatMul(s, h, sum(width for _, width in matrices[:3]) + len(gates) * q),
             MatMul(s, head_dim, across, heads),
             MatMul(s, across, head_dim, heads),
             MatMul(s, q, h),
-            MatMul(s, h, (2 if self.gated else 1) * f),
-            MatMul(s, f, h),
         )
-        kept = 2 * q + 4 * kv + 2 * q + 2 * len(gates) * q  # inside attention
-        kept += (6 if self.gated else 4) * f  # inside the MLP
-        # norms, the inputs of attention and MLP, two masks of a byte
-        around = part.of(s) * (4 * h + 2 * h + 2 * h + (2 * h if self.dropout else 0))
-        return Block(
-            name="layer",
-            tensors=tuple(size for size in tensors if size),
-            flops=2.0 * s * sum(rows * columns for rows, columns in matrices) + mixing,
-            activation_bytes=float(s * kept + around),
-            scores=self._scores(s, mixing, heads) if softmax else None,
-            boundary_bytes=2.0 * part.of(s) * h,
+        kept = 2 * q + 4 * kv + 2 * q + 2 * len(gates) * q
+        kept += 2 * (q + kv) if self.qk_norm != "none" else 0
+        mixing = 4.0 * q * (_pairs(s, window) if softmax else s * head_dim)
+        return _Part(
+            tensors=[rows * columns for rows, columns in matrices] + biases + norms,
             products=products,
-            calls=LAYER_CALLS,
-            division=part.division(s * h, inputs=2, outputs=2),
+            kept=kept,
+            flops=2.0 * s * sum(rows * columns for rows, columns in matrices),
+            mixing=mixing,
+            scores=self._scores(s, mixing, window, (heads, head_dim, head_dim))
+            if softmax
+            else None,
         )
 
-    def _scores(self, tokens: int, flops: float, heads: int) -> AttentionScores:
+    def _latent(self, tokens: int, ranks: int, window: int) -> _Part:
+        """Ranks divide the heads, and all have the latent vectors (Megatron-Core, MLA)."""
+        assert self.latent is not None
+        h, s, heads, to = self.hidden, tokens, self.heads // ranks, self.latent
+        wide = to.nope + to.rope
+        q, kv, out = heads * wide, heads * (to.nope + to.value), heads * to.value
+        queries = [(h, to.q_rank), (to.q_rank, q)] if to.q_rank else [(h, q)]
+        matrices = [*queries, (h, to.kv_rank + to.rope), (to.kv_rank, kv), (out, h)]
+        weighted = [MatMul(s, rows, columns) for rows, columns in matrices]
+        mixing = 2.0 * heads * (wide + to.value) * _pairs(s, window)
+        products = (
+            *weighted[:-1],
+            MatMul(s, wide, s, heads),
+            MatMul(s, s, to.value, heads),
+            weighted[-1],
+        )
+        ranks_kept = 4 * (to.q_rank + to.kv_rank)  # before and behind their norms
+        return _Part(
+            tensors=[rows * columns for rows, columns in matrices]
+            + [self._norm(to.q_rank), self._norm(to.kv_rank)],
+            products=products,
+            kept=ranks_kept + 2 * (q + q + out) + 2 * out,
+            flops=_product_flops(products),
+            mixing=mixing,
+            scores=self._scores(s, mixing, window, (heads, wide, to.value)),
+        )
+
+    def _mlp(self, tokens: int, ranks: int) -> _Part:
+        h, s, f = self.hidden, tokens, self.ffn // ranks
+        up = 2 if self.gated else 1
+        matrices = [*[(h, f)] * up, (f, h)]
+        biases = [width for _, width in matrices] if self.bias in (True, "mlp", "not_qkv") else []
+        products = (MatMul(s, h, up * f), MatMul(s, f, h))
+        tensors = [rows * columns for rows, columns in matrices] + biases
+        return _Part(tensors, products, (2 + 2 * up) * f, _product_flops(products))
+
+    def _experts(self, tokens: int, ranks: int) -> _Part:
+        """Tokens are sorted by their experts, which keep the sorted ones; weights are fp32.
+
+        Results are weighed before the last product, so that they need not be kept: Megatron-Core
+        0.12, "memory-efficient permutation".
+        """
+        assert self.experts is not None
+        to, h, s = self.experts, self.hidden, tokens
+        up, n, k = 2 if self.gated else 1, self.experts.count, self.experts.active
+        f, shared = to.width // ranks, to.shared // ranks
+        matrices = [up * h * f, f * h]
+        biases = [up * f, h] if to.bias else []
+        of_shared = [up * h * shared, shared * h, h if to.shared_gate else 0]
+        products = (
+            MatMul(s, h, n),
+            *([MatMul(s, h, up * shared), MatMul(s, shared, h)] if shared else []),
+            MatMul(s * k, h, up * f, groups=n),
+            MatMul(s * k, f, h, groups=n),
+        )
+        return _Part(
+            tensors=[h * n, n if to.bias else 0, *of_shared]
+            + [n * size for size in (*matrices, *biases)],
+            products=products,
+            kept=(2 + 2 * up) * (k * f + shared) + 2 * k * h + 4 * n,
+            flops=_product_flops(products),
+            idle=(n - k) * sum((*matrices, *biases)),
+            calls=EXPERT_CALLS,
+        )
+
+    def _scores(
+        self, tokens: int, flops: float, window: int, shape: tuple[int, int, int]
+    ) -> AttentionScores:
+        """Those of `shape`: heads, and the widths of a query and of a value."""
+        heads, wide, value = shape
         kept = (5.0 if self.dropout else 2.0) * heads * tokens**2
-        return AttentionScores(flops, kept, heads, tokens, self.causal)
+        output = tokens * heads * value
+        operands = 2 * tokens * heads * wide + 2 * output
+        return AttentionScores(flops, kept, heads, tokens, self.causal, window, operands, output)
+
+
+def _pairs(tokens: int, window: int) -> float:
+    """Scores of a head as figures count them: those above the diagonal, too, as many as below."""
+    return float(tokens**2 if not window else window * (2 * tokens - window))
 
 
 def _plain(given: dict[str, Any]) -> dict[str, Any]:
@@ -300,6 +526,7 @@ def language_model(  # noqa: PLR0913 - one keyword per number of a model
     token_types: int = 0,
     embedding_norm: bool = False,
     head_transform: bool = False,
+    head_bias: bool = False,
     part: TensorParallelShard = WHOLE,
 ) -> Model:
     """A decoder, or an encoder with a masked-language head: embedding, layers, vocabulary.
@@ -315,7 +542,7 @@ def language_model(  # noqa: PLR0913 - one keyword per number of a model
     norm = body.norm_parameters
     lookups = [vocab * h, positions * h, token_types * h, norm if embedding_norm else 0]
     head = [h * h, h, norm, vocab] if head_transform else [norm]
-    head.append(0 if tied else vocab * h)
+    head += [0 if tied else vocab * h, vocab if head_bias else 0]
     return Model(
         name=name,
         blocks=(
@@ -404,12 +631,19 @@ def shard_model(model: Model, ranks: int, *, sequence: bool) -> Model:
     return found(part=TensorParallelShard(ranks, sequence))
 
 
+def _body(given: dict[str, Any]) -> Transformer:
+    """From plain values."""
+    nested = {"latent": LatentAttention, "experts": Experts}
+    made = {name: given.get(name) and kind(**given[name]) for name, kind in nested.items()}
+    return Transformer(**given | made | {"windows": tuple(given.get("windows", ()))})
+
+
 def _network(model: Model) -> Callable[..., Model] | None:
     """What makes the model of its shape; None where it has none, or another one than its blocks."""
     shape = dict(model.shape or {})
     make = language_model if "vocab" in shape else vision_transformer
     try:
-        body = Transformer(**shape.pop("body"))
+        body = _body(shape.pop("body"))
         if body.layers + 2 != len(model.blocks):  # before as many are made
             return None
         found = partial(make, body=body, **shape)

@@ -139,8 +139,10 @@ def _kept(job: Workload, block: Block) -> Bytes:
     kept = block.boundary_bytes + results  # every second one, of 2 bytes
     if block.scores is None:
         return _scaled(job, kept)
-    mixed = 2.0 * block.scores.flops / (4.0 * block.scores.length)
-    return _scaled(job, kept + mixed) + block.scores.statistics_bytes * job.micro_batch
+    return (
+        _scaled(job, kept + 2.0 * block.scores.mixed)
+        + block.scores.statistics_bytes * job.micro_batch
+    )
 
 
 def _needed(job: Workload, block: Block) -> Bytes:

@@ -345,17 +345,17 @@ class Workload:
         )
 
     def _fused(self, scores: AttentionScores, passes: int, again: int) -> FusedAttention:
-        """Attention as one kernel: it reads and writes four arrays as wide as its heads together.
+        """Attention as one kernel: it reads queries, keys and values, and writes its output.
 
         A backward pass reads the gradient of its output, too, and writes three: twice as much.
         """
         flops = scores.flops * self.micro_batch * (0.5 if scores.causal else 1.0)
-        moved = scores.flops / scores.length * self.micro_batch * self.precision.bytes
+        moved = scores.moved * self.micro_batch * self.precision.bytes
         back = passes > 1
         return FusedAttention(
             flops * (again + (not back) * passes),
             moved * (passes + again),
-            scores.length,
+            scores.seen,
             flops * FLASH_BACKWARD * back,
         )
 

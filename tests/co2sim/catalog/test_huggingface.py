@@ -1,6 +1,7 @@
 """Hugging Face configurations: published sizes, and what changes the cost is never ignored."""
 
 import json
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from places import ROOT
 
-from co2sim.catalog import load_model
+from co2sim.catalog import Contents, huggingface, load_model
 from co2sim.common.errors import CatalogError, Co2simError
 
 Run = Callable[..., tuple[int, str, str]]
@@ -89,6 +91,29 @@ NEOX = {
     "max_position_embeddings": 2048,
 }
 NEO = OPT | {"model_type": "gpt_neo", "num_layers": 24, "window_size": 256}
+MIXTRAL = MISTRAL | {
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "num_hidden_layers": 61,
+    "vocab_size": 129280,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "tie_word_embeddings": False,
+}
 
 
 LLAMA = {
@@ -146,13 +171,15 @@ def written(folder: Path, config: object) -> str:
 
 
 RELEASED: list[tuple[dict[str, Any], int, int]] = [
-    (MISTRAL, 7_241_732_096, 4096),
+    (MISTRAL, 7_241_732_096, 32768),
     (QWEN, 7_615_616_512, 131072),
-    (PHI, 3_821_079_552, 2047),
+    (PHI, 3_821_079_552, 4096),
     (SMOLLM, 3_075_098_624, 65536),
     (OLMO, 6_888_095_744, 2048),
     (OPT, 1_315_758_080, 2048),
     (NEOX, 20_554_567_680, 2048),
+    (MIXTRAL, 46_702_792_704, 32768),
+    (DEEPSEEK, 671_026_404_352, 163840),
     (LLAMA, 6_738_415_616, 2048),
     (LLAMA3, 8_030_261_248, 8192),
     (GPT2, 124_439_808, 1024),
@@ -169,12 +196,17 @@ def test_parameters_are_those_of_the_release(tmp_path: Path) -> None:
         assert model.unit == ("image" if config is VIT else "token")
 
 
-def test_a_sequence_beyond_the_window_is_refused(tmp_path: Path) -> None:
-    """Attention in a window costs less than is modelled: longer sequences are an error."""
+def test_a_window_costs_nothing_until_sequences_are_longer(tmp_path: Path) -> None:
+    """Then a token sees no more than the window: half a window less than all, twice."""
     path = written(tmp_path, MISTRAL)
-    assert load_model(path, {"seq_len": "2048"}).value.tokens == 2048
-    with pytest.raises(CatalogError, match=r"8192.* 4096"):
-        load_model(path, {"seq_len": "8192"})
+    wide = written(tmp_path / "..", MISTRAL | {"sliding_window": None})
+    for tokens, scores in ((2048, 2048**2), (4096, 4096**2), (8192, 4096 * (2 * 8192 - 4096))):
+        model, whole = (
+            load_model(one, {"seq_len": str(tokens)}).value.blocks[1] for one in (path, wide)
+        )
+        missing = 4.0 * 4096 * (tokens**2 - scores)
+        assert whole.flops - model.flops == missing
+        assert whole.parameters == model.parameters
 
 
 @pytest.mark.parametrize(
@@ -183,20 +215,20 @@ def test_a_sequence_beyond_the_window_is_refused(tmp_path: Path) -> None:
         (MISTRAL, {"tie_word_embeddings": "yes"}, "true or false"),
         (MISTRAL, {"attention_bias": 1}, "true or false"),
         (MISTRAL, {"use_sliding_window": "no"}, "true or false"),
-        (MISTRAL, {"num_experts": 8}, "mixtures of experts"),
-        (MISTRAL, {"n_routed_experts": 64}, "mixtures of experts"),
-        (MISTRAL, {"model_type": "mixtral", "num_local_experts": 8}, "mixtures of experts"),
+        (MISTRAL, {"num_experts": 8}, "type mistral has no experts"),
+        (MISTRAL, {"n_routed_experts": 64}, "type mistral has no experts"),
+        (MIXTRAL, {"num_experts_per_tok": 9}, "1 to 8"),
+        (MIXTRAL, {"mlp_only_layers": [3]}, "mlp_only_layers is [3]"),
+        (MIXTRAL, {"num_local_experts": "many"}, "'many'"),
+        (DEEPSEEK, {"attention_bias": True}, "attention_bias is true"),
+        (DEEPSEEK, {"kv_lora_rank": 0}, "latent.kv_rank"),
         (MISTRAL, {"model_type": "mamba"}, "'mamba'"),
         (MISTRAL, {"model_type": None}, "model_type None"),
-        (MISTRAL, {"kv_lora_rank": 512}, "latent"),
-        (MISTRAL, {"num_nextn_predict_layers": 1}, "further tokens"),
-        (MISTRAL, {"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
+        (MISTRAL, {"kv_lora_rank": 512}, "type mistral has no latent attention"),
         (MISTRAL, {"add_cross_attention": True}, "cross attention"),
         (MISTRAL, {"layer_types": ["linear_attention"]}, "'linear_attention'"),
         (MISTRAL, {"layer_types": "full_attention"}, "must be a list"),
         (MISTRAL, {"layer_types": [["a"], {"b": 1}]}, "['a']"),
-        (MISTRAL, {"torch_dtype": "float8_e4m3fn"}, "'float8_e4m3fn'"),
-        (MISTRAL, {"dtype": "float8_e5m2"}, "'float8_e5m2'"),
         (MISTRAL, {"hidden_size": 10**9}, "at most 1e+15"),
         (MISTRAL, {"hidden_size": "big"}, "'big'"),
         (MISTRAL, {"hidden_size": None}, "hidden_size or n_embd"),
@@ -242,11 +274,83 @@ def test_fields_that_change_the_size_are_honoured(tmp_path: Path) -> None:
         assert changed - plain == more, changes
 
 
-def test_local_layers_of_gpt_neo_are_windows(tmp_path: Path) -> None:
-    """Local attention sees 256 tokens; without local layers everything is seen."""
-    assert load_model(written(tmp_path, NEO)).value.tokens == 256
-    everywhere = NEO | {"attention_types": [[["global"], 24]]}
-    assert load_model(written(tmp_path, everywhere)).value.tokens == 2048
+def reaches(path: str, layers: int) -> list[int]:
+    """How many tokens a token sees in the first layers; 0: all of them."""
+    blocks = load_model(path).value.blocks[1 : 1 + layers]
+    return [block.scores.reach for block in blocks if block.scores]
+
+
+def test_layers_see_what_their_type_says(tmp_path: Path) -> None:
+    """Every second layer of gpt-oss, five of six of Gemma 3, none but if asked of Qwen."""
+    gemma = MISTRAL | {"model_type": "gemma3_text", "head_dim": 256}
+    for config, changes, want in (
+        (NEO, {}, [0, 256, 0, 256]),
+        (NEO, {"attention_types": [[["global"], 24]]}, [0] * 4),
+        (gemma, {"sliding_window": 512}, [512] * 5 + [0]),
+        (MISTRAL, {"model_type": "gemma2"}, [4096, 0, 4096]),
+        (MIXTRAL, {"sliding_window": 1024}, [1024] * 3),
+        (
+            QWEN,
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2},
+            [0, 0, 64, 64],
+        ),
+        (QWEN, {"sliding_window": 64}, [0] * 4),
+        (MISTRAL, {"layer_types": ["full_attention", "sliding_attention"] * 16}, [0, 4096, 0]),
+    ):
+        found = reaches(written(tmp_path, config | changes), len(want))
+        assert found == want, (config["model_type"], changes)
+
+
+def test_how_weights_are_stored_and_further_tokens_change_nothing(tmp_path: Path) -> None:
+    """Released files name the format of their weights; training starts from the model itself."""
+    plain = load_model(written(tmp_path, DEEPSEEK)).value
+    stored = {"quantization_config": {"quant_method": "fp8"}, "torch_dtype": "float8_e4m3fn"}
+    found = load_model(written(tmp_path, DEEPSEEK | stored | {"num_nextn_predict_layers": 1})).value
+    assert found == plain
+    kimi = load_model(written(tmp_path, DEEPSEEK | {"model_type": "kimi_k2"})).value
+    assert kimi == plain
+
+
+def test_of_a_model_with_images_the_language_model_is_taken(tmp_path: Path) -> None:
+    """Gemma 3 of 4B and more holds its configuration in one of several parts."""
+    text = MISTRAL | {"model_type": "gemma3_text", "head_dim": 256}
+    whole = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 9}}
+    found, plain = (load_model(written(tmp_path, one)).value for one in (whole, text))
+    assert found == plain
+
+
+CAUSAL = sorted({*huggingface.FAMILIES} - {"vit", "bert", "roberta", "xlm-roberta", "internlm2"})
+SIZES_OF_A_FILE = (
+    *("model_type", "hidden_size", "n_embd", "vocab_size", "num_hidden_layers", "n_layer"),
+    *("num_layers", "num_attention_heads", "n_head", "num_heads", "intermediate_size", "ffn_dim"),
+    *("max_position_embeddings", "n_positions", "pad_token_id"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_every_model_type_has_the_parameters_that_transformers_builds(kind: str) -> None:
+    """To the last bias, from a full configuration, and from one that leaves all out it may."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    transformers.logging.set_verbosity_error()
+    config = transformers.AutoConfig.for_model(kind)
+    given = json.loads(config.to_json_string(use_diff=False))
+    sparse = {key: value for key, value in given.items() if key in SIZES_OF_A_FILE}
+    with torch.device("meta"):
+        built = transformers.AutoModelForCausalLM.from_config(config)
+    count = sum(one.numel() for one in built.parameters())
+    for values in (given, sparse):
+        tree = huggingface.convert(values, kind)
+        assert load_model(Contents(kind, tree)).value.parameters == count
+
+
+@pytest.mark.slow
+def test_what_a_file_leaves_out_is_what_transformers_takes() -> None:
+    """`.ci/huggingface_defaults.py` writes the file that holds it."""
+    pytest.importorskip("transformers")
+    script = runpy.run_path(str(ROOT / ".ci" / "huggingface_defaults.py"))
+    assert script["defaults"]() == json.loads(script["PLACE"].read_text())
 
 
 json_values = st.one_of(
@@ -264,7 +368,7 @@ json_values = st.one_of(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
-    st.sampled_from([LLAMA, GPT2, BERT, VIT]).flatmap(
+    st.sampled_from([LLAMA, GPT2, BERT, VIT, MIXTRAL, DEEPSEEK]).flatmap(
         lambda config: st.tuples(
             st.just(config),
             st.sampled_from([*config, "num_key_value_heads", "id2label", "head_dim"]),

@@ -84,16 +84,19 @@ def passes(job: Workload) -> list[tuple[Block, Compute]]:
 
 @pytest.mark.parametrize("name", names("models"))
 def test_products_of_a_block_add_up_to_its_flop(name: str) -> None:
-    """Eager and reentrant: in every pass, for every recomputation, wherever products are known."""
+    """Eager and reentrant: in every pass, for every recomputation, wherever products are known.
+
+    Rows of experts are rounded up; eager attention also computes what a window hides.
+    """
     model = load_model(name).value
     for recompute in ("none", "selective", "full"):
         job = Workload(
             model, micro_batch=2, attention="eager", recompute=recompute, checkpointing="reentrant"
         )
-        for _, one in passes(job):
-            if one.kernels:
+        for block, one in passes(job):
+            if one.kernels and not (block.scores and block.scores.reach):
                 total = sum(product.flops for product in one.kernels.products)
-                assert total == pytest.approx(one.flops)
+                assert total == pytest.approx(one.flops, rel=1e-3 if block.idle else 1e-6)
 
 
 @pytest.mark.parametrize("name", names("models"))

@@ -1,0 +1,138 @@
+"""Mixtures of experts, latent attention and windows: parameters, FLOP, products and divisions."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from co2sim import simulate
+from co2sim.catalog import load_model
+from co2sim.common.errors import OptionError
+from co2sim.models.architecture import (
+    Experts,
+    LatentAttention,
+    Model,
+    TensorParallelShard,
+    Transformer,
+    language_model,
+    shard_model,
+)
+from co2sim.models.workload import Workload
+
+TOKENS = 64
+BODY = Transformer(layers=4, hidden=64, heads=4, ffn=128, gated=True, bias=False, norm="rmsnorm")
+EXPERTS = Experts(count=8, active=2, width=32, shared=16, dense=1)
+LATENT = LatentAttention(kv_rank=16, q_rank=24, nope=8, rope=4, value=12)
+
+
+def model(**changes: object) -> Model:
+    """A small language model whose body is changed."""
+    body = replace(BODY, **changes)  # type: ignore[arg-type]
+    return language_model("small", body, vocab=96, tokens=TOKENS, tied=False)
+
+
+def test_deepseek_v3_computes_as_much_for_a_token_as_published() -> None:
+    """250 GFLOP at 4,096 tokens, half of the scores: DeepSeek, arXiv 2505.09343, table 2."""
+    found = load_model("deepseek-v3", {"seq_len": "4096"}).value
+    scores = sum(block.scores.flops for block in found.blocks if block.scores)
+    token = (found.flops_per_sample - 3 * scores / 2) / found.tokens
+    assert token == pytest.approx(250e9, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("mixtral-8x7b", 12.9), ("deepseek-v3", 37), ("qwen3-235b-a22b", 22), ("kimi-k2", 32)],
+)
+def test_active_parameters_are_those_of_the_release(name: str, billions: float) -> None:
+    """Embeddings included, as their authors mostly count."""
+    found = load_model(name).value.active_parameters / 1e9
+    assert found == pytest.approx(billions, rel=0.03)
+
+
+@pytest.mark.parametrize("attention", [{}, {"latent": LATENT}, {"kv_heads": 2, "windows": (16, 0)}])
+@pytest.mark.parametrize("mlp", [{}, {"experts": EXPERTS}, {"experts": replace(EXPERTS, every=2)}])
+def test_flop_are_those_of_the_products(
+    attention: dict[str, object], mlp: dict[str, object]
+) -> None:
+    """Those with weights; every weight multiplies once for a token that passes it."""
+    for block in model(**attention, **mlp).blocks[1:-1]:
+        weighted = [one for one in block.products if not one.count]
+        assert block.scores is not None
+        flops = sum(one.product(1, 2.0).flops for one in weighted)
+        assert flops + block.scores.flops == pytest.approx(block.flops)
+        passed = block.parameters - block.idle - 2 * BODY.hidden  # but for norms
+        passed -= LATENT.q_rank + LATENT.kv_rank if "latent" in attention else 0
+        assert flops == 2.0 * TOKENS * passed
+
+
+@given(st.integers(1, 40), st.integers(1, 12), st.data())
+def test_rows_divide_among_experts(tokens: int, count: int, data: st.DataObject) -> None:
+    """One call; with fewer rows than experts as many have one, and no row is lost."""
+    active = data.draw(st.integers(1, count))
+    body = replace(BODY, experts=Experts(count=count, active=active, width=8))
+    found = language_model("m", body, vocab=96, tokens=tokens, tied=False)
+    grouped = [one for one in found.blocks[1].products if one.groups]
+    assert len(grouped) == 2
+    for one in grouped:
+        product = one.product(3, 2.0)
+        assert product.count == 1
+        assert product.batch == min(count, 3 * tokens * active)
+        assert 0 <= product.rows * product.batch - 3 * tokens * active < product.batch
+
+
+@pytest.mark.parametrize("changes", [{"experts": EXPERTS}, {"latent": LATENT, "experts": EXPERTS}])
+def test_tensor_parallel_ranks_divide_experts_and_heads(changes: dict[str, object]) -> None:
+    """Of a part the FLOP of experts and scores are a part, and norms and routers stay whole."""
+    whole = model(**changes)
+    part = shard_model(whole, 4, sequence=True)
+    for one, all_ in zip(part.blocks[2:-1], whole.blocks[2:-1], strict=True):
+        assert one.scores is not None
+        assert all_.scores is not None
+        assert one.scores.flops == all_.scores.flops / 4
+        assert one.idle == all_.idle / 4
+        assert all_.parameters / 4 < one.parameters < all_.parameters / 4 + 8000
+
+
+def test_a_width_that_ranks_do_not_divide_is_refused() -> None:
+    """In one line that names it."""
+    with pytest.raises(OptionError, match="tp=4 does not divide the 18 columns of an expert"):
+        shard_model(model(experts=replace(EXPERTS, width=18)), 4, sequence=False)
+
+
+def test_a_model_comes_back_from_its_plain_values() -> None:
+    """What a page or a file holds of it makes the same blocks."""
+    whole = model(latent=LATENT, experts=EXPERTS, windows=(8, 0), qk_norm="none")
+    assert shard_model(whole, 1, sequence=False).blocks == whole.blocks
+    assert whole.blocks[1].idle == 0
+    assert whole.blocks[2].idle == 6 * 3 * 64 * 32
+
+
+def test_only_experts_that_a_token_passes_are_computed() -> None:
+    """Twice as many experts take more memory and communication, and hardly more arithmetic."""
+    job = {"cluster": "dgx-h100", "strategy": "fsdp", "gpus": 8, "micro_batch": 4}
+    few, many = (
+        simulate(model="qwen3-30b-a3b", **job, overrides={"model.experts.count": count})  # type: ignore[arg-type]
+        for count in ("64", "128")
+    )
+    router = 48 * 2048 * 64 * 6 * 4096 * 4 / few.step_time_s / 1e12
+    assert many.model_tflops_per_gpu * many.step_time_s == pytest.approx(
+        few.model_tflops_per_gpu * few.step_time_s + router * few.step_time_s, rel=1e-6
+    )
+    assert many.memory_bytes_per_gpu["parameters"] > 1.8 * few.memory_bytes_per_gpu["parameters"]
+    assert many.wire_bytes_per_gpu_per_step > 1.8 * few.wire_bytes_per_gpu_per_step
+
+
+def test_activations_of_experts_grow_with_the_experts_of_a_token() -> None:
+    """Of Mixtral two MLPs of a token are kept, sorted inputs with them."""
+    one, two = (
+        Workload(model(experts=Experts(count=8, active=active, width=32))).model.blocks[1]
+        for active in (1, 2)
+    )
+    assert two.activation_bytes - one.activation_bytes == TOKENS * (6 * 32 + 2 * 64)
+
+
+def test_a_part_of_the_whole_is_the_whole() -> None:
+    """A shard of one rank changes nothing."""
+    body = replace(BODY, experts=EXPERTS)
+    assert body.blocks(TOKENS, TensorParallelShard(1)) == body.blocks(TOKENS)
