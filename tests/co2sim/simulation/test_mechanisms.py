@@ -96,7 +96,7 @@ def test_products_of_a_block_add_up_to_its_flop(name: str) -> None:
         for block, one in passes(job):
             if one.kernels and not (block.scores and block.scores.reach):
                 total = sum(product.flops for product in one.kernels.products)
-                assert total == pytest.approx(one.flops, rel=1e-3 if block.idle else 1e-6)
+                assert total == pytest.approx(one.flops, rel=5e-3 if block.idle else 1e-6)
 
 
 @pytest.mark.parametrize("name", names("models"))
