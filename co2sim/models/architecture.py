@@ -10,14 +10,15 @@ unless the ranks divide the sequence, too (Korthikanti et al., eq. 2 and 4). Nor
 what an output adds stay whole.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, Flops
-from co2sim.common.validation import Count, Natural, check, whole
+from co2sim.common.validation import Count, Natural, Quantity, check, whole
 from co2sim.schedule.schedule import Gemm
 
 
@@ -111,6 +112,19 @@ class TensorParallelCommunication:
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """What `ranks` that divide the experts of a block exchange (expert parallelism).
+
+    `elements` of a sample go to the ranks that have the experts of its tokens, and as many come
+    back; a backward pass exchanges their gradients. Source: Lepikhin et al. 2020, GShard, arXiv
+    2006.16668, section 3.1.
+    """
+
+    ranks: int
+    elements: int
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """The unit of communication and of the schedule: an embedding, a layer, a head.
 
@@ -121,7 +135,7 @@ class Block:
     operations a framework issues for a forward pass (0: both not known). `logits` are the elements
     of an output over a vocabulary, `tied` the parameters of another block that it uses, and `idle`
     those of the experts that a token does not pass. A block with a `division` is the part of one of
-    several ranks.
+    several ranks; of one with a `routing` these divide the experts, whose tensors are `experts`.
     """
 
     name: str
@@ -136,11 +150,13 @@ class Block:
     tied: int = 0
     idle: int = 0
     division: TensorParallelCommunication | None = None
+    experts: tuple[int, ...] = ()
+    routing: Routing | None = None
 
     @property
     def parameters(self) -> int:
         """Elements of all tensors."""
-        return sum(self.tensors)
+        return sum(self.tensors) + sum(self.experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +215,7 @@ Norm = Literal["layernorm", "rmsnorm", "none"]
 Bias = bool | Literal["attention", "qkv", "mlp", "not_qkv"]
 """Which matrices have a bias: all or none, or those of attention, of its inputs, of the MLP, or all
 but those of attention's inputs."""
+Load = Annotated[float, Quantity(least=1, most=1000)]
 QKNorm = Literal["none", "head", "whole"]
 """Norms of queries and keys: none, one for all heads, or one over all heads together."""
 
@@ -210,7 +227,8 @@ class Experts:
     A router chooses `active` of `count` experts for every token, each an MLP of `width` columns.
     All tokens pass `shared` columns besides, weighed by one more column with `shared_gate`. The
     first `dense` layers keep their MLP, and so do all but one of `every` layers. With `bias`
-    experts and router have biases.
+    experts and router have biases. Where ranks divide the experts, the busiest one gets `load`
+    times as many tokens as the mean.
 
     Source: Fedus et al. 2022, arXiv 2101.03961; shared experts: DeepSeekMoE, arXiv 2401.06066.
     """
@@ -223,6 +241,7 @@ class Experts:
     dense: Natural = 0
     every: Count = 1
     bias: bool = False
+    load: Load = 1.0
 
     def __post_init__(self) -> None:
         """Refuse what no router can do."""
@@ -257,10 +276,14 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelShard:
-    """What one of `ranks` tensor-parallel ranks has of a model, or of the `sequence`, too."""
+    """What one of `ranks` tensor-parallel ranks has of a model, or of the `sequence`, too.
+
+    Of the experts a rank has those of one of as many as `experts` ranks, each of them whole.
+    """
 
     ranks: int = 1
     sequence: bool = False
+    experts: int = 1
 
     def of(self, tokens: int) -> int:
         """The tokens of a sample that a rank has between products."""
@@ -284,7 +307,7 @@ WHOLE = TensorParallelShard()
 class _Part:
     """Attention, or what follows it in a layer: its tensors, work, and what it keeps.
 
-    `kept` are bytes for a token in a 2-byte type, `flops` those of a sample but for `mixing`, and
+    `kept` are bytes of a sample in a 2-byte type, `flops` those of a sample but for `mixing`, and
     `idle` the parameters that a token does not pass.
     """
 
@@ -296,6 +319,8 @@ class _Part:
     scores: AttentionScores | None = None
     idle: int = 0
     calls: int = 0
+    experts: tuple[int, ...] = ()
+    routing: Routing | None = None
 
 
 def _product_flops(products: Iterable[MatMul]) -> Flops:
@@ -366,34 +391,54 @@ class Transformer:
         if not all(map(self._routes, range(self.layers))):
             counts["columns of the MLP"] = self.ffn
         if self.experts:
-            counts["columns of an expert"] = self.experts.width
             counts["columns of the shared experts"] = self.experts.shared
+            if part.experts == 1:
+                counts["columns of an expert"] = self.experts.width
         if part.sequence:
             counts["positions of a sequence"] = tokens
         for what, count in counts.items():
             if count % part.ranks:
                 raise OptionError(f"tp={part.ranks} does not divide the {count} {what} of {name}")
+        if part.experts > 1:
+            self._check_experts(name, part)
+
+    def _check_experts(self, name: str, part: TensorParallelShard) -> None:
+        if self.experts is None:
+            raise OptionError(f"ep={part.experts} needs a model with experts, and {name} has none")
+        if self.experts.count % part.experts:
+            raise OptionError(
+                f"ep={part.experts} does not divide the {self.experts.count} experts of {name}"
+            )
+        if part.ranks > 1 and not part.sequence:
+            raise OptionError(
+                f"ep={part.experts} with tp={part.ranks} needs sequence_parallel=true: each GPU"
+                " sends its own tokens"
+            )
 
     def _layer(self, tokens: int, part: TensorParallelShard, routed: bool, window: int) -> Block:  # noqa: FBT001
         h, s = self.hidden, tokens
         attend = self._latent if self.latent else self._attention
         first = attend(tokens, part.ranks, window)
-        then = self._experts(tokens, part.ranks) if routed else self._mlp(tokens, part.ranks)
+        then = self._experts(tokens, part) if routed else self._mlp(tokens, part.ranks)
         norms = [self.norm_parameters] * self.norms
         # inputs of norms, of attention and MLP, two masks of a byte
         inputs = min(self.norms, 2)
+        # tokens go to whole experts as they are; a shared one is divided
+        exchanged = 2 if then.routing is None or (self.experts and self.experts.shared) else 1
         around = part.of(s) * (2 * h * (self.norms + inputs) + (2 * h if self.dropout else 0))
         return Block(
             name="layer",
             tensors=tuple(size for size in (*first.tensors, *then.tensors, *norms) if size),
             flops=first.flops + then.flops + first.mixing,
-            activation_bytes=float(s * (first.kept + then.kept) + around),
+            activation_bytes=float(first.kept + then.kept + around),
             scores=first.scores,
             boundary_bytes=2.0 * part.of(s) * h,
             products=(*first.products, *then.products),
             calls=LAYER_CALLS + then.calls,
             idle=then.idle,
-            division=part.division(s * h, inputs=2, outputs=2),
+            division=part.division(s * h, inputs=exchanged, outputs=exchanged),
+            experts=then.experts,
+            routing=then.routing,
         )
 
     def _attention(self, tokens: int, ranks: int, window: int) -> _Part:
@@ -421,7 +466,7 @@ class Transformer:
         return _Part(
             tensors=[rows * columns for rows, columns in matrices] + biases + norms,
             products=products,
-            kept=kept,
+            kept=s * kept,
             flops=2.0 * s * sum(rows * columns for rows, columns in matrices),
             mixing=mixing,
             scores=self._scores(s, mixing, window, (heads, head_dim, head_dim))
@@ -450,7 +495,7 @@ class Transformer:
             tensors=[rows * columns for rows, columns in matrices]
             + [self._norm(to.q_rank), self._norm(to.kv_rank)],
             products=products,
-            kept=ranks_kept + 2 * (q + q + out) + 2 * out,
+            kept=s * (ranks_kept + 2 * (q + q + out) + 2 * out),
             flops=_product_flops(products),
             mixing=mixing,
             scores=self._scores(s, mixing, window, (heads, wide, to.value)),
@@ -463,35 +508,41 @@ class Transformer:
         biases = [width for _, width in matrices] if self.bias in (True, "mlp", "not_qkv") else []
         products = (MatMul(s, h, up * f), MatMul(s, f, h))
         tensors = [rows * columns for rows, columns in matrices] + biases
-        return _Part(tensors, products, (2 + 2 * up) * f, _product_flops(products))
+        return _Part(tensors, products, s * (2 + 2 * up) * f, _product_flops(products))
 
-    def _experts(self, tokens: int, ranks: int) -> _Part:
+    def _experts(self, tokens: int, part: TensorParallelShard) -> _Part:
         """Tokens are sorted by their experts, which keep the sorted ones; weights are fp32.
 
         Results are weighed before the last product, so that they need not be kept: Megatron-Core
-        0.12, "memory-efficient permutation".
+        0.12, "memory-efficient permutation". Tensor-parallel ranks divide the experts' columns, or
+        those of the shared ones only, where each has some of the experts.
         """
         assert self.experts is not None
-        to, h, s = self.experts, self.hidden, tokens
-        up, n, k = 2 if self.gated else 1, self.experts.count, self.experts.active
-        f, shared = to.width // ranks, to.shared // ranks
-        matrices = [up * h * f, f * h]
-        biases = [up * f, h] if to.bias else []
+        to, h, s, many = self.experts, self.hidden, tokens, part.experts
+        up, n, k = 2 if self.gated else 1, to.count, to.active
+        f, shared = to.width // (part.ranks if many == 1 else 1), to.shared // part.ranks
+        own = s if many == 1 else part.of(s)
+        routed = math.ceil(own * k * (to.load if many > 1 else 1.0))
+        biases = up * f + h if to.bias else 0
+        each = (up + 1) * h * f + biases
         of_shared = [up * h * shared, shared * h, h if to.shared_gate else 0]
         products = (
-            MatMul(s, h, n),
+            MatMul(own, h, n),
             *([MatMul(s, h, up * shared), MatMul(s, shared, h)] if shared else []),
-            MatMul(s * k, h, up * f, groups=n),
-            MatMul(s * k, f, h, groups=n),
+            MatMul(routed, h, up * f, groups=n // many),
+            MatMul(routed, f, h, groups=n // many),
         )
+        tensors = [h * n, n if to.bias else 0, *of_shared]
+        experts = (n // many * up * h * f, n // many * (each - up * h * f))
         return _Part(
-            tensors=[h * n, n if to.bias else 0, *of_shared]
-            + [n * size for size in (*matrices, *biases)],
+            tensors=tensors if many > 1 else [*tensors, *experts],
             products=products,
-            kept=(2 + 2 * up) * (k * f + shared) + 2 * k * h + 4 * n,
+            kept=(2 + 2 * up) * (routed * f + s * shared) + 2 * routed * h + 4 * own * n,
             flops=_product_flops(products),
-            idle=(n - k) * sum((*matrices, *biases)),
+            idle=(n - k) * each // many,
             calls=EXPERT_CALLS,
+            experts=experts if many > 1 else (),
+            routing=Routing(many, math.ceil(own * k * h * to.load)) if many > 1 else None,
         )
 
     def _scores(
@@ -618,17 +669,18 @@ def vision_transformer(
     )
 
 
-def shard_model(model: Model, ranks: int, *, sequence: bool) -> Model:
-    """What one of some tensor-parallel ranks has of a model.
+def shard_model(model: Model, ranks: int, *, sequence: bool, experts: int = 1) -> Model:
+    """What one of some tensor-parallel ranks has of a model, and of its experts.
 
     Raises OptionError for a model that cannot be divided so, or whose shape is not known.
     """
     found = _network(model)
     if found is None:
-        raise OptionError(f"tp={ranks} does not apply to {model.name}: only transformers divide")
+        what = f"tp={ranks}" if ranks > 1 else f"ep={experts}"
+        raise OptionError(f"{what} does not apply to {model.name}: only transformers divide")
     if sequence and model.unit == "image":
         raise OptionError(f"sequence_parallel=true does not apply to {model.name}, of images")
-    return found(part=TensorParallelShard(ranks, sequence))
+    return found(part=TensorParallelShard(ranks, sequence, experts))
 
 
 def _body(given: dict[str, Any]) -> Transformer:

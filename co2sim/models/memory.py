@@ -53,9 +53,9 @@ def model_states(
 ) -> dict[str, Bytes]:
     """Parameters, gradients and optimizer states, each divided over its number of shards."""
     return {
-        "parameters": job.parameters * job.precision.bytes / parameter_shards,
-        "gradients": job.parameters * job.gradient_bytes / gradient_shards,
-        "optimizer": job.parameters * job.optimizer_bytes / optimizer_shards,
+        "parameters": job.owned(parameter_shards) * job.precision.bytes,
+        "gradients": job.owned(gradient_shards) * job.gradient_bytes,
+        "optimizer": job.owned(optimizer_shards) * job.optimizer_bytes,
     }
 
 

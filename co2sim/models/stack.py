@@ -56,7 +56,8 @@ class Stack:
     that all passes attain, where no more was published. `attention`, `loss` and `checkpointing` are
     what it does unless it is told otherwise, `selective` what it repeats of a layer on request.
     `overlap` says whether it reduces gradients while the backward pass goes on, `overlap_tensor`
-    whether tensor-parallel GPUs exchange activations beside the products that need them, and
+    whether tensor-parallel GPUs exchange activations beside the products that need them,
+    `overlap_experts` whether tokens travel to experts beside other passes, and
     `keep_gathered` whether they keep what they gathered, or gather it again to go back. With
     `main_gradients` it sums gradients of bf16 up in fp32; a layer keeps `kept` times the
     activations that are needed at least.
@@ -77,6 +78,7 @@ class Stack:
     selective: Selective = "scores"
     overlap: bool = True
     overlap_tensor: bool = False
+    overlap_experts: bool = False
     keep_gathered: bool = False
     main_gradients: bool = False
     kept: Factor = 1.0

@@ -21,6 +21,7 @@ from co2sim.models.architecture import (
     Block,
     MatMul,
     Model,
+    Routing,
     TensorParallelCommunication,
     shard_model,
 )
@@ -32,6 +33,7 @@ from co2sim.schedule.schedule import (
     Kernels,
     Kind,
     TensorParallelCollectives,
+    experts,
     tensor,
 )
 
@@ -182,11 +184,12 @@ class Workload:
     step. `attention`, `recompute`, `checkpointing` and `loss` are what the training framework
     does; the defaults are those of most of them today. With `overlap` gradients are reduced
     while the backward pass goes on, with `overlap_tensor` activations are exchanged beside
-    products, and with `keep_gathered` they are not gathered a second time. `main_gradients`
-    says that replicas sum gradients of bf16 up in fp32. A layer keeps `kept` times the
-    activations that its backward pass needs at least. `tp` tensor-parallel GPUs hold the model
-    together, and count as one for the batch; with `sequence_parallel` they divide the sequence
-    between products.
+    products, with `overlap_experts` tokens beside passes, and with `keep_gathered` they are not
+    gathered a second time. `main_gradients` says that replicas sum gradients of bf16 up in fp32.
+    A layer keeps `kept` times the activations that its backward pass needs at least. `tp`
+    tensor-parallel GPUs hold the model together, and count as one for the batch; with
+    `sequence_parallel` they divide the sequence between products. `ep` consecutive GPUs divide
+    the experts of a layer.
     """
 
     model: Model
@@ -201,15 +204,17 @@ class Workload:
     selective: Selective = "scores"
     overlap: bool = True
     overlap_tensor: bool = False
+    overlap_experts: bool = False
     keep_gathered: bool = False
     main_gradients: bool = False
     kept: float = 1.0
     tp: int = 1
     sequence_parallel: bool = False
+    ep: int = 1
 
     def __post_init__(self) -> None:
         """Refuse batches that are not positive."""
-        for name in ("micro_batch", "accumulation", "tp"):
+        for name in ("micro_batch", "accumulation", "tp", "ep"):
             object.__setattr__(self, name, whole(name, getattr(self, name), 1, _MAX_SAMPLES))
         if self.sequence_parallel and self.tp == 1:
             raise OptionError("sequence_parallel=true needs tp of 2 or more: it divides no more")
@@ -218,6 +223,31 @@ class Workload:
     def parameters(self) -> int:
         """Parameters of the model."""
         return self.model.parameters
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """Those of the experts that a GPU has, where several divide them: of a `share`."""
+        return sum(sum(block.experts) for block in self.model.blocks)
+
+    def owned(self, shards: int) -> float:
+        """Parameters that a GPU owns of its share, where `shards` data-parallel ones divide it.
+
+        Experts are divided among those GPUs only that have the same ones.
+        """
+        if shards == 1:
+            return self.parameters
+        experts = self.expert_parameters
+        return (self.parameters - experts) / shards + experts / self.replicas(shards)
+
+    def replicas(self, ranks: int) -> int:
+        """How many of `ranks` data-parallel ranks have the same experts; all without `ep`.
+
+        Raises OptionError where `ep` does not divide them.
+        """
+        gpus = ranks * self.tp
+        if gpus % self.ep:
+            raise OptionError(f"ep={self.ep} does not divide {gpus} GPUs")
+        return ranks if self.ep == 1 else gpus // self.ep
 
     @property
     def samples_per_gpu(self) -> int:
@@ -230,9 +260,10 @@ class Workload:
 
         Raises OptionError for a model that cannot be divided so.
         """
-        if self.tp == 1 or any(block.division for block in self.model.blocks):
+        shared = any(block.division or block.routing for block in self.model.blocks)
+        if self.tp * self.ep == 1 or shared:
             return self
-        part = shard_model(self.model, self.tp, sequence=self.sequence_parallel)
+        part = shard_model(self.model, self.tp, sequence=self.sequence_parallel, experts=self.ep)
         return replace(self, model=part)
 
     def works(self) -> tuple[BlockWork, ...]:
@@ -380,7 +411,7 @@ class Workload:
 
     def _exchanges(self, block: Block, *passes: Pass) -> TensorParallelCollectives | None:
         early = self.checkpointing == "non_reentrant"
-        return tensor_parallel_collectives(
+        found = tensor_parallel_collectives(
             block.division,
             passes,
             self.micro_batch,
@@ -389,6 +420,32 @@ class Workload:
             self.overlap_tensor,
             self.keep_gathered,
         )
+        if block.routing is None:
+            return found
+        tokens = self._to_experts(block.routing, passes, early)
+        return (found or TensorParallelCollectives()).then(tokens)
+
+    def _to_experts(
+        self,
+        routing: Routing,
+        passes: Sequence[Pass],
+        stops_early: bool,  # noqa: FBT001
+    ) -> TensorParallelCollectives:
+        """Tokens to experts and back: twice in a pass, and in one that is run again.
+
+        One that `stops_early` needs no result of the last product. What a pass repeats by products
+        finds the exchanged tokens: all-to-alls are kept.
+        """
+        repeated = 1 if stops_early else 2
+        times = {"forward": 2, "backward": 2, "recompute": repeated, "products": 0}
+        elements = self.micro_batch * routing.elements
+        one = Collective(
+            Kind.ALL_TO_ALL, "tokens", elements, self.precision, experts(routing.ranks)
+        )
+        made = (one,) * sum(times[name] for name in passes)
+        if self.overlap_experts:
+            return TensorParallelCollectives(beside=made)
+        return TensorParallelCollectives(behind=made)
 
     @property
     def hardware_flops_per_sample(self) -> Flops:

@@ -129,6 +129,7 @@ class LoadedCase:
             accumulation=job.accumulation,
             tp=job.tp,
             sequence_parallel=job.sequence_parallel,
+            ep=job.ep,
             tokens_per_gpu_per_step=each(job.samples_per_gpu * job.model.tokens, job.tp),
             precision=str(job.precision),
             steps_per_round=schedule.steps,
@@ -237,6 +238,7 @@ def of_strategy(
 
 _MAX_GPUS = 10_000_000
 _MAX_TP = 1024
+_MAX_EP = 1024
 _MAX_PP = 1024
 _MAX_CHUNKS = 128
 _MAX_SAMPLES = 10**12
@@ -281,6 +283,12 @@ class Case:
     sequence_parallel: bool = option(
         False,  # noqa: FBT003
         "Let GPUs that share layers divide the sequence between matrix products, too.",
+        "job",
+    )
+    ep: Annotated[int, Within((1, _MAX_EP))] = option(
+        1,
+        "GPUs that divide the experts of a layer (expert parallelism), and send each other the"
+        " tokens for them.",
         "job",
     )
     pp: Annotated[int, Within((1, _MAX_PP))] = option(
@@ -467,6 +475,10 @@ class Case:
         if isinstance(strategy, str):
             strategy = strategies.parse(strategy)
         _check_sites(strategy, cluster.value)
+        if self.ep > 1 and not getattr(strategy, "divides_experts", False):
+            raise OptionError(
+                f"ep={self.ep} combines with ddp, zero1, zero2 and fsdp; not with {strategy.name}"
+            )
         job, schedule = scheduled(strategy, job, sized.layout)
         return LoadedCase(
             cluster=sized,
@@ -507,11 +519,13 @@ class Case:
             selective=stack.selective,
             overlap=stack.overlap,
             overlap_tensor=stack.overlap_tensor,
+            overlap_experts=stack.overlap_experts,
             keep_gathered=stack.keep_gathered,
             main_gradients=stack.main_gradients,
             kept=stack.kept,
             tp=self.tp,
             sequence_parallel=self.sequence_parallel,
+            ep=self.ep,
         )
 
     def _accumulation(self, groups: int) -> int:
@@ -585,6 +599,7 @@ class JobOptions(TypedDict, total=False):
     accumulation: Count
     tp: Count
     sequence_parallel: bool
+    ep: Count
     pp: Count
     interleave: Count
     global_batch: Count | None

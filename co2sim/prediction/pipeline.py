@@ -331,7 +331,7 @@ def _result(case: Case, whole: Cluster, line: _Line, free: _Line, sent: _Sent) -
     model, steps, gpus = case.load()[1].value, result.steps_per_round, whole.layout.world_size
     step = line.step
     samples = gpus // (case.pp * case.tp) * job.samples_per_gpu / step
-    full = replace(job, model=model, tp=1, sequence_parallel=False)
+    full = replace(job, model=model, tp=1, sequence_parallel=False, ep=1)
     tokens, trained = samples * model.tokens, job.samples_per_gpu * model.tokens
     exposed = max(0.0, step - free.step) * steps
     times = 2 * case.interleave * job.accumulation  # outputs forward, their gradients backward

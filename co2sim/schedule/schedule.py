@@ -56,13 +56,15 @@ class Layout:
         return self.world_size // self.sites
 
     def strided(self, stride: int) -> "Layout":
-        """The layout in which `stride` consecutive ranks of a node count as one.
+        """The layout in which `stride` consecutive ranks of a node, or of some nodes, count as one.
 
-        Raises ScheduleError where they do not divide the ranks of a node.
+        Raises ScheduleError where they do not divide the ranks of a node, nor the nodes of a site.
         """
         if stride == 1:
             return self
         whole("stride", stride, 1, error=ScheduleError)
+        if stride % self.gpus_per_node == 0 and self.ranks_per_site % stride == 0:
+            return Layout(self.world_size // stride, 1, self.sites)
         if self.gpus_per_node % stride:
             raise ScheduleError(
                 f"groups of {stride} ranks do not divide the {self.gpus_per_node} GPUs of a node"
@@ -103,11 +105,11 @@ class Group:
                 return range(n)
             case "node" | "site":
                 return range(rank // size * size, rank // size * size + size)
-            case "peers" | "site_peers" if n % size == 0:
+            case "peers" | "site_peers" | "replicas" if n % size == 0:
                 return range(rank % size, n, size)
             case "leaders":
                 return range(rank, rank + 1) if rank % g else range(0, n, g)
-            case "block" | "tensor" if self.ranks and n % size == 0:
+            case "block" | "tensor" | "experts" | "shards" if self.ranks and n % size == 0:
                 return range(rank // size * size, rank // size * size + size)
         raise ScheduleError(f"group {self} does not divide {n} ranks")
 
@@ -139,6 +141,25 @@ def peers_of_blocks(ranks: int) -> Group:
 def tensor(ranks: int) -> Group:
     """Tensor-parallel groups: blocks of `ranks` consecutive ranks that hold a model together."""
     return Group("tensor", ranks)
+
+
+def experts(ranks: int) -> Group:
+    """Blocks of `ranks` consecutive ranks that divide the experts of a layer."""
+    return Group("experts", ranks)
+
+
+def replicas_of_experts(ranks: int, among: int = 0) -> Group:
+    """The ranks with the same experts, where every `ranks` divide them; of `among` ranks, or all.
+
+    All ranks count in it, tensor-parallel ones too.
+    """
+    if among:
+        return Group("shards", among // ranks, ranks)
+    return Group("replicas", ranks)
+
+
+OF_EXPERTS = frozenset({"experts", "replicas", "shards"})
+"""Names of groups in which each tensor-parallel rank counts."""
 
 
 # --- what an op does ------------------------------------------------------------------------------

@@ -6,6 +6,9 @@ counts as one rank. `apply_tensor_parallelism` then gives its groups a stride, s
 meets those with its own place in their groups, and inserts what the ranks of a group exchange. So
 every strategy combines with it.
 
+Ranks that divide the experts of a layer exchange tokens in the same way. They are consecutive, and
+each tensor-parallel rank is one of them: groups of `OF_EXPERTS` keep their members.
+
 All exchanges of a pass over a block are made before it, beside it and behind it. Where inside of
 the pass they come changes a time only through what else is under way on the same links.
 """
@@ -14,7 +17,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from co2sim.common.errors import OptionError
-from co2sim.schedule.schedule import After, Collective, Compute, Layout, Op, Schedule, Work
+from co2sim.schedule.schedule import (
+    OF_EXPERTS,
+    After,
+    Collective,
+    Compute,
+    Layout,
+    Op,
+    Schedule,
+    Work,
+)
 
 TENSOR = "tensor"
 """The stream of exchanges among tensor-parallel ranks: their own communicator."""
@@ -34,8 +46,12 @@ def data_parallel_layout(layout: Layout, tp: int) -> Layout:
 
 
 def apply_tensor_parallelism(schedule: Schedule, tp: int) -> Schedule:
-    """The schedule of ranks of which `tp` share every layer; the same one if they are alone."""
-    if tp == 1:
+    """The schedule of ranks of which `tp` share every layer, with all that passes exchange.
+
+    The same one where nothing is exchanged.
+    """
+    works = (work for work in schedule.works if isinstance(work, Compute))
+    if tp == 1 and not any(part.exchanges for work in works for part in (work, *work.parts)):
         return schedule
     return replace(schedule, body=tuple(_Body(schedule, tp).ops()))
 
@@ -69,8 +85,10 @@ class _Body:
         Long schedules have few works, and objects that are the same need not be compared.
         """
         if id(work) not in self.made:
-            if isinstance(work, Collective):
-                own: Work = replace(work, group=replace(work.group, stride=self.tp))
+            if isinstance(work, Collective) and work.group.name in OF_EXPERTS:
+                own: Work = work
+            elif isinstance(work, Collective):
+                own = replace(work, group=replace(work.group, stride=self.tp))
             else:
                 own = replace(work, exchanges=None, exchanged=_all(work))
             self.made[id(work)] = own

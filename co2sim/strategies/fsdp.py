@@ -1,5 +1,6 @@
 """PyTorch FSDP: blocks are sharded units, gathered one ahead; the rest of the model is the root."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, TypeAlias
@@ -30,6 +31,7 @@ from co2sim.strategies.step import (
     check_micro_steps,
     group_size,
     micro_prefix,
+    same_experts,
     title,
     whole_options,
 )
@@ -45,7 +47,8 @@ class Sharding:
     """Who meets, and when: `among` share units, `again` gather them for the backward pass.
 
     `again` is None where units stay whole. `replicas` hold the same shards. Gradients are reduced
-    in `reduce`, in every micro-step or in the last. With `copies` gathered units are copied out of
+    in `reduce`, in every micro-step or in the last. Experts that ranks divide are shared among
+    `experts`; None: each rank has its own whole. With `copies` gathered units are copied out of
     a buffer, and gradients into one; without, autograd joins gradients of views to a flat one.
     """
 
@@ -56,6 +59,7 @@ class Sharding:
     reduce: DType
     clip: bool
     copies: bool
+    experts: Group | None = None
 
 
 def units(job: Workload) -> tuple[int, list[int]]:
@@ -69,7 +73,7 @@ def fsdp_step(job: Workload, layout: Layout, how: Sharding) -> Step:
     check_micro_steps(job, _OPS_PER_BLOCK)
     shards = group_size(how.among, layout)
     ops, reduced = lay_out(_uses(job, how, shards))
-    share = -(-job.parameters // shards)
+    share = math.ceil(job.owned(shards))
     if how.clip:
         norm = Collective(Kind.ALL_REDUCE, "norm", 1, DType.FP32, how.among)
         ops += [
@@ -126,7 +130,7 @@ class _MicroStep:
             gathered, fetch, behind = self._gathered(direction, place), [], before
             if gathered:
                 group = self.how.again if direction == "backward" else self.how.among
-                fetch = renamed([self._gather(place, gathered, group or self.how.among)], name)
+                fetch = renamed([self._gather(place, group or self.how.among)], name)
                 ahead = 1 if self.how.copies and direction == "backward" else 2
                 behind = freed[-ahead] if len(freed) >= ahead else "" if freed else before
                 freed.append(passes[0].name)
@@ -174,10 +178,23 @@ class _MicroStep:
             return 0 if place else units(self.job)[0]
         return self.job.model.blocks[place].parameters
 
-    def _gather(self, place: int, elements: int, group: Group) -> Row:
-        precision = self.job.precision
-        work = Collective(Kind.ALL_GATHER, self._unit(place), elements, precision, group)
-        return [("gather", work, GATHER)]
+    def _gather(self, place: int, group: Group) -> Row:
+        precision, unit = self.job.precision, self._unit(place)
+        dense, experts = self._parts(place)
+        row = [("gather", Collective(Kind.ALL_GATHER, unit, dense, precision, group), GATHER)]
+        if experts and self.how.experts:
+            work = Collective(
+                Kind.ALL_GATHER, f"{unit}.experts", experts, precision, self.how.experts
+            )
+            row.append(("gather_experts", work, GATHER))
+        return row
+
+    def _parts(self, place: int) -> tuple[int, int]:
+        """Elements of a unit: those of all ranks, and of experts that ranks divide."""
+        if self._unit(place) == "root":
+            return units(self.job)[0], 0
+        block = self.job.model.blocks[place]
+        return sum(block.tensors), sum(block.experts)
 
     def _reduce(self, place: int, elements: int) -> tuple[list[Compute], Row]:
         """Kernels on the stream of the passes, and what follows on others.
@@ -200,15 +217,27 @@ class _MicroStep:
             kernels.append(_moved("pack", elements, width + reduced))
         if not how.copies:
             kernels.append(_moved("divide", elements, 2 * reduced))
-        row: list[tuple[str, Compute | Collective, str]] = []
         buffer = f"{self._unit(place)}.gradient"
-        scatter = Collective(Kind.REDUCE_SCATTER, buffer, elements, how.reduce, how.among)
-        row.append(("reduce", scatter, REDUCE))
-        if how.replicas:
-            share = -(-elements // self.shards)
-            again = Collective(Kind.ALL_REDUCE, buffer, share, how.reduce, how.replicas)
-            row.append(("replicate", again, REPLICATE))
+        dense, experts = self._parts(place)
+        row = self._shared(buffer, dense, how.among, "")
+        if experts:
+            row += self._shared(f"{buffer}.experts", experts, how.experts, "_experts")
         return kernels, row
+
+    def _shared(
+        self, buffer: str, elements: int, among: Group | None, name: str
+    ) -> list[tuple[str, Compute | Collective, str]]:
+        """A gradient is reduced among those that share it, and then among replicas of the share."""
+        how, shards = self.how, self.job.replicas(self.shards) if name else self.shards
+        row: list[tuple[str, Compute | Collective, str]] = []
+        if among:
+            scatter = Collective(Kind.REDUCE_SCATTER, buffer, elements, how.reduce, among)
+            row.append((f"reduce{name}", scatter, REDUCE))
+        if how.replicas:
+            share = -(-elements // shards)
+            again = Collective(Kind.ALL_REDUCE, buffer, share, how.reduce, how.replicas)
+            row.append((f"replicate{name}", again, REPLICATE))
+        return row
 
 
 def _moved(kernel: str, elements: int, width: float) -> Compute:
@@ -241,6 +270,7 @@ class FSDP:
     """
 
     name: ClassVar[str] = "fsdp"
+    divides_experts: ClassVar[bool] = True
 
     reshard_after_forward: bool | int = True
     shard: int | Literal["node"] = 0
@@ -259,7 +289,14 @@ class FSDP:
 
     def step(self, job: Workload, layout: Layout, group: Group) -> Step:
         """One optimizer step over `group`."""
-        return fsdp_step(job, layout, self.sharding(layout, group))
+        how = self.sharding(layout, group)
+        if job.ep > 1 and how.again not in {None, how.among}:
+            raise OptionError(
+                f"fsdp: reshard_after_forward={self.reshard_after_forward} does not combine with"
+                f" ep={job.ep}; it must be true or false"
+            )
+        experts = same_experts(job, how.among, layout)
+        return fsdp_step(job, layout, replace(how, experts=experts))
 
     def sharding(self, layout: Layout, group: Group) -> Sharding:
         """Who shares parameters, who gathers them again, and who replicates the shards."""
@@ -299,7 +336,7 @@ class FSDP:
         """
         sharding = self.sharding(layout, WORLD)
         n, width = group_size(sharding.among, layout), job.precision.bytes
-        share, reduced = job.parameters / n, self.reduce.bytes
+        share, reduced = job.owned(n), self.reduce.bytes
         root, others = units(job)
         largest = max(others, default=root)
         whole = root + sum(sorted(others)[-2:]) if sharding.again else job.parameters

@@ -1,7 +1,8 @@
 """Building blocks of an optimizer step: passes over blocks, and gradient buckets."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from co2sim.common.errors import OptionError
@@ -10,7 +11,9 @@ from co2sim.common.units import Bytes
 from co2sim.common.validation import whole
 from co2sim.models.workload import Block, Workload
 from co2sim.schedule.schedule import (
+    NODE,
     SCALE_BYTES,
+    WORLD,
     After,
     Collective,
     Compute,
@@ -19,7 +22,9 @@ from co2sim.schedule.schedule import (
     Kind,
     Layout,
     Op,
+    replicas_of_experts,
 )
+from co2sim.schedule.schedule import block as block_group
 
 _MAX_PIECES = 10_000
 _MAX_OPS = 1_000_000
@@ -75,10 +80,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are communicated together, once the backward pass of block `ready` is done."""
+    """Gradients that are communicated together, once the backward pass of block `ready` is done.
+
+    Those `of_experts` are reduced among the ranks with the same experts only.
+    """
 
     elements: int
     ready: int
+    of_experts: bool = False
 
 
 def group_size(group: Group, layout: Layout) -> int:
@@ -106,19 +115,25 @@ def check_micro_steps(job: Workload, ops_per_block: int) -> None:
     check_ops(ops_per_block * blocks * micro, f"{blocks} blocks in each of {micro} micro-steps")
 
 
-def buckets(blocks: Sequence[Block], capacity: float) -> list[Bucket]:
+def buckets(
+    blocks: Sequence[Block],
+    capacity: float,
+    of_experts: bool = False,  # noqa: FBT001, FBT002
+) -> list[Bucket]:
     """Tensors in backward order; a bucket closes once it holds `capacity` elements or more.
 
-    Source: torch.distributed `_compute_bucket_assignment_by_size`.
+    Those of experts that ranks divide have buckets of their own. Source: torch.distributed
+    `_compute_bucket_assignment_by_size`.
     """
     found, held, ready = [], 0, 0
     for index in range(len(blocks) - 1, -1, -1):
-        for elements in reversed(blocks[index].tensors):
+        tensors = blocks[index].experts if of_experts else blocks[index].tensors
+        for elements in reversed(tensors):
             held, ready = held + elements, index
             if held >= capacity:
-                found.append(Bucket(held, ready))
+                found.append(Bucket(held, ready, of_experts))
                 held = 0
-    return [*found, Bucket(held, ready)] if held else found
+    return [*found, Bucket(held, ready, of_experts)] if held else found
 
 
 def cut(elements: int, count: int) -> list[int]:
@@ -139,12 +154,42 @@ def pieces(elements: int, capacity: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """How gradients are combined: `kind` in buckets of `capacity` elements over `group`."""
+    """How gradients are combined: `kind` in buckets of `capacity` elements over `group`.
+
+    Those of experts are over `replicas`, the ranks with the same ones; None: a rank is alone.
+    """
 
     kind: Kind
     group: Group
     capacity: float
     every_micro_step: bool = False
+    replicas: Group | None = None
+
+    def over(self, bucket: Bucket) -> Group | None:
+        """Who meets for a bucket."""
+        return self.replicas if bucket.of_experts else self.group
+
+    def buckets(self, blocks: Sequence[Block]) -> list[Bucket]:
+        """All that are reduced."""
+        found = buckets(blocks, self.capacity)
+        if self.replicas:
+            found += buckets(blocks, self.capacity, of_experts=True)
+        return found
+
+
+def same_experts(job: Workload, group: Group, layout: Layout) -> Group | None:
+    """The ranks of `group` with the same experts; None where each is alone, or nothing is divided.
+
+    Raises OptionError for a group that `ep` does not divide.
+    """
+    ranks = group_size(group, layout)
+    if job.ep == 1 or job.replicas(ranks) == 1:
+        return None
+    if group == WORLD:
+        return replicas_of_experts(job.ep)
+    if group in {NODE, block_group(ranks)}:
+        return replicas_of_experts(job.ep, ranks * job.tp)
+    raise OptionError(f"ep={job.ep} does not combine with parameters shared over {group}")
 
 
 def passes(job: Workload, reduction: Reduction | None, ranks: int = 1) -> list[Op]:
@@ -156,7 +201,7 @@ def passes(job: Workload, reduction: Reduction | None, ranks: int = 1) -> list[O
     works = job.works()
     ready: dict[int, list[tuple[int, Bucket]]] = {}
     if reduction:
-        for number, bucket in enumerate(buckets(job.model.blocks, reduction.capacity)):
+        for number, bucket in enumerate(reduction.buckets(job.model.blocks)):
             place = bucket.ready if job.overlap else 0
             ready.setdefault(place, []).append((number, bucket))
     owned = reduction is not None and reduction.kind is Kind.REDUCE
@@ -179,7 +224,7 @@ def passes(job: Workload, reduction: Reduction | None, ranks: int = 1) -> list[O
                         f"gradients{number}",
                         bucket.elements,
                         job.precision,
-                        reduction.group,
+                        reduction.over(bucket) or reduction.group,
                         root=(count - 1 - number) % ranks if owned else 0,
                     )
                     ops.append(Op(f"{prefix}reduce{number}", work, COMM, (After(backward.name),)))
@@ -192,9 +237,13 @@ def bucketed_step(
     """A step with replicated parameters; with `gather_capacity` the optimizer is sharded.
 
     A sharded optimizer updates its share, then the parameters are all-gathered in pieces of at
-    most `gather_capacity` elements, or broadcast where gradients are reduced to owners.
+    most `gather_capacity` elements, or broadcast where gradients are reduced to owners. Experts
+    that ranks divide are reduced and gathered among those with the same ones.
     """
     ranks = group_size(reduction.group, layout)
+    if job.ep > 1 and reduction.kind is Kind.REDUCE:
+        raise OptionError(f"owners=true does not combine with ep={job.ep}")
+    reduction = replace(reduction, replicas=same_experts(job, reduction.group, layout))
     first = f"{micro_prefix(0, job)}forward.{job.model.blocks[0].name}"
     if ranks == 1:
         ops = passes(job, None)
@@ -205,15 +254,20 @@ def bucketed_step(
         )
     ops = passes(job, reduction, ranks)
     last = next(op.name for op in reversed(ops) if op.stream == COMM)
-    share = -(-job.parameters // ranks) if gather_capacity else job.parameters
+    share = math.ceil(job.owned(ranks)) if gather_capacity else job.parameters
     ops.append(Op("optimizer", job.optimizer_step(share), COMPUTE, (After(last),)))
     if not gather_capacity:
         return Step(ops, (first,), ("optimizer",))
-    kind, sizes = Kind.ALL_GATHER, pieces(job.parameters, gather_capacity)
+    dense = job.parameters - job.expert_parameters
+    kind, sizes = Kind.ALL_GATHER, pieces(dense, gather_capacity)
     if reduction.kind is Kind.REDUCE:
-        kind, sizes = Kind.BROADCAST, [job.parameters]
-    for number, elements in enumerate(sizes):
-        work = Collective(kind, f"parameters{number}", elements, job.precision, reduction.group)
+        kind, sizes = Kind.BROADCAST, [dense]
+    gathered = [(elements, reduction.group) for elements in sizes]
+    if reduction.replicas:
+        experts = pieces(job.expert_parameters, gather_capacity)
+        gathered += [(elements, reduction.replicas) for elements in experts]
+    for number, (elements, group) in enumerate(gathered):
+        work = Collective(kind, f"parameters{number}", elements, job.precision, group)
         ops.append(Op(f"gather{number}", work, COMM, (After("optimizer"),)))
     gathers = tuple(op.name for op in ops if op.name.startswith("gather"))
     return Step(ops, (first,), gathers[-1:], gathers)

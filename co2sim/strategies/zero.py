@@ -32,6 +32,7 @@ class Zero1:
     """
 
     name: ClassVar[str] = "zero1"
+    divides_experts: ClassVar[bool] = True
 
     bucket: int = 500_000_000
 
@@ -61,6 +62,7 @@ class DDP:
     """
 
     name: ClassVar[str] = "ddp"
+    divides_experts: ClassVar[bool] = True
 
     bucket_mib: float = 25.0
 
@@ -158,6 +160,7 @@ class Zero2:
     """
 
     name: ClassVar[str] = "zero2"
+    divides_experts: ClassVar[bool] = True
 
     bucket: int = 500_000_000
     owners: bool = False

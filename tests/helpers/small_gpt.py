@@ -1,7 +1,9 @@
 """A small GPT whose layers ranks can share."""
 
+from dataclasses import replace
+
 from co2sim import strategies
-from co2sim.models.architecture import Transformer, language_model
+from co2sim.models.architecture import Experts, Transformer, language_model
 from co2sim.models.workload import Workload
 from co2sim.prediction.case import schedule_of
 from co2sim.schedule.schedule import Layout, Schedule
@@ -16,6 +18,13 @@ def job(tp: int = 1, *, sequence: bool = False, **changes: object) -> Workload:
     """A small GPT in bf16."""
     model = language_model("gpt", BODY, vocab=VOCAB, tokens=TOKENS, tied=True, positions=TOKENS)
     return Workload(model, tp=tp, sequence_parallel=sequence, **changes)  # type: ignore[arg-type]
+
+
+def routed_job(ep: int, **changes: object) -> Workload:
+    """The same with eight experts in its last layer."""
+    body = replace(BODY, experts=Experts(count=8, active=2, width=64, dense=1))
+    model = language_model("experts", body, vocab=VOCAB, tokens=TOKENS, tied=False)
+    return Workload(model, ep=ep, **changes)  # type: ignore[arg-type]
 
 
 def planned(strategy: str, work: Workload, layout: Layout) -> Schedule:

@@ -82,6 +82,7 @@ BAD = [
     (f"run {ON} --accumulation 1000000000", "1000000000"),
     (f"run {ON} --global-batch 100", "16 GPUs"),
     (f"run {ON} --tp 3", "tp=3"),
+    (f"run {ON} --ep 3", "ep=3"),
     (f"run {ON} --sequence-parallel", "sequence_parallel"),
     (f"run {ON} --pp 3", "pp=3"),
     (f"run {ON} --interleave 2", "interleave=2"),

@@ -1,4 +1,4 @@
-"""Ranks that share layers, as real processes: the same schedules over Gloo, and in the lab."""
+"""Ranks that share layers or experts: the same schedules over Gloo, and in the lab."""
 
 import pytest
 from ranks import on_ranks
@@ -25,3 +25,21 @@ def test_every_strategy_runs_on_ranks_that_share_layers_and_breaks_no_rule(per_n
         for text, broken, sharing, others in found[rank]:
             assert (broken, sharing) == ([], pair), text
             assert set(others) <= set(alike), text
+
+
+def test_ranks_that_divide_experts_exchange_tokens_and_break_no_rule() -> None:
+    """Gradients of experts meet the rank with the same ones, all others every rank."""
+    variants = ["ddp", "zero1", "zero2", "fsdp"]
+    found = on_ranks(
+        "strategies_with_divided_experts",
+        4,
+        gpus_per_node=2,
+        module="tensor_parallel_workers",
+        variants=variants,
+    )
+    for rank in range(4):
+        assert [text for text, *_ in found[rank]] == variants
+        for text, broken, met in found[rank]:
+            assert broken == [], text
+            pair, alike = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+            assert met == {"world": [0, 1, 2, 3], "experts": pair, "replicas": alike}, text

@@ -1,0 +1,209 @@
+"""Expert parallelism: what every rank holds, exchanges and reduces."""
+
+import math
+from dataclasses import replace
+from itertools import groupby
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from co2sim import simulate
+from co2sim.common.errors import OptionError
+from co2sim.models.architecture import Experts, Transformer, language_model
+from co2sim.models.workload import Workload
+from co2sim.prediction.case import Case, LoadedCase, schedule_of
+from co2sim.schedule.schedule import (
+    Collective,
+    Compute,
+    Kind,
+    Layout,
+    Schedule,
+    experts,
+    replicas_of_experts,
+)
+from co2sim.strategies import parse
+
+BODY = Transformer(
+    layers=3,
+    hidden=32,
+    heads=4,
+    ffn=64,
+    gated=True,
+    bias=False,
+    norm="rmsnorm",
+    experts=Experts(count=16, active=2, width=16, dense=1),
+)
+MODEL = language_model("small", BODY, vocab=64, tokens=8, tied=False)
+EXPERTS = 2 * 16 * 3 * 32 * 16  # layers, experts, matrices, their sizes
+DENSE = MODEL.parameters - EXPERTS
+JOB = Workload(MODEL, micro_batch=3, ep=4)
+LAYOUT = Layout(2, 8)
+
+
+def collectives(schedule: Schedule, kind: Kind) -> list[Collective]:
+    """In order of issue."""
+    works = [op.work for op in schedule.body]
+    return [one for one in works if isinstance(one, Collective) and one.kind is kind]
+
+
+def elements(found: list[Collective]) -> dict[str, int]:
+    """By the group that meets."""
+    ordered = sorted(found, key=lambda one: str(one.group))
+    return {
+        name: sum(one.elements for one in some)
+        for name, some in groupby(ordered, key=lambda one: str(one.group))
+    }
+
+
+@given(st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([0, 8, 16]))
+def test_every_rank_meets_those_with_its_experts_once(ep: int, among: int) -> None:
+    """Groups of each kind divide all ranks, and two of a pair meet in one rank only."""
+    ranks = range(LAYOUT.world_size)
+    if among and among % ep:
+        return
+    for group in (experts(ep), replicas_of_experts(ep, among)):
+        members = [group.members(rank, LAYOUT) for rank in ranks]
+        assert all(rank in members[rank] for rank in ranks)
+        assert {tuple(members[one]) for rank in ranks for one in members[rank]} == {
+            tuple(one) for one in members
+        }
+    for rank in ranks:
+        together = set(experts(ep).members(rank, LAYOUT))
+        alike = set(replicas_of_experts(ep, among).members(rank, LAYOUT))
+        assert together & alike == {rank}
+        assert len(alike) == (among or LAYOUT.world_size) // ep
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "fsdp:shard=node"])
+def test_gradients_are_reduced_where_they_belong(strategy: str) -> None:
+    """Of experts a rank reduces its own quarter among the ranks that have it, too."""
+    made = schedule_of(parse(strategy), JOB, LAYOUT)
+    kind = Kind.ALL_REDUCE if strategy == "ddp" else Kind.REDUCE_SCATTER
+    node = strategy == "fsdp:shard=node"
+    found = elements([one for one in collectives(made, kind) if one.buffer != "norm"])
+    world, replicas = ("node", "shards(2)/4") if node else ("world", "replicas(4)")
+    assert found == {world: DENSE, replicas: EXPERTS // 4}
+    if node:  # shards of all are then reduced between the nodes
+        again = [one for one in collectives(made, Kind.ALL_REDUCE) if one.buffer != "norm"]
+        assert sum(one.elements for one in again) == DENSE // 8 + EXPERTS // 4 // 2
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_parameters_are_gathered_where_they_belong(strategy: str) -> None:
+    """fsdp: all but the root twice; zero1: all once, behind the optimizer."""
+    found = elements(collectives(schedule_of(parse(strategy), JOB, LAYOUT), Kind.ALL_GATHER))
+    root = sum(MODEL.blocks[place].parameters for place in (0, -1))
+    times = 2 if strategy == "fsdp" else 1
+    want = {"world": times * DENSE - (times - 1) * root, "replicas(4)": times * EXPERTS // 4}
+    assert found == want
+
+
+def test_alone_with_its_experts_a_rank_exchanges_tokens_only() -> None:
+    """Sixteen ranks with an expert of each layer: no gradient of an expert travels."""
+    for strategy in ("ddp", "zero1", "fsdp"):
+        made = schedule_of(parse(strategy), replace(JOB, ep=16), LAYOUT)
+        names = {str(one.work.group) for one in made.body if isinstance(one.work, Collective)}
+        assert names == {"world", "experts(16)"}
+
+
+@pytest.mark.parametrize(
+    ("recompute", "checkpointing", "passes"),
+    [("none", "reentrant", 4), ("full", "reentrant", 6), ("full", "non_reentrant", 5)],
+)
+def test_tokens_travel_twice_in_every_pass(recompute: str, checkpointing: str, passes: int) -> None:
+    """To the experts and back; not back where a repeated pass stops before its last product."""
+    job = replace(JOB, recompute=recompute, checkpointing=checkpointing)  # type: ignore[arg-type]
+    found = collectives(schedule_of(parse("ddp"), job, LAYOUT), Kind.ALL_TO_ALL)
+    assert len(found) == 2 * passes  # two layers with experts
+    assert {one.elements for one in found} == {3 * 8 * 2 * 32}  # samples, tokens, experts, hidden
+    assert {str(one.group) for one in found} == {"experts(4)"}
+
+
+@given(st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([2, 4, 8, 16]))
+def test_all_ranks_together_own_every_parameter_once(ep: int, ranks: int) -> None:
+    """However experts are divided."""
+    if ranks % ep:
+        return
+    share = replace(JOB, ep=ep).share
+    assert ranks * share.owned(ranks) == pytest.approx(MODEL.parameters)
+    assert share.owned(1) == share.parameters == DENSE + EXPERTS / ep
+
+
+def test_a_share_computes_for_as_many_tokens_as_without() -> None:
+    """Tokens of others come for those that leave; a busier rank gets more of them."""
+    plain, divided = (replace(JOB, ep=ep).share.model.blocks[2] for ep in (1, 4))
+    assert divided.flops == plain.flops
+    assert divided.activation_bytes == plain.activation_bytes
+    assert divided.parameters < plain.parameters
+    busy = replace(BODY, experts=Experts(count=16, active=2, width=16, dense=1, load=1.5))
+    model = language_model("small", busy, vocab=64, tokens=8, tied=False)
+    uneven = replace(JOB, model=model).share.model.blocks[2]
+    routed = 2.0 * 8 * 2 * 3 * 32 * 16
+    assert uneven.flops - divided.flops == pytest.approx(routed / 2)
+    assert uneven.routing is not None
+    assert uneven.routing.elements == math.ceil(8 * 2 * 32 * 1.5)
+
+
+def test_with_tensor_parallelism_each_gpu_sends_its_part_of_the_sequence() -> None:
+    """Experts stay whole; groups of experts hold tensor-parallel GPUs one by one."""
+    job = replace(JOB, tp=2, sequence_parallel=True)
+    made = schedule_of(parse("zero1"), job, LAYOUT)
+    sent = collectives(made, Kind.ALL_TO_ALL)
+    assert {one.elements for one in sent} == {3 * 4 * 2 * 32}
+    assert {str(one.group) for one in sent} == {"experts(4)"}
+    found = elements(collectives(made, Kind.REDUCE_SCATTER))
+    assert found["replicas(4)"] == EXPERTS // 4
+    tensor = [one for one in collectives(made, Kind.ALL_GATHER) if one.buffer == "activations"]
+    # forward: two inputs of the dense layer, one of each other, one of the head; backward: as many
+    # again, and those of outputs, the embedding's too
+    assert len(tensor) == 5 + 5 + 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "zero3"}, "ep=4 combines with ddp, zero1, zero2 and fsdp; not with zero3"),
+        ({"strategy": "co2"}, "not with co2"),
+        ({"model": "gpt2-small"}, "needs a model with experts"),
+        ({"ep": 3}, "ep=3 does not divide"),
+        ({"ep": 64, "gpus": 32}, "ep=64 does not divide 32 GPUs"),
+        ({"tp": 2}, "needs sequence_parallel=true"),
+        ({"strategy": "zero2:owners=true"}, "owners=true does not combine with ep=4"),
+        ({"strategy": "fsdp:reshard_after_forward=8"}, "does not combine with ep=4"),
+    ],
+)
+def test_what_does_not_combine_is_one_line(options: dict[str, object], message: str) -> None:
+    """It says what, and with what."""
+    given_ = {"cluster": "dgx-h100", "model": "qwen3-30b-a3b", "strategy": "zero1", "ep": 4}
+    with pytest.raises(OptionError, match=message):
+        Case(**given_ | options).prepare()  # type: ignore[arg-type]
+
+
+def prepared(**options: object) -> LoadedCase:
+    """On four nodes of H100."""
+    base = {"cluster": "dgx-h100", "model": "qwen3-30b-a3b", "strategy": "zero1", "gpus": 32}
+    return Case(**base | options).prepare()  # type: ignore[arg-type]
+
+
+def test_more_expert_parallelism_takes_less_memory_and_more_all_to_alls() -> None:
+    """With replicated parameters an eighth of the experts is all that a GPU holds of them."""
+    one, eight = (prepared(ep=ep) for ep in (1, 8))
+    total = 30_532_122_624
+    kept = 48 * 128 * 3 * 2048 * 768
+    assert one.memory()["parameters"] == 2 * total
+    assert eight.memory()["parameters"] == 2 * (total - kept + kept / 8)
+    assert eight.memory()["optimizer"] == pytest.approx(12 * total / 32)
+    assert any(
+        isinstance(op.work, Collective) and op.work.kind is Kind.ALL_TO_ALL
+        for op in eight.schedule.body
+    )
+    assert not any(isinstance(op.work, Compute) and op.work.exchanges for op in eight.schedule.body)
+
+
+def test_an_answer_says_how_experts_are_divided_and_ranks_agree() -> None:
+    """Folded ranks give the time that all ranks give."""
+    job = {"cluster": "dgx-h100", "model": "qwen3-30b-a3b", "strategy": "fsdp", "gpus": 16, "ep": 8}
+    folded, whole = (simulate(**job, fold=fold) for fold in (True, False))  # type: ignore[arg-type]
+    assert folded.ep == 8
+    assert folded.step_time_s == pytest.approx(whole.step_time_s, rel=1e-9)
