@@ -239,9 +239,8 @@ class GPU:
     def __post_init__(self) -> None:
         """Refuse what no GPU can be."""
         if not self.precisions or not (self.efficiency or self.products):
-            raise OptionError(
-                f"{self.name} needs a peak of {', '.join(_PRECISIONS)}, and an efficiency or products"
-            )
+            kinds = ", ".join(_PRECISIONS)
+            raise OptionError(f"{self.name} needs a peak of {kinds}, and an efficiency or products")
         check(self, self.name)
         for precision, speed in self.peak.items():
             _SPEED.checked(f"{self.name}: peak {precision}", speed)
