@@ -23,6 +23,10 @@ BANDWIDTH = {
     "H100 SXM": 3.35e12,
     "H200 SXM": 4.8e12,
     "B200 SXM": 8e12,
+    "B300 SXM": 7.7e12,
+    "GB200": 8e12,
+    "GB300": 8e12,
+    "L40S": 864e9,
 }
 """Bytes/s, as in the catalog."""
 

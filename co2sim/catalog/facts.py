@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -39,6 +39,26 @@ def names(kind: Kind) -> list[str]:
     )
 
 
+def _folded(name: str) -> str:
+    """A name as aliases are compared: capitals do not matter, nor which mark divides words."""
+    return name.strip().lower().replace("_", "-").replace(" ", "-")
+
+
+@cache
+def _meant(kind: Kind) -> Mapping[str, str]:
+    """Keys by all names that are meant so, for a kind that has aliases."""
+    text = (resources.files("co2sim.catalog") / "aliases.toml").read_text("utf-8")
+    others = files.toml(text).get(kind, {})
+    keys = names(kind) if others else ()
+    listed = {_folded(other): key for key in others for other in others[key]}
+    return listed | {_folded(key): key for key in keys}
+
+
+def key_of(kind: Kind, name: str) -> str:
+    """The catalog key that a name means: itself, or that whose alias it is; else the name."""
+    return name if name in names(kind) else _meant(kind).get(_folded(name), name)
+
+
 def is_file(reference: str) -> bool:
     """Whether a reference is a path, not a catalog key."""
     folder = reference in {".", ".."}
@@ -64,13 +84,13 @@ def read(kind: Kind, reference: str) -> Tree:
     if is_file(reference) or path != Path(reference):
         text = _text(path, reference)
     else:
-        known = names(kind)
-        if reference not in known:
+        key, known = key_of(kind, reference), names(kind)
+        if key not in known:
             raise CatalogError(
                 f"unknown {kind.removesuffix('s')} {given(reference)}; {nearest(reference, known)}"
                 f" (a file of yours: give its path, ending in .toml or .json)"
             )
-        text = (resources.files("co2sim.catalog") / kind / f"{reference}.toml").read_text("utf-8")
+        text = (resources.files("co2sim.catalog") / kind / f"{key}.toml").read_text("utf-8")
     if not text.strip():
         raise CatalogError(f"{reference} is empty")
     try:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from co2sim.catalog import Fact, load_cluster, load_model, names
-from co2sim.catalog.facts import Kind, facts, is_file, read
+from co2sim.catalog.facts import Kind, facts, is_file, key_of, read
 from co2sim.catalog.specs import Rate, RateKind, rates
 from co2sim.common.errors import CatalogError, nearest
 from co2sim.common.tables import console, print_lines, print_table
@@ -52,7 +52,10 @@ def list_(
         )
         _print_entry(out, kind, what)
     else:
-        found = [kind for kind in kinds if what in names(kind)]
+        found = [(kind, what) for kind in kinds if what in names(kind)]
+        found = found or [
+            (kind, key) for kind in kinds if (key := key_of(kind, what)) in names(kind)
+        ]
         rated = [kind for kind in named if what in rates(kind)]
         for one in rated:
             _print_rates(out, one, what)
@@ -60,8 +63,8 @@ def list_(
             known = [*everything, *STRATEGIES, *(name for kind in kinds for name in names(kind))]
             known += [name for one in named for name in rates(one)]
             raise CatalogError(f"nothing is called {what!r}; {nearest(what, known)}")
-        for kind in found:
-            _print_entry(out, kind, what)
+        for kind, key in found:
+            _print_entry(out, kind, key)
 
 
 def _print_strategies(out: Console) -> None:

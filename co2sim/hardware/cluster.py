@@ -209,7 +209,8 @@ class AttentionSpeed:
 class GPU:
     """One accelerator.
 
-    `peak` is the dense speed by precision. `efficiency` lists (FLOP of an op, attained fraction of
+    `peak` is the dense speed by precision, also by those that it does not train in yet
+    (`precisions`). `efficiency` lists (FLOP of an op, attained fraction of
     peak) by rising FLOP; between entries it is interpolated over log FLOP, outside it is constant.
     Where `kernels` is known, passes over blocks are costed by it and not by `efficiency`.
     `products` and `attention`, by the name of its implementation, say how fast its kernels are: a
@@ -237,8 +238,9 @@ class GPU:
 
     def __post_init__(self) -> None:
         """Refuse what no GPU can be."""
-        if not self.peak or not (self.efficiency or self.products):
-            raise OptionError(f"{self.name} needs a peak, and an efficiency or products")
+        if not self.precisions or not (self.efficiency or self.products):
+            kinds = ", ".join(_PRECISIONS)
+            raise OptionError(f"{self.name} needs a peak of {kinds}, and an efficiency or products")
         check(self, self.name)
         for precision, speed in self.peak.items():
             _SPEED.checked(f"{self.name}: peak {precision}", speed)
@@ -258,9 +260,14 @@ class GPU:
         return ((1.0, attained), (math.inf, attained))
 
     @property
+    def precisions(self) -> tuple[str, ...]:
+        """Those that it trains in, the preferred one first."""
+        return tuple(str(kind) for kind in _PRECISIONS if kind in self.peak)
+
+    @property
     def preferred_precision(self) -> str:
         """What it trains in unless a user says otherwise: bf16, else fp16, else fp32."""
-        return next(str(kind) for kind in _PRECISIONS if kind in self.peak)
+        return self.precisions[0]
 
 
 __all__ = ["GPU", "Cluster", "KernelTimes", "Link", "Scatter", "Tier"]

@@ -12,11 +12,14 @@ from co2sim.schedule.schedule import Compute, FusedAttention, Kernels
 
 
 def peak_flops(gpu: GPU, precision: str) -> FlopsPerSecond:
-    """Dense peak speed. Raises OptionError when the GPU does not compute in `precision`."""
-    if precision not in gpu.peak:
-        raise OptionError(
-            f"{gpu.name} has no {precision} in our catalog; {nearest(precision, gpu.peak)}"
+    """Dense peak speed. Raises OptionError when the GPU does not train in `precision`."""
+    if precision not in gpu.precisions:
+        why = (
+            f"training in {precision} is not modelled"
+            if precision in gpu.peak
+            else f"{gpu.name} has no {precision} in our catalog"
         )
+        raise OptionError(f"{why}; {nearest(precision, gpu.precisions)}")
     return gpu.peak[precision]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from co2sim.catalog import load_cluster, names
+from co2sim.catalog import key_of, load_cluster, names
 from co2sim.cli import options
 from co2sim.common.errors import OptionError, UnitError, nearest
 from co2sim.common.files import check_writable, write_atomically
@@ -98,6 +98,7 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
         raise OptionError(f"--out is {out}; the name of a cluster file ends in .toml")
     means = launching.known_backend(backend)
     launching.checked_nproc(nproc)
+    gpu = None if gpu is None else key_of("gpus", gpu)
     if gpu is not None and gpu not in names("gpus"):
         raise OptionError(f"--gpu is {gpu!r}; {nearest(gpu, names('gpus'))}")
     if gpu is not None and precision:

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not GPUS, reason="there is no CUDA device"),
 ]
-CATALOG = ("dgx2-ib1", "cloud-400g", "dgx-h100", "dgx-h200", "dgx-b200")
+CATALOG = ("dgx2-ib1", "p4d.24xlarge", "dgx-h100", "dgx-h200", "dgx-b200")
 """Clusters of all GPUs of NVIDIA for training that we know."""
 several = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA devices, there are {GPUS}")
 

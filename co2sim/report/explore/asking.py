@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from co2sim.catalog import load_cluster, load_model, names
-from co2sim.catalog.facts import Kind, Tree, read
+from co2sim.catalog.facts import Kind, Tree, key_of, read
 from co2sim.common.errors import CatalogError, Co2simError, OptionError, nearest
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
@@ -75,11 +75,11 @@ class Files:
 
     def cluster(self, name: str) -> str:
         """The file, or the entry of the catalog. Raises CatalogError for any other file."""
-        return _known(name, "cluster", self.clusters, names("clusters"))
+        return _known(name, "cluster", self.clusters, "clusters")
 
     def model(self, name: str) -> str:
         """As `cluster`."""
-        return _known(name, "model", self.models, names("models"))
+        return _known(name, "model", self.models, "models")
 
     def check(self, settings: Mapping[str, Any]) -> None:
         """Raise Co2simError for settings that would read another file."""
@@ -87,7 +87,7 @@ class Files:
             if path in _GIVEN:
                 raise OptionError(f"{path} has a field of its own; it cannot be set besides")
             if path in PARTS and value not in self.parts:
-                _known(value, path, {}, names(PARTS[path]))
+                _known(value, path, {}, PARTS[path])
 
 
 def check_parts(tree: Tree) -> None:
@@ -96,15 +96,16 @@ def check_parts(tree: Tree) -> None:
         given = tree.get(path)
         name = given.get("value") if isinstance(given, dict) else given
         if isinstance(name, str):
-            _known(name, path, {}, names(kind))
+            _known(name, path, {}, kind)
 
 
-def _known(name: str, kind: str, files: Mapping[str, str], catalog: Sequence[str]) -> str:
+def _known(name: str, what: str, files: Mapping[str, str], kind: Kind) -> str:
     if name in files:
         return files[name]
-    if name in catalog:
-        return name
-    raise CatalogError(f"unknown {kind} {name!r}; {nearest(name, [*files, *catalog])}")
+    key, catalog = key_of(kind, name), names(kind)
+    if key in catalog:
+        return key
+    raise CatalogError(f"unknown {what} {name!r}; {nearest(name, [*files, *catalog])}")
 
 
 def question_of(view: PageView, files: Files, goal: Goal) -> Question:

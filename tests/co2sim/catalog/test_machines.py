@@ -1,0 +1,105 @@
+"""Machines of the catalog: the names that people type, dense peaks, and a run on every cluster."""
+
+import tomllib
+from collections import Counter
+from importlib import resources
+from itertools import pairwise, starmap
+from typing import get_args
+
+import pytest
+
+from co2sim import simulate
+from co2sim.catalog import key_of, load_cluster, names
+from co2sim.catalog.facts import Kind, read
+from co2sim.catalog.specs import GPUSpec
+from co2sim.common.errors import CatalogError, OptionError
+
+ALIASES: dict[Kind, dict[str, list[str]]] = tomllib.loads(
+    (resources.files("co2sim.catalog") / "aliases.toml").read_text("utf-8")
+)
+
+TYPED = {
+    "p5": "p5.48xlarge",
+    "P5.48xlarge": "p5.48xlarge",
+    "p6-b200": "p6-b200.48xlarge",
+    "a3-mega": "a3-megagpu-8g",
+    "nd-h100-v5": "nd-h100-v5",
+    "ND H100 v5": "nd-h100-v5",
+    "Standard_ND96isr_H100_v5": "nd-h100-v5",
+    "BM.GPU.H100.8": "bm.gpu.h100.8",
+    "gb200": "gb200-nvl72",
+    "h100": "dgx-h100",
+    "cloud-3200g": "p5.48xlarge",
+}
+
+
+@pytest.mark.parametrize(("typed", "key"), TYPED.items())
+def test_clusters_are_found_by_the_names_that_people_type(typed: str, key: str) -> None:
+    """In any letters, and with a dot: it is no file."""
+    assert key_of("clusters", typed) == key
+    assert load_cluster(typed).value == load_cluster(key).value
+
+
+def test_gpus_are_found_by_the_names_that_people_type() -> None:
+    """On the command line, and in a file."""
+    assert key_of("gpus", "H100-SXM") == "h100"
+    found = load_cluster("dgx-a100", {"gpu": "H100 SXM"}).value
+    assert found.gpu == load_cluster("dgx-h100").value.gpu
+
+
+@pytest.mark.parametrize("kind", ALIASES)
+def test_an_alias_means_one_entry_and_shadows_no_key(kind: Kind) -> None:
+    """All stand in small letters, for the reader of the table."""
+    known = names(kind)
+    assert set(ALIASES[kind]) <= set(known)
+    others = [other for listed in ALIASES[kind].values() for other in listed]
+    assert Counter(others).most_common(1)[0][1] == 1
+    assert not set(others) & set(known)
+    assert all(other == other.lower() and not {" ", "_"} & set(other) for other in others)
+    for key, listed in ALIASES[kind].items():
+        for other in (key, key.upper(), *listed):
+            assert key_of(kind, other) == key
+
+
+def test_every_key_means_itself() -> None:
+    """Whatever the aliases say."""
+    for kind in get_args(Kind):
+        assert [key_of(kind, key) for key in names(kind)] == names(kind)
+
+
+def test_an_unknown_name_is_one_line() -> None:
+    """With what is like it."""
+    with pytest.raises(
+        CatalogError, match=r"unknown cluster 'p5\.49xlarge'.*p5\.48xlarge"
+    ) as caught:
+        load_cluster("p5.49xlarge")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", names("gpus"))
+def test_peaks_are_dense_and_rise_with_fewer_bits(key: str) -> None:
+    """The next format is at most 4 times as fast; one that counted sparsity would be more."""
+    gpu = load_cluster("dgx-h100", {"gpu": key}).value.gpu
+    order = [gpu.peak[kind] for kind in ("bf16", "fp8", "fp4") if kind in gpu.peak]
+    assert all(starmap(lambda less, more: less <= more <= 4 * less, pairwise(order)))
+    assert gpu.peak["fp32"] <= min(gpu.peak.get("bf16", gpu.peak["fp16"]), gpu.peak["fp16"])
+    assert gpu.precisions
+    assert set(gpu.precisions) <= {"bf16", "fp16", "fp32"}
+    assert read("gpus", key)["name"] == gpu.name
+
+
+def test_fp8_is_a_peak_and_no_precision_yet() -> None:
+    """Where it is asked for, one line says so."""
+    assert set(load_cluster("gb300").value.gpu.peak) == {"fp32", "fp16", "bf16", "fp8", "fp4"}
+    for precision in ("fp8", "fp4"):
+        with pytest.raises(OptionError, match=f"training in {precision} is not modelled.*bf16"):
+            simulate("gb300", "gpt2-small", "ddp", gpus=8, precision=precision)
+    assert "peak" in GPUSpec.model_fields
+
+
+@pytest.mark.parametrize("key", names("clusters"))
+def test_a_run_on_every_cluster_has_an_interval(key: str) -> None:
+    """On two nodes; a rack is a node."""
+    gpus = 2 * load_cluster(key).value.gpus_per_node
+    result = simulate(key, "gpt2-small", "fsdp", gpus=gpus)
+    assert 0 < result.tokens_per_s_low < result.tokens_per_s < result.tokens_per_s_high
