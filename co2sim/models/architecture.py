@@ -134,7 +134,8 @@ class Block:
     block's input. `products` are its matrix products in forward order and `calls` how many
     operations a framework issues for a forward pass (0: both not known). `logits` are the elements
     of an output over a vocabulary, `tied` the parameters of another block that it uses, and `idle`
-    those of the experts that a token does not pass. A block with a `division` is the part of one of
+    those of the experts that a token does not pass. `passing_bytes` are written and read in a
+    forward pass, too, but not kept. A block with a `division` is the part of one of
     several ranks; of one with a `routing` these divide the experts, whose tensors are `experts`.
     """
 
@@ -149,6 +150,7 @@ class Block:
     logits: int = 0
     tied: int = 0
     idle: int = 0
+    passing_bytes: Bytes = 0.0
     division: TensorParallelCommunication | None = None
     experts: tuple[int, ...] = ()
     routing: Routing | None = None
@@ -209,6 +211,11 @@ scores in fp32, softmax or sigmoid, top-k, and their normalization; the map of t
 its counts; permutation of tokens and of their weights, and back; two grouped products in place of
 two; weighing, the auxiliary loss in four. Source: megatron/core/transformer/moe, 2025.
 """
+
+_COPIES = 3
+"""Of tokens that an all-to-all brings, beside the sorted inputs: before they leave, sorted by the
+experts of all ranks; the results as they go back; and as they are summed up. Source:
+megatron/core/transformer/moe/token_dispatcher.py, 2025, MoEAlltoAllTokenDispatcher."""
 
 Attention = Literal["softmax", "linear"]
 Norm = Literal["layernorm", "rmsnorm", "none"]
@@ -307,7 +314,8 @@ WHOLE = TensorParallelShard()
 class _Part:
     """Attention, or what follows it in a layer: its tensors, work, and what it keeps.
 
-    `kept` are bytes of a sample in a 2-byte type, `flops` those of a sample but for `mixing`, and
+    `kept` and `passing` are bytes of a sample in a 2-byte type, `flops` those of a sample but for
+    `mixing`, and
     `idle` the parameters that a token does not pass.
     """
 
@@ -319,6 +327,7 @@ class _Part:
     scores: AttentionScores | None = None
     idle: int = 0
     calls: int = 0
+    passing: int = 0
     experts: tuple[int, ...] = ()
     routing: Routing | None = None
 
@@ -436,6 +445,7 @@ class Transformer:
             products=(*first.products, *then.products),
             calls=LAYER_CALLS + then.calls,
             idle=then.idle,
+            passing_bytes=float(then.passing),
             division=part.division(s * h, inputs=exchanged, outputs=exchanged),
             experts=then.experts,
             routing=then.routing,
@@ -541,6 +551,7 @@ class Transformer:
             flops=_product_flops(products),
             idle=(n - k) * each // many,
             calls=EXPERT_CALLS,
+            passing=2 * routed * h * (1 if many == 1 else _COPIES),
             experts=experts if many > 1 else (),
             routing=Routing(many, math.ceil(own * k * h * to.load)) if many > 1 else None,
         )

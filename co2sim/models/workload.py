@@ -339,7 +339,8 @@ class Workload:
 
     def _written(self, block: Block) -> Bytes:
         """What a forward pass writes and reads but for scores, in a 2-byte type, of one sample."""
-        return block.activation_bytes + _LOSS_WRITTEN[self.loss] * block.logits
+        kept = block.activation_bytes + block.passing_bytes
+        return kept + _LOSS_WRITTEN[self.loss] * block.logits
 
     def _kernels(self, block: Block, passes: int, *, again: bool = False) -> Kernels | None:
         """What a forward (1), a backward (2) or no pass (0) launches, and a repeated one before it.
