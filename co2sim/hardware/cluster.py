@@ -132,7 +132,8 @@ class KernelTimes:
     between 0.58 and 0.66 in Triton of 2023 (triton-lang/triton pull request 1917). `call_overhead`
     is what the host needs to issue an operation, `kernel_gap` what the GPU loses between two, and
     `product_start` what every matrix product takes at least. Elementwise kernels move `elementwise`
-    times the least traffic: unfused ones read and write what lies between them, too.
+    times the least traffic: unfused ones read and write what lies between them, too. Products in
+    fp8 and below attain `narrow_efficiency` of their peak (None: `gemm_efficiency`).
     """
 
     gemm_efficiency: Fraction
@@ -145,6 +146,7 @@ class KernelTimes:
     attention_backward: Fraction = 1.0
     call_overhead: Time = 0.0
     kernel_gap: Time = 0.0
+    narrow_efficiency: Fraction | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no GPU can be."""
@@ -175,13 +177,15 @@ class ProductSpeed:
 
     Arithmetic attains `efficiency` of peak, operands and results move at `operand_efficiency` of
     the memory bandwidth, and every product takes `start` more. In a training, where power and heat
-    bound the clock, arithmetic attains `sustained` of that.
+    bound the clock, arithmetic attains `sustained` of that. In fp8 and below arithmetic attains
+    `narrow` of its peak (None: as much as in 16 bits).
     """
 
     efficiency: Fraction
     operand_efficiency: Fraction = 1.0
     start: Time = 0.0
     sustained: Fraction = 1.0
+    narrow: Fraction | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no GPU can be."""

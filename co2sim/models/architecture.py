@@ -28,7 +28,8 @@ class MatMul:
 
     Those with weights (`count` 0) take all samples of a micro-batch in one product. Others are
     `count` products per sample, such as those of the heads of attention. With `groups` the rows
-    divide among as many weights, those of experts, in one call.
+    divide among as many weights, those of experts, in one call. An `exact` one is never of a narrow
+    type: those of routers.
     """
 
     rows: int
@@ -36,6 +37,7 @@ class MatMul:
     columns: int
     count: int = 0
     groups: int = 0
+    exact: bool = False
 
     def product(self, samples: int, width: Bytes) -> Gemm:
         """Those over `samples`, for elements of `width` bytes.
@@ -537,7 +539,7 @@ class Transformer:
         each = (up + 1) * h * f + biases
         of_shared = [up * h * shared, shared * h, h if to.shared_gate else 0]
         products = (
-            MatMul(own, h, n),
+            MatMul(own, h, n, exact=True),
             *([MatMul(s, h, up * shared), MatMul(s, shared, h)] if shared else []),
             MatMul(routed, h, up * f, groups=n // many),
             MatMul(routed, f, h, groups=n // many),

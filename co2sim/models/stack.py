@@ -133,6 +133,7 @@ class Stack:
             attention_half_length=speed.half_length if speed else 0,
             attention_backward=speed.backward / speed.forward if speed else 1.0,
             call_overhead=self.call_overhead,
+            narrow_efficiency=(products.narrow or products.efficiency) * products.sustained,
         )
         return replace(gpu, kernels=times, stack=self.name)
 

@@ -8,7 +8,7 @@ published figures count them: selective the scores of eager attention, full a wh
 What kernels execute is another matter: `Kernels` of a pass say it, and times follow from them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import Literal, TypeAlias
@@ -30,6 +30,7 @@ from co2sim.schedule.schedule import (
     Compute,
     DType,
     FusedAttention,
+    Gemm,
     Kernels,
     Kind,
     TensorParallelCollectives,
@@ -42,6 +43,9 @@ Pass: TypeAlias = Literal["forward", "recompute", "products", "backward"]
 
 _SECOND = 0.5
 """Of the products with weights: every second one."""
+
+_BOTH = 2
+"""Products of a backward pass for one of a forward pass."""
 
 _LOSS_SUMS = 3
 """All-reduces of a value for every row of logits: their largest, the target's, the sum of their
@@ -146,6 +150,34 @@ Loss = Literal["fused", "eager"]
 
 Optimizer = Literal["adamw", "sgd"]
 
+Narrow = Literal["fp8", "mxfp8", "nvfp4"]
+"""Types of matrix products below 16 bits. fp8: one scale for a tensor, from its own maximum. mxfp8:
+one for 32 numbers. nvfp4: one in fp8 for 16 numbers, and one for the tensor. Sources: NVIDIA
+Transformer Engine 2.0, docs/examples/fp8_primer; Open Compute Project, Microscaling Formats 1.0."""
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowType:
+    """A type of operands: its `peak` in files of GPUs, and bytes of an element with its scales.
+
+    An operand is read `reads` times to cast it: for the maximum of the tensor, and for the numbers.
+    """
+
+    peak: str
+    bytes: Bytes
+    reads: int
+
+
+NARROW: Mapping[str, NarrowType] = {
+    "fp8": NarrowType("fp8", 1.0, 2),
+    "mxfp8": NarrowType("fp8", 1.0 + 1 / 32, 1),
+    "nvfp4": NarrowType("fp4", 0.5 + 1 / 16, 2),
+}
+
+_LAYOUTS = 2
+"""Of a cast operand: rows for one product, and columns for another. Source: Transformer Engine,
+cast_transpose; Hopper multiplies fp8 of one layout only."""
+
 _MAX_SAMPLES = 10_000
 """Of a micro-batch, and micro-steps of a step: the schedule holds every micro-step."""
 
@@ -189,7 +221,8 @@ class Workload:
     A layer keeps `kept` times the activations that its backward pass needs at least. `tp`
     tensor-parallel GPUs hold the model together, and count as one for the batch; with
     `sequence_parallel` they divide the sequence between products. `ep` consecutive GPUs divide
-    the experts of a layer.
+    the experts of a layer. Products with weights of layers are of the type `narrow`, if any: their
+    operands are cast, their results and all else are of `precision`.
     """
 
     model: Model
@@ -211,6 +244,7 @@ class Workload:
     tp: int = 1
     sequence_parallel: bool = False
     ep: int = 1
+    narrow: Narrow | None = None
 
     def __post_init__(self) -> None:
         """Refuse batches that are not positive."""
@@ -366,7 +400,7 @@ class Workload:
         width = self.precision.bytes
         return Kernels(
             tuple(
-                matmul.product(self.micro_batch, width).times(count)
+                self._product(block, matmul).times(count)
                 for matmul, count in zip(block.products, times, strict=True)
                 if count and not (fused and matmul.count)
             ),
@@ -374,7 +408,42 @@ class Workload:
             kept * width * self.micro_batch,
             bool(block.logits),
             self._fused(fused, passes, again) if fused else None,
+            self._cast(block, passes, again or second),
         )
+
+    def _casts(self, block: Block, matmul: MatMul) -> bool:
+        """Whether the operands of a product are of a narrow type: those of weights in layers."""
+        return bool(self.narrow) and not (matmul.count or matmul.exact or block.logits)
+
+    def _product(self, block: Block, matmul: MatMul) -> Gemm:
+        made = matmul.product(self.micro_batch, self.precision.bytes)
+        if self.narrow is None or not self._casts(block, matmul):
+            return made
+        kind = NARROW[self.narrow]
+        return replace(made, width=kind.bytes, narrow=kind.peak, result=self.precision.bytes)
+
+    def _cast(self, block: Block, passes: int, again: bool) -> Bytes:  # noqa: FBT001
+        """Traffic of casts: inputs and weights in a forward pass, gradients in a backward one.
+
+        Weights stay cast for all micro-steps of a step.
+        """
+        if self.narrow is None:
+            return 0.0
+        kind, elements = NARROW[self.narrow], 0.0
+        for one in block.products:
+            if self._casts(block, one):
+                made = one.product(self.micro_batch, 1.0)
+                rows = made.rows * made.batch
+                weights = made.batch * made.inner * made.columns / self.accumulation
+                elements += ((passes == 1) + again) * rows * made.inner
+                elements += weights if passes == 1 else 0.0
+                elements += rows * made.columns if passes == _BOTH else 0
+        return elements * (kind.reads * self.precision.bytes + _LAYOUTS * kind.bytes)
+
+    @property
+    def peak(self) -> str:
+        """The peak, in files of GPUs, of most of its products."""
+        return NARROW[self.narrow].peak if self.narrow else str(self.precision)
 
     def _fused(self, scores: AttentionScores, passes: int, again: int) -> FusedAttention:
         """Attention as one kernel: it reads queries, keys and values, and writes its output.

@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, TypedDict, TypeVar
+from typing import Annotated, Any, TypedDict, TypeVar, cast
 
 from co2sim import strategies
 from co2sim.catalog import (
@@ -20,17 +20,19 @@ from co2sim.catalog import (
 from co2sim.catalog.facts import is_file
 from co2sim.common import convert
 from co2sim.common.convert import Count, Number, Within, option
-from co2sim.common.errors import Co2simError, OptionError, ScheduleError
+from co2sim.common.errors import Co2simError, OptionError, ScheduleError, nearest
 from co2sim.common.resources import LruCache
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import GPU, Cluster
 from co2sim.models.memory import activations, allocated, overhead
 from co2sim.models.stack import UNNAMED, Setting, Stack
 from co2sim.models.workload import (
+    NARROW,
     AttentionKernel,
     Checkpointing,
     Loss,
     Model,
+    Narrow,
     Optimizer,
     Recompute,
     Workload,
@@ -86,7 +88,8 @@ class LoadedCase:
     @property
     def kernels(self) -> str:
         """What its kernels do, besides the model: precision, attention and recomputation."""
-        return f"{self.job.precision}, {self.job.attention}, {self.job.recompute}"
+        kind = self.job.narrow or self.job.precision
+        return f"{kind}, {self.job.attention}, {self.job.recompute}"
 
     @property
     def layout(self) -> Layout:
@@ -131,7 +134,7 @@ class LoadedCase:
             sequence_parallel=job.sequence_parallel,
             ep=job.ep,
             tokens_per_gpu_per_step=each(job.samples_per_gpu * job.model.tokens, job.tp),
-            precision=str(job.precision),
+            precision=job.narrow or str(job.precision),
             steps_per_round=schedule.steps,
             round_time_s=round_time,
             step_time_s=step_time,
@@ -140,7 +143,7 @@ class LoadedCase:
             tokens_per_s_per_gpu=tokens / gpus,
             model_tflops_per_gpu=model_flops / 1e12,
             hardware_tflops_per_gpu=samples * job.hardware_flops_per_sample / gpus / 1e12,
-            mfu=model_flops / peak_flops(cluster.gpu, job.precision),
+            mfu=model_flops / peak_flops(cluster.gpu, job.peak),
             host_load=host_load(job.share, cluster.gpu, self.call_overhead),
             comm_busy_s=comm.busy,
             waiting_s=comm.waiting,
@@ -301,7 +304,10 @@ class Case:
         None, "Samples per optimizer step over all GPUs; sets the accumulation.", "job"
     )
     precision: str | None = option(
-        None, "bf16, fp16 or fp32; default: bf16 if the GPU has it, else fp16.", "job"
+        None,
+        "bf16, fp16 or fp32; or fp8, mxfp8 or nvfp4, for products of layers alone; default: bf16 if"
+        " the GPU has it, else fp16.",
+        "job",
     )
     attention: AttentionKernel | None = option(
         None,
@@ -497,8 +503,7 @@ class Case:
         )
 
     def _workload(self, model: Model, cluster: Cluster) -> Workload:
-        precision = self.precision or cluster.gpu.preferred_precision
-        peak_flops(cluster.gpu, precision)
+        precision, narrow = self._types(cluster.gpu)
         if self.recompute == "full" and not any(block.boundary_bytes for block in model.blocks):
             raise OptionError(
                 f"recompute=full does not apply to {model.name}: its blocks have no input sizes"
@@ -510,7 +515,8 @@ class Case:
             accumulation=self._accumulation(
                 data_parallel_layout(cluster.layout, self.tp).world_size
             ),
-            precision=DType(precision),
+            precision=precision,
+            narrow=narrow,
             attention=self.attention or stack.attention,
             recompute=self.recompute,
             checkpointing=self.checkpointing or stack.checkpointing,
@@ -527,6 +533,24 @@ class Case:
             sequence_parallel=self.sequence_parallel,
             ep=self.ep,
         )
+
+    def _types(self, gpu: GPU) -> tuple[DType, Narrow | None]:
+        """Of all but products of layers, and of these, if it is narrower."""
+        asked = self.precision or gpu.preferred_precision
+        if asked not in NARROW:
+            if asked not in gpu.precisions:
+                known = [*gpu.precisions, *(n for n, k in NARROW.items() if k.peak in gpu.peak)]
+                raise OptionError(
+                    f"{gpu.name} has no {asked} in our catalog; {nearest(asked, known)}"
+                )
+            return DType(asked), None
+        peak_flops(gpu, NARROW[asked].peak)
+        if gpu.kernels is None:
+            raise OptionError(
+                f"precision={asked} needs the speed of products, and nothing says how fast those of"
+                f" {gpu.name} are"
+            )
+        return DType(gpu.preferred_precision), cast(Narrow, asked)
 
     def _accumulation(self, groups: int) -> int:
         if self.global_batch is None:

@@ -357,7 +357,7 @@ def _result(case: Case, whole: Cluster, line: _Line, free: _Line, sent: _Sent) -
         tokens_per_s_per_gpu=tokens / gpus,
         model_tflops_per_gpu=samples * model.flops_per_sample / gpus / 1e12,
         hardware_tflops_per_gpu=samples * full.hardware_flops_per_sample / gpus / 1e12,
-        mfu=samples * model.flops_per_sample / gpus / peak_flops(whole.gpu, job.precision),
+        mfu=samples * model.flops_per_sample / gpus / peak_flops(whole.gpu, job.peak),
         comm_busy_s=busy,
         exposed_comm_s=exposed,
         overlap_ratio=max(0.0, 1 - exposed / busy) if busy else None,

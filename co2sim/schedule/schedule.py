@@ -200,7 +200,8 @@ SCALE_BYTES: Bytes = 4.0
 class Gemm:
     """Matrix products of `rows` x `inner` times `inner` x `columns`, elements of `width` bytes.
 
-    There are `count` calls, which may be a fraction, of `batch` products each.
+    There are `count` calls, which may be a fraction, of `batch` products each. Those of a `narrow`
+    type, fp8 or fp4, have results of `result` bytes an element (0: `width`).
     """
 
     rows: int
@@ -209,6 +210,8 @@ class Gemm:
     width: Bytes
     batch: int = 1
     count: float = 1.0
+    narrow: str = ""
+    result: Bytes = 0.0
 
     @property
     def flops(self) -> Flops:
@@ -219,7 +222,8 @@ class Gemm:
     def bytes(self) -> Bytes:
         """Of the operands and the results, each once."""
         rows, inner, columns = self.rows, self.inner, self.columns
-        return self.count * self.batch * (rows * (inner + columns) + inner * columns) * self.width
+        operands = (rows + columns) * inner * self.width
+        return self.count * self.batch * (operands + rows * columns * (self.result or self.width))
 
     def times(self, factor: float) -> "Gemm":
         """The products `factor` times, which may be a fraction."""
@@ -252,7 +256,8 @@ class Kernels:
 
     `calls` are operations that the framework issues, `elementwise_bytes` the memory traffic of
     those that are no matrix products, and `vocabulary` says that the products' output has the
-    width of a vocabulary. `attention` is that part of attention which is one kernel.
+    width of a vocabulary. `attention` is that part of attention which is one kernel, `cast_bytes`
+    the traffic of kernels that make operands of a narrow type.
     """
 
     products: tuple[Gemm, ...]
@@ -260,6 +265,7 @@ class Kernels:
     elementwise_bytes: Bytes
     vocabulary: bool = False
     attention: FusedAttention | None = None
+    cast_bytes: Bytes = 0.0
 
     def times(self, factor: float) -> "Kernels":
         """The same work `factor` times, which may be a fraction."""
@@ -269,6 +275,7 @@ class Kernels:
             self.elementwise_bytes * factor,
             self.vocabulary,
             self.attention and self.attention.times(factor),
+            self.cast_bytes * factor,
         )
 
 

@@ -8,18 +8,15 @@ import numpy as np
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.units import BytesPerSecond, FlopsPerSecond, Seconds
 from co2sim.hardware.cluster import GPU, KernelTimes
-from co2sim.schedule.schedule import Compute, FusedAttention, Kernels
+from co2sim.schedule.schedule import Compute, FusedAttention, Gemm, Kernels
 
 
 def peak_flops(gpu: GPU, precision: str) -> FlopsPerSecond:
-    """Dense peak speed. Raises OptionError when the GPU does not train in `precision`."""
-    if precision not in gpu.precisions:
-        why = (
-            f"training in {precision} is not modelled"
-            if precision in gpu.peak
-            else f"{gpu.name} has no {precision} in our catalog"
+    """Dense peak speed. Raises OptionError when the GPU has no such precision."""
+    if precision not in gpu.peak:
+        raise OptionError(
+            f"{gpu.name} has no {precision} in our catalog; {nearest(precision, gpu.peak)}"
         )
-        raise OptionError(f"{why}; {nearest(precision, gpu.precisions)}")
     return gpu.peak[precision]
 
 
@@ -66,15 +63,23 @@ def kernel_parts(kernels: Kernels, gpu: GPU, times: KernelTimes, precision: str)
         products = flops / (peak * times.vocabulary_efficiency)
     else:
         products = sum(
-            math.hypot(product.flops / (peak * times.gemm_efficiency), product.bytes / memory)
+            math.hypot(product.flops / _attained(product, gpu, times, peak), product.bytes / memory)
             for product in kernels.products
         )
     products += times.product_start * sum(product.count for product in kernels.products)
     fused = kernels.attention
     attention = _attention_time(fused, peak, memory, times) if fused else 0.0
     moved = kernels.elementwise_bytes * times.elementwise
+    moved += kernels.cast_bytes
     elementwise = moved / (gpu.memory_bandwidth * gpu.memory_efficiency)
     return KernelParts(products, attention, elementwise)
+
+
+def _attained(product: Gemm, gpu: GPU, times: KernelTimes, peak: FlopsPerSecond) -> FlopsPerSecond:
+    """The speed of a product's arithmetic."""
+    if not product.narrow:
+        return peak * times.gemm_efficiency
+    return peak_flops(gpu, product.narrow) * (times.narrow_efficiency or times.gemm_efficiency)
 
 
 def _attention_time(

@@ -11,7 +11,6 @@ import pytest
 from co2sim import simulate
 from co2sim.catalog import key_of, load_cluster, names
 from co2sim.catalog.facts import Kind, read
-from co2sim.catalog.specs import GPUSpec
 from co2sim.common.errors import CatalogError, OptionError
 
 ALIASES: dict[Kind, dict[str, list[str]]] = tomllib.loads(
@@ -88,13 +87,14 @@ def test_peaks_are_dense_and_rise_with_fewer_bits(key: str) -> None:
     assert read("gpus", key)["name"] == gpu.name
 
 
-def test_fp8_is_a_peak_and_no_precision_yet() -> None:
-    """Where it is asked for, one line says so."""
+def test_precisions_are_those_of_the_peaks() -> None:
+    """A GPU with fp8 and FP4 trains in all; a peak is no precision."""
     assert set(load_cluster("gb300").value.gpu.peak) == {"fp32", "fp16", "bf16", "fp8", "fp4"}
-    for precision in ("fp8", "fp4"):
-        with pytest.raises(OptionError, match=f"training in {precision} is not modelled.*bf16"):
-            simulate("gb300", "gpt2-small", "ddp", gpus=8, precision=precision)
-    assert "peak" in GPUSpec.model_fields
+    for precision in ("fp8", "mxfp8", "nvfp4"):
+        found = simulate("gb300", "gpt2-small", "ddp", gpus=8, precision=precision)
+        assert found.precision == precision
+    with pytest.raises(OptionError, match="has no fp4 in our catalog; known: .*nvfp4"):
+        simulate("gb300", "gpt2-small", "ddp", gpus=8, precision="fp4")
 
 
 @pytest.mark.parametrize("key", names("clusters"))

@@ -1,0 +1,127 @@
+"""Products of layers in fp8 and below: which they are, what they take, and what stays as it was."""
+
+import math
+
+import pytest
+
+from co2sim import simulate
+from co2sim.catalog import load_cluster, load_model, load_stack
+from co2sim.common.errors import OptionError
+from co2sim.models.architecture import Experts, Transformer, language_model
+from co2sim.models.workload import NARROW, Workload
+from co2sim.schedule.schedule import DType, Gemm, Kernels
+from co2sim.simulation.compute_cost import kernel_parts
+
+BODY = Transformer(
+    layers=1,
+    hidden=64,
+    heads=4,
+    ffn=128,
+    bias=False,
+    norm="rmsnorm",
+    experts=Experts(count=4, active=2, width=32),
+)
+MODEL = language_model("small", BODY, vocab=96, tokens=16, tied=False)
+JOB = {"cluster": "dgx-h100", "model": "llama3-8b", "strategy": "fsdp", "gpus": 8}
+
+
+def kernels(narrow: str | None, **options: object) -> list[Kernels]:
+    """Forward and backward pass of every block."""
+    job = Workload(MODEL, micro_batch=2, narrow=narrow, **options)  # type: ignore[arg-type]
+    made = [one.kernels for work in job.works() for one in (work.forward, work.backward)]
+    return [one for one in made if one]
+
+
+def test_products_with_weights_of_layers_are_narrow_and_no_others() -> None:
+    """Not those of attention's scores, of the router, and over the vocabulary."""
+    layer = kernels("fp8", attention="eager")[2]
+    assert [one.narrow for one in layer.products] == ["fp8", "", "", "fp8", "", "fp8", "fp8"]
+    head = kernels("fp8")[4]
+    assert {one.narrow for one in head.products} == {""}
+    assert head.cast_bytes == 0.0
+
+
+def test_operands_take_fewer_bytes_and_results_as_many() -> None:
+    """An eighth of a byte more for four scales of 32 numbers each, and so on."""
+    for name, width in (("fp8", 1.0), ("mxfp8", 1 + 1 / 32), ("nvfp4", 0.5625)):
+        first = kernels(name)[2].products[0]
+        rows, inner, columns = 2 * 16, 64, 3 * 64
+        assert first.bytes == (rows + columns) * inner * width + rows * columns * 2
+
+
+def test_casts_read_operands_and_write_them_in_two_layouts() -> None:
+    """Inputs and weights forward, gradients backward; weights once for all micro-steps."""
+    shapes = [(32, 64, 192), (32, 64, 64), (32 * 2, 64, 32), (32 * 2, 32, 64)]
+    inputs = sum(rows * inner for rows, inner, _ in shapes)
+    results = sum(rows * columns for rows, _, columns in shapes)
+    weights = 64 * 192 + 64 * 64 + 4 * 2 * 64 * 32
+    for name, kind in NARROW.items():
+        each = kind.reads * 2 + 2 * kind.bytes
+        for steps in (1, 4):
+            forward, backward = kernels(name, accumulation=steps)[2:4]
+            assert forward.cast_bytes == pytest.approx((inputs + weights / steps) * each)
+            assert backward.cast_bytes == pytest.approx(results * each)
+    again = kernels("fp8", recompute="full", checkpointing="reentrant")[3]
+    assert again.cast_bytes == pytest.approx((inputs + results) * 6)
+
+
+def test_a_narrow_product_attains_its_part_of_its_own_peak() -> None:
+    """On an H100 0.688 of 1,979 TFLOP/s, of which a hot GPU sustains a part."""
+    cluster = load_stack("megatron-core").value.within(load_cluster("dgx-h100").value)
+    gpu = cluster.gpu
+    assert gpu.kernels is not None
+    assert gpu.products is not None
+    one = Gemm(8192, 8192, 8192, 1.0, narrow="fp8", result=2.0)
+    found = kernel_parts(Kernels((one,), 0, 0.0), gpu, gpu.kernels, "bf16").products
+    speed = gpu.peak["fp8"] * 0.688 * gpu.products.sustained
+    moved = one.bytes / (gpu.memory_bandwidth * gpu.kernels.operand_efficiency)
+    assert found == pytest.approx(math.hypot(one.flops / speed, moved) + gpu.kernels.product_start)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+def test_only_products_change(precision: str) -> None:
+    """An answer names the type; states and communication stay those of bf16."""
+    plain, narrow = (simulate(**JOB, precision=name) for name in ("bf16", precision))  # type: ignore[arg-type]
+    assert narrow.precision == precision
+    assert plain.step_time_s / 2 < narrow.step_time_s < plain.step_time_s
+    assert narrow.wire_bytes_per_gpu_per_step == plain.wire_bytes_per_gpu_per_step
+    assert narrow.memory_bytes_per_gpu == plain.memory_bytes_per_gpu
+    assert narrow.model_tflops_per_gpu > plain.model_tflops_per_gpu
+
+
+def test_fp4_is_faster_than_fp8_where_there_is_such_a_peak() -> None:
+    """On a B200."""
+    job = JOB | {"cluster": "dgx-b200", "micro_batch": 4}
+    eight, four = (simulate(**job, precision=name).step_time_s for name in ("mxfp8", "nvfp4"))  # type: ignore[arg-type]
+    assert four < eight
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cluster": "dgx-a100", "precision": "fp8"}, "A100.* has no fp8"),
+        ({"precision": "nvfp4"}, "H100.* has no fp4"),
+        ({"precision": "fp6"}, "has no fp6 in our catalog"),
+        ({"precision": "int8"}, "has no int8 in our catalog"),
+    ],
+)
+def test_what_a_gpu_does_not_have_is_one_line(changes: dict[str, str], message: str) -> None:
+    """It says which it has."""
+    with pytest.raises(OptionError, match=message):
+        simulate(**JOB | changes)  # type: ignore[arg-type]
+
+
+def test_published_sizes_of_products_stay_those_of_the_model() -> None:
+    """The FLOP of a step do not depend on their type."""
+    model = load_model("qwen3-30b-a3b").value
+    plain, narrow = (
+        sum(
+            product.flops
+            for work in Workload(model, narrow=kind, precision=DType.BF16).works()
+            for one in (work.forward, work.backward)
+            if one.kernels
+            for product in one.kernels.products
+        )
+        for kind in (None, "fp8")
+    )
+    assert plain == narrow
