@@ -434,9 +434,14 @@ class Case:
             raise OptionError(f"interleave={self.interleave} needs pp of 2 or more")
         return self._prepared()
 
-    def stage(self, number: int, microbatches_in_flight: float = 1.0) -> LoadedCase:
-        """A stage of a pipeline, as if it were alone. Raises as `prepare` does."""
-        return self._prepared(number, microbatches_in_flight)
+    def stage(
+        self, number: int, microbatches_in_flight: float = 1.0, micro_steps: int | None = None
+    ) -> LoadedCase:
+        """A stage of a pipeline, as if it were alone. Raises as `prepare` does.
+
+        Its schedule is that of so many `micro_steps`; default: all of a step.
+        """
+        return self._prepared(number, microbatches_in_flight, micro_steps)
 
     def stage_jobs(self) -> list[Workload]:
         """What each stage of a pipeline has to do, without its schedule."""
@@ -457,7 +462,12 @@ class Case:
             )
         return sized
 
-    def _prepared(self, number: int = 0, microbatches_in_flight: float = 1.0) -> LoadedCase:
+    def _prepared(
+        self,
+        number: int = 0,
+        microbatches_in_flight: float = 1.0,
+        micro_steps: int | None = None,
+    ) -> LoadedCase:
         cluster, model = self.load()
         sized = self._sized(cluster.value)
         job = self._workload(model.value, sized)
@@ -467,7 +477,9 @@ class Case:
         if isinstance(strategy, str):
             strategy = strategies.parse(strategy)
         _check_sites(strategy, cluster.value)
-        job, schedule = scheduled(strategy, job, sized.layout)
+        few = replace(job, accumulation=micro_steps or job.accumulation)
+        known, schedule = scheduled(strategy, few, sized.layout)
+        job = replace(known, accumulation=job.accumulation) if micro_steps else known
         return LoadedCase(
             cluster=sized,
             job=job,

@@ -162,7 +162,7 @@ def _of_pipeline(case: Case, done: Done | None) -> Result:
     """The result with its interval, which takes no further simulation, and its warnings."""
     result = pipeline.measured(case, done)
     cluster, model = case.load()
-    first = case.stage(0)
+    first = case.stage(0, micro_steps=1)
     strategy = first.strategy
     found = Predicted(
         cluster=cluster.value,

@@ -19,13 +19,12 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import Recompute, Workload
 from co2sim.prediction.auto_delay import has_auto_options
 from co2sim.prediction.case import Case, LoadedCase, each
+from co2sim.prediction.micro_steps import stage_figures
 from co2sim.prediction.pipeline_order import sizes
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Collective, Compute, Kind, tensor
-from co2sim.simulation import metrics
 from co2sim.simulation.collective_cost import cost_of
 from co2sim.simulation.compute_cost import compute_time, peak_flops
-from co2sim.simulation.steady_state import Simulator
 from co2sim.strategies import parse
 
 MAX_PASSES = 2_000_000
@@ -192,7 +191,7 @@ class _Line:
 def measured(case: Case, done: Done | None) -> Result:
     """The figures of a case with several stages. Raises OptionError for what has none."""
     _check(case)
-    first = case.stage(0)
+    first = case.stage(0, micro_steps=1)
     pipeline = Pipeline(case.pp, case.interleave, first.job.accumulation)
     whole = case.load()[0].value
     whole = whole.resized(case.gpus) if case.gpus is not None else whole
@@ -252,12 +251,8 @@ def _stages(case: Case, pipeline: Pipeline, done: Done | None) -> list[tuple["_S
 def _stage(
     case: Case, pipeline: Pipeline, number: int, done: Done | None
 ) -> tuple["_Stage", "_Stage"]:
-    prepared = case.stage(number, pipeline.microbatches_in_flight(number) / pipeline.chunks)
-    simulator = Simulator(case.run_options, prepared, done)
-    trace, rounds, steady = simulator.until_steady()
-    quiet = simulator.rounds(trace.rounds, free=True)
-    result = prepared.measure(trace, rounds, steady, quiet)
-    whole = metrics.window(quiet, prepared.schedule, rounds).round_time
+    held = pipeline.microbatches_in_flight(number) / pipeline.chunks
+    prepared, result, free_round = stage_figures(case, number, held, pipeline.micros, done)
     counts = sizes(prepared.job, number, pipeline.stages, pipeline.chunks)
 
     def alone(step: Seconds, *, free: bool) -> _Stage:
@@ -269,7 +264,7 @@ def _stage(
 
     return (
         alone(result.step_time_s, free=False),
-        alone(whole / result.steps_per_round, free=True),
+        alone(free_round / result.steps_per_round, free=True),
     )
 
 
