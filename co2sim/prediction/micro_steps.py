@@ -3,9 +3,10 @@
 What a simulation does next follows from what is under way. Where micro-steps in a row do the same
 at the same times, and nothing else is under way, each further one does so, too. So its figures are
 added as often as it was left out, which is exact: nothing is fitted. `repeated` says whether that
-is so in a trace; where it is not, more micro-steps are simulated, at last all of them.
+is so in a trace; where it is not, more micro-steps are simulated, and then all of them.
 """
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
@@ -17,9 +18,10 @@ from co2sim.common.progress import Done
 from co2sim.common.units import Seconds
 from co2sim.prediction.case import Case, LoadedCase
 from co2sim.prediction.result import Result
-from co2sim.schedule.schedule import Schedule
+from co2sim.schedule.schedule import Collective, Schedule
 from co2sim.simulation import metrics
-from co2sim.simulation.collective_cost import traffic
+from co2sim.simulation.collective_cost import cost_of, traffic
+from co2sim.simulation.compute_cost import compute_time
 from co2sim.simulation.metrics import Window
 from co2sim.simulation.steady_state import Simulator
 from co2sim.simulation.trace import Trace
@@ -31,6 +33,8 @@ _NAME = re.compile(r"((?:s\d+\.)?)m(\d+)\.")
 _FEWEST = 8
 _MORE = 4
 """Times as many micro-steps are simulated where so few do not repeat."""
+_SLOWER = 1.5
+"""Times as long as alone a collective may take beside micro-steps; a guess that costs time only."""
 _ROW = 4
 """Micro-steps that are compared, just before the last one."""
 
@@ -42,12 +46,13 @@ _Places: TypeAlias = NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """A micro-step that repeats, in each local step of a round: its ops, and when they happen.
+    """A micro-step that repeats, in each local step of a round.
 
-    `places` are [local step, op], and `windows` those of local steps in the last round.
+    `rows` are places of ops, [local step, micro-step, op], of which the second micro-step repeats.
+    `windows` are its times in the local steps of the last round.
     """
 
-    places: _Places
+    rows: _Places
     windows: tuple[Window, ...]
 
     @property
@@ -69,7 +74,7 @@ def repeated(schedule: Schedule, trace: Trace) -> Repeated | None:
         windows = [window for window in found if window]
         if len(windows) < len(found):
             return None
-    return Repeated(np.stack([row[1] for row in rows]), tuple(windows))
+    return Repeated(np.stack(rows), tuple(windows))
 
 
 def _rows(schedule: Schedule) -> list[_Places]:
@@ -131,15 +136,39 @@ def stage_figures(
 
     Throughput and what follows from it are left to who knows all stages.
     """
-    few = _FEWEST
-    while 2 * few <= micros:
-        found = _by_few(case, case.stage(number, held, few), micros - few, done)
-        if found:
-            return found
-        few *= _MORE
+    first = _first_try(case.stage(number, held, min(2, micros)))
+    for few in (first, _MORE * first):
+        if 2 * few <= micros:
+            found = _by_few(case, case.stage(number, held, few), micros - few, done)
+            if found:
+                return found
     all_of_them = _by_few(case, case.stage(number, held), 0, done)
     assert all_of_them
     return all_of_them
+
+
+def _first_try(prepared: LoadedCase) -> int:
+    """Micro-steps enough for what else a step does to end meanwhile, such as an average."""
+    schedule, cluster, job = prepared.schedule, prepared.cluster, prepared.job
+    others = {
+        schedule.works[number]
+        for (name, _), number in zip(schedule.places, schedule.work_numbers, strict=True)
+        if not _NAME.match(name)
+    }
+    longest = max(
+        (
+            cost_of(work, cluster).duration_alone(cluster)
+            for work in others
+            if isinstance(work, Collective)
+        ),
+        default=0.0,
+    )
+    passes = sum(
+        compute_time(one, cluster.gpu, job.precision)
+        for work in job.works()
+        for one in (work.forward, work.backward)
+    )
+    return _FEWEST + math.ceil(_SLOWER * longest / passes)
 
 
 def _by_few(case: Case, prepared: LoadedCase, left: int, done: Done | None) -> StageFigures | None:
@@ -174,10 +203,10 @@ def _with_more(
     Of its rates and ratios nothing is changed.
     """
     schedule, steps = prepared.schedule, prepared.schedule.steps
-    places = one.places.ravel()
+    places = one.rows[:, 1].ravel()
     busy = sum(
-        metrics.communication(trace, schedule, window, ops).busy
-        for window, ops in zip(one.windows, one.places, strict=True)
+        metrics.communication(trace, schedule, window, row.ravel()).busy
+        for window, row in zip(one.windows, one.rows, strict=True)
     )
     sent = traffic(schedule, prepared.cluster, places)
     parts = metrics.breakdown(trace, schedule, places)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import NamedTuple
 
 from co2sim.common.errors import OptionError
 from co2sim.common.progress import Done
@@ -27,16 +26,9 @@ from co2sim.simulation.collective_cost import cost_of
 from co2sim.simulation.compute_cost import compute_time, peak_flops
 from co2sim.strategies import parse
 
+_NOT_YET: Seconds = -1.0
 MAX_PASSES = 2_000_000
 """Of all stages in a step: seconds of computing."""
-
-
-class StagePass(NamedTuple):
-    """A forward or a backward pass of a micro-batch over a chunk of a stage's layers."""
-
-    backward: bool
-    chunk: int
-    micro: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +67,29 @@ class Pipeline:
         """Passes whose activations a stage holds at its peak."""
         return min(self.warm_up(stage) + 1, self.chunks * self.micros)
 
-    def order(self, stage: int) -> list[StagePass]:
-        """The passes of a stage in turn."""
-        forward, backward = (self._of(way) for way in (False, True))
+    def order(self, stage: int) -> list[int]:
+        """The numbers of the passes of a stage in turn.
+
+        Parts of the layers are numbered in turn, all first chunks first: `part` is that of a chunk
+        of a stage. A forward pass has the number part x micros + micro-batch, and a backward pass
+        as many more as there are forward passes.
+        """
+        forward, backward = (self._of(stage, way) for way in (False, True))
         before = self.warm_up(stage)
         found = forward[:before]
-        for one, other in zip(forward[before:], backward, strict=False):
-            found += [one, other]
+        for pair in zip(forward[before:], backward, strict=False):
+            found += pair
         return found + backward[len(forward) - before :]
 
-    def _of(self, backward: bool) -> list[StagePass]:  # noqa: FBT001
+    def _of(self, stage: int, backward: bool) -> list[int]:  # noqa: FBT001
         """All passes in one direction: as many micro-batches as stages on each chunk in turn."""
         group = min(self.stages, self.micros) if self.chunks > 1 else self.micros
-        chunks = range(self.chunks)
+        parts = range(stage, self.stages * self.chunks, self.stages)
+        before = len(parts) * self.stages * self.micros if backward else 0
         return [
-            StagePass(backward, chunk, micro)
+            before + part * self.micros + micro
             for first in range(0, self.micros, group)
-            for chunk in (reversed(chunks) if backward else chunks)
+            for part in (reversed(parts) if backward else parts)
             for micro in range(first, first + group)
         ]
 
@@ -106,44 +104,31 @@ def ends(
 
     `between` passes from the end of a pass until another stage has what it made.
     """
-    last = pipeline.stages - 1, pipeline.chunks - 1
-    done: dict[tuple[int, StagePass], Seconds] = {}
-    orders = [pipeline.order(stage) for stage in range(pipeline.stages)]
-    place, free = [0] * pipeline.stages, [0.0] * pipeline.stages
-    waiting: dict[tuple[int, StagePass], int] = {}
-    ready = list(range(pipeline.stages))
-    while ready:
-        stage = ready.pop()
-        while place[stage] < len(orders[stage]):
-            one = orders[stage][place[stage]]
-            needed = _needed(stage, one, last)
-            start = free[stage]
-            if needed:
-                if needed not in done:
-                    waiting[needed] = stage
-                    break
-                start = max(start, done[needed] + between * (needed[0] != stage))
-            took = (backward if one.backward else forward)[stage][one.chunk]
-            free[stage] = done[stage, one] = start + took
-            place[stage] += 1
-            if (stage, one) in waiting:
-                ready.append(waiting.pop((stage, one)))
-    assert all(at == len(order) for at, order in zip(place, orders, strict=True))
+    stages, micros = pipeline.stages, pipeline.micros
+    parts = stages * pipeline.chunks
+    took = [way[n % stages][n // stages] for way in (forward, backward) for n in range(parts)]
+    # a pass waits for that of the part before or behind, the first backward pass for the forward
+    away = [0, *[-micros] * (parts - 1), *[micros] * (parts - 1), -parts * micros]
+    sent = [between if stages > 1 and abs(n) == micros else 0.0 for n in away[:-1]] + [0.0]
+    ended = [_NOT_YET] * (2 * parts * micros)
+    orders = [pipeline.order(stage) for stage in range(stages)]
+    place, free = [0] * stages, [0.0] * stages
+    there_and_back = [*range(stages), *range(stages - 2, 0, -1)]
+    while any(at < len(order) for at, order in zip(place, orders, strict=True)):
+        for stage in there_and_back:
+            order, at, now = orders[stage], place[stage], free[stage]
+            while at < len(order):
+                number = order[at]
+                part = number // micros
+                if away[part]:
+                    come = ended[number + away[part]]
+                    if come < 0:
+                        break
+                    now = max(now, come + sent[part])
+                now = ended[number] = now + took[part]
+                at += 1
+            place[stage], free[stage] = at, now
     return free
-
-
-def _needed(stage: int, one: StagePass, last: tuple[int, int]) -> tuple[int, StagePass] | None:
-    """The pass of another stage, or of the other direction, that a pass needs."""
-    stages, _ = last
-    if not one.backward:
-        if stage:
-            return stage - 1, one
-        return (stages, one._replace(chunk=one.chunk - 1)) if one.chunk else None
-    if (stage, one.chunk) == last:
-        return stage, one._replace(backward=False)
-    if stage < stages:
-        return stage + 1, one
-    return 0, one._replace(chunk=one.chunk + 1)
 
 
 @dataclass(frozen=True)

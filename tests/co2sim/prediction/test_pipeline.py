@@ -1,6 +1,7 @@
 """Pipelines: the order of passes, the bubble, what stages hold, and figures of the whole."""
 
-from typing import Any
+from random import Random
+from typing import Any, NamedTuple
 
 import pytest
 import tiny
@@ -11,7 +12,7 @@ from co2sim import Case, Co2simError, simulate
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.models.architecture import Transformer, language_model
 from co2sim.models.workload import Workload
-from co2sim.prediction.pipeline import Pipeline, StagePass, ends
+from co2sim.prediction.pipeline import Pipeline, ends
 from co2sim.prediction.pipeline_order import chunks_of, sizes, stage_of
 from co2sim.simulation.collective_cost import traffic
 
@@ -27,6 +28,25 @@ shapes = st.builds(
     st.integers(1, 4),
 )
 """Stages, chunks, and micro-batches that interleaved stages can take in turn."""
+
+
+class StagePass(NamedTuple):
+    """A forward or a backward pass of a micro-batch over a chunk of a stage's layers."""
+
+    backward: bool
+    chunk: int
+    micro: int
+
+
+def passes_of(pipeline: Pipeline, stage: int) -> list[StagePass]:
+    """The passes of a stage in turn, by what their numbers say."""
+    found = []
+    for number in pipeline.order(stage):
+        part, micro = divmod(number, pipeline.micros)
+        backward, part = divmod(part, pipeline.stages * pipeline.chunks)
+        assert part % pipeline.stages == stage
+        found.append(StagePass(bool(backward), part // pipeline.stages, micro))
+    return found
 
 
 def cluster(nodes: int = 4, gpus: int = 4, **changes: object) -> Cluster:
@@ -61,32 +81,60 @@ def test_equal_stages_take_the_closed_form(
     assert found[0] == pytest.approx(expected)
 
 
-@given(st.integers(1, 5), st.integers(1, 9), st.data())
-def test_times_are_those_of_repeated_relaxation(
-    stages: int, micros: int, data: st.DataObject
+def needed(pipeline: Pipeline, stage: int, one: StagePass) -> tuple[int, StagePass] | None:
+    """The pass, and its stage, that a pass waits for."""
+    last, chunk = pipeline.stages - 1, one.chunk
+    if one.backward and (stage, chunk) == (last, pipeline.chunks - 1):
+        return stage, one._replace(backward=False)
+    if one.backward:
+        return (stage + 1, one) if stage < last else (0, one._replace(chunk=chunk + 1))
+    if stage:
+        return stage - 1, one
+    return (last, one._replace(chunk=chunk - 1)) if chunk else None
+
+
+deep = st.builds(
+    lambda stages, chunks, rounds, single: (
+        stages,
+        1 if single else chunks,
+        rounds if single else stages * rounds,
+    ),
+    st.integers(1, 8),
+    st.integers(1, 4),
+    st.integers(1, 8),
+    st.booleans(),
+) | st.tuples(st.integers(1, 8), st.just(1), st.integers(1, 64))
+
+
+@given(deep, st.randoms(use_true_random=False))
+def test_times_are_those_of_passes_one_after_the_other(
+    shape: tuple[int, int, int], random: Random
 ) -> None:
-    """An oracle that knows no order of events: starts are moved until none is too early."""
-    pipeline, times = Pipeline(stages, 1, micros), st.floats(0.0, 3.0)
+    """An oracle that knows no numbers of passes: each begins when its stage and another let it."""
+    pipeline = Pipeline(*shape)
     forward, backward = (
-        [[data.draw(times)] for _ in range(stages)] for _ in ("forward", "backward")
+        [[random.choice([0.0, random.random()]) for _ in range(shape[1])] for _ in range(shape[0])]
+        for _ in ("forward", "backward")
     )
-    between = data.draw(times)
+    between = random.choice([0.0, random.random()])
+    left = {stage: passes_of(pipeline, stage) for stage in range(pipeline.stages)}
+    free = [0.0] * pipeline.stages
     end: dict[tuple[int, StagePass], float] = {}
-    for _ in range(2 * stages * micros + 1):
-        for stage in range(stages):
-            before = 0.0
-            for one in pipeline.order(stage):
-                start, micro = before, one.micro
-                if not one.backward and stage:
-                    other = (stage - 1, StagePass(backward=False, chunk=0, micro=micro))
-                    start = max(start, end.get(other, 0.0) + between)
-                elif one.backward and stage < stages - 1:
-                    other = (stage + 1, StagePass(backward=True, chunk=0, micro=micro))
-                    start = max(start, end.get(other, 0.0) + between)
-                took = (backward if one.backward else forward)[stage][0]
-                before = end[stage, one] = start + took
-    expected = [end[stage, pipeline.order(stage)[-1]] for stage in range(stages)]
-    assert ends(pipeline, forward, backward, between) == pytest.approx(expected)
+
+    def may(stage: int, one: StagePass) -> bool:
+        before = needed(pipeline, stage, one)
+        return before is None or before in end
+
+    while any(left.values()):
+        can = [s for s, one in left.items() if one and may(s, one[0])]
+        assert can, "no stage can go on"
+        for stage in can:
+            one = left[stage].pop(0)
+            before = needed(pipeline, stage, one)
+            come = end[before] + between * (before[0] != stage) if before else 0.0
+            took = (backward if one.backward else forward)[stage][one.chunk]
+            free[stage] = end[stage, one] = max(free[stage], come) + took
+    assert ends(pipeline, forward, backward, between) == free
 
 
 @given(shapes)
@@ -97,7 +145,7 @@ def test_every_stage_runs_every_pass_once_and_holds_what_it_says(
     stages, chunks, micros = shape
     pipeline = Pipeline(*shape)
     for stage in range(stages):
-        order = pipeline.order(stage)
+        order = passes_of(pipeline, stage)
         assert len(set(order)) == len(order) == 2 * chunks * micros
         under_way, most = set(), 0
         for one in order:
