@@ -69,8 +69,8 @@ def repeated(schedule: Schedule, trace: Trace) -> Repeated | None:
     starts, ends = (times[..., 0] for times in trace.grid(schedule))
     under_way = np.sort(starts, axis=None), np.sort(ends, axis=None)
     windows: list[Window] = []
-    for times in zip(starts, ends, strict=True):
-        found = [_window(*(one[row] for one in times), *under_way) for row in rows]
+    for start, end in zip(starts, ends, strict=True):
+        found = [_window(start[row], end[row], *under_way) for row in rows]
         windows = [window for window in found if window]
         if len(windows) < len(found):
             return None
