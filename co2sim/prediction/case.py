@@ -445,9 +445,13 @@ class Case:
 
     def stage_jobs(self) -> list[Workload]:
         """What each stage of a pipeline has to do, without its schedule."""
-        cluster, model = self.load()
-        job = self._workload(model.value, self._sized(cluster.value))
+        job = self.job()
         return [stage_of(job, number, self.pp, self.interleave) for number in range(self.pp)]
+
+    def job(self) -> Workload:
+        """What all stages have to do together."""
+        cluster, model = self.load()
+        return self._workload(model.value, self._sized(cluster.value))
 
     def _sized(self, cluster: Cluster) -> Cluster:
         """The GPUs of the case, or of one of its stages."""

@@ -168,7 +168,7 @@ def _first_try(prepared: LoadedCase) -> int:
         for work in job.works()
         for one in (work.forward, work.backward)
     )
-    return _FEWEST + math.ceil(_SLOWER * longest / passes)
+    return _FEWEST + (math.ceil(_SLOWER * longest / passes) if passes else 0)
 
 
 def _by_few(case: Case, prepared: LoadedCase, left: int, done: Done | None) -> StageFigures | None:

@@ -19,7 +19,7 @@ from co2sim.models.workload import Recompute, Workload
 from co2sim.prediction.auto_delay import has_auto_options
 from co2sim.prediction.case import Case, LoadedCase, each
 from co2sim.prediction.micro_steps import stage_figures
-from co2sim.prediction.pipeline_order import sizes
+from co2sim.prediction.pipeline_order import chunks_of, first_alike, layer_counts
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Collective, Compute, Kind, tensor
 from co2sim.simulation.collective_cost import cost_of
@@ -66,6 +66,17 @@ class Pipeline:
     def microbatches_in_flight(self, stage: int) -> int:
         """Passes whose activations a stage holds at its peak."""
         return min(self.warm_up(stage) + 1, self.chunks * self.micros)
+
+    def held(self, stage: int, counts: Sequence[int]) -> float:
+        """The most of a stage's activations, whose chunks have `counts` blocks, in micro-batches."""
+        if len(set(counts)) == 1:
+            return self.microbatches_in_flight(stage) / self.chunks
+        most = now = 0
+        for number in self.order(stage):
+            backward, part = divmod(number // self.micros, self.stages * self.chunks)
+            now += counts[part // self.stages] * (1 - 2 * backward)
+            most = max(most, now)
+        return most / sum(counts)
 
     def order(self, stage: int) -> list[int]:
         """The numbers of the passes of a stage in turn.
@@ -180,7 +191,7 @@ def measured(case: Case, done: Done | None) -> Result:
     pipeline = Pipeline(case.pp, case.interleave, first.job.accumulation)
     whole = case.load()[0].value
     whole = whole.resized(case.gpus) if case.gpus is not None else whole
-    sent = _sent(case, first.job)
+    sent = _sent(case, case.job())
     paid, free = zip(*_stages(case, pipeline, done), strict=True)
     between = _between(whole, first.cluster, sent)
     lines = _Line(pipeline, paid, between), _Line(pipeline, free, 0.0)
@@ -195,8 +206,9 @@ class StageMemory:
 
     def __init__(self, case: Case) -> None:
         few = replace(case, global_batch=None, accumulation=1, micro_batch=1)
-        # those between the first and the last are alike; the first of them holds most
-        self._stages = {number: few.stage(number) for number in {0, 1, case.pp - 1}}
+        alike = first_alike(few.job(), case.pp, case.interleave)
+        self._stages = {number: few.stage(number) for number in sorted(set(alike))}
+        self._layers = {number: _layers(few, number) for number in self._stages}
         self._case = case
 
     def total(self, micro_batch: int, micro_steps: int, recompute: Recompute) -> Bytes:
@@ -206,7 +218,7 @@ class StageMemory:
             job = replace(
                 one.job, micro_batch=micro_batch, accumulation=micro_steps, recompute=recompute
             )
-            held = pipeline.microbatches_in_flight(number) / pipeline.chunks
+            held = pipeline.held(number, self._layers[number])
             most = max(most, replace(one, job=job, microbatches_in_flight=held).memory()["total"])
         return most
 
@@ -222,23 +234,19 @@ def _check(case: Case) -> None:
 
 
 def _stages(case: Case, pipeline: Pipeline, done: Done | None) -> list[tuple["_Stage", "_Stage"]]:
-    """Every stage, and the same with free communication.
-
-    Those between the first and the last are alike; the first of them holds most.
-    """
-    found: list[tuple[_Stage, _Stage]] = []
-    for number in range(pipeline.stages):
-        alike = 1 < number < pipeline.stages - 1
-        found.append(found[1] if alike else _stage(case, pipeline, number, done))
-    return found
+    """Every stage, and the same with free communication; of those alike the first holds most."""
+    alike = first_alike(case.job(), pipeline.stages, pipeline.chunks)
+    found = {number: _stage(case, pipeline, number, done) for number in sorted(set(alike))}
+    return [found[number] for number in alike]
 
 
 def _stage(
     case: Case, pipeline: Pipeline, number: int, done: Done | None
 ) -> tuple["_Stage", "_Stage"]:
-    held = pipeline.microbatches_in_flight(number) / pipeline.chunks
+    parts = chunks_of(case.job().share, number, pipeline.stages, pipeline.chunks)
+    counts = list(map(len, parts))
+    held = pipeline.held(number, _layers(case, number))
     prepared, result, free_round = stage_figures(case, number, held, pipeline.micros, done)
-    counts = sizes(prepared.job, number, pipeline.stages, pipeline.chunks)
 
     def alone(step: Seconds, *, free: bool) -> _Stage:
         ways = (
@@ -251,6 +259,12 @@ def _stage(
         alone(result.step_time_s, free=False),
         alone(free_round / result.steps_per_round, free=True),
     )
+
+
+def _layers(case: Case, number: int) -> list[int]:
+    """The layers of each chunk of a stage."""
+    layers = len(case.job().model.blocks) - 2
+    return layer_counts(layers, case.pp, case.interleave)[number :: case.pp]
 
 
 def _by_chunk(times: Sequence[Seconds], counts: Sequence[int]) -> tuple[Seconds, ...]:
@@ -286,7 +300,7 @@ def _sent(case: Case, job: Workload) -> _Sent:
     Source: the scatter/gather optimization of Narayanan et al. 2021, arXiv 2104.04473, section 4.1.
     With a divided sequence each has only its part in any case.
     """
-    edge = next(block.boundary_bytes for block in job.model.blocks[1:])
+    edge = job.share.model.blocks[1].boundary_bytes
     size = edge * job.micro_batch * job.precision.bytes / 2
     if case.tp == 1 or case.sequence_parallel:
         return _Sent(size, None)
