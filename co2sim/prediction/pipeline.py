@@ -68,7 +68,7 @@ class Pipeline:
         return min(self.warm_up(stage) + 1, self.chunks * self.micros)
 
     def held(self, stage: int, counts: Sequence[int]) -> float:
-        """The most of a stage's activations, whose chunks have `counts` blocks, in micro-batches."""
+        """The most of a stage's activations, in micro-batches; its chunks have `counts` layers."""
         if len(set(counts)) == 1:
             return self.microbatches_in_flight(stage) / self.chunks
         most = now = 0

@@ -1,5 +1,6 @@
 """Pipelines: the order of passes, the bubble, what stages hold, and figures of the whole."""
 
+from dataclasses import replace
 from random import Random
 from typing import Any, NamedTuple
 
@@ -8,12 +9,12 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim import Case, Co2simError, simulate
+from co2sim import Case, Co2simError, run, simulate
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.models.architecture import Transformer, language_model
 from co2sim.models.workload import Workload
 from co2sim.prediction.pipeline import Pipeline, ends
-from co2sim.prediction.pipeline_order import stage_of
+from co2sim.prediction.pipeline_order import layer_counts, stage_of
 from co2sim.simulation.collective_cost import traffic
 
 LAYERS = 8
@@ -157,11 +158,15 @@ def test_every_stage_runs_every_pass_once_and_holds_what_it_says(
         assert most == pipeline.microbatches_in_flight(stage)
 
 
-@given(st.sampled_from([1, 2]), st.sampled_from([1, 2]))
-def test_stages_have_the_model_together(chunks: int, tp: int) -> None:
+@given(st.sampled_from([2, 3, 4, 5]), st.sampled_from([1, 2]), st.sampled_from([1, 2]))
+def test_stages_have_the_model_together(pp: int, chunks: int, tp: int) -> None:
     """Every layer once; where head and embedding share weights, both ends hold them."""
     job = Workload(MODEL, tp=tp)
-    stages = [stage_of(job, number, 4, chunks) for number in range(4)]
+    if pp * chunks == 10:  # embedding and head count as layers
+        assert [len(stage_of(job, n, pp, chunks).model.blocks) for n in range(pp)] == [2] * pp
+    elif pp * chunks > LAYERS:
+        return
+    stages = [stage_of(job, number, pp, chunks) for number in range(pp)]
     share = job.share.model
     names = [block.name for stage in stages for block in stage.model.blocks]
     assert sorted(names) == sorted(block.name for block in share.blocks)
@@ -169,6 +174,64 @@ def test_stages_have_the_model_together(chunks: int, tp: int) -> None:
     assert together == job.share.parameters + share.blocks[-1].tied
     flops = sum(work.forward.flops for stage in stages for work in stage.works())
     assert flops == pytest.approx(sum(work.forward.flops for work in job.share.works()))
+
+
+@given(st.integers(1, 200), st.integers(2, 16), st.integers(1, 4))
+def test_chunks_differ_by_a_layer_at_most(layers: int, pp: int, chunks: int) -> None:
+    """Together they have all layers; where there are fewer layers than chunks they are refused."""
+    if layers < pp * chunks and layers + 2 != pp * chunks:
+        with pytest.raises(Co2simError, match=f"{layers} layers"):
+            layer_counts(layers, pp, chunks)
+        return
+    counts = layer_counts(layers, pp, chunks)
+    assert (sum(counts), len(counts)) == (layers, pp * chunks)
+    assert max(counts) - min(counts) <= 1
+
+
+def test_embedding_and_head_count_as_layers_where_that_divides() -> None:
+    """As Llama 3.1 405B was trained: 126 layers on 16 stages. Else the first have one more."""
+    assert layer_counts(126, 16, 1) == [7, *[8] * 14, 7]
+    assert layer_counts(126, 8, 2) == [7, *[8] * 14, 7]
+    assert layer_counts(11, 4, 1) == [3, 3, 3, 2]
+    assert layer_counts(9, 2, 2) == [3, 2, 2, 2]
+
+
+@given(shapes, st.data())
+def test_unequal_chunks_hold_what_is_begun_and_not_ended(
+    shape: tuple[int, int, int], data: st.DataObject
+) -> None:
+    """Each pass with the layers of its chunk."""
+    pipeline = Pipeline(*shape)
+    counts = data.draw(st.lists(st.integers(1, 9), min_size=shape[1], max_size=shape[1]))
+    for stage in range(pipeline.stages):
+        held, most = 0, 0
+        for one in passes_of(pipeline, stage):
+            held += -counts[one.chunk] if one.backward else counts[one.chunk]
+            most = max(most, held)
+        assert pipeline.held(stage, counts) == pytest.approx(most / sum(counts))
+
+
+@pytest.mark.parametrize(("pp", "chunks", "runs"), [(3, 1, "2 x 3, 2"), (2, 3, "2 x 2, 4 x 1")])
+def test_an_answer_says_how_layers_are_split(pp: int, chunks: int, runs: str) -> None:
+    """Where it is uneven; memory is that of the stage that takes most."""
+    one = case(cluster=cluster(6, 4), pp=pp, interleave=chunks, accumulation=6)
+    found = run(one)
+    assert any(f"8 layers are split unevenly on {pp} stages" in note for note in found.notes)
+    assert any(note.endswith(runs) for note in found.notes)
+    pipeline, counts = Pipeline(pp, chunks, 6), layer_counts(LAYERS, pp, chunks)
+    assert found.memory_bytes_per_gpu["total"] == max(
+        one.stage(n, pipeline.held(n, counts[n::pp])).memory()["total"] for n in range(pp)
+    )
+    assert not run(replace(one, pp=2, interleave=1)).notes
+
+
+def test_the_busiest_stage_bounds_a_step() -> None:
+    """With 3 layers of 8 a stage takes 3/2 of what it takes with 2, and the others wait for it."""
+    fast = cluster(12, 4, intra=Link(1e18), inter=Link(1e18))
+    shape = Transformer(layers=LAYERS, hidden=64, heads=8, ffn=256)
+    model = language_model("no head", shape, vocab=1, tokens=32, tied=False)
+    even, uneven = (run(case(cluster=fast, model=model, pp=pp, accumulation=120)) for pp in (4, 3))
+    assert uneven.step_time_s / even.step_time_s == pytest.approx(3 / 2, rel=0.05)
 
 
 def test_a_step_is_the_longest_path_of_passes_and_what_the_strategy_adds() -> None:
