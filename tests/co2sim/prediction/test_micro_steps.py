@@ -1,5 +1,6 @@
 """Steps of many micro-steps by a few: the same figures as those of all."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -22,15 +23,26 @@ from co2sim.strategies import DDP
 MODEL = language_model(
     "gpt", Transformer(layers=8, hidden=64, heads=8, ffn=256), vocab=1000, tokens=32, tied=True
 )
-ALL = 10**9
+LONG = (
+    *("co2(tau=12)", "co2(tau=13,staleness=2)", "local_sgd(tau=12,worker=node)", "diloco(tau=14)"),
+    *(
+        "overlap_local_sgd(tau=12)",
+        "slowmo(tau=12,worker=node,inner=ddp)",
+        "co2(tau=12,dtype=int8)",
+    ),
+    *("co2(tau=12,worker=node,inner=fsdp)", "diloco(tau=12,fragments=2,delay=1)"),
+)
+"""Strategies whose local steps are many, too."""
 
 jobs = st.fixed_dictionaries(
     {
-        "strategy": st.sampled_from([one for one in tiny.VARIANTS if "hpz_group" not in one]),
+        "strategy": st.sampled_from(
+            [*(one for one in tiny.VARIANTS if "hpz_group" not in one), *LONG]
+        ),
         "shape": st.sampled_from([(2, 1), (2, 2), (4, 1), (4, 2)]),
         "tp": st.sampled_from([1, 2]),
         "sequence_parallel": st.booleans(),
-        "accumulation": st.integers(4, 8).map(lambda n: 4 * n),
+        "accumulation": st.integers(1, 8).map(lambda n: 4 * n),
         "interference": st.sampled_from([0.0, 0.1]),
         "busy_efficiency": st.sampled_from([1.0, 0.8]),
         "bandwidth": st.sampled_from([1e9, 1e10, 1e11]),
@@ -39,23 +51,24 @@ jobs = st.fixed_dictionaries(
 )
 
 
-def found(job: dict[str, Any], fewest: int = 8) -> Result:
-    """The figures of a case with at least `fewest` micro-steps simulated."""
+def found(job: dict[str, Any], *, whole: bool = False) -> Result:
+    """The figures of a case; `whole` says that all micro-steps and local steps are simulated."""
     options = dict(job)
     options["pp"], options["interleave"] = options.pop("shape")
     options["sequence_parallel"] = options["sequence_parallel"] and options["tp"] > 1
     inter = Link(*(options.pop(name) for name in ("bandwidth", "latency")))
     inter = replace(inter, busy_efficiency=options.pop("busy_efficiency"))
     cluster = tiny.cluster(4, 4, inter=inter, interference=options.pop("interference"))
-    with patch.object(micro_steps, "_FEWEST", fewest):
+    fewest = {"_FEWEST": 10**9, "_LOCAL_STEPS": 10**9}
+    with patch.multiple(micro_steps, **fewest) if whole else nullcontext():
         return simulate(cluster, MODEL, **options)
 
 
-@settings(max_examples=settings().max_examples // 4)  # each is two cases, one of them slow
+@settings(max_examples=settings().max_examples // 2)  # each is two cases, one of them slow
 @given(jobs)
 def test_a_few_micro_steps_give_the_figures_of_all(job: dict[str, Any]) -> None:
     """To 1e-9, by every strategy, where communication is hidden and where it is not."""
-    few, whole = found(job), found(job, ALL)
+    few, whole = found(job), found(job, whole=True)
     slack = 1e-9 * whole.round_time_s
     assert few.exposed_comm_s == pytest.approx(whole.exposed_comm_s, abs=slack)
     for name in ("round_time_s", "step_time_s", "tokens_per_s", "mfu", "comm_busy_s"):
