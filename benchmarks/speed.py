@@ -41,6 +41,7 @@ from co2sim.simulation.noise import Noise
 CLUSTER, MODEL = load_cluster("a100-roce800").value, load_model("llama-7b").value
 CO2 = "co2(tau=48, worker=node, inner=zero2)"
 FOLDED = ("ddp", "zero3", "zeropp", "fsdp")
+DEEP = ("zero1", "fsdp", "co2(tau=4)")
 LARGE = 16384
 UNEVEN = ("--jitter", "0.05"), ("--straggle", "0.1")
 
@@ -114,6 +115,20 @@ def new_schedules(strategy: str) -> Callable[[], object]:
     return lambda: run(case(f"{strategy}(max_live={10**12 + next(numbers)})"))
 
 
+def deep(strategy: str, micro_steps: int = 512) -> Callable[[], object]:
+    """What simulates GPT-3 of 175B in 8 stages on 1024 H100, with many micro-steps."""
+    one = Case(
+        cluster="dgx-h100",
+        model="gpt3-175b",
+        strategy=strategy,
+        overrides={"nodes": "128"},
+        tp=8,
+        pp=8,
+        accumulation=micro_steps,
+    )
+    return lambda: run(one)
+
+
 def case(strategy: str, gpus: int = 128, bandwidth: float = CLUSTER.inter.bandwidth) -> Case:
     """The 7B model (32 layers and embedding and head) on nodes of 8 A100."""
     cluster = replace(CLUSTER, inter=replace(CLUSTER.inter, bandwidth=bandwidth))
@@ -181,6 +196,9 @@ def measurements(*, quick: bool) -> list[SpeedLine]:
     found.append(limited(f"`{CO2}`, 7B, 128 GPUs", timed(runs(CO2), few), 30, "ms"))
     new = timed(new_schedules("zeropp"), few)
     found.append(limited("`zeropp`, 7B, 128 GPUs, with a new schedule", new, 10, "ms"))
+    for name in DEEP:
+        what = f"`{name}`, 175B in 8 stages, 512 micro-steps"
+        found.append(limited(what, timed(deep(name), few), 1, "s"))
     sizes = interleaved({n: runs("zero3", n) for n in (128, 1024, LARGE)}, many)
     base = statistics.median(sizes[128])
     for gpus, times in sizes.items():

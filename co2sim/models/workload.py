@@ -222,7 +222,8 @@ class Workload:
     tensor-parallel GPUs hold the model together, and count as one for the batch; with
     `sequence_parallel` they divide the sequence between products. `ep` consecutive GPUs divide
     the experts of a layer. Products with weights of layers are of the type `narrow`, if any: their
-    operands are cast, their results and all else are of `precision`.
+    operands are cast, their results and all else are of `precision`. Weights stay cast for
+    `cast_steps` micro-steps: for those of a step.
     """
 
     model: Model
@@ -245,6 +246,7 @@ class Workload:
     sequence_parallel: bool = False
     ep: int = 1
     narrow: Narrow | None = None
+    cast_steps: int = 1
 
     def __post_init__(self) -> None:
         """Refuse batches that are not positive."""
@@ -423,10 +425,7 @@ class Workload:
         return replace(made, width=kind.bytes, narrow=kind.peak, result=self.precision.bytes)
 
     def _cast(self, block: Block, passes: int, again: bool) -> Bytes:  # noqa: FBT001
-        """Traffic of casts: inputs and weights in a forward pass, gradients in a backward one.
-
-        Weights stay cast for all micro-steps of a step.
-        """
+        """Traffic of casts: inputs and weights in a forward pass, gradients in a backward one."""
         if self.narrow is None:
             return 0.0
         kind, elements = NARROW[self.narrow], 0.0
@@ -434,7 +433,7 @@ class Workload:
             if self._casts(block, one):
                 made = one.product(self.micro_batch, 1.0)
                 rows = made.rows * made.batch
-                weights = made.batch * made.inner * made.columns / self.accumulation
+                weights = made.batch * made.inner * made.columns / self.cast_steps
                 elements += ((passes == 1) + again) * rows * made.inner
                 elements += weights if passes == 1 else 0.0
                 elements += rows * made.columns if passes == _BOTH else 0

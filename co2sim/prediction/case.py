@@ -448,15 +448,24 @@ class Case:
             raise OptionError(f"interleave={self.interleave} needs pp of 2 or more")
         return self._prepared()
 
-    def stage(self, number: int, microbatches_in_flight: float = 1.0) -> LoadedCase:
-        """A stage of a pipeline, as if it were alone. Raises as `prepare` does."""
-        return self._prepared(number, microbatches_in_flight)
+    def stage(
+        self, number: int, microbatches_in_flight: float = 1.0, micro_steps: int | None = None
+    ) -> LoadedCase:
+        """A stage of a pipeline, as if it were alone. Raises as `prepare` does.
+
+        Its schedule is that of so many `micro_steps`; default: all of a step.
+        """
+        return self._prepared(number, microbatches_in_flight, micro_steps)
 
     def stage_jobs(self) -> list[Workload]:
         """What each stage of a pipeline has to do, without its schedule."""
-        cluster, model = self.load()
-        job = self._workload(model.value, self._sized(cluster.value))
+        job = self.job()
         return [stage_of(job, number, self.pp, self.interleave) for number in range(self.pp)]
+
+    def job(self) -> Workload:
+        """What all stages have to do together."""
+        cluster, model = self.load()
+        return self._workload(model.value, self._sized(cluster.value))
 
     def _sized(self, cluster: Cluster) -> Cluster:
         """The GPUs of the case, or of one of its stages."""
@@ -471,7 +480,12 @@ class Case:
             )
         return sized
 
-    def _prepared(self, number: int = 0, microbatches_in_flight: float = 1.0) -> LoadedCase:
+    def _prepared(
+        self,
+        number: int = 0,
+        microbatches_in_flight: float = 1.0,
+        micro_steps: int | None = None,
+    ) -> LoadedCase:
         cluster, model = self.load()
         sized = self._sized(cluster.value)
         job = self._workload(model.value, sized)
@@ -485,7 +499,9 @@ class Case:
             raise OptionError(
                 f"ep={self.ep} combines with ddp, zero1, zero2 and fsdp; not with {strategy.name}"
             )
-        job, schedule = scheduled(strategy, job, sized.layout)
+        few = replace(job, accumulation=micro_steps or job.accumulation)
+        known, schedule = scheduled(strategy, few, sized.layout)
+        job = replace(known, accumulation=job.accumulation) if micro_steps else known
         return LoadedCase(
             cluster=sized,
             job=job,
@@ -509,12 +525,13 @@ class Case:
                 f"recompute=full does not apply to {model.name}: its blocks have no input sizes"
             )
         stack = self._used_stack(cluster.gpu)
+        groups = data_parallel_layout(cluster.layout, self.tp).world_size
+        accumulation = self._accumulation(groups)
         return Workload(
             model=model,
             micro_batch=self.micro_batch,
-            accumulation=self._accumulation(
-                data_parallel_layout(cluster.layout, self.tp).world_size
-            ),
+            accumulation=accumulation,
+            cast_steps=accumulation if narrow else 1,
             precision=precision,
             narrow=narrow,
             attention=self.attention or stack.attention,

@@ -21,6 +21,7 @@ from co2sim.prediction.evidence import from_measured, nearest_to, setting_of
 from co2sim.prediction.intervals import Interval, Predicted
 from co2sim.prediction.notes import remarks as remarks_on
 from co2sim.prediction.notes import warnings as warnings_of
+from co2sim.prediction.pipeline_order import split_words
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation import metrics
@@ -162,7 +163,7 @@ def _of_pipeline(case: Case, done: Done | None) -> Result:
     """The result with its interval, which takes no further simulation, and its warnings."""
     result = pipeline.measured(case, done)
     cluster, model = case.load()
-    first = case.stage(0)
+    first = case.stage(0, micro_steps=1)
     strategy = first.strategy
     found = Predicted(
         cluster=cluster.value,
@@ -178,12 +179,16 @@ def _of_pipeline(case: Case, done: Done | None) -> Result:
         return pipeline.measured(replace(case, strategy=other), done).step_time_s
 
     blocks = [job.share.model.blocks for job in case.stage_jobs()]
+    split = split_words(len(model.value.blocks) - 2, case.pp, case.interleave)
     return replace(
         result,
         **_ends(found, result, first.cluster),
         nearest_published=_nearest(found, first.cluster, model.value, result),
-        notes=remarks_on(
-            first.cluster, first.job, sum(blocks, ()), case.noise, result.gpus, case.asked
+        notes=(
+            *([split] if split else []),
+            *remarks_on(
+                first.cluster, first.job, sum(blocks, ()), case.noise, result.gpus, case.asked
+            ),
         ),
         warnings=warnings_of(strategy, blocks, first.layout, result, tried),
     )

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import NamedTuple
 
 from co2sim.common.errors import OptionError
 from co2sim.common.progress import Done
@@ -19,25 +18,17 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import Recompute, Workload
 from co2sim.prediction.auto_delay import has_auto_options
 from co2sim.prediction.case import Case, LoadedCase, each
-from co2sim.prediction.pipeline_order import sizes
+from co2sim.prediction.micro_steps import stage_figures
+from co2sim.prediction.pipeline_order import chunks_of, first_alike, layer_counts
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Collective, Compute, Kind, tensor
-from co2sim.simulation import metrics
 from co2sim.simulation.collective_cost import cost_of
 from co2sim.simulation.compute_cost import compute_time, peak_flops
-from co2sim.simulation.steady_state import Simulator
 from co2sim.strategies import parse
 
+_NOT_YET: Seconds = -1.0
 MAX_PASSES = 2_000_000
 """Of all stages in a step: seconds of computing."""
-
-
-class StagePass(NamedTuple):
-    """A forward or a backward pass of a micro-batch over a chunk of a stage's layers."""
-
-    backward: bool
-    chunk: int
-    micro: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +67,40 @@ class Pipeline:
         """Passes whose activations a stage holds at its peak."""
         return min(self.warm_up(stage) + 1, self.chunks * self.micros)
 
-    def order(self, stage: int) -> list[StagePass]:
-        """The passes of a stage in turn."""
-        forward, backward = (self._of(way) for way in (False, True))
+    def held(self, stage: int, counts: Sequence[int]) -> float:
+        """The most of a stage's activations, in micro-batches; its chunks have `counts` layers."""
+        if len(set(counts)) == 1:
+            return self.microbatches_in_flight(stage) / self.chunks
+        most = now = 0
+        for number in self.order(stage):
+            backward, part = divmod(number // self.micros, self.stages * self.chunks)
+            now += counts[part // self.stages] * (1 - 2 * backward)
+            most = max(most, now)
+        return most / sum(counts)
+
+    def order(self, stage: int) -> list[int]:
+        """The numbers of the passes of a stage in turn.
+
+        Parts of the layers are numbered in turn, all first chunks first: `part` is that of a chunk
+        of a stage. A forward pass has the number part x micros + micro-batch, and a backward pass
+        as many more as there are forward passes.
+        """
+        forward, backward = (self._of(stage, way) for way in (False, True))
         before = self.warm_up(stage)
         found = forward[:before]
-        for one, other in zip(forward[before:], backward, strict=False):
-            found += [one, other]
+        for pair in zip(forward[before:], backward, strict=False):
+            found += pair
         return found + backward[len(forward) - before :]
 
-    def _of(self, backward: bool) -> list[StagePass]:  # noqa: FBT001
+    def _of(self, stage: int, backward: bool) -> list[int]:  # noqa: FBT001
         """All passes in one direction: as many micro-batches as stages on each chunk in turn."""
         group = min(self.stages, self.micros) if self.chunks > 1 else self.micros
-        chunks = range(self.chunks)
+        parts = range(stage, self.stages * self.chunks, self.stages)
+        before = len(parts) * self.stages * self.micros if backward else 0
         return [
-            StagePass(backward, chunk, micro)
+            before + part * self.micros + micro
             for first in range(0, self.micros, group)
-            for chunk in (reversed(chunks) if backward else chunks)
+            for part in (reversed(parts) if backward else parts)
             for micro in range(first, first + group)
         ]
 
@@ -107,44 +115,31 @@ def ends(
 
     `between` passes from the end of a pass until another stage has what it made.
     """
-    last = pipeline.stages - 1, pipeline.chunks - 1
-    done: dict[tuple[int, StagePass], Seconds] = {}
-    orders = [pipeline.order(stage) for stage in range(pipeline.stages)]
-    place, free = [0] * pipeline.stages, [0.0] * pipeline.stages
-    waiting: dict[tuple[int, StagePass], int] = {}
-    ready = list(range(pipeline.stages))
-    while ready:
-        stage = ready.pop()
-        while place[stage] < len(orders[stage]):
-            one = orders[stage][place[stage]]
-            needed = _needed(stage, one, last)
-            start = free[stage]
-            if needed:
-                if needed not in done:
-                    waiting[needed] = stage
-                    break
-                start = max(start, done[needed] + between * (needed[0] != stage))
-            took = (backward if one.backward else forward)[stage][one.chunk]
-            free[stage] = done[stage, one] = start + took
-            place[stage] += 1
-            if (stage, one) in waiting:
-                ready.append(waiting.pop((stage, one)))
-    assert all(at == len(order) for at, order in zip(place, orders, strict=True))
+    stages, micros = pipeline.stages, pipeline.micros
+    parts = stages * pipeline.chunks
+    took = [way[n % stages][n // stages] for way in (forward, backward) for n in range(parts)]
+    # a pass waits for that of the part before or behind, the first backward pass for the forward
+    away = [0, *[-micros] * (parts - 1), *[micros] * (parts - 1), -parts * micros]
+    sent = [between if stages > 1 and abs(n) == micros else 0.0 for n in away[:-1]] + [0.0]
+    ended = [_NOT_YET] * (2 * parts * micros)
+    orders = [pipeline.order(stage) for stage in range(stages)]
+    place, free = [0] * stages, [0.0] * stages
+    there_and_back = [*range(stages), *range(stages - 2, 0, -1)]
+    while any(at < len(order) for at, order in zip(place, orders, strict=True)):
+        for stage in there_and_back:
+            order, at, now = orders[stage], place[stage], free[stage]
+            while at < len(order):
+                number = order[at]
+                part = number // micros
+                if away[part]:
+                    come = ended[number + away[part]]
+                    if come < 0:
+                        break
+                    now = max(now, come + sent[part])
+                now = ended[number] = now + took[part]
+                at += 1
+            place[stage], free[stage] = at, now
     return free
-
-
-def _needed(stage: int, one: StagePass, last: tuple[int, int]) -> tuple[int, StagePass] | None:
-    """The pass of another stage, or of the other direction, that a pass needs."""
-    stages, _ = last
-    if not one.backward:
-        if stage:
-            return stage - 1, one
-        return (stages, one._replace(chunk=one.chunk - 1)) if one.chunk else None
-    if (stage, one.chunk) == last:
-        return stage, one._replace(backward=False)
-    if stage < stages:
-        return stage + 1, one
-    return 0, one._replace(chunk=one.chunk + 1)
 
 
 @dataclass(frozen=True)
@@ -192,11 +187,11 @@ class _Line:
 def measured(case: Case, done: Done | None) -> Result:
     """The figures of a case with several stages. Raises OptionError for what has none."""
     _check(case)
-    first = case.stage(0)
+    first = case.stage(0, micro_steps=1)
     pipeline = Pipeline(case.pp, case.interleave, first.job.accumulation)
     whole = case.load()[0].value
     whole = whole.resized(case.gpus) if case.gpus is not None else whole
-    sent = _sent(case, first.job)
+    sent = _sent(case, case.job())
     paid, free = zip(*_stages(case, pipeline, done), strict=True)
     between = _between(whole, first.cluster, sent)
     lines = _Line(pipeline, paid, between), _Line(pipeline, free, 0.0)
@@ -211,8 +206,9 @@ class StageMemory:
 
     def __init__(self, case: Case) -> None:
         few = replace(case, global_batch=None, accumulation=1, micro_batch=1)
-        # those between the first and the last are alike; the first of them holds most
-        self._stages = {number: few.stage(number) for number in {0, 1, case.pp - 1}}
+        alike = first_alike(few.job(), case.pp, case.interleave)
+        self._stages = {number: few.stage(number) for number in sorted(set(alike))}
+        self._layers = {number: _layers(few, number) for number in self._stages}
         self._case = case
 
     def total(self, micro_batch: int, micro_steps: int, recompute: Recompute) -> Bytes:
@@ -222,7 +218,7 @@ class StageMemory:
             job = replace(
                 one.job, micro_batch=micro_batch, accumulation=micro_steps, recompute=recompute
             )
-            held = pipeline.microbatches_in_flight(number) / pipeline.chunks
+            held = pipeline.held(number, self._layers[number])
             most = max(most, replace(one, job=job, microbatches_in_flight=held).memory()["total"])
         return most
 
@@ -238,27 +234,19 @@ def _check(case: Case) -> None:
 
 
 def _stages(case: Case, pipeline: Pipeline, done: Done | None) -> list[tuple["_Stage", "_Stage"]]:
-    """Every stage, and the same with free communication.
-
-    Those between the first and the last are alike; the first of them holds most.
-    """
-    found: list[tuple[_Stage, _Stage]] = []
-    for number in range(pipeline.stages):
-        alike = 1 < number < pipeline.stages - 1
-        found.append(found[1] if alike else _stage(case, pipeline, number, done))
-    return found
+    """Every stage, and the same with free communication; of those alike the first holds most."""
+    alike = first_alike(case.job(), pipeline.stages, pipeline.chunks)
+    found = {number: _stage(case, pipeline, number, done) for number in sorted(set(alike))}
+    return [found[number] for number in alike]
 
 
 def _stage(
     case: Case, pipeline: Pipeline, number: int, done: Done | None
 ) -> tuple["_Stage", "_Stage"]:
-    prepared = case.stage(number, pipeline.microbatches_in_flight(number) / pipeline.chunks)
-    simulator = Simulator(case.run_options, prepared, done)
-    trace, rounds, steady = simulator.until_steady()
-    quiet = simulator.rounds(trace.rounds, free=True)
-    result = prepared.measure(trace, rounds, steady, quiet)
-    whole = metrics.window(quiet, prepared.schedule, rounds).round_time
-    counts = sizes(prepared.job, number, pipeline.stages, pipeline.chunks)
+    parts = chunks_of(case.job().share, number, pipeline.stages, pipeline.chunks)
+    counts = list(map(len, parts))
+    held = pipeline.held(number, _layers(case, number))
+    prepared, result, free_round = stage_figures(case, number, held, pipeline.micros, done)
 
     def alone(step: Seconds, *, free: bool) -> _Stage:
         ways = (
@@ -269,8 +257,14 @@ def _stage(
 
     return (
         alone(result.step_time_s, free=False),
-        alone(whole / result.steps_per_round, free=True),
+        alone(free_round / result.steps_per_round, free=True),
     )
+
+
+def _layers(case: Case, number: int) -> list[int]:
+    """The layers of each chunk of a stage."""
+    layers = len(case.job().model.blocks) - 2
+    return layer_counts(layers, case.pp, case.interleave)[number :: case.pp]
 
 
 def _by_chunk(times: Sequence[Seconds], counts: Sequence[int]) -> tuple[Seconds, ...]:
@@ -306,7 +300,7 @@ def _sent(case: Case, job: Workload) -> _Sent:
     Source: the scatter/gather optimization of Narayanan et al. 2021, arXiv 2104.04473, section 4.1.
     With a divided sequence each has only its part in any case.
     """
-    edge = next(block.boundary_bytes for block in job.model.blocks[1:])
+    edge = job.share.model.blocks[1].boundary_bytes
     size = edge * job.micro_batch * job.precision.bytes / 2
     if case.tp == 1 or case.sequence_parallel:
         return _Sent(size, None)

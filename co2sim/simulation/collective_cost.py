@@ -12,7 +12,7 @@ it on. Roots are costed as if they were the first of their node.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -536,10 +536,12 @@ class Traffic:
     wan: Bytes
 
 
-def traffic(schedule: Schedule, cluster: Cluster) -> Traffic:
-    """What one round of `schedule` sends."""
+def traffic(schedule: Schedule, cluster: Cluster, places: Iterable[int] | None = None) -> Traffic:
+    """What one round of `schedule` sends; with `places` what the ops at these places send."""
     known = costs_of(schedule, cluster)
     each = [(cost.sent, *cost.bytes_per_link(cluster)[1:]) if cost else None for cost in known]
-    found = [sent for number in schedule.work_numbers if (sent := each[number])]
+    numbers = schedule.work_numbers
+    chosen = numbers if places is None else [numbers[place] for place in places]
+    found = [sent for number in chosen if (sent := each[number])]
     gpu, nic, wan = (sum(one) for one in zip(*found, strict=True)) if found else (0.0, 0.0, 0.0)
     return Traffic(gpu, nic, wan)

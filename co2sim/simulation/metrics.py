@@ -83,19 +83,22 @@ class Communication:
     waiting: Seconds
 
 
-def communication(trace: Trace, schedule: Schedule, during: Window) -> Communication:
+def communication(
+    trace: Trace, schedule: Schedule, during: Window, places: NDArray[np.intp] | None = None
+) -> Communication:
     """Split the spans of collectives into waiting and communication.
 
     A span starts when its rank is ready. Until the last member is there it waits. From then on the
     collective is under way (or waits for its communicator), until the last member has ended: ranks
     that share a core end one after the other. A rank that is alone in its group only copies.
     The busiest and the longest waiting rank count; where the first ranks of nodes do something
-    alone, the others wait for what these do, so that only the waits of these count.
+    alone, the others wait for what these do, so that only the waits of these count. With `places`
+    only the ops at these places count.
     """
     led = next((one for one in schedule.groups if one.name == LEADERS.name), None)
     totals = [
         (_busy(come, ends, during), _busy(starts, come, during))
-        for starts, come, ends in _meetings(trace, schedule, during.start)
+        for starts, come, ends in _meetings(trace, schedule, during.start, places)
     ]
     return Communication(
         busy=max(moving for moving, _ in totals),
@@ -107,14 +110,16 @@ def communication(trace: Trace, schedule: Schedule, during: Window) -> Communica
     )
 
 
-def _meetings(trace: Trace, schedule: Schedule, after: Seconds) -> list[_Array]:
+def _meetings(
+    trace: Trace, schedule: Schedule, after: Seconds, places: NDArray[np.intp] | None
+) -> list[_Array]:
     """By rank, when it comes to each collective that ends after `after`; the last come and end."""
     grid = trace.grid(schedule)
     found = [[np.empty((3, 0))] for _ in trace.ranks]
-    numbers = np.array(schedule.work_numbers)
+    numbers, counted = np.array(schedule.work_numbers), _among(schedule, places)
     for group in schedule.groups:
         meet = [isinstance(work, Collective) and work.group == group for work in schedule.works]
-        here = np.flatnonzero(np.array(meet)[numbers])
+        here = np.flatnonzero(np.array(meet)[numbers] & counted)
         together: dict[range, list[int]] = {}
         for index, rank in enumerate(trace.ranks):
             together.setdefault(group.members(rank, trace.layout), []).append(index)
@@ -142,10 +147,15 @@ def straggler_delay(round_time: Seconds, equal_round_time: Seconds) -> Seconds:
     return max(0.0, round_time - equal_round_time)
 
 
-def breakdown(trace: Trace, schedule: Schedule) -> dict[str, Seconds]:
-    """Seconds per round of each kernel and collective, summed over the last round of one rank."""
+def breakdown(
+    trace: Trace, schedule: Schedule, places: NDArray[np.intp] | None = None
+) -> dict[str, Seconds]:
+    """Seconds per round of each kernel and collective, summed over the last round of one rank.
+
+    With `places` only the ops at these places count.
+    """
     starts, ends = (times[-1, :, 0] for times in trace.grid(schedule))
-    traced = ~np.isnan(ends)
+    traced = ~np.isnan(ends) & _among(schedule, places)
     numbers, count = np.array(schedule.work_numbers)[traced], len(schedule.works)
     taken = np.bincount(numbers, (ends - starts)[traced], count).tolist()
     first = np.full(count, np.inf)
@@ -155,6 +165,13 @@ def breakdown(trace: Trace, schedule: Schedule) -> dict[str, Seconds]:
         if first[number] < np.inf:
             label = _label(schedule.works[number])
             found[label] = found.get(label, 0.0) + taken[number]
+    return found
+
+
+def _among(schedule: Schedule, places: NDArray[np.intp] | None) -> NDArray[np.bool_]:
+    """Whether each op is at one of some places; None stands for all."""
+    found = np.full(len(schedule.body), places is None)
+    found[places if places is not None else []] = True
     return found
 
 

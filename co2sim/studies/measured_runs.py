@@ -157,7 +157,7 @@ def _run(where: str, row: Mapping[str, str], job: Case, folder: Path) -> Measure
 
 def _speed(case: Case, kind: str, text: str, seconds: Seconds | None) -> float:
     """Tokens/s of a GPU."""
-    prepared = case.stage(0) if case.pp > 1 else case.prepare()
+    prepared = case.stage(0, micro_steps=1) if case.pp > 1 else case.prepare()
     gpus = prepared.cluster.layout.world_size
     job = prepared.job
     if kind == "tokens_per_s_per_gpu":

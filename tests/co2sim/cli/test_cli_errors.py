@@ -86,7 +86,7 @@ BAD = [
     (f"run {ON} --sequence-parallel", "sequence_parallel"),
     (f"run {ON} --pp 3", "pp=3"),
     (f"run {ON} --interleave 2", "interleave=2"),
-    (f"run {ON} --precision fp6", "mxfp8"),
+    (f"run {ON} --precision fp6", "fp16"),
     (f"run {ON} --attention none", "flash"),
     (f"run {ON} --recompute all", "selective"),
     (f"run {ON} --checkpointing all", "non_reentrant"),

@@ -58,7 +58,7 @@ def test_casts_read_operands_and_write_them_in_two_layouts() -> None:
     for name, kind in NARROW.items():
         each = kind.reads * 2 + 2 * kind.bytes
         for steps in (1, 4):
-            forward, backward = kernels(name, accumulation=steps)[2:4]
+            forward, backward = kernels(name, cast_steps=steps)[2:4]
             assert forward.cast_bytes == pytest.approx((inputs + weights / steps) * each)
             assert backward.cast_bytes == pytest.approx(results * each)
     again = kernels("fp8", recompute="full", checkpointing="reentrant")[3]
