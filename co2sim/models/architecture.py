@@ -206,12 +206,18 @@ HEAD_CALLS = 10
 START_CALLS = 20
 """Batch, masks, positions, two look-ups, their sum and dropout, scaling and averaging the loss."""
 
-EXPERT_CALLS = 16
-"""Operations that a layer with experts issues beside one with an MLP, in Megatron-Core:
+EXPERT_CALLS = 42
+"""Operations that a layer with experts issues beside one with an MLP, in Megatron-Core 0.16:
 
-scores in fp32, softmax or sigmoid, top-k, and their normalization; the map of tokens to experts and
-its counts; permutation of tokens and of their weights, and back; two grouped products in place of
-two; weighing, the auxiliary loss in four. Source: megatron/core/transformer/moe, 2025.
+5 of the router's product in fp32, 9 of scores and top-k, 16 of the auxiliary loss, 2 of counts, 2
+of the fused permutation and 2 back, and 6 views. Counted by PyTorch's dispatcher in
+megatron/core/transformer/moe/moe_utils.py; what kernels fuse counts 2.
+"""
+
+ROUTING_CALLS = 29
+"""More of them where ranks divide the experts: 12 of the counts of all ranks, 5 copies of them to
+the host, 6 of three all-to-alls, of tokens, their weights and results, 4 of two fused sorts, and 2
+views. Counted as above in token_dispatcher.py, MoEAlltoAllTokenDispatcher.
 """
 
 _COPIES = 3
@@ -552,7 +558,7 @@ class Transformer:
             kept=(2 + 2 * up) * (routed * f + s * shared) + 2 * routed * h + 4 * own * n,
             flops=_product_flops(products),
             idle=(n - k) * each // many,
-            calls=EXPERT_CALLS,
+            calls=EXPERT_CALLS + (ROUTING_CALLS if many > 1 else 0),
             passing=2 * routed * h * (1 if many == 1 else _COPIES),
             experts=experts if many > 1 else (),
             routing=Routing(many, math.ceil(own * k * h * to.load)) if many > 1 else None,

@@ -17,7 +17,12 @@ from co2sim.models.workload import Model
 from co2sim.prediction import auto_delay, pipeline
 from co2sim.prediction.case import Case, LoadedCase, Options, scheduled
 from co2sim.prediction.error_model import Situation, error_model
-from co2sim.prediction.evidence import from_measured, nearest_to, setting_of
+from co2sim.prediction.evidence import (
+    from_measured,
+    nearest_to,
+    published_gpus,
+    setting_of,
+)
 from co2sim.prediction.intervals import Interval, Predicted
 from co2sim.prediction.notes import remarks as remarks_on
 from co2sim.prediction.notes import warnings as warnings_of
@@ -198,7 +203,8 @@ def _situation(prepared: LoadedCase, model: Model, result: Result) -> Situation:
     """What makes the result more or less sure."""
     own = setting_of(prepared.cluster, model, result, prepared.kernels)
     apart, misfit = from_measured(own, prepared.measured)
-    known = prepared.cluster.gpu.kernels is not None
+    gpu = prepared.cluster.gpu
+    known = gpu.kernels is not None and (not gpu.stack or own.gpu in published_gpus())
     return Situation.of(result, known=known, apart=apart, misfit=misfit)
 
 

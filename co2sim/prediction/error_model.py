@@ -23,8 +23,8 @@ ERRORS = "errors.toml"
 """The record of the catalog."""
 
 _UNKNOWN_GPU = 0.25
-"""Standard deviation for a GPU of whose kernels nothing is published. Assumed: between the best
-and the worst of those that are, half of their efficiencies lie so near each other."""
+"""Standard deviation for a GPU of whose kernels, or trainings, nothing is published. Assumed:
+between the best and the worst of those that are, half of their efficiencies lie so near."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,8 @@ class Situation:
 
     `exposed` is the share of the round that waits for the network, `divided` how many GPUs share
     the layers (tp x pp), `host` what the host needs to issue passes over what the GPU needs for
-    them, and `known` says whether something is published of the GPU's kernels. `apart` is the
+    them, and `known` says whether something is published of the GPU's kernels, and of trainings on
+    its generation. `apart` is the
     distance to the nearest of the runs that the stack was calibrated by, inf without any, and
     `misfit` by how much the logarithm of that is still off.
     """

@@ -89,6 +89,12 @@ def published_runs() -> tuple[PublishedRun, ...]:
     )
 
 
+@cache
+def published_gpus() -> frozenset[str]:
+    """The generations of GPUs that these are of."""
+    return frozenset(run.gpu for run in published_runs())
+
+
 def setting_of(cluster: Cluster, model: Model, result: Result, kernels: str = "") -> Setting:
     """What a result is like; `kernels` names precision, attention and recomputation."""
     several = result.nodes > 1
