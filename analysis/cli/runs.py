@@ -27,7 +27,7 @@ Sources = Annotated[
 ]
 
 
-def runs(
+def runs(  # noqa: PLR0917 - one argument per option
     source: Sources = None,
     papers: Annotated[Path, typer.Option(help="Folder of the published runs.")] = PAPERS,
     fit: Annotated[  # noqa: FBT002
@@ -50,6 +50,12 @@ def runs(
         bool,
         typer.Option("--memory", help="Compare the peak of memory instead."),
     ] = False,
+    unfitted: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--unfitted", help="Predict the runs that enter no fit: in fp8 or below, or of experts."
+        ),
+    ] = False,
     jobs: options.Jobs = -1,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
@@ -60,10 +66,10 @@ def runs(
     from analysis.published import stack_fit  # noqa: PLC0415 - scipy
     from analysis.published.runs import training_runs  # noqa: PLC0415 - pydantic
 
-    if fit + own + memory > 1:
-        raise OptionError("--fit, --own and --memory are all given, or two of them; give one")
+    if fit + own + memory + unfitted > 1:
+        raise OptionError("give one of --fit, --own, --memory and --unfitted")
     every = training_runs(papers)
-    known = [run for run in every if run.headline]
+    known = [run for run in every if (run.unfitted if unfitted else run.headline)]
     if memory:
         _print_memory(every, source, jobs, as_json=json_)
         return
@@ -75,18 +81,26 @@ def runs(
         _fit(every, papers, jobs)
         print(f"written: {papers / stack_fit.RECORD}, and the catalog")
         return
-    left_out = stack_fit.record(papers).left_out
     chosen = [run for run in known if not source or run.paper in source]
-    if own:
-        rows = _rows_of_series(chosen, left_out, papers, jobs)
-    else:
-        values = [left_out[run.paper] for run in chosen]
-        results = stack_fit.predictions(chosen, values, jobs, "predicting runs")
-        rows = _rows(chosen, results, papers)
+    rows = _predicted(chosen, papers, jobs, own=own)
     if json_:
         print(json.dumps(rows, indent=2))
     else:
         _print(rows)
+
+
+def _predicted(
+    chosen: "Sequence[TrainingRun]", papers: Path, jobs: int, *, own: bool
+) -> list[dict[str, Any]]:
+    """Runs beside predictions without their source; of sources in no fit, by all of it."""
+    from analysis.published import stack_fit  # noqa: PLC0415 - scipy
+
+    record = stack_fit.record(papers)
+    if own:
+        return _rows_of_series(chosen, record.left_out, papers, jobs)
+    values = [record.left_out.get(run.paper, record.values) for run in chosen]
+    results = stack_fit.predictions(chosen, values, jobs, "predicting runs")
+    return _rows(chosen, results, papers)
 
 
 def _fit(every: "Sequence[TrainingRun]", papers: Path, jobs: int) -> None:
@@ -178,7 +192,7 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """Runs beside predictions; intervals are by the errors of all other sources."""
     from analysis.published.run_errors import recorded_models  # noqa: PLC0415 - scipy
-    from co2sim.prediction.error_model import Situation  # noqa: PLC0415
+    from co2sim.prediction.error_model import Situation, error_model  # noqa: PLC0415
 
     models = recorded_models(papers)
     found = []
@@ -186,7 +200,8 @@ def _rows(
     for run, result, distance in zip(chosen, results, distances, strict=True):
         published = run.tokens_per_s_per_gpu
         assert published is not None
-        reach = models[run.paper].reach(Situation.of(result, apart=distance))
+        model = models.get(run.paper) or error_model()
+        reach = model.reach(Situation.of(result, apart=distance))
         row = {
             "source": run.paper,
             "run": run.id,
@@ -194,6 +209,8 @@ def _rows(
             "model": run.model,
             "gpus": run.gpus,
             "strategy": run.strategy,
+            "precision": run.precision,
+            "ep": run.ep,
             "published_tokens_per_s_per_gpu": published,
             "predicted_tokens_per_s_per_gpu": result.tokens_per_s_per_gpu,
             "error": result.tokens_per_s_per_gpu / published - 1,
@@ -210,7 +227,8 @@ def _print(rows: "Sequence[dict[str, Any]]") -> None:
 
     by_source: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        by_source.setdefault(row["source"], []).append(row)
+        experts = ", experts" if row["ep"] > 1 else ""
+        by_source.setdefault(f"{row['source']}{experts}", []).append(row)
     table = [(key, *_figures(some)) for key, some in by_source.items()]
     if len(table) > 1:
         table.append(("all", *_figures(rows)))

@@ -19,7 +19,14 @@ from co2sim.common import files
 from co2sim.common.errors import CatalogError, OptionError, given, visible
 from co2sim.common.files import is_below, text_of
 from co2sim.common.validation import first_problem
-from co2sim.models.workload import AttentionKernel, Checkpointing, Loss, Optimizer, Recompute
+from co2sim.models.workload import (
+    NARROW,
+    AttentionKernel,
+    Checkpointing,
+    Loss,
+    Optimizer,
+    Recompute,
+)
 from co2sim.prediction.case import Case
 
 Row: TypeAlias = Mapping[str, str]
@@ -64,6 +71,10 @@ class RunsTable(BaseModel):
     note: str = ""
 
 
+_EXPRESSED = {"torch.compile", "selective activation checkpointing"}
+"""Of what runs need, what a stack does."""
+
+
 class TrainingRun(BaseModel):
     """One published training run, made of texts.
 
@@ -91,10 +102,11 @@ class TrainingRun(BaseModel):
     micro_batch: Count
     accumulation: Count
     tp: Count
+    ep: Count = 1
     pp: Count
     interleave: Count
     sequence_parallel: Truth
-    precision: Literal["bf16", "fp16", "fp32", "fp8"]
+    precision: Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
     recompute: Literal[Recompute, "auto"]
     attention: AttentionKernel
     loss: Loss
@@ -127,14 +139,20 @@ class TrainingRun(BaseModel):
     @model_validator(mode="after")
     def _headline_can_be_compared(self) -> Self:
         """A run that counts has a speed, a cluster, and a precision of 16 or 32 bits."""
-        if self.headline and (
-            self.tokens_per_s_per_gpu is None or not self.cluster or self.precision == "fp8"
-        ):
+        narrow = self.precision in NARROW or self.ep > 1
+        if self.headline and (self.tokens_per_s_per_gpu is None or not self.cluster or narrow):
             raise ValueError(
                 "headline is true; it must be false without tokens_per_s_per_gpu or cluster, and"
-                " for fp8"
+                " for fp8 and ep"
             )
         return self
+
+    @property
+    def unfitted(self) -> bool:
+        """Whether the run can be predicted, and enters no fit: in fp8 or below, or with experts."""
+        known = self.tokens_per_s_per_gpu is not None and bool(self.cluster)
+        kind = self.precision in NARROW or self.ep > 1
+        return known and kind and set(self.needs) <= _EXPRESSED and not self.out_of_memory
 
     def case(self, extra: Mapping[str, str] = {}, **changes: Any) -> Case:
         """The run as a case, with `changes` of its fields.
