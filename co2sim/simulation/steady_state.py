@@ -64,7 +64,11 @@ class Simulator:
         )
 
     def until_steady(self) -> tuple[Trace, int, bool]:
-        """A trace, how many of its last rounds to measure, and whether they are a steady state."""
+        """A trace, how many of its last rounds to measure, and whether they are a steady state.
+
+        What is under way behind the last round may be faster than it ever is in the midst of a
+        training, as no collectives of further rounds share its links: then the rounds before count.
+        """
         options, prepared = self.options, self.prepared
         warm_up = max(prepared.schedule.lag, 1)
         if options.noise.jitter:
@@ -73,13 +77,14 @@ class Simulator:
         measured = options.rounds or 1
         if _repeats(options, prepared):
             return self.rounds(measured), measured, True
+        behind = warm_up
         while True:
             found = self.rounds(warm_up + measured)
-            steady = metrics.is_steady(found, prepared.schedule, measured)
-            most = warm_up >= _MAX_ROUNDS
-            if steady or most or not _fits(options, prepared, 2 * warm_up + measured):
-                half = found.rounds // 2
-                return found, (measured if steady else max(measured, half)), steady
+            for one in (found, found.first(found.rounds - behind)):
+                if metrics.is_steady(one, prepared.schedule, measured):
+                    return one, measured, True
+            if warm_up >= _MAX_ROUNDS or not _fits(options, prepared, 2 * warm_up + measured):
+                return found, max(measured, found.rounds // 2), False
             warm_up *= 2
 
     def rounds(self, rounds: int, *, free: bool = False) -> Trace:

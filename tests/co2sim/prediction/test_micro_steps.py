@@ -16,6 +16,7 @@ from co2sim.models.architecture import Transformer, language_model
 from co2sim.prediction import micro_steps
 from co2sim.prediction.micro_steps import repeated, stage_figures
 from co2sim.prediction.result import Result
+from co2sim.simulation import metrics
 from co2sim.simulation.noise import RunOptions
 from co2sim.simulation.steady_state import Simulator
 from co2sim.strategies import DDP
@@ -92,6 +93,20 @@ def test_a_step_of_more_micro_steps_takes_no_more_ops(strategy: str) -> None:
         for one in (few, many)
     ]
     assert ops[0] == ops[1]
+
+
+@pytest.mark.parametrize("strategy", ["zero1(bucket=2000)", "co2(tau=2)"])
+def test_micro_steps_repeat_where_the_last_round_ends_faster_than_others(strategy: str) -> None:
+    """Where no exchanges of a next round share links with its collectives: the midst repeats."""
+    job: dict[str, Any] = {"strategy": strategy, "pp": 4, "tp": 2, "sequence_parallel": True}
+    case = Case(cluster=tiny.cluster(4, 4), model=MODEL, accumulation=64, **job)
+    few = stage_figures(case, 1, 1.0, 64, None)
+    prepared = case.stage(1)
+    many = Simulator(RunOptions(), prepared, None).rounds(12)
+    assert not metrics.is_steady(many, prepared.schedule)
+    midst = metrics.window(many.first(10), prepared.schedule, 1)
+    assert few.result.round_time_s == pytest.approx(midst.round_time, rel=1e-9)
+    assert len(few.prepared.schedule.body) < len(prepared.schedule.body) / 2
 
 
 def test_beside_an_average_that_is_under_way_nothing_repeats() -> None:
