@@ -148,7 +148,7 @@ is there, so not the layer's last product, and not the head (PyTorch, torch.util
 Loss = Literal["fused", "eager"]
 """fused: the cross entropy in one kernel on 16-bit logits. eager: PyTorch's, in fp32."""
 
-Optimizer = Literal["adamw", "sgd"]
+Optimizer = Literal["adamw", "adamw_8bit", "sgd"]
 
 Narrow = Literal["fp8", "mxfp8", "nvfp4"]
 """Types of matrix products below 16 bits. fp8: one scale for a tensor, from its own maximum. mxfp8:
@@ -195,8 +195,14 @@ fused: the logits are read, then read again and overwritten by their gradient (f
 `flash_attn/ops/triton/cross_entropy.py`). eager: in fp32, as the calibrated runs have it.
 """
 
-OPTIMIZER_BYTES: dict[Optimizer, Bytes] = {"adamw": 12.0, "sgd": 8.0}
-"""fp32 master copy and moments per parameter: K of ZeRO (arXiv 1910.02054, section 3.1)."""
+OPTIMIZER_BYTES: dict[Optimizer, Bytes] = {
+    "adamw": 12.0,
+    "adamw_8bit": MASTER_BYTES + 2 * (1 + 4 / 256),
+    "sgd": 8.0,
+}
+"""fp32 master copy and moments per parameter: K of ZeRO (arXiv 1910.02054, section 3.1). In 8 bits
+two moments of a byte, with a scale in fp32 for 256 (Dettmers et al. 2022, arXiv 2110.02861;
+bitsandbytes 0.45, optim/optimizer.py, blocksize)."""
 
 
 @dataclass(frozen=True, slots=True)

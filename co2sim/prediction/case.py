@@ -334,7 +334,7 @@ class Case:
         " default: what the stack does.",
         "job",
     )
-    optimizer: Optimizer = option("adamw", "adamw or sgd.", "job")
+    optimizer: Optimizer = option("adamw", "adamw, adamw_8bit (moments in 8 bits) or sgd.", "job")
     stack: str | Stack | Contents = option(
         "",
         "Software stack: the training framework of a year (`co2sim list stacks`), or a TOML file;"

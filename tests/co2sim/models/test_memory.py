@@ -30,6 +30,15 @@ def states(strategy: str, layout: Layout, job: Workload | None = None) -> float:
     return memory["parameters"] + memory["gradients"] + memory["optimizer"]
 
 
+def test_moments_in_8_bits_take_a_quarter() -> None:
+    """Two bytes a parameter and scales in place of eight, beside the master copy of ddp."""
+    one = Layout(1, 8)
+    plain, eight = (states("ddp", one, big(optimizer=name)) for name in ("adamw", "adamw_8bit"))
+    assert plain - eight == pytest.approx(PARAMETERS * (8 - 2 - 2 * 4 / 256))
+    plain, eight = (states("fsdp", one, big(optimizer=name)) for name in ("adamw", "adamw_8bit"))
+    assert plain - eight == pytest.approx(PARAMETERS / 8 * (8 - 2 - 2 * 4 / 256))
+
+
 @pytest.mark.parametrize(
     ("strategy", "published"), [("ddp", 120), ("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)]
 )
