@@ -41,7 +41,7 @@ _NOT_OF_A_RUN = ("gpus", "overrides", "noise", "rounds", "fold")
 """Fields of `Case` that are applied to cluster and model before a run, or that only simulate."""
 _PLAIN = tuple(field for field in fields(Case) if field.name not in {*_IN_FULL, *_NOT_OF_A_RUN})
 """The other fields of `Case`, kept as they are."""
-_LATER = ("tp", "sequence_parallel", "ep")
+_LATER = ("tp", "sequence_parallel", "ep", "cp")
 _NEW = ("product_speed",)
 """What older records lack."""
 

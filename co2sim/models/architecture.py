@@ -59,7 +59,8 @@ class AttentionScores:
     needs of them in a 2-byte type. Of a `causal` one only half is needed: eager attention computes
     the whole, flash attention the half (Dao 2023, arXiv 2307.08691, section 3.1). A token sees no
     more than `reach` others (0: all); `flops` then count the scores within. `operands` are the
-    elements of queries, keys, values and `output` (0: all are as wide as the heads together).
+    elements of queries, keys, values and `output` (0: all are as wide as the heads together), and
+    `rows` the tokens whose queries a rank has (0: all).
     """
 
     flops: Flops
@@ -70,6 +71,7 @@ class AttentionScores:
     reach: int = 0
     operands: int = 0
     output: int = 0
+    rows: int = 0
 
     @property
     def seen(self) -> int:
@@ -89,7 +91,7 @@ class AttentionScores:
     @property
     def statistics_bytes(self) -> Bytes:
         """What flash attention keeps instead: the log-sum-exp of every row, in fp32."""
-        return 4.0 * self.heads * self.length
+        return 4.0 * self.heads * (self.rows or self.length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,20 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextExchange:
+    """What `ranks` that divide the sequences of a block exchange (context parallelism).
+
+    In a sample keys and values have `keys` elements in all, and queries and outputs of a rank
+    `queries`. Sources: Liu et al. 2023, Ring Attention, arXiv 2310.01889; Jacobs et al. 2023,
+    DeepSpeed Ulysses, arXiv 2309.14509; all-gathers: Llama 3, arXiv 2407.21783, section 3.3.2.
+    """
+
+    ranks: int
+    keys: int
+    queries: int
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """The unit of communication and of the schedule: an embedding, a layer, a head.
 
@@ -156,6 +172,7 @@ class Block:
     division: TensorParallelCommunication | None = None
     experts: tuple[int, ...] = ()
     routing: Routing | None = None
+    context: ContextExchange | None = None
 
     @property
     def parameters(self) -> int:
@@ -293,12 +310,15 @@ class LatentAttention:
 class TensorParallelShard:
     """What one of `ranks` tensor-parallel ranks has of a model, or of the `sequence`, too.
 
-    Of the experts a rank has those of one of as many as `experts` ranks, each of them whole.
+    Of the experts a rank has those of one of as many as `experts` ranks, each of them whole; of
+    every sequence the part of one of `context` ranks: equal parts of its begin and of its end, so
+    that all see equally many tokens.
     """
 
     ranks: int = 1
     sequence: bool = False
     experts: int = 1
+    context: int = 1
 
     def of(self, tokens: int) -> int:
         """The tokens of a sample that a rank has between products."""
@@ -338,6 +358,7 @@ class _Part:
     passing: int = 0
     experts: tuple[int, ...] = ()
     routing: Routing | None = None
+    context: ContextExchange | None = None
 
 
 def _product_flops(products: Iterable[MatMul]) -> Flops:
@@ -391,7 +412,7 @@ class Transformer:
         found = []
         for number in range(self.layers):
             window = self.windows[number % len(self.windows)] if self.windows else 0
-            kind = self._routes(number), 0 if window >= tokens else window
+            kind = self._routes(number), 0 if window >= tokens * part.context else window
             if kind not in made:
                 made[kind] = self._layer(tokens, part, *kind)
             found.append(replace(made[kind], name=f"layer{number}"))
@@ -412,7 +433,12 @@ class Transformer:
             if part.experts == 1:
                 counts["columns of an expert"] = self.experts.width
         if part.sequence:
-            counts["positions of a sequence"] = tokens
+            counts["positions of a sequence"] = tokens // part.context
+        if tokens % (2 * part.context) and part.context > 1:
+            raise OptionError(
+                f"cp={part.context} does not divide the {tokens} positions of {name} into two"
+                " parts for each"
+            )
         for what, count in counts.items():
             if count % part.ranks:
                 raise OptionError(f"tp={part.ranks} does not divide the {count} {what} of {name}")
@@ -435,7 +461,7 @@ class Transformer:
     def _layer(self, tokens: int, part: TensorParallelShard, routed: bool, window: int) -> Block:  # noqa: FBT001
         h, s = self.hidden, tokens
         attend = self._latent if self.latent else self._attention
-        first = attend(tokens, part.ranks, window)
+        first = attend(tokens, part, window)
         then = self._experts(tokens, part) if routed else self._mlp(tokens, part.ranks)
         norms = [self.norm_parameters] * self.norms
         # inputs of norms, of attention and MLP, two masks of a byte
@@ -457,9 +483,11 @@ class Transformer:
             division=part.division(s * h, inputs=exchanged, outputs=exchanged),
             experts=then.experts,
             routing=then.routing,
+            context=first.context,
         )
 
-    def _attention(self, tokens: int, ranks: int, window: int) -> _Part:
+    def _attention(self, tokens: int, part: TensorParallelShard, window: int) -> _Part:
+        ranks, seen = part.ranks, tokens * part.context
         h, s, heads = self.hidden, tokens, self.heads // ranks
         head_dim = self.head_dim or h // self.heads
         q, kv = heads * head_dim, (self.kv_heads or self.heads) // ranks * head_dim
@@ -471,7 +499,7 @@ class Transformer:
         sizes = {"none": (0, 0), "head": (head_dim, head_dim), "whole": (q, kv)}[self.qk_norm]
         norms = [*map(self._norm, sizes), heads if self.sinks else 0]
         softmax = self.attention == "softmax"
-        across = s if softmax else head_dim
+        across = seen if softmax else head_dim
         products = (
             MatMul(s, h, sum(width for _, width in matrices[:3]) + len(gates) * q),
             MatMul(s, head_dim, across, heads),
@@ -480,32 +508,34 @@ class Transformer:
         )
         kept = 2 * q + 4 * kv + 2 * q + 2 * len(gates) * q
         kept += 2 * (q + kv) if self.qk_norm != "none" else 0
-        mixing = 4.0 * q * (_pairs(s, window) if softmax else s * head_dim)
+        mixing = 4.0 * q * (_pairs(seen, window) / part.context if softmax else s * head_dim)
         return _Part(
             tensors=[rows * columns for rows, columns in matrices] + biases + norms,
             products=products,
             kept=s * kept,
             flops=2.0 * s * sum(rows * columns for rows, columns in matrices),
             mixing=mixing,
-            scores=self._scores(s, mixing, window, (heads, head_dim, head_dim))
+            scores=self._scores(s, part, mixing, window, (heads, head_dim, head_dim))
             if softmax
             else None,
+            context=_context(part, 2 * kv * seen, s * q),
         )
 
-    def _latent(self, tokens: int, ranks: int, window: int) -> _Part:
+    def _latent(self, tokens: int, part: TensorParallelShard, window: int) -> _Part:
         """Ranks divide the heads, and all have the latent vectors (Megatron-Core, MLA)."""
         assert self.latent is not None
-        h, s, heads, to = self.hidden, tokens, self.heads // ranks, self.latent
+        seen, heads = tokens * part.context, self.heads // part.ranks
+        h, s, to = self.hidden, tokens, self.latent
         wide = to.nope + to.rope
         q, kv, out = heads * wide, heads * (to.nope + to.value), heads * to.value
         queries = [(h, to.q_rank), (to.q_rank, q)] if to.q_rank else [(h, q)]
         matrices = [*queries, (h, to.kv_rank + to.rope), (to.kv_rank, kv), (out, h)]
         weighted = [MatMul(s, rows, columns) for rows, columns in matrices]
-        mixing = 2.0 * heads * (wide + to.value) * _pairs(s, window)
+        mixing = 2.0 * heads * (wide + to.value) * _pairs(seen, window) / part.context
         products = (
             *weighted[:-1],
-            MatMul(s, wide, s, heads),
-            MatMul(s, s, to.value, heads),
+            MatMul(s, wide, seen, heads),
+            MatMul(s, seen, to.value, heads),
             weighted[-1],
         )
         ranks_kept = 4 * (to.q_rank + to.kv_rank)  # before and behind their norms
@@ -516,7 +546,8 @@ class Transformer:
             kept=s * (ranks_kept + 2 * (q + q + out) + 2 * out),
             flops=_product_flops(products),
             mixing=mixing,
-            scores=self._scores(s, mixing, window, (heads, wide, to.value)),
+            scores=self._scores(s, part, mixing, window, (heads, wide, to.value)),
+            context=_context(part, heads * (wide + to.value) * seen, s * q),
         )
 
     def _mlp(self, tokens: int, ranks: int) -> _Part:
@@ -565,14 +596,27 @@ class Transformer:
         )
 
     def _scores(
-        self, tokens: int, flops: float, window: int, shape: tuple[int, int, int]
+        self,
+        tokens: int,
+        part: TensorParallelShard,
+        flops: float,
+        window: int,
+        shape: tuple[int, int, int],
     ) -> AttentionScores:
         """Those of `shape`: heads, and the widths of a query and of a value."""
         heads, wide, value = shape
-        kept = (5.0 if self.dropout else 2.0) * heads * tokens**2
+        seen = tokens * part.context
+        kept = (5.0 if self.dropout else 2.0) * heads * tokens * seen
         output = tokens * heads * value
-        operands = 2 * tokens * heads * wide + 2 * output
-        return AttentionScores(flops, kept, heads, tokens, self.causal, window, operands, output)
+        operands = (tokens + seen) * heads * wide + seen * heads * value + output
+        rows = tokens if part.context > 1 else 0
+        return AttentionScores(
+            flops, kept, heads, seen, self.causal, window, operands, output, rows
+        )
+
+
+def _context(part: TensorParallelShard, keys: int, queries: int) -> ContextExchange | None:
+    return ContextExchange(part.context, keys, queries) if part.context > 1 else None
 
 
 def _pairs(tokens: int, window: int) -> float:
@@ -608,7 +652,7 @@ def language_model(  # noqa: PLR0913 - one keyword per number of a model
     shape = _plain(locals())
     body.check(name, tokens, part)
     vocab = -(-vocab // part.ranks)
-    h, s = body.hidden, tokens
+    h, s = body.hidden, tokens // part.context
     norm = body.norm_parameters
     lookups = [vocab * h, positions * h, token_types * h, norm if embedding_norm else 0]
     head = [h * h, h, norm, vocab] if head_transform else [norm]
@@ -688,18 +732,23 @@ def vision_transformer(
     )
 
 
-def shard_model(model: Model, ranks: int, *, sequence: bool, experts: int = 1) -> Model:
-    """What one of some tensor-parallel ranks has of a model, and of its experts.
+def shard_model(
+    model: Model, ranks: int, *, sequence: bool, experts: int = 1, context: int = 1
+) -> Model:
+    """What one of some tensor-parallel ranks has of a model, of its experts, and of sequences.
 
     Raises OptionError for a model that cannot be divided so, or whose shape is not known.
     """
     found = _network(model)
     if found is None:
-        what = f"tp={ranks}" if ranks > 1 else f"ep={experts}"
+        names = {"tp": ranks, "ep": experts, "cp": context}
+        what = next(f"{name}={count}" for name, count in names.items() if count > 1)
         raise OptionError(f"{what} does not apply to {model.name}: only transformers divide")
     if sequence and model.unit == "image":
         raise OptionError(f"sequence_parallel=true does not apply to {model.name}, of images")
-    return found(part=TensorParallelShard(ranks, sequence, experts))
+    if context > 1 and model.unit == "image":
+        raise OptionError(f"cp={context} does not apply to {model.name}, of images")
+    return found(part=TensorParallelShard(ranks, sequence, experts, context))
 
 
 def _body(given: dict[str, Any]) -> Transformer:

@@ -6,7 +6,13 @@ from typing import Annotated, Literal
 
 from co2sim.common.validation import Count, Fraction, Multiple, Quantity, Slowdown, Spread, check
 from co2sim.hardware.cluster import GPU, Cluster, KernelTimes
-from co2sim.models.workload import AttentionKernel, Checkpointing, Loss, Selective
+from co2sim.models.workload import (
+    AttentionKernel,
+    Checkpointing,
+    ContextKind,
+    Loss,
+    Selective,
+)
 
 Flash = Literal["flash1", "flash2", "cudnn", "triton", ""]
 """An implementation of flash attention; files of GPUs say how fast each is."""
@@ -58,7 +64,8 @@ class Stack:
     `overlap` says whether it reduces gradients while the backward pass goes on, `overlap_tensor`
     whether tensor-parallel GPUs exchange activations beside the products that need them,
     `overlap_experts` whether tokens travel to experts beside other passes, and
-    `keep_gathered` whether they keep what they gathered, or gather it again to go back. With
+    `keep_gathered` whether they keep what they gathered, or gather it again to go back, and
+    `context` how ranks that divide sequences exchange keys and values. With
     `main_gradients` it sums gradients of bf16 up in fp32; a layer keeps `kept` times the
     activations that are needed at least.
 
@@ -80,6 +87,7 @@ class Stack:
     overlap_tensor: bool = False
     overlap_experts: bool = False
     keep_gathered: bool = False
+    context: ContextKind = "all_gather"
     main_gradients: bool = False
     kept: Factor = 1.0
     efficiency: Fraction | None = None

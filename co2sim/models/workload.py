@@ -19,6 +19,7 @@ from co2sim.common.validation import whole
 from co2sim.models.architecture import (
     AttentionScores,
     Block,
+    ContextExchange,
     MatMul,
     Model,
     Routing,
@@ -31,6 +32,7 @@ from co2sim.schedule.schedule import (
     DType,
     FusedAttention,
     Gemm,
+    Group,
     Kernels,
     Kind,
     TensorParallelCollectives,
@@ -150,6 +152,9 @@ Loss = Literal["fused", "eager"]
 
 Optimizer = Literal["adamw", "adamw_8bit", "sgd"]
 
+ContextKind = Literal["all_gather", "ring", "all_to_all"]
+"""How ranks that divide sequences attend to all of them; see `ContextExchange`."""
+
 Narrow = Literal["fp8", "mxfp8", "nvfp4"]
 """Types of matrix products below 16 bits. fp8: one scale for a tensor, from its own maximum. mxfp8:
 one for 32 numbers. nvfp4: one in fp8 for 16 numbers, and one for the tensor. Sources: NVIDIA
@@ -227,9 +232,10 @@ class Workload:
     A layer keeps `kept` times the activations that its backward pass needs at least. `tp`
     tensor-parallel GPUs hold the model together, and count as one for the batch; with
     `sequence_parallel` they divide the sequence between products. `ep` consecutive GPUs divide
-    the experts of a layer. Products with weights of layers are of the type `narrow`, if any: their
-    operands are cast, their results and all else are of `precision`. Weights stay cast for
-    `cast_steps` micro-steps: for those of a step.
+    the experts of a layer, `cp` data-parallel ones in a row divide every sequence and exchange by
+    `context` what attention needs of the others. Products with weights of layers are of the type
+    `narrow`, if any: their operands are cast, their results and all else are of `precision`.
+    Weights stay cast for `cast_steps` micro-steps: for those of a step.
     """
 
     model: Model
@@ -251,12 +257,14 @@ class Workload:
     tp: int = 1
     sequence_parallel: bool = False
     ep: int = 1
+    cp: int = 1
+    context: ContextKind = "all_gather"
     narrow: Narrow | None = None
     cast_steps: int = 1
 
     def __post_init__(self) -> None:
         """Refuse batches that are not positive."""
-        for name in ("micro_batch", "accumulation", "tp", "ep"):
+        for name in ("micro_batch", "accumulation", "tp", "ep", "cp"):
             object.__setattr__(self, name, whole(name, getattr(self, name), 1, _MAX_SAMPLES))
         if self.sequence_parallel and self.tp == 1:
             raise OptionError("sequence_parallel=true needs tp of 2 or more: it divides no more")
@@ -302,10 +310,12 @@ class Workload:
 
         Raises OptionError for a model that cannot be divided so.
         """
-        shared = any(block.division or block.routing for block in self.model.blocks)
-        if self.tp * self.ep == 1 or shared:
+        shared = any(one.division or one.routing or one.context for one in self.model.blocks)
+        if self.tp * self.ep * self.cp == 1 or shared:
             return self
-        part = shard_model(self.model, self.tp, sequence=self.sequence_parallel, experts=self.ep)
+        part = shard_model(
+            self.model, self.tp, sequence=self.sequence_parallel, experts=self.ep, context=self.cp
+        )
         return replace(self, model=part)
 
     def works(self) -> tuple[BlockWork, ...]:
@@ -495,10 +505,40 @@ class Workload:
             self.overlap_tensor,
             self.keep_gathered,
         )
+        if block.context:
+            along = self._along(block.context, passes)
+            found = (found or TensorParallelCollectives()).then(along)
         if block.routing is None:
             return found
         tokens = self._to_experts(block.routing, passes, early)
         return (found or TensorParallelCollectives()).then(tokens)
+
+    def _along(self, context: ContextExchange, passes: Sequence[Pass]) -> TensorParallelCollectives:
+        """Keys and values to all ranks of a sequence, and the sums of their gradients back.
+
+        A ring sends the same beside the scores. All-to-alls give each rank some heads of all
+        tokens instead, before attention and behind it.
+        """
+        group = Group("context", context.ranks, self.tp)
+        keys, queries = (self.micro_batch * n for n in (context.keys, context.queries))
+
+        def make(kind: Kind, elements: int) -> Collective:
+            return Collective(kind, "context", elements, self.precision, group)
+
+        made: list[Collective] = []
+        for one in passes:
+            if one == "products":  # what attention gave is kept
+                continue
+            if self.context == "all_to_all":
+                own = keys // context.ranks + queries
+                made += [make(Kind.ALL_TO_ALL, own), make(Kind.ALL_TO_ALL, queries)]
+                continue
+            made.append(make(Kind.ALL_GATHER, keys))
+            if one == "backward":
+                made.append(make(Kind.REDUCE_SCATTER, keys))
+        if self.context == "ring":
+            return TensorParallelCollectives(beside=tuple(made))
+        return TensorParallelCollectives(behind=tuple(made))
 
     def _to_experts(
         self,

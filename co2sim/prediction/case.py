@@ -113,7 +113,7 @@ class LoadedCase:
         comm = metrics.communication(trace, schedule, during)
         gpus = cluster.layout.world_size
         step_time = round_time / schedule.steps
-        samples = gpus // job.tp * job.samples_per_gpu / step_time
+        samples = gpus // (job.tp * job.cp) * job.samples_per_gpu / step_time
         tokens = samples * job.model.tokens
         model_flops = samples * job.model.flops_per_sample / gpus
         sent = traffic(schedule, cluster)
@@ -133,7 +133,8 @@ class LoadedCase:
             tp=job.tp,
             sequence_parallel=job.sequence_parallel,
             ep=job.ep,
-            tokens_per_gpu_per_step=each(job.samples_per_gpu * job.model.tokens, job.tp),
+            cp=job.cp,
+            tokens_per_gpu_per_step=each(job.samples_per_gpu * job.model.tokens, job.tp * job.cp),
             precision=job.narrow or str(job.precision),
             steps_per_round=schedule.steps,
             round_time_s=round_time,
@@ -242,6 +243,7 @@ def of_strategy(
 _MAX_GPUS = 10_000_000
 _MAX_TP = 1024
 _MAX_EP = 1024
+_MAX_CP = 1024
 _MAX_PP = 1024
 _MAX_CHUNKS = 128
 _MAX_SAMPLES = 10**12
@@ -292,6 +294,11 @@ class Case:
         1,
         "GPUs that divide the experts of a layer (expert parallelism), and send each other the"
         " tokens for them.",
+        "job",
+    )
+    cp: Annotated[int, Within((1, _MAX_CP))] = option(
+        1,
+        "GPUs that divide every sequence (context parallelism), and count as one for the batch.",
         "job",
     )
     pp: Annotated[int, Within((1, _MAX_PP))] = option(
@@ -525,7 +532,10 @@ class Case:
                 f"recompute=full does not apply to {model.name}: its blocks have no input sizes"
             )
         stack = self._used_stack(cluster.gpu)
-        groups = data_parallel_layout(cluster.layout, self.tp).world_size
+        ranks = data_parallel_layout(cluster.layout, self.tp).world_size
+        if ranks % self.cp:
+            raise OptionError(f"cp={self.cp} does not divide {ranks} data-parallel GPUs")
+        groups = ranks // self.cp
         accumulation = self._accumulation(groups)
         return Workload(
             model=model,
@@ -549,6 +559,8 @@ class Case:
             tp=self.tp,
             sequence_parallel=self.sequence_parallel,
             ep=self.ep,
+            cp=self.cp,
+            context=stack.context,
         )
 
     def _types(self, gpu: GPU) -> tuple[DType, Narrow | None]:
@@ -577,7 +589,8 @@ class Case:
                 "give accumulation or global_batch, not both: one follows from the other"
             )
         per_micro_step = groups * self.micro_batch
-        who = "GPUs" if self.tp == 1 else f"groups of {self.tp} GPUs"
+        together = self.tp * self.cp
+        who = "GPUs" if together == 1 else f"groups of {together} GPUs"
         if per_micro_step < 1 or self.global_batch % per_micro_step:
             raise OptionError(
                 f"global_batch={self.global_batch} is not a multiple of {groups} {who} x"
@@ -641,6 +654,7 @@ class JobOptions(TypedDict, total=False):
     tp: Count
     sequence_parallel: bool
     ep: Count
+    cp: Count
     pp: Count
     interleave: Count
     global_batch: Count | None

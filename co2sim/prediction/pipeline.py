@@ -324,8 +324,8 @@ def _result(case: Case, whole: Cluster, line: _Line, free: _Line, sent: _Sent) -
     result, job = stage.result, stage.prepared.job
     model, steps, gpus = case.load()[1].value, result.steps_per_round, whole.layout.world_size
     step = line.step
-    samples = gpus // (case.pp * case.tp) * job.samples_per_gpu / step
-    full = replace(job, model=model, tp=1, sequence_parallel=False, ep=1)
+    samples = gpus // (case.pp * case.tp * case.cp) * job.samples_per_gpu / step
+    full = replace(job, model=model, tp=1, sequence_parallel=False, ep=1, cp=1)
     tokens, trained = samples * model.tokens, job.samples_per_gpu * model.tokens
     exposed = max(0.0, step - free.step) * steps
     times = 2 * case.interleave * job.accumulation  # outputs forward, their gradients backward
@@ -343,7 +343,7 @@ def _result(case: Case, whole: Cluster, line: _Line, free: _Line, sent: _Sent) -
         model=model.name,
         pp=case.pp,
         interleave=case.interleave,
-        tokens_per_gpu_per_step=each(trained, case.tp * case.pp),
+        tokens_per_gpu_per_step=each(trained, case.tp * case.cp * case.pp),
         round_time_s=step * steps,
         step_time_s=step,
         samples_per_s=samples,

@@ -52,6 +52,7 @@ class Result:
     tp: int = 1
     sequence_parallel: bool = False
     ep: int = 1
+    cp: int = 1
     pp: int = 1
     interleave: int = 1
     tokens_per_gpu_per_step: int | float

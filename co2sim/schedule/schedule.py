@@ -109,7 +109,9 @@ class Group:
                 return range(rank % size, n, size)
             case "leaders":
                 return range(rank, rank + 1) if rank % g else range(0, n, g)
-            case "block" | "tensor" | "experts" | "shards" if self.ranks and n % size == 0:
+            case "block" | "tensor" | "experts" | "shards" | "context" if (
+                self.ranks and n % size == 0
+            ):
                 return range(rank // size * size, rank // size * size + size)
         raise ScheduleError(f"group {self} does not divide {n} ranks")
 

@@ -31,14 +31,16 @@ def strategies_with_shared_layers(world: World, variants: list[str]) -> list[lis
     return found
 
 
-def strategies_with_divided_experts(world: World, variants: list[str]) -> list[list[Any]]:
+def strategies_with_exchanges(
+    world: World, variants: list[str], options: dict[str, int]
+) -> list[list[Any]]:
     """Run strategies for three rounds: the rules that this rank's trace breaks, and whom it met.
 
     By the name of the group.
     """
     found = []
     for text in variants:
-        schedule = planned(text, routed_job(2), world.layout)
+        schedule = planned(text, routed_job(**options), world.layout)
         seconds = {op.work: 1e-4 for op in schedule.body if isinstance(op.work, Compute)}
         trace = execute(schedule, sleeping(world, seconds), 3, world, check=True)
         met: dict[str, list[int]] = {}

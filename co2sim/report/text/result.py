@@ -137,7 +137,7 @@ def _print_header(out: Console, r: Result, noise: Noise) -> None:
         f"cluster  {r.cluster}",
         f"model    {r.model}, {batch}: {size} per GPU and step, {r.precision}",
         *([f"stack    {r.stack}"] if r.stack else []),
-        *([f"layers   {division(r)}"] if r.tp * r.pp * r.ep > 1 else []),
+        *([f"layers   {division(r)}"] if r.tp * r.pp * r.ep * r.cp > 1 else []),
         *(["spans    those of the first stage, as is what is sent"] if r.pp > 1 else []),
         *([f"speeds   {speeds(noise, r)}"] if noise.uneven else []),
         "",
@@ -155,6 +155,7 @@ def division(r: Result) -> str:
     along = ", the sequence between products, too" if r.sequence_parallel else ""
     found = [f"each layer on {r.tp} GPUs{along}"] if r.tp > 1 else []
     found += [f"experts on {r.ep} GPUs"] if r.ep > 1 else []
+    found += [f"sequences on {r.cp} GPUs"] if r.cp > 1 else []
     if r.pp > 1:
         chunks = f" of {r.interleave} chunks each" if r.interleave > 1 else ""
         found.append(f"{r.pp} stages{chunks}")

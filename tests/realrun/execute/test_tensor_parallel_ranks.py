@@ -27,19 +27,30 @@ def test_every_strategy_runs_on_ranks_that_share_layers_and_breaks_no_rule(per_n
             assert set(others) <= set(alike), text
 
 
-def test_ranks_that_divide_experts_exchange_tokens_and_break_no_rule() -> None:
-    """Gradients of experts meet the rank with the same ones, all others every rank."""
+@pytest.mark.parametrize(
+    ("options", "met_besides"),
+    [({"ep": 2}, {"experts": "pair", "replicas": "alike"}), ({"cp": 2}, {"context": "pair"})],
+)
+def test_ranks_that_divide_experts_or_sequences_break_no_rule(
+    options: dict[str, int], met_besides: dict[str, str]
+) -> None:
+    """Pairs exchange; gradients of experts meet the rank with the same ones, others all ranks."""
     variants = ["ddp", "zero1", "zero2", "fsdp"]
     found = on_ranks(
-        "strategies_with_divided_experts",
+        "strategies_with_exchanges",
         4,
         gpus_per_node=2,
         module="tensor_parallel_workers",
         variants=variants,
+        options=options,
     )
     for rank in range(4):
         assert [text for text, *_ in found[rank]] == variants
+        members = {
+            "pair": [rank // 2 * 2, rank // 2 * 2 + 1],
+            "alike": [rank % 2, rank % 2 + 2],
+        }
+        besides = {name: members[which] for name, which in met_besides.items()}
         for text, broken, met in found[rank]:
             assert broken == [], text
-            pair, alike = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
-            assert met == {"world": [0, 1, 2, 3], "experts": pair, "replicas": alike}, text
+            assert met == {"world": [0, 1, 2, 3]} | besides, text

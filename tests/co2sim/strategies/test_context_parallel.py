@@ -1,0 +1,157 @@
+"""Context parallelism: ranks that divide sequences, and what they exchange for attention."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from co2sim import simulate
+from co2sim.common.errors import OptionError
+from co2sim.models.architecture import (
+    Experts,
+    LatentAttention,
+    Model,
+    Transformer,
+    language_model,
+)
+from co2sim.models.workload import Workload
+from co2sim.prediction.case import Case, schedule_of
+from co2sim.schedule.schedule import Collective, Kind, Layout, Schedule
+from co2sim.strategies import parse
+
+TOKENS = 64
+BODY = Transformer(
+    layers=3, hidden=32, heads=8, kv_heads=4, ffn=64, gated=True, bias=False, norm="rmsnorm"
+)
+LATENT = LatentAttention(kv_rank=8, q_rank=8, nope=4, rope=4, value=8)
+LAYOUT = Layout(2, 8)
+JOB = {"cluster": "dgx-h100", "model": "llama3-8b", "strategy": "fsdp", "gpus": 16}
+
+
+def model(**changes: object) -> Model:
+    """A small language model whose body is changed."""
+    body = replace(BODY, **changes)  # type: ignore[arg-type]
+    return language_model("small", body, vocab=96, tokens=TOKENS, tied=False)
+
+
+def exchanged(schedule: Schedule) -> list[Collective]:
+    """What ranks of a sequence exchange."""
+    works = [op.work for op in schedule.body if isinstance(op.work, Collective)]
+    return [one for one in works if one.buffer == "context"]
+
+
+@given(
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([{}, {"windows": (16, 0)}, {"latent": LATENT}]),
+    st.booleans(),
+)
+def test_all_ranks_of_a_sequence_together_compute_what_one_does(
+    cp: int,
+    changes: dict[str, object],
+    routed: bool,  # noqa: FBT001
+) -> None:
+    """Products, scores and activations are divided; parameters are whole on each."""
+    more = {"experts": Experts(count=4, active=2, width=16)} if routed else {}
+    whole = model(**changes, **more)
+    share = Workload(whole, cp=cp).share.model
+    for part, all_ in zip(share.blocks, whole.blocks, strict=True):
+        assert cp * part.flops == pytest.approx(all_.flops)
+        assert cp * part.activation_bytes == pytest.approx(all_.activation_bytes)
+        assert part.parameters == all_.parameters
+        assert cp * part.logits == all_.logits
+        if part.scores and all_.scores:
+            assert cp * part.scores.flops == pytest.approx(all_.scores.flops)
+            assert cp * part.scores.statistics_bytes == all_.scores.statistics_bytes
+            assert part.scores.length == all_.scores.length
+
+
+@pytest.mark.parametrize("context", ["all_gather", "ring"])
+def test_keys_and_values_of_all_tokens_come_in_every_pass(context: str) -> None:
+    """16 keys and values a token and layer; backward again, and their gradients go back."""
+    job = Workload(model(), micro_batch=3, cp=4, context=context)  # type: ignore[arg-type]
+    found = exchanged(schedule_of(parse("zero1"), job, LAYOUT))
+    assert {str(one.group) for one in found} == {"context(4)"}
+    assert {one.elements for one in found} == {3 * TOKENS * 2 * 16}
+    kinds = [one.kind for one in found]
+    assert kinds.count(Kind.ALL_GATHER) == 2 * 3
+    assert kinds.count(Kind.REDUCE_SCATTER) == 3
+
+
+def test_all_to_alls_give_heads_for_tokens_and_back() -> None:
+    """Queries, keys and values of a rank's tokens, then the output: in both passes."""
+    job = Workload(model(), cp=4, context="all_to_all")
+    found = exchanged(schedule_of(parse("ddp"), job, LAYOUT))
+    assert {one.kind for one in found} == {Kind.ALL_TO_ALL}
+    own, output = TOKENS // 4 * (32 + 2 * 16), TOKENS // 4 * 32
+    assert [one.elements for one in found] == [own, output] * 3 * 2
+
+
+def test_a_repeated_pass_exchanges_again_and_kept_attention_does_not() -> None:
+    """Full recomputation gathers keys a third time; repeated products do not need them."""
+    plain, full, products = (
+        len(exchanged(schedule_of(parse("ddp"), Workload(model(), cp=2, **options), LAYOUT)))  # type: ignore[arg-type]
+        for options in (
+            {},
+            {"recompute": "full"},
+            {"recompute": "selective", "selective": "products"},
+        )
+    )
+    assert (plain, full, products) == (9, 12, 9)
+
+
+def test_gradients_are_reduced_over_all_ranks_and_parameters_sharded_over_them() -> None:
+    """Ranks of a sequence are data-parallel ones for all but the batch."""
+    with_, without = (schedule_of(parse("fsdp"), Workload(model(), cp=cp), LAYOUT) for cp in (2, 1))
+    found = [op.work for op in with_.body if isinstance(op.work, Collective)]
+    others = [op.work for op in without.body if isinstance(op.work, Collective)]
+    assert [one for one in found if one.buffer != "context"] == others
+
+
+def test_a_group_of_a_sequence_trains_on_one_batch() -> None:
+    """Half as many samples in a step of half the computation, and memory for half the tokens."""
+    one, two = (simulate(**JOB, cp=cp, stack="megatron-core") for cp in (1, 2))  # type: ignore[arg-type]
+    assert two.tokens_per_gpu_per_step == one.tokens_per_gpu_per_step / 2
+    assert two.memory_bytes_per_gpu["activations"] == pytest.approx(
+        one.memory_bytes_per_gpu["activations"] / 2, rel=1e-3
+    )
+    assert two.tokens_per_s < one.tokens_per_s
+    assert (one.cp, two.cp) == (1, 2)
+    batch = simulate(**JOB, cp=2, global_batch=32)  # type: ignore[arg-type]
+    assert batch.accumulation == 32 // 8
+
+
+def test_it_combines_with_tensor_and_expert_parallelism_and_stages() -> None:
+    """Each GPU has its part of the sequence, the heads, the experts and the layers."""
+    result = simulate(
+        "dgx-h100",
+        "qwen3-30b-a3b",
+        "zero1",
+        gpus=64,
+        tp=2,
+        sequence_parallel=True,
+        cp=2,
+        ep=8,
+        pp=2,
+        accumulation=8,
+    )
+    assert result.tokens_per_gpu_per_step == 4096 * 8 / 8
+    assert result.tokens_per_s > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cp": 3}, "cp=3 does not divide 16 data-parallel GPUs"),
+        (
+            {"cp": 16, "overrides": {"model.seq_len": "48"}},
+            "cp=16 does not divide the 48 positions",
+        ),
+        ({"cp": 2, "model": "resnet-50"}, "cp=2 does not apply to ResNet-50"),
+        ({"cp": 2, "model": "vit-b16"}, "of images"),
+    ],
+)
+def test_what_does_not_divide_is_one_line(options: dict[str, object], message: str) -> None:
+    """It names the numbers."""
+    with pytest.raises(OptionError, match=message):
+        Case(**JOB | options).prepare()  # type: ignore[arg-type]
