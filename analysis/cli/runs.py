@@ -53,7 +53,9 @@ def runs(  # noqa: PLR0917 - one argument per option
     unfitted: Annotated[  # noqa: FBT002
         bool,
         typer.Option(
-            "--unfitted", help="Predict the runs that enter no fit: in fp8 or below, or of experts."
+            "--unfitted",
+            help="Predict the runs that enter no fit: in fp8 or below, of experts, or with"
+            " context parallelism.",
         ),
     ] = False,
     jobs: options.Jobs = -1,
@@ -211,6 +213,7 @@ def _rows(
             "strategy": run.strategy,
             "precision": run.precision,
             "ep": run.ep,
+            "cp": run.cp,
             "published_tokens_per_s_per_gpu": published,
             "predicted_tokens_per_s_per_gpu": result.tokens_per_s_per_gpu,
             "error": result.tokens_per_s_per_gpu / published - 1,
@@ -227,8 +230,8 @@ def _print(rows: "Sequence[dict[str, Any]]") -> None:
 
     by_source: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        experts = ", experts" if row["ep"] > 1 else ""
-        by_source.setdefault(f"{row['source']}{experts}", []).append(row)
+        kind = ", experts" if row["ep"] > 1 else ", context" if row["cp"] > 1 else ""
+        by_source.setdefault(f"{row['source']}{kind}", []).append(row)
     table = [(key, *_figures(some)) for key, some in by_source.items()]
     if len(table) > 1:
         table.append(("all", *_figures(rows)))

@@ -103,6 +103,7 @@ class TrainingRun(BaseModel):
     accumulation: Count
     tp: Count
     ep: Count = 1
+    cp: Count = 1
     pp: Count
     interleave: Count
     sequence_parallel: Truth
@@ -139,19 +140,19 @@ class TrainingRun(BaseModel):
     @model_validator(mode="after")
     def _headline_can_be_compared(self) -> Self:
         """A run that counts has a speed, a cluster, and a precision of 16 or 32 bits."""
-        narrow = self.precision in NARROW or self.ep > 1
+        narrow = self.precision in NARROW or self.ep > 1 or self.cp > 1
         if self.headline and (self.tokens_per_s_per_gpu is None or not self.cluster or narrow):
             raise ValueError(
                 "headline is true; it must be false without tokens_per_s_per_gpu or cluster, and"
-                " for fp8 and ep"
+                " for fp8, ep and cp"
             )
         return self
 
     @property
     def unfitted(self) -> bool:
-        """Whether the run can be predicted, and enters no fit: in fp8 or below, or with experts."""
+        """Whether the run can be predicted, and enters no fit: in fp8, of experts, or with cp."""
         known = self.tokens_per_s_per_gpu is not None and bool(self.cluster)
-        kind = self.precision in NARROW or self.ep > 1
+        kind = self.precision in NARROW or self.ep > 1 or self.cp > 1
         return known and kind and set(self.needs) <= _EXPRESSED and not self.out_of_memory
 
     def case(self, extra: Mapping[str, str] = {}, **changes: Any) -> Case:
