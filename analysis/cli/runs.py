@@ -203,7 +203,7 @@ def _rows(
         published = run.tokens_per_s_per_gpu
         assert published is not None
         model = models.get(run.paper) or error_model()
-        reach = model.reach(Situation.of(result, apart=distance))
+        reach = model.reach(Situation.of(result, apart=distance, experts=run.ep > 1))
         row = {
             "source": run.paper,
             "run": run.id,

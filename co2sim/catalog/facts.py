@@ -46,10 +46,10 @@ def _folded(name: str) -> str:
 
 @cache
 def _meant(kind: Kind) -> Mapping[str, str]:
-    """Keys by all names that are meant so, for a kind that has aliases."""
+    """Keys by all names that are meant so."""
     text = (resources.files("co2sim.catalog") / "aliases.toml").read_text("utf-8")
     others = files.toml(text).get(kind, {})
-    keys = names(kind) if others else ()
+    keys = names(kind)
     listed = {_folded(other): key for key in others for other in others[key]}
     return listed | {_folded(key): key for key in keys}
 

@@ -272,20 +272,25 @@ def _experts(config: _Config) -> Tree | None:
     count = config.whole(*names, default=0)
     if not count:
         return None
-    if skipped := config.list_of("mlp_only_layers"):
+    skipped = config.list_of("mlp_only_layers")
+    first = len(skipped)
+    if skipped != list(range(first)):
         raise config.error(
             f"mlp_only_layers is {shown(skipped)}; layers without experts are modelled before all"
             " others only (first_k_dense_replace), and in turn (decoder_sparse_step)"
         )
     width = config.whole("moe_intermediate_size", "intermediate_size")
-    shared = config.whole("shared_expert_intermediate_size", default=0)
+    own = _defaults()[config.kind]  # what code of other types ignores
+    wide = "shared_expert_intermediate_size"
+    shared = config.whole(wide, default=0) if wide in own else 0
+    many = config.whole("n_shared_experts", default=0) if "n_shared_experts" in own else 0
     found = {
         "count": count,
         "active": config.whole("num_experts_per_tok"),
         "width": width,
-        "shared": shared or width * config.whole("n_shared_experts", default=0),
+        "shared": shared or width * many,
         "shared_gate": config.family.shared_gate,
-        "dense": config.whole("first_k_dense_replace", default=0),
+        "dense": max(first, config.whole("first_k_dense_replace", default=0)),
         "every": config.whole("decoder_sparse_step", default=1, least=1),
         "bias": config.family.expert_bias,
     }

@@ -482,7 +482,8 @@ class Cluster:
         if gpus < 1 or gpus % per_node:
             raise OptionError(
                 f"{gpus} GPUs do not fill nodes of {self.gpus_per_node}; use a multiple of"
-                f" {self.gpus_per_node}, or 1 to {self.gpus_per_node}"
+                f" {self.gpus_per_node}, or 1 to {self.gpus_per_node} (nodes that are used in part:"
+                " --set gpus_per_node=N)"
             )
         nodes = gpus // per_node
         if nodes > MAX_NODES:

@@ -565,7 +565,7 @@ class Case:
 
     def _types(self, gpu: GPU) -> tuple[DType, Narrow | None]:
         """Of all but products of layers, and of these, if it is narrower."""
-        asked = self.precision or gpu.preferred_precision
+        asked = (self.precision or gpu.preferred_precision).lower()
         if asked not in NARROW:
             if asked not in gpu.precisions:
                 known = [*gpu.precisions, *(n for n, k in NARROW.items() if k.peak in gpu.peak)]
@@ -573,7 +573,10 @@ class Case:
                     f"{gpu.name} has no {asked} in our catalog; {nearest(asked, known)}"
                 )
             return DType(asked), None
-        peak_flops(gpu, NARROW[asked].peak)
+        kind = NARROW[asked]
+        peak_flops(gpu, kind.peak)
+        if kind.also and kind.also not in gpu.peak:
+            raise OptionError(f"{gpu.name} multiplies no {asked}; it has {kind.peak}")
         if gpu.kernels is None:
             raise OptionError(
                 f"precision={asked} needs the speed of products, and nothing says how fast those of"

@@ -24,6 +24,7 @@ from co2sim.prediction.evidence import (
     setting_of,
 )
 from co2sim.prediction.intervals import Interval, Predicted
+from co2sim.prediction.notes import host_limits
 from co2sim.prediction.notes import remarks as remarks_on
 from co2sim.prediction.notes import warnings as warnings_of
 from co2sim.prediction.pipeline_order import split_words
@@ -146,7 +147,7 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
         cluster, nominal = prepared.cluster, result.round_time_s
         blocks = prepared.job.share.model.blocks
         remarks = remarks_on(cluster, prepared.job, blocks, case.noise, result.gpus, case.asked)
-        result = replace(result, notes=(*notes, *remarks))
+        result = replace(result, notes=(*notes, *remarks, *host_limits(result.host_load)))
         even = replace(prepared, cluster=replace(cluster, node_spread=0.0, step_spread=0.0))
         if case.noise.uneven or cluster.node_spread or cluster.step_spread:
             nominal = round_time(case.run_options, even, done)
@@ -194,6 +195,7 @@ def _of_pipeline(case: Case, done: Done | None) -> Result:
             *remarks_on(
                 first.cluster, first.job, sum(blocks, ()), case.noise, result.gpus, case.asked
             ),
+            *host_limits(result.host_load),
         ),
         warnings=warnings_of(strategy, blocks, first.layout, result, tried),
     )
@@ -205,7 +207,8 @@ def _situation(prepared: LoadedCase, model: Model, result: Result) -> Situation:
     apart, misfit = from_measured(own, prepared.measured)
     gpu = prepared.cluster.gpu
     known = gpu.kernels is not None and (not gpu.stack or own.gpu in published_gpus())
-    return Situation.of(result, known=known, apart=apart, misfit=misfit)
+    experts = model.active_parameters < model.parameters
+    return Situation.of(result, known=known, apart=apart, misfit=misfit, experts=experts)
 
 
 def _with_interval(case: Case, prepared: LoadedCase, result: Result, done: Done | None) -> Result:

@@ -197,6 +197,14 @@ IDLE_STACK = (
 ALIKE = (IDLE_RECOMPUTE, IDLE_CHECKPOINTING, EAGER_ATTENTION, EAGER_LOSS, SCALE, IDLE_STACK)
 
 
+def host_limits(load: float | None) -> tuple[str, ...]:
+    """A remark where the host needs longer than the GPU: `load` times as long."""
+    if load is None or load <= 1:
+        return ()
+    text = f"the host needs {load:.2g} times as long as the GPU for the passes"
+    return (f"{text}: larger micro-batches help, faster kernels do not",)
+
+
 def remarks(
     cluster: Cluster,
     job: Workload,

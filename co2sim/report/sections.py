@@ -10,7 +10,7 @@ from co2sim.report import bar_charts, line_charts, tables
 from co2sim.report.chart_style import picking
 from co2sim.report.html import Figure, PageSection, Timelines
 from co2sim.report.tables import Answered, Table
-from co2sim.report.text.result import stacks_of
+from co2sim.report.text.result import division, stacks_of
 from co2sim.studies.sensitivity import Sensitivity
 
 
@@ -141,7 +141,10 @@ def trust(
 def predicted_with(every: Sequence[Answered]) -> list[str]:
     """A sentence with the software stacks behind the figures, where they are known."""
     used = stacks_of(one.result for one in every)
-    return [f"Predicted with the software {used}."] if used else []
+    kinds = " or ".join(dict.fromkeys(one.result.precision for one in every))
+    layers = list(dict.fromkeys(map(division, (one.result for one in every))))
+    how = f", {layers[0]}" if len(layers) == 1 and layers[0] else ""
+    return [f"Predicted with the software {used}; {kinds}{how}."] if used else []
 
 
 def inputs(every: Sequence[Answered]) -> PageSection:

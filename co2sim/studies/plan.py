@@ -166,7 +166,7 @@ def _check_prices(space: Space, wanted: Objective) -> None:
 class ComputeBound:
     """The highest throughput by case; every kind of micro-step is simulated once.
 
-    On one GPU, or on those that share every layer.
+    On one GPU, or on those that share every layer, sequence or expert; what these exchange is free.
 
     A strategy adds communication, an optimizer's step and waiting to it, and takes nothing off.
     A pipeline does the same work, and adds a bubble.
@@ -179,7 +179,7 @@ class ComputeBound:
         """Of all GPUs of a case, if they did nothing but their micro-steps."""
         assert case.gpus is not None
         cluster = case.cluster if isinstance(case.cluster, str) else id(case.cluster)
-        key = (cluster, case.micro_batch, case.recompute, case.tp)
+        key = (cluster, case.micro_batch, case.recompute, case.tp, case.cp, case.ep)
         if key not in self._speeds:
             self._speeds[key] = _each_gpu(case)
         return case.gpus * self._speeds[key]
@@ -187,9 +187,13 @@ class ComputeBound:
 
 def _each_gpu(case: Case) -> float:
     """Tokens/s of a GPU by what a second micro-step adds to a step of as few as are needed."""
-    alone = replace(case, strategy="ddp", gpus=case.tp, global_batch=None, pp=1, interleave=1)
+    gpus = math.lcm(case.tp * case.cp, case.ep)
+    alone = replace(case, strategy="ddp", gpus=gpus, global_batch=None, pp=1, interleave=1)
     one, two = (driver.run(replace(alone, accumulation=steps)) for steps in (1, 2))
-    return one.tokens_per_gpu_per_step / (two.step_time_s - one.step_time_s)
+    if case.cp * case.ep == 1:
+        return one.tokens_per_gpu_per_step / (two.step_time_s - one.step_time_s)
+    computing = [result.step_time_s - result.exposed_comm_s for result in (one, two)]
+    return one.tokens_per_gpu_per_step / (computing[1] - computing[0])
 
 
 _Leaders: TypeAlias = tuple[tuple[object, float] | None, tuple[object, float] | None]

@@ -311,6 +311,12 @@ def test_how_weights_are_stored_and_further_tokens_change_nothing(tmp_path: Path
     assert kimi == plain
 
 
+def test_layers_without_experts_before_all_others_may_be_listed(tmp_path: Path) -> None:
+    """As many as `first_k_dense_replace` says elsewhere."""
+    listed = load_model(written(tmp_path, MIXTRAL | {"mlp_only_layers": [0, 1]})).value
+    assert [bool(block.idle) for block in listed.blocks[1:4]] == [False, False, True]
+
+
 def test_of_a_model_with_images_the_language_model_is_taken(tmp_path: Path) -> None:
     """Gemma 3 of 4B and more holds its configuration in one of several parts."""
     text = MISTRAL | {"model_type": "gemma3_text", "head_dim": 256}

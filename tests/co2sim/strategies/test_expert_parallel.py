@@ -12,6 +12,7 @@ from co2sim import simulate
 from co2sim.common.errors import OptionError
 from co2sim.models.architecture import Experts, Transformer, language_model
 from co2sim.models.workload import Workload
+from co2sim.prediction import driver
 from co2sim.prediction.case import Case, LoadedCase, schedule_of
 from co2sim.schedule.schedule import (
     Collective,
@@ -23,6 +24,7 @@ from co2sim.schedule.schedule import (
     replicas_of_experts,
 )
 from co2sim.strategies import parse
+from co2sim.studies.plan import ComputeBound
 
 BODY = Transformer(
     layers=3,
@@ -228,3 +230,27 @@ def test_the_training_of_deepseek_v3_is_in_the_interval() -> None:
     )
     published = 1e12 / (180_000 * 3600)
     assert result.tokens_per_s_low / 2048 < published < result.tokens_per_s_high / 2048
+
+
+def test_a_plan_of_experts_compares_offers() -> None:
+    """A candidate cannot be faster than its own computation, on as few GPUs as divide experts."""
+    job = Case(
+        cluster="dgx-b200", model="qwen3-30b-a3b", strategy="zero1", ep=8, stack="megatron-core"
+    )
+    alone = ComputeBound().tokens_per_s(replace(job, gpus=64, micro_batch=4))
+    for strategy in ("zero1", "fsdp"):
+        case = replace(job, strategy=strategy, gpus=64, micro_batch=4, accumulation=4)
+        assert driver.run(case).tokens_per_s <= alone * (1 + 1e-9)
+
+
+def test_experts_are_less_sure_and_a_host_that_limits_is_named() -> None:
+    """Published runs of experts were further off; a small micro-batch waits for the host."""
+    job = {"cluster": "dgx-b200", "strategy": "zero1", "gpus": 8, "stack": "megatron-core"}
+    dense = simulate(model="llama3-8b", **job, micro_batch=2)  # type: ignore[arg-type]
+    mixed = simulate(model="Qwen3-30B-A3B", **job, ep=8, micro_batch=16)  # type: ignore[arg-type]
+    small = simulate(model="qwen3-30b-a3b", **job, ep=8)  # type: ignore[arg-type]
+    assert (
+        mixed.tokens_per_s_high / mixed.tokens_per_s > dense.tokens_per_s_high / dense.tokens_per_s
+    )
+    assert any("host needs" in note for note in small.notes)
+    assert not any("host needs" in note for note in dense.notes)
