@@ -75,10 +75,7 @@ def runs(  # noqa: PLR0917 - one argument per option
     if memory:
         _print_memory(every, source, jobs, as_json=json_)
         return
-    keys = list(dict.fromkeys(run.paper for run in known))
-    for key in source or ():
-        if key not in keys:
-            raise OptionError(f"unknown source {key!r}; {nearest(key, keys)}")
+    _check(source, known)
     if fit:
         _fit(every, papers, jobs)
         print(f"written: {papers / stack_fit.RECORD}, and the catalog")
@@ -89,6 +86,14 @@ def runs(  # noqa: PLR0917 - one argument per option
         print(json.dumps(rows, indent=2))
     else:
         _print(rows)
+
+
+def _check(source: list[str] | None, known: "Sequence[TrainingRun]") -> None:
+    """Refuse a source of which no run is known."""
+    keys = list(dict.fromkeys(run.paper for run in known))
+    for key in source or ():
+        if key not in keys:
+            raise OptionError(f"unknown source {key!r}; {nearest(key, keys)}")
 
 
 def _predicted(
@@ -136,10 +141,7 @@ def _print_memory(
     """Peaks of memory beside predictions. Raises OptionError for a source without any."""
     from analysis.published.run_memory import run_memories  # noqa: PLC0415 - scipy
 
-    keys = list(dict.fromkeys(run.paper for run in every if run.memory_gib is not None))
-    for key in source or ():
-        if key not in keys:
-            raise OptionError(f"unknown source {key!r}; {nearest(key, keys)}")
+    _check(source, [run for run in every if run.memory_gib is not None])
     chosen = [run for run in every if not source or run.paper in source]
     found = run_memories(chosen, jobs)
     if not found:

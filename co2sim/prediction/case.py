@@ -118,8 +118,7 @@ class LoadedCase:
         model_flops = samples * job.model.flops_per_sample / gpus
         sent = traffic(schedule, cluster)
         memory = self.memory()
-        price = cluster.price_per_gpu
-        cost = price * gpus / tokens * 1e9 if price is not None else None
+        cost = cluster.price_per_gpu and cluster.price_per_gpu * gpus / tokens * 1e9
         return Result(
             cluster=cluster.name,
             model=job.model.name,

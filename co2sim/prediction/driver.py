@@ -147,7 +147,7 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
         cluster, nominal = prepared.cluster, result.round_time_s
         blocks = prepared.job.share.model.blocks
         remarks = remarks_on(cluster, prepared.job, blocks, case.noise, result.gpus, case.asked)
-        result = replace(result, notes=(*notes, *remarks, *host_limits(result.host_load)))
+        result = replace(result, notes=(*notes, *remarks, *_host_limits(result, cluster)))
         even = replace(prepared, cluster=replace(cluster, node_spread=0.0, step_spread=0.0))
         if case.noise.uneven or cluster.node_spread or cluster.step_spread:
             nominal = round_time(case.run_options, even, done)
@@ -195,10 +195,15 @@ def _of_pipeline(case: Case, done: Done | None) -> Result:
             *remarks_on(
                 first.cluster, first.job, sum(blocks, ()), case.noise, result.gpus, case.asked
             ),
-            *host_limits(result.host_load),
+            *_host_limits(result, first.cluster),
         ),
         warnings=warnings_of(strategy, blocks, first.layout, result, tried),
     )
+
+
+def _host_limits(result: Result, cluster: Cluster) -> tuple[str, ...]:
+    """A remark where the host needs longer than kernels whose times are known."""
+    return host_limits(result.host_load if cluster.gpu.kernels else None)
 
 
 def _situation(prepared: LoadedCase, model: Model, result: Result) -> Situation:

@@ -105,7 +105,7 @@ def test_the_signature_of_simulate_names_every_field_of_a_case() -> None:
         ({"recompute": "some"}, "none, selective, full"),
         ({"recompute": True}, "recompute is True"),
         ({"model": "resnet-50", "recompute": "full"}, "ResNet-50"),
-        ({"optimizer": "adam"}, "adamw, sgd"),
+        ({"optimizer": "adam"}, "adamw_8bit, sgd"),
         ({"rounds": 0}, "rounds is 0"),
         ({"rounds": 10**9}, "1 to 1000000"),
         ({"fold": "maybe"}, "fold is 'maybe'"),
