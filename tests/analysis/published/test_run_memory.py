@@ -58,15 +58,15 @@ def test_a_case_fits_is_tight_or_does_not_fit() -> None:
     base = simulate("dgx-h100", "llama3-8b", "fsdp", gpus=8)
     needs = base.memory_bytes_per_gpu["total"]
     fits = {}
-    for room in (0.5, 0.95, 1.05, 2.0):
+    for room in (0.4, 0.95, 1.05, 2.5):
         size = f"{room * needs} B"
         result = simulate("dgx-h100", "llama3-8b", "fsdp", gpus=8, overrides={"gpu.memory": size})
         fits[room] = (result.memory_fit, result.misfit)
     assert fits == {
-        0.5: ("does not fit", "DOES NOT FIT"),
+        0.4: ("does not fit", "DOES NOT FIT"),
         0.95: ("tight", "MAY NOT FIT"),
         1.05: ("tight", ""),
-        2.0: ("fits", ""),
+        2.5: ("fits", ""),
     }
 
 
