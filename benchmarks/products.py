@@ -1,11 +1,13 @@
 """The speed of matrix products of each GPU, fitted to published measurements of them.
 
-    python benchmarks/products.py --table TABLE.csv    # a second
-    python benchmarks/products.py --quick              # of a made-up table
+    python benchmarks/products.py --table TABLE.csv                 # a second
+    python benchmarks/products.py --table TABLE.csv --dtype fp8     # results stay in 16 bits
+    python benchmarks/products.py --quick                           # of a made-up table
 
 The table has the columns gpu, dtype, m, n, k, time_us (or tflops) and peak_tflops_dense, such as
-the medians of ai-dynamo/aiconfigurator. Products in bf16 of 1,024 rows and more count. Writes
-products.md: `products` of a GPU's file (docs/stacks.md), and the mean error of the fit.
+the medians of ai-dynamo/aiconfigurator. Products of 1,024 rows and more count; in fp8 each library
+apart, as the times of some hold a cast. Writes products.md: `products` of a GPU's file
+(docs/stacks.md), the most that a product attained, and the mean error of the fit.
 """
 
 import csv
@@ -34,13 +36,18 @@ ROWS = 1024
 """The least that count: training has more."""
 
 
-def read(path: Path) -> dict[str, NDArray[np.float64]]:
-    """By GPU: rows, columns, inner, seconds and peak in FLOP/s of each product."""
+LEAST = 8
+"""Products of a GPU that are fitted."""
+
+
+def read(path: Path, dtype: str) -> dict[str, NDArray[np.float64]]:
+    """By GPU, in fp8 and library: m, n, k, seconds and peak in FLOP/s of each product."""
     found = defaultdict(list)
     with path.open() as file:
         for row in csv.DictReader(file):
-            if row["gpu"] not in BANDWIDTH or row["dtype"] != "bf16" or not row["m"]:
+            if row["gpu"] not in BANDWIDTH or row["dtype"] != dtype or not row["m"]:
                 continue
+            gpu = row["gpu"] if dtype == "bf16" else f"{row['gpu']}, {row['library']}"
             if "doubtful" in row.get("note", "") or "SimuMax" in row.get("source", ""):
                 continue
             m, n, k = (int(float(row[name])) for name in ("m", "n", "k"))
@@ -49,24 +56,31 @@ def read(path: Path) -> dict[str, NDArray[np.float64]]:
             seconds = float(timed) / 1e6 if timed else flops / (float(row["tflops"]) * 1e12)
             if m >= ROWS:
                 peak = float(row["peak_tflops_dense"]) * 1e12
-                found[row["gpu"]].append((m, n, k, seconds, peak))
-    return {gpu: np.array(rows) for gpu, rows in found.items()}
+                found[gpu].append((m, n, k, seconds, peak))
+    return {gpu: np.array(rows) for gpu, rows in found.items() if len(rows) >= LEAST}
 
 
-def fit(gpu: str, products: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
+def fit(gpu: str, products: NDArray[np.float64], width: int) -> tuple[NDArray[np.float64], float]:
     """Efficiency, operand efficiency and start in us, and the mean absolute error."""
     m, n, k, seconds, peak = products.T
-    moved = 2 * (m * k + k * n + m * n)
+    moved = width * (m * k + k * n) + 2 * m * n
+    bandwidth = BANDWIDTH[gpu.partition(",")[0]]
 
     def errors(values: NDArray[np.float64]) -> NDArray[np.float64]:
         efficiency, operands, start = values
         arithmetic = 2 * m * n * k / (peak * efficiency)
-        predicted = np.hypot(arithmetic, moved / (BANDWIDTH[gpu] * operands)) + start / 1e6
+        predicted = np.hypot(arithmetic, moved / (bandwidth * operands)) + start / 1e6
         return np.asarray(np.log(predicted / seconds))
 
     bounds = ([0.1, 0.1, 0.0], [1.0, 1.0, 20.0])
     found = least_squares(errors, [0.8, 0.7, 2.4], bounds=bounds, loss="soft_l1", f_scale=0.05)
     return found.x, float(np.mean(np.abs(np.expm1(errors(found.x)))))
+
+
+def most(products: NDArray[np.float64]) -> float:
+    """Of the peak that a product attains."""
+    m, n, k, seconds, peak = products.T
+    return float(np.max(2 * m * n * k / seconds / peak))
 
 
 def made_up() -> dict[str, NDArray[np.float64]]:
@@ -84,13 +98,14 @@ def main() -> None:
     """Fit, and write the table."""
     options = parser(__doc__, "a made-up table")
     options.add_argument("--table", type=Path, help="measurements, as CSV")
+    options.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="of operands")
     given = options.parse_args()
     if not given.quick and given.table is None:
         options.error("give --table, or --quick")
-    measured = made_up() if given.quick else read(given.table)
+    measured = made_up() if given.quick else read(given.table, given.dtype)
     rows = []
     for gpu, products in sorted(measured.items()):
-        (efficiency, operands, start), error = fit(gpu, products)
+        (efficiency, operands, start), error = fit(gpu, products, 2 if given.dtype == "bf16" else 1)
         rows.append(
             {
                 "GPU": gpu,
@@ -98,13 +113,14 @@ def main() -> None:
                 "efficiency": f"{efficiency:.3f}",
                 "operand_efficiency": f"{operands:.3f}",
                 "start": f"{start:.1f} us",
+                "most": f"{most(products):.3f}",
                 "mean error": f"{error:.1%}",
             }
         )
     text = f"""\
 # Speed of matrix products
 
-In bf16, of 1,024 rows and more, alone on a GPU.
+In {given.dtype}, of 1,024 rows and more, alone on a GPU.
 
 {table(rows)}
 

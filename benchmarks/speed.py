@@ -93,7 +93,7 @@ class SpeedLine:
 
 
 def within(times: list[float], most: float, unit: str) -> Target:
-    """The target that the median is at most so many `unit`."""
+    """The target that the median is at most a number of `unit`."""
     return Target(SCALES[unit] * statistics.median(times), most, unit)
 
 
@@ -334,7 +334,7 @@ def beside_peers(repeats: int) -> list[dict[str, str]]:
 def main() -> None:
     """Measure everything and print the table."""
     command = parser(__doc__, "every measurement once, 64 GPUs unfolded")
-    command.add_argument("--unfolded", type=int, default=0, help="only so many GPUs unfolded")
+    command.add_argument("--unfolded", type=int, default=0, help="this many GPUs unfolded")
     given = command.parse_args()
     if given.unfolded:
         unfolded(given.unfolded)

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from co2sim.common.errors import Co2simError
+from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.units import Seconds
 from co2sim.prediction.case import Case, LoadedCase
 from co2sim.schedule.schedule import Compute, DType
@@ -98,6 +98,11 @@ def computing_time(case: Case, world: World, rounds: int) -> Seconds:
 def make_kernels(name: KernelName, prepared: LoadedCase, world: World) -> KernelSet:
     """Synthetic kernels for a case."""
     if name == "flops":
+        if prepared.job.narrow:
+            raise OptionError(
+                f"precision={prepared.job.narrow} is predicted only; --kernels sleep takes the"
+                f" predicted times, {prepared.job.precision} runs products"
+            )
         return Burn(world.device, TORCH_DTYPE[prepared.job.precision])
     if world.device.type == "cuda":
         from realrun.execute.cuda_streams import GpuSleep  # noqa: PLC0415 - only where there is one

@@ -126,7 +126,7 @@ class TrainingRun(BaseModel):
     @model_validator(mode="after")
     def _whole_groups(self) -> Self:
         """Tensor and pipeline parallelism divide the GPUs."""
-        if self.gpus % (self.tp * self.pp):
+        if self.gpus % (self.tp * self.cp * self.pp):
             raise ValueError(f"gpus {self.gpus} is not a multiple of tp {self.tp} x pp {self.pp}")
         return self
 

@@ -28,8 +28,9 @@ class _Family:
 
     `biases` are those of attention: as `attention_bias` says, for all of its matrices or but the
     last, always but the last, or never; `bias_key` is that of all matrices. `heads_norm` is a norm
-    of queries and keys; "option": one for all heads where `use_qk_norm` says so. `full_every`: one
-    layer in so many sees all tokens, the others a window.
+    of queries and keys; "option": one for all heads where `use_qk_norm` says so. One layer in
+    `full_every` sees all tokens, the others a window. `tied`: embedding and head share weights
+    where neither file nor class says it.
     """
 
     gated: bool = True
@@ -43,13 +44,15 @@ class _Family:
     full_every: int = 1
     shared_gate: bool = False
     expert_bias: bool = False
+    tied: bool = True
 
 
 _PLAIN_LAYERS = _Family(gated=False, norm="layernorm")
 _PARALLEL = _Family(gated=False, norm="layernorm", norms=1, head_bias=True)
 
 FAMILIES: Mapping[str, _Family] = {
-    **dict.fromkeys(("llama", "smollm3", "granite", "granitemoe", "internlm2"), _Family()),
+    **dict.fromkeys(("llama", "smollm3", "granite", "granitemoe"), _Family()),
+    "internlm2": _Family(tied=False),
     **dict.fromkeys(("mistral", "mixtral", "phi3", "gemma", "seed_oss"), _Family()),
     "olmo": _Family(norm="none"),
     "olmo2": _Family(heads_norm="whole"),
@@ -67,7 +70,7 @@ FAMILIES: Mapping[str, _Family] = {
     "deepseek_v3": _Family(biases="no"),
     "gpt_oss": _Family(sinks=True, full_every=2, expert_bias=True),
     "minimax_m2": _Family(biases="no", heads_norm="whole"),
-    "exaone4": _Family(biases="no", heads_norm="head"),
+    "exaone4": _Family(biases="no", heads_norm="head", full_every=4),
     "ernie4_5": _Family(bias_key="use_bias"),
     "cohere": _Family(norms=1),
     "cohere2": _Family(norms=1, full_every=4),
@@ -104,8 +107,16 @@ _REFUSED = {
 }
 """What changes the cost of a model in a way that is not modelled, by the reason."""
 
-_OFF = {"positions": 0, "token_types": 0, "head_dim": 0, "sinks": False, "head_bias": False}
-_OFF_TOO = {"norms": 2, "qk_norm": "none", "windows": [], "latent": None, "experts": None}
+_USUAL: Mapping[str, Any] = {
+    **dict.fromkeys(("positions", "token_types", "head_dim"), 0),
+    "sinks": False,
+    "head_bias": False,
+    "norms": 2,
+    "qk_norm": "none",
+    "windows": [],
+    "latent": None,
+    "experts": None,
+}
 """What a file of the catalog leaves out: the defaults."""
 
 
@@ -189,10 +200,7 @@ def convert(values: Mapping[str, Any], path: str) -> Tree:
         )
     config = _Config(values, path, kind)
     tree = _body(config) | (_vision(config) if kind == "vit" else _language(config))
-    left_out = _OFF | _OFF_TOO
-    return {
-        key: value for key, value in tree.items() if key not in left_out or value != left_out[key]
-    }
+    return {key: value for key, value in tree.items() if key not in _USUAL or value != _USUAL[key]}
 
 
 def _name(config: _Config) -> str:
@@ -360,7 +368,7 @@ def _language(config: _Config) -> Tree:
             "assumed": True,
         },
         "windows": _windows(config),
-        "tied": config.flag("tie_word_embeddings", default=True),
+        "tied": config.flag("tie_word_embeddings", default=config.family.tied),
         "positions": longest + (2 if kind == "opt" else 0) if learned else 0,
         "token_types": config.whole("type_vocab_size", default=1) if encoder else 0,
         "embedding_norm": encoder or kind == "bloom",

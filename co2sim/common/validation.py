@@ -70,7 +70,7 @@ def first_problem(
 ) -> str:
     """The first thing that is wrong; of names that are missing, all.
 
-    Unknown names are told with missing ones: one may be the other, misspelt. `allowed` gives the
+    Unknown names are listed with missing ones: one may be the other, misspelt. `allowed` gives the
     names that are known at a place, of which the nearest to a wrong one is shown, and `path` writes
     a place as a user does. A validator's ValueError that begins with "must be" is a rule for the
     value; any other is shown as it is, behind the path.

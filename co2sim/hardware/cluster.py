@@ -213,9 +213,9 @@ class AttentionSpeed:
 class GPU:
     """One accelerator.
 
-    `peak` is the dense speed by precision, also by those that it does not train in yet
-    (`precisions`). `efficiency` lists (FLOP of an op, attained fraction of
-    peak) by rising FLOP; between entries it is interpolated over log FLOP, outside it is constant.
+    `peak` is the dense speed by precision; of those below 16 bits it is that of matrix products
+    alone. `efficiency` lists (FLOP of an op, attained fraction of peak) by rising FLOP; between
+    entries it is interpolated over log FLOP, outside it is constant.
     Where `kernels` is known, passes over blocks are costed by it and not by `efficiency`.
     `products` and `attention`, by the name of its implementation, say how fast its kernels are: a
     software stack makes `kernels` of them (`models.stack`). `tdp` is
@@ -265,7 +265,7 @@ class GPU:
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """Those that it trains in, the preferred one first."""
+        """Those of a whole job, from 16 bits on, the preferred one first."""
         return tuple(str(kind) for kind in _PRECISIONS if kind in self.peak)
 
     @property
@@ -395,8 +395,8 @@ class Cluster:
     a probe measured the cluster, `failures` where it is known how often its parts fail.
 
     Nodes differ: the compute time of each has a lognormal factor of mean 1 with sigma `node_spread`
-    for as long as the job runs, and a new one with sigma `step_spread` in every step. Whoever meets
-    in a collective waits for the expected slowest (`spread`).
+    for as long as the job runs, and a new one with sigma `step_spread` in every step. All that meet
+    in a collective wait for the expected slowest (`spread`).
 
     `node_power` is what a node draws but for its GPUs, `pue` what the site draws for each watt of
     the nodes, `grid_intensity` the CO2 equivalents of its electricity. Prices and intensities have

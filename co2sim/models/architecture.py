@@ -153,8 +153,9 @@ class Block:
     operations a framework issues for a forward pass (0: both not known). `logits` are the elements
     of an output over a vocabulary, `tied` the parameters of another block that it uses, and `idle`
     those of the experts that a token does not pass. `passing_bytes` are written and read in a
-    forward pass, too, but not kept. A block with a `division` is the part of one of
-    several ranks; of one with a `routing` these divide the experts, whose tensors are `experts`.
+    forward pass, too, but not kept. A block with a `division` is the part of one of several ranks;
+    of one with a `routing` these divide the experts, whose tensors are `experts`, and of one with a
+    `context` the sequence.
     """
 
     name: str
@@ -227,14 +228,14 @@ EXPERT_CALLS = 42
 """Operations that a layer with experts issues beside one with an MLP, in Megatron-Core 0.16:
 
 5 of the router's product in fp32, 9 of scores and top-k, 16 of the auxiliary loss, 2 of counts, 2
-of the fused permutation and 2 back, and 6 views. Counted by PyTorch's dispatcher in
-megatron/core/transformer/moe/moe_utils.py; what kernels fuse counts 2.
+of the fused permutation and 2 back, and 6 views. PyTorch's dispatcher counts the 9, and 12 of the
+16, in megatron/core/transformer/moe/moe_utils.py; the others are read off that code.
 """
 
 ROUTING_CALLS = 29
 """More of them where ranks divide the experts: 12 of the counts of all ranks, 5 copies of them to
 the host, 6 of three all-to-alls, of tokens, their weights and results, 4 of two fused sorts, and 2
-views. Counted as above in token_dispatcher.py, MoEAlltoAllTokenDispatcher.
+views. Read off token_dispatcher.py, MoEAlltoAllTokenDispatcher.
 """
 
 _COPIES = 3

@@ -60,7 +60,7 @@ class Stack:
     to issue an operation. `kernels` are fitted constants by the generation or the name of a GPU,
     where there are some: they stand for all of these; so does `efficiency`, the fraction of peak
     that all passes attain, where no more was published. `attention`, `loss` and `checkpointing` are
-    what it does unless it is told otherwise, `selective` what it repeats of a layer on request.
+    what it does unless a job says another, `selective` what it repeats of a layer on request.
     `overlap` says whether it reduces gradients while the backward pass goes on, `overlap_tensor`
     whether tensor-parallel GPUs exchange activations beside the products that need them,
     `overlap_experts` whether tokens travel to experts beside other passes, and

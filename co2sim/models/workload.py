@@ -237,7 +237,8 @@ class Workload:
     the experts of a layer, `cp` data-parallel ones in a row divide every sequence and exchange by
     `context` what attention needs of the others. Products with weights of layers are of the type
     `narrow`, if any: their operands are cast, their results and all else are of `precision`.
-    Weights stay cast for `cast_steps` micro-steps: for those of a step.
+    Weights stay cast for `cast_steps` micro-steps: for those of a step. One that is `divided`
+    is the share of one GPU already.
     """
 
     model: Model
@@ -263,6 +264,7 @@ class Workload:
     context: ContextKind = "all_gather"
     narrow: Narrow | None = None
     cast_steps: int = 1
+    divided: bool = False
 
     def __post_init__(self) -> None:
         """Refuse batches that are not positive."""
@@ -312,13 +314,12 @@ class Workload:
 
         Raises OptionError for a model that cannot be divided so.
         """
-        shared = any(one.division or one.routing or one.context for one in self.model.blocks)
-        if self.tp * self.ep * self.cp == 1 or shared:
+        if self.divided or self.tp * self.ep * self.cp == 1:
             return self
         part = shard_model(
             self.model, self.tp, sequence=self.sequence_parallel, experts=self.ep, context=self.cp
         )
-        return replace(self, model=part)
+        return replace(self, model=part, divided=True)
 
     def works(self) -> tuple[BlockWork, ...]:
         """Forward and backward work of every block; equal blocks share their works.

@@ -459,7 +459,7 @@ class Case:
     ) -> LoadedCase:
         """A stage of a pipeline, as if it were alone. Raises as `prepare` does.
 
-        Its schedule is that of so many `micro_steps`; default: all of a step.
+        Its schedule is that of `micro_steps` micro-steps; default: all of a step.
         """
         return self._prepared(number, microbatches_in_flight, micro_steps)
 

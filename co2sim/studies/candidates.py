@@ -156,9 +156,7 @@ def check(space: Space) -> None:
 
 def _fitting(space: Space, case: Case) -> tuple[list[Fitting], int]:
     """The cases of one cluster, size and strategy that fit, and how many do not."""
-    gpus = case.gpus
-    assert gpus is not None
-    samples = space.global_batch // -(-gpus // _together(case))
+    samples = _samples(space, case)
     micros = [m for m in space.micro_batches or _powers(samples) if samples % m == 0]
     if case.interleave > 1:  # interleaved stages take micro-batches by turns
         micros = [m for m in micros if samples // m % case.pp == 0]
@@ -187,7 +185,13 @@ def _fitting(space: Space, case: Case) -> tuple[list[Fitting], int]:
 
 def _together(case: Case) -> int:
     """GPUs that train on the same samples."""
-    return case.tp * case.pp
+    return case.tp * case.cp * case.pp
+
+
+def _samples(space: Space, case: Case) -> int:
+    """Of the global batch that GPUs which train together have."""
+    assert case.gpus is not None
+    return space.global_batch // -(-case.gpus // _together(case))
 
 
 def _memory(space: Space, case: Case) -> tuple[Callable[[Case], bool], Seconds]:
@@ -217,22 +221,20 @@ def _link_time(prepared: LoadedCase) -> Seconds:
 
 
 def _fits(space: Space, prepared: LoadedCase, one: Case) -> bool:
-    samples, micro = space.global_batch // prepared.layout.world_size, one.micro_batch
-    job = replace(
-        prepared.job, micro_batch=micro, recompute=one.recompute, accumulation=samples // micro
-    )
+    micro = one.micro_batch
+    steps = _samples(space, one) // micro
+    job = replace(prepared.job, micro_batch=micro, recompute=one.recompute, accumulation=steps)
     memory = replace(prepared, job=job).memory()["total"]
     return fits(memory, prepared.cluster.gpu.memory, space.headroom)
 
 
 def _stages_fit(space: Space, memory: StageMemory, room: Bytes, one: Case) -> bool:
-    assert one.gpus is not None
-    steps = space.global_batch * _together(one) // one.gpus // one.micro_batch
+    steps = _samples(space, one) // one.micro_batch
     return fits(memory.total(one.micro_batch, steps, one.recompute), room, space.headroom)
 
 
 def fits(memory: float, room: float, headroom: float) -> bool:
-    """Whether so many bytes leave the headroom."""
+    """Whether they leave the headroom."""
     return memory <= room * (1 - headroom)
 
 

@@ -177,7 +177,7 @@ def trial(choice: Candidate) -> str:
     if case.pp > 1:
         return ""
     nodes = min(2, cluster.nodes)
-    groups = nodes * cluster.gpus_per_node // case.tp
+    groups = nodes * cluster.gpus_per_node // (case.tp * case.cp)
     batch = groups * case.micro_batch * choice.result.accumulation
     asked = command_of(case, "run").replace("co2sim run", "-m realrun run --backend nccl", 1)
     asked = asked.replace(f" --gpus {case.gpus}", "")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from co2sim.common.errors import CatalogError, Co2simError, OptionError, given, visible
+from co2sim.common.errors import CatalogError, Co2simError, OptionError, given, nearest, visible
 from co2sim.common.files import MAX_RECORD_BYTES, is_folder, read_bytes
 from co2sim.common.progress import Done
 from co2sim.common.resources import require_memory
@@ -49,7 +49,6 @@ from co2sim.simulation.chakra.schema import (
     schema,
 )
 from co2sim.simulation.collective_cost import traffic
-from co2sim.simulation.compute_cost import peak_flops
 from co2sim.simulation.metrics import Window
 from co2sim.simulation.noise import RunOptions
 from co2sim.simulation.steady_state import Simulator
@@ -591,7 +590,9 @@ def replay(
             f" {_words(cluster.layout)}; they must be the same, as ranks meet by their nodes"
         )
     precision = precision or cluster.gpu.preferred_precision
-    peak_flops(cluster.gpu, precision)
+    if precision not in cluster.gpu.precisions:
+        known = nearest(precision, cluster.gpu.precisions)
+        raise OptionError(f"{cluster.gpu.name} has no {precision} for all of a trace; {known}")
     schedule = trace.schedule
     simulator = Simulator(RunOptions(), _Replayed(schedule, cluster, precision), done)
     if trace.layout:

@@ -264,6 +264,23 @@ SIZES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
 ]
 
 
+def test_internlm2_has_a_head_of_its_own(tmp_path: Path) -> None:
+    """20B: 19.86e9 parameters with both matrices over the vocabulary."""
+    config = {
+        "model_type": "internlm2",
+        "vocab_size": 92_544,
+        "hidden_size": 6144,
+        "intermediate_size": 16_384,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32_768,
+        "bias": False,
+    }
+    model = load_model(written(tmp_path, config)).value
+    assert model.parameters == 19_861_149_696
+
+
 def test_fields_that_change_the_size_are_honoured(tmp_path: Path) -> None:
     """Each adds or takes away just the parameters that it stands for."""
     for config, changes, more in SIZES:
@@ -349,6 +366,26 @@ def test_every_model_type_has_the_parameters_that_transformers_builds(kind: str)
     for values in (given, sparse):
         tree = huggingface.convert(values, kind)
         assert load_model(Contents(kind, tree)).value.parameters == count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_layers_of_every_model_type_see_what_they_do_in_transformers(kind: str) -> None:
+    """A window where `layer_types` says so, also where the file leaves the types out."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind)
+    types = getattr(config, "layer_types", None)
+    if not types or set(types) > {"full_attention", "sliding_attention"}:
+        pytest.skip(f"all layers of {kind} are alike")
+    given = json.loads(config.to_json_string(use_diff=False))
+    sparse = {key: value for key, value in given.items() if key in SIZES_OF_A_FILE}
+    for values in (given, sparse):
+        tree = huggingface.convert(values, kind)
+        tokens = 2 * max(config.sliding_window or 0, config.max_position_embeddings)
+        long = {"seq_len": str(tokens)}
+        model = load_model(Contents(kind, tree), long).value
+        reach = [one.scores.reach for one in model.blocks if one.scores]
+        assert [bool(one) for one in reach] == [one == "sliding_attention" for one in types]
 
 
 @pytest.mark.slow

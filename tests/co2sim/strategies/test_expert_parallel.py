@@ -182,10 +182,15 @@ def test_what_does_not_combine_is_one_line(options: dict[str, object], message: 
         Case(**given_ | options).prepare()  # type: ignore[arg-type]
 
 
-def prepared(**options: object) -> LoadedCase:
+def asked(**options: object) -> Case:
     """On four nodes of H100."""
     base = {"cluster": "dgx-h100", "model": "qwen3-30b-a3b", "strategy": "zero1", "gpus": 32}
-    return Case(**base | options).prepare()  # type: ignore[arg-type]
+    return Case(**base | options)  # type: ignore[arg-type]
+
+
+def prepared(**options: object) -> LoadedCase:
+    """The same, loaded."""
+    return asked(**options).prepare()
 
 
 def test_more_expert_parallelism_takes_less_memory_and_more_all_to_alls() -> None:
@@ -201,6 +206,13 @@ def test_more_expert_parallelism_takes_less_memory_and_more_all_to_alls() -> Non
         for op in eight.schedule.body
     )
     assert not any(isinstance(op.work, Compute) and op.work.exchanges for op in eight.schedule.body)
+
+
+def test_a_stage_may_hold_no_layer_with_experts() -> None:
+    """The first of DeepSeek-V3's 32 stages has dense layers only, and the same share as alone."""
+    job = {"model": "deepseek-v3", "gpus": 256, "pp": 32}
+    first, whole = (asked(**job, ep=ep).stage(0) for ep in (8, 1))
+    assert first.job.share.parameters == whole.job.share.parameters
 
 
 def test_an_answer_says_how_experts_are_divided_and_ranks_agree() -> None:
@@ -232,8 +244,8 @@ def test_the_training_of_deepseek_v3_is_in_the_interval() -> None:
     assert result.tokens_per_s_low / 2048 < published < result.tokens_per_s_high / 2048
 
 
-def test_a_plan_of_experts_compares_offers() -> None:
-    """A candidate cannot be faster than its own computation, on as few GPUs as divide experts."""
+def test_a_candidate_with_experts_is_no_faster_than_its_own_computation() -> None:
+    """On as few GPUs as divide the experts."""
     job = Case(
         cluster="dgx-b200", model="qwen3-30b-a3b", strategy="zero1", ep=8, stack="megatron-core"
     )

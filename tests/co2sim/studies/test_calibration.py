@@ -353,12 +353,14 @@ def test_a_row_says_what_differs_from_the_command(tmp_path: Path) -> None:
     assert (third.tokens_per_s_per_gpu, third.memory) == (12_000, 61.5 * GIB)
 
 
-def test_a_step_counts_the_tokens_of_tensor_parallel_and_pipelined_gpus_once(
+def test_a_step_counts_the_tokens_of_gpus_that_train_together_once(
     tmp_path: Path,
 ) -> None:
     """All of a group see the same samples."""
-    plain, divided = rows(tmp_path, "tp,pp,step_time\n1,1,1 s\n2,4,1 s\n")
+    text = "tp,cp,pp,step_time\n1,1,1,1 s\n2,1,4,1 s\n1,2,1,1 s\n"
+    plain, divided, sequence = rows(tmp_path, text)
     assert divided.tokens_per_s_per_gpu == plain.tokens_per_s_per_gpu / 8
+    assert sequence.tokens_per_s_per_gpu == plain.tokens_per_s_per_gpu / 2
 
 
 @pytest.mark.parametrize(

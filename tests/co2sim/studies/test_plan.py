@@ -178,6 +178,19 @@ def test_it_finds_the_best_pipeline(job: dict[str, Any], offers: tuple[str, str]
             assert memory.total(*steps) == one.result.memory_bytes_per_gpu["total"]
 
 
+def test_gpus_that_divide_a_sequence_train_on_the_same_samples(offers: tuple[str, str]) -> None:
+    """Eight GPUs by twos have a sample each of a global batch of four."""
+    space = Space(
+        job=Case(cluster="", model="gpt2-small", strategy="", cp=2, global_batch=4),
+        clusters=offers[:1],
+        strategies=("zero1",),
+        gpus=[8],
+    )
+    found = plan(space, Objective(want="cheapest", tokens=1e9))
+    assert found.choice
+    assert found.choice.case.micro_batch * found.choice.result.accumulation == 1
+
+
 # --- what would change it -----------------------------------------------------------------------
 
 

@@ -167,6 +167,19 @@ def test_real_matrix_products_run(tmp_path: Path) -> None:
     assert 1e8 < kept["product_speed"] < 1e14  # FLOP/s of one core, however slow or fast
 
 
+@pytest.mark.dist
+def test_real_products_are_not_run_under_the_name_of_another_precision(tmp_path: Path) -> None:
+    """fp8 is predicted only: nothing is written."""
+    pytest.importorskip("torch")
+    from ranks import realrun  # noqa: PLC0415 - torch
+
+    asked = ("run", "-c", "dgx-h100", "-m", "tiny-5m", "-s", "ddp", "--precision", "fp8")
+    done = realrun(tmp_path, 1, *asked, "--kernels", "flops")
+    assert done.returncode == 2
+    assert "precision=fp8 is predicted only" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_bad_input_gives_one_line_and_starts_nothing(cli: Run, tmp_path: Path) -> None:
     """What was wrong, on stderr; exit code 2, nothing written."""
     for arguments, said in [
