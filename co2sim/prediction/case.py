@@ -150,6 +150,9 @@ class LoadedCase:
             exposed_comm_s=exposed,
             overlap_ratio=max(0.0, 1 - exposed / comm.busy) if comm.busy else None,
             breakdown_s=metrics.breakdown(trace, schedule),
+            sent_bytes_per_gpu_per_step={
+                label: size / schedule.steps for label, size in sent.by_collective.items()
+            },
             wire_bytes_per_gpu_per_step=sent.gpu / schedule.steps,
             nic_bytes_per_node_per_step=sent.nic / schedule.steps,
             wan_bytes_per_site_per_step=sent.wan / schedule.steps,

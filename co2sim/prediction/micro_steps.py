@@ -250,7 +250,9 @@ def _with_more(
     """The figures of a step and a round of `steps`, with what repeats; rates and ratios stay."""
     schedule, cluster = prepared.schedule, prepared.cluster
     time, busy, parts = result.round_time_s, result.comm_busy_s, dict(result.breakdown_s)
-    wire = result.wire_bytes_per_gpu_per_step * schedule.steps
+    by_collective = {
+        label: size * schedule.steps for label, size in result.sent_bytes_per_gpu_per_step.items()
+    }
     nic = result.nic_bytes_per_node_per_step * schedule.steps
     for one, times in more:
         time += times * one.window.round_time
@@ -258,7 +260,10 @@ def _with_more(
         for label, seconds in metrics.breakdown(trace, schedule, one.row[1]).items():
             parts[label] += times * seconds
         sent = traffic(schedule, cluster, one.row[1])
-        wire, nic = wire + times * sent.gpu, nic + times * sent.nic
+        nic += times * sent.nic
+        for label, size in sent.by_collective.items():
+            by_collective[label] += times * size
+    by_collective = {label: size / steps for label, size in by_collective.items()}
     return replace(
         result,
         steps_per_round=steps,
@@ -266,6 +271,7 @@ def _with_more(
         step_time_s=time / steps,
         comm_busy_s=busy,
         breakdown_s=parts,
-        wire_bytes_per_gpu_per_step=wire / steps,
+        sent_bytes_per_gpu_per_step=by_collective,
+        wire_bytes_per_gpu_per_step=sum(by_collective.values()),
         nic_bytes_per_node_per_step=nic / steps,
     )

@@ -27,6 +27,8 @@ from co2sim.simulation.compute_cost import compute_time, peak_flops
 from co2sim.strategies import parse
 
 _NOT_YET: Seconds = -1.0
+_SEND = "send_receive"
+"""In breakdowns: what stages send each other."""
 MAX_PASSES = 2_000_000
 """Of all stages in a step: seconds of computing."""
 
@@ -334,6 +336,8 @@ def _result(case: Case, whole: Cluster, line: _Line, free: _Line, sent: _Sent) -
         (one.result for one in line.stages), key=lambda one: one.memory_bytes_per_gpu["total"]
     )
     moved, far = _moved(line, whole, sent)
+    alone = result.sent_bytes_per_gpu_per_step
+    by_collective = alone | {name: alone.get(name, 0.0) + size for name, size in moved.items()}
     price = whole.price_per_gpu
     cost = price * gpus / tokens * 1e9 if price is not None else None
     return replace(
@@ -356,8 +360,9 @@ def _result(case: Case, whole: Cluster, line: _Line, free: _Line, sent: _Sent) -
         exposed_comm_s=exposed,
         overlap_ratio=max(0.0, 1 - exposed / busy) if busy else None,
         breakdown_s=result.breakdown_s
-        | {"send_receive": times * line.between * steps, "idle": _idle(line) * steps},
-        wire_bytes_per_gpu_per_step=result.wire_bytes_per_gpu_per_step + moved,
+        | {_SEND: times * line.between * steps, "idle": _idle(line) * steps},
+        sent_bytes_per_gpu_per_step=by_collective,
+        wire_bytes_per_gpu_per_step=sum(by_collective.values()),
         nic_bytes_per_node_per_step=result.nic_bytes_per_node_per_step + far,
         memory_bytes_per_gpu=tight.memory_bytes_per_gpu,
         allocated_bytes_per_gpu=tight.allocated_bytes_per_gpu,
@@ -367,9 +372,10 @@ def _result(case: Case, whole: Cluster, line: _Line, free: _Line, sent: _Sent) -
     )
 
 
-def _moved(line: _Line, whole: Cluster, sent: _Sent) -> tuple[Bytes, Bytes]:
-    """What a GPU of the first stage, and the NICs of its node, send for other stages in a step.
+def _moved(line: _Line, whole: Cluster, sent: _Sent) -> tuple[dict[str, Bytes], Bytes]:
+    """What is sent for other stages in a step: by a GPU of the first stage, and by its node's NICs.
 
+    That of the GPU is by collective.
     The first stage sends the outputs of all chunks, and gradients of all chunks but its first. It
     receives as many messages, each of which GPUs that share layers gather.
     """
@@ -377,7 +383,10 @@ def _moved(line: _Line, whole: Cluster, sent: _Sent) -> tuple[Bytes, Bytes]:
     times = (2 * pipeline.chunks - 1) * pipeline.micros
     gathered = cost_of(sent.gathered, first).sent if sent.gathered else 0.0
     crossing = min(whole.gpus_per_node, first.layout.world_size) if whole.nodes > 1 else 0
-    return times * (sent.bytes + gathered), times * sent.bytes * crossing
+    moved = {_SEND: times * sent.bytes}
+    if sent.gathered:
+        moved[sent.gathered.label] = times * gathered
+    return moved, times * sent.bytes * crossing
 
 
 def _idle(line: _Line) -> Seconds:

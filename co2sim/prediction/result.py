@@ -1,7 +1,7 @@
 """The figures of one configuration."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from co2sim.catalog import Fact
@@ -28,7 +28,9 @@ class Result:
     not, `straggler_delay_s` what slower or uneven ranks add to the round (None without any, and
     for what was measured), and `overlap_ratio` 1 - exposed / busy (None without communication).
     `breakdown_s` sums the spans of one rank in the last round by kernel or collective, waiting
-    included. `memory_bytes_per_gpu` is by item, and in all ("total"), `memory_bytes_low` and
+    included. `sent_bytes_per_gpu_per_step` is what a GPU sends on any link by collective (empty for
+    what was measured), and `wire_bytes_per_gpu_per_step` its sum; of a pipeline both are of the
+    first stage. `memory_bytes_per_gpu` is by item, and in all ("total"), `memory_bytes_low` and
     `memory_bytes_high` are the ends of its 90 % interval; `allocated_bytes_per_gpu` is what
     PyTorch's `max_memory_allocated` counts of it. `assumed` lists the inputs that no
     source supports, `notes` what was chosen for options that were left open, which options
@@ -77,6 +79,7 @@ class Result:
     exposed_comm_s: Seconds
     overlap_ratio: float | None
     breakdown_s: dict[str, Seconds]
+    sent_bytes_per_gpu_per_step: dict[str, Bytes] = field(default_factory=dict)
     wire_bytes_per_gpu_per_step: Bytes
     nic_bytes_per_node_per_step: Bytes
     wan_bytes_per_site_per_step: Bytes

@@ -299,6 +299,11 @@ class Compute:
     exchanges: "TensorParallelCollectives | None" = None
     exchanged: tuple["Collective", ...] = ()
 
+    @property
+    def label(self) -> str:
+        """The kernel, whatever it works on."""
+        return self.kernel
+
     def __post_init__(self) -> None:
         """Refuse negative or infinite work."""
         at_least(f"{self.kernel!r}: flops", self.flops, 0, error=ScheduleError)
@@ -349,6 +354,11 @@ class Collective:
         """Bytes of the whole buffer, scales of block quantization included."""
         scales = math.ceil(self.elements / self.scale_block) if self.scale_block else 0
         return self.elements * self.dtype.bytes + scales * SCALE_BYTES
+
+    @property
+    def label(self) -> str:
+        """`all_gather world`: its kind and who takes part, whatever the buffer is."""
+        return f"{self.kind} {self.group}"
 
     def __str__(self) -> str:
         """`all_gather(layer0: 1000 int8/256) over world`, `reduce(...) over world, root 3`."""

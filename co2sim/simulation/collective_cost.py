@@ -12,7 +12,8 @@ it on. Roots are costed as if they were the first of their node.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -529,19 +530,28 @@ def _steps(intra: int, inter: int, wan: int, by: Protocol) -> Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes sent in a round: per GPU on any link, per node by its NICs, per site over the WAN."""
+    """Bytes sent in a round: per GPU on any link, per node by its NICs, per site over the WAN.
+
+    `by_collective` is what a GPU sends by the kind of a collective and its group.
+    """
 
     gpu: Bytes
     nic: Bytes
     wan: Bytes
+    by_collective: Mapping[str, Bytes]
 
 
 def traffic(schedule: Schedule, cluster: Cluster, places: Iterable[int] | None = None) -> Traffic:
     """What one round of `schedule` sends; with `places` what the ops at these places send."""
-    known = costs_of(schedule, cluster)
-    each = [(cost.sent, *cost.bytes_per_link(cluster)[1:]) if cost else None for cost in known]
     numbers = schedule.work_numbers
-    chosen = numbers if places is None else [numbers[place] for place in places]
-    found = [sent for number in chosen if (sent := each[number])]
-    gpu, nic, wan = (sum(one) for one in zip(*found, strict=True)) if found else (0.0, 0.0, 0.0)
-    return Traffic(gpu, nic, wan)
+    chosen = Counter(numbers if places is None else [numbers[place] for place in places])
+    sent: dict[str, Bytes] = {}
+    nic = wan = 0.0
+    for number, (work, cost) in enumerate(
+        zip(schedule.works, costs_of(schedule, cluster), strict=True)
+    ):
+        if cost and (times := chosen[number]):
+            _, far, farthest = cost.bytes_per_link(cluster)
+            sent[work.label] = sent.get(work.label, 0.0) + times * cost.sent
+            nic, wan = nic + times * far, wan + times * farthest
+    return Traffic(sum(sent.values()), nic, wan, sent)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from co2sim.common.units import Seconds
-from co2sim.schedule.schedule import LEADERS, Collective, Compute, Schedule, Work
+from co2sim.schedule.schedule import LEADERS, Collective, Compute, Schedule
 from co2sim.simulation.trace import Span, Trace
 
 _Array: TypeAlias = NDArray[np.float64]
@@ -163,7 +163,7 @@ def breakdown(
     found: dict[str, Seconds] = {}
     for number in np.argsort(first, kind="stable").tolist():
         if first[number] < np.inf:
-            label = _label(schedule.works[number])
+            label = schedule.works[number].label
             found[label] = found.get(label, 0.0) + taken[number]
     return found
 
@@ -173,10 +173,6 @@ def _among(schedule: Schedule, places: NDArray[np.intp] | None) -> NDArray[np.bo
     found = np.full(len(schedule.body), places is None)
     found[places if places is not None else []] = True
     return found
-
-
-def _label(work: Work) -> str:
-    return f"{work.kind} {work.group}" if isinstance(work, Collective) else work.kernel
 
 
 def scalability_ratio(per_gpu: float, reference_per_gpu: float) -> float:

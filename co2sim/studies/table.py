@@ -18,7 +18,14 @@ from co2sim.studies.grid import Setting, display_name
 
 VARIED = "vary "
 """What the name of a column starts with that holds the values of a path."""
-NESTED = {"assumed", "breakdown_s", "memory_bytes_per_gpu", "notes", "warnings"}
+NESTED = {
+    "assumed",
+    "breakdown_s",
+    "memory_bytes_per_gpu",
+    "notes",
+    "sent_bytes_per_gpu_per_step",
+    "warnings",
+}
 """Fields of a result that are no column, or several."""
 DERIVED = ("efficiency_vs_free_communication",)
 """Properties of a result that are columns too."""

@@ -65,8 +65,15 @@ def print_result(
     print_table(
         out,
         "spans of the last round on one rank, by work (overlapping, waiting included)",
-        ("work", "time"),
-        [(name, duration(value)) for name, value in r.breakdown_s.items()],
+        ("work", "time", "sent per GPU and step"),
+        [
+            (
+                name,
+                duration(value),
+                scaled(sent, "B") if (sent := r.sent_bytes_per_gpu_per_step.get(name)) else "",
+            )
+            for name, value in r.breakdown_s.items()
+        ],
     )
     _print_memory(out, r)
     print_warnings(out, [("", result)])

@@ -162,7 +162,9 @@ def sent(strategy: str, shape: tuple[int, int], job: Workload | None = None) -> 
     cluster = tiny.cluster(*shape)
     schedule = strategies.parse(strategy).schedule(job or tiny.job(), cluster.layout)
     found = traffic(schedule, cluster)
-    return Traffic(*(x / schedule.steps for x in (found.gpu, found.nic, found.wan)))
+    gpu, nic, wan = (x / schedule.steps for x in (found.gpu, found.nic, found.wan))
+    parts = {name: size / schedule.steps for name, size in found.by_collective.items()}
+    return Traffic(gpu, nic, wan, parts)
 
 
 @given(st.sampled_from([(1, 4), (2, 2), (4, 1), (8, 8), (3, 5)]))
