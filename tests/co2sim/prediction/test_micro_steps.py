@@ -76,6 +76,9 @@ def test_a_few_micro_steps_give_the_figures_of_all(job: dict[str, Any]) -> None:
         assert getattr(few, name) == pytest.approx(getattr(whole, name), rel=1e-9, abs=slack)
     for name in ("wire_bytes_per_gpu_per_step", "nic_bytes_per_node_per_step"):
         assert getattr(few, name) == pytest.approx(getattr(whole, name), rel=1e-9)
+    sent = [one.sent_bytes_per_gpu_per_step for one in (few, whole)]
+    assert sent[0] == pytest.approx(sent[1], rel=1e-9)
+    assert sum(sent[0].values()) == pytest.approx(few.wire_bytes_per_gpu_per_step)
     assert few.breakdown_s == pytest.approx(whole.breakdown_s, rel=1e-9, abs=slack)
     assert few.memory_bytes_per_gpu == whole.memory_bytes_per_gpu
     assert few.warnings == whole.warnings
