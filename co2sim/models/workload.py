@@ -166,18 +166,19 @@ class NarrowType:
     """A type of operands: its `peak` in files of GPUs, and bytes of an element with its scales.
 
     An operand is read `reads` times to cast it: for the maximum of the tensor, and for the numbers.
-    GPUs that multiply it have the peak `also`: blocks of 32 came with fp4.
+    GPUs that multiply it have a peak of `also`, if any: blocks of 32 came with types of 4 bits,
+    which are NVIDIA's (fp4, with MXFP4) or MXFP4 alone.
     """
 
     peak: str
     bytes: Bytes
     reads: int
-    also: str = ""
+    also: tuple[str, ...] = ()
 
 
 NARROW: Mapping[str, NarrowType] = {
     "fp8": NarrowType("fp8", 1.0, 2),
-    "mxfp8": NarrowType("fp8", 1.0 + 1 / 32, 1, "fp4"),
+    "mxfp8": NarrowType("fp8", 1.0 + 1 / 32, 1, ("fp4", "mxfp4")),
     "nvfp4": NarrowType("fp4", 0.5 + 1 / 16, 2),
 }
 

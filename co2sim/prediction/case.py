@@ -577,7 +577,7 @@ class Case:
             return DType(asked), None
         kind = NARROW[asked]
         peak_flops(gpu, kind.peak)
-        if kind.also and kind.also not in gpu.peak:
+        if kind.also and not any(one in gpu.peak for one in kind.also):
             raise OptionError(f"{gpu.name} multiplies no {asked}; it has {kind.peak}")
         if gpu.kernels is None:
             raise OptionError(

@@ -79,7 +79,7 @@ def test_an_unknown_name_is_one_line() -> None:
 def test_peaks_are_dense_and_rise_with_fewer_bits(key: str) -> None:
     """The next format is at most 4 times as fast; one that counted sparsity would be more."""
     gpu = load_cluster("dgx-h100", {"gpu": key}).value.gpu
-    order = [gpu.peak[kind] for kind in ("bf16", "fp8", "fp4") if kind in gpu.peak]
+    order = [gpu.peak[kind] for kind in ("bf16", "fp8", "fp4", "mxfp4") if kind in gpu.peak]
     assert all(starmap(lambda less, more: less <= more <= 4 * less, pairwise(order)))
     assert gpu.peak["fp32"] <= min(gpu.peak.get("bf16", gpu.peak["fp16"]), gpu.peak["fp16"])
     assert gpu.precisions
@@ -95,6 +95,14 @@ def test_precisions_are_those_of_the_peaks() -> None:
         assert found.precision == precision
     with pytest.raises(OptionError, match=r"has no fp4 in our catalog.*nvfp4"):
         simulate("gb300", "gpt2-small", "ddp", gpus=8, precision="fp4")
+
+
+def test_nvfp4_is_nvidias() -> None:
+    """AMD's types of 4 bits have one scale for 32 numbers; MXFP8 is of both."""
+    found = simulate("bm.gpu.mi355x.8", "gpt2-small", "ddp", gpus=8, precision="mxfp8")
+    assert found.precision == "mxfp8"
+    with pytest.raises(OptionError, match=r"MI355X.* has no fp4"):
+        simulate("bm.gpu.mi355x.8", "gpt2-small", "ddp", gpus=8, precision="nvfp4")
 
 
 @pytest.mark.parametrize("key", names("clusters"))
