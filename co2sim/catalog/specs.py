@@ -257,7 +257,10 @@ GPUSpec = _spec(
     GPU,
     _GPU,
     attention=(dict[str, AttentionSpec], {}),  # type: ignore[valid-type]
-    peak=(dict[Literal["fp32", "fp16", "bf16", "fp8", "fp4", "mxfp4"], _Speed], Field(min_length=1)),
+    peak=(
+        dict[Literal["fp32", "fp16", "bf16", "fp8", "fp4", "mxfp4"], _Speed],
+        Field(min_length=1),
+    ),
     efficiency=(Annotated[list[Attained], BeforeValidator(_points)], []),
     memory_efficiency=(_Fraction, ...),
     launch_overhead=(_Time, ...),
