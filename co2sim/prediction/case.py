@@ -111,21 +111,17 @@ class LoadedCase:
         round_time = during.round_time
         exposed = max(0.0, round_time - metrics.window(free, schedule, rounds).round_time)
         comm = metrics.communication(trace, schedule, during)
-        gpus = cluster.layout.world_size
         step_time = round_time / schedule.steps
-        samples = gpus // (job.tp * job.cp) * job.samples_per_gpu / step_time
-        tokens = samples * job.model.tokens
-        model_flops = samples * job.model.flops_per_sample / gpus
         sent = traffic(schedule, cluster)
         memory = self.memory()
-        cost = cluster.price_per_gpu and cluster.price_per_gpu * gpus / tokens * 1e9
         return Result(
+            **self.rates(step_time),
             cluster=cluster.name,
             model=job.model.name,
             stack=self.stack,
             unit=job.model.unit,
             strategy=title(self.strategy),
-            gpus=gpus,
+            gpus=cluster.layout.world_size,
             nodes=cluster.nodes,
             micro_batch=job.micro_batch,
             accumulation=job.accumulation,
@@ -138,12 +134,6 @@ class LoadedCase:
             steps_per_round=schedule.steps,
             round_time_s=round_time,
             step_time_s=step_time,
-            samples_per_s=samples,
-            tokens_per_s=tokens,
-            tokens_per_s_per_gpu=tokens / gpus,
-            model_tflops_per_gpu=model_flops / 1e12,
-            hardware_tflops_per_gpu=samples * job.hardware_flops_per_sample / gpus / 1e12,
-            mfu=model_flops / peak_flops(cluster.gpu, job.peak),
             host_load=host_load(job.share, cluster.gpu, self.call_overhead),
             comm_busy_s=comm.busy,
             waiting_s=comm.waiting,
@@ -160,13 +150,30 @@ class LoadedCase:
             allocated_bytes_per_gpu=allocated(memory),
             gpu_memory_bytes=cluster.gpu.memory,
             fits_in_memory=memory["total"] <= cluster.gpu.memory,
-            usd_per_billion_tokens=cost if cluster.currency == "USD" else None,
-            cost_per_billion_tokens=cost,
-            currency=cluster.currency if cost is not None else None,
             steady=steady,
             rounds_simulated=trace.rounds,
             assumed=self.assumed,
         )
+
+    def rates(self, step_time: Seconds) -> dict[str, Any]:
+        """The fields of a result that follow from how long a step takes."""
+        cluster, job = self.cluster, self.job
+        gpus = cluster.layout.world_size
+        samples = gpus // (job.tp * job.cp) * job.samples_per_gpu / step_time
+        tokens = samples * job.model.tokens
+        model_flops = samples * job.model.flops_per_sample / gpus
+        cost = cluster.price_per_gpu and cluster.price_per_gpu * gpus / tokens * 1e9
+        return {
+            "samples_per_s": samples,
+            "tokens_per_s": tokens,
+            "tokens_per_s_per_gpu": tokens / gpus,
+            "model_tflops_per_gpu": model_flops / 1e12,
+            "hardware_tflops_per_gpu": samples * job.hardware_flops_per_sample / gpus / 1e12,
+            "mfu": model_flops / peak_flops(cluster.gpu, job.peak),
+            "usd_per_billion_tokens": cost if cluster.currency == "USD" else None,
+            "cost_per_billion_tokens": cost,
+            "currency": cluster.currency if cost is not None else None,
+        }
 
 
 def host_load(job: Workload, gpu: GPU, call_overhead: Seconds) -> float | None:
@@ -447,6 +454,11 @@ class Case:
 
     def prepare(self) -> LoadedCase:
         """Load everything and build the schedule. Raises Co2simError when anything is wrong."""
+        self.check_single_stage()
+        return self._prepared()
+
+    def check_single_stage(self) -> None:
+        """Refuse the stages of a pipeline, which have no schedule together."""
         if self.pp > 1:
             raise OptionError(
                 f"pp={self.pp}: stages of a pipeline are simulated one by one, and it has no"
@@ -455,7 +467,6 @@ class Case:
             )
         if self.interleave > 1:
             raise OptionError(f"interleave={self.interleave} needs pp of 2 or more")
-        return self._prepared()
 
     def stage(
         self, number: int, microbatches_in_flight: float = 1.0, micro_steps: int | None = None

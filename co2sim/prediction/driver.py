@@ -15,7 +15,7 @@ from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import Model
 from co2sim.prediction import auto_delay, pipeline
-from co2sim.prediction.case import Case, LoadedCase, Options, scheduled
+from co2sim.prediction.case import Case, LoadedCase, Options
 from co2sim.prediction.error_model import Situation, error_model
 from co2sim.prediction.evidence import (
     from_measured,
@@ -24,6 +24,7 @@ from co2sim.prediction.evidence import (
     setting_of,
 )
 from co2sim.prediction.intervals import Interval, Predicted
+from co2sim.prediction.micro_steps import case_figures
 from co2sim.prediction.notes import host_limits
 from co2sim.prediction.notes import remarks as remarks_on
 from co2sim.prediction.notes import warnings as warnings_of
@@ -32,7 +33,7 @@ from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation import metrics
 from co2sim.simulation.noise import QUIET, Noise
-from co2sim.simulation.steady_state import Simulator, round_time
+from co2sim.simulation.steady_state import Simulator
 from co2sim.simulation.trace import Trace
 from co2sim.strategies import Strategy
 from co2sim.strategies.co2 import CO2
@@ -139,30 +140,40 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
         if case.pp > 1:
             return _of_pipeline(case, done)
         case, notes = _resolve_auto(case, done)
-        prepared = case.prepare()
-        simulator = Simulator(case.run_options, prepared, done)
-        found, rounds, steady = simulator.until_steady()
-        free = simulator.rounds(found.rounds, free=True)
-        result = prepared.measure(found, rounds, steady, free)
+        found = case_figures(case, done)
+        prepared, result = found.prepared, found.whole
         cluster, nominal = prepared.cluster, result.round_time_s
         blocks = prepared.job.share.model.blocks
         remarks = remarks_on(cluster, prepared.job, blocks, case.noise, result.gpus, case.asked)
         result = replace(result, notes=(*notes, *remarks, *_host_limits(result, cluster)))
-        even = replace(prepared, cluster=replace(cluster, node_spread=0.0, step_spread=0.0))
+        quiet = replace(case, noise=QUIET)
         if case.noise.uneven or cluster.node_spread or cluster.step_spread:
-            nominal = round_time(case.run_options, even, done)
+            nominal = case_figures(quiet, done, _even).result.round_time_s
             delay = metrics.straggler_delay(result.round_time_s, nominal)
             result = replace(result, straggler_delay_s=delay)
 
         def tried(strategy: Strategy) -> Seconds:
             """The step time, if it is in proportion to that of equal ranks."""
-            _, schedule = scheduled(strategy, prepared.job, cluster.layout)
-            other = replace(even, strategy=strategy, schedule=schedule)
-            return result.step_time_s * round_time(case.run_options, other, done) / nominal
+            other = case_figures(replace(quiet, strategy=strategy), done, _even)
+            return result.step_time_s * other.result.round_time_s / nominal
 
         warnings = warnings_of(prepared.strategy, [blocks], prepared.layout, result, tried)
         result = _with_interval(case, prepared, result, done)
     return replace(result, warnings=warnings)
+
+
+def _same(prepared: LoadedCase) -> LoadedCase:
+    return prepared
+
+
+def _without_averages(prepared: LoadedCase) -> LoadedCase:
+    bare = auto_delay.without_averages(prepared.schedule)
+    return replace(prepared, schedule=bare)
+
+
+def _even(prepared: LoadedCase) -> LoadedCase:
+    """The case with equal nodes and steps."""
+    return replace(prepared, cluster=replace(prepared.cluster, node_spread=0.0, step_spread=0.0))
 
 
 def _of_pipeline(case: Case, done: Done | None) -> Result:
@@ -220,10 +231,8 @@ def _with_interval(case: Case, prepared: LoadedCase, result: Result, done: Done 
     """The result with its interval; the schedule is the same on all clusters of one layout."""
 
     def again(cluster: Cluster) -> float:
-        moved = replace(prepared, cluster=cluster)
-        found, rounds, _ = Simulator(case.run_options, moved, done).until_steady()
-        during = metrics.window(found, prepared.schedule, rounds)
-        return result.tokens_per_s * result.round_time_s / during.round_time
+        found = case_figures(case, done, lambda one: replace(one, cluster=cluster)).result
+        return result.tokens_per_s * result.round_time_s / found.round_time_s
 
     found = Predicted(
         cluster=prepared.cluster,
@@ -288,11 +297,8 @@ def _resolve_auto(case: Case, done: Done | None) -> tuple[Case, tuple[str, ...]]
     quiet = replace(case, noise=QUIET, rounds=None, fold=True)
 
     def time_of(tried: Strategy, averages: bool) -> Seconds:  # noqa: FBT001
-        prepared = replace(quiet, strategy=tried).prepare()
-        if not averages:
-            bare = auto_delay.without_averages(prepared.schedule)
-            prepared = replace(prepared, schedule=bare)
-        return round_time(quiet.run_options, prepared, done)
+        change = _same if averages else _without_averages
+        return case_figures(replace(quiet, strategy=tried), done, change).result.round_time_s
 
     chosen, notes = auto_delay.resolve(strategy, time_of)
     if case.noise != QUIET:

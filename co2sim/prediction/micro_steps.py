@@ -10,7 +10,7 @@ is so in a trace; where it is not, more micro-steps are simulated, and then all 
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
@@ -26,6 +26,7 @@ from co2sim.simulation import metrics
 from co2sim.simulation.collective_cost import cost_of, traffic
 from co2sim.simulation.compute_cost import compute_time
 from co2sim.simulation.metrics import Window
+from co2sim.simulation.noise import QUIET, RunOptions
 from co2sim.simulation.steady_state import Simulator
 from co2sim.simulation.trace import Trace
 from co2sim.strategies import STRATEGIES, LocalSteps, Strategy, parse, with_options
@@ -133,30 +134,65 @@ class StageFigures(NamedTuple):
     result: Result
     free_round: Seconds
 
+    @property
+    def whole(self) -> Result:
+        """The figures of a case that has no other stages."""
+        prepared, found, free = self
+        exposed = max(0.0, found.round_time_s - free)
+        busy = found.comm_busy_s
+        return replace(
+            found,
+            **prepared.rates(found.step_time_s),
+            exposed_comm_s=exposed,
+            overlap_ratio=max(0.0, 1 - exposed / busy) if busy else None,
+        )
+
+
+Change: TypeAlias = Callable[[LoadedCase], LoadedCase]
+"""What is otherwise than in a case: its cluster, say."""
+
 
 def stage_figures(
-    case: Case, number: int, held: float, micros: int, done: Done | None
+    case: Case,
+    number: int,
+    held: float,
+    micros: int,
+    done: Done | None,
+    change: Change = lambda one: one,
 ) -> StageFigures:
     """Those of a stage that holds activations of `held` of the `micros` micro-batches of a step.
 
     Throughput and what follows from it are left to who knows all stages.
     """
     whole = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
-    short = _with_few_local_steps(whole)
-    tries = [(short, micros)] if short is not whole else []
-    if micros >= 2 * _FEWEST:
-        first = _first_try(replace(case, strategy=short).stage(number, held, 2))
-        few = [count for count in (first, _MORE * first) if 2 * count <= micros]
-        tries = [(short, count) for count in few] or tries
+    tries: list[tuple[Strategy, int]] = []
+    if _may_repeat(case.run_options):
+        short = _with_few_local_steps(whole)
+        tries = [(short, micros)] if short is not whole else []
+        if micros >= 2 * _FEWEST:
+            first = _first_try(replace(case, strategy=short).stage(number, held, 2))
+            few = [count for count in (first, _MORE * first) if 2 * count <= micros]
+            tries = [(short, count) for count in few] or tries
     for strategy, count in tries:
-        prepared = replace(case, strategy=strategy).stage(number, held, count)
+        prepared = change(replace(case, strategy=strategy).stage(number, held, count))
         prepared = replace(prepared, strategy=whole)
         found = _figures(case, prepared, micros - count, done)
         if found:
             return found
-    all_of_them = _figures(case, case.stage(number, held), 0, done)
+    all_of_them = _figures(case, change(case.stage(number, held)), 0, done)
     assert all_of_them
     return all_of_them
+
+
+def _may_repeat(options: RunOptions) -> bool:
+    """Whether micro-steps may be alike: of ranks that are, in rounds that nobody counted."""
+    return options.noise == QUIET and options.rounds is None and options.fold
+
+
+def case_figures(case: Case, done: Done | None, change: Change = lambda one: one) -> StageFigures:
+    """Those of a case without a pipeline; see `StageFigures.whole`. Raises as `Case.prepare`."""
+    case.check_single_stage()
+    return stage_figures(case, 0, 1.0, case.job().accumulation, done, change)
 
 
 def _with_few_local_steps(strategy: Strategy) -> Strategy:
@@ -250,13 +286,15 @@ def _with_more(
     """The figures of a step and a round of `steps`, with what repeats; rates and ratios stay."""
     schedule, cluster = prepared.schedule, prepared.cluster
     time, busy, parts = result.round_time_s, result.comm_busy_s, dict(result.breakdown_s)
+    waiting = result.waiting_s
     by_collective = {
         label: size * schedule.steps for label, size in result.sent_bytes_per_gpu_per_step.items()
     }
     nic = result.nic_bytes_per_node_per_step * schedule.steps
     for one, times in more:
         time += times * one.window.round_time
-        busy += times * metrics.communication(trace, schedule, one.window, one.row.ravel()).busy
+        moved = metrics.communication(trace, schedule, one.window, one.row.ravel())
+        busy, waiting = busy + times * moved.busy, waiting + times * moved.waiting
         for label, seconds in metrics.breakdown(trace, schedule, one.row[1]).items():
             parts[label] += times * seconds
         sent = traffic(schedule, cluster, one.row[1])
@@ -270,6 +308,7 @@ def _with_more(
         round_time_s=time,
         step_time_s=time / steps,
         comm_busy_s=busy,
+        waiting_s=waiting,
         breakdown_s=parts,
         sent_bytes_per_gpu_per_step=by_collective,
         wire_bytes_per_gpu_per_step=sum(by_collective.values()),

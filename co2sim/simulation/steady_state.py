@@ -1,13 +1,12 @@
 """As many rounds of a case as it takes: until they repeat, or as many as are to be averaged."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
 from co2sim.common.errors import ResourceError
 from co2sim.common.progress import Done
 from co2sim.common.resources import require_memory
-from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation import metrics
@@ -19,7 +18,7 @@ from co2sim.simulation.lowering import (
     class_count,
     span_count,
 )
-from co2sim.simulation.noise import QUIET, RunOptions
+from co2sim.simulation.noise import RunOptions
 from co2sim.simulation.run import execute
 from co2sim.simulation.token_bucket import shapers
 from co2sim.simulation.trace import Trace
@@ -39,12 +38,6 @@ class SimulationInput(Protocol):
     def cluster(self) -> Cluster: ...  # noqa: D102
     @property
     def precision(self) -> str: ...  # noqa: D102
-
-
-def round_time(options: RunOptions, prepared: SimulationInput, done: Done | None) -> Seconds:
-    """How long a round takes where all ranks are equal."""
-    found, rounds, _ = Simulator(replace(options, noise=QUIET), prepared, done).until_steady()
-    return metrics.window(found, prepared.schedule, rounds).round_time
 
 
 @dataclass(frozen=True)

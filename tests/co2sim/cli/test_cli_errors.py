@@ -102,7 +102,7 @@ BAD = [
     (f"run {ON} --node-speed 9=0.5", "0 to 1"),
     (f"run {ON} --rounds 1000000000", "1 to 1000000"),
     (f"run {ON} --rounds 1000000 --no-fold", "16: this needs"),
-    (f"run {BASE} -s co2:tau=10000 -g 16 --accumulation 100", "10000 local steps"),
+    (f"show {BASE} -s co2:tau=10000 -g 16 --accumulation 100", "10000 local steps"),
     (f"run {ON} --interval slow", "quick"),
     # totals and losses
     (f"run {ON} --tokens 0", "tokens is 0"),
