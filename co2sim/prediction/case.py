@@ -27,6 +27,7 @@ from co2sim.hardware.cluster import GPU, Cluster
 from co2sim.models.memory import activations, allocated, overhead
 from co2sim.models.stack import UNNAMED, Setting, Stack
 from co2sim.models.workload import (
+    MAX_RANK,
     NARROW,
     AttentionKernel,
     Checkpointing,
@@ -133,6 +134,8 @@ class LoadedCase:
             sequence_parallel=job.sequence_parallel,
             ep=job.ep,
             cp=job.cp,
+            lora=job.lora,
+            trained_parameters=job.trained if job.lora else None,
             tokens_per_gpu_per_step=each(job.samples_per_gpu * job.model.tokens, job.tp * job.cp),
             precision=job.narrow or str(job.precision),
             steps_per_round=schedule.steps,
@@ -344,6 +347,12 @@ class Case:
         "job",
     )
     optimizer: Optimizer = option("adamw", "adamw, adamw_8bit (moments in 8 bits) or sgd.", "job")
+    lora: Annotated[int | None, Within((1, MAX_RANK))] = option(
+        None,
+        "Rank of adapters beside all matrices of attention and MLP, of experts, too; only these are"
+        " trained (LoRA). Default: all is trained.",
+        "job",
+    )
     stack: str | Stack | Contents = option(
         "",
         "Software stack: the training framework of a year (`co2sim list stacks`), or a TOML file;"
@@ -563,6 +572,7 @@ class Case:
             ep=self.ep,
             cp=self.cp,
             context=stack.context,
+            lora=self.lora,
         )
 
     def _types(self, gpu: GPU) -> tuple[DType, Narrow | None]:
@@ -669,6 +679,7 @@ class JobOptions(TypedDict, total=False):
     checkpointing: Checkpointing | None
     loss: Loss | None
     optimizer: Optimizer
+    lora: Count | None
     stack: str | Stack | Contents
     overrides: Mapping[str, Number] | None
     noise: Noise
