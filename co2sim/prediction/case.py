@@ -88,9 +88,10 @@ class LoadedCase:
 
     @property
     def kernels(self) -> str:
-        """What its kernels do, besides the model: precision, attention and recomputation."""
+        """What its kernels do, besides the model: precision, attention, recomputation, adapters."""
         kind = self.job.narrow or self.job.precision
-        return f"{kind}, {self.job.attention}, {self.job.recompute}"
+        more = ", adapters" if self.job.lora else ""
+        return f"{kind}, {self.job.attention}, {self.job.recompute}{more}"
 
     @property
     def layout(self) -> Layout:
@@ -128,14 +129,7 @@ class LoadedCase:
             strategy=title(self.strategy),
             gpus=gpus,
             nodes=cluster.nodes,
-            micro_batch=job.micro_batch,
-            accumulation=job.accumulation,
-            tp=job.tp,
-            sequence_parallel=job.sequence_parallel,
-            ep=job.ep,
-            cp=job.cp,
-            lora=job.lora,
-            trained_parameters=job.trained if job.lora else None,
+            **_described(job),
             tokens_per_gpu_per_step=each(job.samples_per_gpu * job.model.tokens, job.tp * job.cp),
             precision=job.narrow or str(job.precision),
             steps_per_round=schedule.steps,
@@ -170,6 +164,13 @@ class LoadedCase:
             rounds_simulated=trace.rounds,
             assumed=self.assumed,
         )
+
+
+def _described(job: Workload) -> dict[str, Any]:
+    """What a result repeats of its job."""
+    names = "micro_batch", "accumulation", "tp", "sequence_parallel", "ep", "cp", "lora"
+    trained = {"trained_parameters": job.trained} if job.lora else {}
+    return {name: getattr(job, name) for name in names} | trained
 
 
 def host_load(job: Workload, gpu: GPU, call_overhead: Seconds) -> float | None:
