@@ -29,7 +29,7 @@ class MatMul:
     Those with weights (`count` 0) take all samples of a micro-batch in one product. Others are
     `count` products per sample, such as those of the heads of attention. With `groups` the rows
     divide among as many weights, those of experts, in one call. An `exact` one is never of a narrow
-    type: those of routers.
+    type: those of routers. `widths` are the columns of each matrix where several are one product.
     """
 
     rows: int
@@ -38,6 +38,7 @@ class MatMul:
     count: int = 0
     groups: int = 0
     exact: bool = False
+    widths: tuple[int, ...] = field(default=(), compare=False)
 
     def product(self, samples: int, width: Bytes) -> Gemm:
         """Those over `samples`, for elements of `width` bytes.
@@ -143,6 +144,24 @@ class ContextExchange:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapters:
+    """What is trained of a block whose own weights are frozen; of an embedding or a head nothing.
+
+    `tensors` and `experts` are its part of those of the block, and `pairs` the two products of each
+    adapter. A backward pass over a sample leaves out `spared` FLOP: gradients of frozen weights,
+    and all of the `first` block, before which nothing is trained. Tensor-parallel ranks hold
+    `summed` elements alike, whose gradients they sum up.
+    """
+
+    tensors: tuple[int, ...] = ()
+    experts: tuple[int, ...] = ()
+    pairs: tuple[tuple[MatMul, MatMul], ...] = ()
+    spared: Flops = 0.0
+    first: bool = False
+    summed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """The unit of communication and of the schedule: an embedding, a layer, a head.
 
@@ -155,7 +174,8 @@ class Block:
     those of the experts that a token does not pass. `passing_bytes` are written and read in a
     forward pass, too, but not kept. A block with a `division` is the part of one of several ranks;
     of one with a `routing` these divide the experts, whose tensors are `experts`, and of one with a
-    `context` the sequence.
+    `context` the sequence. Of one with `adapters` only these are trained (None: all); tensors and
+    `flops` count them, and `products` do not.
     """
 
     name: str
@@ -174,11 +194,27 @@ class Block:
     experts: tuple[int, ...] = ()
     routing: Routing | None = None
     context: ContextExchange | None = None
+    adapters: Adapters | None = None
 
     @property
     def parameters(self) -> int:
         """Elements of all tensors."""
         return sum(self.tensors) + sum(self.experts)
+
+    @property
+    def trained_tensors(self) -> tuple[int, ...]:
+        """Those of `tensors` that are trained."""
+        return self.tensors if self.adapters is None else self.adapters.tensors
+
+    @property
+    def trained_experts(self) -> tuple[int, ...]:
+        """Those of `experts` that are trained."""
+        return self.experts if self.adapters is None else self.adapters.experts
+
+    @property
+    def trained(self) -> int:
+        """Elements of all tensors that are trained."""
+        return sum(self.trained_tensors) + sum(self.trained_experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,14 +237,20 @@ class Model:
         return sum(block.parameters for block in self.blocks)
 
     @property
+    def trained_parameters(self) -> int:
+        """Those that are trained: all, or adapters."""
+        return sum(block.trained for block in self.blocks)
+
+    @property
     def active_parameters(self) -> int:
         """Those that a token passes: all, but for experts that it does not."""
         return self.parameters - sum(block.idle for block in self.blocks)
 
     @property
     def flops_per_sample(self) -> Flops:
-        """Model FLOP of a training step on one sample: three forward passes."""
-        return 3 * sum(block.flops for block in self.blocks)
+        """Model FLOP of a training step on one sample: three forward passes, if all is trained."""
+        spared = sum(block.adapters.spared for block in self.blocks if block.adapters)
+        return 3 * sum(block.flops for block in self.blocks) - spared
 
 
 LAYER_CALLS = 26
@@ -501,8 +543,9 @@ class Transformer:
         norms = [*map(self._norm, sizes), heads if self.sinks else 0]
         softmax = self.attention == "softmax"
         across = seen if softmax else head_dim
+        inputs = tuple(width for _, width in matrices[:-1])
         products = (
-            MatMul(s, h, sum(width for _, width in matrices[:3]) + len(gates) * q),
+            MatMul(s, h, sum(inputs), widths=inputs),
             MatMul(s, head_dim, across, heads),
             MatMul(s, across, head_dim, heads),
             MatMul(s, q, h),
@@ -556,7 +599,7 @@ class Transformer:
         up = 2 if self.gated else 1
         matrices = [*[(h, f)] * up, (f, h)]
         biases = [width for _, width in matrices] if self.bias in (True, "mlp", "not_qkv") else []
-        products = (MatMul(s, h, up * f), MatMul(s, f, h))
+        products = (MatMul(s, h, up * f, widths=(f,) * up), MatMul(s, f, h))
         tensors = [rows * columns for rows, columns in matrices] + biases
         return _Part(tensors, products, s * (2 + 2 * up) * f, _product_flops(products))
 
@@ -578,8 +621,12 @@ class Transformer:
         of_shared = [up * h * shared, shared * h, h if to.shared_gate else 0]
         products = (
             MatMul(own, h, n, exact=True),
-            *([MatMul(s, h, up * shared), MatMul(s, shared, h)] if shared else []),
-            MatMul(routed, h, up * f, groups=n // many),
+            *(
+                [MatMul(s, h, up * shared, widths=(shared,) * up), MatMul(s, shared, h)]
+                if shared
+                else []
+            ),
+            MatMul(routed, h, up * f, groups=n // many, widths=(f,) * up),
             MatMul(routed, f, h, groups=n // many),
         )
         tensors = [h * n, n if to.bias else 0, *of_shared]

@@ -51,11 +51,14 @@ log-probabilities, their gradient, and the gradient of the logits (`nll_loss` be
 def model_states(
     job: Workload, *, parameter_shards: int = 1, gradient_shards: int = 1, optimizer_shards: int = 1
 ) -> dict[str, Bytes]:
-    """Parameters, gradients and optimizer states, each divided over its number of shards."""
+    """Parameters, gradients and optimizer states, each divided over its number of shards.
+
+    What is frozen has neither gradients nor optimizer states, and no master copy among these.
+    """
     return {
         "parameters": job.owned(parameter_shards) * job.precision.bytes,
-        "gradients": job.owned(gradient_shards) * job.gradient_bytes,
-        "optimizer": job.owned(optimizer_shards) * job.optimizer_bytes,
+        "gradients": job.owned_trained(gradient_shards) * job.gradient_bytes,
+        "optimizer": job.owned_trained(optimizer_shards) * job.optimizer_bytes,
     }
 
 
@@ -74,7 +77,8 @@ def activations(job: Workload, held: float = 1.0) -> dict[str, Bytes]:
     kept = held * sum(_kept(job, block) for block in blocks if not job.repeats(block))
     always = {
         "checkpoints": held * _scaled(job, sum(block.boundary_bytes for block in repeated)),
-        "tied_gradient": sum(block.tied for block in blocks) * job.precision.bytes,
+        "tied_gradient": sum(block.tied for block in blocks if not block.adapters)
+        * job.precision.bytes,
     }
     loss = {"activations": kept, "logits": max(_loss(job, block) for block in blocks)}
     backward = max(
@@ -135,7 +139,9 @@ def _kept(job: Workload, block: Block) -> Bytes:
     """What is kept of a block until its backward pass, but for its logits."""
     if not job.repeats_products(block):
         return _needed(job, block)
-    results = sum(one.rows * one.columns for one in block.products if not one.count)
+    pairs = block.adapters.pairs if block.adapters else ()
+    products = (*block.products, *(one for pair in pairs for one in pair))
+    results = sum(one.rows * one.columns for one in products if not one.count)
     kept = block.boundary_bytes + results  # every second one, of 2 bytes
     if block.scores is None:
         return _scaled(job, kept)

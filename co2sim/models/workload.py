@@ -8,15 +8,18 @@ published figures count them: selective the scores of eager attention, full a wh
 What kernels execute is another matter: `Kernels` of a pass say it, and times follow from them.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import Literal, TypeAlias
 
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, Flops
 from co2sim.common.validation import whole
+from co2sim.models.adapters import BACKWARD_MOVES, FORWARD_MOVES, with_adapters
 from co2sim.models.architecture import (
+    Adapters,
     AttentionScores,
     Block,
     ContextExchange,
@@ -189,6 +192,9 @@ cast_transpose; Hopper multiplies fp8 of one layout only."""
 _MAX_SAMPLES = 10_000
 """Of a micro-batch, and micro-steps of a step: the schedule holds every micro-step."""
 
+MAX_RANK = 65_536
+"""Of adapters: wider than the layers of any model."""
+
 MASTER_BYTES: Bytes = 4.0
 """fp32 master copy of a parameter in mixed precision."""
 
@@ -239,7 +245,8 @@ class Workload:
     `context` what attention needs of the others. Products with weights of layers are of the type
     `narrow`, if any: their operands are cast, their results and all else are of `precision`.
     Weights stay cast for `cast_steps` micro-steps: for those of a step. One that is `divided`
-    is the share of one GPU already.
+    is the share of one GPU already. With `lora` layers get adapters of that rank, and only these
+    are trained (`adapters`): `bare` is the model without them.
     """
 
     model: Model
@@ -266,33 +273,62 @@ class Workload:
     narrow: Narrow | None = None
     cast_steps: int = 1
     divided: bool = False
+    lora: int | None = None
+    bare: Model | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Refuse batches that are not positive."""
+        """Refuse batches that are not positive; give the model adapters."""
         for name in ("micro_batch", "accumulation", "tp", "ep", "cp"):
             object.__setattr__(self, name, whole(name, getattr(self, name), 1, _MAX_SAMPLES))
         if self.sequence_parallel and self.tp == 1:
             raise OptionError("sequence_parallel=true needs tp of 2 or more: it divides no more")
+        if self.lora is None:
+            return
+        object.__setattr__(self, "lora", whole("lora", self.lora, 1, MAX_RANK))
+        if self.narrow:
+            raise OptionError(
+                f"lora={self.lora} does not combine with precision={self.narrow}: frozen weights"
+                " are in bf16, fp16 or fp32"
+            )
+        if self.bare is None:
+            object.__setattr__(self, "bare", self.model)
+            object.__setattr__(self, "model", with_adapters(self.model, self.lora))
 
     @property
     def parameters(self) -> int:
-        """Parameters of the model."""
+        """Parameters of the model, adapters included."""
         return self.model.parameters
+
+    @property
+    def trained(self) -> int:
+        """Those that have gradients and optimizer states: all, or adapters."""
+        return self.model.trained_parameters
 
     @cached_property
     def expert_parameters(self) -> int:
         """Those of the experts that a GPU has, where several divide them: of a `share`."""
         return sum(sum(block.experts) for block in self.model.blocks)
 
+    @cached_property
+    def trained_experts(self) -> int:
+        """Those of `expert_parameters` that are trained."""
+        return sum(sum(block.trained_experts) for block in self.model.blocks)
+
     def owned(self, shards: int) -> float:
         """Parameters that a GPU owns of its share, where `shards` data-parallel ones divide it.
 
         Experts are divided among those GPUs only that have the same ones.
         """
+        return self._divided(self.parameters, self.expert_parameters, shards)
+
+    def owned_trained(self, shards: int) -> float:
+        """Those of `owned` that are trained."""
+        return self._divided(self.trained, self.trained_experts, shards)
+
+    def _divided(self, parameters: int, experts: int, shards: int) -> float:
         if shards == 1:
-            return self.parameters
-        experts = self.expert_parameters
-        return (self.parameters - experts) / shards + experts / self.replicas(shards)
+            return parameters
+        return (parameters - experts) / shards + experts / self.replicas(shards)
 
     def replicas(self, ranks: int) -> int:
         """How many of `ranks` data-parallel ranks have the same experts; all without `ep`.
@@ -317,9 +353,12 @@ class Workload:
         """
         if self.divided or self.tp * self.ep * self.cp == 1:
             return self
+        bare = self.bare or self.model
         part = shard_model(
-            self.model, self.tp, sequence=self.sequence_parallel, experts=self.ep, context=self.cp
+            bare, self.tp, sequence=self.sequence_parallel, experts=self.ep, context=self.cp
         )
+        if self.lora is not None:
+            part = with_adapters(part, self.lora, bare)
         return replace(self, model=part, divided=True)
 
     def works(self) -> tuple[BlockWork, ...]:
@@ -343,7 +382,7 @@ class Workload:
 
     def repeats(self, block: Block) -> bool:
         """Whether a backward pass begins with the block's forward pass."""
-        if self.recompute != "full":
+        if self.recompute != "full" or (block.adapters and block.adapters.first):
             return False
         return self.checkpointing == "reentrant" or bool(block.boundary_bytes and not block.logits)
 
@@ -362,7 +401,10 @@ class Workload:
         return self.attention == "flash" and block.scores is not None
 
     def _passes(self, block: Block) -> tuple[Compute, Compute]:
+        """A backward pass moves twice as much as a forward one, but frozen weights once."""
         flops = block.flops * self.micro_batch
+        spared = block.adapters.spared * self.micro_batch if block.adapters else 0.0
+        frozen = (block.parameters - block.trained) * self.precision.bytes if flops else 0.0
         repeated = flops if self.recompute == "full" else 0.0
         if block.scores and self.repeats_scores(block):
             repeated = block.scores.flops * self.micro_batch
@@ -376,21 +418,21 @@ class Workload:
         if self.repeats_products(block):
             again = ["products"]
         traffic = weights + 2 * self._written(block) * self.precision.bytes / 2 * self.micro_batch
-        return (
-            Compute(
-                "forward",
-                flops,
-                traffic,
-                self._kernels(block, 1),
-                exchanges=self._exchanges(block, "forward"),
-            ),
-            Compute(
-                "backward",
-                2 * flops + repeated,
-                2 * traffic,
-                self._kernels(block, 2, again=self.repeats(block)),
-                exchanges=self._exchanges(block, *again, "backward"),
-            ),
+        forward = Compute(
+            "forward",
+            flops,
+            traffic,
+            self._kernels(block, 1),
+            exchanges=self._exchanges(block, "forward"),
+        )
+        if block.adapters and block.adapters.first:
+            return forward, Compute("backward", 0.0, kernels=Kernels((), 0, 0.0))
+        return forward, Compute(
+            "backward",
+            2 * flops - spared + repeated,
+            2 * traffic - frozen,
+            self._kernels(block, 2, again=self.repeats(block)),
+            exchanges=self._exchanges(block, *again, "backward"),
         )
 
     def _written(self, block: Block) -> Bytes:
@@ -411,27 +453,62 @@ class Workload:
         scores = often + (passes > 1 and self.repeats_scores(block))
         last = passes if self.checkpointing == "non_reentrant" else often
         second = passes > 1 and self.repeats_products(block)
-        times: list[float] = [scores if matmul.count else often for matmul in block.products]
-        times[-1:] = [last] * len(times[-1:])
+        frozen = passes - 1 if block.adapters and passes else 0  # no gradients of weights
+        times: list[float] = [
+            scores if matmul.count else often - frozen for matmul in block.products
+        ]
+        if not (block.adapters and block.adapters.pairs):  # else its last adapter comes later
+            times[-1:] = [last - frozen] * len(times[-1:])
         if second:
-            times = [passes if one.count else passes + _SECOND for one in block.products]
+            times = [passes if one.count else passes - frozen + _SECOND for one in block.products]
         fused = block.scores if self.fuses(block) else None
         kept = (often + second) * self._written(block)
         if block.scores and not fused:
             kept += scores * block.scores.bytes
         width = self.precision.bytes
+        products = [
+            self._product(block, matmul).times(count)
+            for matmul, count in zip(block.products, times, strict=True)
+            if count and not (fused and matmul.count)
+        ]
+        moved = 0.0
+        if block.adapters:
+            more, moved = self._of_adapters(block.adapters, passes, again + _SECOND * second)
+            products += more
         return Kernels(
-            tuple(
-                self._product(block, matmul).times(count)
-                for matmul, count in zip(block.products, times, strict=True)
-                if count and not (fused and matmul.count)
-            ),
+            tuple(products),
             (bool(passes) + again + second) * block.calls,
             kept * width * self.micro_batch,
             bool(block.logits),
             self._fused(fused, passes, again) if fused else None,
             self._cast(block, passes, again or second),
+            moved,
         )
+
+    def _of_adapters(
+        self, adapters: Adapters, passes: int, again: float
+    ) -> tuple[list[Gemm], Bytes]:
+        """Their products, and the traffic of kernels around these, as in `_kernels`.
+
+        The last product of a layer is that of an adapter: one that stops early does not repeat it.
+        """
+        width = self.precision.bytes
+        products = [one for pair in adapters.pairs for one in pair]
+        times = [passes + again] * len(products)
+        if self.recompute == "full" and self.checkpointing == "non_reentrant":
+            times[-1:] = [float(passes)] * len(times[-1:])
+        forward = (passes == 1) + math.ceil(again)
+        outputs, inputs = BACKWARD_MOVES if passes == _BOTH else (0, 0)
+        moved = sum(
+            one.rows * ((forward * FORWARD_MOVES + outputs) * two.columns + inputs * one.inner)
+            for one, two in adapters.pairs
+        )
+        made = [
+            one.product(self.micro_batch, width).times(count)
+            for one, count in zip(products, times, strict=True)
+            if count
+        ]
+        return made, moved * self.micro_batch * width
 
     def _casts(self, block: Block, matmul: MatMul) -> bool:
         """Whether the operands of a product are of a narrow type: those of weights in layers."""
@@ -512,6 +589,12 @@ class Workload:
         if block.context:
             along = self._along(block.context, passes)
             found = (found or TensorParallelCollectives()).then(along)
+        if block.adapters and block.adapters.summed and "backward" in passes:
+            group, elements = tensor(self.tp), block.adapters.summed
+            sums = Collective(Kind.ALL_REDUCE, "adapters", elements, self.precision, group)
+            found = (found or TensorParallelCollectives()).then(
+                TensorParallelCollectives(behind=(sums,))
+            )
         if block.routing is None:
             return found
         tokens = self._to_experts(block.routing, passes, early)

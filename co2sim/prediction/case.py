@@ -27,6 +27,7 @@ from co2sim.hardware.cluster import GPU, Cluster
 from co2sim.models.memory import activations, allocated, overhead
 from co2sim.models.stack import UNNAMED, Setting, Stack
 from co2sim.models.workload import (
+    MAX_RANK,
     NARROW,
     AttentionKernel,
     Checkpointing,
@@ -87,9 +88,10 @@ class LoadedCase:
 
     @property
     def kernels(self) -> str:
-        """What its kernels do, besides the model: precision, attention and recomputation."""
+        """What its kernels do, besides the model: precision, attention, recomputation, adapters."""
         kind = self.job.narrow or self.job.precision
-        return f"{kind}, {self.job.attention}, {self.job.recompute}"
+        more = ", adapters" if self.job.lora else ""
+        return f"{kind}, {self.job.attention}, {self.job.recompute}{more}"
 
     @property
     def layout(self) -> Layout:
@@ -123,12 +125,7 @@ class LoadedCase:
             strategy=title(self.strategy),
             gpus=cluster.layout.world_size,
             nodes=cluster.nodes,
-            micro_batch=job.micro_batch,
-            accumulation=job.accumulation,
-            tp=job.tp,
-            sequence_parallel=job.sequence_parallel,
-            ep=job.ep,
-            cp=job.cp,
+            **_described(job),
             tokens_per_gpu_per_step=each(job.samples_per_gpu * job.model.tokens, job.tp * job.cp),
             precision=job.narrow or str(job.precision),
             steps_per_round=schedule.steps,
@@ -174,6 +171,13 @@ class LoadedCase:
             "cost_per_billion_tokens": cost,
             "currency": cluster.currency if cost is not None else None,
         }
+
+
+def _described(job: Workload) -> dict[str, Any]:
+    """What a result repeats of its job."""
+    names = "micro_batch", "accumulation", "tp", "sequence_parallel", "ep", "cp", "lora"
+    trained = {"trained_parameters": job.trained} if job.lora else {}
+    return {name: getattr(job, name) for name in names} | trained
 
 
 def host_load(job: Workload, gpu: GPU, call_overhead: Seconds) -> float | None:
@@ -351,6 +355,12 @@ class Case:
         "job",
     )
     optimizer: Optimizer = option("adamw", "adamw, adamw_8bit (moments in 8 bits) or sgd.", "job")
+    lora: Annotated[int | None, Within((1, MAX_RANK))] = option(
+        None,
+        "Rank of adapters beside all matrices of attention and MLP, of experts, too; only these are"
+        " trained (LoRA). Default: all is trained.",
+        "job",
+    )
     stack: str | Stack | Contents = option(
         "",
         "Software stack: the training framework of a year (`co2sim list stacks`), or a TOML file;"
@@ -574,6 +584,7 @@ class Case:
             ep=self.ep,
             cp=self.cp,
             context=stack.context,
+            lora=self.lora,
         )
 
     def _types(self, gpu: GPU) -> tuple[DType, Narrow | None]:
@@ -680,6 +691,7 @@ class JobOptions(TypedDict, total=False):
     checkpointing: Checkpointing | None
     loss: Loss | None
     optimizer: Optimizer
+    lora: Count | None
     stack: str | Stack | Contents
     overrides: Mapping[str, Number] | None
     noise: Noise

@@ -247,6 +247,7 @@ class Trained:
     `workers` go on without one of them; with 1 every failure stops all. `round_time` is that of a
     round of local updates, or of a step. `outer_bytes` is the outer state of local updates: anchor,
     momentum, and an average under way. A worker reads the state of a peer at `peer_bandwidth`.
+    Of `parameters` all are trained and saved; besides, a restart reads `frozen_bytes` of weights.
     """
 
     gpus: int
@@ -257,6 +258,7 @@ class Trained:
     outer_bytes: Bytes = 0.0
     peer_bandwidth: BytesPerSecond = math.inf
     optimizer: Optimizer = "adamw"
+    frozen_bytes: Bytes = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,6 +360,10 @@ _MASTER: Bytes = 4.0
 """Of the fp32 parameters, which `OPTIMIZER_BYTES` counts with the moments."""
 
 
+_WEIGHT: Bytes = 2.0
+"""Of a frozen weight, which is read in 16 bits."""
+
+
 def goodput_of(
     result: Result,
     cluster: Cluster,
@@ -397,7 +403,8 @@ def goodput_of(
     trained = Trained(
         gpus=result.gpus,
         nodes=result.nodes,
-        parameters=model.parameters,
+        parameters=result.trained_parameters or model.parameters,
+        frozen_bytes=_WEIGHT * model.parameters if result.trained_parameters else 0.0,
         round_time=result.round_time_s,
         workers=workers,
         outer_bytes=result.memory_bytes_per_gpu.get("outer", 0.0) * result.gpus / workers,
@@ -509,7 +516,8 @@ class _Setting:
             least = max(saving.writing - saving.blocking, trained.round_time)
             every = max(best_interval(rate, saving), least)
         bandwidth = failures.reload_bandwidth or READ_PER_NODE * trained.nodes
-        after = self.after(restart, self.checkpoint_bytes / bandwidth, broken)
+        read = self.checkpoint_bytes + trained.frozen_bytes
+        after = self.after(restart, read / bandwidth, broken)
         return WholeJob(rate=rate, every=every, saving=saving, after=after), workers
 
     def _workers(self, rates: Rates, all_of_them: float, restart: Seconds) -> FailingWorkers:

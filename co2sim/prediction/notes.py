@@ -194,7 +194,14 @@ IDLE_STACK = (
     "--stack changes nothing here: the file of the GPU states its kernels itself, or nothing is"
     " known of them"
 )
-ALIKE = (IDLE_RECOMPUTE, IDLE_CHECKPOINTING, EAGER_ATTENTION, EAGER_LOSS, SCALE, IDLE_STACK)
+ADAPTERS = (
+    "lora: none of the published runs that intervals are made of has adapters, so that how far off"
+    " this is is not known"
+)
+ALIKE = (
+    *(IDLE_RECOMPUTE, IDLE_CHECKPOINTING, EAGER_ATTENTION, EAGER_LOSS, SCALE, IDLE_STACK),
+    ADAPTERS,
+)
 
 
 def host_limits(load: float | None) -> tuple[str, ...]:
@@ -231,6 +238,7 @@ def remarks(
         EAGER_LOSS: plain and logits and job.loss == "eager",
         SCALE: even and gpus > _FEW and not uneven_by_hand,
         IDLE_STACK: "stack" in asked and not cluster.gpu.stack,
+        ADAPTERS: job.lora is not None,
     }
     return tuple(text for text, holds in found.items() if holds)
 

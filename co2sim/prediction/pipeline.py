@@ -327,7 +327,8 @@ def _result(case: Case, whole: Cluster, line: _Line, free: _Line, sent: _Sent) -
     model, steps, gpus = case.load()[1].value, result.steps_per_round, whole.layout.world_size
     step = line.step
     samples = gpus // (case.pp * case.tp * case.cp) * job.samples_per_gpu / step
-    full = replace(job, model=model, tp=1, sequence_parallel=False, ep=1, cp=1)
+    full = replace(job, model=model, bare=None, tp=1, sequence_parallel=False, ep=1, cp=1)
+    flops = full.model.flops_per_sample
     tokens, trained = samples * model.tokens, job.samples_per_gpu * model.tokens
     exposed = max(0.0, step - free.step) * steps
     times = 2 * case.interleave * job.accumulation  # outputs forward, their gradients backward
@@ -347,15 +348,16 @@ def _result(case: Case, whole: Cluster, line: _Line, free: _Line, sent: _Sent) -
         model=model.name,
         pp=case.pp,
         interleave=case.interleave,
+        trained_parameters=full.trained if case.lora else None,
         tokens_per_gpu_per_step=each(trained, case.tp * case.cp * case.pp),
         round_time_s=step * steps,
         step_time_s=step,
         samples_per_s=samples,
         tokens_per_s=tokens,
         tokens_per_s_per_gpu=tokens / gpus,
-        model_tflops_per_gpu=samples * model.flops_per_sample / gpus / 1e12,
+        model_tflops_per_gpu=samples * flops / gpus / 1e12,
         hardware_tflops_per_gpu=samples * full.hardware_flops_per_sample / gpus / 1e12,
-        mfu=samples * model.flops_per_sample / gpus / peak_flops(whole.gpu, job.peak),
+        mfu=samples * flops / gpus / peak_flops(whole.gpu, job.peak),
         comm_busy_s=busy,
         exposed_comm_s=exposed,
         overlap_ratio=max(0.0, 1 - exposed / busy) if busy else None,

@@ -20,7 +20,8 @@ class Result:
     """Figures of one configuration. Times are of the steady state; a step is an optimizer step.
 
     `stack` is the software stack; empty for what was measured, and where the GPU's file says
-    how fast its kernels are. `tokens` are the model's units: tokens, or images.
+    how fast its kernels are. `tokens` are the model's units: tokens, or images. `lora` is the rank
+    of adapters, which have `trained_parameters` (both None: all is trained).
     `host_load` is what the host needs to issue the operations of passes over what the GPU needs for
     them: from 1 on the GPU waits (None for models without known kernels).
     `exposed_comm_s` is the round time minus that of the same round with free communication,
@@ -57,6 +58,8 @@ class Result:
     cp: int = 1
     pp: int = 1
     interleave: int = 1
+    lora: int | None = None
+    trained_parameters: int | None = None
     tokens_per_gpu_per_step: int | float
     precision: str
     steps_per_round: int

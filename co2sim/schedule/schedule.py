@@ -259,7 +259,8 @@ class Kernels:
     `calls` are operations that the framework issues, `elementwise_bytes` the memory traffic of
     those that are no matrix products, and `vocabulary` says that the products' output has the
     width of a vocabulary. `attention` is that part of attention which is one kernel, `cast_bytes`
-    the traffic of kernels that make operands of a narrow type.
+    the traffic of kernels that make operands of a narrow type, and `adapter_bytes` that of those
+    that scale and add what adapters give.
     """
 
     products: tuple[Gemm, ...]
@@ -268,6 +269,7 @@ class Kernels:
     vocabulary: bool = False
     attention: FusedAttention | None = None
     cast_bytes: Bytes = 0.0
+    adapter_bytes: Bytes = 0.0
 
     def times(self, factor: float) -> "Kernels":
         """The same work `factor` times, which may be a fraction."""
@@ -278,6 +280,7 @@ class Kernels:
             self.vocabulary,
             self.attention and self.attention.times(factor),
             self.cast_bytes * factor,
+            self.adapter_bytes * factor,
         )
 
 

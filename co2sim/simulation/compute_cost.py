@@ -70,7 +70,7 @@ def kernel_parts(kernels: Kernels, gpu: GPU, times: KernelTimes, precision: str)
     fused = kernels.attention
     attention = _attention_time(fused, peak, memory, times) if fused else 0.0
     moved = kernels.elementwise_bytes * times.elementwise
-    moved += kernels.cast_bytes
+    moved += kernels.cast_bytes + kernels.adapter_bytes
     elementwise = moved / (gpu.memory_bandwidth * gpu.memory_efficiency)
     return KernelParts(products, attention, elementwise)
 

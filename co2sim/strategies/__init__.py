@@ -52,7 +52,7 @@ STRATEGIES: dict[str, type[Any]] = {
 }
 
 
-_OF_THE_JOB = ("tp", "sequence_parallel", "ep", "cp")
+_OF_THE_JOB = ("tp", "sequence_parallel", "ep", "cp", "lora")
 """What combines with every strategy."""
 
 _OPTIONS_ELSEWHERE = {"hsdp": "shard"}

@@ -73,7 +73,7 @@ def fsdp_step(job: Workload, layout: Layout, how: Sharding) -> Step:
     check_micro_steps(job, _OPS_PER_BLOCK)
     shards = group_size(how.among, layout)
     ops, reduced = lay_out(_uses(job, how, shards))
-    share = math.ceil(job.owned(shards))
+    share = math.ceil(job.owned_trained(shards))
     if how.clip:
         norm = Collective(Kind.ALL_REDUCE, "norm", 1, DType.FP32, how.among)
         ops += [
@@ -174,9 +174,9 @@ class _MicroStep:
 
     def _reduced(self, place: int) -> int:
         """The elements of the gradient that is complete behind a backward pass."""
-        if self._unit(place) == "root":
-            return 0 if place else units(self.job)[0]
-        return self.job.model.blocks[place].parameters
+        if self._unit(place) == "root" and place:
+            return 0
+        return sum(self._trained(place))
 
     def _gather(self, place: int, group: Group) -> Row:
         precision, unit = self.job.precision, self._unit(place)
@@ -195,6 +195,13 @@ class _MicroStep:
             return units(self.job)[0], 0
         block = self.job.model.blocks[place]
         return sum(block.tensors), sum(block.experts)
+
+    def _trained(self, place: int) -> tuple[int, int]:
+        """Those of `_parts` that have gradients."""
+        blocks = self.job.model.blocks
+        if self._unit(place) == "root":
+            return sum(one.trained for one in (blocks[0], *blocks[1:][-1:])), 0
+        return sum(blocks[place].trained_tensors), sum(blocks[place].trained_experts)
 
     def _reduce(self, place: int, elements: int) -> tuple[list[Compute], Row]:
         """Kernels on the stream of the passes, and what follows on others.
@@ -218,7 +225,7 @@ class _MicroStep:
         if not how.copies:
             kernels.append(_moved("divide", elements, 2 * reduced))
         buffer = f"{self._unit(place)}.gradient"
-        dense, experts = self._parts(place)
+        dense, experts = self._trained(place)
         row = self._shared(buffer, dense, how.among, "")
         if experts:
             row += self._shared(f"{buffer}.experts", experts, how.experts, "_experts")
@@ -330,20 +337,21 @@ class FSDP:
     def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
         """16 bytes per parameter over the shards (AdamW), and what is whole at the peak.
 
-        Parameters, gradients and moments are fp32: parameters are their own master copy. The peak
-        is in the backward pass, where two units are gathered besides the root, the gradient of one
-        is computed and that of another is reduced.
+        Parameters, gradients and moments are fp32: parameters are their own master copy; those that
+        are frozen are of the precision. The peak is in the backward pass, where two units are
+        gathered besides the root, the gradient of one is computed and that of another is reduced.
         """
         sharding = self.sharding(layout, WORLD)
         n, width = group_size(sharding.among, layout), job.precision.bytes
-        share, reduced = job.owned(n), self.reduce.bytes
+        share, trained, reduced = job.owned(n), job.owned_trained(n), self.reduce.bytes
         root, others = units(job)
-        largest = max(others, default=root)
+        gradients = [block.trained for block in job.model.blocks]
+        largest = max(gradients[1:-1], default=sum(gradients))
         whole = root + sum(sorted(others)[-2:]) if sharding.again else job.parameters
         found = {
-            "parameters": share * MASTER_BYTES,
-            "gradients": share * MASTER_BYTES,
-            "optimizer": share * (OPTIMIZER_BYTES[job.optimizer] - MASTER_BYTES),
+            "parameters": trained * MASTER_BYTES + (share - trained) * width,
+            "gradients": trained * MASTER_BYTES,
+            "optimizer": trained * (OPTIMIZER_BYTES[job.optimizer] - MASTER_BYTES),
         }
         if n == 1:
             return found
@@ -353,5 +361,5 @@ class FSDP:
             ranks = group_size(sharding.again, layout)
             found["resharded"] = (job.parameters - root) * width / ranks
         if not sharding.every and job.accumulation > 1:
-            found["unreduced"] = job.parameters * max(width, reduced)
+            found["unreduced"] = job.trained * max(width, reduced)
         return found

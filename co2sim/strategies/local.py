@@ -172,9 +172,7 @@ class Replica:
             states = model_states(job)
         else:
             states = self.inner.memory(job, Layout(1, self.ranks(layout)))
-        return states | {
-            "outer": copies * -(-job.parameters // self.ranks(layout)) * DType.FP32.bytes
-        }
+        return states | {"outer": copies * -(-job.trained // self.ranks(layout)) * DType.FP32.bytes}
 
 
 def outer_work(job: Workload, elements: int, tensors: int, kernel: str = "outer") -> Compute:
@@ -213,12 +211,12 @@ def averaged_rounds(
     strategy: LocalSteps, job: Workload, layout: Layout, plan: Averages
 ) -> Schedule:
     """Local steps, and the averages between them. An outer step waits for the average it uses."""
-    if plan.fragments > job.parameters:
-        raise OptionError(f"fragments={plan.fragments} of {job.parameters} parameters")
+    if plan.fragments > job.trained:
+        raise OptionError(f"fragments={plan.fragments} of {job.trained} parameters")
     replica, tau = Replica.of(strategy), round_steps(strategy)
     launched: dict[int, list[Op]] = {}
     used: dict[int, list[Op]] = {}
-    sizes = cut(job.parameters, plan.fragments)
+    sizes = cut(job.trained, plan.fragments)
     for number, (at, elements) in enumerate(zip(launches(tau, plan.fragments), sizes, strict=True)):
         suffix = str(number) if plan.fragments > 1 else ""
         share = -(-elements // replica.ranks(layout))

@@ -142,7 +142,7 @@ def sharded_step(
         fetched_here = fetch(direction, block) if block.parameters else ()
         for number, elements in enumerate(parts, start=1):
             end = f".{number}" if len(parts) > 1 else ""
-            share = elements / block.parameters if len(parts) > 1 else 1.0
+            share = elements / block.trained if len(parts) > 1 else 1.0
             work = _share(compute, share, last=number == len(parts))
             op = Op(f"{prefix}{direction}.{block.name}{end}", work, COMPUTE)
             named = reduce(f"{block.name}.gradient", elements) if elements else ()
@@ -160,7 +160,7 @@ def sharded_step(
     if refresh:
         last = next(place for place, op in enumerate(ops) if op.name == ends[len(works) - 1])
         ops.insert(last + 1, Op("refresh", refresh, GATHER))
-    optimizer = job.optimizer_step(-(-job.parameters // shards))
+    optimizer = job.optimizer_step(-(-job.trained // shards))
     ops.append(Op("optimizer", optimizer, COMPUTE, reduced))
     first_fetch = next(op.name for op in ops if op.stream != COMPUTE)
     return Step(ops, (first_fetch, ends[0]), ("optimizer",))
@@ -202,8 +202,8 @@ def fetched(block: Block, gathers: int) -> list[tuple[str, int]]:
 
 def _parts(block: Block, bucket: int) -> list[int]:
     """Elements of a block's gradient that are reduced together, in backward order."""
-    if block.parameters <= bucket:
-        return [block.parameters]
+    if block.trained <= bucket:
+        return [block.trained]
     return [part.elements for part in buckets([block], bucket)]
 
 
@@ -260,7 +260,7 @@ def transient(job: Workload, shards: int, prefetch: int, max_live: int) -> dict[
     if shards == 1:
         return {}
     size = job.precision.bytes
-    largest = max(block.parameters for block in job.model.blocks)
+    largest = max(block.trained for block in job.model.blocks)
     gathered = live_elements(job, shards, prefetch, max_live)
     return {"gathered": gathered * size, "bucket": largest * size}
 

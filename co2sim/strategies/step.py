@@ -120,14 +120,15 @@ def buckets(
     capacity: float,
     of_experts: bool = False,  # noqa: FBT001, FBT002
 ) -> list[Bucket]:
-    """Tensors in backward order; a bucket closes once it holds `capacity` elements or more.
+    """Trained tensors in backward order; a bucket closes once it holds `capacity` elements or more.
 
     Those of experts that ranks divide have buckets of their own. Source: torch.distributed
     `_compute_bucket_assignment_by_size`.
     """
     found, held, ready = [], 0, 0
     for index in range(len(blocks) - 1, -1, -1):
-        tensors = blocks[index].experts if of_experts else blocks[index].tensors
+        one = blocks[index]
+        tensors = one.trained_experts if of_experts else one.trained_tensors
         for elements in reversed(tensors):
             held, ready = held + elements, index
             if held >= capacity:
@@ -236,7 +237,7 @@ def bucketed_step(
 ) -> Step:
     """A step with replicated parameters; with `gather_capacity` the optimizer is sharded.
 
-    A sharded optimizer updates its share, then the parameters are all-gathered in pieces of at
+    A sharded optimizer updates its share, then what is trained is all-gathered in pieces of at
     most `gather_capacity` elements, or broadcast where gradients are reduced to owners. Experts
     that ranks divide are reduced and gathered among those with the same ones.
     """
@@ -248,23 +249,23 @@ def bucketed_step(
     if ranks == 1:
         ops = passes(job, None)
         return Step(
-            [*ops, Op("optimizer", job.optimizer_step(job.parameters), COMPUTE)],
+            [*ops, Op("optimizer", job.optimizer_step(job.trained), COMPUTE)],
             (first,),
             ("optimizer",),
         )
     ops = passes(job, reduction, ranks)
     last = next(op.name for op in reversed(ops) if op.stream == COMM)
-    share = math.ceil(job.owned(ranks)) if gather_capacity else job.parameters
+    share = math.ceil(job.owned_trained(ranks)) if gather_capacity else job.trained
     ops.append(Op("optimizer", job.optimizer_step(share), COMPUTE, (After(last),)))
     if not gather_capacity:
         return Step(ops, (first,), ("optimizer",))
-    dense = job.parameters - job.expert_parameters
+    dense = job.trained - job.trained_experts
     kind, sizes = Kind.ALL_GATHER, pieces(dense, gather_capacity)
     if reduction.kind is Kind.REDUCE:
         kind, sizes = Kind.BROADCAST, [dense]
     gathered = [(elements, reduction.group) for elements in sizes]
     if reduction.replicas:
-        experts = pieces(job.expert_parameters, gather_capacity)
+        experts = pieces(job.trained_experts, gather_capacity)
         gathered += [(elements, reduction.replicas) for elements in experts]
     for number, (elements, group) in enumerate(gathered):
         work = Collective(kind, f"parameters{number}", elements, job.precision, group)

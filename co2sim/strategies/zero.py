@@ -184,5 +184,5 @@ class Zero2:
         ranks = layout.world_size
         states = model_states(job, gradient_shards=ranks, optimizer_shards=ranks)
         if ranks > 1:
-            states["bucket"] = min(self.bucket, job.parameters) * job.precision.bytes
+            states["bucket"] = min(self.bucket, job.trained) * job.precision.bytes
         return states

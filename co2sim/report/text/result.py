@@ -145,6 +145,7 @@ def _print_header(out: Console, r: Result, noise: Noise) -> None:
         f"model    {r.model}, {batch}: {size} per GPU and step, {r.precision}",
         *([f"stack    {r.stack}"] if r.stack else []),
         *([f"layers   {division(r)}"] if r.tp * r.pp * r.ep * r.cp > 1 else []),
+        *([f"trained  {adapters(r)}"] if r.lora else []),
         *(["spans    those of the first stage, as is what is sent"] if r.pp > 1 else []),
         *([f"speeds   {speeds(noise, r)}"] if noise.uneven else []),
         "",
@@ -167,6 +168,11 @@ def division(r: Result) -> str:
         chunks = f" of {r.interleave} chunks each" if r.interleave > 1 else ""
         found.append(f"{r.pp} stages{chunks}")
     return "; ".join(found)
+
+
+def adapters(r: Result) -> str:
+    """What is trained of a model with adapters."""
+    return f"adapters of rank {r.lora}: {counted(r.trained_parameters or 0, 'parameter')}"
 
 
 def speeds(noise: Noise, result: Result | None = None, varied: Collection[str] = ()) -> str:

@@ -84,6 +84,7 @@ BAD = [
     (f"run {ON} --tp 3", "tp=3"),
     (f"run {ON} --ep 3", "ep=3"),
     (f"run {ON} --cp 3", "cp=3"),
+    (f"run {ON} --lora 0", "lora is 0"),
     (f"run {ON} --sequence-parallel", "sequence_parallel"),
     (f"run {ON} --pp 3", "pp=3"),
     (f"run {ON} --interleave 2", "interleave=2"),

@@ -100,6 +100,7 @@ def test_a_key_changes_with_every_field_of_a_case_and_with_nothing_else() -> Non
         "tp": 2,
         "ep": 2,
         "cp": 2,
+        "lora": 8,
         "sequence_parallel": True,
         "pp": 2,
         "interleave": 2,

@@ -180,6 +180,22 @@ def test_real_products_are_not_run_under_the_name_of_another_precision(tmp_path:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.dist
+def test_adapters_are_run_as_they_are_simulated(tmp_path: Path) -> None:
+    """All weights are gathered, and gradients of adapters alone reduced; the record says so."""
+    pytest.importorskip("torch")
+    from ranks import realrun  # noqa: PLC0415 - torch
+
+    asked = ("run", "-c", "dgx-h100", "-m", "tiny-5m", "-s", "fsdp", "--lora", "4", "--rounds", "1")
+    done = realrun(tmp_path, 2, *asked, "--kernels", "flops", "--set", "model.seq_len=64")
+    assert done.returncode == 0, done.stderr
+    kept = record.read(tmp_path / "out" / "fsdp")
+    assert kept.case.lora == 4
+    sent = kept.figures["sent_bytes_per_gpu_per_step"]
+    assert sent["reduce_scatter world"] == kept.figures["trained_parameters"] * 4 / 2
+    assert sent["all_gather world"] > 10 * sent["reduce_scatter world"]
+
+
 def test_bad_input_gives_one_line_and_starts_nothing(cli: Run, tmp_path: Path) -> None:
     """What was wrong, on stderr; exit code 2, nothing written."""
     for arguments, said in [

@@ -1,0 +1,358 @@
+"""Adapters (LoRA): what is trained, what a pass computes, what is sent, and what memory holds."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from co2sim import simulate
+from co2sim.catalog import load_cluster, load_model
+from co2sim.common.errors import OptionError
+from co2sim.hardware.failures import Failures
+from co2sim.models.architecture import Experts, LatentAttention, Model, Transformer, language_model
+from co2sim.models.memory import activations
+from co2sim.models.workload import Workload
+from co2sim.prediction.case import Case, schedule_of
+from co2sim.prediction.goodput import goodput_of
+from co2sim.prediction.notes import ADAPTERS
+from co2sim.schedule.schedule import Collective, Compute, Kind, Layout
+from co2sim.strategies import parse
+
+RANK, LAYERS, H, KV, FFN, VOCAB, TOKENS = 4, 3, 64, 32, 128, 96, 16
+BODY = Transformer(
+    layers=LAYERS, hidden=H, heads=8, kv_heads=4, ffn=FFN, gated=True, bias=False, norm="rmsnorm"
+)
+EXPERTS = Experts(count=4, active=2, width=32, shared=16)
+LATENT = LatentAttention(kv_rank=8, q_rank=8, nope=4, rope=4, value=8)
+SIDES = [(H, H), (H, KV), (H, KV), (H, H), (H, FFN), (H, FFN), (FFN, H)]
+"""In and out of the matrices of a layer: queries, keys, values, output, gate, up, down."""
+WEIGHTS = LAYERS * sum(a * b for a, b in SIDES)
+TRAINED = LAYERS * RANK * sum(a + b for a, b in SIDES)
+NORMS = LAYERS * 2 * H + H
+FROZEN = WEIGHTS + NORMS + 2 * VOCAB * H
+LAYOUT = Layout(2, 4)
+RANKS = 8
+JOB = {"cluster": "dgx-h100", "model": "llama3-8b", "gpus": 16}
+
+
+def model(**changes: object) -> Model:
+    """A small language model whose body is changed."""
+    return language_model(
+        "small",
+        replace(BODY, **changes),  # type: ignore[arg-type]
+        vocab=VOCAB,
+        tokens=TOKENS,
+        tied=False,
+    )
+
+
+SMALL = model()
+LORA = Workload(SMALL, lora=RANK)
+
+
+def moved(strategy: str, job: Workload = LORA, layout: Layout = LAYOUT) -> Counter[Kind]:
+    """Elements of a round by kind of collective, but for the norm of gradients."""
+    found: Counter[Kind] = Counter()
+    for op in schedule_of(parse(strategy), job, layout).body:
+        if isinstance(op.work, Collective) and op.work.buffer != "norm":
+            found[op.work.kind] += op.work.elements
+    return found
+
+
+@pytest.mark.parametrize(("name", "trained"), [("llama3-8b", 41943040), ("llama3-70b", 207093760)])
+def test_as_many_parameters_are_trained_as_in_peft(name: str, trained: int) -> None:
+    """Rank 16 with target_modules="all-linear": 16 (in + out) of seven matrices a layer.
+
+    8B: 16 x 32 (2 x 8192 + 2 x 5120 + 3 x 18432), 70B: 16 x 80 (2 x 16384 + 2 x 9216 + 3 x 36864).
+    """
+    bare = load_model(name).value
+    job = Workload(bare, lora=16)
+    assert job.trained == trained
+    assert job.parameters == bare.parameters + trained
+
+
+def test_routed_and_shared_experts_have_adapters_each_and_routers_none() -> None:
+    """Those of an expert meet its own matrices only."""
+    attention, expert, shared = SIDES[:4], [(H, 32), (H, 32), (32, H)], [(H, 16), (H, 16), (16, H)]
+    sides = [*attention, *expert * 4, *shared]
+    assert Workload(model(experts=EXPERTS), lora=RANK).trained == LAYERS * RANK * sum(
+        a + b for a, b in sides
+    )
+
+
+def test_vectors_between_have_adapters_on_both_sides() -> None:
+    """Latent attention: two matrices of queries, two of keys and values, one behind."""
+    sides = [(H, 8), (8, 64), (H, 12), (8, 96), (64, H), *SIDES[4:]]
+    job = Workload(model(latent=LATENT), lora=RANK)
+    assert job.trained == LAYERS * RANK * sum(a + b for a, b in sides)
+
+
+def test_model_flop_are_four_for_a_frozen_parameter_and_six_for_a_trained_one() -> None:
+    """And 12 x layers x width x seq_len for attention, as without adapters."""
+    token = LORA.model.flops_per_sample / TOKENS
+    assert token == 4 * (WEIGHTS + VOCAB * H) + 6 * TRAINED + 12 * LAYERS * H * TOKENS
+    assert LORA.hardware_flops_per_sample == pytest.approx(LORA.model.flops_per_sample)
+
+
+@pytest.mark.parametrize("attention", ["flash", "eager"])
+def test_kernels_have_one_product_of_a_frozen_weight_backward_and_two_of_adapters(
+    attention: str,
+) -> None:
+    """Each adapter has two products of its own, one as wide as the rank on either side."""
+    job = Workload(SMALL, micro_batch=2, lora=RANK, attention=attention)  # type: ignore[arg-type]
+    bare = Workload(SMALL, micro_batch=2, attention=attention)  # type: ignore[arg-type]
+    for one, plain in zip(job.works()[1:-1], bare.works()[1:-1], strict=True):
+        assert one.forward.kernels
+        assert one.backward.kernels
+        assert plain.forward.kernels
+        pairs = one.forward.kernels.products[-14:]
+        assert [(a.inner, a.columns) for a in pairs[::2]] == [(a, RANK) for a, _ in SIDES]
+        assert [(b.inner, b.columns) for b in pairs[1::2]] == [(RANK, b) for _, b in SIDES]
+        assert {pair.rows for pair in pairs} == {2 * TOKENS}
+        base = 2 * 2 * TOKENS * sum(a * b for a, b in SIDES)
+        small = 2 * 2 * TOKENS * RANK * sum(a + b for a, b in SIDES)
+        mixing = sum(product.flops for product in plain.forward.kernels.products) - base
+        assert sum(p.flops for p in one.forward.kernels.products) == base + mixing + small
+        assert sum(p.flops for p in one.backward.kernels.products) == base + 2 * (mixing + small)
+        assert one.forward.kernels.calls == plain.forward.kernels.calls + 4 * len(SIDES)
+
+
+def test_scaling_and_sums_move_what_adapters_give() -> None:
+    """Forward 5 numbers of an output; backward 2 of it, and 3 of an input."""
+    layer = LORA.works()[1]
+    assert layer.forward.kernels
+    assert layer.backward.kernels
+    inputs, outputs = (TOKENS * 2 * sum(pair[n] for pair in SIDES) for n in (0, 1))
+    assert layer.forward.kernels.adapter_bytes == 5 * outputs
+    assert layer.backward.kernels.adapter_bytes == 2 * outputs + 3 * inputs
+
+
+def test_a_frozen_embedding_has_no_backward_pass_and_a_head_half_of_one() -> None:
+    """Nothing before the first layer is trained."""
+    first, *_, head = LORA.works()
+    assert (first.backward.flops, first.backward.memory_bytes) == (0.0, 0.0)
+    assert head.backward.flops == head.forward.flops == 2 * TOKENS * VOCAB * H
+
+
+@pytest.mark.parametrize("checkpointing", ["reentrant", "non_reentrant"])
+def test_a_layer_that_runs_again_leaves_out_the_last_product_of_its_last_adapter(
+    checkpointing: str,
+) -> None:
+    """Only if it stops once all is there: the product before it, of the frozen weight, is not."""
+    options = {"recompute": "full", "checkpointing": checkpointing}
+    again = Workload(SMALL, lora=RANK, **options).works()[1]  # type: ignore[arg-type]
+    once = LORA.works()[1]
+    assert again.backward.kernels
+    assert once.backward.kernels
+    assert once.forward.kernels
+    found, forward, plain = (
+        sum(product.flops for product in kernels.products)
+        for kernels in (again.backward.kernels, once.forward.kernels, once.backward.kernels)
+    )
+    left_out = 2 * TOKENS * RANK * H if checkpointing == "non_reentrant" else 0
+    assert found == plain + forward - left_out
+
+
+def test_gradients_and_parameters_of_adapters_are_all_that_replicas_exchange() -> None:
+    """DDP all-reduces them; ZeRO-1 and 2 reduce-scatter them and gather them once updated."""
+    assert moved("ddp") == {Kind.ALL_REDUCE: TRAINED}
+    both = {Kind.REDUCE_SCATTER: TRAINED, Kind.ALL_GATHER: TRAINED}
+    assert moved("zero1") == moved("zero2") == both
+
+
+def test_sharded_parameters_are_gathered_whole_and_gradients_of_adapters_reduced() -> None:
+    """FSDP gathers the root, embedding and head, once; ZeRO-3 every block twice."""
+    root = 2 * VOCAB * H + H
+    every = FROZEN + TRAINED
+    assert moved("fsdp") == {Kind.ALL_GATHER: 2 * every - root, Kind.REDUCE_SCATTER: TRAINED}
+    assert moved("zero3") == {Kind.ALL_GATHER: 2 * every, Kind.REDUCE_SCATTER: TRAINED}
+    assert moved("zero3", Workload(SMALL, lora=RANK, accumulation=2)) == {
+        Kind.ALL_GATHER: 4 * every,
+        Kind.REDUCE_SCATTER: 2 * TRAINED,
+    }
+
+
+def test_hsdp_and_zeropp_reduce_adapters_only() -> None:
+    """HSDP all-reduces shares of them between nodes; ZeRO++ exchanges them in two hops."""
+    assert moved("fsdp:shard=node")[Kind.ALL_REDUCE] == LAYERS * (TRAINED // LAYERS // 4)
+    assert moved("zeropp")[Kind.ALL_TO_ALL] == LAYERS * (TRAINED // LAYERS) * (1 + 1 / 4)
+    assert moved("zeropp")[Kind.ALL_GATHER] == 2 * (FROZEN + TRAINED)
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd:tau=2", "co2:tau=2", "diloco:tau=2"])
+def test_averages_are_of_adapters(strategy: str) -> None:
+    """Of one GPU all; where a node is the worker a share, and shares are gathered in it."""
+    assert moved(strategy) == {Kind.ALL_REDUCE: TRAINED}
+    inside = moved(f"{strategy},worker=node,inner=zero1")
+    assert inside[Kind.ALL_REDUCE] == TRAINED // 4
+    assert inside[Kind.REDUCE_SCATTER] == 2 * TRAINED
+    own = parse(strategy).memory(LORA, LAYOUT)["outer"]
+    whole = parse(strategy).memory(Workload(SMALL), LAYOUT)["outer"]
+    assert own / whole == pytest.approx(TRAINED / FROZEN)
+
+
+def test_optimizers_update_adapters() -> None:
+    """All of them, or a share."""
+    for strategy, share in (("ddp", TRAINED), ("zero1", TRAINED / 8), ("fsdp", TRAINED / 8)):
+        (work,) = [
+            op.work
+            for op in schedule_of(parse(strategy), LORA, LAYOUT).body
+            if isinstance(op.work, Compute) and op.work.kernel == "optimizer"
+        ]
+        assert work.memory_bytes == share * (2 * 2 + 2 * 12)
+
+
+def test_memory_by_item() -> None:
+    """2 bytes of a frozen weight, and 16 of a parameter of adapters; FSDP's own are in fp32."""
+
+    def states(strategy: str) -> tuple[float, ...]:
+        found = parse(strategy).memory(LORA, LAYOUT)
+        return tuple(found[name] for name in ("parameters", "gradients", "optimizer"))
+
+    every, n = 2 * (FROZEN + TRAINED), RANKS
+    assert states("ddp") == (every, 2 * TRAINED, 12 * TRAINED)
+    assert states("zero1") == (every, 2 * TRAINED, 12 * TRAINED / n)
+    assert states("zero2") == (every, 2 * TRAINED / n, 12 * TRAINED / n)
+    assert states("zero3") == (every / n, 2 * TRAINED / n, 12 * TRAINED / n)
+    assert states("fsdp") == ((2 * FROZEN + 4 * TRAINED) / n, 4 * TRAINED / n, 8 * TRAINED / n)
+    assert parse("zero2").memory(LORA, LAYOUT)["bucket"] == 2 * TRAINED
+    assert parse("zero3").memory(LORA, LAYOUT)["bucket"] == 2 * TRAINED / LAYERS
+    assert parse("fsdp").memory(LORA, LAYOUT)["bucket"] == (2 + 4) * TRAINED / LAYERS
+
+
+def test_what_is_as_wide_as_the_rank_is_kept() -> None:
+    """Besides what is kept without adapters."""
+    plain, found = (activations(Workload(SMALL, micro_batch=2, lora=r)) for r in (None, RANK))
+    more = LAYERS * len(SIDES) * 2 * TOKENS * RANK * 2
+    assert found["activations"] - plain["activations"] == more
+
+
+def test_a_tied_embedding_has_no_gradient() -> None:
+    """Frozen, it needs none beside the head's."""
+    tied = language_model("tied", BODY, vocab=VOCAB, tokens=TOKENS, tied=True)
+    assert "tied_gradient" in activations(Workload(tied))
+    assert "tied_gradient" not in activations(Workload(tied, lora=RANK))
+
+
+@given(
+    st.sampled_from([1, 2, 4]),
+    st.booleans(),
+    st.sampled_from([{}, {"latent": LATENT}, {"experts": EXPERTS}]),
+    st.integers(1, 16),
+)
+def test_tensor_parallel_ranks_have_adapters_once_but_for_matrices_that_meet_whole_sides(
+    tp: int,
+    sequence: bool,  # noqa: FBT001
+    changes: dict[str, object],
+    rank: int,
+) -> None:
+    """The sides that ranks do not divide are on all of them, and their gradients are summed up."""
+    job = Workload(model(**changes), tp=tp, sequence_parallel=sequence and tp > 1, lora=rank)
+    layers = [block.adapters for block in job.share.model.blocks[1:-1] if block.adapters]
+    summed = sum(one.summed for one in layers)
+    assert tp * job.share.trained == job.trained + (tp - 1) * summed
+    works = [work for one in job.share.works() for work in (one.forward, one.backward)]
+    behind = [one for work in works if work.exchanges for one in work.exchanges.behind]
+    assert sum(one.elements for one in behind if one.buffer == "adapters") == summed
+    if not changes and tp > 1:  # A of five products with divided outputs, B of the two others
+        assert summed == LAYERS * rank * (5 * H + 2 * H)
+
+
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(1, 16))
+def test_experts_keep_their_adapters(ep: int, cp: int, rank: int) -> None:
+    """A rank has those of its experts, and all others."""
+    job = Workload(model(experts=EXPERTS), ep=ep, cp=cp, lora=rank)
+    share = job.share
+    of_experts = LAYERS * 4 * rank * 3 * (H + 32)
+    assert share.trained == job.trained - of_experts + of_experts // ep
+    assert share.trained_experts == (of_experts // ep if ep > 1 else 0)
+    assert RANKS * share.owned_trained(RANKS) == pytest.approx(job.trained)
+    if cp == 1:
+        found = moved("zero1", job)
+        assert found[Kind.REDUCE_SCATTER] == share.trained
+
+
+STRATEGIES = ["ddp", "zero1", "zero2", "zero2:owners=true", "zero3", "zeropp", "fsdp"]
+STRATEGIES += ["fsdp:shard=node", "fsdp:version=1,sync=last", "local_sgd:tau=2", "co2:tau=3"]
+STRATEGIES += ["diloco:tau=2,worker=node,inner=fsdp", "co2:tau=2,worker=node,inner=zero3"]
+
+
+@given(st.sampled_from(STRATEGIES), st.integers(1, 4), st.integers(1, 2), st.sampled_from([1, 2]))
+def test_no_collective_sends_more_for_adapters_but_for_gathers_of_weights(
+    strategy: str, rank: int, accumulation: int, tp: int
+) -> None:
+    """Gathers grow by the adapters; all together they send less than all gradients would."""
+    bare = Workload(SMALL, accumulation=accumulation, tp=tp)
+    job = replace(bare, lora=rank)
+    plain, found = moved(strategy, bare), moved(strategy, job)
+    assert sum(found.values()) <= sum(plain.values())
+    for kind in found.keys() - {Kind.ALL_GATHER, Kind.ALL_REDUCE}:
+        assert found[kind] <= plain[kind]
+
+
+@given(st.sampled_from(STRATEGIES), st.sampled_from([{}, {"experts": EXPERTS}]))
+def test_without_adapters_all_is_trained(strategy: str, changes: dict[str, object]) -> None:
+    """As a job that does not know of them."""
+    plain, none = Workload(model(**changes)), Workload(model(**changes), lora=None)
+    assert none == plain
+    assert none.trained == none.parameters == plain.model.parameters
+    assert none.owned_trained(RANKS) == plain.owned(RANKS)
+    assert moved(strategy, none) == moved(strategy, plain)
+
+
+def test_a_pipeline_has_the_flop_and_adapters_of_all_stages() -> None:
+    """An answer for it says as much as that for one stage; gradients are those of its layers."""
+    job = JOB | {"model": "llama3-8b", "strategy": "ddp", "lora": 16, "accumulation": 4}
+    whole, stages = simulate(**job), simulate(**job, pp=2)  # type: ignore[arg-type]
+    assert whole.trained_parameters == stages.trained_parameters == 41943040
+    assert stages.model_tflops_per_gpu * stages.step_time_s == pytest.approx(
+        whole.model_tflops_per_gpu * whole.step_time_s / 2
+    )
+    assert stages.memory_bytes_per_gpu["gradients"] == whole.memory_bytes_per_gpu["gradients"] / 2
+    sent = "all_reduce world"
+    assert stages.sent_bytes_per_gpu_per_step[sent] == pytest.approx(
+        2 * 7 / 8 * 2 * 41943040 / 2, rel=1e-6
+    )
+    assert whole.sent_bytes_per_gpu_per_step[sent] == pytest.approx(
+        2 * 15 / 16 * 2 * 41943040, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("more", [{}, {"pp": 2, "accumulation": 2}])
+def test_an_answer_says_that_its_error_is_not_known(more: dict[str, int]) -> None:
+    """And without adapters it does not."""
+    job = JOB | {"strategy": "fsdp"} | more
+    assert ADAPTERS in simulate(**job, lora=8).notes  # type: ignore[arg-type]
+    assert ADAPTERS not in simulate(**job).notes  # type: ignore[arg-type]
+
+
+def test_checkpoints_hold_adapters_and_restarts_read_the_model_too() -> None:
+    """12 bytes of a trained parameter are written; 2 of every other one are read besides."""
+    cluster, bare = load_cluster("dgx-h100").value, load_model("llama3-8b").value
+    cluster = replace(cluster, failures=Failures(node=1e7, detection=60.0, restart=240.0))
+    found = [
+        goodput_of(simulate(**JOB, strategy="fsdp", lora=lora), cluster, bare)  # type: ignore[arg-type]
+        for lora in (None, 16)
+    ]
+    assert found[0]
+    assert found[1]
+    assert found[1].checkpoint_bytes == 12 * 41943040
+    assert found[0].checkpoint_bytes == 12 * bare.parameters
+    assert found[1].useful > found[0].useful
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora": 0}, "lora is 0; it must be 1 to 65536"),
+        ({"lora": 8, "precision": "fp8"}, "lora=8 does not combine with precision=fp8"),
+        ({"lora": 8, "model": "resnet-50"}, "lora=8 does not apply to ResNet-50"),
+        ({"strategy": "fsdp:lora=8"}, "--lora, or in Python lora="),
+    ],
+)
+def test_what_has_no_adapters_is_one_line(changes: dict[str, object], message: str) -> None:
+    """It says why."""
+    with pytest.raises(OptionError, match=message):
+        Case(**{**JOB, "strategy": "ddp"} | changes).prepare()  # type: ignore[arg-type]
