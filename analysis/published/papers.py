@@ -7,15 +7,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from co2sim.common import files
 from co2sim.common.errors import CatalogError, OptionError
 from co2sim.common.files import text_of
 from co2sim.common.validation import first_problem
-from co2sim.models.workload import AttentionKernel, Checkpointing, Loss, Recompute
+from co2sim.models.recompute import recomputation
+from co2sim.models.workload import AttentionKernel, Checkpointing, Loss
 from co2sim.prediction.published import add_options
 
 _PACKAGE = Path(__file__).parents[1]
@@ -37,6 +38,17 @@ DATA_VARIABLE = "CO2SIM_DATA"
 
 _NEAR_CHECKOUT = _PACKAGE.parents[1] / "shared" / "data"
 """Where the tables are looked for if nothing names their folder."""
+
+
+def recomputed(text: str) -> str:
+    """A recomputation, in one way. Raises ValueError for what is none, as pydantic wants it."""
+    try:
+        return str(recomputation(text))
+    except OptionError as error:
+        raise ValueError(str(error).partition("; ")[2]) from error
+
+
+Recomputed: TypeAlias = Annotated[str, AfterValidator(recomputed)]
 
 
 class Simulation(BaseModel):
@@ -61,7 +73,7 @@ class Simulation(BaseModel):
     vocab: PositiveInt | None = None
     precision: str | None = None
     attention: AttentionKernel | None = None
-    recompute: Recompute | None = None
+    recompute: Recomputed | None = None
     checkpointing: Checkpointing | None = None
     loss: Loss | None = None
     tflops: str | None = None

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from analysis.published.csv_rows import Count, Published
-from analysis.published.papers import PAPERS
+from analysis.published.papers import PAPERS, recomputed
 from co2sim.catalog import load_stack
 from co2sim.common import files
 from co2sim.common.errors import CatalogError, OptionError, given, visible
@@ -25,7 +25,6 @@ from co2sim.models.workload import (
     Checkpointing,
     Loss,
     Optimizer,
-    Recompute,
 )
 from co2sim.prediction.case import Case
 
@@ -51,6 +50,10 @@ def _overrides(text: str) -> dict[str, str]:
     return found
 
 
+def _recomputation(text: str) -> str:
+    return text if text == "auto" else recomputed(text)
+
+
 def _parts(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",")) if text else ()
 
@@ -58,6 +61,7 @@ def _parts(text: str) -> tuple[str, ...]:
 Name: TypeAlias = Annotated[str, Field(min_length=1)]
 Truth: TypeAlias = Annotated[bool, BeforeValidator(_truth)]
 Overrides: TypeAlias = Annotated[Mapping[str, str], BeforeValidator(_overrides)]
+Recomputation: TypeAlias = Annotated[str, BeforeValidator(_recomputation)]
 Parts: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(_parts)]
 
 
@@ -108,7 +112,7 @@ class TrainingRun(BaseModel):
     interleave: Count
     sequence_parallel: Truth
     precision: Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
-    recompute: Literal[Recompute, "auto"]
+    recompute: Recomputation
     attention: AttentionKernel
     loss: Loss
     checkpointing: Checkpointing

@@ -83,7 +83,8 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
         typer.Option(help="Samples per GPU and micro-step, such as 1,2,4; default: powers of two."),
     ] = None,
     recompute: Annotated[
-        str, typer.Option(help="Activations to recompute: none, selective, full, or several.")
+        str,
+        typer.Option(help="Activations to recompute, as in `run`, or several: none,full/2,norms."),
     ] = ",".join(RECOMPUTES),
     headroom: Annotated[
         str,
@@ -110,7 +111,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
         strategies=tuple(strategy) if strategy else STRATEGIES,
         gpus=gpus,
         micro_batches=_wholes("--micro-batch", micro_batch),
-        recomputes=tuple(part.strip() for part in recompute.split(",")),  # type: ignore[misc]
+        recomputes=tuple(part.strip() for part in recompute.split(",")),
         headroom=_share("--headroom", headroom),
     )
     wanted = Objective(

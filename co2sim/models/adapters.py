@@ -69,13 +69,19 @@ def _frozen(block: Block, *, first: bool) -> Block:
 
 
 def _with_adapters(block: Block, rank: int, whole: Block) -> Block:
-    adapted = [one for one in block.products if not (one.count or one.exact)]
-    pairs = [pair for one in adapted for pair in _pairs(one, rank)]
+    pairs = [pair for one in _adapted(block.products) for pair in _pairs(one, rank)]
     of_experts = [pair for pair in pairs if block.experts and pair[0].groups]
     others = [pair for pair in pairs if not (block.experts and pair[0].groups)]
     tensors, experts = (
         tuple(_elements(one) for pair in found for one in pair) for found in (others, of_experts)
     )
+    operators, mlp = block.operators, 0
+    if operators:
+        mlp = sum(len(_pairs(one, rank)) for one in _adapted(block.products[-operators.products :]))
+        kept = sum(2.0 * one.rows * rank for one, _ in pairs[len(pairs) - mlp :])
+        operators = replace(
+            operators, mlp=operators.mlp + kept, mlp_calls=operators.mlp_calls + _CALLS * mlp
+        )
     mixing = block.scores.flops if block.scores else _flops(m for m in block.products if m.count)
     return replace(
         block,
@@ -84,14 +90,21 @@ def _with_adapters(block: Block, rank: int, whole: Block) -> Block:
         flops=block.flops + _flops(one for pair in pairs for one in pair),
         activation_bytes=block.activation_bytes + sum(2.0 * one.rows * rank for one, _ in pairs),
         calls=block.calls + _CALLS * len(pairs),
+        operators=operators,
         adapters=Adapters(
             tensors=tensors,
             experts=experts,
             pairs=tuple(pairs),
+            mlp=mlp,
             spared=block.flops - mixing,
             summed=_summed(block, whole, rank),
         ),
     )
+
+
+def _adapted(products: Iterable[MatMul]) -> list[MatMul]:
+    """Those with weights, but for routers."""
+    return [one for one in products if not (one.count or one.exact)]
 
 
 def _pairs(product: MatMul, rank: int) -> list[tuple[MatMul, MatMul]]:

@@ -148,17 +148,44 @@ class Adapters:
     """What is trained of a block whose own weights are frozen; of an embedding or a head nothing.
 
     `tensors` and `experts` are its part of those of the block, and `pairs` the two products of each
-    adapter. A backward pass over a sample leaves out `spared` FLOP: gradients of frozen weights,
-    and all of the `first` block, before which nothing is trained. Tensor-parallel ranks hold
-    `summed` elements alike, whose gradients they sum up.
+    adapter, the last `mlp` of them those of the MLP, or of experts. A backward pass over a sample
+    leaves out `spared` FLOP: gradients of frozen weights, and all of the `first` block, before
+    which nothing is trained. Tensor-parallel ranks hold `summed` elements alike, whose gradients
+    they sum up.
     """
 
     tensors: tuple[int, ...] = ()
     experts: tuple[int, ...] = ()
     pairs: tuple[tuple[MatMul, MatMul], ...] = ()
+    mlp: int = 0
     spared: Flops = 0.0
     first: bool = False
     summed: int = 0
+
+    @property
+    def of_mlp(self) -> tuple[MatMul, ...]:
+        """The products of those of the MLP, or of experts."""
+        return tuple(one for pair in self.pairs[len(self.pairs) - self.mlp :] for one in pair)
+
+
+@dataclass(frozen=True, slots=True)
+class Operators:
+    """What operators of a layer keep of a sample in a 2-byte type, and what makes it again.
+
+    `norms` are the outputs of the norms before attention and MLP, as large as their inputs, and
+    `norm_calls` how many these are. `activation` is the output of the function between the products
+    of an MLP, or of experts; it reads and writes `activation_moved` elements. `mlp` is all that
+    these keep besides their input; theirs are the last `products` of the block. `mlp_calls` are the
+    operations of their forward pass.
+    """
+
+    norms: Bytes
+    norm_calls: int
+    activation: Bytes
+    activation_moved: float
+    mlp: Bytes
+    products: int
+    mlp_calls: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +202,8 @@ class Block:
     forward pass, too, but not kept. A block with a `division` is the part of one of several ranks;
     of one with a `routing` these divide the experts, whose tensors are `experts`, and of one with a
     `context` the sequence. Of one with `adapters` only these are trained (None: all); tensors and
-    `flops` count them, and `products` do not.
+    `flops` count them, and `products` do not. `operators` says what of it is what (None: not
+    known).
     """
 
     name: str
@@ -195,6 +223,7 @@ class Block:
     routing: Routing | None = None
     context: ContextExchange | None = None
     adapters: Adapters | None = None
+    operators: Operators | None = None
 
     @property
     def parameters(self) -> int:
@@ -259,6 +288,9 @@ LAYER_CALLS = 26
 2 norms, 4 matrix products with weights, 2 of attention, scaled masked softmax, 3 times bias,
 dropout and residual, GELU, and 13 views, splits, transpositions and copies between them.
 """
+
+MLP_CALLS = 3
+"""Of these, those of an MLP: two products and GELU."""
 
 HEAD_CALLS = 10
 """Norm, matrix product, and the cross entropy in eight."""
@@ -386,14 +418,15 @@ class _Part:
     """Attention, or what follows it in a layer: its tensors, work, and what it keeps.
 
     `kept` and `passing` are bytes of a sample in a 2-byte type, `flops` those of a sample but for
-    `mixing`, and
-    `idle` the parameters that a token does not pass.
+    `mixing`, `activated` the elements behind an activation function, and `idle` the parameters that
+    a token does not pass.
     """
 
     tensors: list[int]
     products: tuple[MatMul, ...]
     kept: int
     flops: Flops
+    activated: int = 0
     mixing: Flops = 0.0
     scores: AttentionScores | None = None
     idle: int = 0
@@ -404,7 +437,7 @@ class _Part:
     context: ContextExchange | None = None
 
 
-def _product_flops(products: Iterable[MatMul]) -> Flops:
+def product_flops(products: Iterable[MatMul]) -> Flops:
     """Of the products with weights, over a sample."""
     return sum(2.0 * one.rows * one.inner * one.columns for one in products if not one.count)
 
@@ -527,6 +560,20 @@ class Transformer:
             experts=then.experts,
             routing=then.routing,
             context=first.context,
+            operators=self._operators(then, part.of(s)),
+        )
+
+    def _operators(self, then: _Part, tokens: int) -> Operators:
+        """Of a layer whose norms see `tokens` tokens, and `then` is what follows attention."""
+        before = min(self.norms, 2)
+        return Operators(
+            norms=2.0 * before * tokens * self.hidden,
+            norm_calls=before,
+            activation=2.0 * then.activated,
+            activation_moved=float((3 if self.gated else 2) * then.activated),
+            mlp=float(then.kept),
+            products=len(then.products),
+            mlp_calls=MLP_CALLS + then.calls,
         )
 
     def _attention(self, tokens: int, part: TensorParallelShard, window: int) -> _Part:
@@ -588,7 +635,7 @@ class Transformer:
             + [self._norm(to.q_rank), self._norm(to.kv_rank)],
             products=products,
             kept=s * (ranks_kept + 2 * (q + q + out) + 2 * out),
-            flops=_product_flops(products),
+            flops=product_flops(products),
             mixing=mixing,
             scores=self._scores(s, part, mixing, window, (heads, wide, to.value)),
             context=_context(part, heads * (wide + to.value) * seen, s * q),
@@ -601,7 +648,8 @@ class Transformer:
         biases = [width for _, width in matrices] if self.bias in (True, "mlp", "not_qkv") else []
         products = (MatMul(s, h, up * f, widths=(f,) * up), MatMul(s, f, h))
         tensors = [rows * columns for rows, columns in matrices] + biases
-        return _Part(tensors, products, s * (2 + 2 * up) * f, _product_flops(products))
+        kept = s * (2 + 2 * up) * f
+        return _Part(tensors, products, kept, product_flops(products), activated=s * f)
 
     def _experts(self, tokens: int, part: TensorParallelShard) -> _Part:
         """Tokens are sorted by their experts, which keep the sorted ones; weights are fp32.
@@ -635,7 +683,8 @@ class Transformer:
             tensors=tensors if many > 1 else [*tensors, *experts],
             products=products,
             kept=(2 + 2 * up) * (routed * f + s * shared) + 2 * routed * h + 4 * own * n,
-            flops=_product_flops(products),
+            flops=product_flops(products),
+            activated=routed * f + s * shared,
             idle=(n - k) * each // many,
             calls=EXPERT_CALLS + (ROUTING_CALLS if many > 1 else 0),
             passing=2 * routed * h * (1 if many == 1 else _COPIES),

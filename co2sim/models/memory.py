@@ -68,9 +68,10 @@ def activations(job: Workload, held: float = 1.0) -> dict[str, Bytes]:
     What is kept for backward passes is that of `held` micro-batches: a stage of a pipeline begins
     several before it ends one.
     `checkpoints` are the inputs of the blocks that are run again, `activations` what is kept of the
-    others, and of the one that is run again just then. `logits` are those with their gradient and
-    what the loss holds, `workspace` the gradients of a block's activations, `tied_gradient` that of
-    an embedding by the head that shares it: autograd adds the embedding's own at the very end.
+    others, and of the one that is run again just then, as a whole or by operators, all at once.
+    `logits` are those with their gradient and what the loss holds, `workspace` the gradients of a
+    block's activations, `tied_gradient` that of an embedding by the head that shares it: autograd
+    adds the embedding's own at the very end.
     """
     blocks = job.model.blocks
     repeated = [block for block in blocks if job.repeats(block)]
@@ -138,7 +139,7 @@ def _repeated(job: Workload, block: Block) -> Bytes:
 def _kept(job: Workload, block: Block) -> Bytes:
     """What is kept of a block until its backward pass, but for its logits."""
     if not job.repeats_products(block):
-        return _needed(job, block)
+        return _needed(job, block) - _made_again(job, block)
     pairs = block.adapters.pairs if block.adapters else ()
     products = (*block.products, *(one for pair in pairs for one in pair))
     results = sum(one.rows * one.columns for one in products if not one.count)
@@ -151,26 +152,39 @@ def _kept(job: Workload, block: Block) -> Bytes:
     )
 
 
+def _made_again(job: Workload, block: Block) -> Bytes:
+    """What of it operators make again, but for attention, which leaves nothing to count."""
+    found = block.operators
+    if found is None or not job.again.operators:
+        return 0.0
+    size = found.norms if job.again.of("norms") else 0.0
+    if not job.again.of("mlp"):
+        size += found.activation if job.again.of("activation") else 0.0
+        return job.kept * _scaled(job, size)
+    inputs = max(0, block.division.inputs - 1) if block.division else 0
+    return job.kept * _scaled(job, size + found.mlp) + _gathered(job, block, inputs)
+
+
 def _needed(job: Workload, block: Block) -> Bytes:
     """What is there of a block for its backward pass, but for its logits."""
     kept = _scaled(job, block.activation_bytes)
     if block.products and not block.logits:
         kept *= job.kept
-    kept += _gathered(job, block)
-    if block.scores is None or job.repeats_scores(block):
+    kept += _gathered(job, block, block.division.inputs if block.division else 0)
+    if block.scores is None or job.repeats_attention(block):
         return kept
     if job.fuses(block):
         return kept + block.scores.statistics_bytes * job.micro_batch
     return kept + _scaled(job, block.scores.bytes)
 
 
-def _gathered(job: Workload, block: Block) -> Bytes:
-    """What tensor-parallel ranks keep of the parts of the others."""
+def _gathered(job: Workload, block: Block, inputs: int) -> Bytes:
+    """What tensor-parallel ranks keep of the parts of the others, of some inputs of products."""
     part = block.division
     if part is None or not (part.sequence and job.keep_gathered):
         return 0.0
     others = 1 - 1 / part.ranks
-    return part.inputs * part.elements * others * job.micro_batch * job.precision.bytes
+    return inputs * part.elements * others * job.micro_batch * job.precision.bytes
 
 
 def _loss(job: Workload, block: Block) -> Bytes:

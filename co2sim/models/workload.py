@@ -4,7 +4,7 @@ FLOP count a multiply-add as two. The model FLOP of a token follow PaLM (Chowdhe
 appendix B): 6 for every parameter that multiplies, plus 12 x layers x heads x head_dim x seq_len
 for softmax attention, without a discount for causal masks. Norms, biases and activations are left
 out. A backward pass is twice a forward pass; `recompute` adds to the hardware FLOP only, as
-published figures count them: selective the scores of eager attention, full a whole forward pass.
+published figures count them: scores of attention, products of an MLP, or a whole forward pass.
 What kernels execute is another matter: `Kernels` of a pass say it, and times follow from them.
 """
 
@@ -19,7 +19,6 @@ from co2sim.common.units import Bytes, Flops
 from co2sim.common.validation import whole
 from co2sim.models.adapters import BACKWARD_MOVES, FORWARD_MOVES, with_adapters
 from co2sim.models.architecture import (
-    Adapters,
     AttentionScores,
     Block,
     ContextExchange,
@@ -27,8 +26,10 @@ from co2sim.models.architecture import (
     Model,
     Routing,
     TensorParallelCommunication,
+    product_flops,
     shard_model,
 )
+from co2sim.models.recompute import Recomputation, Recompute, layers, recomputation
 from co2sim.schedule.schedule import (
     Collective,
     Compute,
@@ -43,8 +44,9 @@ from co2sim.schedule.schedule import (
     tensor,
 )
 
-Pass: TypeAlias = Literal["forward", "recompute", "products", "backward"]
-"""recompute: a forward pass again; products: the part of it that `Selective` says."""
+Pass: TypeAlias = Literal["forward", "recompute", "products", "attention", "mlp", "backward"]
+"""recompute: a forward pass again; products: the part of it that `Selective` says; attention and
+mlp: that operator again."""
 
 _SECOND = 0.5
 """Of the products with weights: every second one."""
@@ -106,6 +108,10 @@ def _of_pass(
         inputs, outputs, rows = outputs, inputs, 0
     elif which == "products":  # sums over ranks are kept
         outputs, rows = 0, 0
+    elif which == "attention":  # it lies between two products
+        inputs, outputs, rows = 0, 0, 0
+    elif which == "mlp":  # the first exchange to each side is that of attention
+        inputs, outputs, rows = max(0, inputs - 1), max(0, outputs - 1 - stops_early), 0
     elif which == "recompute" and stops_early:
         outputs, rows = max(0, outputs - 1), 0
     loss: tuple[Collective, ...] = ()
@@ -137,18 +143,16 @@ __all__ = [
 AttentionKernel = Literal["flash", "eager"]
 """flash: one kernel that never writes the scores. eager: products and softmax, scores kept."""
 
-Recompute = Literal["none", "selective", "full"]
-"""selective: what `Selective` says again. full: every layer again, from its input."""
-
 Selective = Literal["scores", "products"]
 """What a framework repeats selectively. scores: those of eager attention (Megatron-LM). products:
 all of a layer but attention and every second product with weights, whose results are kept
 (torchtitan, torchtitan/distributed/activation_checkpoint.py, op)."""
 
 Checkpointing = Literal["non_reentrant", "reentrant"]
-"""How "full" runs a layer again. non_reentrant: until the last tensor that the backward pass needs
-is there, so not the layer's last product, and not the head (PyTorch, torch.utils.checkpoint,
-`set_checkpoint_early_stop`). reentrant: every block as a whole (Megatron-LM, DeepSpeed)."""
+"""How "full" runs a layer again, and "mlp" an MLP. non_reentrant: until the last tensor that the
+backward pass needs is there, so not the last product, and not the head (PyTorch,
+torch.utils.checkpoint, `set_checkpoint_early_stop`). reentrant: every block, or MLP, as a whole
+(Megatron-LM, DeepSpeed)."""
 
 Loss = Literal["fused", "eager"]
 """fused: the cross entropy in one kernel on 16-bit logits. eager: PyTorch's, in fp32."""
@@ -277,7 +281,11 @@ class Workload:
     bare: Model | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Refuse batches that are not positive; give the model adapters."""
+        """Refuse batches that are not positive, and a recomputation that there is not.
+
+        Gives the model adapters.
+        """
+        object.__setattr__(self, "recompute", str(recomputation(self.recompute)))
         for name in ("micro_batch", "accumulation", "tp", "ep", "cp"):
             object.__setattr__(self, name, whole(name, getattr(self, name), 1, _MAX_SAMPLES))
         if self.sequence_parallel and self.tp == 1:
@@ -371,29 +379,48 @@ class Workload:
 
     @cached_property
     def _works(self) -> tuple[BlockWork, ...]:
-        shared: dict[Block, tuple[Compute, Compute]] = {}
+        shared: dict[tuple[Block, bool], tuple[Compute, Compute]] = {}
         works = []
         for block in self.model.blocks:
-            key = replace(block, name="")
+            key = replace(block, name=""), self.repeats(block)
             if key not in shared:
                 shared[key] = self._passes(block)
             works.append(BlockWork(block, *shared[key]))
         return tuple(works)
 
+    @cached_property
+    def again(self) -> Recomputation:
+        """What `recompute` says."""
+        return recomputation(self.recompute)
+
+    @cached_property
+    def _every(self) -> frozenset[str]:
+        """The names of the layers that full recomputation of a part makes again."""
+        every = self.again.every
+        return frozenset(block.name for block in layers(self.model.blocks)[every - 1 :: every])
+
     def repeats(self, block: Block) -> bool:
         """Whether a backward pass begins with the block's forward pass."""
-        if self.recompute != "full" or (block.adapters and block.adapters.first):
+        if self.again.kind != "full" or (block.adapters and block.adapters.first):
             return False
+        if self.again.every > 1:
+            return block.name in self._every
         return self.checkpointing == "reentrant" or bool(block.boundary_bytes and not block.logits)
 
-    def repeats_scores(self, block: Block) -> bool:
-        """Whether a backward pass computes the scores of eager attention again, and no more."""
-        wanted = self.recompute == "selective" and self.attention == "eager"
-        return wanted and self.selective == "scores" and block.scores is not None
+    def repeats_attention(self, block: Block) -> bool:
+        """Whether a backward pass computes softmax attention again, from its operands."""
+        if block.scores is None:
+            return False
+        eager = self.again.kind == "selective" and self.attention == "eager"
+        return self.again.of("attention") or (eager and self.selective == "scores")
+
+    def repeats_mlp(self, block: Block) -> bool:
+        """Whether a backward pass computes the block's MLP, or experts, again."""
+        return self.again.of("mlp") and block.operators is not None
 
     def repeats_products(self, block: Block) -> bool:
         """Whether a backward pass begins with all but attention and every second product."""
-        wanted = self.recompute == "selective" and self.selective == "products"
+        wanted = self.again.kind == "selective" and self.selective == "products"
         return wanted and bool(block.boundary_bytes and block.products and not block.logits)
 
     def fuses(self, block: Block) -> bool:
@@ -405,18 +432,10 @@ class Workload:
         flops = block.flops * self.micro_batch
         spared = block.adapters.spared * self.micro_batch if block.adapters else 0.0
         frozen = (block.parameters - block.trained) * self.precision.bytes if flops else 0.0
-        repeated = flops if self.recompute == "full" else 0.0
-        if block.scores and self.repeats_scores(block):
-            repeated = block.scores.flops * self.micro_batch
-        if self.repeats_products(block):
-            mixing = block.scores.flops if block.scores else 0.0
-            repeated = _SECOND * (block.flops - mixing) * self.micro_batch
+        repeated = self._repeated_flops(block) * self.micro_batch
         weights = (
             block.parameters * self.precision.bytes if flops else 0.0
         )  # a look-up reads only rows
-        again: list[Pass] = ["recompute"] if self.repeats(block) else []
-        if self.repeats_products(block):
-            again = ["products"]
         traffic = weights + 2 * self._written(block) * self.precision.bytes / 2 * self.micro_batch
         forward = Compute(
             "forward",
@@ -432,8 +451,31 @@ class Workload:
             2 * flops - spared + repeated,
             2 * traffic - frozen,
             self._kernels(block, 2, again=self.repeats(block)),
-            exchanges=self._exchanges(block, *again, "backward"),
+            exchanges=self._exchanges(block, *self._again(block), "backward"),
         )
+
+    def _again(self, block: Block) -> list[Pass]:
+        """What a backward pass begins with, in turn."""
+        found: dict[Pass, bool] = {
+            "recompute": self.repeats(block),
+            "products": self.repeats_products(block),
+            "mlp": self.repeats_mlp(block),
+            "attention": self.repeats_attention(block),
+        }
+        return [name for name, holds in found.items() if holds]
+
+    def _repeated_flops(self, block: Block) -> Flops:
+        """Of a sample: those that a backward pass computes again, as published figures count."""
+        if self.again.kind == "full":
+            return block.flops if self.again.every == 1 or self.repeats(block) else 0.0
+        mixing = block.scores.flops if block.scores else 0.0
+        if self.repeats_products(block):
+            return _SECOND * (block.flops - mixing)
+        repeated = mixing if self.repeats_attention(block) else 0.0
+        if block.operators and self.repeats_mlp(block):
+            repeated += product_flops(block.products[-block.operators.products :])
+            repeated += product_flops(block.adapters.of_mlp) if block.adapters else 0.0
+        return repeated
 
     def _written(self, block: Block) -> Bytes:
         """What a forward pass writes and reads but for scores, in a 2-byte type, of one sample."""
@@ -450,65 +492,99 @@ class Workload:
         if not block.calls:
             return None
         often = passes + again
-        scores = often + (passes > 1 and self.repeats_scores(block))
-        last = passes if self.checkpointing == "non_reentrant" else often
+        mixing = passes > 1 and self.repeats_attention(block)
         second = passes > 1 and self.repeats_products(block)
-        frozen = passes - 1 if block.adapters and passes else 0  # no gradients of weights
-        times: list[float] = [
-            scores if matmul.count else often - frozen for matmul in block.products
-        ]
-        if not (block.adapters and block.adapters.pairs):  # else its last adapter comes later
-            times[-1:] = [last - frozen] * len(times[-1:])
-        if second:
-            times = [passes if one.count else passes - frozen + _SECOND for one in block.products]
+        moved, calls = self._operators(block) if passes > 1 else (0.0, 0)
+        times = self._times(block, passes, again=again)
         fused = block.scores if self.fuses(block) else None
-        kept = (often + second) * self._written(block)
+        kept = (often + second) * self._written(block) + moved
         if block.scores and not fused:
-            kept += scores * block.scores.bytes
+            kept += (often + mixing) * block.scores.bytes
         width = self.precision.bytes
         products = [
             self._product(block, matmul).times(count)
             for matmul, count in zip(block.products, times, strict=True)
             if count and not (fused and matmul.count)
         ]
-        moved = 0.0
+        around = 0.0
         if block.adapters:
-            more, moved = self._of_adapters(block.adapters, passes, again + _SECOND * second)
+            more, around = self._of_adapters(block, passes, again + _SECOND * second)
             products += more
         return Kernels(
             tuple(products),
-            (bool(passes) + again + second) * block.calls,
+            (bool(passes) + again + second) * block.calls + calls,
             kept * width * self.micro_batch,
             bool(block.logits),
-            self._fused(fused, passes, again) if fused else None,
+            self._fused(fused, passes, again + mixing) if fused else None,
             self._cast(block, passes, again or second),
-            moved,
+            around,
         )
 
-    def _of_adapters(
-        self, adapters: Adapters, passes: int, again: float
-    ) -> tuple[list[Gemm], Bytes]:
+    def _of_adapters(self, block: Block, passes: int, again: float) -> tuple[list[Gemm], Bytes]:
         """Their products, and the traffic of kernels around these, as in `_kernels`.
 
         The last product of a layer is that of an adapter: one that stops early does not repeat it.
         """
-        width = self.precision.bytes
-        products = [one for pair in adapters.pairs for one in pair]
-        times = [passes + again] * len(products)
-        if self.recompute == "full" and self.checkpointing == "non_reentrant":
+        adapters, width = block.adapters, self.precision.bytes
+        assert adapters
+        in_mlp = adapters.mlp if passes == _BOTH and self.repeats_mlp(block) else 0
+        repeats = [again] * (len(adapters.pairs) - in_mlp) + [again + 1] * in_mlp
+        times = [passes + repeated for repeated in repeats for _ in range(2)]
+        stops = self.repeats(block) or in_mlp
+        if stops and self.checkpointing == "non_reentrant":
             times[-1:] = [float(passes)] * len(times[-1:])
-        forward = (passes == 1) + math.ceil(again)
         outputs, inputs = BACKWARD_MOVES if passes == _BOTH else (0, 0)
         moved = sum(
-            one.rows * ((forward * FORWARD_MOVES + outputs) * two.columns + inputs * one.inner)
-            for one, two in adapters.pairs
+            one.rows
+            * (
+                (((passes == 1) + math.ceil(repeated)) * FORWARD_MOVES + outputs) * two.columns
+                + inputs * one.inner
+            )
+            for (one, two), repeated in zip(adapters.pairs, repeats, strict=True)
         )
+        products = [one for pair in adapters.pairs for one in pair]
         made = [
             one.product(self.micro_batch, width).times(count)
             for one, count in zip(products, times, strict=True)
             if count
         ]
         return made, moved * self.micro_batch * width
+
+    def _times(self, block: Block, passes: int, *, again: bool) -> list[float]:
+        """How often a pass computes each product of a block."""
+        back = passes > 1
+        frozen = passes - 1 if block.adapters and passes else 0  # no gradients of weights
+        if back and self.repeats_products(block):
+            return [passes if one.count else passes - frozen + _SECOND for one in block.products]
+        often = passes + again
+        scores = often + (back and self.repeats_attention(block))
+        times: list[float] = [
+            scores if matmul.count else often - frozen for matmul in block.products
+        ]
+        if block.operators and back and self.repeats_mlp(block):
+            count = block.operators.products
+            times[-count:] = [often - frozen + 1] * count
+        adapted = block.adapters and block.adapters.pairs  # then its last adapter comes later
+        if self.checkpointing == "non_reentrant" and not adapted:
+            times[-1:] = [passes - frozen] * len(times[-1:])
+        return times
+
+    def _operators(self, block: Block) -> tuple[float, int]:
+        """What operators that are made again write and read, as `_written` counts, and calls.
+
+        What attention writes are its scores, and it is no further operation to speak of.
+        """
+        found, again = block.operators, self.again
+        if found is None or not again.operators:
+            return 0.0, 0
+        moved, calls = 0.0, 0
+        if again.of("norms"):
+            moved, calls = found.norms, found.norm_calls
+        if again.of("mlp"):
+            return moved + found.mlp + block.passing_bytes, calls + found.mlp_calls
+        if again.of("activation"):
+            return moved + found.activation_moved, calls + 1
+        return moved, calls
 
     def _casts(self, block: Block, matmul: MatMul) -> bool:
         """Whether the operands of a product are of a narrow type: those of weights in layers."""
@@ -526,12 +602,14 @@ class Workload:
         if self.narrow is None:
             return 0.0
         kind, elements = NARROW[self.narrow], 0.0
-        for one in block.products:
+        mlp = block.operators.products if block.operators and self.repeats_mlp(block) else 0
+        for place, one in enumerate(block.products):
+            repeated = again or (passes == _BOTH and place >= len(block.products) - mlp)
             if self._casts(block, one):
                 made = one.product(self.micro_batch, 1.0)
                 rows = made.rows * made.batch
                 weights = made.batch * made.inner * made.columns / self.cast_steps
-                elements += ((passes == 1) + again) * rows * made.inner
+                elements += ((passes == 1) + repeated) * rows * made.inner
                 elements += weights if passes == 1 else 0.0
                 elements += rows * made.columns if passes == _BOTH else 0
         return elements * (kind.reads * self.precision.bytes + _LAYOUTS * kind.bytes)
@@ -614,7 +692,7 @@ class Workload:
 
         made: list[Collective] = []
         for one in passes:
-            if one == "products":  # what attention gave is kept
+            if one in {"products", "mlp"}:  # what attention gave is kept
                 continue
             if self.context == "all_to_all":
                 own = keys // context.ranks + queries
@@ -635,16 +713,16 @@ class Workload:
     ) -> TensorParallelCollectives:
         """Tokens to experts and back: twice in a pass, and in one that is run again.
 
-        One that `stops_early` needs no result of the last product. What a pass repeats by products
-        finds the exchanged tokens: all-to-alls are kept.
+        One that `stops_early` needs no result of the last product. What a pass repeats by products,
+        or of attention, finds the exchanged tokens: all-to-alls are kept.
         """
         repeated = 1 if stops_early else 2
-        times = {"forward": 2, "backward": 2, "recompute": repeated, "products": 0}
+        times = {"forward": 2, "backward": 2, "recompute": repeated, "mlp": repeated}
         elements = self.micro_batch * routing.elements
         one = Collective(
             Kind.ALL_TO_ALL, "tokens", elements, self.precision, experts(routing.ranks)
         )
-        made = (one,) * sum(times[name] for name in passes)
+        made = (one,) * sum(times.get(name, 0) for name in passes)
         if self.overlap_experts:
             return TensorParallelCollectives(beside=made)
         return TensorParallelCollectives(behind=made)

@@ -25,6 +25,7 @@ from co2sim.common.resources import LruCache
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import GPU, Cluster
 from co2sim.models.memory import activations, allocated, overhead
+from co2sim.models.recompute import Recompute, check_applies, recomputation
 from co2sim.models.stack import UNNAMED, Setting, Stack
 from co2sim.models.workload import (
     MAX_RANK,
@@ -35,7 +36,6 @@ from co2sim.models.workload import (
     Model,
     Narrow,
     Optimizer,
-    Recompute,
     Workload,
 )
 from co2sim.prediction.intervals import Thoroughness
@@ -338,7 +338,9 @@ class Case:
     recompute: Recompute = option(
         "none",
         "Activations to recompute: none, selective (what the stack repeats: the scores of eager"
-        " attention, or every second product), or full (only the inputs of layers are kept).",
+        " attention, or every second product), full (only the inputs of layers are kept), full/2"
+        " (of every second layer), or operators of all layers, joined by +: norms, attention,"
+        " activation, mlp.",
         "job",
     )
     checkpointing: Checkpointing | None = option(
@@ -400,6 +402,7 @@ class Case:
             "strategy": _strategy(self.strategy),
             "overrides": convert.texts("overrides", self.overrides),
         }
+        found["recompute"] = str(recomputation(found["recompute"]))
         if not isinstance(self.noise, Noise):
             raise OptionError(f"noise is {convert.shown(self.noise)}; it must be a Noise")
         for name, value in found.items():
@@ -550,11 +553,9 @@ class Case:
 
     def _workload(self, model: Model, cluster: Cluster) -> Workload:
         precision, narrow = self._types(cluster.gpu)
-        if self.recompute == "full" and not any(block.boundary_bytes for block in model.blocks):
-            raise OptionError(
-                f"recompute=full does not apply to {model.name}: its blocks have no input sizes"
-            )
         stack = self._used_stack(cluster.gpu)
+        gathered = stack.keep_gathered and self.sequence_parallel
+        check_applies(self.recompute, model, self.pp, gathered=gathered)
         ranks = data_parallel_layout(cluster.layout, self.tp).world_size
         if ranks % self.cp:
             raise OptionError(f"cp={self.cp} does not divide {ranks} data-parallel GPUs")

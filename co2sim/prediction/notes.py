@@ -182,7 +182,13 @@ _FEW = 128
 
 IDLE_RECOMPUTE = "recompute=selective repeats nothing: flash attention keeps no scores"
 _NO_KERNELS = "changes memory, but not time: nothing is known of the kernels of the GPU"
-IDLE_CHECKPOINTING = "checkpointing=reentrant changes nothing without recompute=full"
+FEW_STATISTICS = (
+    "recompute=attention saves 4 bytes for a token and head, and no more: flash attention keeps no"
+    " scores"
+)
+IDLE_CHECKPOINTING = (
+    "checkpointing=reentrant changes nothing unless recompute makes whole layers or an mlp again"
+)
 EAGER_ATTENTION = f"attention=eager {_NO_KERNELS}"
 EAGER_LOSS = f"loss=eager {_NO_KERNELS}"
 SCALE = (
@@ -199,8 +205,8 @@ ADAPTERS = (
     " this is is not known"
 )
 ALIKE = (
-    *(IDLE_RECOMPUTE, IDLE_CHECKPOINTING, EAGER_ATTENTION, EAGER_LOSS, SCALE, IDLE_STACK),
-    ADAPTERS,
+    *(IDLE_RECOMPUTE, FEW_STATISTICS, IDLE_CHECKPOINTING),
+    *(EAGER_ATTENTION, EAGER_LOSS, SCALE, IDLE_STACK, ADAPTERS),
 )
 
 
@@ -231,9 +237,10 @@ def remarks(
     found = {
         IDLE_RECOMPUTE: (job.recompute, job.attention) == ("selective", "flash")
         and job.selective == "scores",
+        FEW_STATISTICS: job.again.of("attention") and job.attention == "flash",
         IDLE_CHECKPOINTING: "checkpointing" in asked
         and job.checkpointing == "reentrant"
-        and job.recompute != "full",
+        and not (job.again.kind == "full" or job.again.of("mlp")),
         EAGER_ATTENTION: plain and scores and job.attention == "eager",
         EAGER_LOSS: plain and logits and job.loss == "eager",
         SCALE: even and gpus > _FEW and not uneven_by_hand,

@@ -15,7 +15,8 @@ from co2sim.common.errors import OptionError
 from co2sim.common.progress import Done
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
-from co2sim.models.workload import Recompute, Workload
+from co2sim.models.recompute import Recompute
+from co2sim.models.workload import Workload
 from co2sim.prediction.auto_delay import has_auto_options
 from co2sim.prediction.case import Case, LoadedCase, each
 from co2sim.prediction.micro_steps import stage_figures

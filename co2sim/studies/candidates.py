@@ -11,8 +11,9 @@ from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.units import Bytes, Seconds
 from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster
+from co2sim.models.recompute import Recompute
 from co2sim.models.stack import Stack
-from co2sim.models.workload import Model, Recompute
+from co2sim.models.workload import Model
 from co2sim.prediction.auto_delay import has_auto_options
 from co2sim.prediction.case import Case, LoadedCase
 from co2sim.prediction.pipeline import StageMemory
@@ -140,17 +141,16 @@ def check(space: Space) -> None:
     if not 0 <= space.headroom < 1:
         raise OptionError(f"headroom is {space.headroom:g}; it must be 0 or more, and below 1")
     if not space.recomputes:
-        raise OptionError("no recomputation is given; it is none, selective or full")
+        raise OptionError("no recomputation is given, such as none or full")
+    recomputes = [replace(space.job, recompute=one).recompute for one in space.recomputes]
     for what, values in (
         ("micro-batch", space.micro_batches or ()),
-        ("recomputation", space.recomputes),
+        ("recomputation", recomputes),
     ):
         if len(set(values)) < len(values):
             raise OptionError(f"a {what} is given twice: {', '.join(map(str, values))}")
     for micro in space.micro_batches or ():
         whole("micro_batch", micro, 1)
-    for recompute in space.recomputes:
-        replace(space.job, recompute=recompute)
     grid.over_sizes(space.job, space.clusters, space.strategies, space.gpus)
 
 
@@ -164,16 +164,14 @@ def _fitting(space: Space, case: Case) -> tuple[list[Fitting], int]:
         raise OptionError(
             f"no micro-batch divides the {samples} samples that a GPU has of the global batch"
         )
+    recomputes = _applying(space, case)
     if has_auto_options(_parsed(case)):  # its memory is known once its numbers are
-        sizes = [(recompute, micro) for recompute in space.recomputes for micro in micros]
+        sizes = [(recompute, micro) for recompute in recomputes for micro in micros]
         open_ = [replace(case, micro_batch=m, recompute=r) for r, m in sizes]
         return [Fitting(case=one, link_time=0.0) for one in open_], 0
     fitting, link_time = _memory(space, case)
-    blocks = case.load()[1].value.blocks
     kept, large = [], 0
-    for recompute in space.recomputes:
-        if recompute == "full" and not any(block.boundary_bytes for block in blocks):
-            continue
+    for recompute in recomputes:
         for place, micro in enumerate(micros):
             one = replace(case, micro_batch=micro, recompute=recompute)
             if not fitting(one):
@@ -181,6 +179,25 @@ def _fitting(space: Space, case: Case) -> tuple[list[Fitting], int]:
                 break
             kept.append(Fitting(case=one, link_time=link_time))
     return kept, large
+
+
+def _applying(space: Space, case: Case) -> list[Recompute]:
+    """The recomputations that the model has something for.
+
+    Raises OptionError where it has none.
+    """
+    found: list[Recompute] = []
+    reason = ""
+    for recompute in space.recomputes:
+        try:
+            replace(case, recompute=recompute).job()
+        except OptionError as error:
+            reason = str(error)
+        else:
+            found.append(recompute)
+    if not found:
+        raise OptionError(reason)
+    return found
 
 
 def _together(case: Case) -> int:

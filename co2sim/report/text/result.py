@@ -15,7 +15,7 @@ from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import Bytes, counted, duration, percent, scaled
 from co2sim.models.memory import GIB, OVERHEAD, model_states
-from co2sim.models.workload import AttentionKernel, Recompute
+from co2sim.models.workload import AttentionKernel
 from co2sim.prediction import evidence, notes
 from co2sim.prediction.case import Case, LoadedCase, schedule_of
 from co2sim.prediction.error_model import error_model
@@ -371,7 +371,7 @@ def alternatives(prepared: LoadedCase, asked: Strategy) -> Iterator[Alternative]
                 job=replace(
                     job,
                     attention=cast(AttentionKernel, attention or job.attention),
-                    recompute=cast(Recompute, recompute or job.recompute),
+                    recompute=recompute or job.recompute,
                     micro_batch=int(micro_batch or job.micro_batch),
                 ),
                 cluster=prepared.cluster.resized(int(count or layout.world_size)),
@@ -432,7 +432,7 @@ def _runs(case: Case, settle: Callable[[Case], Case], alternative: Alternative) 
             case,
             strategy=changes.get("strategy", case.strategy),
             attention=cast(AttentionKernel, changes.get("attention", case.attention)),
-            recompute=cast(Recompute, changes.get("recompute", case.recompute)),
+            recompute=changes.get("recompute", case.recompute),
             micro_batch=int(changes.get("micro-batch", case.micro_batch)),
             gpus=int(changes["gpus"]) if "gpus" in changes else case.gpus,
         )

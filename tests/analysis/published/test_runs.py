@@ -131,6 +131,14 @@ def test_a_case_has_the_values_of_its_run(toy: Path) -> None:
     }
 
 
+def test_a_run_may_recompute_a_part(toy: Path) -> None:
+    """Operators, or every second layer, as the option takes them."""
+    path = toy / "toy" / "runs.csv"
+    path.write_text(ROWS.replace(",auto,", ",mlp+norms,", 1))
+    (run,) = training_runs(toy)
+    assert run.case().recompute == "norms+mlp"
+
+
 def test_a_case_may_differ_from_its_run(toy: Path) -> None:
     """What is asked for comes before the row."""
     (run,) = training_runs(toy)
@@ -161,7 +169,7 @@ def test_a_run_without_a_cluster_is_no_case(runs: dict[tuple[str, int], Training
         (",reserved,", ",peak,", "memory_kind is 'peak'"),
         (",false,bf16", ",no,bf16", "sequence_parallel is 'no'; it must be true or false"),
         (",bf16,", ",int4,", "precision is 'int4'"),
-        (",auto,", ",some,", "recompute"),
+        (",auto,", ",some,", "recompute: it is one of none, selective, full"),
         ("; model.seq_len=4096", "; model.seq_len", "overrides"),
         ("; model.seq_len=4096", "; gpu.memory=1 GB", "overrides"),
         (",a note", "", "26 fields under 27 columns"),

@@ -356,3 +356,24 @@ def test_what_has_no_adapters_is_one_line(changes: dict[str, object], message: s
     """It says why."""
     with pytest.raises(OptionError, match=message):
         Case(**{**JOB, "strategy": "ddp"} | changes).prepare()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_an_mlp_that_is_made_again_repeats_its_adapters(last: int) -> None:
+    """Those of gate, up and down: all but (non-reentrant) the very last product."""
+    kind = ("reentrant", "non_reentrant")[last]
+    plain, again = (
+        Workload(SMALL, lora=RANK, recompute=one, checkpointing=kind)  # type: ignore[arg-type]
+        for one in ("none", "mlp")
+    )
+    more = [
+        sum(one.flops for one in work.backward.kernels.products)
+        for job in (plain, again)
+        for work in [job.works()[1]]
+        if work.backward.kernels
+    ]
+    adapters = RANK * (sum(a + b for a, b in SIDES[4:]) - last * H)
+    weights = sum(a * b for a, b in SIDES[4:])
+    assert more[1] - more[0] == 2 * TOKENS * (adapters + weights)
+    kept = [activations(job)["activations"] for job in (plain, again)]
+    assert kept[0] - kept[1] == pytest.approx((LAYERS - 1) * TOKENS * 2 * (3 * FFN + 3 * RANK))
