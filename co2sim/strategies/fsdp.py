@@ -9,7 +9,6 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes
 from co2sim.models.workload import MASTER_BYTES, OPTIMIZER_BYTES, Workload
 from co2sim.schedule.schedule import (
-    PEERS,
     WORLD,
     After,
     Collective,
@@ -20,11 +19,19 @@ from co2sim.schedule.schedule import (
     Layout,
     Op,
     Schedule,
-    peers_of_blocks,
 )
 from co2sim.schedule.schedule import DType as D
 from co2sim.strategies.chaining import chain
-from co2sim.strategies.sharded import GATHER, REDUCE, Row, Use, consecutive, lay_out, renamed
+from co2sim.strategies.sharded import (
+    GATHER,
+    REDUCE,
+    Row,
+    Use,
+    consecutive,
+    lay_out,
+    renamed,
+    shared_among,
+)
 from co2sim.strategies.step import (
     COMPUTE,
     Step,
@@ -300,11 +307,7 @@ class FSDP:
 
     def sharding(self, layout: Layout, group: Group) -> Sharding:
         """Who shares parameters, who gathers them again, and who replicates the shards."""
-        among, replicas = group, None
-        shards = layout.gpus_per_node if self.shard == "node" else self.shard
-        if shards and shards != group_size(group, layout):
-            among = consecutive(shards, layout, "fsdp: shard")
-            replicas = PEERS if shards == layout.gpus_per_node else peers_of_blocks(shards)
+        among, replicas = shared_among(self.shard, layout, group, "fsdp: shard")
         again, kept = among, self.reshard_after_forward
         if not isinstance(kept, bool) and kept != group_size(among, layout):
             again = consecutive(kept, layout, "fsdp: reshard_after_forward")

@@ -156,7 +156,9 @@ def pieces(elements: int, capacity: int) -> list[int]:
 class Reduction:
     """How gradients are combined: `kind` in buckets of `capacity` elements over `group`.
 
-    Those of experts are over `replicas`, the ranks with the same ones; None: a rank is alone.
+    Those of experts are over `replicas`, the ranks with the same ones; None: a rank is alone. Where
+    `peers` of other groups have the same shares, these are then all-reduced among them, behind the
+    last micro-step.
     """
 
     kind: Kind
@@ -164,15 +166,35 @@ class Reduction:
     capacity: float
     every_micro_step: bool = False
     replicas: Group | None = None
+    peers: Group | None = None
 
-    def over(self, bucket: Bucket) -> Group | None:
-        """Who meets for a bucket."""
-        return self.replicas if bucket.of_experts else self.group
+    def collectives(
+        self,
+        job: Workload,
+        bucket: Bucket,
+        buffer: str,
+        root: int,
+        ranks: int,
+        last: bool,  # noqa: FBT001
+    ) -> dict[str, Collective]:
+        """What a bucket takes, by name: of the `ranks` of the group, in the `last` micro-step."""
+        found: dict[str, Collective] = {}
+        group = self.replicas if bucket.of_experts else self.group
+        if group:
+            found["reduce"] = Collective(
+                self.kind, buffer, bucket.elements, job.precision, group, root=root
+            )
+        if self.peers and last:
+            shards = job.replicas(ranks) if bucket.of_experts else ranks
+            share = -(-bucket.elements // shards)
+            again = Collective(Kind.ALL_REDUCE, buffer, share, job.precision, self.peers)
+            found["replicate"] = again
+        return found
 
     def buckets(self, blocks: Sequence[Block]) -> list[Bucket]:
         """All that are reduced."""
         found = buckets(blocks, self.capacity)
-        if self.replicas:
+        if self.replicas or self.peers:
             found += buckets(blocks, self.capacity, of_experts=True)
         return found
 
@@ -211,7 +233,8 @@ def passes(job: Workload, reduction: Reduction | None, ranks: int = 1) -> list[O
     for micro in range(job.accumulation):
         prefix = micro_prefix(micro, job)
         ops += [Op(f"{prefix}forward.{work.block.name}", work.forward, COMPUTE) for work in works]
-        reduces = reduction and (reduction.every_micro_step or micro == job.accumulation - 1)
+        last = micro == job.accumulation - 1
+        reduces = reduction and (reduction.every_micro_step or last)
         for index in range(len(works) - 1, -1, -1):
             backward = Op(
                 f"{prefix}backward.{works[index].block.name}", works[index].backward, COMPUTE
@@ -219,15 +242,13 @@ def passes(job: Workload, reduction: Reduction | None, ranks: int = 1) -> list[O
             ops.append(backward)
             if reduction and reduces:
                 for number, bucket in ready.get(index, ()):
-                    work = Collective(
-                        reduction.kind,
-                        f"gradients{number}",
-                        bucket.elements,
-                        job.precision,
-                        reduction.over(bucket) or reduction.group,
-                        root=(count - 1 - number) % ranks if owned else 0,
-                    )
-                    ops.append(Op(f"{prefix}reduce{number}", work, COMM, (After(backward.name),)))
+                    root = (count - 1 - number) % ranks if owned else 0
+                    buffer, behind = f"gradients{number}", (After(backward.name),)
+                    found = reduction.collectives(job, bucket, buffer, root, ranks, last)
+                    ops += [
+                        Op(f"{prefix}{name}{number}", work, COMM, behind)
+                        for name, work in found.items()
+                    ]
     return ops
 
 
