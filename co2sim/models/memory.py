@@ -13,8 +13,8 @@ it there are the CUDA context and the buffers of NCCL: `OVERHEAD`.
 from collections.abc import Iterable, Mapping
 
 from co2sim.common.units import Bytes
-from co2sim.models.workload import Block, Workload
-from co2sim.schedule.schedule import Group, Layout
+from co2sim.models.workload import OPTIMIZER_BYTES, Block, Workload
+from co2sim.schedule.schedule import Compute, Group, Layout, Schedule
 
 GIB: Bytes = 2.0**30
 
@@ -51,12 +51,28 @@ log-probabilities, their gradient, and the gradient of the logits (`nll_loss` be
 def model_states(
     job: Workload, *, parameter_shards: int = 1, gradient_shards: int = 1, optimizer_shards: int = 1
 ) -> dict[str, Bytes]:
-    """Parameters, gradients and optimizer states, each divided over its number of shards."""
-    return {
+    """Parameters, gradients and optimizer states, each divided over its number of shards.
+
+    States that are offloaded are in the host's memory, with the master copy (`host_memory`).
+    """
+    found = {
         "parameters": job.owned(parameter_shards) * job.precision.bytes,
         "gradients": job.owned(gradient_shards) * job.gradient_bytes,
-        "optimizer": job.owned(optimizer_shards) * job.optimizer_bytes,
     }
+    if job.offload == "none":
+        found["optimizer"] = job.owned(optimizer_shards) * job.optimizer_bytes
+    return found
+
+
+def host_memory(job: Workload, schedule: Schedule) -> Bytes:
+    """Of what a GPU offloads: master copies, moments, and the gradients that come for them."""
+    moved = {
+        work.kernel: work.memory_bytes
+        for work in schedule.works
+        if isinstance(work, Compute) and work.place == "link"
+    }
+    elements = moved.get("from_host", 0.0) / job.precision.bytes
+    return elements * OPTIMIZER_BYTES[job.optimizer] + moved.get("to_host", 0.0)
 
 
 def activations(job: Workload, held: float = 1.0) -> dict[str, Bytes]:

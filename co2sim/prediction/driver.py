@@ -24,7 +24,7 @@ from co2sim.prediction.evidence import (
     setting_of,
 )
 from co2sim.prediction.intervals import Interval, Predicted
-from co2sim.prediction.notes import host_limits
+from co2sim.prediction.notes import host_limits, offloaded
 from co2sim.prediction.notes import remarks as remarks_on
 from co2sim.prediction.notes import warnings as warnings_of
 from co2sim.prediction.pipeline_order import split_words
@@ -147,7 +147,8 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
         cluster, nominal = prepared.cluster, result.round_time_s
         blocks = prepared.job.share.model.blocks
         remarks = remarks_on(cluster, prepared.job, blocks, case.noise, result.gpus, case.asked)
-        result = replace(result, notes=(*notes, *remarks, *_host_limits(result, cluster)))
+        host = offloaded(prepared.job, prepared.schedule, cluster.gpus_per_node)
+        result = replace(result, notes=(*notes, *host, *remarks, *_host_limits(result, cluster)))
         even = replace(prepared, cluster=replace(cluster, node_spread=0.0, step_spread=0.0))
         if case.noise.uneven or cluster.node_spread or cluster.step_spread:
             nominal = round_time(case.run_options, even, done)
@@ -192,6 +193,7 @@ def _of_pipeline(case: Case, done: Done | None) -> Result:
         nearest_published=_nearest(found, first.cluster, model.value, result),
         notes=(
             *([split] if split else []),
+            *offloaded(first.job, first.schedule, cluster.value.gpus_per_node),
             *remarks_on(
                 first.cluster, first.job, sum(blocks, ()), case.noise, result.gpus, case.asked
             ),

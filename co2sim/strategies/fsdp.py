@@ -40,6 +40,7 @@ from co2sim.strategies.step import (
     micro_prefix,
     same_experts,
     title,
+    update,
     whole_options,
 )
 
@@ -88,11 +89,10 @@ def fsdp_step(job: Workload, layout: Layout, how: Sharding) -> Step:
             Op("clip", norm, REDUCE, (After("norm"),)),
             Op("scale", Compute("scale", 1.0 * share, 8.0 * share), COMPUTE, (After("clip"),)),
         ]
-    optimizer = job.optimizer_step(share)
-    ops.append(Op("optimizer", optimizer, COMPUTE, () if how.clip else reduced))
+    ops += update(job, share, () if how.clip else reduced, how.reduce.bytes)
     firsts = {op.stream: op.name for op in reversed(ops)}
     needs = [firsts[stream] for stream in (GATHER, COMPUTE) if stream in firsts]
-    return Step(ops, tuple(needs), ("optimizer",))
+    return Step(ops, tuple(needs), (ops[-1].name,))
 
 
 def _uses(job: Workload, how: Sharding, shards: int) -> Iterator[Use]:
@@ -278,6 +278,7 @@ class FSDP:
 
     name: ClassVar[str] = "fsdp"
     divides_experts: ClassVar[bool] = True
+    offloads: ClassVar[bool] = True
 
     reshard_after_forward: bool | int = True
     shard: int | Literal["node"] = 0
@@ -335,7 +336,8 @@ class FSDP:
 
         Parameters, gradients and moments are fp32: parameters are their own master copy. The peak
         is in the backward pass, where two units are gathered besides the root, the gradient of one
-        is computed and that of another is reduced.
+        is computed and that of another is reduced. With states on the host the master copy is
+        there, and parameters are those of the passes.
         """
         sharding = self.sharding(layout, WORLD)
         n, width = group_size(sharding.among, layout), job.precision.bytes
@@ -343,11 +345,10 @@ class FSDP:
         root, others = units(job)
         largest = max(others, default=root)
         whole = root + sum(sorted(others)[-2:]) if sharding.again else job.parameters
-        found = {
-            "parameters": share * MASTER_BYTES,
-            "gradients": share * MASTER_BYTES,
-            "optimizer": share * (OPTIMIZER_BYTES[job.optimizer] - MASTER_BYTES),
-        }
+        found = {"parameters": share * width, "gradients": share * MASTER_BYTES}
+        if job.offload == "none":
+            found["parameters"] = share * MASTER_BYTES
+            found["optimizer"] = share * (OPTIMIZER_BYTES[job.optimizer] - MASTER_BYTES)
         if n == 1:
             return found
         found["gathered"] = whole * width

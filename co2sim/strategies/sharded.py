@@ -32,6 +32,7 @@ from co2sim.strategies.step import (
     cut,
     group_size,
     micro_prefix,
+    update,
     whole_options,
 )
 
@@ -171,10 +172,9 @@ def sharded_step(
     if refresh:
         last = next(place for place, op in enumerate(ops) if op.name == ends[len(works) - 1])
         ops.insert(last + 1, Op("refresh", refresh, GATHER))
-    optimizer = job.optimizer_step(-(-job.parameters // shards))
-    ops.append(Op("optimizer", optimizer, COMPUTE, reduced))
+    ops += update(job, -(-job.parameters // shards), reduced)
     first_fetch = next(op.name for op in ops if op.stream != COMPUTE)
-    return Step(ops, (first_fetch, ends[0]), ("optimizer",))
+    return Step(ops, (first_fetch, ends[0]), (ops[-1].name,))
 
 
 def renamed(rows: Sequence[Row], pattern: str) -> list[Row]:

@@ -252,6 +252,28 @@ def passes(job: Workload, reduction: Reduction | None, ranks: int = 1) -> list[O
     return ops
 
 
+def update(
+    job: Workload, elements: int, waits: tuple[After, ...] = (), gradient: Bytes | None = None
+) -> list[Op]:
+    """The optimizer over a share, behind `waits`.
+
+    One that is offloaded gets gradients of `gradient` bytes over the link to the host, and sends
+    parameters back: one after the other, as ZeRO-Offload does without its delayed update.
+    """
+    work = job.optimizer_step(elements)
+    if job.offload == "none":
+        return [Op("optimizer", work, COMPUTE, waits)]
+    size = elements * (gradient or job.gradient_bytes)
+    there = Compute("to_host", 0.0, size, place="link")
+    back = Compute("from_host", 0.0, elements * job.precision.bytes, place="link")
+    work = replace(work, kernel="host_optimizer", place="host")
+    return [
+        Op("to_host", there, COMPUTE, waits),
+        Op("optimizer", work, COMPUTE),
+        Op("from_host", back, COMPUTE),
+    ]
+
+
 def bucketed_step(
     job: Workload, layout: Layout, reduction: Reduction, gather_capacity: int = 0
 ) -> Step:
@@ -267,18 +289,15 @@ def bucketed_step(
     reduction = replace(reduction, replicas=same_experts(job, reduction.group, layout))
     first = f"{micro_prefix(0, job)}forward.{job.model.blocks[0].name}"
     if ranks == 1:
-        ops = passes(job, None)
-        return Step(
-            [*ops, Op("optimizer", job.optimizer_step(job.parameters), COMPUTE)],
-            (first,),
-            ("optimizer",),
-        )
+        ops = [*passes(job, None), *update(job, job.parameters)]
+        return Step(ops, (first,), (ops[-1].name,))
     ops = passes(job, reduction, ranks)
     last = next(op.name for op in reversed(ops) if op.stream == COMM)
     share = math.ceil(job.owned(ranks)) if gather_capacity else job.parameters
-    ops.append(Op("optimizer", job.optimizer_step(share), COMPUTE, (After(last),)))
+    ops += update(job, share, (After(last),))
+    updated = ops[-1].name
     if not gather_capacity:
-        return Step(ops, (first,), ("optimizer",))
+        return Step(ops, (first,), (updated,))
     dense = job.parameters - job.expert_parameters
     kind, sizes = Kind.ALL_GATHER, pieces(dense, gather_capacity)
     if reduction.kind is Kind.REDUCE:
@@ -289,7 +308,7 @@ def bucketed_step(
         gathered += [(elements, reduction.replicas) for elements in experts]
     for number, (elements, group) in enumerate(gathered):
         work = Collective(kind, f"parameters{number}", elements, job.precision, group)
-        ops.append(Op(f"gather{number}", work, COMM, (After("optimizer"),)))
+        ops.append(Op(f"gather{number}", work, COMM, (After(updated),)))
     gathers = tuple(op.name for op in ops if op.name.startswith("gather"))
     return Step(ops, (first,), gathers[-1:], gathers)
 

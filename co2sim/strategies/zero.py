@@ -41,6 +41,7 @@ class Zero1:
 
     name: ClassVar[str] = "zero1"
     divides_experts: ClassVar[bool] = True
+    offloads: ClassVar[bool] = True
 
     bucket: int = 500_000_000
     shard: int | Literal["node"] = 0
@@ -95,6 +96,7 @@ class DDP:
 
     name: ClassVar[str] = "ddp"
     divides_experts: ClassVar[bool] = True
+    offloads: ClassVar[bool] = True
 
     bucket_mib: float = 25.0
 
@@ -137,6 +139,7 @@ class Zero3:
     """
 
     name: ClassVar[str] = "zero3"
+    offloads: ClassVar[bool] = True
 
     prefetch: int = 50_000_000
     max_live: int = 1_000_000_000
@@ -197,6 +200,7 @@ class Zero2:
 
     name: ClassVar[str] = "zero2"
     divides_experts: ClassVar[bool] = True
+    offloads: ClassVar[bool] = True
 
     bucket: int = 500_000_000
     owners: bool = False
