@@ -10,7 +10,7 @@ from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.units import Seconds
 from co2sim.prediction.case import Case, LoadedCase
 from co2sim.schedule.schedule import Compute, DType
-from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.compute_cost import work_time
 from co2sim.simulation.trace import Span, Trace
 from realrun.errors import MismatchError
 from realrun.execute.executor import execute
@@ -98,6 +98,11 @@ def computing_time(case: Case, world: World, rounds: int) -> Seconds:
 def make_kernels(name: KernelName, prepared: LoadedCase, world: World) -> KernelSet:
     """Synthetic kernels for a case."""
     if name == "flops":
+        if prepared.job.offload != "none":
+            raise OptionError(
+                f"offload={prepared.job.offload} is predicted only; --kernels sleep takes the"
+                " predicted times of the host"
+            )
         if prepared.job.narrow:
             raise OptionError(
                 f"precision={prepared.job.narrow} is predicted only; --kernels sleep takes the"
@@ -113,9 +118,11 @@ def make_kernels(name: KernelName, prepared: LoadedCase, world: World) -> Kernel
 
 def durations(prepared: LoadedCase) -> dict[Compute, Seconds]:
     """Seconds that every compute work takes in the simulation."""
-    gpu, precision = prepared.cluster.gpu, prepared.job.precision
+    cluster, precision = prepared.cluster, prepared.job.precision
     works = dict.fromkeys(op.work for op in prepared.schedule.body)
-    return {work: compute_time(work, gpu, precision) for work in works if isinstance(work, Compute)}
+    return {
+        work: work_time(work, cluster, precision) for work in works if isinstance(work, Compute)
+    }
 
 
 def merge(traces: Sequence[Trace]) -> Trace:

@@ -37,7 +37,7 @@ from co2sim.common.units import Bytes, Flops, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import Collective, Compute, Group, Kind, Schedule
 from co2sim.simulation.collective_cost import cost_of
-from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.compute_cost import work_time
 from co2sim.simulation.trace import Trace
 
 _MAX_INFLATION = 6.0
@@ -234,8 +234,8 @@ def _costs(schedule: Schedule, cluster: Cluster, precision: str) -> dict[str, _C
 
 def _cost(work: Compute | Collective, cluster: Cluster, precision: str) -> _Cost:
     if isinstance(work, Compute):
-        launch = cluster.gpu.launch_overhead
-        growing = compute_time(work, cluster.gpu, precision) - launch
+        launch = cluster.gpu.launch_overhead if work.place == "gpu" else 0.0
+        growing = work_time(work, cluster, precision) - launch
         key: Work = (work.kernel, work.flops, work.memory_bytes)
         return _Cost(key, work.kernel, None, launch, growing)
     cost = cost_of(work, cluster)

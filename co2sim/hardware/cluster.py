@@ -223,6 +223,7 @@ class GPU:
     `generation` names the first GPU with its multiprocessors, such as "H100" for an H200: what was
     published of that GPU says how far predictions are off. `stack` names the software stack whose
     kernels these are; empty where a file of the user's states them itself, or none are known.
+    `host_link` is its link to the host, one direction (`offloading`).
     """
 
     name: str
@@ -239,6 +240,7 @@ class GPU:
     idle_power: Power | None = None
     generation: str | None = None
     stack: str = ""
+    host_link: Bandwidth | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no GPU can be."""
@@ -401,6 +403,10 @@ class Cluster:
     `node_power` is what a node draws but for its GPUs, `pue` what the site draws for each watt of
     the nodes, `grid_intensity` the CO2 equivalents of its electricity. Prices and intensities have
     a range, `_low` to `_high`, where one is published.
+
+    `host_memory_bandwidth` is a GPU's part of that of its host's memory. `host_link_efficiency` is
+    the fraction of the GPU's `host_link` that transfers attain, `host_optimizer_efficiency` that of
+    the memory bandwidth which an optimizer on the host attains (`offloading`).
     """
 
     name: str
@@ -434,6 +440,9 @@ class Cluster:
     scatter: Scatter | None = None
     failures: Failures | None = None
     host: HostEffects | None = None
+    host_memory_bandwidth: Bandwidth | None = None
+    host_link_efficiency: Fraction | None = None
+    host_optimizer_efficiency: Fraction | None = None
     stack: str = ""
 
     def __post_init__(self) -> None:

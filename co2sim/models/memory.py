@@ -13,8 +13,8 @@ it there are the CUDA context and the buffers of NCCL: `OVERHEAD`.
 from collections.abc import Iterable, Mapping
 
 from co2sim.common.units import Bytes
-from co2sim.models.workload import Block, Workload
-from co2sim.schedule.schedule import Group, Layout
+from co2sim.models.workload import OPTIMIZER_BYTES, Block, Workload
+from co2sim.schedule.schedule import Compute, Group, Layout, Schedule
 
 GIB: Bytes = 2.0**30
 
@@ -54,12 +54,26 @@ def model_states(
     """Parameters, gradients and optimizer states, each divided over its number of shards.
 
     What is frozen has neither gradients nor optimizer states, and no master copy among these.
+    States that are offloaded are in the host's memory, with the master copy (`host_memory`).
     """
-    return {
+    found = {
         "parameters": job.owned(parameter_shards) * job.precision.bytes,
         "gradients": job.owned_trained(gradient_shards) * job.gradient_bytes,
-        "optimizer": job.owned_trained(optimizer_shards) * job.optimizer_bytes,
     }
+    if job.offload == "none":
+        found["optimizer"] = job.owned_trained(optimizer_shards) * job.optimizer_bytes
+    return found
+
+
+def host_memory(job: Workload, schedule: Schedule) -> Bytes:
+    """Of what a GPU offloads: master copies, moments, and the gradients that come for them."""
+    moved = {
+        work.kernel: work.memory_bytes
+        for work in schedule.works
+        if isinstance(work, Compute) and work.place == "link"
+    }
+    elements = moved.get("from_host", 0.0) / job.precision.bytes
+    return elements * OPTIMIZER_BYTES[job.optimizer] + moved.get("to_host", 0.0)
 
 
 def activations(job: Workload, held: float = 1.0) -> dict[str, Bytes]:

@@ -134,6 +134,7 @@ __all__ = [
     "Loss",
     "MatMul",
     "Model",
+    "Offload",
     "Optimizer",
     "Recompute",
     "Selective",
@@ -158,6 +159,10 @@ Loss = Literal["fused", "eager"]
 """fused: the cross entropy in one kernel on 16-bit logits. eager: PyTorch's, in fp32."""
 
 Optimizer = Literal["adamw", "adamw_8bit", "sgd"]
+
+Offload = Literal["none", "optimizer"]
+"""optimizer: its states are in the host's memory, and the host's processors update them (Ren et al.
+2021, ZeRO-Offload, arXiv 2101.06840)."""
 
 ContextKind = Literal["all_gather", "ring", "all_to_all"]
 """How ranks that divide sequences attend to all of them; see `ContextExchange`."""
@@ -248,9 +253,10 @@ class Workload:
     the experts of a layer, `cp` data-parallel ones in a row divide every sequence and exchange by
     `context` what attention needs of the others. Products with weights of layers are of the type
     `narrow`, if any: their operands are cast, their results and all else are of `precision`.
-    Weights stay cast for `cast_steps` micro-steps: for those of a step. One that is `divided`
-    is the share of one GPU already. With `lora` layers get adapters of that rank, and only these
-    are trained (`adapters`): `bare` is the model without them.
+    Weights stay cast for `cast_steps` micro-steps: for those of a step. What is `offload`-ed is in
+    the host's memory. One that is `divided` is the share of one GPU already. With `lora` layers get
+    adapters of that rank, and only these are trained (`adapters`): `bare` is the model without
+    them.
     """
 
     model: Model
@@ -276,6 +282,7 @@ class Workload:
     context: ContextKind = "all_gather"
     narrow: Narrow | None = None
     cast_steps: int = 1
+    offload: Offload = "none"
     divided: bool = False
     lora: int | None = None
     bare: Model | None = field(default=None, compare=False, repr=False)

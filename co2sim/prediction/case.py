@@ -35,6 +35,7 @@ from co2sim.models.workload import (
     Loss,
     Model,
     Narrow,
+    Offload,
     Optimizer,
     Workload,
 )
@@ -357,6 +358,12 @@ class Case:
         "job",
     )
     optimizer: Optimizer = option("adamw", "adamw, adamw_8bit (moments in 8 bits) or sgd.", "job")
+    offload: Offload = option(
+        "none",
+        "What the host has instead of the GPU: none, or optimizer (its states, which the host's"
+        " processors update; gradients go there and parameters come back).",
+        "job",
+    )
     lora: Annotated[int | None, Within((1, MAX_RANK))] = option(
         None,
         "Rank of adapters beside all matrices of attention and MLP, of experts, too; only these are"
@@ -532,6 +539,11 @@ class Case:
             raise OptionError(
                 f"ep={self.ep} combines with ddp, zero1, zero2 and fsdp; not with {strategy.name}"
             )
+        if self.offload != "none" and not getattr(strategy, "offloads", False):
+            raise OptionError(
+                f"offload={self.offload} combines with ddp, zero1, zero2, zero3 and fsdp; not with"
+                f" {strategy.name}"
+            )
         few = replace(job, accumulation=micro_steps or job.accumulation)
         known, schedule = scheduled(strategy, few, sized.layout)
         job = replace(known, accumulation=job.accumulation) if micro_steps else known
@@ -541,7 +553,7 @@ class Case:
             strategy=strategy,
             schedule=schedule,
             assumed=(
-                *assumed(cluster, model),
+                *assumed(cluster, model, offload=self.offload != "none"),
                 *beyond_the_file(cluster.value, sized),
                 *beyond_the_table(sized.gpu, job.share),
             ),
@@ -573,6 +585,7 @@ class Case:
             checkpointing=self.checkpointing or stack.checkpointing,
             loss=self.loss or stack.loss,
             optimizer=self.optimizer,
+            offload=self.offload,
             selective=stack.selective,
             overlap=stack.overlap,
             overlap_tensor=stack.overlap_tensor,
@@ -692,6 +705,7 @@ class JobOptions(TypedDict, total=False):
     checkpointing: Checkpointing | None
     loss: Loss | None
     optimizer: Optimizer
+    offload: Offload
     lora: Count | None
     stack: str | Stack | Contents
     overrides: Mapping[str, Number] | None

@@ -25,7 +25,7 @@ from co2sim.prediction.evidence import (
 )
 from co2sim.prediction.intervals import Interval, Predicted
 from co2sim.prediction.micro_steps import case_figures
-from co2sim.prediction.notes import host_limits
+from co2sim.prediction.notes import host_limits, offloaded
 from co2sim.prediction.notes import remarks as remarks_on
 from co2sim.prediction.notes import warnings as warnings_of
 from co2sim.prediction.pipeline_order import split_words
@@ -145,7 +145,8 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
         cluster, nominal = prepared.cluster, result.round_time_s
         blocks = prepared.job.share.model.blocks
         remarks = remarks_on(cluster, prepared.job, blocks, case.noise, result.gpus, case.asked)
-        result = replace(result, notes=(*notes, *remarks, *_host_limits(result, cluster)))
+        host = offloaded(prepared.job, prepared.schedule, cluster.gpus_per_node)
+        result = replace(result, notes=(*notes, *host, *remarks, *_host_limits(result, cluster)))
         quiet = replace(case, noise=QUIET)
         if case.noise.uneven or cluster.node_spread or cluster.step_spread:
             nominal = case_figures(quiet, done, _even).result.round_time_s
@@ -203,6 +204,7 @@ def _of_pipeline(case: Case, done: Done | None) -> Result:
         nearest_published=_nearest(found, first.cluster, model.value, result),
         notes=(
             *([split] if split else []),
+            *offloaded(first.job, first.schedule, cluster.value.gpus_per_node),
             *remarks_on(
                 first.cluster, first.job, sum(blocks, ()), case.noise, result.gpus, case.asked
             ),

@@ -8,10 +8,12 @@ from typing import Any
 from co2sim.catalog import Entry, Fact
 from co2sim.common.units import Seconds, counted, scaled
 from co2sim.hardware.cluster import GPU, Cluster
+from co2sim.hardware.offloading import ASSUMED, unknown
 from co2sim.models.architecture import Block
+from co2sim.models.memory import host_memory
 from co2sim.models.workload import Model, Workload
 from co2sim.prediction.result import Result
-from co2sim.schedule.schedule import Layout
+from co2sim.schedule.schedule import Layout, Schedule
 from co2sim.simulation.noise import Noise
 from co2sim.strategies import LocalSteps, Strategy, with_options
 from co2sim.strategies.local import Replica
@@ -122,9 +124,31 @@ _NEGLIGIBLE = 0.01
 """A probe measures passes of other shapes than a model's: sizes so near each other are the same."""
 
 
-def assumed(cluster: Entry[Cluster], model: Entry[Model]) -> tuple[Fact, ...]:
-    """The assumed numbers of both, which no source supports; no step depends on failures."""
-    return (*_under("cluster", cluster), *_under("model", model))
+def assumed(
+    cluster: Entry[Cluster], model: Entry[Model], *, offload: bool = False
+) -> tuple[Fact, ...]:
+    """The assumed numbers of both, which no source supports; no step depends on failures.
+
+    Those of the host are named where a job has states there.
+    """
+    missing = unknown(cluster.value) if offload else {}
+    found = [Fact(f"cluster.{path}", a.text, a.why, assumed=True) for path, a in missing.items()]
+    known = (
+        fact
+        for fact in _under("cluster", cluster)
+        if offload or fact.path.removeprefix("cluster.") not in ASSUMED
+    )
+    return (*known, *found, *_under("model", model))
+
+
+def offloaded(job: Workload, schedule: Schedule, gpus: int) -> tuple[str, ...]:
+    """What the host of a node of `gpus` GPUs has to hold."""
+    if job.offload == "none":
+        return ()
+    each = host_memory(job, schedule)
+    sizes = f"{scaled(each, 'B')} of the host's memory for each GPU, {scaled(gpus * each, 'B')}"
+    told = "the interval is that of runs without a host's optimizer"
+    return (f"optimizer states and gradients take {sizes} on a node; {told}",)
 
 
 def _under(prefix: str, entry: Entry[Any]) -> list[Fact]:

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from co2sim.common.errors import ScheduleError, nearest
 from co2sim.common.html_card import SHOWN, card
@@ -284,6 +284,10 @@ class Kernels:
         )
 
 
+Place: TypeAlias = Literal["gpu", "link", "host"]
+"""Where a work moves its bytes. link: between a GPU and its host. host: in the host's memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class Compute:
     """Local work: looked up by `kernel` when run, costed by FLOP and bytes of memory traffic.
@@ -291,7 +295,8 @@ class Compute:
     `kernels` says what it consists of, for GPUs whose kernels are known (`compute_cost`). `parts`
     are works that it does one after the other; the other fields then hold their sums. `exchanges`
     are those of tensor-parallel ranks: `tensor_parallel` makes ops of them, and nothing else does;
-    it leaves them in `exchanged`, since a host issues them together with the work.
+    it leaves them in `exchanged`, since a host issues them together with the work. One that is not
+    on the GPU takes the time of its bytes at its `place`.
     """
 
     kernel: str
@@ -301,6 +306,7 @@ class Compute:
     parts: tuple["Compute", ...] = ()
     exchanges: "TensorParallelCollectives | None" = None
     exchanged: tuple["Collective", ...] = ()
+    place: Place = "gpu"
 
     @property
     def label(self) -> str:
@@ -313,8 +319,9 @@ class Compute:
         at_least(f"{self.kernel!r}: memory_bytes", self.memory_bytes, 0, error=ScheduleError)
 
     def __str__(self) -> str:
-        """`forward: 1.2e+13 FLOP, 4e+08 B`."""
-        return f"{self.kernel}: {self.flops:.3g} FLOP, {self.memory_bytes:.3g} B"
+        """`forward: 1.2e+13 FLOP, 4e+08 B`; of others than the GPU with their place."""
+        where = "" if self.place == "gpu" else f" ({self.place})"
+        return f"{self.kernel}: {self.flops:.3g} FLOP, {self.memory_bytes:.3g} B{where}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ import numpy as np
 
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.units import BytesPerSecond, FlopsPerSecond, Seconds
-from co2sim.hardware.cluster import GPU, KernelTimes
+from co2sim.hardware.cluster import GPU, Cluster, KernelTimes
+from co2sim.hardware.offloading import speed
 from co2sim.schedule.schedule import Compute, FusedAttention, Gemm, Kernels
 
 
@@ -107,6 +108,13 @@ def compute_time(work: Compute, gpu: GPU, precision: str, exchanged: Seconds = 0
         arithmetic = work.flops / (peak_flops(gpu, precision) * efficiency(gpu, work.flops))
     memory = work.memory_bytes / (gpu.memory_bandwidth * gpu.memory_efficiency)
     return max(arithmetic, memory) + gpu.launch_overhead
+
+
+def work_time(work: Compute, cluster: Cluster, precision: str, exchanged: Seconds = 0.0) -> Seconds:
+    """That of `compute_time` on the GPU; of its host, or of the link to it, that of the bytes."""
+    if work.place == "gpu":
+        return compute_time(work, cluster.gpu, precision, exchanged)
+    return work.memory_bytes / speed(cluster, work.place)
 
 
 @dataclass(eq=False, slots=True)

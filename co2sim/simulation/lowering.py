@@ -29,7 +29,7 @@ from co2sim.schedule.schedule import (
     Schedule,
 )
 from co2sim.simulation.collective_cost import CollectiveCost, cost_of, costs_of, uplinks
-from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.compute_cost import work_time
 from co2sim.simulation.network import NOTHING, Transfer
 from co2sim.simulation.noise import Noise
 
@@ -303,7 +303,7 @@ def alone(work: Compute, cluster: Cluster, precision: str, *, free: bool) -> Sec
     """Seconds of a work; `free` says that communication takes no time."""
     exchanges = () if free else work.exchanged
     exchanged = sum(cost_of(one, cluster).duration_alone(cluster) for one in exchanges)
-    return compute_time(work, cluster.gpu, precision, exchanged)
+    return work_time(work, cluster, precision, exchanged)
 
 
 def _communicators(

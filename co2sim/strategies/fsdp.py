@@ -9,7 +9,6 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes
 from co2sim.models.workload import MASTER_BYTES, OPTIMIZER_BYTES, Workload
 from co2sim.schedule.schedule import (
-    PEERS,
     WORLD,
     After,
     Collective,
@@ -20,11 +19,19 @@ from co2sim.schedule.schedule import (
     Layout,
     Op,
     Schedule,
-    peers_of_blocks,
 )
 from co2sim.schedule.schedule import DType as D
 from co2sim.strategies.chaining import chain
-from co2sim.strategies.sharded import GATHER, REDUCE, Row, Use, consecutive, lay_out, renamed
+from co2sim.strategies.sharded import (
+    GATHER,
+    REDUCE,
+    Row,
+    Use,
+    consecutive,
+    lay_out,
+    renamed,
+    shared_among,
+)
 from co2sim.strategies.step import (
     COMPUTE,
     Step,
@@ -33,6 +40,7 @@ from co2sim.strategies.step import (
     micro_prefix,
     same_experts,
     title,
+    update,
     whole_options,
 )
 
@@ -81,11 +89,10 @@ def fsdp_step(job: Workload, layout: Layout, how: Sharding) -> Step:
             Op("clip", norm, REDUCE, (After("norm"),)),
             Op("scale", Compute("scale", 1.0 * share, 8.0 * share), COMPUTE, (After("clip"),)),
         ]
-    optimizer = job.optimizer_step(share)
-    ops.append(Op("optimizer", optimizer, COMPUTE, () if how.clip else reduced))
+    ops += update(job, share, () if how.clip else reduced, how.reduce.bytes)
     firsts = {op.stream: op.name for op in reversed(ops)}
     needs = [firsts[stream] for stream in (GATHER, COMPUTE) if stream in firsts]
-    return Step(ops, tuple(needs), ("optimizer",))
+    return Step(ops, tuple(needs), (ops[-1].name,))
 
 
 def _uses(job: Workload, how: Sharding, shards: int) -> Iterator[Use]:
@@ -278,6 +285,7 @@ class FSDP:
 
     name: ClassVar[str] = "fsdp"
     divides_experts: ClassVar[bool] = True
+    offloads: ClassVar[bool] = True
 
     reshard_after_forward: bool | int = True
     shard: int | Literal["node"] = 0
@@ -307,11 +315,7 @@ class FSDP:
 
     def sharding(self, layout: Layout, group: Group) -> Sharding:
         """Who shares parameters, who gathers them again, and who replicates the shards."""
-        among, replicas = group, None
-        shards = layout.gpus_per_node if self.shard == "node" else self.shard
-        if shards and shards != group_size(group, layout):
-            among = consecutive(shards, layout, "fsdp: shard")
-            replicas = PEERS if shards == layout.gpus_per_node else peers_of_blocks(shards)
+        among, replicas = shared_among(self.shard, layout, group, "fsdp: shard")
         again, kept = among, self.reshard_after_forward
         if not isinstance(kept, bool) and kept != group_size(among, layout):
             again = consecutive(kept, layout, "fsdp: reshard_after_forward")
@@ -340,6 +344,7 @@ class FSDP:
         Parameters, gradients and moments are fp32: parameters are their own master copy; those that
         are frozen are of the precision. The peak is in the backward pass, where two units are
         gathered besides the root, the gradient of one is computed and that of another is reduced.
+        With states on the host the master copy is there, and parameters are those of the passes.
         """
         sharding = self.sharding(layout, WORLD)
         n, width = group_size(sharding.among, layout), job.precision.bytes
@@ -348,11 +353,10 @@ class FSDP:
         gradients = [block.trained for block in job.model.blocks]
         largest = max(gradients[1:-1], default=sum(gradients))
         whole = root + sum(sorted(others)[-2:]) if sharding.again else job.parameters
-        found = {
-            "parameters": trained * MASTER_BYTES + (share - trained) * width,
-            "gradients": trained * MASTER_BYTES,
-            "optimizer": trained * (OPTIMIZER_BYTES[job.optimizer] - MASTER_BYTES),
-        }
+        found = {"parameters": share * width, "gradients": trained * MASTER_BYTES}
+        if job.offload == "none":
+            found["parameters"] += trained * (MASTER_BYTES - width)
+            found["optimizer"] = trained * (OPTIMIZER_BYTES[job.optimizer] - MASTER_BYTES)
         if n == 1:
             return found
         found["gathered"] = whole * width

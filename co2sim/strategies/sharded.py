@@ -7,12 +7,22 @@ that fetch and reduce a block are those of `zero3` or `zeropp`.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes
 from co2sim.models.workload import Block, BlockWork, Workload
-from co2sim.schedule.schedule import NODE, After, Collective, Compute, Group, Layout, Op
+from co2sim.schedule.schedule import (
+    NODE,
+    PEERS,
+    After,
+    Collective,
+    Compute,
+    Group,
+    Layout,
+    Op,
+    peers_of_blocks,
+)
 from co2sim.schedule.schedule import block as block_group
 from co2sim.strategies.step import (
     COMPUTE,
@@ -20,7 +30,9 @@ from co2sim.strategies.step import (
     buckets,
     check_micro_steps,
     cut,
+    group_size,
     micro_prefix,
+    update,
     whole_options,
 )
 
@@ -160,10 +172,9 @@ def sharded_step(
     if refresh:
         last = next(place for place, op in enumerate(ops) if op.name == ends[len(works) - 1])
         ops.insert(last + 1, Op("refresh", refresh, GATHER))
-    optimizer = job.optimizer_step(-(-job.trained // shards))
-    ops.append(Op("optimizer", optimizer, COMPUTE, reduced))
+    ops += update(job, -(-job.trained // shards), reduced)
     first_fetch = next(op.name for op in ops if op.stream != COMPUTE)
-    return Step(ops, (first_fetch, ends[0]), ("optimizer",))
+    return Step(ops, (first_fetch, ends[0]), (ops[-1].name,))
 
 
 def renamed(rows: Sequence[Row], pattern: str) -> list[Row]:
@@ -185,6 +196,21 @@ def consecutive(ranks: int, layout: Layout, option: str) -> Group:
             f" {layout.world_size} GPUs"
         )
     return block_group(ranks)
+
+
+def shared_among(
+    shard: int | Literal["node"], layout: Layout, group: Group, option: str
+) -> tuple[Group, Group | None]:
+    """Who of `group` shares something, and who has the same share; None where nobody else does.
+
+    `shard` is a number of consecutive ranks, those of a "node", or 0 for all. Raises OptionError,
+    which names the option, where they do not divide the ranks so.
+    """
+    ranks = layout.gpus_per_node if shard == "node" else shard
+    if not ranks or ranks == group_size(group, layout):
+        return group, None
+    among = consecutive(ranks, layout, option)
+    return among, PEERS if ranks == layout.gpus_per_node else peers_of_blocks(ranks)
 
 
 def check_budget(strategy: Any) -> None:

@@ -157,7 +157,9 @@ def pieces(elements: int, capacity: int) -> list[int]:
 class Reduction:
     """How gradients are combined: `kind` in buckets of `capacity` elements over `group`.
 
-    Those of experts are over `replicas`, the ranks with the same ones; None: a rank is alone.
+    Those of experts are over `replicas`, the ranks with the same ones; None: a rank is alone. Where
+    `peers` of other groups have the same shares, these are then all-reduced among them, behind the
+    last micro-step.
     """
 
     kind: Kind
@@ -165,15 +167,35 @@ class Reduction:
     capacity: float
     every_micro_step: bool = False
     replicas: Group | None = None
+    peers: Group | None = None
 
-    def over(self, bucket: Bucket) -> Group | None:
-        """Who meets for a bucket."""
-        return self.replicas if bucket.of_experts else self.group
+    def collectives(
+        self,
+        job: Workload,
+        bucket: Bucket,
+        buffer: str,
+        root: int,
+        ranks: int,
+        last: bool,  # noqa: FBT001
+    ) -> dict[str, Collective]:
+        """What a bucket takes, by name: of the `ranks` of the group, in the `last` micro-step."""
+        found: dict[str, Collective] = {}
+        group = self.replicas if bucket.of_experts else self.group
+        if group:
+            found["reduce"] = Collective(
+                self.kind, buffer, bucket.elements, job.precision, group, root=root
+            )
+        if self.peers and last:
+            shards = job.replicas(ranks) if bucket.of_experts else ranks
+            share = -(-bucket.elements // shards)
+            again = Collective(Kind.ALL_REDUCE, buffer, share, job.precision, self.peers)
+            found["replicate"] = again
+        return found
 
     def buckets(self, blocks: Sequence[Block]) -> list[Bucket]:
         """All that are reduced."""
         found = buckets(blocks, self.capacity)
-        if self.replicas:
+        if self.replicas or self.peers:
             found += buckets(blocks, self.capacity, of_experts=True)
         return found
 
@@ -212,7 +234,8 @@ def passes(job: Workload, reduction: Reduction | None, ranks: int = 1) -> list[O
     for micro in range(job.accumulation):
         prefix = micro_prefix(micro, job)
         ops += [Op(f"{prefix}forward.{work.block.name}", work.forward, COMPUTE) for work in works]
-        reduces = reduction and (reduction.every_micro_step or micro == job.accumulation - 1)
+        last = micro == job.accumulation - 1
+        reduces = reduction and (reduction.every_micro_step or last)
         for index in range(len(works) - 1, -1, -1):
             backward = Op(
                 f"{prefix}backward.{works[index].block.name}", works[index].backward, COMPUTE
@@ -220,16 +243,36 @@ def passes(job: Workload, reduction: Reduction | None, ranks: int = 1) -> list[O
             ops.append(backward)
             if reduction and reduces:
                 for number, bucket in ready.get(index, ()):
-                    work = Collective(
-                        reduction.kind,
-                        f"gradients{number}",
-                        bucket.elements,
-                        job.precision,
-                        reduction.over(bucket) or reduction.group,
-                        root=(count - 1 - number) % ranks if owned else 0,
-                    )
-                    ops.append(Op(f"{prefix}reduce{number}", work, COMM, (After(backward.name),)))
+                    root = (count - 1 - number) % ranks if owned else 0
+                    buffer, behind = f"gradients{number}", (After(backward.name),)
+                    found = reduction.collectives(job, bucket, buffer, root, ranks, last)
+                    ops += [
+                        Op(f"{prefix}{name}{number}", work, COMM, behind)
+                        for name, work in found.items()
+                    ]
     return ops
+
+
+def update(
+    job: Workload, elements: int, waits: tuple[After, ...] = (), gradient: Bytes | None = None
+) -> list[Op]:
+    """The optimizer over a share, behind `waits`.
+
+    One that is offloaded gets gradients of `gradient` bytes over the link to the host, and sends
+    parameters back: one after the other, as ZeRO-Offload does without its delayed update.
+    """
+    work = job.optimizer_step(elements)
+    if job.offload == "none":
+        return [Op("optimizer", work, COMPUTE, waits)]
+    size = elements * (gradient or job.gradient_bytes)
+    there = Compute("to_host", 0.0, size, place="link")
+    back = Compute("from_host", 0.0, elements * job.precision.bytes, place="link")
+    work = replace(work, kernel="host_optimizer", place="host")
+    return [
+        Op("to_host", there, COMPUTE, waits),
+        Op("optimizer", work, COMPUTE),
+        Op("from_host", back, COMPUTE),
+    ]
 
 
 def bucketed_step(
@@ -247,18 +290,15 @@ def bucketed_step(
     reduction = replace(reduction, replicas=same_experts(job, reduction.group, layout))
     first = f"{micro_prefix(0, job)}forward.{job.model.blocks[0].name}"
     if ranks == 1:
-        ops = passes(job, None)
-        return Step(
-            [*ops, Op("optimizer", job.optimizer_step(job.trained), COMPUTE)],
-            (first,),
-            ("optimizer",),
-        )
+        ops = [*passes(job, None), *update(job, job.trained)]
+        return Step(ops, (first,), (ops[-1].name,))
     ops = passes(job, reduction, ranks)
     last = next(op.name for op in reversed(ops) if op.stream == COMM)
     share = math.ceil(job.owned_trained(ranks)) if gather_capacity else job.trained
-    ops.append(Op("optimizer", job.optimizer_step(share), COMPUTE, (After(last),)))
+    ops += update(job, share, (After(last),))
+    updated = ops[-1].name
     if not gather_capacity:
-        return Step(ops, (first,), ("optimizer",))
+        return Step(ops, (first,), (updated,))
     dense = job.trained - job.trained_experts
     kind, sizes = Kind.ALL_GATHER, pieces(dense, gather_capacity)
     if reduction.kind is Kind.REDUCE:
@@ -269,7 +309,7 @@ def bucketed_step(
         gathered += [(elements, reduction.replicas) for elements in experts]
     for number, (elements, group) in enumerate(gathered):
         work = Collective(kind, f"parameters{number}", elements, job.precision, group)
-        ops.append(Op(f"gather{number}", work, COMM, (After("optimizer"),)))
+        ops.append(Op(f"gather{number}", work, COMM, (After(updated),)))
     gathers = tuple(op.name for op in ops if op.name.startswith("gather"))
     return Step(ops, (first,), gathers[-1:], gathers)
 

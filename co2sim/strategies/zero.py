@@ -1,8 +1,9 @@
 """Data parallelism: DDP, and the stages 1 to 3 of ZeRO."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
+from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes
 from co2sim.common.validation import at_least
 from co2sim.models.memory import model_states
@@ -18,6 +19,7 @@ from co2sim.strategies.sharded import (
     check_budget,
     fetched,
     sharded_step,
+    shared_among,
     transient,
 )
 from co2sim.strategies.step import Reduction, Step, bucketed_step, group_size, title, whole_options
@@ -29,21 +31,33 @@ class Zero1:
 
     `bucket` is in elements. Source: Rajbhandari et al. 2020, arXiv 1910.02054; DeepSpeed's
     `reduce_bucket_size` and `allgather_bucket_size` are 5e8 by default.
+
+    `shard`: 0, optimizer states are divided among all ranks; "node" or a number, in groups of that
+    many consecutive ranks, and shares of gradients are all-reduced between the groups, each behind
+    its reduce-scatter. Sources: Megatron-LM's `--num-distributed-optimizer-instances`, whose two
+    collectives are on one stream (megatron/core/distributed/param_and_grad_buffer.py,
+    `start_grad_sync`); InternEvo's `zero1=dict(size=8)`.
     """
 
     name: ClassVar[str] = "zero1"
     divides_experts: ClassVar[bool] = True
+    offloads: ClassVar[bool] = True
 
     bucket: int = 500_000_000
+    shard: int | Literal["node"] = 0
 
     def __post_init__(self) -> None:
-        """Refuse buckets that hold nothing."""
-        whole_options(self, "bucket")
+        """Refuse buckets that hold nothing, and groups that share nothing."""
+        _check_shares(self)
+
+    def sharing(self, layout: Layout, group: Group) -> tuple[Group, Group | None]:
+        """Who of `group` divides optimizer states, and who has the same share of them."""
+        return shared_among(self.shard, layout, group, f"{self.name}: shard")
 
     def step(self, job: Workload, layout: Layout, group: Group) -> Step:
         """One optimizer step over `group`."""
         reduction = Reduction(kind=Kind.REDUCE_SCATTER, group=group, capacity=self.bucket)
-        return bucketed_step(job, layout, reduction, gather_capacity=self.bucket)
+        return _with_shares(job, layout, reduction, self.sharing(layout, group))
 
     def schedule(self, job: Workload, layout: Layout) -> Schedule:
         """One optimizer step over all ranks."""
@@ -51,7 +65,26 @@ class Zero1:
 
     def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
         """4 + K/n bytes per parameter."""
-        return model_states(job, optimizer_shards=layout.world_size)
+        among, _ = self.sharing(layout, WORLD)
+        return model_states(job, optimizer_shards=group_size(among, layout))
+
+
+def _check_shares(strategy: "Zero1 | Zero2") -> None:
+    whole_options(strategy, "bucket")
+    if strategy.shard != "node":
+        whole_options(strategy, "shard", least=0)
+
+
+def _with_shares(
+    job: Workload, layout: Layout, reduction: Reduction, sharing: tuple[Group, Group | None]
+) -> Step:
+    """The step of ranks that divide optimizer states so; groups of one rank divide nothing."""
+    among, peers = sharing
+    if peers and group_size(among, layout) == 1:
+        whole = replace(reduction, kind=Kind.ALL_REDUCE, every_micro_step=False)
+        return bucketed_step(job, layout, whole)
+    reduction = replace(reduction, group=among, peers=peers)
+    return bucketed_step(job, layout, reduction, gather_capacity=int(reduction.capacity))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +96,7 @@ class DDP:
 
     name: ClassVar[str] = "ddp"
     divides_experts: ClassVar[bool] = True
+    offloads: ClassVar[bool] = True
 
     bucket_mib: float = 25.0
 
@@ -105,6 +139,7 @@ class Zero3:
     """
 
     name: ClassVar[str] = "zero3"
+    offloads: ClassVar[bool] = True
 
     prefetch: int = 50_000_000
     max_live: int = 1_000_000_000
@@ -157,23 +192,35 @@ class Zero2:
     their shares were equal. A backward pass comes to them in reverse, so that every reduction
     starts at the rank where the one before ended, and fills the chain again. Broadcasts come in
     order, each behind the one before, and are one here.
+
+    `shard` as in `zero1`, of gradients, too: these are reduce-scattered in every micro-step, and
+    their shares all-reduced between groups in the last one only, as in MiCS (Zhang et al. 2022,
+    arXiv 2205.00119, 2-hop gradient synchronization), which shares parameters so, too.
     """
 
     name: ClassVar[str] = "zero2"
     divides_experts: ClassVar[bool] = True
+    offloads: ClassVar[bool] = True
 
     bucket: int = 500_000_000
     owners: bool = False
+    shard: int | Literal["node"] = 0
 
     def __post_init__(self) -> None:
-        """Refuse buckets that hold nothing."""
-        whole_options(self, "bucket")
+        """Refuse buckets that hold nothing, groups that share nothing, and owners in groups."""
+        _check_shares(self)
+        if self.owners and self.shard:
+            raise OptionError(f"zero2: shard={self.shard} does not combine with owners=true")
+
+    def sharing(self, layout: Layout, group: Group) -> tuple[Group, Group | None]:
+        """Who of `group` divides gradients and optimizer states, and who has the same share."""
+        return shared_among(self.shard, layout, group, f"{self.name}: shard")
 
     def step(self, job: Workload, layout: Layout, group: Group) -> Step:
         """One optimizer step over `group`."""
         kind = Kind.REDUCE if self.owners else Kind.REDUCE_SCATTER
         reduction = Reduction(kind=kind, group=group, capacity=self.bucket, every_micro_step=True)
-        return bucketed_step(job, layout, reduction, gather_capacity=self.bucket)
+        return _with_shares(job, layout, reduction, self.sharing(layout, group))
 
     def schedule(self, job: Workload, layout: Layout) -> Schedule:
         """One optimizer step over all ranks."""
@@ -181,7 +228,8 @@ class Zero2:
 
     def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
         """2 + (2 + K)/n bytes per parameter, and the bucket being reduced."""
-        ranks = layout.world_size
+        among, _ = self.sharing(layout, WORLD)
+        ranks = group_size(among, layout)
         states = model_states(job, gradient_shards=ranks, optimizer_shards=ranks)
         if ranks > 1:
             states["bucket"] = min(self.bucket, job.trained) * job.precision.bytes

@@ -267,7 +267,7 @@ def kernel_seconds(case: Case) -> KernelParts:
             parts = kernel_parts(work.kernels, gpu, times, prepared.precision)
             for name in found:
                 found[name] += getattr(parts, name)
-        else:
+        elif work.place == "gpu":
             found["elementwise"] += compute_time(work, gpu, prepared.precision)
     steps = prepared.schedule.steps
     return KernelParts(**{name: seconds / steps for name, seconds in found.items()})

@@ -17,11 +17,11 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
-from co2sim.schedule.schedule import WORLD, DType
+from co2sim.schedule.schedule import WORLD, DType, Group
 from co2sim.strategies import Strategy
 from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.local import LocalSteps, Replica
-from co2sim.strategies.zero import DDP
+from co2sim.strategies.zero import DDP, Zero1, Zero2
 from co2sim.strategies.zeropp import ZeroPP
 from realrun import algorithms
 from realrun.algorithms.process_groups import Workers
@@ -56,7 +56,8 @@ def shared(
         return _fully_sharded(
             strategy if isinstance(strategy, FSDP) else FSDP(), model, world, among
         )
-    mesh = DeviceMesh.from_group(among, world.device.type)
+    sharing = strategy.sharing(world.layout, WORLD) if isinstance(strategy, Zero2) else (None, None)
+    mesh = _mesh(world, among, *sharing)
     # Whole layers stay on a rank between its forward and its backward pass in stage 2, not in 3.
     for layer in (*getattr(model, "layers", ()), model):
         fully_shard(layer, mesh=mesh, reshard_after_forward=name != "zero2")
@@ -73,20 +74,28 @@ def shared(
     return model
 
 
+def _mesh(
+    world: World, among: dist.ProcessGroup, shared: Group | None, replicas: Group | None
+) -> DeviceMesh:
+    """That of the ranks that share a model, with a dimension of `replicas` where there are some."""
+    if shared is None or replicas is None:
+        return DeviceMesh.from_group(among, world.device.type)
+    ranks = dist.get_process_group_ranks(among)
+    inside, between = (world.group("training", group) for group in (shared, replicas))
+    return DeviceMesh.from_group(
+        [between, inside],
+        world.device.type,
+        mesh=torch.tensor(ranks).view(-1, inside.size()),
+        mesh_dim_names=("replicate", "shard"),
+    )
+
+
 def _fully_sharded(
     strategy: FSDP, model: nn.Module, world: World, among: dist.ProcessGroup
 ) -> nn.Module:
     """Every layer a unit, and the rest of the model the root, which stays gathered."""
-    ranks = dist.get_process_group_ranks(among)
-    mesh = DeviceMesh.from_group(among, world.device.type)
-    if (groups := strategy.sharding(world.layout, WORLD)).replicas:
-        inside, between = (world.group("training", g) for g in (groups.among, groups.replicas))
-        mesh = DeviceMesh.from_group(
-            [between, inside],
-            world.device.type,
-            mesh=torch.tensor(ranks).view(-1, inside.size()),
-            mesh_dim_names=("replicate", "shard"),
-        )
+    groups = strategy.sharding(world.layout, WORLD)
+    mesh = _mesh(world, among, groups.among, groups.replicas)
     policy = MixedPrecisionPolicy(reduce_dtype=_TYPES[strategy.reduce])
     for layer in getattr(model, "layers", ()):
         kept = strategy.reshard_after_forward
@@ -240,7 +249,10 @@ def build(settings: TrainSettings, model: nn.Module, world: World) -> WrappedMod
     if not isinstance(strategy, LocalSteps):
         among = world.group("training", WORLD)
         wrapped = shared(strategy, strategy.name, model, world, among)
-        optimizer = _optimizer(settings, model, shard=strategy.name == "zero1")
+        shared_by = None
+        if isinstance(strategy, Zero1):
+            shared_by = world.group("training", strategy.sharing(world.layout, WORLD)[0])
+        optimizer = _optimizer(settings, model, shared_by)
         stepper = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
         return WrappedModel(wrapped, model, optimizer, stepper, None, None, 1)
     replica = Replica.of(strategy)
@@ -248,7 +260,7 @@ def build(settings: TrainSettings, model: nn.Module, world: World) -> WrappedMod
     peers = world.group("training", replica.peers if several else WORLD)
     inner = world.group("training", replica.inside) if several else None
     wrapped = shared(strategy, strategy.inner or "zero2", model, world, inner) if inner else model
-    optimizer = _optimizer(settings, model, shard=False)
+    optimizer = _optimizer(settings, model)
     return WrappedModel(
         wrapped,
         model,
@@ -260,8 +272,10 @@ def build(settings: TrainSettings, model: nn.Module, world: World) -> WrappedMod
     )
 
 
-def _optimizer(settings: TrainSettings, model: nn.Module, *, shard: bool) -> Optimizer:
-    """The optimizer of a step; only matrices decay."""
+def _optimizer(
+    settings: TrainSettings, model: nn.Module, shared_by: dist.ProcessGroup | None = None
+) -> Optimizer:
+    """The optimizer of a step, whose states some ranks may share; only matrices decay."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     groups = [
@@ -274,8 +288,10 @@ def _optimizer(settings: TrainSettings, model: nn.Module, *, shard: bool) -> Opt
         options["betas"] = (settings.momentum, _BETA2)
     else:
         options["momentum"] = settings.momentum
-    if shard:
-        return ZeroRedundancyOptimizer(groups, optimizer_class=kind, **options)
+    if shared_by is not None:
+        return ZeroRedundancyOptimizer(
+            groups, optimizer_class=kind, process_group=shared_by, **options
+        )
     return kind(groups, **options)
 
 

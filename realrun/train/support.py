@@ -9,6 +9,7 @@ from co2sim.schedule.schedule import WORLD, DType, Layout
 from co2sim.strategies import Strategy
 from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.local import LocalSteps, Replica
+from co2sim.strategies.zero import Zero1, Zero2
 from co2sim.strategies.zeropp import ZeroPP
 from realrun.errors import SITES
 from realrun.train.algorithm_registry import LOCAL_UPDATES
@@ -61,6 +62,8 @@ def check(settings: TrainSettings, layout: Layout) -> None:
         )
     if isinstance(strategy, FSDP):
         strategy.sharding(layout, WORLD)
+    if isinstance(strategy, Zero1 | Zero2):
+        strategy.sharing(layout, WORLD)
     if isinstance(strategy, LocalSteps) and strategy.worker == "site" and layout.sites == 1:
         raise OptionError(
             f"{strategy.name}: worker=site needs 2 sites or more, and there is 1: set {SITES} to"

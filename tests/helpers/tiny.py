@@ -23,6 +23,7 @@ LAYOUTS = [(1, 1), (1, 2), (1, 4), (2, 1), (4, 1), (2, 2), (3, 2), (2, 4), (4, 4
 VARIANTS = [
     *("ddp", "ddp(bucket_mib=0.001)", "zero1", "zero1(bucket=700)"),
     *("zero2", "zero2(bucket=700)", "zero2(bucket=700,owners=true)"),
+    *("zero1(bucket=700,shard=node)", "zero2(bucket=700,shard=node)"),
     *("zero3", "zero3(prefetch=0)", "zero3(prefetch=900,max_live=1300)"),
     *("zeropp", "zeropp(qwz=false)", "zeropp(hpz=false)", "zeropp(qgz=false)"),
     *("zeropp(hpz_group=1)", "zeropp(chunks=3)", "zeropp(chunks=2,gathers=2,hpz=false)"),

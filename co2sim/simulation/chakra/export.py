@@ -16,7 +16,7 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import Collective, Compute, Group, Instance, Layout, Schedule
 from co2sim.simulation.chakra import works
 from co2sim.simulation.chakra.schema import FILE, VERSION, delimited, numbered, schema, to_json
-from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.compute_cost import work_time
 
 NAME = "trace"
 """Files are called trace.0.et, trace.1.et and so on: what ASTRA-sim puts behind its argument."""
@@ -87,9 +87,7 @@ def write(
 def durations(schedule: Schedule, cluster: Cluster, precision: str) -> tuple[int, ...]:
     """Whole microseconds of every compute op, at least 1; of collectives 0."""
     known = [
-        max(1, round(1e6 * compute_time(work, cluster.gpu, precision)))
-        if isinstance(work, Compute)
-        else 0
+        max(1, round(1e6 * work_time(work, cluster, precision))) if isinstance(work, Compute) else 0
         for work in schedule.works
     ]
     return tuple(known[number] for number in schedule.work_numbers)

@@ -96,6 +96,7 @@ BAD = [
     (f"run {ON} --stack torchtitn", "torchtitan"),
     (f"run {ON} --set stack.elementwise=0.5", "at least 1"),
     (f"run {ON} --optimizer adam", "adamw"),
+    (f"run {ON} --offload gradients", "none, optimizer"),
     # the simulation
     (f"run {ON} --seed -1", "seed is -1"),
     (f"run {ON} --jitter -1", "jitter is -1"),

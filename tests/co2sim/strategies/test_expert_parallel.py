@@ -77,12 +77,15 @@ def test_every_rank_meets_those_with_its_experts_once(ep: int, among: int) -> No
         assert len(alike) == (among or LAYOUT.world_size) // ep
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "fsdp:shard=node"])
+NODES = [f"{name}:shard=node" for name in ("fsdp", "zero1", "zero2")]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", *NODES])
 def test_gradients_are_reduced_where_they_belong(strategy: str) -> None:
     """Of experts a rank reduces its own quarter among the ranks that have it, too."""
     made = schedule_of(parse(strategy), JOB, LAYOUT)
     kind = Kind.ALL_REDUCE if strategy == "ddp" else Kind.REDUCE_SCATTER
-    node = strategy == "fsdp:shard=node"
+    node = strategy in NODES
     found = elements([one for one in collectives(made, kind) if one.buffer != "norm"])
     world, replicas = ("node", "shards(2)/4") if node else ("world", "replicas(4)")
     assert found == {world: DENSE, replicas: EXPERTS // 4}
@@ -99,6 +102,24 @@ def test_parameters_are_gathered_where_they_belong(strategy: str) -> None:
     times = 2 if strategy == "fsdp" else 1
     want = {"world": times * DENSE - (times - 1) * root, "replicas(4)": times * EXPERTS // 4}
     assert found == want
+
+
+def test_experts_that_are_alone_in_a_node_are_reduced_between_nodes_only() -> None:
+    """Eight ranks of a node with two experts each: whole gradients of these go to the other node.
+
+    Their states are not divided; and sixteen ranks that divide experts need two nodes.
+    """
+    job = replace(JOB, ep=8)
+    for strategy in ("zero1:shard=node", "zero2:shard=node"):
+        made = schedule_of(parse(strategy), job, LAYOUT)
+        assert elements(collectives(made, Kind.REDUCE_SCATTER)) == {"node": DENSE}
+        assert elements(collectives(made, Kind.ALL_GATHER)) == {"node": DENSE}
+        again = elements(collectives(made, Kind.ALL_REDUCE))
+        assert again == {"peers": DENSE // 8 + EXPERTS // 8}
+        memory = parse(strategy).memory(job.share, LAYOUT)
+        assert memory["optimizer"] == 12 * (DENSE / 8 + EXPERTS / 8)
+        with pytest.raises(OptionError, match="ep=16 does not divide 8 GPUs"):
+            schedule_of(parse(strategy), replace(JOB, ep=16), LAYOUT)
 
 
 def test_alone_with_its_experts_a_rank_exchanges_tokens_only() -> None:

@@ -25,6 +25,7 @@ GOLDEN = [
     ("zero1(bucket=700)", {"accumulation": 2}),
     ("zero2(bucket=700)", {"accumulation": 2}),
     ("zero2(bucket=700,owners=true)", {}),
+    ("zero2(bucket=700,shard=node)", {"accumulation": 2}),
     ("zero3", {}),
     ("zero3(prefetch=900)", {"accumulation": 2}),
     ("zeropp", {}),

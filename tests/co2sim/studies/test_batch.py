@@ -91,6 +91,7 @@ def test_a_key_changes_with_every_field_of_a_case_and_with_nothing_else() -> Non
         "checkpointing": "reentrant",
         "loss": "eager",
         "optimizer": "sgd",
+        "offload": "optimizer",
         "stack": "torchtitan-eager",
         "overrides": {"inter.bandwidth": "9 Gbit/s"},
         "noise": Noise(jitter=0.1),

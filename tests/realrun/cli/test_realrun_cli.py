@@ -168,15 +168,17 @@ def test_real_matrix_products_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-def test_real_products_are_not_run_under_the_name_of_another_precision(tmp_path: Path) -> None:
-    """fp8 is predicted only: nothing is written."""
+@pytest.mark.parametrize("asked", ["precision=fp8", "offload=optimizer"])
+def test_what_is_predicted_only_is_not_run_as_real_products(asked: str, tmp_path: Path) -> None:
+    """Products in fp8, and an optimizer of the host: nothing is written."""
     pytest.importorskip("torch")
     from ranks import realrun  # noqa: PLC0415 - torch
 
-    asked = ("run", "-c", "dgx-h100", "-m", "tiny-5m", "-s", "ddp", "--precision", "fp8")
-    done = realrun(tmp_path, 1, *asked, "--kernels", "flops")
+    name, _, value = asked.partition("=")
+    case = ("run", "-c", "dgx-h100", "-m", "tiny-5m", "-s", "ddp", f"--{name}", value)
+    done = realrun(tmp_path, 1, *case, "--kernels", "flops")
     assert done.returncode == 2
-    assert "precision=fp8 is predicted only" in done.stderr
+    assert f"{asked} is predicted only" in done.stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -54,3 +54,20 @@ def test_ranks_that_divide_experts_or_sequences_break_no_rule(
         for text, broken, met in found[rank]:
             assert broken == [], text
             assert met == {"world": [0, 1, 2, 3]} | besides, text
+
+
+def test_states_divided_inside_nodes_meet_peers_only_between_them() -> None:
+    """Of experts each rank of a node has others: their gradients meet the peers alone."""
+    variants = ["zero1(shard=node)", "zero2(shard=node)"]
+    found = on_ranks(
+        "strategies_with_exchanges",
+        4,
+        gpus_per_node=2,
+        module="tensor_parallel_workers",
+        variants=variants,
+        options={"ep": 2},
+    )
+    for rank in range(4):
+        pair, alike = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+        met = {"node": pair, "peers": alike, "experts": pair}
+        assert found[rank] == [[text, [], met] for text in variants]

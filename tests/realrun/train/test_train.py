@@ -182,6 +182,7 @@ def test_options_that_cannot_be_honoured_are_refused() -> None:
         ("zero1:bucket=1000", "zero1: bucket cannot be"),
         ("zero2:bucket=1000", "zero2: bucket cannot"),
         ("zero2:owners=true", "zero2: owners cannot be"),
+        ("zero1:shard=3", "zero1: shard=3 must divide the 2 GPUs"),
         ("zero3:prefetch=10", "zero3: prefetch cannot be"),
         ("zero3:gathers=2", "zero3: gathers cannot be"),
         ("zeropp:max_reuse=9", "max_reuse"),

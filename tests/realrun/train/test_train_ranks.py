@@ -38,6 +38,7 @@ RESUMED = [
     *("ddp", "zeropp", "co2:tau=4", "overlap_local_sgd:tau=4"),
     "co2:tau=4,delay=3,worker=node,inner=zero2",
     "co2:tau=4,worker=node,inner=zero2",
+    *("zero1:shard=node", "zero2:shard=node"),
 ]
 
 
@@ -61,6 +62,17 @@ def test_every_strategy_learns() -> None:
         assert (sent is not None) == (strategy in OUTER)
     ends = [found[strategy][1] for strategy in SHARED]
     assert max(ends) - min(ends) < 1e-3
+
+
+def test_states_divided_inside_nodes_learn_as_whole_ones_do() -> None:
+    """Two nodes of two ranks, which hold the same states: every gradient is that of all four."""
+    strategies = ["ddp", "zero1:shard=node", "zero2:shard=node", "zero1:shard=1"]
+    found = four("learn", strategies={name: {} for name in strategies})
+    ends = [found[0][name][1] for name in strategies]
+    assert max(ends) - min(ends) < 1e-3
+    for name in strategies:
+        assert learned(*found[0][name][:2])
+        assert all(one[name] == found[0][name] for one in found)
 
 
 @pytest.mark.nightly

@@ -1,0 +1,161 @@
+"""Optimizer states divided inside nodes: what every collective moves, memory, and step times."""
+
+from dataclasses import replace
+
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from co2sim import simulate, strategies
+from co2sim.common.errors import OptionError
+from co2sim.prediction.case import Case, schedule_of
+from co2sim.schedule.schedule import Collective, Layout, Schedule
+from co2sim.simulation.collective_cost import traffic
+from co2sim.simulation.run import execute
+
+M = 2000
+"""Parameters of the tiny model."""
+WIDTH = 2
+"""Bytes of one, and of its gradient."""
+
+stages = st.sampled_from(["zero1", "zero2"])
+nodes, gpus = st.integers(2, 5), st.sampled_from([2, 4, 5])
+
+
+def moved(schedule: Schedule) -> dict[str, int]:
+    """Elements of all collectives, by kind and group."""
+    found: dict[str, int] = {}
+    for op in schedule.body:
+        if isinstance(op.work, Collective):
+            name = f"{op.work.kind} {op.work.group}"
+            found[name] = found.get(name, 0) + op.work.elements
+    return found
+
+
+@given(stages, nodes, gpus, st.integers(1, 3))
+def test_a_share_is_reduced_between_nodes_once_a_step(
+    stage: str, n: int, g: int, accumulation: int
+) -> None:
+    """Stage 2 scatters gradients in every micro-step, stage 1 in the last one."""
+    made = tiny.schedule(f"{stage}(shard=node)", (n, g), accumulation=accumulation)
+    times = accumulation if stage == "zero2" else 1
+    assert moved(made) == {
+        "reduce_scatter node": times * M,
+        "all_reduce peers": M // g,
+        "all_gather node": M,
+    }
+
+
+@given(stages, nodes, gpus)
+def test_network_cards_carry_the_shares_of_gradients_and_nothing_else(
+    stage: str, n: int, g: int
+) -> None:
+    """A ring of n: 2 (n-1)/n of 1/g of the gradients for a GPU, g times that for a node."""
+    found = traffic(tiny.schedule(f"{stage}(shard=node)", (n, g)), tiny.cluster(n, g))
+    between = 2 * (n - 1) / n * WIDTH * M / g
+    inside = 2 * (g - 1) / g * WIDTH * M
+    assert found.nic == pytest.approx(g * between)
+    assert found.gpu == pytest.approx(between + inside)
+
+
+@given(nodes, gpus)
+def test_memory_is_divided_by_the_gpus_of_a_node(n: int, g: int) -> None:
+    """4 + 12/g bytes per parameter in stage 1, 2 + 14/g in stage 2, on any number of nodes."""
+    for stage, expected in (("zero1", 4 + 12 / g), ("zero2", 2 + 14 / g)):
+        found = strategies.parse(f"{stage}(shard=node)").memory(tiny.job(), Layout(n, g))
+        states = sum(found[name] for name in ("parameters", "gradients", "optimizer"))
+        assert states == pytest.approx(expected * M)
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2"])
+def test_a_step_takes_its_parts_one_after_the_other(stage: str) -> None:
+    """Without overlap: passes, scatter, all-reduce, a quarter of the optimizer, gather.
+
+    Three nodes of four. The GPUs of a node all-reduce at once and share its network cards, so that
+    it takes as long as one that has them all would for all gradients.
+    """
+    n, g = 3, 4
+    job = tiny.job(overlap=False)
+    cluster = tiny.cluster(n, g)
+    made = strategies.parse(f"{stage}(shard=node)").schedule(job, Layout(n, g))
+    trace = execute(made, cluster, precision="bf16", rounds=1)
+    passes = [work for pair in job.works() for work in (pair.forward, pair.backward)]
+    works = [*passes, job.optimizer_step(M // g)]
+    computes = sum(max(work.flops, work.memory_bytes) / 1e12 for work in works)
+    inside = 2 * (g - 1) / g * WIDTH * M / 10e9
+    between = 2 * (n - 1) / n * WIDTH * M / 1e9
+    assert tiny.makespan(trace) == pytest.approx(computes + inside + between)
+
+
+def test_a_step_gains_what_the_network_gathered_and_loses_a_longer_update() -> None:
+    """Two nodes of two; all gradients are one bucket, behind the last backward pass."""
+    slow = tiny.cluster(2, 2, gpu=tiny.slow_gpu())
+    one, other = (simulate(slow, tiny.model(), name) for name in ("zero1", "zero1(shard=node)"))
+    ring = 2 * 3 / 4 * WIDTH * M / 1e9
+    inside, between = 2 * 1 / 2 * WIDTH * M / 10e9, 2 * 1 / 2 * WIDTH * M / 1e9
+    update = (1 / 2 - 1 / 4) * 28 * M / 1e6
+    saved = ring - inside - between - update
+    assert one.step_time_s - other.step_time_s == pytest.approx(saved)
+
+
+def test_groups_of_any_ranks_are_parts_of_nodes_or_full_nodes() -> None:
+    """Two GPUs of a node of four, or two nodes of them; each with its own peers."""
+    for shard in (2, 8):
+        made = tiny.schedule(f"zero1(shard={shard})", (4, 4))
+        assert moved(made) == {
+            f"reduce_scatter block({shard})": M,
+            f"all_reduce peers({shard})": M // shard,
+            f"all_gather block({shard})": M,
+        }
+        memory = strategies.parse(f"zero2(shard={shard})").memory(tiny.job(), Layout(4, 4))
+        assert memory["optimizer"] == 12 * M / shard
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2"])
+def test_a_single_node_has_no_peers_and_a_single_gpu_nothing_to_divide(stage: str) -> None:
+    """One node: the stage itself. Nodes of one GPU: whole states, all-reduced once a step."""
+    inside = tiny.schedule(f"{stage}(shard=node)", (1, 4))
+    assert inside.body == tiny.schedule(stage, (1, 4)).body
+    alone = tiny.schedule(f"{stage}(shard=node)", (4, 1), accumulation=2)
+    assert moved(alone) == {"all_reduce world": M}
+    memory = strategies.parse(f"{stage}(shard=node)").memory(tiny.job(), Layout(4, 1))
+    assert memory == strategies.parse("ddp").memory(tiny.job(), Layout(4, 1))
+
+
+def test_it_combines_with_gpus_that_share_layers_sequences_and_stages() -> None:
+    """tp: a node has so many fewer shares. cp: all ranks reduce. pp: the GPUs of a stage."""
+    case = Case(cluster="dgx-h100", model="llama3-8b", strategy="zero1(shard=node)", gpus=32)
+    for changes, shares, groups in [
+        ({"tp": 2, "sequence_parallel": True}, 4, {"node/2", "peers/2"}),
+        ({"cp": 2}, 8, {"node", "peers"}),
+    ]:
+        made = replace(case, **changes).prepare()  # type: ignore[arg-type]
+        met = {str(op.work.group) for op in made.schedule.body if isinstance(op.work, Collective)}
+        assert groups <= met
+        assert "world" not in met
+        expected = 12 * made.job.share.parameters / shares
+        assert made.memory()["optimizer"] == pytest.approx(expected)
+    stage = replace(case, pp=8, global_batch=64).stage(0)  # four GPUs of a node
+    assert stage.memory()["optimizer"] == 12 * stage.job.share.parameters / 4
+
+
+def test_layers_on_all_gpus_of_a_node_leave_nothing_to_divide() -> None:
+    """Eight GPUs are one rank: what each has is all-reduced with its peers."""
+    job = Case(cluster="dgx-h100", model="llama3-8b", strategy="ddp", gpus=32, tp=8).job()
+    made = schedule_of(strategies.parse("zero1(shard=node)"), job, Layout(4, 8))
+    between = {name: size for name, size in moved(made).items() if "tensor" not in name}
+    assert between == {"all_reduce world/8": job.share.parameters}
+
+
+def test_groups_that_do_not_divide_and_owners_are_refused() -> None:
+    """One line each."""
+    for text, words in [
+        ("zero1(shard=3)", "zero1: shard=3 must divide the 4 GPUs of a node"),
+        ("zero2(shard=3)", "zero2: shard=3 must divide the 4 GPUs of a node"),
+        ("zero1(shard=-1)", "zero1: shard"),
+        ("zero1(shard=rack)", "or node"),
+        ("zero2(shard=node,owners=true)", "shard=node does not combine with owners=true"),
+    ]:
+        with pytest.raises(OptionError, match=words.replace("(", r"\(")):
+            tiny.schedule(text, (2, 4))
