@@ -555,6 +555,7 @@ class Case:
             overlap=stack.overlap,
             overlap_tensor=stack.overlap_tensor,
             overlap_experts=stack.overlap_experts,
+            experts_all_to_all=stack.experts_all_to_all,
             keep_gathered=stack.keep_gathered,
             main_gradients=stack.main_gradients,
             kept=stack.kept,
