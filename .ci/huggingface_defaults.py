@@ -18,6 +18,7 @@ KEYS = (
     *("sliding_window", "use_sliding_window", "max_window_layers"),
     *("n_routed_experts", "num_local_experts", "num_experts", "num_experts_per_tok"),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts"),
+    *("n_group", "topk_group"),
     *("first_k_dense_replace", "decoder_sparse_step", "type_vocab_size"),
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )

@@ -38,11 +38,12 @@ from co2sim.strategies.step import title
 
 _IN_FULL = ("cluster", "model", "strategy")
 _NOT_OF_A_RUN = ("gpus", "overrides", "noise", "rounds", "fold")
-"""Fields of `Case` that are applied to cluster and model before a run, or that only simulate."""
+"""Fields of `Case` that are applied to cluster and model before a run, or that only simulate. Of
+`overrides` those of the stack are kept: it stays a name."""
 _PLAIN = tuple(field for field in fields(Case) if field.name not in {*_IN_FULL, *_NOT_OF_A_RUN})
 """The other fields of `Case`, kept as they are."""
 _LATER = ("tp", "sequence_parallel", "ep", "cp")
-_NEW = ("product_speed",)
+_NEW = ("product_speed", "overrides")
 """What older records lack."""
 
 
@@ -83,6 +84,7 @@ def write(folder: Path, record: Record) -> list[Path]:
         "model": TypeAdapter(Model).dump_python(case.model, mode="json"),  # type: ignore[arg-type]
         "strategy": strategy,
         **{field.name: getattr(case, field.name) for field in _PLAIN},
+        "overrides": dict(case.overrides),
         "kernels": record.kernels,
         "rounds": record.rounds,
         "clock_error": record.clock_error,
@@ -126,7 +128,13 @@ def _read(folder: Path) -> Record:
         {name: run[name] for name in _OfRun.model_fields if name in run or name not in _NEW}
     )
     return Record(
-        case=Case(cluster=of_run.cluster, model=of_run.model, strategy=of_run.strategy, **plain),
+        case=Case(
+            cluster=of_run.cluster,
+            model=of_run.model,
+            strategy=of_run.strategy,
+            overrides=of_run.overrides,
+            **plain,
+        ),
         kernels=of_run.kernels,
         rounds=of_run.rounds,
         trace=read_json_lines(folder / "trace.jsonl"),
@@ -199,6 +207,7 @@ class _OfRun(BaseModel):
     figures: Annotated[dict[str, Any], AfterValidator(_times_of_a_run)]
     environment: dict[str, str]
     product_speed: Annotated[FiniteFloat, Field(ge=1, le=_LARGEST)] | None = None
+    overrides: dict[str, str] = {}
 
 
 def resolve(case: Case, layout: Layout, backend: Backend) -> tuple[Case, tuple[Fact, ...]]:
@@ -215,4 +224,6 @@ def resolve(case: Case, layout: Layout, backend: Backend) -> tuple[Case, tuple[F
         backend=backend,
         communicators="stream",
     )
-    return replace(case, cluster=here, model=model.value, overrides={}), assumed(cluster, model)
+    of_stack = {k: text for k, text in case.overrides.items() if k.startswith("stack.")}
+    ready = replace(case, cluster=here, model=model.value, overrides=of_stack)
+    return ready, assumed(cluster, model)

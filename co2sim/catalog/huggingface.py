@@ -292,6 +292,7 @@ def _experts(config: _Config) -> Tree | None:
     wide = "shared_expert_intermediate_size"
     shared = config.whole(wide, default=0) if wide in own else 0
     many = config.whole("n_shared_experts", default=0) if "n_shared_experts" in own else 0
+    groups = config.whole("n_group", default=1) if "n_group" in own else 1
     found = {
         "count": count,
         "active": config.whole("num_experts_per_tok"),
@@ -301,8 +302,11 @@ def _experts(config: _Config) -> Tree | None:
         "dense": max(first, config.whole("first_k_dense_replace", default=0)),
         "every": config.whole("decoder_sparse_step", default=1, least=1),
         "bias": config.family.expert_bias,
+        "groups": groups,
+        "active_groups": config.whole("topk_group", default=groups) if "topk_group" in own else 1,
     }
     usual = {"shared": 0, "shared_gate": False, "dense": 0, "every": 1, "bias": False}
+    usual |= {"groups": 1, "active_groups": 1}
     return {name: value for name, value in found.items() if usual.get(name) != value}
 
 

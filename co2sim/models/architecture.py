@@ -20,6 +20,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, Flops
 from co2sim.common.validation import Count, Natural, Quantity, check, whole
 from co2sim.schedule.schedule import Gemm
+from co2sim.schedule.token_routing import TokenRouting, most_load
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +122,13 @@ class Routing:
     """What `ranks` that divide the experts of a block exchange (expert parallelism).
 
     `elements` of a sample go to the ranks that have the experts of its tokens, and as many come
-    back; a backward pass exchanges their gradients. Source: Lepikhin et al. 2020, GShard, arXiv
-    2006.16668, section 3.1.
+    back; a backward pass exchanges their gradients. `tokens` says how these choose. Source:
+    Lepikhin et al. 2020, GShard, arXiv 2006.16668, section 3.1.
     """
 
     ranks: int
     elements: int
+    tokens: TokenRouting
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,9 +337,11 @@ class Experts:
     All tokens pass `shared` columns besides, weighed by one more column with `shared_gate`. The
     first `dense` layers keep their MLP, and so do all but one of `every` layers. With `bias`
     experts and router have biases. Where ranks divide the experts, the busiest one gets `load`
-    times as many tokens as the mean.
+    times as many tokens as the mean. The experts of a token come from `active_groups` of `groups`
+    equal groups of experts in a row.
 
-    Source: Fedus et al. 2022, arXiv 2101.03961; shared experts: DeepSeekMoE, arXiv 2401.06066.
+    Source: Fedus et al. 2022, arXiv 2101.03961; shared experts: DeepSeekMoE, arXiv 2401.06066;
+    groups: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
     """
 
     count: Count
@@ -349,11 +353,24 @@ class Experts:
     every: Count = 1
     bias: bool = False
     load: Load = 1.0
+    groups: Count = 1
+    active_groups: Count = 1
 
     def __post_init__(self) -> None:
         """Refuse what no router can do."""
         check(self, "experts")
         whole("experts: active", self.active, 1, self.count)
+        whole("experts: active_groups", self.active_groups, 1, self.groups)
+        if self.count % self.groups:
+            raise OptionError(
+                f"experts: groups is {self.groups}; it must divide the {self.count} experts"
+            )
+        allowed = self.active_groups * (self.count // self.groups)
+        if self.active > allowed:
+            raise OptionError(
+                f"experts: active is {self.active}; {self.active_groups} of {self.groups} groups"
+                f" have {allowed} experts"
+            )
 
     def of(self, layer: int) -> bool:
         """Whether a layer has experts; the first one is 0."""
@@ -528,6 +545,13 @@ class Transformer:
             raise OptionError(
                 f"ep={part.experts} does not divide the {self.experts.count} experts of {name}"
             )
+        to = self.experts
+        most = most_load(to.active, to.count, part.experts)
+        if to.load > most:
+            raise OptionError(
+                f"experts.load is {to.load:g}; with ep={part.experts} one GPU gets at most {most:g}"
+                f" times the mean of {name}'s tokens"
+            )
         if part.ranks > 1 and not part.sequence:
             raise OptionError(
                 f"ep={part.experts} with tp={part.ranks} needs sequence_parallel=true: each GPU"
@@ -678,6 +702,7 @@ class Transformer:
             MatMul(routed, f, h, groups=n // many),
         )
         tensors = [h * n, n if to.bias else 0, *of_shared]
+        choice = TokenRouting(k, n, h, to.groups, to.active_groups, to.load)
         experts = (n // many * up * h * f, n // many * (each - up * h * f))
         return _Part(
             tensors=tensors if many > 1 else [*tensors, *experts],
@@ -689,7 +714,7 @@ class Transformer:
             calls=EXPERT_CALLS + (ROUTING_CALLS if many > 1 else 0),
             passing=2 * routed * h * (1 if many == 1 else _COPIES),
             experts=experts if many > 1 else (),
-            routing=Routing(many, math.ceil(own * k * h * to.load)) if many > 1 else None,
+            routing=Routing(many, math.ceil(own * k * h * to.load), choice) if many > 1 else None,
         )
 
     def _scores(

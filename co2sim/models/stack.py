@@ -12,6 +12,7 @@ from co2sim.models.workload import (
     ContextKind,
     Loss,
     Selective,
+    TokenExchange,
 )
 
 Flash = Literal["flash1", "flash2", "cudnn", "triton", ""]
@@ -63,7 +64,8 @@ class Stack:
     what it does unless a job says another, `selective` what it repeats of a layer on request.
     `overlap` says whether it reduces gradients while the backward pass goes on, `overlap_tensor`
     whether tensor-parallel GPUs exchange activations beside the products that need them,
-    `overlap_experts` whether tokens travel to experts beside other passes, and
+    `overlap_experts` whether tokens travel to experts beside other passes, `experts_all_to_all`
+    whether they cross the network for every expert or for every node of experts, and
     `keep_gathered` whether they keep what they gathered, or gather it again to go back, and
     `context` how ranks that divide sequences exchange keys and values. With
     `main_gradients` it sums gradients of bf16 up in fp32; a layer keeps `kept` times the
@@ -86,6 +88,7 @@ class Stack:
     overlap: bool = True
     overlap_tensor: bool = False
     overlap_experts: bool = False
+    experts_all_to_all: TokenExchange = "flat"
     keep_gathered: bool = False
     context: ContextKind = "all_gather"
     main_gradients: bool = False

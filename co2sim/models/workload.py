@@ -43,6 +43,7 @@ from co2sim.schedule.schedule import (
     experts,
     tensor,
 )
+from co2sim.schedule.token_routing import TokenRouting
 
 Pass: TypeAlias = Literal["forward", "recompute", "products", "attention", "mlp", "backward"]
 """recompute: a forward pass again; products: the part of it that `Selective` says; attention and
@@ -167,6 +168,10 @@ Offload = Literal["none", "optimizer"]
 ContextKind = Literal["all_gather", "ring", "all_to_all"]
 """How ranks that divide sequences attend to all of them; see `ContextExchange`."""
 
+TokenExchange = Literal["flat", "hierarchical"]
+"""How tokens travel to experts. flat: to each expert apart. hierarchical: over the network once for
+every node with some of their experts, and inside it to these; see `TokenRouting`."""
+
 Narrow = Literal["fp8", "mxfp8", "nvfp4"]
 """Types of matrix products below 16 bits. fp8: one scale for a tensor, from its own maximum. mxfp8:
 one for 32 numbers. nvfp4: one in fp8 for 16 numbers, and one for the tensor. Sources: NVIDIA
@@ -241,17 +246,17 @@ class BlockWork:
 class Workload:
     """A model with its batch and precision.
 
-    `micro_batch` is samples per GPU and micro-step, `accumulation` micro-steps per optimizer
-    step. `attention`, `recompute`, `checkpointing` and `loss` are what the training framework
-    does; the defaults are those of most of them today. With `overlap` gradients are reduced
-    while the backward pass goes on, with `overlap_tensor` activations are exchanged beside
-    products, with `overlap_experts` tokens beside passes, and with `keep_gathered` they are not
-    gathered a second time. `main_gradients` says that replicas sum gradients of bf16 up in fp32.
-    A layer keeps `kept` times the activations that its backward pass needs at least. `tp`
-    tensor-parallel GPUs hold the model together, and count as one for the batch; with
-    `sequence_parallel` they divide the sequence between products. `ep` consecutive GPUs divide
-    the experts of a layer, `cp` data-parallel ones in a row divide every sequence and exchange by
-    `context` what attention needs of the others. Products with weights of layers are of the type
+    `micro_batch` is samples per GPU and micro-step, `accumulation` micro-steps per optimizer step.
+    `attention`, `recompute`, `checkpointing` and `loss` are what the training framework does; the
+    defaults are those of most of them today. With `overlap` gradients are reduced while the
+    backward pass goes on, with `overlap_tensor` activations are exchanged beside products, with
+    `overlap_experts` tokens beside passes, and with `keep_gathered` they are not gathered a second
+    time. `main_gradients` says that replicas sum gradients of bf16 up in fp32. A layer keeps `kept`
+    times the activations that its backward pass needs at least. `tp` tensor-parallel GPUs hold the
+    model together, and count as one for the batch; with `sequence_parallel` they divide the
+    sequence between products. `ep` consecutive GPUs divide the experts of a layer, to which tokens
+    go by `experts_all_to_all`; `cp` data-parallel ones in a row divide every sequence and exchange
+    by `context` what attention needs of the others. Products with weights of layers are of the type
     `narrow`, if any: their operands are cast, their results and all else are of `precision`.
     Weights stay cast for `cast_steps` micro-steps: for those of a step. What is `offload`-ed is in
     the host's memory. One that is `divided` is the share of one GPU already. With `lora` layers get
@@ -272,6 +277,7 @@ class Workload:
     overlap: bool = True
     overlap_tensor: bool = False
     overlap_experts: bool = False
+    experts_all_to_all: TokenExchange = "flat"
     keep_gathered: bool = False
     main_gradients: bool = False
     kept: float = 1.0
@@ -726,10 +732,21 @@ class Workload:
         repeated = 1 if stops_early else 2
         times = {"forward": 2, "backward": 2, "recompute": repeated, "mlp": repeated}
         elements = self.micro_batch * routing.elements
-        one = Collective(
-            Kind.ALL_TO_ALL, "tokens", elements, self.precision, experts(routing.ranks)
-        )
-        made = (one,) * sum(times.get(name, 0) for name in passes)
+        by_node = self.experts_all_to_all == "hierarchical"
+        there = replace(routing.tokens, by_node=by_node)
+
+        def make(routed: TokenRouting) -> Collective:
+            return Collective(
+                Kind.ALL_TO_ALL,
+                "tokens",
+                elements,
+                self.precision,
+                experts(routing.ranks),
+                routed=None if routed.even else routed,
+            )
+
+        both = make(there), make(replace(there, back=True))
+        made = tuple(one for name in passes for one in both[: times.get(name, 0)])
         if self.overlap_experts:
             return TensorParallelCollectives(beside=made)
         return TensorParallelCollectives(behind=made)

@@ -307,7 +307,7 @@ class Case:
     ep: Annotated[int, Within((1, _MAX_EP))] = option(
         1,
         "GPUs that divide the experts of a layer (expert parallelism), and send each other the"
-        " tokens for them.",
+        " tokens for them, as the stack's `experts_all_to_all` says.",
         "job",
     )
     cp: Annotated[int, Within((1, _MAX_CP))] = option(
@@ -590,6 +590,7 @@ class Case:
             overlap=stack.overlap,
             overlap_tensor=stack.overlap_tensor,
             overlap_experts=stack.overlap_experts,
+            experts_all_to_all=self.load_stack().value.experts_all_to_all,  # whatever the GPU
             keep_gathered=stack.keep_gathered,
             main_gradients=stack.main_gradients,
             kept=stack.kept,

@@ -22,6 +22,7 @@ from co2sim.common.errors import ScheduleError, nearest
 from co2sim.common.html_card import SHOWN, card
 from co2sim.common.units import Bytes, Flops, counted
 from co2sim.common.validation import at_least, whole
+from co2sim.schedule.token_routing import TokenRouting
 
 # --- who meets ------------------------------------------------------------------------------------
 
@@ -332,7 +333,8 @@ class Collective:
 
     `scale_block` > 0 says that the buffer is block-quantized and carries one fp32 scale for every
     `scale_block` elements. A broadcast comes from the member at place `root`, and a reduction goes
-    to it; places are counted around the group.
+    to it; places are counted around the group. An all-to-all of tokens may be `routed`: `elements`
+    are then those that come to the busiest member, one for every expert of a token.
     """
 
     kind: Kind
@@ -342,6 +344,7 @@ class Collective:
     group: Group
     scale_block: int = 0
     root: int = 0
+    routed: TokenRouting | None = None
 
     def __post_init__(self) -> None:
         """Refuse an empty or unnamed buffer, and a root that the kind does not have."""
@@ -358,6 +361,8 @@ class Collective:
                 f"{self.kind}({self.buffer}): root={self.root}; only a broadcast or a reduction has"
                 " one, 0 or more"
             )
+        if self.routed and self.kind is not Kind.ALL_TO_ALL:
+            raise ScheduleError(f"{self.kind}({self.buffer}): only an all_to_all is routed")
 
     @property
     def bytes(self) -> Bytes:
@@ -375,7 +380,8 @@ class Collective:
         scales = f"/{self.scale_block}" if self.scale_block else ""
         root = f", root {self.root}" if self.root else ""
         what = f"{self.buffer}: {self.elements} {self.dtype}{scales}"
-        return f"{self.kind}({what}) over {self.group}{root}"
+        routed = f", {self.routed}" if self.routed else ""
+        return f"{self.kind}({what}) over {self.group}{root}{routed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -662,4 +668,5 @@ def _without_name(work: Work) -> Hashable:
     """What all that a collective costs follows from; of a compute, the whole."""
     if isinstance(work, Compute):
         return work
-    return work.kind, work.elements, work.dtype, work.group, work.scale_block, work.root
+    how = work.scale_block, work.root, work.routed
+    return work.kind, work.elements, work.dtype, work.group, *how

@@ -21,6 +21,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, BytesPerSecond, Seconds
 from co2sim.hardware.cluster import AllReduce, Cluster, Hops, Protocols, Tier
 from co2sim.schedule.schedule import LEADERS, PEERS, Collective, Group, Kind, Schedule
+from co2sim.schedule.token_routing import TokenRouting
 from co2sim.simulation import token_bucket
 
 
@@ -323,7 +324,7 @@ def _cost_without_calls(work: Collective, cluster: Cluster) -> CollectiveCost:
         return _leaders_only(replace(work, group=replace(work.group, name=PEERS.name)), cluster)
     match work.kind:
         case Kind.ALL_TO_ALL:
-            return _pairwise(size, at, cluster)
+            return _exchange(work, at, cluster)
         case Kind.BROADCAST | Kind.REDUCE:
             return _chain(size, at, cluster)
         case Kind.ALL_GATHER | Kind.REDUCE_SCATTER:
@@ -460,6 +461,34 @@ def _pairwise(size: Bytes, at: Placement, cluster: Cluster) -> CollectiveCost:
         inter_efficiency=cluster.inter.exchange_efficiency * _uncongested(tiers),
         tiers=tiers,
         step=_first_step(at, by) if cluster.backend == "gloo" else None,
+    )
+
+
+def _exchange(work: Collective, at: Placement, cluster: Cluster) -> CollectiveCost:
+    if work.routed and work.routed.by_node and at.nodes > 1:
+        return _by_node(work.routed, work.bytes, at, cluster)
+    return _pairwise(work.bytes, at, cluster)
+
+
+def _by_node(routed: TokenRouting, size: Bytes, at: Placement, cluster: Cluster) -> CollectiveCost:
+    """Tokens cross the network once for every node with some of their experts, as a pipeline.
+
+    A member sends to those with its place on other nodes; they pass a token on inside the node, to
+    each of its experts there. Both at once: arXiv 2412.19437, section 3.2.2. All nodes are taken to
+    be as busy as the busiest member.
+    """
+    k, q = at.per_node, at.per_site
+    apart = _pairwise(size, at, cluster)
+    crossing = routed.nodes(at.nodes) / routed.active
+    intra, inter = size * (k - 1) / k, apart.inter * crossing
+    return replace(
+        apart,
+        latency=_steps(k - 1, q // k - 1, at.nodes - q // k, _simple(at, cluster)),
+        intra=intra,
+        inter=inter,
+        wan=apart.wan * crossing,
+        sent=intra + inter / k,
+        tiers=tuple(replace(one, bytes=one.bytes * crossing) for one in apart.tiers),
     )
 
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
 from co2sim.schedule.schedule import Collective, DType, Kind
+from co2sim.schedule.token_routing import TokenRouting
+from realrun.execute import token_plan
 from realrun.execute.world import RankCommunicator
 from realrun.torch_compat import all_gather_single, reduce_scatter_single
 
@@ -29,19 +31,53 @@ class Buffers:
 
     all_reduce: (elements) in place. reduce_scatter: (members x part) -> (part).
     all_gather: (part) -> (members x part). all_to_all: (members x part) both. broadcast and
-    reduce: in place, from and to the root.
+    reduce: in place, from and to the root. An all_to_all that is routed has rows of tokens of the
+    schedule's type, as many as its `route` says.
     """
 
     given: Tensor
     taken: Tensor
+    route: "Route | None" = None
 
 
-def allocate(work: Collective, members: int, device: torch.device) -> Buffers:
-    """Buffers of a collective among `members` ranks.
+@dataclass(frozen=True, eq=False, slots=True)
+class Route:
+    """How the tokens of a member travel: in one phase, or by node in two, between and inside nodes.
+
+    `phases` say how many rows of `width` elements it exchanges with each member. What the first
+    brings, `arrived`, becomes what the second gives, `passed`: its rows by `index`, or, `back`,
+    their sums.
+    """
+
+    phases: tuple[token_plan.Phase, ...]
+    width: int
+    arrived: Tensor
+    passed: Tensor
+    index: Tensor
+    back: bool
+
+    def turn(self) -> None:
+        """From one phase to the other."""
+        arrived, passed = (one.view(-1, self.width) for one in (self.arrived, self.passed))
+        if self.back:
+            passed.zero_()
+            passed.index_add_(0, self.index, arrived)
+        else:
+            torch.index_select(arrived, 0, self.index, out=passed)
+
+
+def allocate(
+    work: Collective, members: int, device: torch.device, me: int = 0, nodes: int = 1
+) -> Buffers:
+    """Buffers of a collective among `members` ranks on some nodes, for the one at place `me`.
 
     Raises OptionError for sums of quantized values: they would overflow, so they travel by
-    all_to_all and are summed after dequantization.
+    all_to_all and are summed after dequantization. Tokens are never quantized.
     """
+    if work.routed:
+        return _allocate_tokens(
+            work, work.routed, token_plan.plan_of(work, members, nodes), me, device
+        )
     if work.kind in {Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE}:
         if work.dtype not in _SUMMED:
             raise OptionError(
@@ -66,6 +102,32 @@ def allocate(work: Collective, members: int, device: torch.device) -> Buffers:
     return Buffers(given, taken)
 
 
+def _allocate_tokens(
+    work: Collective,
+    routed: TokenRouting,
+    plan: token_plan.TokenPlan,
+    me: int,
+    device: torch.device,
+) -> Buffers:
+    if work.dtype not in _SUMMED:
+        raise OptionError(
+            f"{work.kind}({work.buffer}) of {work.dtype}: tokens are of {', '.join(_SUMMED)}"
+        )
+
+    def rows(count: int) -> Tensor:
+        return torch.zeros(count * routed.width, dtype=_SUMMED[work.dtype], device=device)
+
+    relayed = routed.by_node and plan.per_node < len(plan.rows)
+    phases = token_plan.by_node(plan, me) if relayed else token_plan.apart(plan, me)
+    if routed.back:
+        phases = token_plan.back(phases)
+    first, last = phases[0], phases[-1]
+    arrived, passed = (rows(sum(count) if relayed else 0) for count in (first.takes, last.gives))
+    index = token_plan.passed_on(plan, me) if relayed else torch.zeros(0, dtype=torch.int64)
+    route = Route(phases, routed.width, arrived, passed, index.to(device), routed.back)
+    return Buffers(rows(sum(first.gives)), rows(sum(last.takes)), route)
+
+
 def carry_out(work: Collective, buffers: Buffers, at: RankCommunicator, deadline: Seconds) -> None:
     """Run a collective over Gloo and wait for its end, at most `deadline` seconds."""
     given, taken, root = buffers.given, buffers.taken, work.root % len(at.members)
@@ -78,7 +140,10 @@ def carry_out(work: Collective, buffers: Buffers, at: RankCommunicator, deadline
         case Kind.ALL_GATHER:
             all_gather(given, taken, at, deadline)
         case Kind.ALL_TO_ALL:
-            all_to_all(given, taken, at, deadline)
+            if buffers.route:
+                send_tokens(buffers.route, given, taken, at, deadline)
+            else:
+                all_to_all(given, taken, at, deadline)
         case Kind.BROADCAST:
             broadcast(given, root, at, deadline)
         case Kind.REDUCE:
@@ -97,13 +162,35 @@ def launch(work: Collective, buffers: Buffers, at: RankCommunicator) -> dist.Wor
         case Kind.ALL_GATHER:
             found = all_gather_single(taken, given, group=group, async_op=True)
         case Kind.ALL_TO_ALL:
-            found = dist.all_to_all_single(taken, given, group=group, async_op=True)
+            if buffers.route:
+                found = _launch_tokens(buffers.route, given, taken, group)
+            else:
+                found = dist.all_to_all_single(taken, given, group=group, async_op=True)
         case Kind.BROADCAST:
             found = dist.broadcast(given, group_src=root, group=group, async_op=True)
         case Kind.REDUCE:
             found = dist.reduce(given, group_dst=root, group=group, async_op=True)
     assert isinstance(found, dist.Work)
     return found
+
+
+def _launch_tokens(
+    route: Route, given: Tensor, taken: Tensor, group: dist.ProcessGroup
+) -> dist.Work | None:
+    def exchange(phase: token_plan.Phase, source: Tensor, result: Tensor) -> dist.Work | None:
+        takes, gives = ([n * route.width for n in counts] for counts in (phase.takes, phase.gives))
+        found: dist.Work | None = dist.all_to_all_single(
+            result, source, takes, gives, group=group, async_op=True
+        )
+        return found
+
+    if len(route.phases) == 1:
+        return exchange(route.phases[0], given, taken)
+    between = exchange(route.phases[0], given, route.arrived)
+    assert between is not None
+    between.wait()  # the stream waits, not the host
+    route.turn()
+    return exchange(route.phases[1], route.passed, taken)
 
 
 def alone(buffers: Buffers) -> None:
@@ -141,6 +228,7 @@ class Exchange:
         """Wait for everything that was sent."""
         for work in self._sends:
             self.wait(work)
+        self._sends.clear()
 
 
 def segments(part: Tensor) -> list[Tensor]:
@@ -193,24 +281,57 @@ def reduce_scatter(source: Tensor, result: Tensor, at: RankCommunicator, deadlin
 
 def all_to_all(source: Tensor, result: Tensor, at: RankCommunicator, deadline: Seconds) -> None:
     """Send part i of `source` to member i; `result` gets the parts from all members, in order."""
+    n = len(at.members)
+    send_parts(source.view(n, -1).unbind(), result.view(n, -1).unbind(), at, Exchange(at, deadline))
+
+
+def send_parts(
+    gives: Sequence[Tensor],
+    takes: Sequence[Tensor],
+    at: RankCommunicator,
+    exchange: Exchange,
+    step: int = 0,
+) -> None:
+    """Send `gives[i]` to member i, and fill `takes[i]` from it; parts may differ in size."""
     n, me = len(at.members), at.me
-    gives, takes = source.view(n, -1), result.view(n, -1)
-    exchange = Exchange(at, deadline)
     parts = [(segments(give), segments(take)) for give, take in zip(gives, takes, strict=True)]
     others = [(me + distance) % n for distance in range(1, n)]
     receives = []
-    for number in range(len(parts[me][0])):
-        tag = _tag(0, number)
+    for number in range(max(len(one) for part in parts for one in part)):
+        tag = _tag(step, number)
         # All receives come first: to announce one to a member waits behind what is sent to it.
         receives += [
-            exchange.receive(parts[member][1][number], member, tag) for member in reversed(others)
+            exchange.receive(parts[member][1][number], member, tag)
+            for member in reversed(others)
+            if number < len(parts[member][1])
         ]
         for member in others:
-            exchange.send(parts[member][0][number], member, tag)
+            if number < len(parts[member][0]):
+                exchange.send(parts[member][0][number], member, tag)
     takes[me].copy_(gives[me])  # while the messages are on their way
     for work in receives:
         exchange.wait(work)
     exchange.finish()
+
+
+def send_tokens(
+    route: Route, source: Tensor, result: Tensor, at: RankCommunicator, deadline: Seconds
+) -> None:
+    """Send rows of `source` as their route says; `result` gets what comes, by member or node."""
+    exchange = Exchange(at, deadline)
+
+    def send(step: int, given: Tensor, taken: Tensor) -> None:
+        phase, width = route.phases[step], route.width
+        gives = torch.split(given, [count * width for count in phase.gives])
+        takes = torch.split(taken, [count * width for count in phase.takes])
+        send_parts(gives, takes, at, exchange, step)
+
+    if len(route.phases) == 1:
+        send(0, source, result)
+        return
+    send(0, source, route.arrived)
+    route.turn()
+    send(1, route.passed, result)
 
 
 def broadcast(buffer: Tensor, root: int, at: RankCommunicator, deadline: Seconds) -> None:

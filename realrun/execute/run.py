@@ -45,11 +45,12 @@ class Run:
         for op in self.schedule.body:
             if not isinstance(op.work, Collective) or self.free_communication:
                 continue
-            key = (op.stream, op.work.kind, op.work.bytes, op.work.dtype, op.work.group)
+            sent = op.work.bytes, op.work.dtype, op.work.routed
+            key = (op.stream, op.work.kind, op.work.group, *sent)
             if key not in made:
                 at = self.world.communicator(op.stream, op.work.group)
-                members = len(at.members) if at else 1
-                made[key] = allocate(op.work, members, self.world.device)
+                where = (len(at.members), self.world.device, at.me, at.nodes) if at else None
+                made[key] = allocate(op.work, *(where or (1, self.world.device)))
             by_op[op.name] = made[key]
         return by_op
 

@@ -86,11 +86,15 @@ NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 
 @dataclass(frozen=True, slots=True)
 class RankCommunicator:
-    """A process group for the collectives of one stream. `me` is this rank's place in `members`."""
+    """A process group for the collectives of one stream. `me` is this rank's place in `members`.
+
+    They stand on `nodes` nodes, in order and as many on each.
+    """
 
     group: dist.ProcessGroup
     members: tuple[int, ...]
     me: int
+    nodes: int = 1
     _rooms: list[torch.Tensor] = field(default_factory=list, repr=False, compare=False)
 
     def room(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -169,7 +173,8 @@ class World:
                 )
             if self.rank in members:
                 place = members.index(self.rank)
-                self._made[stream, group] = RankCommunicator(made, tuple(members), place)
+                nodes = len({rank // self.layout.gpus_per_node for rank in members})
+                self._made[stream, group] = RankCommunicator(made, tuple(members), place, nodes)
 
     def group(self, purpose: str, kind: Group) -> dist.ProcessGroup:
         """The process group of this kind for a purpose, made at the first call. All ranks call it.

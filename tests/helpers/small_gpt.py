@@ -20,9 +20,9 @@ def job(tp: int = 1, *, sequence: bool = False, **changes: object) -> Workload:
     return Workload(model, tp=tp, sequence_parallel=sequence, **changes)  # type: ignore[arg-type]
 
 
-def routed_job(ep: int = 1, **changes: object) -> Workload:
+def routed_job(ep: int = 1, load: float = 1.0, **changes: object) -> Workload:
     """The same with eight experts in its last layer."""
-    body = replace(BODY, experts=Experts(count=8, active=2, width=64, dense=1))
+    body = replace(BODY, experts=Experts(count=8, active=2, width=64, dense=1, load=load))
     model = language_model("experts", body, vocab=VOCAB, tokens=TOKENS, tied=False)
     return Workload(model, ep=ep, **changes)  # type: ignore[arg-type]
 

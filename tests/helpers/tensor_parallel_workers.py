@@ -32,7 +32,7 @@ def strategies_with_shared_layers(world: World, variants: list[str]) -> list[lis
 
 
 def strategies_with_exchanges(
-    world: World, variants: list[str], options: dict[str, int]
+    world: World, variants: list[str], options: dict[str, Any]
 ) -> list[list[Any]]:
     """Run strategies for three rounds: the rules that this rank's trace breaks, and whom it met.
 

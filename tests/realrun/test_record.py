@@ -10,6 +10,7 @@ from tiny import cluster, model
 from co2sim import Case
 from co2sim.common.errors import CatalogError, Co2simError
 from co2sim.prediction import driver
+from co2sim.schedule.schedule import Collective, Layout
 from realrun import record
 from realrun.record import Record
 
@@ -46,11 +47,31 @@ def test_every_option_of_the_case_is_kept(made: Record, tmp_path: Path) -> None:
     for changes in (
         {"micro_batch": 2, "accumulation": 3, "precision": "bf16", "optimizer": "sgd"},
         {"global_batch": 16, "recompute": "full"},
+        {"overrides": {"stack.experts_all_to_all": "hierarchical"}},
     ):
         case = replace(made.case, **changes)  # type: ignore[arg-type]
         _, trace = driver.trace(replace(case, fold=False))
         record.write(tmp_path / "run", replace(made, case=case, trace=trace))
         assert record.read(tmp_path / "run").case == case
+
+
+def test_a_run_keeps_what_was_said_of_its_stack() -> None:
+    """Numbers of cluster and model are in these; a stack stays a name with its numbers."""
+    of_stack = {"stack.experts_all_to_all": "hierarchical"}
+    asked = Case(
+        cluster="dgx-h100",
+        model="qwen3-30b-a3b",
+        strategy="zero1",
+        ep=16,
+        overrides={"inter.bandwidth": "1 Gbit/s", "model.experts.load": "1.2", **of_stack},
+    )
+    found, _ = record.resolve(asked, Layout(2, 8), "gloo")
+    assert found.overrides == of_stack
+    assert found.prepare().job.experts_all_to_all == "hierarchical"
+    routed = [
+        op.work.routed for op in found.prepare().schedule.body if isinstance(op.work, Collective)
+    ]
+    assert {(one.load, one.by_node) for one in routed if one} == {(1.2, True)}
 
 
 def test_other_folders_are_refused_in_one_line(made: Record, tmp_path: Path) -> None:

@@ -388,6 +388,18 @@ def test_layers_of_every_model_type_see_what_they_do_in_transformers(kind: str) 
         assert [bool(one) for one in reach] == [one == "sliding_attention" for one in types]
 
 
+def test_routers_that_choose_groups_of_experts_first_are_told() -> None:
+    """DeepSeek-V3's takes 4 of 8 unless the file says otherwise; others have no groups."""
+    for changes, groups in (
+        ({}, (8, 4)),
+        ({"n_group": 1, "topk_group": 1}, (None, None)),
+        ({"n_group": 4, "topk_group": 2}, (4, 2)),
+    ):
+        found = huggingface.convert(DEEPSEEK | changes, "config.json")["experts"]
+        assert (found.get("groups"), found.get("active_groups")) == groups
+    assert "groups" not in huggingface.convert(MIXTRAL | {"n_group": 2}, "config.json")["experts"]
+
+
 @pytest.mark.slow
 def test_what_a_file_leaves_out_is_what_transformers_takes() -> None:
     """`.ci/huggingface_defaults.py` writes the file that holds it."""

@@ -28,6 +28,7 @@ from co2sim.schedule.schedule import (
     Op,
     Schedule,
 )
+from co2sim.schedule.token_routing import TokenRouting
 from co2sim.simulation import event_engine
 from co2sim.simulation.collective_cost import traffic
 from co2sim.simulation.compute_cost import compute_time
@@ -110,6 +111,7 @@ def check_engine(work: LoweredSchedule) -> None:
 
 # --- engines -------------------------------------------------------------------------------------
 
+bools = st.booleans()
 works = st.one_of(
     st.builds(Compute, st.just("work"), st.integers(0, 40).map(lambda us: us * 1e5)),
     st.builds(
@@ -119,6 +121,15 @@ works = st.one_of(
         st.integers(1, 3000),
         st.just(DType.INT8),
         st.sampled_from([WORLD, NODE, PEERS, LEADERS]),
+    ),
+    st.builds(
+        Collective,
+        st.just(Kind.ALL_TO_ALL),
+        st.just("tokens"),
+        st.integers(1, 3000),
+        st.just(DType.INT8),
+        st.just(WORLD),
+        routed=st.builds(TokenRouting, st.integers(1, 4), st.just(48), st.just(1), by_node=bools),
     ),
 )
 

@@ -168,6 +168,69 @@ def test_a_share_computes_for_as_many_tokens_as_without() -> None:
     assert uneven.routing.elements == math.ceil(8 * 2 * 32 * 1.5)
 
 
+@pytest.mark.parametrize(
+    ("recompute", "checkpointing", "ways"),
+    [
+        ("none", "reentrant", "tbtb"),
+        ("full", "reentrant", "tbtbtb"),
+        ("full", "non_reentrant", "tbttb"),
+    ],
+)
+def test_tokens_by_node_go_there_and_back(recompute: str, checkpointing: str, ways: str) -> None:
+    """Results return as tokens came; those apart and even are all-to-alls as any others."""
+    job = replace(JOB, ep=16, recompute=recompute, checkpointing=checkpointing)  # type: ignore[arg-type]
+    flat = collectives(schedule_of(parse("ddp"), job, LAYOUT), Kind.ALL_TO_ALL)
+    assert all(one.routed is None for one in flat)
+    asked_for = replace(job, experts_all_to_all="hierarchical")
+    found = collectives(schedule_of(parse("ddp"), asked_for, LAYOUT), Kind.ALL_TO_ALL)
+    forward = [ways[:2]] * 2
+    seen = "".join("b" if one.routed and one.routed.back else "t" for one in found)
+    assert seen == "".join(forward) + ways[2:] * 2
+    assert {replace(one, routed=None) for one in found} == set(flat)
+    assert all(one.routed and one.routed.by_node for one in found)
+
+
+def test_tokens_of_uneven_loads_say_so() -> None:
+    """So ranks can send as unevenly as the model says."""
+    busy = replace(BODY, experts=Experts(count=16, active=2, width=16, dense=1, load=1.5))
+    job = replace(JOB, model=language_model("small", busy, vocab=64, tokens=8, tied=False))
+    found = collectives(schedule_of(parse("ddp"), job, LAYOUT), Kind.ALL_TO_ALL)
+    assert {one.routed and one.routed.load for one in found} == {1.5}
+    most = replace(busy, experts=Experts(count=16, active=2, width=16, dense=1, load=4.5))
+    job = replace(JOB, model=language_model("small", most, vocab=64, tokens=8, tied=False))
+    with pytest.raises(OptionError, match=r"load is 4\.5; with ep=4 one GPU gets at most 4 times"):
+        job.share  # noqa: B018 - it is made here
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"groups": 3}, "groups is 3; it must divide the 16 experts"),
+        ({"groups": 4, "active_groups": 5}, "active_groups is 5; it must be 1 to 4"),
+        ({"groups": 16}, "active is 2; 1 of 16 groups have 1 expert"),
+    ],
+)
+def test_groups_of_experts_hold_those_of_a_token(options: dict[str, int], message: str) -> None:
+    """Else no router can choose."""
+    with pytest.raises(OptionError, match=message):
+        Experts(count=16, active=2, width=16, **options)
+
+
+def test_a_stack_says_how_tokens_travel() -> None:
+    """By node a step is shorter where the network limits, and nothing changes on one node."""
+    job = {"cluster": "dgx-h100", "model": "qwen3-30b-a3b", "strategy": "zero1", "gpus": 64}
+    for ep, equal in ((64, False), (8, True)):
+        flat, by_node = (
+            simulate(**job, ep=ep, overrides={"stack.experts_all_to_all": how})  # type: ignore[arg-type]
+            for how in ("flat", "hierarchical")
+        )
+        if equal:
+            assert by_node.step_time_s == flat.step_time_s
+        else:
+            assert by_node.step_time_s < flat.step_time_s
+            assert by_node.nic_bytes_per_node_per_step < flat.nic_bytes_per_node_per_step
+
+
 def test_with_tensor_parallelism_each_gpu_sends_its_part_of_the_sequence() -> None:
     """Experts stay whole; groups of experts hold tensor-parallel GPUs one by one."""
     job = replace(JOB, tp=2, sequence_parallel=True)

@@ -29,10 +29,15 @@ def test_every_strategy_runs_on_ranks_that_share_layers_and_breaks_no_rule(per_n
 
 @pytest.mark.parametrize(
     ("options", "met_besides"),
-    [({"ep": 2}, {"experts": "pair", "replicas": "alike"}), ({"cp": 2}, {"context": "pair"})],
+    [
+        ({"ep": 2}, {"experts": "pair", "replicas": "alike"}),
+        ({"ep": 2, "load": 1.5}, {"experts": "pair", "replicas": "alike"}),
+        ({"ep": 4, "load": 1.3, "experts_all_to_all": "hierarchical"}, {"experts": "all"}),
+        ({"cp": 2}, {"context": "pair"}),
+    ],
 )
 def test_ranks_that_divide_experts_or_sequences_break_no_rule(
-    options: dict[str, int], met_besides: dict[str, str]
+    options: dict[str, object], met_besides: dict[str, str]
 ) -> None:
     """Pairs exchange; gradients of experts meet the rank with the same ones, others all ranks."""
     variants = ["ddp", "zero1", "zero2", "fsdp"]
@@ -49,6 +54,7 @@ def test_ranks_that_divide_experts_or_sequences_break_no_rule(
         members = {
             "pair": [rank // 2 * 2, rank // 2 * 2 + 1],
             "alike": [rank % 2, rank % 2 + 2],
+            "all": [0, 1, 2, 3],
         }
         besides = {name: members[which] for name, which in met_besides.items()}
         for text, broken, met in found[rank]:
