@@ -115,6 +115,10 @@ def flag(name: str) -> Any:
     """The option of a command line that a field of `Case` or `Noise` declares."""
     hint, default, declared = _DECLARED[name]
     spelled = declared.flags or (f"--{name.replace('_', '-')}",)
+    reader = convert.reader(Case, name)
+    if reader:
+        read = partial(reader.read, spelled[0])
+        return typer.Option(*spelled, parser=read, metavar=reader.metavar, help=declared.help)
     kinds = get_args(hint) or (hint,)
     if default is True:
         return typer.Option(help=declared.help)  # with its --no-
@@ -130,7 +134,9 @@ def flag(name: str) -> Any:
 
 def _parameter(name: str) -> Parameter:
     hint, default, _ = _DECLARED[name]
-    if get_origin(hint) in {Mapping, dict}:
+    if convert.reader(Case, name):
+        hint = Any
+    elif get_origin(hint) in {Mapping, dict}:
         hint = list[str] | None
     elif get_origin(hint) is Literal or Stack in get_args(hint):
         hint = str

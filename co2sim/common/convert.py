@@ -36,6 +36,17 @@ class Within(tuple[int, int]):
 
 
 @dataclass(frozen=True, slots=True)
+class Reader:
+    """How a field is read that takes words besides numbers: `Annotated[int | str, Reader(read)]`.
+
+    `read` takes the name of the field and what was given. `metavar` is what a help shows of it.
+    """
+
+    read: Callable[[str, Any], Any]
+    metavar: str = "N"
+
+
+@dataclass(frozen=True, slots=True)
 class Option:
     """How a field of a dataclass is an option of a command line.
 
@@ -67,6 +78,16 @@ def declared(owner: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     if unknown:
         raise OptionError(f"unknown option {unknown[0]!r}; {nearest(unknown[0], hints)}")
     return {name: _as_declared(name, value, hints[name]) for name, value in values.items()}
+
+
+def reader(owner: type[Any], name: str) -> Reader | None:
+    """That of a field of a dataclass, if it has one."""
+    return _reader(_hints(owner).get(name))
+
+
+def _reader(hint: Any) -> Reader | None:
+    found = hint.__metadata__[0] if _annotated(hint) else None
+    return found if isinstance(found, Reader) else None
 
 
 def plain_fields(owner: type[Any]) -> tuple[str, ...]:
@@ -172,6 +193,8 @@ def _as_declared(name: str, value: Any, hint: Any) -> Any:
     hint, bounds = (hint.__origin__, hint.__metadata__[0]) if _annotated(hint) else (hint, None)
     if value is None and NoneType in get_args(hint):
         return None
+    if isinstance(bounds, Reader):
+        return bounds.read(name, value)
     plain = _plain(hint)
     if plain is None:
         return value
@@ -183,6 +206,8 @@ def _as_declared(name: str, value: Any, hint: Any) -> Any:
 
 def _plain(hint: Any) -> Any:
     """int, float, bool, str or the Literal that `hint` is, without None; None for all else."""
+    if _reader(hint):
+        return str
     hint = hint.__origin__ if _annotated(hint) else hint
     if get_origin(hint) in {Union, UnionType}:
         kinds = [kind for kind in get_args(hint) if kind is not NoneType]

@@ -11,7 +11,8 @@ adapters are the same tensors, so they are kept as before, and so is what is as 
 Activations of the head are counted as if it were trained.
 
 Of tensor-parallel ranks each has the part of an adapter that meets its part of the weight, and the
-other matrix whole, whose gradients are summed up: PEFT, src/peft/tuners/lora/tp_layer.py.
+other matrix whole, whose gradients are summed up. PEFT's adapters of Megatron's layers
+(src/peft/tuners/lora/tp_layer.py) exchange what is as wide as the rank instead: not modelled.
 """
 
 from collections.abc import Iterable

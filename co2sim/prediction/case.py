@@ -1,11 +1,12 @@
 """One configuration: cluster, model, strategy and batch, by names, files or objects."""
 
 import os
+import re
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, TypedDict, TypeVar, cast
+from typing import Annotated, Any, TypeAlias, TypedDict, TypeVar, cast
 
 from co2sim import strategies
 from co2sim.catalog import (
@@ -18,8 +19,8 @@ from co2sim.catalog import (
     load_stack,
 )
 from co2sim.catalog.facts import is_file
-from co2sim.common import convert
-from co2sim.common.convert import Count, Number, Within, option
+from co2sim.common import convert, validation
+from co2sim.common.convert import Count, Number, Reader, Within, option
 from co2sim.common.errors import Co2simError, OptionError, ScheduleError, nearest
 from co2sim.common.resources import LruCache
 from co2sim.common.units import Bytes, Seconds
@@ -55,11 +56,11 @@ from co2sim.strategies.step import title
 
 _T = TypeVar("_T")
 
+_Scheduled: TypeAlias = tuple[str, Strategy, Workload, Model, Layout]
+"""What a schedule depends on: two models with equal blocks may have different parts."""
 _MAX_OPS = 10_000
 """Of a schedule that is kept: about 10 MB."""
-_SCHEDULES: LruCache[tuple[str, Strategy, Workload, Layout], tuple[Workload, Schedule]] = LruCache(
-    8
-)
+_SCHEDULES: LruCache[_Scheduled, tuple[Workload, Schedule]] = LruCache(8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +128,7 @@ class LoadedCase:
             gpus=cluster.layout.world_size,
             nodes=cluster.nodes,
             **_described(job),
+            global_batch=cluster.layout.world_size // (job.tp * job.cp) * job.samples_per_gpu,
             tokens_per_gpu_per_step=each(job.samples_per_gpu * job.model.tokens, job.tp * job.cp),
             precision=job.narrow or str(job.precision),
             steps_per_round=schedule.steps,
@@ -176,7 +178,10 @@ class LoadedCase:
 
 def _described(job: Workload) -> dict[str, Any]:
     """What a result repeats of its job."""
-    names = "micro_batch", "accumulation", "tp", "sequence_parallel", "ep", "cp", "lora"
+    names = (
+        *("micro_batch", "accumulation", "tp", "sequence_parallel", "ep", "cp", "lora"),
+        *("recompute", "optimizer", "offload", "attention"),
+    )
     trained = {"trained_parameters": job.trained} if job.lora else {}
     return {name: getattr(job, name) for name in names} | trained
 
@@ -209,7 +214,7 @@ def scheduled(strategy: Strategy, job: Workload, layout: Layout) -> tuple[Worklo
     """
     if type(strategy) not in STRATEGIES.values():
         return job, schedule_of(strategy, job, layout)
-    given = title(strategy), strategy, job, layout
+    given = title(strategy), strategy, job, job.share.model, layout
     known = _SCHEDULES.get(given)
     if known is None:
         known = job, schedule_of(strategy, job, layout)
@@ -262,6 +267,43 @@ _MAX_PP = 1024
 _MAX_CHUNKS = 128
 _MAX_SAMPLES = 10**12
 """Of a global batch: beyond any training, and still exact as a float."""
+AUTO = "auto"
+"""To be chosen: `prediction.batch` does."""
+_TOKENS = re.compile(r"([0-9.]+(?:e[+]?[0-9]+)?) *([km]?)[ -]*tok(?:en)?s?", re.IGNORECASE)
+
+
+def read_micro_batch(name: str, value: Any) -> int | str:
+    """A number of samples, or "auto"."""
+    return AUTO if value == AUTO else convert.whole(name, value)
+
+
+def read_global_batch(name: str, value: Any) -> int | str:
+    """A number of samples, "auto", or tokens as a text, such as "4e+06-tokens"."""
+    if value == AUTO:
+        return AUTO
+    tokens = tokens_of_batch(value)
+    if tokens is not None:
+        return f"{tokens:g}-tokens"
+    try:
+        return validation.whole(name, convert.whole(name, value), 1, _MAX_SAMPLES)
+    except OptionError as error:
+        more = "" if isinstance(value, int | float) else ", a number of tokens (4M-tokens), or auto"
+        raise OptionError(f"{error}{more}") from None
+
+
+def tokens_of_batch(value: Any) -> float | None:
+    """Those that a text such as "4M-tokens" says; None for others."""
+    found = _TOKENS.fullmatch(value.strip()) if isinstance(value, str) else None
+    if not found:
+        return None
+    try:
+        number = float(found[1])
+    except ValueError:
+        return None
+    tokens = number * {"": 1.0, "k": 1e3, "m": 1e6}[found[2].lower()]
+    return tokens if 1 <= tokens <= _MAX_SAMPLES else None
+
+
 _MAX_ROUNDS = 1_000_000
 """Far beyond what an average needs; what a machine can hold is checked before a run."""
 
@@ -291,8 +333,12 @@ class Case:
     gpus: Annotated[int | None, Within((1, _MAX_GPUS))] = option(
         None, "Number of GPUs; default: the whole cluster.", "place", "--gpus", "-g"
     )
-    micro_batch: int = option(1, "Samples per GPU and micro-step.", "job")
-    accumulation: int = option(1, "Micro-steps per optimizer step.", "job")
+    micro_batch: Annotated[int | str, Reader(read_micro_batch)] = option(
+        1, "Samples per GPU and micro-step; or auto: as many as fit and are fastest.", "job"
+    )
+    accumulation: int | None = option(
+        None, "Micro-steps per optimizer step; default: what the global batch gives, else 1.", "job"
+    )
     tp: Annotated[int, Within((1, _MAX_TP))] = option(
         1,
         "GPUs of a node that share every layer (tensor parallelism), and train on the same"
@@ -321,8 +367,11 @@ class Case:
     interleave: Annotated[int, Within((1, _MAX_CHUNKS))] = option(
         1, "Chunks of layers of each stage of a pipeline.", "pipeline"
     )
-    global_batch: Annotated[int | None, Within((1, _MAX_SAMPLES))] = option(
-        None, "Samples per optimizer step over all GPUs; sets the accumulation.", "job"
+    global_batch: Annotated[int | str | None, Reader(read_global_batch)] = option(
+        None,
+        "Samples per optimizer step over all GPUs, or tokens (4M-tokens), or auto: those of"
+        " published trainings of models of that size. Sets the accumulation.",
+        "job",
     )
     precision: str | None = option(
         None,
@@ -409,7 +458,8 @@ class Case:
             "strategy": _strategy(self.strategy),
             "overrides": convert.texts("overrides", self.overrides),
         }
-        found["recompute"] = str(recomputation(found["recompute"]))
+        if found["recompute"] != AUTO:
+            found["recompute"] = str(recomputation(found["recompute"]))
         if not isinstance(self.noise, Noise):
             raise OptionError(f"noise is {convert.shown(self.noise)}; it must be a Noise")
         for name, value in found.items():
@@ -575,7 +625,7 @@ class Case:
         accumulation = self._accumulation(groups)
         return Workload(
             model=model,
-            micro_batch=self.micro_batch,
+            micro_batch=convert.whole("micro_batch", self.micro_batch),
             accumulation=accumulation,
             cast_steps=accumulation if narrow else 1,
             precision=precision,
@@ -624,21 +674,23 @@ class Case:
         return DType(gpu.preferred_precision), cast(Narrow, asked)
 
     def _accumulation(self, groups: int) -> int:
+        micro_batch = convert.whole("micro_batch", self.micro_batch)
         if self.global_batch is None:
-            return self.accumulation
-        if self.accumulation != 1:
+            return 1 if self.accumulation is None else self.accumulation
+        global_batch = convert.whole("global_batch", self.global_batch)
+        if self.accumulation not in {None, 1}:
             raise OptionError(
                 "give accumulation or global_batch, not both: one follows from the other"
             )
-        per_micro_step = groups * self.micro_batch
+        per_micro_step = groups * micro_batch
         together = self.tp * self.cp
         who = "GPUs" if together == 1 else f"groups of {together} GPUs"
-        if per_micro_step < 1 or self.global_batch % per_micro_step:
+        if per_micro_step < 1 or global_batch % per_micro_step:
             raise OptionError(
-                f"global_batch={self.global_batch} is not a multiple of {groups} {who} x"
-                f" micro_batch={self.micro_batch} = {per_micro_step}"
+                f"global_batch={global_batch} is not a multiple of {groups} {who} x"
+                f" micro_batch={micro_batch} = {per_micro_step}"
             )
-        return self.global_batch // per_micro_step
+        return global_batch // per_micro_step
 
 
 def _check_sites(strategy: Strategy, cluster: Cluster) -> None:
@@ -692,7 +744,7 @@ class JobOptions(TypedDict, total=False):
     """For type checkers: the fields of `Case` and `Noise` but for the number of GPUs."""
 
     micro_batch: Count
-    accumulation: Count
+    accumulation: Count | None
     tp: Count
     sequence_parallel: bool
     ep: Count

@@ -14,7 +14,7 @@ from co2sim.common.progress import Done, progress_bar
 from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import Model
-from co2sim.prediction import auto_delay, pipeline
+from co2sim.prediction import auto_delay, batch, pipeline
 from co2sim.prediction.case import Case, LoadedCase, Options
 from co2sim.prediction.error_model import Situation, error_model
 from co2sim.prediction.evidence import (
@@ -35,7 +35,7 @@ from co2sim.simulation import metrics
 from co2sim.simulation.noise import QUIET, Noise
 from co2sim.simulation.steady_state import Simulator
 from co2sim.simulation.trace import Trace
-from co2sim.strategies import Strategy
+from co2sim.strategies import Strategy, parse
 from co2sim.strategies.co2 import CO2
 
 _ROUNDS = "simulating rounds"
@@ -137,9 +137,12 @@ def _noise(node_speed: Any, others: Mapping[str, Any]) -> Noise:
 def run(case: Case, *, progress: bool | None = False) -> Result:
     """Simulate and measure. `progress` as in `simulate`."""
     with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
+        case, chosen = settled(case, done)
         if case.pp > 1:
-            return _of_pipeline(case, done)
+            result = _of_pipeline(case, done)
+            return replace(result, notes=(*chosen, *result.notes))
         case, notes = _resolve_auto(case, done)
+        notes = (*chosen, *notes)
         found = case_figures(case, done)
         prepared, result = found.prepared, found.whole
         cluster, nominal = prepared.cluster, result.round_time_s
@@ -161,6 +164,34 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
         warnings = warnings_of(prepared.strategy, [blocks], prepared.layout, result, tried)
         result = _with_interval(case, prepared, result, done)
     return replace(result, warnings=warnings)
+
+
+def settled(case: Case, done: Done | None = None) -> tuple[Case, tuple[str, ...]]:
+    """The case with numbers for the words of its batch and recomputation, and a line on each.
+
+    Chosen among ranks that are equal; see `prediction.batch`.
+    """
+    if not batch.is_open(case):
+        return case, ()
+    strategy = case.strategy
+    quiet = replace(case, noise=QUIET, rounds=None, fold=True, interval="quick")
+    if auto_delay.has_auto_options(parse(strategy) if isinstance(strategy, str) else strategy):
+        one = replace(quiet, micro_batch=1, recompute="none", global_batch=None, accumulation=1)
+        quiet = replace(quiet, strategy=_resolve_auto(one, done)[0].strategy)
+
+    def speed(tried: Case) -> float:
+        if tried.pp > 1:
+            return pipeline.measured(tried, done).samples_per_s
+        return case_figures(tried, done).whole.samples_per_s
+
+    found, lines = batch.settled(quiet, speed)
+    return replace(
+        case,
+        micro_batch=found.micro_batch,
+        recompute=found.recompute,
+        global_batch=found.global_batch,
+        accumulation=found.accumulation,
+    ), lines
 
 
 def _same(prepared: LoadedCase) -> LoadedCase:
@@ -275,7 +306,7 @@ def _ends(found: Interval, result: Result, cluster: Cluster) -> dict[str, Any]:
 def trace(case: Case, *, progress: bool | None = False) -> tuple[Schedule, Trace]:
     """The schedule of a case and its simulated trace, warm-up included."""
     with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
-        case, _ = _resolve_auto(case, done)
+        case, _ = _resolve_auto(settled(case, done)[0], done)
         prepared = case.prepare()
         simulator = Simulator(case.run_options, prepared, done)
         found = simulator.until_steady()[0]
@@ -286,7 +317,7 @@ def trace(case: Case, *, progress: bool | None = False) -> tuple[Schedule, Trace
 
 def resolve_auto(case: Case) -> Case:
     """The case with numbers for "auto", chosen by simulation without noise."""
-    return _resolve_auto(case, None)[0]
+    return _resolve_auto(settled(case)[0], None)[0]
 
 
 def _resolve_auto(case: Case, done: Done | None) -> tuple[Case, tuple[str, ...]]:

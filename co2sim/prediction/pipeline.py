@@ -20,7 +20,7 @@ from co2sim.models.workload import Workload
 from co2sim.prediction.auto_delay import has_auto_options
 from co2sim.prediction.case import Case, LoadedCase, each
 from co2sim.prediction.micro_steps import stage_figures
-from co2sim.prediction.pipeline_order import chunks_of, first_alike, layer_counts
+from co2sim.prediction.pipeline_order import chunks_of, first_alike, layer_counts, stage_of
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Collective, Compute, Kind, tensor
 from co2sim.simulation.collective_cost import cost_of
@@ -357,7 +357,7 @@ def _result(case: Case, whole: Cluster, line: _Line, free: _Line, sent: _Sent) -
         tokens_per_s=tokens,
         tokens_per_s_per_gpu=tokens / gpus,
         model_tflops_per_gpu=samples * flops / gpus / 1e12,
-        hardware_tflops_per_gpu=samples * full.hardware_flops_per_sample / gpus / 1e12,
+        hardware_tflops_per_gpu=samples * _hardware_flops(case, full) / gpus / 1e12,
         mfu=samples * flops / gpus / peak_flops(whole.gpu, job.peak),
         comm_busy_s=busy,
         exposed_comm_s=exposed,
@@ -372,6 +372,16 @@ def _result(case: Case, whole: Cluster, line: _Line, free: _Line, sent: _Sent) -
         fits_in_memory=tight.fits_in_memory,
         usd_per_billion_tokens=cost if whole.currency == "USD" else None,
         cost_per_billion_tokens=cost,
+    )
+
+
+def _hardware_flops(case: Case, full: Workload) -> float:
+    """Of a sample over all stages: which layers a stage repeats depends on what it has."""
+    alike = first_alike(full, case.pp, case.interleave)
+    return sum(
+        alike.count(number)
+        * stage_of(full, number, case.pp, case.interleave).hardware_flops_per_sample
+        for number in set(alike)
     )
 
 

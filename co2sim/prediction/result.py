@@ -20,7 +20,8 @@ class Result:
     """Figures of one configuration. Times are of the steady state; a step is an optimizer step.
 
     `stack` is the software stack; empty for what was measured, and where the GPU's file says
-    how fast its kernels are. `tokens` are the model's units: tokens, or images. `lora` is the rank
+    how fast its kernels are. `tokens` are the model's units: tokens, or images. `global_batch` are
+    the samples of a step over all GPUs (None for what was measured). `lora` is the rank
     of adapters, which have `trained_parameters` (both None: all is trained).
     `host_load` is what the host needs to issue the operations of passes over what the GPU needs for
     them: from 1 on the GPU waits (None for models without known kernels).
@@ -58,6 +59,11 @@ class Result:
     cp: int = 1
     pp: int = 1
     interleave: int = 1
+    global_batch: int | None = None
+    recompute: str = "none"
+    optimizer: str = "adamw"
+    offload: str = "none"
+    attention: str = "flash"
     lora: int | None = None
     trained_parameters: int | None = None
     tokens_per_gpu_per_step: int | float

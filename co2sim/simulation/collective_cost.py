@@ -475,11 +475,11 @@ def _by_node(routed: TokenRouting, size: Bytes, at: Placement, cluster: Cluster)
 
     A member sends to those with its place on other nodes; they pass a token on inside the node, to
     each of its experts there. Both at once: arXiv 2412.19437, section 3.2.2. All nodes are taken to
-    be as busy as the busiest member.
+    be as busy as the busiest member, but a node gets a token once at most.
     """
     k, q = at.per_node, at.per_site
     apart = _pairwise(size, at, cluster)
-    crossing = routed.nodes(at.nodes) / routed.active
+    crossing = min(routed.nodes(at.nodes), at.nodes / routed.load) / routed.active
     intra, inter = size * (k - 1) / k, apart.inter * crossing
     return replace(
         apart,

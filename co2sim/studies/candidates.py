@@ -1,21 +1,21 @@
 """What could be trained on what: clusters, GPUs, strategies, micro-batches and recomputation."""
 
-import math
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from co2sim.common.errors import Co2simError, OptionError
-from co2sim.common.units import Bytes, Seconds
+from co2sim.common.units import Seconds
 from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.recompute import Recompute
 from co2sim.models.stack import Stack
 from co2sim.models.workload import Model
 from co2sim.prediction.auto_delay import has_auto_options
-from co2sim.prediction.case import Case, LoadedCase
+from co2sim.prediction.batch import MemoryOf, first_step, fits, memory_of, samples_of
+from co2sim.prediction.case import AUTO, Case, LoadedCase
 from co2sim.prediction.pipeline import StageMemory
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
@@ -44,12 +44,6 @@ Local updates have the τ and the delay whose steps were measured (`step_factors
 RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
 """Tried where none are given; selective helps eager attention only."""
 
-_BATCH_TOKENS = 2**22
-"""Of a global batch where none is given: 4M tokens, with which the training of Llama 3 began.
-
-Source: Grattafiori et al. 2024, arXiv 2407.21783, section 3.4.1.
-"""
-
 _MAX = 20_000
 """Candidates of one plan."""
 
@@ -73,16 +67,18 @@ class Space:
 
     @cached_property
     def global_batch(self) -> int:
-        """Samples of a step: given, or as many as make 4M tokens, to a power of two."""
-        if self.job.global_batch is not None:
-            return self.job.global_batch
+        """Samples of a step: given, or those of a published training (`prediction.batch`)."""
+        return self._batch[0]
+
+    @property
+    def batch_source(self) -> str:
+        """Where the global batch comes from; empty if it was given."""
+        return self._batch[1]
+
+    @cached_property
+    def _batch(self) -> tuple[int, str]:
         model = replace(self.job, cluster=self.clusters[0]).load()[1].value
-        if model.unit != "token":
-            raise OptionError(
-                f"the samples of {model.name} are {model.unit}s; give --global-batch, the samples"
-                " per step over all GPUs"
-            )
-        return max(1, int(2.0 ** round(math.log2(_BATCH_TOKENS / model.tokens))))
+        return samples_of(self.job.global_batch or AUTO, model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,12 +165,13 @@ def _fitting(space: Space, case: Case) -> tuple[list[Fitting], int]:
         sizes = [(recompute, micro) for recompute in recomputes for micro in micros]
         open_ = [replace(case, micro_batch=m, recompute=r) for r, m in sizes]
         return [Fitting(case=one, link_time=0.0) for one in open_], 0
-    fitting, link_time = _memory(space, case)
+    memory, link_time = _memory(case)
+    room = case.load()[0].value.gpu.memory
     kept, large = [], 0
     for recompute in recomputes:
         for place, micro in enumerate(micros):
             one = replace(case, micro_batch=micro, recompute=recompute)
-            if not fitting(one):
+            if not fits(memory(micro, samples // micro, recompute), room, space.headroom):
                 large += len(micros) - place  # more samples never take less
                 break
             kept.append(Fitting(case=one, link_time=link_time))
@@ -211,13 +208,15 @@ def _samples(space: Space, case: Case) -> int:
     return space.global_batch // -(-case.gpus // _together(case))
 
 
-def _memory(space: Space, case: Case) -> tuple[Callable[[Case], bool], Seconds]:
-    """What says whether a case fits, of those with other micro-batches, and `link_time` of all."""
+def _memory(case: Case) -> tuple[MemoryOf, Seconds]:
+    """What a case takes, by how GPUs take their samples, and `link_time` of all these.
+
+    What is sent is no less with more micro-steps.
+    """
     if case.pp > 1:
-        return partial(_stages_fit, space, StageMemory(case), case.load()[0].value.gpu.memory), 0.0
-    # who meets whom is the same with more micro-steps, and what is sent no less
-    prepared = replace(case, global_batch=None, accumulation=1).prepare()
-    return partial(_fits, space, prepared), _link_time(prepared)
+        return StageMemory(case).total, 0.0
+    prepared = first_step(case)
+    return memory_of(prepared), _link_time(prepared)
 
 
 def _parsed(case: Case) -> Strategy:
@@ -235,24 +234,6 @@ def _link_time(prepared: LoadedCase) -> Seconds:
         return 0.0
     far = sent.wan / cluster.wan.payload_bandwidth if cluster.wan else 0.0
     return max(sent.nic / cluster.inter.payload_bandwidth, far) / schedule.steps
-
-
-def _fits(space: Space, prepared: LoadedCase, one: Case) -> bool:
-    micro = one.micro_batch
-    steps = _samples(space, one) // micro
-    job = replace(prepared.job, micro_batch=micro, recompute=one.recompute, accumulation=steps)
-    memory = replace(prepared, job=job).memory()["total"]
-    return fits(memory, prepared.cluster.gpu.memory, space.headroom)
-
-
-def _stages_fit(space: Space, memory: StageMemory, room: Bytes, one: Case) -> bool:
-    steps = _samples(space, one) // one.micro_batch
-    return fits(memory.total(one.micro_batch, steps, one.recompute), room, space.headroom)
-
-
-def fits(memory: float, room: float, headroom: float) -> bool:
-    """Whether they leave the headroom."""
-    return memory <= room * (1 - headroom)
 
 
 def _powers(most: int) -> Sequence[int]:

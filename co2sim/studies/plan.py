@@ -11,12 +11,13 @@ from co2sim.common.errors import Co2simError, EngineError, OptionError
 from co2sim.common.progress import Done
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import driver, power
+from co2sim.prediction.batch import fits
 from co2sim.prediction.case import Case
 from co2sim.prediction.order import unshared
 from co2sim.prediction.step_factors import step_factor
 from co2sim.prediction.totals import DAY, totals_of
 from co2sim.studies.batch import Failure, Interrupted, Outcome, run_on
-from co2sim.studies.candidates import Candidate, Fitting, Objective, Space, Want, candidates, fits
+from co2sim.studies.candidates import Candidate, Fitting, Objective, Space, Want, candidates
 from co2sim.studies.grid import display_name, strategy_title
 from co2sim.studies.workers.flow import Pool
 from co2sim.studies.workers.loky_pool import Engine, opened
@@ -362,7 +363,7 @@ def _promises(fitting: Sequence[Fitting], wanted: Objective) -> Iterator[_Promis
         key = (display_name(case.cluster), case.gpus)
         if key not in loaded:
             assert case.gpus is not None
-            assert case.global_batch is not None
+            assert isinstance(case.global_batch, int)
             entries = case.load()
             tokens = case.global_batch * entries[1].value.tokens
             loaded[key] = entries[0].value.resized(case.gpus), tokens

@@ -144,8 +144,8 @@ def looked(space: Space, found: Recommendation) -> Iterator[str]:
         f" {found.large:,} do not; {found.simulated:,} were simulated, the others"
         f" {'were not looked at' if found.interrupted else 'cannot win'}"
     )
-    given = space.job.global_batch is not None
-    why = "" if given else " (assumed: 4M tokens, as Llama 3 began with; --global-batch sets it)"
+    source = space.batch_source
+    why = f" (assumed: {source}; --global-batch sets it)" if source else ""
     yield f"global batch: {space.global_batch:,} samples a step{why}"
     for name, reason in list(found.impossible.items())[:3]:
         yield f"left out: {name}: {reason}"

@@ -133,16 +133,27 @@ def print_evidence(case: Case, result: Result) -> None:
     print_table(console(), title, evidence.COLUMNS, evidence.rows(near), left=3)
 
 
-def _print_header(out: Console, r: Result, noise: Noise) -> None:
-    batch = f"micro-batch {r.micro_batch}" + (f" x {r.accumulation}" if r.accumulation > 1 else "")
+def batch_words(r: Result) -> str:
+    """The batch of a result, and how GPUs take it."""
+    micro = f"micro-batch {r.micro_batch}" + (f" x {r.accumulation}" if r.accumulation > 1 else "")
     size = counted(r.tokens_per_gpu_per_step, r.unit)
+    each = f"{micro}: {size} per GPU and step; recompute {r.recompute}"
+    if r.global_batch is None:
+        return each
+    whole = r.tokens_per_gpu_per_step * r.gpus
+    tokens = f" of {whole:,.0f} {r.unit}s" if whole != r.global_batch else ""
+    return f"{counted(r.global_batch, 'sample')}{tokens}, {each}"
+
+
+def _print_header(out: Console, r: Result, noise: Noise) -> None:
     where = f" on {counted(r.gpus, 'GPU')} in {counted(r.nodes, 'node')}"
     where += ": no published run is near this one" if r.unlike_published else ""
     print_lines(
         out,
         Text.assemble((r.strategy, "bold"), where),
         f"cluster  {r.cluster}",
-        f"model    {r.model}, {batch}: {size} per GPU and step, {r.precision}",
+        f"model    {r.model}, {r.precision}, {r.optimizer}",
+        f"batch    {batch_words(r)}",
         *([f"stack    {r.stack}"] if r.stack else []),
         *([f"layers   {division(r)}"] if r.tp * r.pp * r.ep * r.cp > 1 else []),
         *([f"trained  {adapters(r)}"] if r.lora else []),

@@ -519,3 +519,21 @@ def test_remarks_say_what_changes_little_or_nothing() -> None:
             checkpointing="reentrant",
         )
         assert (IDLE_CHECKPOINTING in found.notes) is idle
+
+
+def test_stages_repeat_their_own_layers() -> None:
+    """Of 8 layers in a stage both repeat one: the FLOP that are counted are the same."""
+    found = [
+        simulate(
+            "dgx-h100",
+            "llama3-8b",
+            "zero1",
+            gpus=8,
+            pp=4,
+            accumulation=8,
+            recompute=f"full/{every}",
+        )
+        for every in (5, 8)
+    ]
+    assert found[0].hardware_tflops_per_gpu == pytest.approx(found[1].hardware_tflops_per_gpu)
+    assert found[0].hardware_tflops_per_gpu > found[0].model_tflops_per_gpu

@@ -118,7 +118,7 @@ def test_experts_that_are_alone_in_a_node_are_reduced_between_nodes_only() -> No
         assert again == {"peers": DENSE // 8 + EXPERTS // 8}
         memory = parse(strategy).memory(job.share, LAYOUT)
         assert memory["optimizer"] == 12 * (DENSE / 8 + EXPERTS / 8)
-        with pytest.raises(OptionError, match="ep=16 does not divide 8 GPUs"):
+        with pytest.raises(OptionError, match="8 GPUs, and ep=16 does not divide"):
             schedule_of(parse(strategy), replace(JOB, ep=16), LAYOUT)
 
 
@@ -350,3 +350,32 @@ def test_experts_are_less_sure_and_a_host_that_limits_is_named() -> None:
     )
     assert any("host needs" in note for note in small.notes)
     assert not any("host needs" in note for note in dense.notes)
+
+
+def test_what_is_kept_of_one_load_is_not_taken_for_another() -> None:
+    """Schedules are kept by the parts that ranks have: a load changes these, and no whole block."""
+    job = {"cluster": "dgx-h100", "model": "qwen3-30b-a3b", "strategy": "zero1", "gpus": 8, "ep": 8}
+    steps = [
+        simulate(**job, overrides={"model.experts.load": load}).step_time_s  # type: ignore[arg-type]
+        for load in ("1", "2", "1")
+    ]
+    assert steps[0] == steps[2] < steps[1]
+
+
+def test_a_node_gets_a_token_once_however_uneven_the_load() -> None:
+    """Of 16 GPUs on two nodes: every token there is, out and back, forward and backward."""
+    found = simulate(
+        "dgx-h100",
+        "qwen3-30b-a3b",
+        "zero1",
+        gpus=16,
+        ep=16,
+        overrides={"stack.experts_all_to_all": "hierarchical", "model.experts.load": "1.2"},
+    )
+    rest = sum(
+        size
+        for name, size in found.sent_bytes_per_gpu_per_step.items()
+        if not name.startswith("all_to_all")
+    )
+    tokens = 8 * 4096 * 2048 * 2 * 48 * 4
+    assert found.nic_bytes_per_node_per_step < tokens + 8 * rest

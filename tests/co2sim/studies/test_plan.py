@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.prediction import driver
+from co2sim.prediction.batch import fits
 from co2sim.prediction.case import Case
 from co2sim.prediction.pipeline import StageMemory
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import totals, totals_of
 from co2sim.studies import plan as search_module
-from co2sim.studies.candidates import Candidate, Objective, Space, Want, candidates, fits
+from co2sim.studies.candidates import Candidate, Objective, Space, Want, candidates
 from co2sim.studies.grid import display_name, strategy_title
 from co2sim.studies.plan import Recommendation, front, plan
 from co2sim.studies.sensitivity import break_even

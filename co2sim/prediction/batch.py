@@ -1,0 +1,253 @@
+"""The batch that a question leaves open: how many samples a step has, and how GPUs take them.
+
+A global batch may be given in tokens, or as "auto": that of the published training whose model is
+nearest in size (`catalog/batches.toml`). With "auto" for micro-batch and recomputation those are
+taken that fit in memory and are fastest, all others of the case being as they are. A step has at
+least one sample for each group of GPUs that train on the same ones, and as many for each.
+"""
+
+import math
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import TypeAlias
+
+from co2sim.common import convert
+from co2sim.common.errors import OptionError
+from co2sim.common.units import Bytes, Seconds, counted
+from co2sim.models.workload import BlockWork, Model
+from co2sim.prediction.case import AUTO, Case, LoadedCase, tokens_of_batch
+from co2sim.prediction.pipeline import StageMemory
+from co2sim.prediction.pipeline_order import chunks_of
+from co2sim.simulation.compute_cost import compute_time
+
+HEADROOM = 0.1
+"""Of a GPU's memory that is left free: an allocator needs some, and predictions may be off."""
+
+IMAGES = 4096
+"""Of a global batch of images. Source: Dosovitskiy et al. 2021, arXiv 2010.11929, table 3."""
+
+_MOST = 11
+"""Powers of two, from 1 on, that a micro-batch may be; the largest is 1,024."""
+
+OPEN: Mapping[str, str] = {"micro_batch": AUTO, "recompute": AUTO, "global_batch": AUTO}
+"""The options of a question that leaves all of it open."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedBatch:
+    """The global batch of a published training, in tokens."""
+
+    name: str
+    parameters: float
+    tokens: float
+    source: str
+
+
+@cache
+def published_batches() -> tuple[PublishedBatch, ...]:
+    """Those of `catalog/batches.toml`."""
+    text = (resources.files("co2sim.catalog") / "batches.toml").read_text("utf-8")
+    return tuple(PublishedBatch(**one) for one in tomllib.loads(text)["training"])
+
+
+def published_like(model: Model) -> PublishedBatch:
+    """The training whose model is nearest in size."""
+    size = math.log(model.parameters)
+    return min(published_batches(), key=lambda one: abs(math.log(one.parameters) - size))
+
+
+def samples_of(global_batch: int | str, model: Model) -> tuple[int, str]:
+    """Samples of a global batch in numbers or words, and where they come from (for words).
+
+    Those of a published training are a power of two. Raises OptionError for a batch in tokens of a
+    model that has none.
+    """
+    if isinstance(global_batch, int):
+        return global_batch, ""
+    tokens = tokens_of_batch(global_batch)
+    if model.unit != "token":
+        if tokens is not None:
+            raise OptionError(
+                f"global_batch is {global_batch!r}; the samples of {model.name} are {model.unit}s:"
+                " give their number"
+            )
+        return IMAGES, f"{IMAGES:,} {model.unit}s, as ViT was trained (arXiv 2010.11929)"
+    if tokens is not None:
+        return max(1, round(tokens / model.tokens)), ""
+    like = published_like(model)
+    samples = max(1, int(2.0 ** round(math.log2(like.tokens / model.tokens))))
+    return samples, f"{like.tokens / 1e6:g}M tokens, as of {like.name} ({like.source})"
+
+
+MemoryOf: TypeAlias = Callable[[int, int, str], Bytes]
+"""Bytes on a GPU by micro-batch, micro-steps and recomputation, without a simulation."""
+
+
+def memory_of(prepared: LoadedCase) -> MemoryOf:
+    """Of a case with one micro-step (`first_step`); for stages see `pipeline.StageMemory`."""
+
+    def total(micro_batch: int, micro_steps: int, recompute: str) -> Bytes:
+        job = replace(
+            prepared.job, micro_batch=micro_batch, recompute=recompute, accumulation=micro_steps
+        )
+        return replace(prepared, job=job).memory()["total"]
+
+    return total
+
+
+def first_step(case: Case) -> LoadedCase:
+    """The case with one micro-step of one sample: who meets whom is the same with more."""
+    return _of_one_sample(case).prepare()
+
+
+def _of_one_sample(case: Case) -> Case:
+    return replace(case, global_batch=None, accumulation=1, micro_batch=1, recompute="none")
+
+
+def fits(memory: Bytes, room: Bytes, headroom: float = HEADROOM) -> bool:
+    """Whether they leave the headroom."""
+    return memory <= room * (1 - headroom)
+
+
+def is_open(case: Case) -> bool:
+    """Whether the case has words in place of numbers."""
+    return isinstance(case.global_batch, str) or AUTO in {case.micro_batch, case.recompute}
+
+
+def settled(case: Case, speed: Callable[[Case], float]) -> tuple[Case, tuple[str, ...]]:
+    """The case with numbers in place of words, and a line on what was chosen.
+
+    `speed` simulates a case with numbers: samples/s. Raises Co2simError as `Case.prepare` does.
+    """
+    if not is_open(case):
+        return case, ()
+    loaded = case.load()
+    cluster, model = loaded[0].value, loaded[1].value
+    gpus = cluster.layout.world_size if case.gpus is None else case.gpus
+    groups = max(1, gpus // (case.tp * case.cp * case.pp))
+    lines = []
+    if isinstance(case.global_batch, str):
+        wanted, source = samples_of(case.global_batch, model)
+        unit = 1 if case.micro_batch == AUTO else convert.whole("micro_batch", case.micro_batch)
+        unit *= case.pp if case.interleave > 1 else 1  # interleaved stages take turns
+        each = max(1, round(wanted / groups / unit)) * unit
+        case = replace(case, global_batch=each * groups, accumulation=None)
+        lines.append(_batch_line(each * groups, wanted, groups, source, model))
+    if AUTO in {case.micro_batch, case.recompute}:
+        case, line = _fastest(case, groups, cluster.gpu.memory, speed)
+        lines.append(line)
+    return case, tuple(lines)
+
+
+def _batch_line(samples: int, wanted: int, groups: int, source: str, model: Model) -> str:
+    tokens = f" of {model.tokens:,} tokens" if model.unit == "token" else ""
+    text = f"global batch {counted(samples, 'sample')}{tokens}"
+    if source:
+        text += f": {source}"
+    if samples != wanted:
+        text += f"; {wanted:,} do not divide among {groups:,} groups of GPUs, or are fewer"
+    return text
+
+
+def _fastest(
+    case: Case, groups: int, room: Bytes, speed: Callable[[Case], float]
+) -> tuple[Case, str]:
+    """With the micro-batch and the recomputation that fit and are fastest."""
+    tried = _by_memory(case, groups)
+    open_ = [name for name in ("micro_batch", "recompute") if getattr(case, name) == AUTO]
+    inside = [one for one, memory in tried if fits(memory, room)]
+    if not inside:
+        chosen, memory = min(tried, key=lambda pair: pair[1])
+        why = "fits with least to spare" if memory <= room else "needs the least memory"
+        return chosen, _choice_line(
+            chosen, open_, f"nothing leaves {HEADROOM:.0%} free; this {why}"
+        )
+    best: tuple[float, Case] | None = None
+    bounds = [(_bound(one, groups), one) for one in inside]
+    for bound, one in sorted(bounds, key=lambda pair: -pair[0]):
+        if best and bound <= best[0]:
+            break
+        found = speed(one)
+        if best is None or found > best[0]:
+            best = found, one
+    assert best
+    return best[1], _choice_line(best[1], open_, "the fastest of those that fit")
+
+
+def _by_memory(case: Case, groups: int) -> list[tuple[Case, Bytes]]:
+    """Every candidate with its memory; of those too large for a size, larger ones are left out."""
+    alone = _of_one_sample(case)
+    memory = StageMemory(alone).total if case.pp > 1 else memory_of(alone.prepare())
+    room = case.load()[0].value.gpu.memory
+    found: list[tuple[Case, Bytes]] = []
+    for recompute in _recomputations(case):
+        for micro, steps in _micro_batches(case, groups):
+            one = replace(case, micro_batch=micro, recompute=recompute)
+            taken = memory(micro, steps, recompute)
+            found.append((one, taken))
+            if taken > room:
+                break
+    return found
+
+
+def _recomputations(case: Case) -> list[str]:
+    if case.recompute != AUTO:
+        return [case.recompute]
+    job = _of_one_sample(case).job()
+    if not any(block.boundary_bytes for block in job.model.blocks):
+        return ["none"]
+    partly = replace(job, recompute="selective")
+    helps = any(partly.repeats_products(b) or partly.repeats_attention(b) for b in job.model.blocks)
+    return ["none", "selective", "full"] if helps else ["none", "full"]
+
+
+def _micro_batches(case: Case, groups: int) -> list[tuple[int, int]]:
+    """Micro-batches with their micro-steps, from the smallest on."""
+    if case.global_batch is None:
+        steps = case.accumulation or 1
+        if case.micro_batch != AUTO:
+            return [(convert.whole("micro_batch", case.micro_batch), steps)]
+        return [(2**power, steps) for power in range(_MOST)]
+    samples = convert.whole("global_batch", case.global_batch) // groups
+    if case.micro_batch != AUTO:
+        micro = convert.whole("micro_batch", case.micro_batch)
+        return [(micro, max(1, samples // micro))]
+    found = [(micro, samples // micro) for micro in divisors(samples)]
+    whole = [pair for pair in found if case.interleave == 1 or pair[1] % case.pp == 0]
+    return whole or found[:1]
+
+
+def divisors(number: int) -> list[int]:
+    """Those up to 1,024, from the smallest on."""
+    return [one for one in range(1, min(number, 1 << (_MOST - 1)) + 1) if number % one == 0]
+
+
+def _bound(case: Case, groups: int) -> float:
+    """Samples/s if GPUs did nothing but passes, those of a pipeline one after the other.
+
+    A stage has all its micro-batches to pass. Before the first one, and behind the last, those
+    before it pass over their first chunks.
+    """
+    whole, gpu = case.job(), case.load()[0].value.gpu
+
+    def passes(work: BlockWork) -> Seconds:
+        return sum(compute_time(one, gpu, whole.precision) for one in (work.forward, work.backward))
+
+    jobs = [whole.share] if case.pp == 1 else case.stage_jobs()
+    longest = ahead = 0.0
+    for number, job in enumerate(jobs):
+        times = [passes(work) for work in job.works()]
+        longest = max(longest, whole.accumulation * sum(times) + ahead)
+        if case.pp > 1:
+            chunks = chunks_of(whole.share, number, case.pp, case.interleave)
+            ahead += sum(times[: len(chunks[0])])
+    samples = groups * whole.samples_per_gpu
+    return samples / longest if longest else math.inf
+
+
+def _choice_line(case: Case, open_: Sequence[str], why: str) -> str:
+    chosen = " and ".join(f"{name.replace('_', '-')} {getattr(case, name)}" for name in open_)
+    return f"{chosen}: {why}"

@@ -1,0 +1,101 @@
+"""A batch in words: how large it is, and how GPUs take it, against all that could be."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from co2sim import OptionError, simulate
+from co2sim.catalog import load_model
+from co2sim.models.architecture import Transformer, language_model
+from co2sim.prediction import driver
+from co2sim.prediction.batch import HEADROOM, published_batches, samples_of
+from co2sim.prediction.case import Case
+
+MODEL = language_model(
+    "gpt",
+    Transformer(layers=4, hidden=512, heads=8, ffn=2048),
+    vocab=1000,
+    tokens=512,
+    tied=True,
+)
+OPEN: dict[str, Any] = {"micro_batch": "auto", "recompute": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens"),
+    [("gpt2-small", 2**19), ("llama3-8b", 2**22), ("llama3-70b", 2**22), ("llama3-405b", 2**24)],
+)
+def test_a_batch_is_that_of_published_trainings_of_the_size(model: str, tokens: int) -> None:
+    """In samples, a power of two."""
+    found = load_model(model).value
+    samples, source = samples_of("auto", found)
+    assert samples * found.tokens == tokens
+    assert any(one.source in source for one in published_batches())
+
+
+@pytest.mark.parametrize("text", ["4M-tokens", "4M tokens", "4e6-tokens", "4000k-tokens"])
+def test_tokens_are_samples_to_the_nearest(text: str) -> None:
+    """Of 8,192 tokens 488; a multiple of 16 GPUs is 496 or 480."""
+    case = Case(cluster="dgx-h100", model="llama3-8b", strategy="fsdp", gpus=16, global_batch=text)
+    found = driver.settled(case)[0]
+    assert found.global_batch in {480, 496}
+
+
+@pytest.mark.parametrize("text", ["x-tokens", "0-tokens", "-4M-tokens", "4.5", "-3", "1e30-tokens"])
+def test_what_is_no_batch_is_one_line(text: str) -> None:
+    """It says what is allowed."""
+    with pytest.raises(OptionError, match=r"4M-tokens\), or auto"):
+        Case(cluster="dgx-h100", model="llama3-8b", strategy="fsdp", global_batch=text)
+
+
+jobs = st.fixed_dictionaries(
+    {
+        "strategy": st.sampled_from(["ddp", "zero1", "zero2", "fsdp", "zero3", "co2(tau=2)"]),
+        "pp": st.sampled_from([1, 2]),
+        "global_batch": st.sampled_from([16, 48, 64, 256]),
+    }
+)
+
+
+@settings(max_examples=settings().max_examples // 2)  # each is some tens of cases
+@given(jobs, st.sampled_from([1e8, 3e8, 1e9, 1e10]))
+def test_none_that_fits_is_faster(job: dict[str, Any], memory: float) -> None:
+    """Of all micro-batches that divide the samples, with and without recomputation."""
+    cluster = tiny.cluster(2, 4)
+    cluster = replace(cluster, gpu=replace(cluster.gpu, memory=memory))
+    chosen = simulate(cluster, MODEL, **job, **OPEN)
+    each = job["global_batch"] // (8 // job["pp"])
+    every = [
+        simulate(cluster, MODEL, **job, micro_batch=micro, recompute=recompute)
+        for recompute, micro in product(("none", "full"), range(1, each + 1))
+        if each % micro == 0
+    ]
+    room = memory * (1 - HEADROOM)
+    inside = [one for one in every if one.memory_bytes_per_gpu["total"] <= room]
+    if inside:
+        best = max(one.tokens_per_s for one in inside)
+        assert chosen.memory_bytes_per_gpu["total"] <= room
+        assert chosen.tokens_per_s == pytest.approx(best, rel=1e-9)
+    else:
+        least = min(one.memory_bytes_per_gpu["total"] for one in every)
+        assert chosen.memory_bytes_per_gpu["total"] == pytest.approx(least)
+
+
+def test_an_answer_says_its_batch() -> None:
+    """In numbers, and why these."""
+    found = simulate("dgx-h100", "llama3-8b", "fsdp", gpus=64, global_batch="auto", **OPEN)
+    assert found.global_batch == 512
+    assert found.global_batch == 64 * found.micro_batch * found.accumulation
+    assert any("LLaMA 7B" in note for note in found.notes)
+    assert any(f"recompute {found.recompute}" in note for note in found.notes)
+
+
+def test_numbers_are_left_as_they_are() -> None:
+    """Nothing is chosen for who gives all."""
+    case = Case(cluster="dgx-h100", model="llama3-8b", strategy="fsdp", gpus=8, micro_batch=2)
+    assert driver.settled(case) == (case, ())
