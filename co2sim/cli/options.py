@@ -32,6 +32,11 @@ def number(flag: str) -> Callable[[str], float]:
     return read
 
 
+def amount(flag: str) -> Callable[[str], float]:
+    """A parser of large numbers: 1e12, 1T, 300B, 50k."""
+    return partial(convert.amount, flag)
+
+
 def whole(flag: str) -> Callable[[str], int]:
     """A parser whose error names the option and the text; 1e3 is 1000."""
     return partial(convert.whole, flag)
@@ -42,6 +47,11 @@ def seconds(flag: str, text: str, least: float = 0.0) -> float:
     try:
         found = parse(text, "s")
     except UnitError as error:
+        if text.strip().replace(".", "", 1).isdecimal():
+            raise OptionError(
+                f"{flag} is {text!r}, without a unit; write '{text.strip()} days', or hours (h),"
+                " minutes or seconds (s)"
+            ) from None
         raise OptionError(f"{flag}: {error}") from None
     if found <= 0:
         raise OptionError(f"{flag} is {text!r}; it must be above 0")

@@ -29,9 +29,9 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     tokens: Annotated[
         float | None,
         typer.Option(
-            parser=options.number("--tokens"),
+            parser=options.amount("--tokens"),
             metavar="N",
-            help="Tokens that ddp would train, such as 1e12; local updates need more.",
+            help="Tokens that ddp would train, such as 1e12 or 1T; local updates need more.",
         ),
     ] = None,
     to_loss_steps: Annotated[
@@ -63,7 +63,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     budget: Annotated[
         float | None,
         typer.Option(
-            parser=options.number("--budget"),
+            parser=options.amount("--budget"),
             metavar="N",
             help="The most that it may cost, in the currency of the clusters' prices.",
         ),

@@ -39,12 +39,15 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     evidence: Annotated[  # noqa: FBT002
         bool, typer.Option("--evidence", help="Add the published runs that are most like it.")
     ] = False,
+    brief: Annotated[  # noqa: FBT002
+        bool, typer.Option("--brief", help="Only the table that compares strategies.")
+    ] = False,
     report: options.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Simulate configurations: times, breakdown, traffic, memory.
 
-    With several strategies --json prints a list.
+    Several strategies are compared in the end; with them --json prints a list.
     """
     refuse_twice("strategy", (title(parse(text)) for text in strategy))
     cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
@@ -63,12 +66,18 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
                 row["evidence"] = [asdict(one) for one in nearest(case, result)]
         print(json.dumps(found[0] if len(found) == 1 else found, indent=2))
         return
-    from co2sim.report.text.result import print_evidence, print_simulated  # noqa: PLC0415 - rich
+    from co2sim.report.text.result import (  # noqa: PLC0415 - rich
+        print_comparison,
+        print_evidence,
+        print_simulated,
+    )
 
-    for case, result in pairs:
+    for case, result in pairs if not brief else []:
         print_simulated(case, result, driver.resolve_auto, goal, tokens)
         if evidence:
             print_evidence(case, result)
+    if brief or len(pairs) > 1:
+        print_comparison(results, goal)
     if report:
         print(f"report  {report}")
 

@@ -45,9 +45,9 @@ def solve(  # noqa: PLR0913, PLR0917 - one argument per option
     tokens: Annotated[
         float | None,
         typer.Option(
-            parser=options.number("--tokens"),
+            parser=options.amount("--tokens"),
             metavar="N",
-            help="Tokens that ddp would train, such as 1e12; local updates need more.",
+            help="Tokens that ddp would train, such as 1e12 or 1T; local updates need more.",
         ),
     ] = None,
     steps_factor: options.StepsFactor = None,

@@ -142,6 +142,22 @@ def number(name: str, value: Any) -> float:
         raise OptionError(f"{name} is {shown(value)}; it must be at most 1.8e308") from None
 
 
+_LARGE = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+
+
+def amount(name: str, text: str) -> float:
+    """A large number from a text: 1e12, 1T, 300B, 50k."""
+    given = text.strip()
+    factor = _LARGE.get(given[-1:].lower(), 1.0)
+    found = _number(given[:-1] if factor > 1 else given)
+    if found is None:
+        raise OptionError(
+            f"{name} is {shown(text)}; it must be a number, such as 50000, 5e4 or 50k (k, M, B and"
+            " T stand for thousands, millions, billions and trillions)"
+        )
+    return factor * found
+
+
 def _number(value: Any) -> int | float | None:
     """The number that `value` is, or None: True and "1,000" are none, nor is infinity."""
     value = _item(value)

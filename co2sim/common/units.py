@@ -83,6 +83,8 @@ _QUANTITY = re.compile(
 _SPACE = " \t\n\r\f\v"
 _COMMA = re.compile(r"\s*[-+]?\d*,\d")
 _CURRENCY = re.compile(r"(?<![A-Za-z])([A-Za-z]++)\s*+/")
+_SIGNS = {"$": "USD", "€": "EUR", "£": "GBP"}
+_SIGNED_PRICE = re.compile(r"(?P<sign>[$€£]) *(?P<rest>[0-9.]+) */ *(?P<time>[A-Za-z]+)")
 _UNIT = re.compile(r"[A-Za-z\u00b5]{1,20}(/[A-Za-z]{1,20})?")
 _BITS = re.compile(
     r"(?P<prefix>[kKmMgGtTpP]?)(?:(?P<size>bits?)|bits?/s|bps)|(?P<large>[kKMGTP]?)b/s"
@@ -114,6 +116,8 @@ def parse_price(text: str | float) -> tuple[float, str]:
     Raises UnitError like `parse`, for a currency that is not known, and below 0.
     """
     _refuse_comma(text)
+    if signed := _SIGNED_PRICE.fullmatch(str(text).strip(_SPACE)):  # "$2.50/h"
+        return parse_price(f"{signed['rest']} {_SIGNS[signed['sign']]}/{signed['time']}")
     currency = _CURRENCY.search(str(text))
     found = currency[1] if currency else "USD"
     if currency and found not in CURRENCIES and found.upper() in CURRENCIES:

@@ -484,8 +484,8 @@ class Cluster:
     def resized(self, gpus: int) -> "Cluster":
         """The same kind of cluster with `gpus` GPUs: full nodes, or part of a single one.
 
-        Sizes beyond `nodes` are allowed: that is the what-if. With fewer nodes than sites every
-        node is a site. Raises OptionError when full nodes or equal sites cannot hold `gpus`.
+        Sizes beyond `nodes` are allowed: that is the what-if. What one site can hold is at one
+        site. Raises OptionError when full nodes or equal sites cannot hold `gpus`.
         """
         per_node = min(gpus, self.gpus_per_node)
         if gpus < 1 or gpus % per_node:
@@ -500,7 +500,7 @@ class Cluster:
                 f"{gpus:,} GPUs are {nodes:,} nodes of {per_node}; at most {MAX_NODES:,} nodes"
                 " can be simulated"
             )
-        sites = min(self.sites, nodes)
+        sites = 1 if nodes <= self.nodes // self.sites else self.sites
         if nodes % sites:
             raise OptionError(
                 f"{gpus} GPUs are {nodes} nodes, which do not divide into {sites} equal sites"

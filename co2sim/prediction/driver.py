@@ -11,7 +11,7 @@ from co2sim.common import convert
 from co2sim.common.convert import Reference
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.progress import Done, progress_bar
-from co2sim.common.units import Seconds
+from co2sim.common.units import Seconds, counted
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import Model
 from co2sim.prediction import auto_delay, batch, pipeline
@@ -149,7 +149,8 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
         blocks = prepared.job.share.model.blocks
         remarks = remarks_on(cluster, prepared.job, blocks, case.noise, result.gpus, case.asked)
         host = offloaded(prepared.job, prepared.schedule, cluster.gpus_per_node)
-        result = replace(result, notes=(*notes, *host, *remarks, *_host_limits(result, cluster)))
+        notes = (*notes, *_one_of_several_sites(case, cluster), *host, *remarks)
+        result = replace(result, notes=(*notes, *_host_limits(result, cluster)))
         quiet = replace(case, noise=QUIET)
         if case.noise.uneven or cluster.node_spread or cluster.step_spread:
             nominal = case_figures(quiet, done, _even).result.round_time_s
@@ -243,6 +244,16 @@ def _of_pipeline(case: Case, done: Done | None) -> Result:
         ),
         warnings=warnings_of(strategy, blocks, first.layout, result, tried),
     )
+
+
+def _one_of_several_sites(case: Case, sized: Cluster) -> tuple[str, ...]:
+    """A remark where fewer GPUs than a cluster has are at one of its sites."""
+    whole = case.load()[0].value
+    if whole.sites == sized.sites:
+        return ()
+    count = counted(sized.layout.world_size, "GPU")
+    smaller = f"--set nodes={sized.nodes}"
+    return (f"{count} at one site, of {whole.sites}: no WAN is crossed; smaller sites: {smaller}",)
 
 
 def _host_limits(result: Result, cluster: Cluster) -> tuple[str, ...]:

@@ -55,11 +55,21 @@ STRATEGIES: dict[str, type[Any]] = {
 _OF_THE_JOB = ("tp", "sequence_parallel", "ep", "cp", "lora")
 """What combines with every strategy."""
 
-_OPTIONS_ELSEWHERE = {"hsdp": "shard"}
-"""Options of other frameworks, with our names."""
+_OPTIONS_ELSEWHERE = {
+    "hsdp": "shard",
+    **dict.fromkeys(("h", "H", "sync_every", "local_steps"), "tau"),
+}
+"""Options of other frameworks and papers, with our names."""
 
-_STRATEGIES_ELSEWHERE = {"hsdp": "fsdp:shard=node"}
-"""Strategies of other frameworks, as they are written here."""
+_STRATEGIES_ELSEWHERE = {
+    "hsdp": "fsdp:shard=node",
+    "dp": "ddp",
+    "zero": "zero1, zero2 or zero3",
+    "zero++": "zeropp",
+    "localsgd": "local_sgd",
+    **{f"zero-{stage}": f"zero{stage}" for stage in (1, 2, 3)},
+}
+"""Strategies of other frameworks and papers, as they are written here."""
 
 
 def parse(text: str) -> Strategy:
@@ -71,8 +81,10 @@ def parse(text: str) -> Strategy:
     """
     name, _, options = text.strip().replace("(", ":", 1).partition(":")
     name = name.strip()
+    if name.lower() in STRATEGIES:
+        name = name.lower()
     if name not in STRATEGIES:
-        ours = _STRATEGIES_ELSEWHERE.get(name)
+        ours = _STRATEGIES_ELSEWHERE.get(name.lower())
         meant = f"write {ours}" if ours else nearest(name, STRATEGIES)
         raise OptionError(f"unknown strategy {name!r}; {meant}")
     if "(" in text:

@@ -19,7 +19,7 @@ from co2sim.models.workload import AttentionKernel
 from co2sim.prediction import evidence, notes
 from co2sim.prediction.case import Case, LoadedCase, schedule_of
 from co2sim.prediction.error_model import error_model
-from co2sim.prediction.figures import INTERVAL, list_of
+from co2sim.prediction.figures import INTERVAL, in_table, list_of
 from co2sim.prediction.order import undecided
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
@@ -80,6 +80,28 @@ def print_result(
     print_assumed(out, [result])
 
 
+def print_comparison(results: Sequence[Result], goal: Goal = NO_GOAL) -> None:
+    """The key figures of several strategies on the same cluster, the fastest first."""
+    first, out = results[0], console()
+    ordered = sorted(results, key=lambda one: -one.tokens_per_s)
+    shown = in_table("page")
+    rows = [
+        (
+            one.strategy,
+            batch_words(one, brief=True),
+            *(figure.shown(one) or "-" for figure in shown),
+            one.misfit or one.memory_fit,
+        )
+        for one in ordered
+    ]
+    heads = ("strategy", "batch", *(figure.headed(first) for figure in shown), "in memory")
+    where = f"{first.model} on {counted(first.gpus, 'GPU')}: {first.cluster}"
+    print_table(out, f"{where}; {first.precision}", heads, rows, left=2)
+    close = not_told_apart([(one.strategy, one) for one in ordered])
+    print_lines(out, *([close] if close else []))
+    totals.print_remark(out, results, goal, "")
+
+
 def _print_memory(out: Console, r: Result) -> None:
     """Memory by item; PyTorch counts those that it allocates, and not what is beside them."""
     fits = r.misfit or r.memory_fit
@@ -133,9 +155,11 @@ def print_evidence(case: Case, result: Result) -> None:
     print_table(console(), title, evidence.COLUMNS, evidence.rows(near), left=3)
 
 
-def batch_words(r: Result) -> str:
-    """The batch of a result, and how GPUs take it."""
+def batch_words(r: Result, *, brief: bool = False) -> str:
+    """The batch of a result, and how GPUs take it: `512 = 64 x 2 x 4, full` where it is brief."""
     micro = f"micro-batch {r.micro_batch}" + (f" x {r.accumulation}" if r.accumulation > 1 else "")
+    if brief:
+        return f"{r.global_batch}: {r.micro_batch} x {r.accumulation}, {r.recompute}"
     size = counted(r.tokens_per_gpu_per_step, r.unit)
     each = f"{micro}: {size} per GPU and step; recompute {r.recompute}"
     if r.global_batch is None:

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from co2sim.catalog import Fact
-from co2sim.common.convert import number
+from co2sim.common import convert
 from co2sim.common.tables import print_lines, print_table
 from co2sim.common.units import Seconds, counted, duration, figures, scaled
 from co2sim.hardware.cluster import Cluster
@@ -21,10 +21,10 @@ from co2sim.prediction.totals import EXAMPLES, Totals, basis, tokens_of, totals_
 Tokens = Annotated[
     float | None,
     typer.Option(
-        parser=lambda text: tokens_of(number("--tokens", text)),
+        parser=lambda text: tokens_of(convert.amount("--tokens", text)),
         metavar="N",
-        help="Add what it takes to train N tokens, such as 1e12: days, GPU-hours, money, kWh and kg"
-        " of CO2e. N are those that ddp would train; local updates need more.",
+        help="Add what it takes to train N tokens, such as 1e12 or 1T: days, GPU-hours, money, kWh"
+        " and kg of CO2e. N are those that ddp would train; local updates need more.",
     ),
 ]
 Named: TypeAlias = Sequence[tuple[Sequence[str], Totals | None]]

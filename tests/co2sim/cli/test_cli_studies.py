@@ -141,3 +141,25 @@ def test_files_are_written_together_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="taken"):
         write_atomically({tmp_path / "a.csv": b"a", tmp_path / "taken": b"b"})
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_run_ends_with_a_row_for_each_strategy(cli: Run) -> None:
+    """The fastest first; --brief prints nothing else, with the batch that was chosen."""
+    many = ("-s", "ddp", "-s", "ZeRO3", "-s", "co2:tau=4,worker=node")
+    code, out, _ = cli("run", *SMALL, *many, "--brief", "--micro-batch", "auto")
+    assert code == 0
+    rows = [line for line in out.splitlines() if line.startswith(("ddp ", "zero3 ", "co2(tau=4"))]
+    assert len(rows) == 3
+    assert "memory per GPU" not in out
+    full = cli("run", *SMALL, *many, "--micro-batch", "auto")[1]
+    assert all(row in full for row in rows)
+    speeds = [float(row.partition(" none")[2].split()[0].replace(",", "")) for row in rows]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+@pytest.mark.parametrize("text", ["1e9", "1B", "0.001T", "1000M"])
+def test_tokens_are_given_as_people_write_them(cli: Run, text: str) -> None:
+    """All are the same number."""
+    code, out, _ = cli("run", *SMALL, "-s", "ddp", "--tokens", text, "--json")
+    assert code == 0
+    assert json.loads(out)["totals"]["tokens"] == 1e9

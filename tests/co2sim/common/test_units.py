@@ -141,3 +141,12 @@ def test_a_number_in_range_comes_back_and_all_else_is_one_line(
     assert str(caught.value).startswith("x is ")
     assert "; it must be " in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [("$2.50/h", "2.5 USD/h"), ("€2/h", "2 EUR/h"), ("£ 3 / h", "3 GBP/h")],
+)
+def test_prices_may_begin_with_a_sign(text: str, meaning: str) -> None:
+    """Of a currency that has one of its own."""
+    assert parse_price(text) == parse_price(meaning)

@@ -8,7 +8,7 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim import strategies
+from co2sim import simulate, strategies
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster, HostEffects, Link, TokenBucket
 from co2sim.prediction.case import Case
@@ -140,3 +140,13 @@ def test_a_cluster_of_one_site_is_refused(name: str) -> None:
     assert "\n" not in str(caught.value)
     found = simulate(strategy=f"{name}:tau=2,worker=site", **SMALL | {"gpus": 8})
     assert found.wan_bytes_per_site_per_step == 0
+
+
+def test_what_a_site_can_hold_is_at_one_site() -> None:
+    """It crosses no WAN, and says so; equal parts of all sites are asked for by fewer nodes."""
+    one = simulate("two-sites-wan", "gpt2-small", "zero2", gpus=32)
+    two = simulate("two-sites-wan", "gpt2-small", "zero2", gpus=32, overrides={"nodes": "4"})
+    assert one.wan_bytes_per_site_per_step == 0
+    assert any("at one site" in note for note in one.notes)
+    assert two.wan_bytes_per_site_per_step > 0
+    assert two.tokens_per_s < one.tokens_per_s
