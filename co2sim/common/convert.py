@@ -207,7 +207,7 @@ _READERS = {int: whole, float: number, bool: _truth, str: _word}
 
 def _as_declared(name: str, value: Any, hint: Any) -> Any:
     hint, bounds = (hint.__origin__, hint.__metadata__[0]) if _annotated(hint) else (hint, None)
-    if value is None and NoneType in get_args(hint):
+    if NoneType in get_args(hint) and (value is None or (value == "none" and _plain(hint) is int)):
         return None
     if isinstance(bounds, Reader):
         return bounds.read(name, value)

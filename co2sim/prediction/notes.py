@@ -234,11 +234,16 @@ ALIKE = (
 )
 
 
+_CLEARLY = 1.05
+"""From this on two digits say more than that they are alike."""
+
+
 def host_limits(load: float | None) -> tuple[str, ...]:
     """A remark where the host needs longer than the GPU: `load` times as long."""
     if load is None or load <= 1:
         return ()
-    text = f"the host needs {load:.2g} times as long as the GPU for the passes"
+    times = f"{load:.2g} times " if load >= _CLEARLY else ""
+    text = f"the host needs {times}as long as the GPU for the passes"
     return (f"{text}: larger micro-batches help, faster kernels do not",)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim import simulate
+from co2sim import simulate, sweep
 from co2sim.catalog import load_cluster, load_model
 from co2sim.common.errors import OptionError
 from co2sim.hardware.failures import Failures
@@ -356,6 +356,13 @@ def test_what_has_no_adapters_is_one_line(changes: dict[str, object], message: s
     """It says why."""
     with pytest.raises(OptionError, match=message):
         Case(**{**JOB, "strategy": "ddp"} | changes).prepare()  # type: ignore[arg-type]
+
+
+def test_adapters_and_none_are_values_of_a_sweep() -> None:
+    """So that both can be compared."""
+    found = sweep("dgx-h100", "llama3-8b", "fsdp", gpus=8, vary={"lora": "none, 16"})
+    assert list(found["trained_parameters"].isna()) == [True, False]
+    assert found["tokens_per_s"].is_monotonic_increasing
 
 
 @pytest.mark.parametrize("last", [0, 1])

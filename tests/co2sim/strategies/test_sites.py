@@ -8,7 +8,7 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim import simulate, strategies
+from co2sim import strategies
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster, HostEffects, Link, TokenBucket
 from co2sim.prediction.case import Case
