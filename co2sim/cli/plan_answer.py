@@ -21,7 +21,7 @@ from co2sim.report.text.result import print_assumed, stacks_of
 from co2sim.studies.candidates import Candidate, Objective, Space
 from co2sim.studies.grid import display_name
 from co2sim.studies.plan import Recommendation, plan
-from co2sim.studies.sensitivity import BreakEven, Sensitivity, break_even, levers
+from co2sim.studies.sensitivity import BreakEven, Sensitivity, between_offers, break_even, levers
 from co2sim.studies.workers.loky_pool import Engine
 
 
@@ -81,6 +81,8 @@ def planning(
     if choice and not interrupted:
         try:
             turns = break_even(choice, other, wanted) if other else []
+            if found.rival and found.rival is not other:
+                turns += between_offers(choice, found.rival, wanted)
             held = levers(choice.case)
         except KeyboardInterrupt:
             interrupted = True

@@ -65,10 +65,11 @@ def breaks(found: Iterable[BreakEven]) -> Table:
             turn.shown_now,
             f"{'above' if turn.above else 'below'} {turn.shown_at}",
             f"{turn.at / turn.now:.3g}",
+            turn.winner,
         ]
         for turn in found
     ]
-    return Table(("number", "now", "the runner-up wins", "times what it is now"), rows)
+    return Table(("number", "now", "turns", "times what it is now", "who wins there"), rows)
 
 
 def useful(named: Mapping[str, Answered]) -> Table | None:
@@ -252,7 +253,7 @@ def _turns(turns: Sequence[BreakEven]) -> PageSection:
     if not turns:
         return PageSection("turns", "What would change the answer")
     figure = Figure(
-        "Where the runner-up wins",
+        "Where another one wins",
         "Each number alone: from what it is now (the dashed line) to the value at which the"
         " answer turns.",
         "how many times what it is now each number is where the answer turns",

@@ -28,9 +28,11 @@ class Recommendation:
     """The answer.
 
     `choice` is the best option within the limits, `runner_up` the best one on another cluster or
-    with another strategy (where there is but one of each: with another number of GPUs), `best` the
-    best of each cluster and strategy that was simulated, `front` the options that none beats in
-    both days and cost, from the fastest on. `undecided` says that the intervals of the first two
+    with another strategy (where there is but one of each: with another number of GPUs), `rival` the
+    best on another cluster than the choice's. `best` has the best of each cluster and strategy, of
+    those that were searched to the end, as the first ones and those of each cluster are:
+    `unsearched` others cannot win. `front` has the options that none beats in both days and cost,
+    from the fastest on. `undecided` says that the intervals of the first two
     overlap. Where nothing is within the limits, `choice` is None, and `best` and `front` show what
     there is without them.
 
@@ -42,12 +44,14 @@ class Recommendation:
     wanted: Objective
     choice: Candidate | None
     runner_up: Candidate | None
+    rival: Candidate | None
     undecided: bool
     best: tuple[Candidate, ...]
     front: tuple[Candidate, ...]
     candidates: int
     simulated: int
     large: int
+    unsearched: int
     failed: tuple[str, ...]
     impossible: dict[str, str]
     unknown: tuple[str, ...]
@@ -95,17 +99,24 @@ def plan(
         wanted=wanted,
         choice=choice,
         runner_up=runner_up,
+        rival=next((one for one in best if choice and _elsewhere(choice, one)), None),
         undecided=bool(choice and runner_up and overlap(choice, runner_up, wanted.want)),
         best=tuple(best),
         front=tuple(front(option for _, option in search.options)),
         candidates=len(kept),
         simulated=search.simulated,
         large=tried.large + search.large,
+        unsearched=search.groups - len(best),
         failed=tuple(dict.fromkeys(search.failed)),
         impossible=tried.impossible,
         unknown=unknown,
         interrupted=not complete,
     )
+
+
+def _elsewhere(choice: Candidate, other: Candidate) -> bool:
+    """Whether it is on another cluster."""
+    return display_name(choice.case.cluster) != display_name(other.case.cluster)
 
 
 def front(options: Iterable[Candidate]) -> Iterator[Candidate]:
@@ -238,6 +249,7 @@ class Search:
         self._outside: list[tuple[object, Candidate]] = []
         self.options: list[tuple[object, Candidate]] = []
         self._leaders: _Leaders = (None, None)
+        self._on_cluster: dict[str, float] = {}
         self.failed: list[str] = []
         self.large = 0
         self.simulated = 0
@@ -277,8 +289,16 @@ class Search:
         self._outside = []
         self._left = deque(one for one in self._promises if id(one) not in self._seen)
 
+    @property
+    def groups(self) -> int:
+        """Those with an option within the limits that was simulated."""
+        return len({group for group, _ in self.options})
+
     def best(self) -> list[Candidate]:
-        """The best option of every group, the best of all first."""
+        """The best option of every group that none left out can beat, the best of all first.
+
+        If the search was stopped, those of all groups.
+        """
         found: dict[object, Candidate] = {}
 
         def rank(pair: tuple[object, Candidate]) -> tuple[float, float, int]:
@@ -287,22 +307,35 @@ class Search:
 
         for group, option in sorted(self.options, key=rank):
             found.setdefault(group, option)
-        return list(found.values())
+        least: dict[object, float] = {}
+        for one in self._promises if not self._left else ():
+            if id(one) not in self._seen and not self._outside_limits(one):
+                least[one.group] = min(one.score, least.get(one.group, math.inf))
+        return [
+            option
+            for group, option in found.items()
+            if option.score(self._wanted.want) <= least.get(group, math.inf)
+        ]
 
     def _hopeless(self, one: _Promise) -> bool:
         """Whether even at its best a case is out of the limits, or beaten in all that counts.
 
-        What counts is to be the best, or the best of another group (the runner-up), or on the
-        front.
+        What counts is to be the best, or the best of another group (the runner-up), or of a
+        cluster, or on the front.
         """
+        if self._outside_limits(one):
+            return True
+        beaten = max(self._to_beat(one.group), self._best_on_its_cluster(one.case))
+        return one.score >= beaten and any(
+            days <= one.days and spent <= one.spent for days, spent in self._front
+        )
+
+    def _outside_limits(self, one: _Promise) -> bool:
+        """Whether even at its best a case takes too long, or costs too much."""
         wanted = self._wanted
         if wanted.deadline is not None and one.days > wanted.deadline:
             return True
-        if wanted.budget is not None and one.spent > wanted.budget:
-            return True
-        return one.score >= self._to_beat(one.group) and any(
-            days <= one.days and spent <= one.spent for days, spent in self._front
-        )
+        return wanted.budget is not None and one.spent > wanted.budget
 
     def _to_beat(self, group: object) -> float:
         """The score of the best option, for its own group; of the runner-up for all others."""
@@ -313,10 +346,17 @@ class Search:
             return first[1]
         return math.inf if second is None else second[1]
 
+    def _best_on_its_cluster(self, case: Case) -> float:
+        """The score of the best option on the cluster of a case, of any size."""
+        return self._on_cluster.get(display_name(case.cluster), math.inf)
+
     def _keep(self, group: object, option: Candidate) -> None:
         """Note an option within the limits."""
         self.options.append((group, option))
-        self._lead(group, option.score(self._wanted.want))
+        score = option.score(self._wanted.want)
+        self._lead(group, score)
+        name = display_name(option.case.cluster)
+        self._on_cluster[name] = min(score, self._on_cluster.get(name, math.inf))
         days, spent = option.totals.days, option.spent
         if not any(d <= days and s <= spent for d, s in self._front):
             self._front = [(d, s) for d, s in self._front if d < days or s < spent]

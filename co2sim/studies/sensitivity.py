@@ -31,7 +31,7 @@ _NEAR = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakEven:
-    """A number `what`, which is `now`, and the value `at` which the runner-up becomes the better.
+    """A number `what`, which is `now`, and the value `at` which the `winner` becomes the better.
 
     Texts `shown_now` and `shown_at` have units. `above` says that it does so from there up.
     """
@@ -42,6 +42,7 @@ class BreakEven:
     shown_now: str
     shown_at: str
     above: bool
+    winner: str = "the runner-up"
 
 
 def break_even(choice: Candidate, other: Candidate, wanted: Objective) -> list[BreakEven]:
@@ -58,6 +59,13 @@ def break_even(choice: Candidate, other: Candidate, wanted: Objective) -> list[B
         *_bandwidths(choice, other, wanted),
         *_failures(choice, other, wanted),
     ]
+
+
+def between_offers(choice: Candidate, rival: Candidate, wanted: Objective) -> list[BreakEven]:
+    """Prices, and bandwidths of the chosen cluster, with which the best of another one wins."""
+    ratio = rival.score(wanted.want) / choice.score(wanted.want)
+    found = [*_prices(choice, rival, wanted, ratio), *_bandwidths(choice, rival, wanted)]
+    return [replace(one, winner=display_name(rival.case.cluster)) for one in found]
 
 
 def _prices(

@@ -38,7 +38,8 @@ def words(
     for turn in turns:
         side = "rises above" if turn.above else "falls below"
         told.append(
-            f"The runner-up wins where {turn.what} {side} {turn.shown_at} (now {turn.shown_now})."
+            f"{turn.winner[:1].upper()}{turn.winner[1:]} wins where {turn.what} {side}"
+            f" {turn.shown_at} (now {turn.shown_now})."
         )
     return told
 
@@ -115,6 +116,8 @@ def _against(found: Recommendation, choice: Candidate) -> Iterator[str]:
     much = f"{margin:.1%}" if margin < 1 else f"{margin + 1:,.3g} times"
     yield f"The runner-up {verb} {much} {what}: {_told(other)}."
     yield _UNDECIDED if found.undecided else "They differ by more than may be wrong."
+    if found.rival and found.rival is not other:
+        yield f"The best on another cluster: {_told(found.rival)}."
 
 
 def nothing(found: Recommendation) -> str:
@@ -144,6 +147,9 @@ def looked(space: Space, found: Recommendation) -> Iterator[str]:
         f" {found.large:,} do not; {found.simulated:,} were simulated, the others"
         f" {'were not looked at' if found.interrupted else 'cannot win'}"
     )
+    if found.unsearched:
+        pairs = counted(found.unsearched, "pair")
+        yield f"{pairs} of cluster and strategy not shown: not searched to the end, and cannot win"
     source = space.batch_source
     why = f" (assumed: {source}; --global-batch sets it)" if source else ""
     yield f"global batch: {space.global_batch:,} samples a step{why}"
@@ -198,6 +204,7 @@ def plain(
         "want": found.wanted.want,
         "choice": choice and _option(choice, found.wanted),
         "runner_up": found.runner_up and _option(found.runner_up, found.wanted),
+        "rival": found.rival and _option(found.rival, found.wanted),
         "undecided": found.undecided,
         "break_even": [asdict(turn) for turn in turns],
         "levers": [asdict(lever) for lever in held],

@@ -143,8 +143,9 @@ def test_files_are_written_together_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
-def test_run_ends_with_a_row_for_each_strategy(cli: Run) -> None:
+def test_run_ends_with_a_row_for_each_strategy(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest first; --brief prints nothing else, with the batch that was chosen."""
+    monkeypatch.setenv("COLUMNS", "200")
     many = ("-s", "ddp", "-s", "ZeRO3", "-s", "co2:tau=4,worker=node")
     code, out, _ = cli("run", *SMALL, *many, "--brief", "--micro-batch", "auto")
     assert code == 0

@@ -138,6 +138,11 @@ def test_it_finds_what_simulating_all_candidates_finds(
         groups[key] = min(groups.get(key, math.inf), option.score(want))
     ranked = sorted(groups.values())
     assert [option.score(want) for option in found.best][:2] == ranked[:2]
+    clusters = {cluster for cluster, _ in groups}
+    assert {display_name(option.case.cluster) for option in found.best} == clusters
+    for option in found.best:  # each is the best of its cluster and strategy, or is not shown
+        key = display_name(option.case.cluster), strategy_title(option.case.strategy)
+        assert option.score(want) == groups[key]
     if found.choice:
         runner_up = found.runner_up and found.runner_up.score(want)
         assert runner_up == (ranked[1] if len(ranked) > 1 else None)
