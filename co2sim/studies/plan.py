@@ -14,7 +14,7 @@ from co2sim.prediction import driver, power
 from co2sim.prediction.batch import fits
 from co2sim.prediction.case import Case
 from co2sim.prediction.order import unshared
-from co2sim.prediction.step_factors import step_factor
+from co2sim.prediction.step_factors import scale_of_case, step_factor
 from co2sim.prediction.totals import DAY, totals_of
 from co2sim.studies.batch import Failure, Interrupted, Outcome, run_on
 from co2sim.studies.candidates import Candidate, Fitting, Objective, Space, Want, candidates
@@ -72,9 +72,11 @@ def plan(
     engine = engine or Engine(jobs=jobs)
     _check_prices(space, wanted)
     tried = candidates(space)
-    names = dict.fromkeys(strategy_title(one.case.strategy) for one in tried.fitting)
+    named = {strategy_title(one.case.strategy): one.case for one in tried.fitting}
     unknown = tuple(
-        name for name in names if "auto" not in name and step_factor(name, wanted.goal) is None
+        name
+        for name, case in named.items()
+        if "auto" not in name and step_factor(name, scale_of_case(case), wanted.goal) is None
     )
     kept = [one for one in tried.fitting if strategy_title(one.case.strategy) not in unknown]
     if unknown and not kept:
@@ -368,7 +370,7 @@ def _promises(fitting: Sequence[Fitting], wanted: Objective) -> Iterator[_Promis
             tokens = case.global_batch * entries[1].value.tokens
             loaded[key] = entries[0].value.resized(case.gpus), tokens
         cluster, tokens = loaded[key]
-        factor = step_factor(strategy_title(case.strategy), wanted.goal)
+        factor = step_factor(strategy_title(case.strategy), scale_of_case(case), wanted.goal)
         trained = wanted.tokens * (1.0 if factor is None else factor.factor)
         computing = trained / floor.tokens_per_s(case) / DAY
         days = max(computing, trained / tokens * one.link_time / DAY)
