@@ -14,7 +14,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.progress import progress_bar
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import number
-from co2sim.prediction.step_factors import remark
+from co2sim.prediction.step_factors import remark, scale_of
 from co2sim.report.text import totals
 from co2sim.report.text.plan import commands, looked, nothing, plain, words
 from co2sim.report.text.result import print_assumed, stacks_of
@@ -123,7 +123,8 @@ def _print(
     more = f", the first {len(best)} of {len(found.best)}" if len(found.best) > len(best) else ""
     print_options(out, f"the best by cluster and strategy{more}", best)
     print_lines(out, *looked(space, found))
-    if line := remark((option.result.strategy for option in found.best), found.wanted.goal):
+    shown_best = ((one.result.strategy, scale_of(one.result)) for one in found.best)
+    if line := remark(shown_best, found.wanted.goal):
         print_lines(out, line)
     shown = found.best[:1]
     totals.print_basis(out, [option.case for option in shown], [o.totals for o in shown])

@@ -17,7 +17,7 @@ from co2sim.common.units import number, percent
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import Goal, remark
+from co2sim.prediction.step_factors import Goal, remark, scale_of_case
 from co2sim.prediction.totals import tokens_of
 from co2sim.report.text.result import print_assumed, print_warnings, stacks_of
 from co2sim.report.text.solve import best, checks, plain, remarks, told, words
@@ -77,7 +77,8 @@ def solving(  # noqa: PLR0917 - one argument per option
     for target in wanted:
         _print_target(out, [solved for solved in found if solved.target == target])
     _print_levers(out, moved)
-    if line := remark(titles, goal):
+    asked = zip(titles, map(scale_of_case, cases), strict=True)
+    if line := remark(asked, goal):
         print_lines(out, line, "")
     print_assumed(out, results.values())
     _print_checks(out, found, tokens, goal)

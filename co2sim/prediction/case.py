@@ -52,6 +52,7 @@ from co2sim.simulation.compute_cost import compute_time, kernel_parts, peak_flop
 from co2sim.simulation.noise import QUIET, Noise, RunOptions
 from co2sim.simulation.trace import Trace
 from co2sim.strategies import STRATEGIES, LocalSteps, Strategy
+from co2sim.strategies.local import workers_of
 from co2sim.strategies.step import title
 
 _T = TypeVar("_T")
@@ -128,6 +129,8 @@ class LoadedCase:
             gpus=cluster.layout.world_size,
             nodes=cluster.nodes,
             **_described(job),
+            parameters=job.parameters,
+            workers=workers_of(self.strategy, self.layout),
             global_batch=cluster.layout.world_size // (job.tp * job.cp) * job.samples_per_gpu,
             tokens_per_gpu_per_step=each(job.samples_per_gpu * job.model.tokens, job.tp * job.cp),
             precision=job.narrow or str(job.precision),

@@ -350,6 +350,7 @@ def _result(case: Case, whole: Cluster, line: _Line, free: _Line, sent: _Sent) -
         pp=case.pp,
         interleave=case.interleave,
         trained_parameters=full.trained if case.lora else None,
+        parameters=full.parameters,
         tokens_per_gpu_per_step=each(trained, case.tp * case.cp * case.pp),
         round_time_s=step * steps,
         step_time_s=step,

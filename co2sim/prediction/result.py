@@ -22,7 +22,9 @@ class Result:
     `stack` is the software stack; empty for what was measured, and where the GPU's file says
     how fast its kernels are. `tokens` are the model's units: tokens, or images. `global_batch` are
     the samples of a step over all GPUs (None for what was measured). `lora` is the rank
-    of adapters, which have `trained_parameters` (both None: all is trained).
+    of adapters, which have `trained_parameters` (both None: all is trained). `parameters` are those
+    of the model, `workers` the replicas that step on their own (1: all step together; both None
+    for what was measured).
     `host_load` is what the host needs to issue the operations of passes over what the GPU needs for
     them: from 1 on the GPU waits (None for models without known kernels).
     `exposed_comm_s` is the round time minus that of the same round with free communication,
@@ -66,6 +68,8 @@ class Result:
     attention: str = "flash"
     lora: int | None = None
     trained_parameters: int | None = None
+    parameters: int | None = None
+    workers: int | None = None
     tokens_per_gpu_per_step: int | float
     precision: str
     steps_per_round: int

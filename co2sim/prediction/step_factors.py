@@ -1,24 +1,29 @@
 """Speed and learning in one answer: how many steps a method needs for each one of DDP.
 
-Pure functions over results. Measured factors are those of co2sim/catalog/step_factors.toml, which
-says how they were measured; a user's own come first.
+Pure functions over results. A user's own factors come first. Of models with 10 million parameters
+and more the factor is that of published losses (`published_factors`), of smaller ones that of
+co2sim/catalog/step_factors.toml, which says how it was measured.
 """
 
 import math
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from co2sim.common.errors import Co2simError, OptionError
-from co2sim.common.units import Seconds
+from co2sim.common.units import Seconds, counted
 from co2sim.common.validation import above, between, whole
+from co2sim.prediction import published_factors
+from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
+from co2sim.schedule.schedule import Layout
+from co2sim.schedule.tensor_parallel import data_parallel_layout
 from co2sim.strategies import LocalSteps, Strategy, parse
 from co2sim.strategies.co2 import CO2
-from co2sim.strategies.local import round_steps
+from co2sim.strategies.local import round_steps, workers_of
 from co2sim.strategies.step import title
 
 _MAX_STEPS = 10**12
@@ -26,18 +31,69 @@ _MAX_FACTOR = 1e6
 _GIVEN = "given"
 _BETA1 = 0.9
 """Of AdamW in the measurements, where nothing else is said."""
+_TOY = 10_000_000
+"""Parameters below which a model is one of those that the factors were measured with."""
+_SOON = 5
+"""An average that is used within so many steps costs nothing: arXiv 2501.18512, Figure 10."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFactor:
     """The steps that a method needs for one of DDP to the same loss.
 
-    `measured` is the strategy that it was measured with, `source` who says so.
+    `source` is who says so, `low` and `high` the ends of its range; `high` is None where it is a
+    lower bound. `measured` is the strategy that it was measured with, where that was a toy.
+    `beyond` is in what the training is beyond all published ones.
     """
 
     factor: float
     source: str
+    low: float
+    high: float | None
     measured: str | None = None
+    beyond: tuple[str, ...] = ()
+
+    @property
+    def certain(self) -> bool:
+        """Given, or 1 as nothing is exchanged or all is: no range."""
+        return self.low == self.high
+
+    def __str__(self) -> str:
+        """The factor and its range."""
+        if self.certain:
+            return f"{self.factor:.3g}"
+        if self.high is None:
+            return f"{self.factor:.3g} or more"
+        return f"{self.factor:.3g} ({self.low:.3g} to {self.high:.3g})"
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """On what a factor depends beside the strategy: the model's parameters, and the workers.
+
+    None where a result of an older version does not say.
+    """
+
+    parameters: int | None
+    workers: int | None
+
+
+def scale_of(result: Result) -> Scale:
+    """Of a result."""
+    return Scale(result.parameters, result.workers)
+
+
+def scale_of_case(case: Case) -> Scale:
+    """Of a case that need not be simulated; its strategy is a name or one of ours."""
+    entries = case.load()
+    cluster, model = entries[0].value, entries[1].value
+    if case.gpus is not None:
+        cluster = cluster.resized(case.gpus)
+    strategy = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
+    nodes = max(1, cluster.nodes // case.pp)
+    sites = cluster.sites if nodes % cluster.sites == 0 else 1
+    layout = Layout(nodes, cluster.layout.world_size // case.pp // nodes, sites)
+    return Scale(model.parameters, workers_of(strategy, data_parallel_layout(layout, case.tp)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,21 +140,41 @@ class Goal:
 NO_GOAL = Goal()
 
 
-def step_factor(strategy: str, goal: Goal = NO_GOAL) -> StepFactor | None:
-    """The factor of a strategy as results name it: given, or measured at the nearest tau.
+def step_factor(strategy: str, scale: Scale, goal: Goal = NO_GOAL) -> StepFactor | None:
+    """The factor of a strategy as results name it: given, published, or measured.
 
-    1 for what makes the steps of DDP; None for what was not measured.
+    1 for what makes the steps of DDP; None for what was neither published nor measured.
     """
     known = _parsed(strategy)
     for name in (strategy, known.name if known else strategy):
         if name in goal.factors:
-            return StepFactor(factor=goal.factors[name], source=_GIVEN)
-    if known is None:
-        return None
-    if not isinstance(known, LocalSteps):
-        return StepFactor(factor=1.0, source="its steps are those of ddp")
-    if "auto" in {known.tau, getattr(known, "delay", None)}:
-        return None  # not yet a method
+            return _certain(goal.factors[name], _GIVEN)
+    if known is not None and not isinstance(known, LocalSteps):
+        return _certain(1.0, "its steps are those of ddp")
+    if known is None or "auto" in {known.tau, getattr(known, "delay", None)}:
+        return None  # not ours, or not yet a method
+    return _of_local_updates(known, scale)
+
+
+def _of_local_updates(known: Any, scale: Scale) -> StepFactor | None:
+    """The factor of workers with a number of local steps: published, or measured."""
+    if scale.workers == 1 and known.name != "diloco":
+        return _certain(1.0, "one worker averages with none; its outer step is not counted")
+    toy = _toy(known)
+    if scale.parameters is None or scale.workers is None:
+        said = "the size of this model is not known"
+        return toy and replace(toy, source=f"{toy.source}; {said}")
+    if scale.parameters < _TOY and scale.workers > 1:
+        return toy
+    return _published(known, scale.parameters, scale.workers, toy)
+
+
+def _certain(factor: float, source: str) -> StepFactor:
+    return StepFactor(factor=factor, source=source, low=factor, high=factor)
+
+
+def _toy(known: Any) -> StepFactor | None:
+    """The factor that was measured with a toy, at the nearest tau."""
     alike = [entry for entry in _entries() if _kind(_measured(entry["strategy"])) == _kind(known)]
     if not alike:
         return None
@@ -109,7 +185,44 @@ def step_factor(strategy: str, goal: Goal = NO_GOAL) -> StepFactor | None:
     )
     if entry["beta1"] != _BETA1:
         conditions += f", AdamW with beta1 {entry['beta1']:g}, outer step {entry['outer']}"
-    return StepFactor(factor=entry["factor"], source=conditions, measured=entry["strategy"])
+    factor, name = entry["factor"], entry["strategy"]
+    return StepFactor(factor=factor, source=conditions, low=factor, high=None, measured=name)
+
+
+def _published(
+    known: Any, parameters: int, workers: int, toy: StepFactor | None
+) -> StepFactor | None:
+    """The factor of a model that is no toy.
+
+    Only of DiLoCo losses were found for such models. The others get its factor, with a range that
+    ends with what their own toy needed; None for those that have none.
+    """
+    steps, late = round_steps(known), _wait(known) > _SOON
+    own = known.name == "diloco"
+    if not own and toy is None:
+        return None
+    found = published_factors.of_training(parameters, workers, steps, late=late)
+    source, low, high = published_factors.basis(), found.low, found.high
+    if late:
+        source += "; used a round late: arXiv 2502.12996"
+        low = published_factors.of_training(parameters, workers, steps).low
+    if toy is not None and (late or not own):
+        high = max(high, toy.factor)
+        source += f"; the high end is {toy.measured} of {toy.source}"
+    if not own:
+        source = f"of {known.name} none was found for large models: this is {source}"
+        source += "; no less than 1, as its outer step is another"
+    factor = found.factor if own else max(1.0, found.factor)
+    high = max(high, factor)
+    return StepFactor(factor=factor, source=source, low=low, high=high, beyond=found.beyond)
+
+
+def _wait(strategy: Any) -> int:
+    """The local steps before an average is used."""
+    delay = getattr(strategy, "delay", None)
+    if delay is None and strategy.name in {"co2", "overlap_local_sgd"}:
+        return int(getattr(strategy, "staleness", 1) * round_steps(strategy))
+    return int(delay or 0)
 
 
 def to_loss(result: Result, goal: Goal) -> ToLoss | None:
@@ -119,7 +232,7 @@ def to_loss(result: Result, goal: Goal) -> ToLoss | None:
     """
     if goal.steps is None:
         raise OptionError("the goal has no steps; give those after which ddp has the loss")
-    found = step_factor(result.strategy, goal)
+    found = step_factor(result.strategy, scale_of(result), goal)
     if found is None:
         return None
     steps = goal.steps * found.factor
@@ -142,32 +255,58 @@ def to_dict(result: Result, goal: Goal) -> dict[str, Any]:
     return result.to_dict() | {"to_loss": None if found is None else asdict(found)}
 
 
-def remark(strategies: Iterable[str], goal: Goal = NO_GOAL) -> str:
+def local_updates(strategies: Iterable[str]) -> bool:
+    """Whether a step of one of these is not a step of DDP."""
+    return any(isinstance(_parsed(strategy), LocalSteps) for strategy in strategies)
+
+
+def remark(trainings: Iterable[tuple[str, Scale]], goal: Goal = NO_GOAL) -> str:
     """One line on what steps of the local-update methods among these are worth; "" for none."""
-    measured: dict[str, dict[str, None]] = {}
+    sources: dict[str, dict[str, None]] = {}
     others: dict[object, str] = {}
+    by_name: dict[str, list[tuple[Scale, StepFactor]]] = {}
     example = ""
-    for strategy in dict.fromkeys(strategies):
+    for strategy, scale in dict.fromkeys(trainings):
         known = _parsed(strategy)
         if not isinstance(known, LocalSteps):
             continue
         example = example or known.name
-        found = step_factor(strategy, goal)
+        found = step_factor(strategy, scale, goal)
         if found is None:
             others.setdefault(_kind(known), f"{strategy}: not measured")
-        elif found.measured is None:
+        elif found.source == _GIVEN:
             name = strategy if strategy in goal.factors else known.name
             others[name] = f"{name}: {found.factor:g} ({_GIVEN})"
         else:
-            said = f"{found.measured}: {found.factor:.3g}"
-            measured.setdefault(found.source, {})[said] = None
-    told = [f"{', '.join(said)} or more ({source})" for source, said in measured.items()]
+            by_name.setdefault(found.measured or strategy, []).append((scale, found))
+    for name, all_found in by_name.items():
+        for said, source in _told(name, all_found):
+            sources.setdefault(source, {})[said] = None
+    told = [f"{', '.join(said)} ({source})" for source, said in sources.items()]
     if not told and not others:
         return ""
     return (
         "a step of local updates is not worth a step of ddp; steps to the same loss, ddp = 1:"
         f" {'; '.join([*told, *others.values()])}; --steps-factor {example}=1.3 sets your own"
     )
+
+
+def _told(name: str, all_found: Sequence[tuple[Scale, StepFactor]]) -> Iterator[tuple[str, str]]:
+    """The least and the most factor of a strategy from each source, and the source."""
+    by_source: dict[str, list[tuple[Scale, StepFactor]]] = {}
+    for scale, found in all_found:
+        by_source.setdefault(found.source, []).append((scale, found))
+    for source, group in by_source.items():
+        ends = sorted(group, key=lambda one: one[1].factor)
+        said = []
+        for scale, found in dict.fromkeys((ends[0], ends[-1])):
+            text = str(found)
+            if found.measured is None and not found.certain:
+                text += f" with {counted(scale.workers or 0, 'worker')}"
+            if found.beyond:
+                text += f", extrapolated to {' and '.join(found.beyond)}"
+            said.append(text)
+        yield f"{name}: {' to '.join(dict.fromkeys(said))}", source
 
 
 def _parsed(strategy: str) -> Strategy | None:

@@ -14,7 +14,7 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import power, step_factors
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import NO_GOAL, Goal, StepFactor, step_factor
+from co2sim.prediction.step_factors import NO_GOAL, Goal, StepFactor, scale_of, step_factor
 
 DAY = 86400.0
 """In seconds."""
@@ -80,7 +80,7 @@ def totals(
     tokens = tokens_of(tokens)
     goodput = fraction("goodput", goodput)
     assert cluster.layout.world_size == result.gpus
-    factor = step_factor(result.strategy, goal)
+    factor = step_factor(result.strategy, scale_of(result), goal)
     if factor is None:
         return None
     trained = tokens * factor.factor

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from co2sim.common.units import counted
 from co2sim.prediction.order import undecided
-from co2sim.prediction.step_factors import remark
+from co2sim.prediction.step_factors import local_updates
 from co2sim.report.tables import Answered
 
 _MAX = 3
@@ -74,7 +74,7 @@ def clusters(largest: Mapping[str, Sequence[Answered]]) -> Iterator[str]:
 def _told(top: Answered, other: Answered, ratio: float, where: str) -> Iterator[str]:
     """The headline of two clusters."""
     names = {top.result.strategy, other.result.strategy}
-    alike = top.asked or len(names) == 1 or not remark(names)
+    alike = top.asked or len(names) == 1 or not local_updates(names)
     speed = "" if alike else f" in {top.result.unit}s/s"
     if ratio < _SAME:
         advice = ": take the one that costs less" if alike else ""

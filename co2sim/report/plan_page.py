@@ -9,7 +9,7 @@ from itertools import groupby
 from co2sim.common.units import counted, scaled
 from co2sim.prediction.case import Case
 from co2sim.prediction.goodput import goodput_of
-from co2sim.prediction.step_factors import remark
+from co2sim.prediction.step_factors import remark, scale_of
 from co2sim.prediction.totals import Totals
 from co2sim.report import bar_charts, decision_charts, sections
 from co2sim.report.chart_style import picking
@@ -291,7 +291,9 @@ def _useful(planned: Planned) -> PageSection:
 
 def _looked(planned: Planned) -> list[str]:
     lines = list(plan.looked(planned.space, planned.found))
-    said = remark((one.strategy for one in planned.shown), planned.found.wanted.goal)
+    said = remark(
+        ((one.strategy, scale_of(one.result)) for one in planned.shown), planned.found.wanted.goal
+    )
     return [*lines, said] if said else lines
 
 

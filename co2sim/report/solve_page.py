@@ -9,7 +9,7 @@ import pandas as pd
 
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import Goal, remark
+from co2sim.prediction.step_factors import Goal, remark, scale_of_case
 from co2sim.report import decision_charts, sections
 from co2sim.report.html import Figure, Page, PageSection
 from co2sim.report.tables import Answered, Table
@@ -82,7 +82,9 @@ def page(answers: AllSolved) -> Page:
 
 def _reached(group: Sequence[Solved], place: int, goal: Goal) -> PageSection:
     """The figure over the number, and the answers."""
-    said = remark((strategy_title(one.case.strategy) for one in group), goal)
+    said = remark(
+        ((strategy_title(one.case.strategy), scale_of_case(one.case)) for one in group), goal
+    )
     target, axis = group[0].target, group[0].axis
     metric = target.metric
     limits = [metric.shown(answer.value, group[0].currency) for answer in group[0].answers]

@@ -12,7 +12,7 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.figures import ends
 from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import Goal, remark
+from co2sim.prediction.step_factors import Goal, remark, scale_of
 from co2sim.prediction.totals import Totals, result_to_dict
 from co2sim.report import bar_charts, comparison, line_charts, sections, tables
 from co2sim.report.chart_style import picking
@@ -97,7 +97,7 @@ class Study:
             said = comparison.strategies(group)
             if said:
                 found.append(f"On {name}: {said}.")
-        worth = remark((one.result.strategy for one in self.all), self.goal)
+        worth = remark(((one.result.strategy, scale_of(one.result)) for one in self.all), self.goal)
         if worth and self.tokens is None:
             found.append(f"Speed is not progress: {worth}. With --tokens the answer counts it.")
         elif worth:

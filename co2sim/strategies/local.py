@@ -175,6 +175,11 @@ class Replica:
         return states | {"outer": copies * -(-job.trained // self.ranks(layout)) * DType.FP32.bytes}
 
 
+def workers_of(strategy: object, layout: Layout) -> int:
+    """The replicas that step on their own: 1 for what is no local-update method."""
+    return Replica.of(strategy).workers(layout) if isinstance(strategy, LocalSteps) else 1
+
+
 def outer_work(job: Workload, elements: int, tensors: int, kernel: str = "outer") -> Compute:
     """An elementwise kernel that reads or writes `tensors` fp32 values and one live parameter."""
     return Compute(

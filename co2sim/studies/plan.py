@@ -14,7 +14,7 @@ from co2sim.prediction import driver, power
 from co2sim.prediction.batch import fits
 from co2sim.prediction.case import Case
 from co2sim.prediction.order import unshared
-from co2sim.prediction.step_factors import step_factor
+from co2sim.prediction.step_factors import StepFactor, scale_of_case, step_factor
 from co2sim.prediction.totals import DAY, totals_of
 from co2sim.studies.batch import Failure, Interrupted, Outcome, run_on
 from co2sim.studies.candidates import Candidate, Fitting, Objective, Space, Want, candidates
@@ -76,9 +76,11 @@ def plan(
     engine = engine or Engine(jobs=jobs)
     _check_prices(space, wanted)
     tried = candidates(space)
-    names = dict.fromkeys(strategy_title(one.case.strategy) for one in tried.fitting)
+    named = {strategy_title(one.case.strategy): one.case for one in tried.fitting}
     unknown = tuple(
-        name for name in names if "auto" not in name and step_factor(name, wanted.goal) is None
+        name
+        for name, case in named.items()
+        if "auto" not in name and step_factor(name, scale_of_case(case), wanted.goal) is None
     )
     kept = [one for one in tried.fitting if strategy_title(one.case.strategy) not in unknown]
     if unknown and not kept:
@@ -398,6 +400,7 @@ def _promises(fitting: Sequence[Fitting], wanted: Objective) -> Iterator[_Promis
     """Every case with the least that it can take."""
     floor, group_of = ComputeBound(), _grouping([one.case for one in fitting])
     loaded: dict[object, tuple[Cluster, int]] = {}
+    factors: dict[object, StepFactor | None] = {}  # micro-batches and recomputation change none
     for one in fitting:
         case = one.case
         key = (display_name(case.cluster), case.gpus)
@@ -408,7 +411,11 @@ def _promises(fitting: Sequence[Fitting], wanted: Objective) -> Iterator[_Promis
             tokens = case.global_batch * entries[1].value.tokens
             loaded[key] = entries[0].value.resized(case.gpus), tokens
         cluster, tokens = loaded[key]
-        factor = step_factor(strategy_title(case.strategy), wanted.goal)
+        name = strategy_title(case.strategy)
+        alike = key, display_name(case.model), name, case.tp, case.pp
+        if alike not in factors:
+            factors[alike] = step_factor(name, scale_of_case(case), wanted.goal)
+        factor = factors[alike]
         trained = wanted.tokens * (1.0 if factor is None else factor.factor)
         computing = trained / floor.tokens_per_s(case) / DAY
         days = max(computing, trained / tokens * one.link_time / DAY)

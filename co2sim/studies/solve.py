@@ -14,7 +14,7 @@ from co2sim.prediction import driver
 from co2sim.prediction.case import Case
 from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import NO_GOAL, Goal, step_factor
+from co2sim.prediction.step_factors import NO_GOAL, Goal, scale_of, step_factor
 from co2sim.strategies import parse
 from co2sim.studies.sensitivity import moved
 from co2sim.studies.targets import Axis, End, Target, View
@@ -189,7 +189,7 @@ class Curve:
         alone = self._one_node(case) if self._target.metric.needs == "alone" else None
         tokens = self._tokens
         if self._target.metric.needs == "tokens":
-            factor = step_factor(result.strategy, self._goal)
+            factor = step_factor(result.strategy, scale_of(result), self._goal)
             if factor is None or tokens is None:
                 raise OptionError(
                     f"it is not known what a step of {result.strategy} is worth; give"

@@ -13,7 +13,7 @@ from co2sim.prediction import power
 from co2sim.prediction.case import Case
 from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import NO_GOAL, Goal, step_factor
+from co2sim.prediction.step_factors import NO_GOAL, Goal, scale_of, step_factor
 from co2sim.prediction.totals import tokens_of
 from co2sim.report.bar_charts import parts
 from co2sim.strategies import Strategy, parse
@@ -121,7 +121,7 @@ def figures(case: Case, result: Result, goal: Goal) -> Figures:
     """The figures of a case that was simulated. Nothing more is simulated."""
     cluster = case.load()[0].value
     _, behind, exposed, slower = parts(result).values()
-    factor = step_factor(result.strategy, goal)
+    factor = step_factor(result.strategy, scale_of(result), goal)
     low, high = result.tokens_per_s_low, result.tokens_per_s_high
     return Figures(
         tokens_per_s=result.tokens_per_s,

@@ -15,7 +15,7 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.prediction.case import Case
 from co2sim.prediction.power import COMPUTING, NEEDED
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import Goal, remark, to_loss
+from co2sim.prediction.step_factors import Goal, remark, scale_of, to_loss
 from co2sim.prediction.totals import EXAMPLES, Totals, basis, tokens_of, totals_of
 
 Tokens = Annotated[
@@ -228,8 +228,11 @@ def in_short(found: Totals, unit: str) -> str:
     """Days and money (or GPU-hours), as `in_words` has them."""
     text = f"{_short(found.tokens)} {unit}s in {amount(found.days)} days"
     text += _between(found.days_low, found.days_high)
-    if found.factor.measured is not None:
-        text += f" or more, as {found.factor.factor:.3g} steps or more are worth one of ddp"
+    if not found.factor.certain:
+        more = " or more" if found.factor.high is None else ""
+        equal = amount(found.days / found.factor.factor)
+        text += f"{more} to the loss of ddp ({equal} at equal steps),"
+        text += f" as {found.factor} steps are worth one of ddp"
     if found.cost is None:
         text += f", {found.gpu_hours:,.0f} GPU-hours"
     else:
@@ -302,7 +305,7 @@ _UNITS = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"))
 
 def print_remark(out: Console, results: Iterable[Result], goal: Goal, *after: str) -> None:
     """What a step of local updates is worth, if there are any; then the lines `after` it."""
-    line = remark((result.strategy for result in results), goal)
+    line = remark(((result.strategy, scale_of(result)) for result in results), goal)
     if line:
         print_lines(out, line, *after)
 

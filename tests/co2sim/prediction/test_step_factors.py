@@ -14,7 +14,7 @@ from places import ROOT
 
 from co2sim import Goal, simulate, to_loss
 from co2sim.common.errors import OptionError
-from co2sim.prediction.step_factors import remark, step_factor
+from co2sim.prediction.step_factors import Scale, remark, step_factor
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
 
@@ -23,6 +23,7 @@ RUNS = ROOT / "benchmarks/results/convergence-runs.csv"
 ON = ("-c", "a100-tcp80", "-m", "gpt2-small")
 CATALOG = ROOT / "co2sim/catalog/step_factors.toml"
 TUNING_SEED = 100
+TOY = Scale(158_720, 4)
 
 
 def measured() -> dict[tuple[str, str], float]:
@@ -61,12 +62,12 @@ def test_the_factors_are_those_of_the_recorded_runs() -> None:
 def test_steps_of_data_parallelism_are_those_of_ddp() -> None:
     """Sharding changes no arithmetic: factor 1; a strategy that is not ours has none."""
     for strategy in ("ddp", "zero2", "zeropp"):
-        found = step_factor(strategy)
+        found = step_factor(strategy, TOY)
         assert found is not None
         assert found.factor == 1
-    assert step_factor("mine") is None
-    assert step_factor("co2(delay=auto)") is None  # until a number is chosen
-    assert remark(["ddp", "zero3", "mine"]) == ""
+    assert step_factor("mine", TOY) is None
+    assert step_factor("co2(delay=auto)", TOY) is None  # until a number is chosen
+    assert remark((name, TOY) for name in ("ddp", "zero3", "mine")) == ""
 
 
 def test_a_given_factor_comes_first_and_the_narrower_before_the_wider() -> None:
@@ -75,11 +76,11 @@ def test_a_given_factor_comes_first_and_the_narrower_before_the_wider() -> None:
     factors = {
         strategy: found.factor
         for strategy in ("co2(tau=12)", "co2(tau=48)", "co2(tau=12, delay=3)", "slowmo(tau=12)")
-        if (found := step_factor(strategy, goal))
+        if (found := step_factor(strategy, TOY, goal))
     }
     assert list(factors.values())[:3] == [1.3, 2, 1.1]
     assert factors["slowmo(tau=12)"] == 1.67
-    assert "co2: 1.3 (given)" in remark(["co2(tau=12)"], goal)
+    assert "co2: 1.3 (given)" in remark([("co2(tau=12)", TOY)], goal)
 
 
 def test_time_and_cost_to_a_loss_are_those_of_the_steps_it_takes() -> None:
@@ -126,7 +127,7 @@ def test_every_command_adds_time_and_cost_to_the_loss(
 ) -> None:
     """In its table, in its CSV file, and in JSON."""
     monkeypatch.setenv("COLUMNS", "160")
-    goal = ("--to-loss-steps", "1000000", "--steps-factor", "co2=2")
+    goal = ("--to-loss-steps", "1000000", "--steps-factor", "co2:tau=12=2")
     price = ("--set", "price_per_gpu=2 USD/h")
     _, shown, _ = cli("run", *ON, "-g", "16", "-s", "co2", *goal, *price)
     assert "(2,000,000 steps)" in shown
@@ -138,9 +139,9 @@ def test_every_command_adds_time_and_cost_to_the_loss(
     with (tmp_path / "out/scale.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [float(row["steps_to_loss"]) for row in rows] == [2e6, 2e6, 1e6, 1e6]
-    varied = ("--vary", "strategy=ddp, co2, slowmo, diloco:fragments=2", "--jobs", "1")
+    varied = ("--vary", "strategy=ddp, co2, slowmo, co2:staleness=2", "--jobs", "1")
     _, shown, _ = cli("sweep", *ON, "-g", "16", *varied, *goal, "--sort", "to loss")
     lines = [line.split() for line in shown.splitlines()[1:6]]
     assert lines[0][-2:] == ["to", "loss"]
-    assert [line[0] for line in lines[1:]] == ["ddp", "slowmo", "co2", "diloco:fragments=2"]
+    assert [line[0] for line in lines[1:]] == ["ddp", "slowmo", "co2", "co2:staleness=2"]
     assert lines[4][-1] == "-"
