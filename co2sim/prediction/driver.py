@@ -9,9 +9,9 @@ from typing import Any, Unpack, get_type_hints
 from co2sim import strategies
 from co2sim.common import convert
 from co2sim.common.convert import Reference
-from co2sim.common.errors import OptionError, nearest
+from co2sim.common.errors import Co2simError, OptionError, nearest
 from co2sim.common.progress import Done, progress_bar
-from co2sim.common.units import Seconds, counted
+from co2sim.common.units import Seconds, counted, figures
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import Model
 from co2sim.prediction import auto_delay, batch, pipeline
@@ -35,7 +35,7 @@ from co2sim.simulation import metrics
 from co2sim.simulation.noise import QUIET, Noise
 from co2sim.simulation.steady_state import Simulator
 from co2sim.simulation.trace import Trace
-from co2sim.strategies import Strategy, parse
+from co2sim.strategies import LocalSteps, Strategy, parse
 from co2sim.strategies.co2 import CO2
 
 _ROUNDS = "simulating rounds"
@@ -162,6 +162,7 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
             other = case_figures(replace(quiet, strategy=strategy), done, _even)
             return result.step_time_s * other.result.round_time_s / nominal
 
+        result = replace(result, notes=(*result.notes, *_one_site_alone(case, prepared, result)))
         warnings = warnings_of(prepared.strategy, [blocks], prepared.layout, result, tried)
         result = _with_interval(case, prepared, result, done)
     return replace(result, warnings=warnings)
@@ -254,6 +255,32 @@ def _one_of_several_sites(case: Case, sized: Cluster) -> tuple[str, ...]:
     count = counted(sized.layout.world_size, "GPU")
     smaller = f"--set nodes={sized.nodes}"
     return (f"{count} at one site, of {whole.sites}: no WAN is crossed; smaller sites: {smaller}",)
+
+
+def _one_site_alone(case: Case, prepared: LoadedCase, result: Result) -> tuple[str, ...]:
+    """A remark on what needs no WAN: the GPUs of one site, each with as many samples.
+
+    Sites that are workers then take the steps that they take inside.
+    """
+    sites, strategy = prepared.cluster.sites, prepared.strategy
+    if sites == 1 or case.noise != QUIET:
+        return ()
+    if isinstance(strategy, LocalSteps) and strategy.worker == "site":
+        strategy = parse(strategy.inner or "zero2")
+    alone = replace(
+        case,
+        strategy=strategy,
+        gpus=result.gpus // sites,
+        global_batch=None,
+        accumulation=result.accumulation,
+    )
+    try:
+        found = case_figures(alone, None).whole
+    except Co2simError:  # what a site cannot do alone is no alternative
+        return ()
+    who = f"one site alone, {counted(found.gpus, 'GPU')} with {found.strategy}"
+    times = f"{figures(found.tokens_per_s / result.tokens_per_s)} times as many"
+    return (f"{who}: {found.tokens_per_s:,.0f} {found.unit}s/s, {times}",)
 
 
 def _host_limits(result: Result, cluster: Cluster) -> tuple[str, ...]:

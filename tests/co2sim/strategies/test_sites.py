@@ -150,3 +150,14 @@ def test_what_a_site_can_hold_is_at_one_site() -> None:
     assert any("at one site" in note for note in one.notes)
     assert two.wan_bytes_per_site_per_step > 0
     assert two.tokens_per_s < one.tokens_per_s
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "diloco:tau=20,worker=site"])
+def test_an_answer_over_sites_says_what_one_alone_does(strategy: str) -> None:
+    """By the steps that it takes inside of it; what one site says of itself has no such line."""
+    both = simulate("two-sites-wan", "gpt2-small", strategy, gpus=64)
+    alone = simulate("two-sites-wan", "gpt2-small", "zero2", gpus=32)
+    said = [note for note in both.notes if note.startswith("one site alone")]
+    assert len(said) == 1
+    assert f"{alone.tokens_per_s:,.0f} tokens/s" in said[0]
+    assert not [note for note in alone.notes if note.startswith("one site alone")]
