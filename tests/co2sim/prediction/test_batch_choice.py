@@ -62,7 +62,7 @@ jobs = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=settings().max_examples // 2)  # each is some tens of cases
+@settings(max_examples=settings.default.max_examples // 16)  # each is some tens of cases
 @given(jobs, st.sampled_from([1e8, 3e8, 1e9, 1e10]))
 def test_none_that_fits_is_faster(job: dict[str, Any], memory: float) -> None:
     """Of all micro-batches that divide the samples, with and without recomputation."""
