@@ -38,8 +38,7 @@ def words(
     for turn in turns:
         side = "rises above" if turn.above else "falls below"
         told.append(
-            f"{turn.winner[:1].upper()}{turn.winner[1:]} wins where {turn.what} {side}"
-            f" {turn.shown_at} (now {turn.shown_now})."
+            f"Where {turn.what} {side} {turn.shown_at} (now {turn.shown_now}), {turn.winner} wins."
         )
     return told
 
