@@ -14,7 +14,7 @@ from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import counted, percent, scaled
 from co2sim.common.units import figures as shown
 from co2sim.prediction.case import Case
-from co2sim.prediction.figures import INTERVAL
+from co2sim.prediction.figures import INTERVAL, shared_batch
 from co2sim.prediction.published import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
@@ -191,7 +191,7 @@ def _title(cluster: str, results: Sequence[Result], noise: Noise) -> str:
     first = results[0]
     parts = [
         f"{cluster}: {first.model}, {first.unit}s/s per GPU by number of GPUs",
-        f"{first.tokens_per_gpu_per_step:,} {first.unit}s per GPU and step, {first.precision}",
+        f"{shared_batch(results)}, {first.precision}",
         division(first),
         speeds(noise) if noise.uneven else "",
         result.stacks_of(results),

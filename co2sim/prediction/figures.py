@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from co2sim.common.units import duration, figures, scaled
+from co2sim.common.units import counted, duration, figures, scaled
 from co2sim.prediction.result import Result
 
 INTERVAL = "90 % interval"
@@ -45,6 +45,16 @@ def ends(result: Result) -> str:
     """The ends of the interval, in units per second of all GPUs; a dash for none."""
     low, high = result.tokens_per_s_low, result.tokens_per_s_high
     return "-" if low is None or high is None else f"{low:,.0f} to {high:,.0f}"
+
+
+def shared_batch(results: Sequence[Result]) -> str:
+    """The batch that all results have: of a GPU, or of all GPUs; or that they differ."""
+    first = results[0]
+    if len({r.tokens_per_gpu_per_step for r in results}) == 1:
+        return f"{counted(first.tokens_per_gpu_per_step, first.unit)} per GPU and step"
+    if len({r.global_batch for r in results}) == 1 and first.global_batch:
+        return f"{counted(first.global_batch, 'sample')} per step over all GPUs"
+    return "steps of different batches"
 
 
 def _steps(r: Result) -> str:

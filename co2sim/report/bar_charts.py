@@ -10,9 +10,9 @@ import altair as alt
 import vl_convert
 
 from co2sim.common.plots import COLOURS
-from co2sim.common.units import counted
 from co2sim.models.memory import GIB
 from co2sim.prediction.case import Case
+from co2sim.prediction.figures import shared_batch
 from co2sim.prediction.published import SpeedComparison, ThroughputCell
 from co2sim.prediction.result import Result
 from co2sim.report.chart_style import (
@@ -380,8 +380,7 @@ def chart(
         for cluster, group in groupby(pairs, key=lambda pair: str(pair[0].cluster))
     ]
     first, width = results[0], len(panels) * _WIDTH // _LETTER
-    batch = counted(first.tokens_per_gpu_per_step, first.unit)
-    heading = f"{first.model}, {batch} per GPU and step, {first.precision}"
+    heading = f"{first.model}, {shared_batch(results)}, {first.precision}"
     signs = ["Bands are 90 % intervals"] if any(map(_known, results)) else []
     signs += ["stars are published"] if comparisons else []
     signs += [] if all(r.fits_in_memory for r in results) else ["hollow: does not fit in memory"]

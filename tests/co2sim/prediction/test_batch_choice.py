@@ -15,6 +15,7 @@ from co2sim.models.architecture import Transformer, language_model
 from co2sim.prediction import driver
 from co2sim.prediction.batch import HEADROOM, published_batches, samples_of
 from co2sim.prediction.case import Case
+from co2sim.prediction.figures import shared_batch
 
 MODEL = language_model(
     "gpt",
@@ -99,3 +100,16 @@ def test_numbers_are_left_as_they_are() -> None:
     """Nothing is chosen for who gives all."""
     case = Case(cluster="dgx-h100", model="llama3-8b", strategy="fsdp", gpus=8, micro_batch=2)
     assert driver.settled(case) == (case, ())
+
+
+def test_a_comparison_over_sizes_says_what_its_steps_share() -> None:
+    """Tokens of a GPU, samples of all of them, or nothing."""
+    job: dict[str, Any] = {"cluster": "dgx-h100", "model": "llama3-8b", "strategy": "fsdp"}
+
+    def said(**options: Any) -> str:
+        return shared_batch([simulate(**job, gpus=gpus, **options) for gpus in (8, 64)])
+
+    assert said() == "8,192 tokens per GPU and step"
+    assert said(global_batch=64) == "64 samples per step over all GPUs"
+    sizes = [simulate(**job, gpus=8, micro_batch=micro) for micro in (1, 2)]
+    assert "different" in shared_batch(sizes)
