@@ -42,7 +42,7 @@ _NOT_OF_A_RUN = ("gpus", "overrides", "noise", "rounds", "fold")
 `overrides` those of the stack are kept: it stays a name."""
 _PLAIN = tuple(field for field in fields(Case) if field.name not in {*_IN_FULL, *_NOT_OF_A_RUN})
 """The other fields of `Case`, kept as they are."""
-_LATER = ("tp", "sequence_parallel", "ep", "cp")
+_LATER = ("tp", "sequence_parallel", "ep", "cp", "stack", "offload")
 _NEW = ("product_speed", "overrides")
 """What older records lack."""
 
@@ -146,7 +146,7 @@ def _read(folder: Path) -> Record:
 
 
 def _plain(run: Mapping[str, Any], field: dataclasses.Field[Any]) -> Any:
-    """What run.json holds of a field; older ones lack what can be None, and tensor parallelism."""
+    """What run.json holds of a field; older ones lack what can be None, and `_LATER`."""
     if field.default is None or field.name in _LATER:
         return run.get(field.name, field.default)
     return run[field.name]

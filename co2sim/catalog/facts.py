@@ -47,8 +47,7 @@ def _folded(name: str) -> str:
 @cache
 def _meant(kind: Kind) -> Mapping[str, str]:
     """Keys by all names that are meant so."""
-    text = (resources.files("co2sim.catalog") / "aliases.toml").read_text("utf-8")
-    others = files.toml(text).get(kind, {})
+    others = read_table("aliases").get(kind, {})
     keys = names(kind)
     listed = {_folded(other): key for key in others for other in others[key]}
     return listed | {_folded(key): key for key in keys}
@@ -104,8 +103,13 @@ def read(kind: Kind, reference: str) -> Tree:
 
 def read_defaults() -> Tree:
     """What a cluster of GPUs has where its file does not say."""
-    text = (resources.files("co2sim.catalog") / "defaults.toml").read_text("utf-8")
-    return deepcopy(_toml(text))
+    return deepcopy(read_table("defaults"))
+
+
+@cache
+def read_table(name: str) -> Tree:
+    """A file of the catalog itself, beside its folders. It is shared: do not change it."""
+    return _toml((resources.files("co2sim.catalog") / f"{name}.toml").read_text("utf-8"))
 
 
 def _text(path: Path, reference: str) -> str:

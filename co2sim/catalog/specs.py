@@ -1,10 +1,8 @@
 """What the TOML files of clusters and GPUs, and a user's own, may say; pydantic checks them."""
 
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
-from importlib import resources
 from inspect import signature
 from types import UnionType
 from typing import (
@@ -31,7 +29,7 @@ from pydantic import (
     model_validator,
 )
 
-from co2sim.catalog.facts import Tree
+from co2sim.catalog.facts import Tree, read_table
 from co2sim.common.errors import CatalogError, OptionError, UnitError, nearest
 from co2sim.common.units import parse, parse_price
 from co2sim.common.validation import Quantity
@@ -528,8 +526,7 @@ class Rate:
 @cache
 def rates(kind: RateKind) -> Mapping[str, Rate]:
     """All of one kind, by name."""
-    text = (resources.files("co2sim.catalog") / f"{kind}.toml").read_text("utf-8")
-    return {name: Rate(name=name, **entry) for name, entry in tomllib.loads(text).items()}
+    return {name: Rate(name=name, **entry) for name, entry in read_table(kind).items()}
 
 
 def put_rates(tree: Tree, changes: Mapping[str, str]) -> dict[str, str]:

@@ -7,13 +7,11 @@ least one sample for each group of GPUs that train on the same ones, and as many
 """
 
 import math
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import resources
 from typing import TypeAlias
 
+from co2sim.catalog.facts import read_table
 from co2sim.common import convert
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, Seconds, counted
@@ -32,9 +30,6 @@ IMAGES = 4096
 _MOST = 11
 """Powers of two, from 1 on, that a micro-batch may be; the largest is 1,024."""
 
-OPEN: Mapping[str, str] = {"micro_batch": AUTO, "recompute": AUTO, "global_batch": AUTO}
-"""The options of a question that leaves all of it open."""
-
 
 @dataclass(frozen=True, slots=True)
 class PublishedBatch:
@@ -46,11 +41,9 @@ class PublishedBatch:
     source: str
 
 
-@cache
 def published_batches() -> tuple[PublishedBatch, ...]:
     """Those of `catalog/batches.toml`."""
-    text = (resources.files("co2sim.catalog") / "batches.toml").read_text("utf-8")
-    return tuple(PublishedBatch(**one) for one in tomllib.loads(text)["training"])
+    return tuple(PublishedBatch(**one) for one in read_table("batches")["training"])
 
 
 def published_like(model: Model) -> PublishedBatch:

@@ -275,6 +275,17 @@ AUTO = "auto"
 _TOKENS = re.compile(r"([0-9.]+(?:e[+]?[0-9]+)?) *([km]?)[ -]*tok(?:en)?s?", re.IGNORECASE)
 
 
+def _number(name: str, value: int | str) -> int:
+    """What a schedule is made of. Raises OptionError for words."""
+    if isinstance(value, int):
+        return value
+    raise _open(name, value)
+
+
+def _open(name: str, word: str) -> OptionError:
+    return OptionError(f"{name}={word} is chosen by simulation (`co2sim run` names it); give it")
+
+
 def read_micro_batch(name: str, value: Any) -> int | str:
     """A number of samples, or "auto"."""
     return AUTO if value == AUTO else convert.whole(name, value)
@@ -393,7 +404,7 @@ class Case:
         "Activations to recompute: none, selective (what the stack repeats: the scores of eager"
         " attention, or every second product), full (only the inputs of layers are kept), full/2"
         " (of every second layer), or operators of all layers, joined by +: norms, attention,"
-        " activation, mlp.",
+        " activation, mlp; or auto: none, selective or full, what fits and is fastest.",
         "job",
     )
     checkpointing: Checkpointing | None = option(
@@ -617,6 +628,8 @@ class Case:
         )
 
     def _workload(self, model: Model, cluster: Cluster) -> Workload:
+        if self.recompute == AUTO:
+            raise _open("recompute", self.recompute)
         precision, narrow = self._types(cluster.gpu)
         stack = self._used_stack(cluster.gpu)
         gathered = stack.keep_gathered and self.sequence_parallel
@@ -628,7 +641,7 @@ class Case:
         accumulation = self._accumulation(groups)
         return Workload(
             model=model,
-            micro_batch=convert.whole("micro_batch", self.micro_batch),
+            micro_batch=_number("micro_batch", self.micro_batch),
             accumulation=accumulation,
             cast_steps=accumulation if narrow else 1,
             precision=precision,
@@ -677,10 +690,10 @@ class Case:
         return DType(gpu.preferred_precision), cast(Narrow, asked)
 
     def _accumulation(self, groups: int) -> int:
-        micro_batch = convert.whole("micro_batch", self.micro_batch)
+        micro_batch = _number("micro_batch", self.micro_batch)
         if self.global_batch is None:
             return 1 if self.accumulation is None else self.accumulation
-        global_batch = convert.whole("global_batch", self.global_batch)
+        global_batch = _number("global_batch", self.global_batch)
         if self.accumulation not in {None, 1}:
             raise OptionError(
                 "give accumulation or global_batch, not both: one follows from the other"

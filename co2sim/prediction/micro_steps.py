@@ -185,7 +185,7 @@ def stage_figures(
 
 
 def _may_repeat(options: RunOptions) -> bool:
-    """Whether micro-steps may be alike: of ranks that are, in rounds that nobody counted."""
+    """Whether micro-steps may be alike: ranks are, and no number of rounds is asked for."""
     return options.noise == QUIET and options.rounds is None and options.fold
 
 

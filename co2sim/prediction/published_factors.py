@@ -5,12 +5,11 @@ co2sim/catalog/published_step_factors.toml.
 """
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 from typing import Any
+
+from co2sim.catalog.facts import read_table
 
 _B, _BETA = 410.7, 0.28
 """Of the loss by tokens, E + A / N^a + B / D^b: Hoffmann et al. 2022, arXiv 2203.15556."""
@@ -72,7 +71,7 @@ def of_training(parameters: int, workers: int, tau: int, *, late: bool = False) 
 
 
 def basis() -> str:
-    """What the law rests on, in words."""
+    """What the law rests on, as a text."""
     law = catalog()["law"]
     smallest, largest = map(_short, law["sizes"])
     shortest, longest = law["taus"]
@@ -82,11 +81,9 @@ def basis() -> str:
     )
 
 
-@cache
 def catalog() -> Mapping[str, Any]:
     """The published losses, and the law."""
-    text = (resources.files("co2sim.catalog") / "published_step_factors.toml").read_text("utf-8")
-    return tomllib.loads(text)
+    return read_table("published_step_factors")
 
 
 def _short(parameters: float) -> str:

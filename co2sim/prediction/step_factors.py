@@ -6,13 +6,12 @@ co2sim/catalog/step_factors.toml, which says how it was measured.
 """
 
 import math
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from importlib import resources
 from typing import Any
 
+from co2sim.catalog.facts import read_table
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.units import Seconds, counted
 from co2sim.common.validation import above, between, whole
@@ -34,7 +33,7 @@ _BETA1 = 0.9
 _TOY = 10_000_000
 """Parameters below which a model is one of those that the factors were measured with."""
 _SOON = 5
-"""An average that is used within so many steps costs nothing: arXiv 2501.18512, Figure 10."""
+"""Local steps within which an average is used at no cost: arXiv 2501.18512, Figure 10."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +83,7 @@ def scale_of(result: Result) -> Scale:
 
 
 def scale_of_case(case: Case) -> Scale:
-    """Of a case that need not be simulated; its strategy is a name or one of ours."""
+    """Of a case that need not be simulated. Its strategy is a text, or one of `STRATEGIES`."""
     entries = case.load()
     cluster, model = entries[0].value, entries[1].value
     if case.gpus is not None:
@@ -347,5 +346,4 @@ def _lateness(strategy: Any) -> tuple[float, float, float]:
 
 @cache
 def _entries() -> tuple[Mapping[str, Any], ...]:
-    text = (resources.files("co2sim.catalog") / "step_factors.toml").read_text("utf-8")
-    return tuple(tomllib.loads(text)["factor"])
+    return tuple(read_table("step_factors")["factor"])

@@ -201,7 +201,7 @@ def consecutive(ranks: int, layout: Layout, option: str) -> Group:
 def shared_among(
     shard: int | Literal["node"], layout: Layout, group: Group, option: str
 ) -> tuple[Group, Group | None]:
-    """Who of `group` shares something, and who has the same share; None where nobody else does.
+    """Who of `group` shares something, and who has the same share; None where no other rank does.
 
     `shard` is a number of consecutive ranks, those of a "node", or 0 for all. Raises OptionError,
     which names the option, where they do not divide the ranks so.

@@ -55,6 +55,17 @@ def test_every_option_of_the_case_is_kept(made: Record, tmp_path: Path) -> None:
         assert record.read(tmp_path / "run").case == case
 
 
+def test_a_run_of_an_older_version_is_read(made: Record, tmp_path: Path) -> None:
+    """Without what came later: such a run had none of it."""
+    record.write(tmp_path / "run", made)
+    path = tmp_path / "run" / "run.json"
+    run = json.loads(path.read_text())
+    for name in ("tp", "sequence_parallel", "ep", "cp", "lora", "offload", "stack", "overrides"):
+        del run[name]
+    path.write_text(json.dumps(run))
+    assert record.read(tmp_path / "run").case == made.case
+
+
 def test_a_run_keeps_what_was_said_of_its_stack() -> None:
     """Numbers of cluster and model are in these; a stack stays a name with its numbers."""
     of_stack = {"stack.experts_all_to_all": "hierarchical"}

@@ -87,6 +87,40 @@ def test_none_that_fits_is_faster(job: dict[str, Any], memory: float) -> None:
         assert chosen.memory_bytes_per_gpu["total"] == pytest.approx(least)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"model": "llama3-8b", "strategy": "fsdp"},
+        {"model": "llama-13b", "strategy": "zero1", "tp": 2, "pp": 4, "interleave": 2},
+        {"model": "gpt2-small", "strategy": "co2(tau=4, worker=node)"},
+    ],
+    ids=str,
+)
+def test_none_of_a_real_model_is_faster(job: dict[str, Any]) -> None:
+    """With kernels, a host that may be slower than they are, and stages."""
+    job = {"cluster": "dgx-h100", "gpus": 32, "global_batch": 256, **job}
+    chosen = simulate(**job, **OPEN)
+    each = 256 * job.get("tp", 1) * job.get("pp", 1) // 32
+    turns = job["pp"] if "interleave" in job else 1
+    every = [
+        simulate(**job, micro_batch=micro, recompute=recompute)
+        for recompute, micro in product(("none", "selective", "full"), (1, 2, 4, 8, 16, 32, 64))
+        if each % (micro * turns) == 0
+    ]
+    room = chosen.gpu_memory_bytes * (1 - HEADROOM)
+    inside = [one for one in every if one.memory_bytes_per_gpu["total"] <= room]
+    assert chosen.tokens_per_s == pytest.approx(max(one.tokens_per_s for one in inside), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["micro_batch", "global_batch", "recompute"])
+def test_what_executes_a_schedule_needs_numbers(name: str) -> None:
+    """One line says who chooses."""
+    case = Case(cluster="dgx-h100", model="gpt2-small", strategy="ddp", gpus=8, **{name: "auto"})
+    with pytest.raises(OptionError, match=rf"{name}=auto is chosen by simulation"):
+        case.prepare()
+
+
 def test_an_answer_says_its_batch() -> None:
     """In numbers, and why these."""
     found = simulate("dgx-h100", "llama3-8b", "fsdp", gpus=64, global_batch="auto", **OPEN)
