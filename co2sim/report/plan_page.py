@@ -64,12 +64,11 @@ def breaks(found: Iterable[BreakEven]) -> Table:
             turn.what,
             turn.shown_now,
             f"{'above' if turn.above else 'below'} {turn.shown_at}",
-            f"{turn.at / turn.now:.3g}",
             turn.winner,
         ]
         for turn in found
     ]
-    return Table(("number", "now", "turns", "times what it is now", "who wins there"), rows)
+    return Table(("number", "now", "turns", "who wins there"), rows)
 
 
 def useful(named: Mapping[str, Answered]) -> Table | None:

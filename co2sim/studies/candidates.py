@@ -18,12 +18,12 @@ from co2sim.prediction.batch import MemoryOf, first_step, fits, memory_of, sampl
 from co2sim.prediction.case import AUTO, Case, LoadedCase
 from co2sim.prediction.pipeline import StageMemory
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import NO_GOAL, Goal
+from co2sim.prediction.step_factors import NO_GOAL, Goal, scale_of_case
 from co2sim.prediction.totals import Totals, tokens_of
 from co2sim.simulation.collective_cost import traffic
 from co2sim.simulation.noise import QUIET
 from co2sim.simulation.token_bucket import shapers
-from co2sim.strategies import Strategy, parse
+from co2sim.strategies import LocalSteps, Strategy, parse
 from co2sim.strategies.step import title
 from co2sim.studies import grid
 
@@ -117,6 +117,7 @@ def candidates(space: Space) -> Candidates:
                 case = replace(space.job, cluster=cluster, strategy=strategy, gpus=count)
                 case = replace(case, global_batch=space.global_batch)
                 try:
+                    _check_workers(case)
                     fitting, over = _fitting(space, case)
                 except Co2simError as error:
                     name = f"{grid.strategy_title(strategy)} on {count:,} GPUs"
@@ -176,6 +177,15 @@ def _fitting(space: Space, case: Case) -> tuple[list[Fitting], int]:
                 break
             kept.append(Fitting(case=one, link_time=link_time))
     return kept, large
+
+
+def _check_workers(case: Case) -> None:
+    """Refuse local updates of one worker: it averages with none, and is its inner step."""
+    strategy = _parsed(case)
+    if isinstance(strategy, LocalSteps) and scale_of_case(case).workers == 1:
+        raise OptionError(
+            "one worker averages with none, and takes the steps of its inner strategy"
+        )
 
 
 def _applying(space: Space, case: Case) -> list[Recompute]:

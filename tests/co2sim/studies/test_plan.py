@@ -334,3 +334,12 @@ def test_control_c_answers_with_what_there_is(
     assert "So far the best: " in ended.out
     assert "were not looked at" in ended.out
     assert "what was found until then is above" in ended.err
+
+
+def test_local_updates_of_one_worker_are_no_candidate() -> None:
+    """They are their inner steps by another name: one node of two is left out, and says why."""
+    job = Case(cluster="dgx-h100", model="gpt2-small", strategy="ddp", global_batch=64)
+    strategies = ("local_sgd:tau=12,worker=node",)
+    found = candidates(Space(job=job, clusters=("dgx-h100",), strategies=strategies, gpus="8,16"))
+    assert {one.case.gpus for one in found.fitting} == {16}
+    assert "one worker" in found.impossible["local_sgd(tau=12, worker=node) on 8 GPUs"]
