@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 
 from co2sim.common import units
 from co2sim.prediction import driver
+from co2sim.prediction.case import Case
 from co2sim.prediction.published import read_speeds
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
@@ -73,7 +74,9 @@ def co2_cells() -> None:
         predicted = []
         for cell in pair[::-1]:
             speeds = [
-                driver.simulate(cell.cluster, cell.model, cell.strategy, gpus=gpus)
+                driver.run(
+                    Case(cluster=cell.cluster, model=cell.model, strategy=cell.strategy, gpus=gpus)
+                )
                 for gpus in cell.sizes
             ]
             per_gpu = [speed.tokens_per_s_per_gpu for speed in speeds]

@@ -39,7 +39,9 @@ def points(clusters: tuple[str, ...]) -> Iterator[Point]:
     for cluster in clusters:
         for group, ranks in GROUPS.items():
             strategy = f"zeropp(hpz_group={ranks})" if ranks else "zeropp(hpz=false)"
-            result = co2sim.simulate(cluster, MODEL, strategy, gpus=GPUS, micro_batch=1)
+            result = co2sim.simulate(
+                cluster, MODEL, strategy, gpus=GPUS, micro_batch=1, accumulation=1
+            )
             yield cluster, group, result.memory_bytes_per_gpu.get("secondary", 0.0), result
 
 

@@ -1,7 +1,8 @@
 # %% [markdown]
 # # What-if study: a faster network, or another strategy?
 #
-# We train a 7B model on 16 nodes of 8 A100 with 80 Gbit/s between nodes. Throughput is poor.
+# We train a 7B model on 16 nodes of 8 A100 with 80 Gbit/s between nodes, one sequence of 2,048
+# tokens per GPU and step, as CO2's authors measured it. Throughput is poor.
 # Should we buy a faster network, or change the strategy? Every cell answers one question; run
 # them one by one in an editor that knows `# %%` cells (VS Code, PyCharm, Jupyter with jupytext),
 # or all at once: `python examples/what_if.py`.
@@ -12,13 +13,20 @@ import pandas as pd
 import co2sim
 
 CLUSTER, MODEL, GPUS = "a100-tcp80-calibrated", "transnormer-7b", 128
+BATCH = {"micro_batch": 1, "accumulation": 1, "recompute": "none"}  # 2,048 tokens a GPU and step
 PRICE = {"price_per_gpu": "2 USD/h"}  # what we pay
 
 
 def study(strategies: list[str]) -> pd.DataFrame:
     """One row a strategy: throughput, what is exposed, memory and price."""
     found = co2sim.sweep(
-        CLUSTER, MODEL, gpus=GPUS, vary={"strategy": strategies}, overrides=PRICE, progress=False
+        CLUSTER,
+        MODEL,
+        gpus=GPUS,
+        vary={"strategy": strategies},
+        overrides=PRICE,
+        progress=False,
+        **BATCH,
     )
     return pd.DataFrame(
         {
@@ -66,6 +74,7 @@ faster = co2sim.sweep(
     gpus=GPUS,
     vary={"inter.bandwidth": [f"{speed} Gbit/s" for speed in gbits]},
     progress=False,
+    **BATCH,
 )
 for speed, tokens in zip(gbits, faster["tokens_per_s"], strict=True):
     print(

@@ -331,6 +331,7 @@ def _simulated(row: Mapping[str, Any], cluster: Cluster) -> Any:
         "ddp",
         gpus=1,
         micro_batch=row["samples"],
+        accumulation=1,
         recompute="full" if "recomputed" in row["kind"] else "none",
         loss="eager",
         progress=False,

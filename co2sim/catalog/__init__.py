@@ -129,7 +129,7 @@ def load_cluster(
     """
     changes = overrides or {}
     named = (reference, *(changes[name] for name in _KIND_OF if name in changes))
-    if all(isinstance(one, str) and not is_file(one) for one in named):
+    if isinstance(reference, Contents) or not any(map(is_file, named)):
         return _known_cluster(reference, tuple(changes.items()))
     return _cluster(reference, changes)
 
@@ -176,7 +176,7 @@ def _put_defaults(tree: Tree) -> None:
 def _known_cluster(
     reference: str | Contents, overrides: tuple[tuple[str, str], ...]
 ) -> Entry[Cluster]:
-    """That of the catalog, which does not change."""
+    """That of the catalog, or of what was read before: neither changes."""
     return _cluster(reference, dict(overrides))
 
 
@@ -253,7 +253,7 @@ def load_model(
 
     `overrides` maps names, such as "seq_len", to texts. Raises CatalogError like `load_cluster`.
     """
-    if isinstance(reference, str) and not _is_own(reference):
+    if isinstance(reference, Contents) or not _is_own(reference):
         return _known_model(reference, tuple((overrides or {}).items()))
     return _model(reference, overrides or {})
 
@@ -285,8 +285,8 @@ def _model(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[Mod
 
 
 @lru_cache(maxsize=_MAX_KEPT)
-def _known_model(reference: str, overrides: tuple[tuple[str, str], ...]) -> Entry[Model]:
-    """That of the catalog, which does not change."""
+def _known_model(reference: str | Contents, overrides: tuple[tuple[str, str], ...]) -> Entry[Model]:
+    """As `_known_cluster`."""
     return _model(reference, dict(overrides))
 
 
@@ -312,7 +312,7 @@ def load_stack(
     `overrides` maps dotted paths, such as "call_overhead", to texts. Raises CatalogError like
     `load_cluster`.
     """
-    if isinstance(reference, str) and not is_file(reference):
+    if isinstance(reference, Contents) or not is_file(reference):
         return _known_stack(reference, tuple((overrides or {}).items()))
     return _stack(reference, overrides or {})
 
@@ -333,7 +333,7 @@ def _stack(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[Sta
 
 @lru_cache(maxsize=_MAX_KEPT)
 def _known_stack(reference: str | Contents, overrides: tuple[tuple[str, str], ...]) -> Entry[Stack]:
-    """That of the catalog, which does not change."""
+    """As `_known_cluster`."""
     return _stack(reference, dict(overrides))
 
 

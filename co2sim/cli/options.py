@@ -5,6 +5,7 @@ from dataclasses import MISSING, fields
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
@@ -14,7 +15,7 @@ from co2sim.common.errors import OptionError, UnitError
 from co2sim.common.units import parse
 from co2sim.common.validation import parse_number
 from co2sim.models.stack import Stack
-from co2sim.prediction.case import Case
+from co2sim.prediction.case import OPEN, Case
 from co2sim.prediction.step_factors import Goal
 from co2sim.simulation.noise import Noise
 from co2sim.studies.workers.loky_pool import LOKY, Engine
@@ -142,8 +143,9 @@ def flag(name: str) -> Any:
     return typer.Option(*spelled, help=declared.help)
 
 
-def _parameter(name: str) -> Parameter:
+def _parameter(name: str, defaults: Mapping[str, Any]) -> Parameter:
     hint, default, _ = _DECLARED[name]
+    default = defaults.get(name, default)
     if convert.reader(Case, name):
         hint = Any
     elif get_origin(hint) in {Mapping, dict}:
@@ -187,11 +189,12 @@ def _sharing(
     *,
     but: Collection[str] = (),
     optional: Collection[str] = (),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> Callable[..., None]:
     """`command` with the options of `groups` in place of its parameter `target`, a `Case`.
 
     It has none that are in `but`. Those of `_PLACE` that are `optional` are empty unless they are
-    given.
+    given. `defaults` stand before those of `Case`.
     """
     own = [p for p in signature(command).parameters.values() if p.name != target]
     shared = [
@@ -205,7 +208,7 @@ def _sharing(
         if name == "model" or "place" in groups
     ]
     shared += [
-        _parameter(name)
+        _parameter(name, defaults)
         for name, (_, _, declared) in _DECLARED.items()
         if declared.group in groups and name not in but
     ]
@@ -223,8 +226,11 @@ def _sharing(
 
 
 def job_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command all options but where and how; its parameter `job` receives the case."""
-    return _sharing(command, "job", ("job", "pipeline", "simulation"))
+    """Give a command all options but where and how; its parameter `job` receives the case.
+
+    What is not given of its batch is open.
+    """
+    return _sharing(command, "job", ("job", "pipeline", "simulation"), defaults=OPEN)
 
 
 def case_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -233,9 +239,9 @@ def case_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def sweep_options(command: Callable[..., None]) -> Callable[..., None]:
-    """As `case_options`, but what varies need not be given; see `sweep`."""
+    """As `case_options`, but what varies need not be given, and the batch is open; see `sweep`."""
     groups = ("job", "pipeline", "place", "simulation")
-    return _sharing(command, "case", groups, optional=MAY_VARY)
+    return _sharing(command, "case", groups, optional=MAY_VARY, defaults=OPEN)
 
 
 def plan_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -14,14 +14,20 @@ from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import counted, percent, scaled
 from co2sim.common.units import figures as shown
 from co2sim.prediction.case import Case
-from co2sim.prediction.figures import INTERVAL, shared_batch
+from co2sim.prediction.figures import INTERVAL, brief_batch, shared_batch
 from co2sim.prediction.published import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import result_to_dict
 from co2sim.report.bundle import MISSING, installed
 from co2sim.report.text import result, totals
-from co2sim.report.text.result import division, print_assumed, print_chosen, print_warnings, speeds
+from co2sim.report.text.result import (
+    division,
+    print_assumed,
+    print_chosen,
+    print_warnings,
+    speeds,
+)
 from co2sim.simulation.metrics import scalability_ratio
 from co2sim.simulation.noise import Noise
 from co2sim.studies.batch import Failure, Interrupted, Outcome, run_all
@@ -219,6 +225,7 @@ def _print_cluster(
         *([f"{INTERVAL} at {sizes[-1]}"] if known else []),
         *(f"{start}->{sizes[-1]}" for start in starts),
         f"exposed at {sizes[-1]}",
+        f"batch at {sizes[-1]}",
         f"memory at {sizes[-1]}",
         *(f"{head} at {sizes[-1]}" for head in to_loss),
     ]
@@ -237,6 +244,7 @@ def _print_cluster(
                 *([result.relative(last)] if known else []),
                 *(f"{ratio:.2f}" for ratio in ratios),
                 f"{last.exposed_share:.1%}",
+                brief_batch(last),
                 scaled(last.memory_bytes_per_gpu["total"], "B"),
                 *(totals.cells(last, goal)[: len(to_loss)] if to_loss else ()),
             ]
@@ -244,9 +252,10 @@ def _print_cluster(
     far = _far([pair for pair in asked if pair[1].gpus == sizes[-1]])
     print_table(terminal, _title(cluster, results, noise) + far, columns, rows)
     notes = ["a->b: throughput per GPU at b, relative to that at a"] if starts else []
+    notes.append("batch: micro-batch x micro-steps, recomputation")
     if not all(result.fits_in_memory for result in results):
         size = scaled(first.gpu_memory_bytes, "B")
-        notes.append(f"* needs more than the {size} of a GPU: shown as if it fitted")
+        notes.append(f"* needs more than the {size} of a GPU: as fast as if it fitted")
     print_lines(terminal, *notes)
     close = result.not_told_apart([pair for pair in asked if pair[1].gpus == sizes[-1]])
     result.print_sources(terminal, results, *([close] if close else []), "")

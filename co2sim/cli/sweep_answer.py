@@ -14,9 +14,8 @@ from co2sim.common.cli import command_line
 from co2sim.common.files import write_atomically
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import counted
-from co2sim.prediction import notes
 from co2sim.prediction.case import Case
-from co2sim.prediction.figures import in_table
+from co2sim.prediction.figures import in_table, shared_batch
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import Totals, result_to_dict
@@ -29,7 +28,7 @@ from co2sim.report.text.result import (
     stacks_of,
 )
 from co2sim.studies.batch import Failure, Interrupted, Outcome, run_all
-from co2sim.studies.grid import Setting, display_name
+from co2sim.studies.grid import Setting, display_name, strategy_title
 from co2sim.studies.results_folder import FolderSummary, SweepTable, stream
 from co2sim.studies.table import check_column, order, to_frame
 from co2sim.studies.workers.loky_pool import Engine, opened
@@ -167,13 +166,16 @@ def _print(
         known = totals.cells(outcome, goal) if to_loss and isinstance(outcome, Result) else ["", ""]
         row.extend(known[: len(to_loss)])
     left = len(settings[0])
-    if any(notes.own(result.notes) for result in results):
+    asked = [strategy_title(case.strategy) for case in cases]
+    pairs = zip(asked, outcomes, strict=True)
+    if any(isinstance(one, Result) and one.strategy != how for how, one in pairs):
         columns.insert(left, "chosen")
         for row, outcome in zip(rows, outcomes, strict=True):
             row.insert(left, outcome.strategy if isinstance(outcome, Result) else "")
         left += 1
     terminal = console()
     title = ", ".join([*_shared(cases, outcomes), f"by {' and '.join(settings[0])}"])
+    title += f"; {shared_batch(results)}"
     uneven = speeds(cases[0].noise, varied=settings[0])
     title += f"; {uneven}" if uneven else ""
     used = "" if "stack" in settings[0] else stacks_of(results)
@@ -248,9 +250,9 @@ def _same(texts: Sequence[str]) -> str:
 
 
 def _print_notes(terminal: Console, results: Sequence[Result], goal: Goal) -> None:
-    notes = ["efficiency: against the same round with free communication"]
+    notes = ["batch: micro-batch x micro-steps, recomputation"]
     if not all(r.fits_in_memory for r in results):
-        notes.append("* needs more than the memory of a GPU: shown as if it fitted")
+        notes.append("* needs more than the memory of a GPU: as fast as if it fitted")
     if not any(r.fits_in_memory for r in results):
         notes.append("none fits: run one of them (`co2sim run`) to see what would")
     print_lines(terminal, *notes)

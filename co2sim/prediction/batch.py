@@ -1,31 +1,42 @@
 """The batch that a question leaves open: how many samples a step has, and how GPUs take them.
 
 A global batch may be given in tokens, or as "auto": that of the published training whose model is
-nearest in size (`catalog/batches.toml`). With "auto" for micro-batch and recomputation those are
-taken that fit in memory and are fastest, all others of the case being as they are. A step has at
-least one sample for each group of GPUs that train on the same ones, and as many for each.
+nearest in size (`catalog/batches.toml`); where the micro-steps are given, they say it. With "auto"
+for micro-batch and recomputation those are taken that fit in memory and are fastest, all others of
+the case being as they are. A step has at least one sample for each group of GPUs that train on the
+same ones, and as many for each.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from co2sim.catalog.facts import read_table
 from co2sim.common import convert
 from co2sim.common.errors import OptionError
-from co2sim.common.units import Bytes, Seconds, counted
+from co2sim.common.units import Bytes, Seconds
 from co2sim.models.workload import BlockWork, Model
 from co2sim.prediction.case import AUTO, Case, LoadedCase, tokens_of_batch
+from co2sim.prediction.notes import BATCH_OF, FASTEST
 from co2sim.prediction.pipeline import StageMemory
 from co2sim.prediction.pipeline_order import chunks_of
+from co2sim.simulation.collective_cost import traffic
 from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.token_bucket import shapers
+from co2sim.strategies import STRATEGIES, LocalSteps, parse
 
 HEADROOM = 0.1
 """Of a GPU's memory that is left free: an allocator needs some, and predictions may be off."""
 
 IMAGES = 4096
 """Of a global batch of images. Source: Dosovitskiy et al. 2021, arXiv 2010.11929, table 3."""
+
+_SIZES = 7
+"""Micro-batches that are tried of a kind of recomputation, up to the first that does not fit."""
+
+_MOST_STEPS = 1024
+"""Micro-steps that are tried, where larger micro-batches need fewer."""
 
 _MOST = 11
 """Powers of two, from 1 on, that a micro-batch may be; the largest is 1,024."""
@@ -117,6 +128,8 @@ def settled(case: Case, speed: Callable[[Case], float]) -> tuple[Case, tuple[str
     """
     if not is_open(case):
         return case, ()
+    if case.global_batch == AUTO and case.accumulation is not None:
+        case = replace(case, global_batch=None)
     loaded = case.load()
     cluster, model = loaded[0].value, loaded[1].value
     gpus = cluster.layout.world_size if case.gpus is None else case.gpus
@@ -126,63 +139,60 @@ def settled(case: Case, speed: Callable[[Case], float]) -> tuple[Case, tuple[str
         wanted, source = samples_of(case.global_batch, model)
         unit = 1 if case.micro_batch == AUTO else convert.whole("micro_batch", case.micro_batch)
         unit *= case.pp if case.interleave > 1 else 1  # interleaved stages take turns
-        each = max(1, round(wanted / groups / unit)) * unit
+        share = wanted / groups / unit
+        each = (
+            _easily_divided(share) if case.global_batch == AUTO else max(1, round(share))
+        ) * unit
         case = replace(case, global_batch=each * groups, accumulation=None)
-        lines.append(_batch_line(each * groups, wanted, groups, source, model))
+        lines += [f"{BATCH_OF}{source}"] if source else []
+        if each * groups != wanted:
+            among = f"{groups:,} groups of GPUs that train on the same samples"
+            lines.append(f"{each * groups:,} samples: {wanted:,} do not divide among {among}")
     if AUTO in {case.micro_batch, case.recompute}:
-        case, line = _fastest(case, groups, cluster.gpu.memory, speed)
-        lines.append(line)
+        case = _fastest(case, groups, cluster.gpu.memory, speed)
+        lines.append(FASTEST)
     return case, tuple(lines)
 
 
-def _batch_line(samples: int, wanted: int, groups: int, source: str, model: Model) -> str:
-    tokens = f" of {model.tokens:,} tokens" if model.unit == "token" else ""
-    text = f"global batch {counted(samples, 'sample')}{tokens}"
-    if source:
-        text += f": {source}"
-    if samples != wanted:
-        text += f"; {wanted:,} do not divide among {groups:,} groups of GPUs, or are fewer"
-    return text
+def _fastest(case: Case, groups: int, room: Bytes, speed: Callable[[Case], float]) -> Case:
+    """With the micro-batch and the recomputation that fit and are fastest.
 
-
-def _fastest(
-    case: Case, groups: int, room: Bytes, speed: Callable[[Case], float]
-) -> tuple[Case, str]:
-    """With the micro-batch and the recomputation that fit and are fastest."""
+    Where nothing leaves the headroom: those that need the least memory.
+    """
     tried = _by_memory(case, groups)
-    open_ = [name for name in ("micro_batch", "recompute") if getattr(case, name) == AUTO]
     inside = [one for one, memory in tried if fits(memory, room)]
     if not inside:
-        chosen, memory = min(tried, key=lambda pair: pair[1])
-        why = "fits with least to spare" if memory <= room else "needs the least memory"
-        return chosen, _choice_line(
-            chosen, open_, f"nothing leaves {HEADROOM:.0%} free; this {why}"
-        )
+        return min(tried, key=lambda pair: pair[1])[0]
     best: tuple[float, Case] | None = None
-    bounds = [(_bound(one, groups), one) for one in inside]
-    for bound, one in sorted(bounds, key=lambda pair: -pair[0]):
+    links = _link_times(case)
+    bounds = [(_bound(one, groups, links), one) for one in inside]
+    for bound, one in sorted(bounds, key=lambda pair: (-pair[0], -int(pair[1].micro_batch))):
         if best and bound <= best[0]:
             break
         found = speed(one)
         if best is None or found > best[0]:
             best = found, one
     assert best
-    return best[1], _choice_line(best[1], open_, "the fastest of those that fit")
+    return best[1]
 
 
 def _by_memory(case: Case, groups: int) -> list[tuple[Case, Bytes]]:
-    """Every candidate with its memory; of those too large for a size, larger ones are left out."""
+    """Every candidate with its memory; of those too large for a size, larger ones are left out.
+
+    Without a pipeline, which smaller micro-batches may fill better, only the largest are tried.
+    """
     alone = _of_one_sample(case)
     memory = StageMemory(alone).total if case.pp > 1 else memory_of(alone.prepare())
     room = case.load()[0].value.gpu.memory
     found: list[tuple[Case, Bytes]] = []
     for recompute in _recomputations(case):
+        sizes: list[tuple[Case, Bytes]] = []
         for micro, steps in _micro_batches(case, groups):
             one = replace(case, micro_batch=micro, recompute=recompute)
-            taken = memory(micro, steps, recompute)
-            found.append((one, taken))
-            if taken > room:
+            sizes.append((one, memory(micro, steps, recompute)))
+            if sizes[-1][1] > room:
                 break
+        found += sizes if case.pp > 1 else sizes[-_SIZES:]
     return found
 
 
@@ -209,8 +219,17 @@ def _micro_batches(case: Case, groups: int) -> list[tuple[int, int]]:
         micro = convert.whole("micro_batch", case.micro_batch)
         return [(micro, max(1, samples // micro))]
     found = [(micro, samples // micro) for micro in divisors(samples)]
+    found = [pair for pair in found if pair[1] <= _MOST_STEPS] or found[-1:]
     whole = [pair for pair in found if case.interleave == 1 or pair[1] % case.pp == 0]
     return whole or found[:1]
+
+
+def _easily_divided(share: float) -> int:
+    """The nearest of 1, 2, 3, 4, 6, 8, 12, 16, ...: many micro-batches divide it."""
+    if share <= 1:
+        return 1
+    unit = 2.0 ** max(0, math.floor(math.log2(share)) - 1)
+    return int(round(share / unit) * unit)
 
 
 def divisors(number: int) -> list[int]:
@@ -218,11 +237,39 @@ def divisors(number: int) -> list[int]:
     return [one for one in range(1, min(number, 1 << (_MOST - 1)) + 1) if number % one == 0]
 
 
-def _bound(case: Case, groups: int) -> float:
-    """Samples/s if GPUs did nothing but passes, those of a pipeline one after the other.
+def link_time(prepared: LoadedCase) -> Seconds:
+    """Seconds for which the bytes of a step keep the links of a node, or of a site, busy.
 
-    A stage has all its micro-batches to pass. Before the first one, and behind the last, those
-    before it pass over their first chunks.
+    0 where a link is shaped, and lets bursts pass.
+    """
+    cluster, schedule = prepared.cluster, prepared.schedule
+    if any(shapers(cluster)[1:]):
+        return 0.0
+    sent = traffic(schedule, cluster)
+    far = sent.wan / cluster.wan.payload_bandwidth if cluster.wan else 0.0
+    return max(sent.nic / cluster.inter.payload_bandwidth, far) / schedule.steps
+
+
+def _link_times(case: Case) -> tuple[Seconds, Seconds]:
+    """`link_time` of one micro-step of one sample, and what each further one adds.
+
+    A strategy of the user's own may send what it likes in further ones. Local updates are chosen
+    by their local steps.
+    """
+    strategy = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
+    if case.pp > 1 or isinstance(strategy, LocalSteps):
+        return 0.0, 0.0
+    one, two = (
+        link_time(replace(_of_one_sample(case), accumulation=steps).prepare()) for steps in (1, 2)
+    )
+    return one, two - one if type(strategy) in STRATEGIES.values() else 0.0
+
+
+def _bound(case: Case, groups: int, links: tuple[Seconds, Seconds]) -> float:
+    """Samples/s if GPUs did nothing but passes, or nothing but send.
+
+    A stage of a pipeline has all its micro-batches to pass. Before the first one, and behind the
+    last, those before it pass over their first chunks.
     """
     whole, gpu = case.job(), case.load()[0].value.gpu
 
@@ -238,9 +285,5 @@ def _bound(case: Case, groups: int) -> float:
             chunks = chunks_of(whole.share, number, case.pp, case.interleave)
             ahead += sum(times[: len(chunks[0])])
     samples = groups * whole.samples_per_gpu
+    longest = max(longest, links[0] + (whole.accumulation - 1) * links[1])
     return samples / longest if longest else math.inf
-
-
-def _choice_line(case: Case, open_: Sequence[str], why: str) -> str:
-    chosen = " and ".join(f"{name.replace('_', '-')} {getattr(case, name)}" for name in open_)
-    return f"{chosen}: {why}"

@@ -14,9 +14,12 @@ from co2sim.catalog import (
     Contents,
     Entry,
     Fact,
+    cluster_contents,
     load_cluster,
     load_model,
     load_stack,
+    model_contents,
+    stack_contents,
 )
 from co2sim.catalog.facts import is_file
 from co2sim.common import convert, validation
@@ -272,6 +275,8 @@ _MAX_SAMPLES = 10**12
 """Of a global batch: beyond any training, and still exact as a float."""
 AUTO = "auto"
 """To be chosen: `prediction.batch` does."""
+OPEN = {"micro_batch": AUTO, "global_batch": AUTO, "recompute": AUTO}
+"""What a question leaves open unless it says it; who executes a case needs numbers."""
 _TOKENS = re.compile(r"([0-9.]+(?:e[+]?[0-9]+)?) *([km]?)[ -]*tok(?:en)?s?", re.IGNORECASE)
 
 
@@ -329,13 +334,14 @@ class Case:
     `Contents` stand for a name, or a file that was read before.
 
     `strategy` is a text such as "co2(tau=48, worker=node)". `gpus` defaults to the whole cluster,
-    `precision` to bf16, or fp16 where the GPU has no bf16. `global_batch` (samples per step over
-    all GPUs) sets `accumulation`. `overrides` maps dotted paths of the cluster, or of the model
-    behind "model.", to texts with units. `rounds` is how many rounds are averaged (default 1, or 10
-    with jitter). `interval` says whether further simulations may be spent on the interval. `tp`
-    GPUs of a node share every layer, and train on the same samples; with `sequence_parallel` they
-    divide the sequence between matrix products, too. `pp` stages of a pipeline have a part of the
-    layers each, in `interleave` chunks.
+    `precision` to bf16, or fp16 where the GPU has no bf16. A case is of one sample per GPU and step
+    unless it says more; questions (`simulate`, the commands) leave the batch open instead, see
+    `OPEN`. `global_batch` (samples per step over all GPUs) sets `accumulation`. `overrides` maps
+    dotted paths of the cluster, or of the model behind "model.", to texts with units. `rounds` is
+    how many rounds are averaged (default 1, or 10 with jitter). `interval` says whether further
+    simulations may be spent on the interval. `tp` GPUs of a node share every layer, and train on
+    the same samples; with `sequence_parallel` they divide the sequence between matrix products,
+    too. `pp` stages of a pipeline have a part of the layers each, in `interleave` chunks.
 
     Values are converted where they are unambiguous: counts may be 16.0, "16" or NumPy's, names may
     be paths, overrides plain numbers. Raises OptionError for others, and for counts out of range.
@@ -383,8 +389,8 @@ class Case:
     )
     global_batch: Annotated[int | str | None, Reader(read_global_batch)] = option(
         None,
-        "Samples per optimizer step over all GPUs, or tokens (4M-tokens), or auto: those of"
-        " published trainings of models of that size. Sets the accumulation.",
+        "Samples per optimizer step over all GPUs, or tokens (4M-tokens), or auto: what a given"
+        " accumulation makes of it, else that of published trainings of models of that size.",
         "job",
     )
     precision: str | None = option(
@@ -507,6 +513,31 @@ class Case:
         if within != cluster.value:
             cluster = replace(cluster, value=within)
         return cluster, _entry(self.model, load_model, self._overrides_of("model."))
+
+    def inlined(self, known: dict[tuple[object, ...], Contents | None] | None = None) -> "Case":
+        """The case with what stands in its files in place of their names.
+
+        `known` are files that were read before, and gets those that are read now. Raises
+        CatalogError for what cannot be read.
+        """
+        known = {} if known is None else known
+
+        def contents(read: Callable[..., Contents | None], name: Any, *more: Any) -> Any:
+            if not isinstance(name, str) or not name:
+                return name
+            key = (read.__name__, name, *(str(one) for one in more))
+            if key not in known:
+                known[key] = read(name, *more)
+            return known[key] or name
+
+        named = {k: v for k, v in self.overrides.items() if k in {"gpu", "failures"}}
+        found = {
+            "cluster": contents(cluster_contents, self.cluster, named),
+            "model": contents(model_contents, self.model),
+            "stack": contents(stack_contents, self.stack),
+        }
+        changed = {name: one for name, one in found.items() if one is not getattr(self, name)}
+        return replace(self, **changed) if changed else self
 
     def load_stack(self) -> Entry[Stack]:
         """The software stack, from its name, file or object, or as the cluster has it."""

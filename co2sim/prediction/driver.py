@@ -15,7 +15,7 @@ from co2sim.common.units import Seconds, counted, figures
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import Model
 from co2sim.prediction import auto_delay, batch, pipeline
-from co2sim.prediction.case import Case, LoadedCase, Options
+from co2sim.prediction.case import OPEN, Case, LoadedCase, Options
 from co2sim.prediction.error_model import Situation, error_model
 from co2sim.prediction.evidence import (
     from_measured,
@@ -35,7 +35,7 @@ from co2sim.simulation import metrics
 from co2sim.simulation.noise import QUIET, Noise
 from co2sim.simulation.steady_state import Simulator
 from co2sim.simulation.trace import Trace
-from co2sim.strategies import LocalSteps, Strategy, parse
+from co2sim.strategies import STRATEGIES, LocalSteps, Strategy, parse, with_options
 from co2sim.strategies.co2 import CO2
 
 _ROUNDS = "simulating rounds"
@@ -61,8 +61,10 @@ def simulate(
         progress: Show a bar on stderr; default: if it is a terminal, after a second. To a pipe or
             a file one line says how far it is, after 5 seconds.
         options: The fields of `Case`, such as `gpus=128`, and those of `Noise`, such as
-            `jitter=0.05`. `overrides` are other numbers of the cluster or model, such as
-            {"inter.bandwidth": "25 Gbit/s", "model.seq_len": 4096}; `noise` is a `Noise`.
+            `jitter=0.05`. What is not given of the batch and of recomputation is chosen, as
+            `co2sim run` does: `accumulation=1, micro_batch=1` is one sample per GPU. `overrides`
+            are other numbers of the cluster or model, such as {"inter.bandwidth": "25 Gbit/s",
+            "model.seq_len": 4096}; `noise` is a `Noise`.
 
     >>> simulate("a100-tcp80", "llama-7b", "co2(tau=48, worker=node)", gpus=128).fits_in_memory
     True
@@ -77,7 +79,7 @@ _OPTIONS = [f.name for f in (*fields(Case), *fields(Noise)) if f.name not in _AS
 def _keywords() -> Signature:
     """The signature of `simulate` with every option, for shells and notebooks that complete it."""
     own = signature(simulate).parameters
-    defaults = {f.name: f.default for f in (*fields(Case), *fields(Noise))}
+    defaults = {f.name: f.default for f in (*fields(Case), *fields(Noise))} | OPEN
     hints = get_type_hints(Case) | get_type_hints(Noise)
     options = [
         Parameter(name, Parameter.KEYWORD_ONLY, annotation=hints[name], default=default)
@@ -106,7 +108,7 @@ def make_case(
     strategy: str | Strategy,
     **options: Unpack[Options],
 ) -> Case:
-    """The case that the arguments of `simulate` describe."""
+    """The case that the arguments of `simulate` describe; what they leave open is "auto"."""
     given: dict[str, Any] = {**options}
     unknown = [name for name in given if name not in _OPTIONS]
     if unknown:
@@ -119,7 +121,7 @@ def make_case(
         if given.get("noise", QUIET) != QUIET:
             raise OptionError("give noise, or jitter, straggle, seed and node_speed, not both")
         given["noise"] = noise
-    given |= {"cluster": cluster, "model": model, "strategy": strategy}
+    given = OPEN | given | {"cluster": cluster, "model": model, "strategy": strategy}
     return Case(**given)
 
 
@@ -137,7 +139,7 @@ def _noise(node_speed: Any, others: Mapping[str, Any]) -> Noise:
 def run(case: Case, *, progress: bool | None = False) -> Result:
     """Simulate and measure. `progress` as in `simulate`."""
     with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
-        case, chosen = settled(case, done)
+        case, chosen = settled(case.inlined(), done)
         if case.pp > 1:
             result = _of_pipeline(case, done)
             return replace(result, notes=(*chosen, *result.notes))
@@ -171,7 +173,8 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
 def settled(case: Case, done: Done | None = None) -> tuple[Case, tuple[str, ...]]:
     """The case with numbers for the words of its batch and recomputation, and a line on each.
 
-    Chosen among ranks that are equal; see `prediction.batch`.
+    Chosen among ranks that are equal, and for local updates by the steps between averages; see
+    `prediction.batch`.
     """
     if not batch.is_open(case):
         return case, ()
@@ -184,7 +187,8 @@ def settled(case: Case, done: Done | None = None) -> tuple[Case, tuple[str, ...]
     def speed(tried: Case) -> float:
         if tried.pp > 1:
             return pipeline.measured(tried, done).samples_per_s
-        return case_figures(tried, done).whole.samples_per_s
+        steps = _of_few_local_steps(tried)
+        return case_figures(steps, done, _without_averages).whole.samples_per_s
 
     found, lines = batch.settled(quiet, speed)
     return replace(
@@ -194,6 +198,16 @@ def settled(case: Case, done: Done | None = None) -> tuple[Case, tuple[str, ...]
         global_batch=found.global_batch,
         accumulation=found.accumulation,
     ), lines
+
+
+def _of_few_local_steps(case: Case) -> Case:
+    """The case with the shortest rounds that its strategy can have; others as they are."""
+    strategy = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
+    if type(strategy) not in STRATEGIES.values() or not isinstance(strategy, LocalSteps):
+        return case
+    options = ("tau", "delay", "fragments")
+    short = {name: "1" for name in options if getattr(strategy, name, None)}
+    return replace(case, strategy=with_options(strategy, short))
 
 
 def _same(prepared: LoadedCase) -> LoadedCase:

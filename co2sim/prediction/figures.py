@@ -50,11 +50,18 @@ def ends(result: Result) -> str:
 def shared_batch(results: Sequence[Result]) -> str:
     """The batch that all results have: of a GPU, or of all GPUs; or that they differ."""
     first = results[0]
+    if len({r.global_batch for r in results}) == 1 and first.global_batch:
+        whole = first.tokens_per_gpu_per_step * first.gpus
+        of = f" of {whole:,.0f} {first.unit}s" if first.unit == "token" else ""
+        return f"{counted(first.global_batch, 'sample')}{of} per step"
     if len({r.tokens_per_gpu_per_step for r in results}) == 1:
         return f"{counted(first.tokens_per_gpu_per_step, first.unit)} per GPU and step"
-    if len({r.global_batch for r in results}) == 1 and first.global_batch:
-        return f"{counted(first.global_batch, 'sample')} per step over all GPUs"
-    return "steps of different batches"
+    return "steps of different batches, which are different trainings"
+
+
+def brief_batch(r: Result) -> str:
+    """How GPUs take their samples: micro-batch, micro-steps and recomputation."""
+    return f"{r.micro_batch} x {r.accumulation}, {r.recompute}"
 
 
 def _steps(r: Result) -> str:
@@ -120,13 +127,6 @@ FIGURES = (
     ),
     Figure("straggler_delay_s", "delay by slower ranks, per round", _delay),
     Figure(
-        "efficiency_vs_free_communication",
-        "",
-        lambda r: f"{r.efficiency_vs_free_communication:.1%}",
-        frozenset({"sweep"}),
-        "efficiency",
-    ),
-    Figure(
         "overlap_ratio",
         "overlap ratio",
         lambda r: "-" if r.overlap_ratio is None else f"{r.overlap_ratio:.1%}",
@@ -143,6 +143,7 @@ FIGURES = (
         "hardware TFLOP/s per GPU",
         lambda r: _tflops(r.hardware_tflops_per_gpu),
     ),
+    Figure("micro_batch", "", brief_batch, frozenset({"sweep", "page"}), "batch"),
     Figure("memory_total_bytes", "", _memory, frozenset({"sweep", "page"}), "memory"),
     Figure(
         "wire_bytes_per_gpu_per_step",

@@ -228,8 +228,14 @@ ADAPTERS = (
     "lora: none of the published runs that intervals are made of has adapters, so that how far off"
     " this is is not known"
 )
-ALIKE = (
-    *(IDLE_RECOMPUTE, FEW_STATISTICS, IDLE_CHECKPOINTING),
+FASTEST = (
+    "micro-batch and recomputation: the fastest that leave 10 % of the memory of a GPU free, or"
+    " those that need the least memory where none does"
+)
+BATCH_OF = "global batch: "
+"""How the note begins that says where it comes from."""
+_ALIKE = (
+    *(IDLE_RECOMPUTE, FEW_STATISTICS, IDLE_CHECKPOINTING, FASTEST),
     *(EAGER_ATTENTION, EAGER_LOSS, SCALE, IDLE_STACK, ADAPTERS),
 )
 
@@ -281,9 +287,14 @@ def remarks(
 
 def alike(notes: Iterable[Sequence[str]]) -> list[str]:
     """The remarks among the notes of results, once each."""
-    return list(dict.fromkeys(note for one in notes for note in one if note in ALIKE))
+    return list(dict.fromkeys(note for one in notes for note in one if is_alike(note)))
+
+
+def is_alike(note: str) -> bool:
+    """Whether many results may have it: it says nothing of one alone."""
+    return note in _ALIKE or note.startswith(BATCH_OF)
 
 
 def own(notes: Sequence[str]) -> list[str]:
     """The notes that are of one result alone: what was chosen for it."""
-    return [note for note in notes if note not in ALIKE]
+    return [note for note in notes if not is_alike(note)]

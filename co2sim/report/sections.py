@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from co2sim.prediction.case import Case
 from co2sim.prediction.evidence import COLUMNS, nearest, rows
-from co2sim.prediction.notes import ALIKE
+from co2sim.prediction.notes import is_alike
 from co2sim.prediction.published import SpeedComparison
 from co2sim.report import bar_charts, line_charts, tables
 from co2sim.report.chart_style import picking
@@ -169,7 +169,7 @@ def _lines(shown: Sequence[Answered], kind: str) -> list[str]:
             found.setdefault(text, one)
     return [
         text
-        if text in ALIKE
+        if is_alike(text)
         else f"{one.strategy} on {one.result.gpus} GPUs of {one.cluster}: {text}"
         for text, one in found.items()
     ]

@@ -4,11 +4,11 @@ import inspect
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from hashlib import sha256
 from typing import Any, TypeAlias
 
-from co2sim.catalog import Contents, cluster_contents, model_contents, stack_contents
+from co2sim.catalog import Contents
 from co2sim.common.convert import Count, shown
 from co2sim.common.errors import Co2simError, NoRoomError, OptionError, ResourceError
 from co2sim.common.progress import progress_bar
@@ -145,28 +145,8 @@ class Inputs:
         self._start = sha256(_text([str(own_identity()), own_identity().source, _plain(further)]))
 
     def inlined(self, case: Case) -> Case:
-        """The case with what stands in its files in place of their names.
-
-        Raises CatalogError for what cannot be read.
-        """
-        if isinstance(case.cluster, str):
-            named = {k: v for k, v in case.overrides.items() if k in {"gpu", "failures"}}
-            key = ("cluster", case.cluster, *named.items())
-            if key not in self._files:
-                self._files[key] = cluster_contents(case.cluster, named)
-            if found := self._files[key]:
-                case = replace(case, cluster=found)
-        if isinstance(case.model, str):
-            if ("model", case.model) not in self._files:
-                self._files["model", case.model] = model_contents(case.model)
-            if found := self._files["model", case.model]:
-                case = replace(case, model=found)
-        if isinstance(case.stack, str) and case.stack:
-            if ("stack", case.stack) not in self._files:
-                self._files["stack", case.stack] = stack_contents(case.stack)
-            if found := self._files["stack", case.stack]:
-                case = replace(case, stack=found)
-        return case
+        """See `Case.inlined`."""
+        return case.inlined(self._files)
 
     def key(self, case: Case) -> str:
         """A hash of an inlined case, of what results depend on besides, and of co2sim itself.

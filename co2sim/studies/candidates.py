@@ -15,7 +15,7 @@ from co2sim.models.stack import Stack
 from co2sim.models.workload import Model
 from co2sim.prediction.auto_delay import has_auto_options
 from co2sim.prediction.batch import MemoryOf, first_step, fits, memory_of, samples_of
-from co2sim.prediction.case import AUTO, Case, LoadedCase
+from co2sim.prediction.case import AUTO, OPEN, Case, LoadedCase
 from co2sim.prediction.pipeline import StageMemory
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, scale_of_case
@@ -361,9 +361,11 @@ def with_tokens(command: str, tokens: float | None, goal: Goal = NO_GOAL) -> str
 def _options(case: Case) -> Iterator[str]:
     strategy = case.strategy if isinstance(case.strategy, str) else title(case.strategy)
     yield from ("-c", str(case.cluster), "-m", str(case.model), "-s", strategy)
+    if case.global_batch is None and case.accumulation is None:
+        case = replace(case, accumulation=1)
     for field in fields(Case):
         value = getattr(case, field.name)
-        if field.name in _NAMED or value == field.default:
+        if field.name in _NAMED or value in (None, OPEN.get(field.name, field.default)):
             continue
         name = field.name.replace("_", "-")
         if isinstance(value, bool):

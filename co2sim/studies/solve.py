@@ -10,6 +10,7 @@ from scipy.optimize import brentq
 
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.progress import Done
+from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
 from co2sim.prediction.goodput import goodput_of
@@ -213,13 +214,13 @@ class Curve:
         single = replace(case, gpus=case.load()[0].value.gpus_per_node)
         beyond = ("inter.", "wan.")
         same = {k: v for k, v in single.overrides.items() if not k.startswith(beyond)}
-        key = f"{single.strategy} {single.micro_batch} {single.accumulation} {same}"
-        if isinstance(single.cluster, str) and key in self._alone:
-            return self._alone[key]
-        found = driver.run(single)
-        if isinstance(single.cluster, str):
-            self._alone[key] = found
-        return found
+        batch = single.micro_batch, single.accumulation, single.global_batch, single.recompute
+        key = f"{single.strategy} {batch} {same}"
+        if isinstance(single.cluster, Cluster):
+            return driver.run(single)
+        if key not in self._alone:
+            self._alone[key] = driver.run(single)
+        return self._alone[key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,9 @@ and counts: config.json of deepseek-ai/DeepSeek-V3 and Qwen/Qwen3-235B-A22B, tab
 from functools import cache
 
 import pytest
+from one_sample import simulate
 
-from co2sim import Result, simulate
+from co2sim import Result
 
 BF16, FP32 = 2, 4
 ADAMW = 12

@@ -1,6 +1,7 @@
 """The figures of a configuration, simulated or measured, on the terminal."""
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -19,7 +20,7 @@ from co2sim.models.workload import AttentionKernel
 from co2sim.prediction import evidence, notes
 from co2sim.prediction.case import Case, LoadedCase, schedule_of
 from co2sim.prediction.error_model import error_model
-from co2sim.prediction.figures import INTERVAL, in_table, list_of
+from co2sim.prediction.figures import INTERVAL, in_table, list_of, shared_batch
 from co2sim.prediction.order import undecided
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
@@ -30,6 +31,7 @@ from co2sim.simulation.noise import QUIET, Noise
 from co2sim.strategies import STRATEGIES, Strategy, parse, with_options
 from co2sim.strategies.step import title
 
+_NUMBERS = re.compile(r"[0-9][0-9.,]*")
 _NAMED = 4
 """Nodes whose speeds are named one by one."""
 
@@ -88,15 +90,14 @@ def print_comparison(results: Sequence[Result], goal: Goal = NO_GOAL) -> None:
     rows = [
         (
             one.strategy,
-            batch_words(one, brief=True),
             *(figure.shown(one) or "-" for figure in shown),
             one.misfit or one.memory_fit,
         )
         for one in ordered
     ]
-    heads = ("strategy", "batch", *(figure.headed(first) for figure in shown), "in memory")
+    heads = ("strategy", *(figure.headed(first) for figure in shown), "in memory")
     where = f"{first.model} on {counted(first.gpus, 'GPU')}: {first.cluster}"
-    print_table(out, f"{where}; {first.precision}", heads, rows, left=2)
+    print_table(out, f"{where}; {shared_batch(results)}, {first.precision}", heads, rows)
     close = not_told_apart([(one.strategy, one) for one in ordered])
     print_lines(out, *([close] if close else []))
     totals.print_remark(out, results, goal, "")
@@ -155,11 +156,9 @@ def print_evidence(case: Case, result: Result) -> None:
     print_table(console(), title, evidence.COLUMNS, evidence.rows(near), left=3)
 
 
-def batch_words(r: Result, *, brief: bool = False) -> str:
-    """The batch of a result, and how GPUs take it: `512 = 64 x 2 x 4, full` where it is brief."""
+def batch_words(r: Result) -> str:
+    """The batch of a result, and how GPUs take it."""
     micro = f"micro-batch {r.micro_batch}" + (f" x {r.accumulation}" if r.accumulation > 1 else "")
-    if brief:
-        return f"{r.global_batch}: {r.micro_batch} x {r.accumulation}, {r.recompute}"
     size = counted(r.tokens_per_gpu_per_step, r.unit)
     each = f"{micro}: {size} per GPU and step; recompute {r.recompute}"
     if r.global_batch is None:
@@ -238,12 +237,22 @@ def _figures(r: Result, *, measured: bool) -> list[tuple[str, str]]:
 def print_chosen(out: Console, named: Iterable[tuple[str, Result]]) -> None:
     """What was chosen for options left open, behind the name of its case; and remarks."""
     named = list(named)
-    lines = [
-        f"{name}{': ' if name else ''}{note}" for name, r in named for note in notes.own(r.notes)
-    ]
-    if lines:
-        print_lines(out, *lines, "")
+    _print_each(out, "", ((name, notes.own(r.notes)) for name, r in named))
     print_remarks(out, [r for _, r in named])
+
+
+def _print_each(out: Console, head: str, named: Iterable[tuple[str, Sequence[str]]]) -> None:
+    """What is said of each case, behind its name; of lines with other numbers only, the last."""
+    kinds: dict[str, list[str]] = {}
+    for name, texts in named:
+        for text in texts:
+            line = f"{head}{name}{': ' if name else ''}{text}"
+            kinds.setdefault(_NUMBERS.sub("", line), []).append(line)
+    for lines in kinds.values():
+        more = f" (and {len(lines) - 1} like it)" if len(lines) > 1 else ""
+        print_lines(out, lines[-1] + more)
+    if kinds:
+        print_lines(out, "")
 
 
 def print_remarks(out: Console, results: Iterable[Result]) -> None:
@@ -255,13 +264,7 @@ def print_remarks(out: Console, results: Iterable[Result]) -> None:
 
 def print_warnings(out: Console, named: Iterable[tuple[str, Result]]) -> None:
     """What holds a strategy back: one line for each case, behind its name."""
-    lines = [
-        f"warning: {name}{': ' if name else ''}{warning}"
-        for name, r in named
-        for warning in r.warnings
-    ]
-    if lines:
-        print_lines(out, *lines, "")
+    _print_each(out, "warning: ", ((name, r.warnings) for name, r in named))
 
 
 def print_assumed(out: Console, results: Iterable[Result]) -> None:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean
 
+import one_sample
 import pytest
 from places import ROOT
 
-import co2sim
 from analysis.published.cells import Cell, from_papers, run_kind, unpredicted
 from analysis.published.errors import validate
 from analysis.published.papers import PAPERS
@@ -56,7 +56,7 @@ def source(tmp_path: Path) -> Source:
 
 def simulated(cluster: str, gpus: int) -> float:
     """Tokens per second of the cell, asked of the simulator directly."""
-    return co2sim.simulate(
+    return one_sample.simulate(
         cluster,
         "gpt2-xl",
         "zero2:owners=true",

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from commands import Command
+from one_sample import simulate
 
 from analysis.published import own_runs, run_errors, run_memory, stack_fit
 from analysis.published.runs import TrainingRun, training_runs
-from co2sim.prediction.driver import simulate
 from co2sim.prediction.error_model import error_model
 
 RUNS = training_runs()

@@ -7,8 +7,8 @@ from itertools import pairwise, starmap
 from typing import get_args
 
 import pytest
+from one_sample import simulate
 
-from co2sim import simulate
 from co2sim.catalog import key_of, load_cluster, names
 from co2sim.catalog.facts import Kind, read
 from co2sim.common.errors import CatalogError, OptionError

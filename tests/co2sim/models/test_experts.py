@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from one_sample import simulate
 
-from co2sim import simulate
 from co2sim.catalog import load_model
 from co2sim.common.errors import OptionError
 from co2sim.models.architecture import (

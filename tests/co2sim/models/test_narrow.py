@@ -3,8 +3,8 @@
 import math
 
 import pytest
+from one_sample import simulate
 
-from co2sim import simulate
 from co2sim.catalog import load_cluster, load_model, load_stack
 from co2sim.common.errors import OptionError
 from co2sim.models.architecture import Experts, Transformer, language_model

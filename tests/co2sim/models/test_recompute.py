@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from one_sample import simulate, sweep
 
-from co2sim import OptionError, simulate, sweep
+from co2sim import OptionError
 from co2sim.catalog import load_cluster, load_model, load_stack
 from co2sim.models.architecture import Experts, Transformer, language_model
 from co2sim.models.memory import activations

@@ -10,6 +10,7 @@ import tiny
 from commands import Command
 from hypothesis import given
 from hypothesis import strategies as st
+from one_sample import simulate
 
 from co2sim.catalog import DEFAULT_STACK, load_cluster, load_stack, names
 from co2sim.catalog.specs import ClusterSpec, as_file
@@ -17,7 +18,6 @@ from co2sim.common.errors import CatalogError, Co2simError
 from co2sim.hardware.cluster import AttentionSpeed, KernelTimes, ProductSpeed
 from co2sim.models.stack import Stack
 from co2sim.prediction.case import Case
-from co2sim.prediction.driver import simulate
 from co2sim.prediction.notes import IDLE_STACK
 from co2sim.schedule.schedule import (
     WORLD,

@@ -7,11 +7,12 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from one_sample import simulate
 
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.prediction.driver import make_case as case_of
-from co2sim.prediction.driver import simulate, trace
+from co2sim.prediction.driver import trace
 from co2sim.prediction.result import Result
 from co2sim.strategies.co2 import CO2
 

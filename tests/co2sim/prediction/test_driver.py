@@ -7,8 +7,9 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from one_sample import simulate
 
-from co2sim import DDP, Case, Co2simError, Result, simulate
+from co2sim import DDP, Case, Co2simError, Result
 from co2sim.common.errors import OptionError
 from co2sim.common.resources import LruCache
 from co2sim.hardware.cluster import Link

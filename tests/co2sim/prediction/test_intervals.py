@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import one_sample
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,7 +83,7 @@ def test_a_kind_is_generation_exchange_and_extent() -> None:
 
 def test_a_calibrated_cluster_has_the_interval_of_its_fit() -> None:
     """Quick: the factor times the scatter, with the constants' share; it holds the prediction."""
-    result = co2sim.simulate(**ZEROPP)
+    result = one_sample.simulate(**ZEROPP)
     known = calibrations()["v100-zeropp"]
     assert result.interval_source.startswith("calibration v100-zeropp: ")
     sigma = known.scatter * math.sqrt(1 + 2 / 20)
@@ -94,8 +95,8 @@ def test_a_calibrated_cluster_has_the_interval_of_its_fit() -> None:
 
 def test_full_moves_the_constants_and_quick_their_mean() -> None:
     """On a run like the fitted ones both agree to a quarter; full takes the round's own share."""
-    quick = co2sim.simulate(**ZEROPP)
-    full = co2sim.simulate(**ZEROPP, interval="full")
+    quick = one_sample.simulate(**ZEROPP)
+    full = one_sample.simulate(**ZEROPP, interval="full")
     assert full.tokens_per_s == quick.tokens_per_s
     assert width(full) == pytest.approx(width(quick), rel=0.25)
     assert full.interval_source != quick.interval_source
@@ -127,11 +128,11 @@ def test_a_probed_cluster_has_the_interval_of_its_probe() -> None:
     """Wider with either scatter, and of no width without one."""
 
     def found(compute: float, communication: float) -> float:
-        return width(co2sim.simulate(probed(compute, communication), "gpt2-small", "ddp"))
+        return width(one_sample.simulate(probed(compute, communication), "gpt2-small", "ddp"))
 
     assert found(0.0, 0.0) == 0
     assert 0 < found(0.02, 0.0) < found(0.02, 0.05) < found(0.04, 0.05)
-    told = co2sim.simulate(probed(0.02, 0.05), "gpt2-small", "ddp").interval_source
+    told = one_sample.simulate(probed(0.02, 0.05), "gpt2-small", "ddp").interval_source
     assert told.startswith("probe: ")
     assert re.findall(r"[0-9.]+%", told) == ["2.0%", "5.0%"]
 
@@ -140,7 +141,7 @@ def test_hidden_communication_that_may_become_exposed_widens_a_full_interval_bel
     """CO2 hides its average: quick sees none of it, full sees it come out on a slower network."""
     cluster = replace(probed(0.0, 0.5), inter=replace(probed(0, 0).inter, bandwidth=2e9))
     job = {"cluster": cluster, "model": "gpt2-xl", "strategy": "co2(tau=4, worker=node, inner=ddp)"}
-    quick, full = (co2sim.simulate(**job, interval=how) for how in ("quick", "full"))
+    quick, full = (one_sample.simulate(**job, interval=how) for how in ("quick", "full"))
     assert full.tokens_per_s_low is not None
     assert quick.tokens_per_s_low is not None
     assert full.tokens_per_s_low < quick.tokens_per_s_low
@@ -158,7 +159,7 @@ def test_elsewhere_the_interval_is_that_of_errors_on_published_runs(
     cluster: str, model: str, strategy: str
 ) -> None:
     """As far to both sides as the model of errors says, with the runs that are behind it."""
-    result = co2sim.simulate(cluster, model, strategy, gpus=16)
+    result = one_sample.simulate(cluster, model, strategy, gpus=16)
     assert result.tokens_per_s_low is not None
     assert result.tokens_per_s_low * (result.tokens_per_s_high or 0) == pytest.approx(
         result.tokens_per_s**2
@@ -176,9 +177,9 @@ def test_elsewhere_the_interval_is_that_of_errors_on_published_runs(
 
 def test_of_a_gpu_of_which_nothing_is_published_less_is_sure() -> None:
     """Than of the same run on one whose kernels are known, and trainings on its generation."""
-    known = co2sim.simulate("a100-roce800", "gpt2-small", "ddp", gpus=16)
+    known = one_sample.simulate("a100-roce800", "gpt2-small", "ddp", gpus=16)
     for cluster in ("rtx3090-10x8", "nd-mi300x-v5"):
-        unknown = co2sim.simulate(cluster, "gpt2-small", "ddp", gpus=16)
+        unknown = one_sample.simulate(cluster, "gpt2-small", "ddp", gpus=16)
         assert width(unknown) > 1.1 * width(known)
 
 
@@ -228,8 +229,8 @@ def test_far_from_the_fitted_runs_the_interval_is_no_longer_that_of_the_fit(
     """It says what is far, and is that of errors on published runs: always wider."""
     job = {"cluster": "h100-3200g", "model": "mpt-7b", "strategy": "fsdp", "gpus": 128}
     job["stack"] = "composer-2023"
-    here = co2sim.simulate(**job)
-    found = co2sim.simulate(**job | changes)
+    here = one_sample.simulate(**job)
+    found = one_sample.simulate(**job | changes)
     assert here.interval_source.startswith("calibration mpt-fsdp")
     if not reason:
         assert found.interval_source == here.interval_source
@@ -311,14 +312,14 @@ def test_conformal_intervals_hold_90_percent_whatever_the_distribution(draw: str
 def test_where_the_host_is_slow_less_is_sure() -> None:
     """Its load is what it needs for what the GPU needs, and is small for long passes."""
     long, short = (
-        co2sim.simulate("dgx-h100", "llama3.2-1b", "ddp", gpus=8, micro_batch=4, tp=tp)
+        one_sample.simulate("dgx-h100", "llama3.2-1b", "ddp", gpus=8, micro_batch=4, tp=tp)
         for tp in (1, 8)
     )
     assert long.host_load is not None
     assert short.host_load is not None
     assert short.host_load > 3 * long.host_load
     assert width(short) > 1.3 * width(long)
-    twice = co2sim.simulate(
+    twice = one_sample.simulate(
         "dgx-h100",
         "llama3.2-1b",
         "ddp",

@@ -9,8 +9,9 @@ import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_sample import simulate
 
-from co2sim import Case, simulate
+from co2sim import Case
 from co2sim.hardware.cluster import Link
 from co2sim.models.architecture import Transformer, language_model
 from co2sim.prediction import micro_steps

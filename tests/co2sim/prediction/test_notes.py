@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import tiny
 from commands import Command
+from one_sample import simulate
 
 from co2sim.hardware.cluster import Cluster, Link
-from co2sim.prediction.driver import simulate
 from co2sim.prediction.notes import SCALE
 from co2sim.prediction.result import Result
 from co2sim.simulation.noise import Noise

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from one_sample import simulate
 
-from co2sim.prediction.driver import simulate
 from co2sim.prediction.error_model import error_model
 from co2sim.prediction.evidence import between
 from co2sim.prediction.order import undecided, unshared

@@ -8,8 +8,9 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from one_sample import simulate
 
-from co2sim import Case, Co2simError, run, simulate
+from co2sim import Case, Co2simError, run
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.models.architecture import Transformer, language_model
 from co2sim.models.workload import Workload

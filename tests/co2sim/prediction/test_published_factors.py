@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from one_sample import simulate
 
-from co2sim import Case, Goal, simulate
+from co2sim import Case, Goal
 from co2sim.prediction.published_factors import catalog, of_losses, of_training
 from co2sim.prediction.step_factors import (
     Scale,

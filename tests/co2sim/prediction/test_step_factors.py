@@ -10,9 +10,10 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
+from one_sample import simulate
 from places import ROOT
 
-from co2sim import Goal, simulate, to_loss
+from co2sim import Goal, to_loss
 from co2sim.common.errors import OptionError
 from co2sim.prediction.step_factors import Scale, remark, step_factor
 from co2sim.strategies import parse

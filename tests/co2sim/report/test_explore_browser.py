@@ -16,11 +16,11 @@ pytest.importorskip("pebble", reason="the extra `explore` is not installed")
 pytest.importorskip("httpx2", reason="httpx2 is not installed")
 
 from browsing import PHONE, SCHEMES, Opened, browser, marks, needs_axe
+from one_sample import simulate
 from playwright.sync_api import Browser, expect
 from test_explore import STRATEGIES, TOKENS, TOLERANCE, few, made, question
 from test_explore_server import OWN, Served
 
-from co2sim import simulate
 from co2sim.prediction.driver import run
 from co2sim.prediction.totals import totals_of
 from co2sim.report.explore import build

@@ -29,9 +29,9 @@ pytest.importorskip("starlette", reason="the extra `explore` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `explore` is not installed")
 
 import psutil
+from one_sample import simulate
 from starlette.testclient import TestClient
 
-from co2sim import simulate
 from co2sim.models.memory import GIB
 from co2sim.prediction.case import Case
 from co2sim.prediction.driver import run

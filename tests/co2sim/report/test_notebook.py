@@ -7,9 +7,10 @@ from html.parser import HTMLParser
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from one_sample import simulate
 
 import co2sim
-from co2sim import Case, OptionError, simulate
+from co2sim import Case, OptionError
 from co2sim.common import html_card
 from co2sim.prediction import driver
 from co2sim.schedule.schedule import Schedule

@@ -13,9 +13,10 @@ pytest.importorskip("altair", reason="the extra `report` is not installed")
 pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 
 import vl_convert
+from one_sample import simulate
 
 import co2sim
-from co2sim import Case, OptionError, simulate
+from co2sim import Case, OptionError
 from co2sim.models.memory import GIB
 from co2sim.prediction import driver
 from co2sim.report import rounds

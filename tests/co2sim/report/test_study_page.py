@@ -19,8 +19,8 @@ pytest.importorskip("altair", reason="the extra `report` is not installed")
 pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 
 from commands import Command, written
+from one_sample import simulate
 
-from co2sim import simulate
 from co2sim.models.memory import GIB
 from co2sim.prediction.case import Case
 from co2sim.prediction.driver import run

@@ -9,9 +9,10 @@ import tiny
 from commands import Command
 from hypothesis import given
 from hypothesis import strategies as st
+from one_sample import simulate
 from small_gpt import BODY, TOKENS, VOCAB, job, planned
 
-from co2sim import Co2simError, simulate, strategies
+from co2sim import Co2simError, strategies
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.models.architecture import Transformer, language_model
 from co2sim.models.memory import activations

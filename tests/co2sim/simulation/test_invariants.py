@@ -7,12 +7,12 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from one_sample import simulate
 
 from co2sim import strategies
 from co2sim.catalog import load_model
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.models.workload import Workload
-from co2sim.prediction.driver import simulate
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Collective, Schedule
 from co2sim.simulation.collective_cost import Traffic, traffic

@@ -6,9 +6,9 @@ import pytest
 import tiny
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from one_sample import simulate
 
 from co2sim.hardware.cluster import Link
-from co2sim.prediction.driver import simulate
 from co2sim.schedule.schedule import (
     NODE,
     WORLD,

@@ -7,8 +7,8 @@ from itertools import groupby
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from one_sample import simulate
 
-from co2sim import simulate
 from co2sim.common.errors import OptionError
 from co2sim.models.architecture import Experts, Transformer, language_model
 from co2sim.models.workload import Workload

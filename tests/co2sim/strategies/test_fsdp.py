@@ -6,12 +6,12 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from one_sample import simulate
 
 from co2sim import strategies
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.models.workload import Block, Model, Workload
-from co2sim.prediction.driver import simulate
 from co2sim.schedule.schedule import Collective, Compute, Layout
 from co2sim.simulation.collective_cost import traffic
 

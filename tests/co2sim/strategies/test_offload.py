@@ -8,13 +8,14 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from one_sample import simulate
 
 from co2sim import Case, strategies
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.offloading import ASSUMED
 from co2sim.models.memory import host_memory
-from co2sim.prediction.driver import run, simulate
+from co2sim.prediction.driver import run
 from co2sim.schedule.schedule import Compute, DType, Layout, Schedule
 from co2sim.simulation.chakra.export import durations
 from co2sim.simulation.collective_cost import traffic

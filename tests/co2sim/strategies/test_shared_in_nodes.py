@@ -6,8 +6,9 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from one_sample import simulate
 
-from co2sim import simulate, strategies
+from co2sim import strategies
 from co2sim.common.errors import OptionError
 from co2sim.prediction.case import Case, schedule_of
 from co2sim.schedule.schedule import Collective, Layout, Schedule

@@ -7,12 +7,12 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from one_sample import simulate
 
 from co2sim import strategies
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster, HostEffects, Link, TokenBucket
 from co2sim.prediction.case import Case
-from co2sim.prediction.driver import simulate
 from co2sim.schedule.schedule import SITE, SITE_PEERS, Collective, DType, Kind, Layout, Op, Schedule
 from co2sim.simulation.collective_cost import traffic
 from co2sim.simulation.run import execute

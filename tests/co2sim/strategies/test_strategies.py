@@ -7,12 +7,12 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from one_sample import simulate
 
 from co2sim import strategies
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.hardware.cluster import Link
 from co2sim.models.workload import AttentionScores, Block, MatMul, Model, Workload
-from co2sim.prediction.driver import simulate
 from co2sim.schedule.schedule import After, Collective, Compute, DType, Kind, Layout, Op, Schedule
 from co2sim.simulation.collective_cost import traffic
 from co2sim.simulation.run import execute

@@ -21,7 +21,13 @@ from co2sim.studies.results_folder import FolderSummary, SweepStopped
 
 pytest.importorskip("pyarrow", reason="the extra `parquet` is not installed")
 
-ASKED: dict[str, Any] = {"cluster": tiny.cluster(), "model": tiny.model(), "strategy": "ddp"}
+ASKED: dict[str, Any] = {
+    "cluster": tiny.cluster(),
+    "model": tiny.model(),
+    "strategy": "ddp",
+    "accumulation": 1,
+    "recompute": "none",
+}
 VARY: dict[str, Any] = {"micro_batch": [1, 2, 3, 4], "strategy.bucket_mib": [1, 2]}
 
 
@@ -51,6 +57,7 @@ def test_a_folder_holds_what_a_sweep_returns(tmp_path: Path) -> None:
     """Every column that both have is the same, row for row, the failed one included."""
     vary = {"gpus": [2, 3, 4], "strategy": ["ddp", "zeropp"]}
     asked = {name: value for name, value in ASKED.items() if name != "strategy"}
+    asked["micro_batch"] = 1
     whole = co2sim.sweep(**asked, vary=vary, tokens=1e9)
     found = sweep_to(tmp_path, **asked, vary=vary, tokens=1e9)
     assert (found.cases, found.computed, found.reused, found.failed) == (6, 6, 0, 2)
