@@ -11,6 +11,7 @@ from co2sim.prediction.case import Case
 
 _YEARS = (0.25, 20)
 """Least and most."""
+_LEAST_USED = 0.001
 
 
 def _years(text: str) -> float:
@@ -19,10 +20,12 @@ def _years(text: str) -> float:
 
 def _share(text: str) -> float:
     """A share such as 70% or 0.7."""
-    bare, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
-    found = options.number("--utilization")(bare) / (100 if percent else 1)
-    if not 0 < found <= 1:
-        raise OptionError(f"--utilization is {text!r}; it must be above 0 and at most 100%")
+    try:
+        found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        found = 0.0
+    if not _LEAST_USED <= found <= 1:
+        raise OptionError(f"--utilization is {text!r}; it must be 0.1% to 100%")
     return found
 
 

@@ -255,9 +255,10 @@ def numbers(cluster: Cluster, changes: Mapping[str, str], rent: Rate) -> dict[st
     OptionError for unknown names, and where the price of a node is not known.
     """
     known = dict(rates("ownership"))
-    if unknown := next((name for name in changes if name not in {*_units()} - {"rent"}), None):
-        names = [f"own.{name}" for name in _units() if name != "rent"]
-        raise OptionError(f"unknown number own.{unknown}; {nearest(f'own.{unknown}', names)}")
+    settable = [f"own.{name}" for name in _units() if name != "rent"]
+    for name in changes:
+        if f"own.{name}" not in settable:
+            raise OptionError(f"unknown number own.{name}; {nearest(f'own.{name}', settable)}")
     region = changes.get("electricity", REGION)
     if region in rates("electricity"):
         changes = {name: text for name, text in changes.items() if name != "electricity"}

@@ -193,8 +193,6 @@ def test_tokens_cost_what_their_hours_cost(cli: Command) -> None:
         (("--set", "price_per_gpu=2 EUR/h"), "EUR"),
         (("--set", "gpu=v100-32"), "own.node"),
         (("-m", "gpt2-small"), "--strategy"),
-        (("--utilization", "0"), "--utilization"),
-        (("--utilization", "120%"), "--utilization"),
     ],
 )
 def test_bad_input_is_one_line(cli: Command, more: tuple[str, ...], said: str) -> None:
