@@ -493,7 +493,8 @@ UNITS: Mapping[str, str] = {
 """Units of the numbers of clusters, GPUs and stacks that have one, by name."""
 
 
-RateKind: TypeAlias = Literal["prices", "grids"]
+RateKind: TypeAlias = Literal["prices", "grids", "nodes", "electricity", "ownership"]
+"""Tables of the catalog: prices of rent, grids, and what `co2sim own` needs."""
 
 _FIELDS: Mapping[RateKind, tuple[str, str, str]] = {
     "prices": ("price_per_gpu", "price_low", "price_high"),
@@ -513,7 +514,10 @@ DEFAULT_GRID = "world"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """A published figure; `low` and `high` are the ends of its range, None where none is known."""
+    """A published figure; `low` and `high` are the ends of its range, None where none is known.
+
+    `rent` names the price for which what it is the price of can be rented.
+    """
 
     name: str
     value: str
@@ -521,6 +525,7 @@ class Rate:
     source: str
     low: str | None = None
     high: str | None = None
+    rent: str | None = None
 
 
 @cache

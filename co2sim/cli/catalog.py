@@ -20,8 +20,8 @@ def list_(
     what: Annotated[
         str | None,
         typer.Argument(
-            help="clusters, gpus, models, stacks, failures, strategies, prices, grids, or one name"
-            " from them."
+            help="clusters, gpus, models, stacks, failures, strategies, prices, grids, nodes,"
+            " electricity, ownership, or one name from them."
         ),
     ] = None,
 ) -> None:

@@ -255,6 +255,12 @@ def calibrate_options(command: Callable[..., None]) -> Callable[..., None]:
     return _sharing(command, "job", ("job", "pipeline"), optional=("model",))
 
 
+def own_options(command: Callable[..., None]) -> Callable[..., None]:
+    """As `case_options`, but model and strategy need not be given."""
+    groups = ("job", "pipeline", "place", "simulation")
+    return _sharing(command, "case", groups, optional=("model", "strategy"))
+
+
 def model_options(
     command: Callable[..., None], optional: Collection[str] = ()
 ) -> Callable[..., None]:

@@ -24,7 +24,9 @@ Watts: TypeAlias = float
 KgPerKwh: TypeAlias = float
 """Kilograms of CO2 equivalents per kilowatt-hour."""
 
-Unit: TypeAlias = Literal["s", "B", "B/s", "FLOP", "FLOP/s", "USD/s", "W", "kg/kWh", ""]
+_Physical: TypeAlias = Literal["s", "B", "B/s", "FLOP", "FLOP/s", "W", "kg/kWh", ""]
+_Money: TypeAlias = Literal["USD", "USD/s", "USD/kWh", "USD/kW/month"]
+Unit: TypeAlias = Literal[_Physical, _Money]
 
 EXAMPLES: dict[Unit, str] = {
     "s": "a time such as '5 us'",
@@ -33,6 +35,9 @@ EXAMPLES: dict[Unit, str] = {
     "FLOP": "an amount of work such as '2 TFLOP'",
     "FLOP/s": "a speed such as '312 TFLOP/s'",
     "USD/s": "a price such as '2.5 USD/h' or '2.2 EUR/h'",
+    "USD": "an amount of money such as '36000 USD'",
+    "USD/kWh": "a price of electricity such as '0.08 USD/kWh'",
+    "USD/kW/month": "a price of a place such as '180 USD/kW/month'",
     "W": "a power such as '700 W' or '2.8 kW'",
     "kg/kWh": "a carbon intensity such as '56 g/kWh'",
     "": "a plain number",
@@ -46,6 +51,7 @@ _UNITS: dict[str, tuple[str, float]] = {
     **dict.fromkeys(("hour", "h"), ("s", 3600.0)),
     **dict.fromkeys(("day", "d"), ("s", 86400.0)),
     "week": ("s", 604800.0),
+    "month": ("s", 31557600.0 / 12),
     "year": ("s", 31557600.0),
     **dict.fromkeys(("flop", "FLOP"), ("FLOP", 1.0)),
     **dict.fromkeys(("dollar", "USD"), ("USD", 1.0)),
@@ -85,7 +91,7 @@ _COMMA = re.compile(r"\s*[-+]?\d*,\d")
 _CURRENCY = re.compile(r"(?<![A-Za-z])([A-Za-z]++)\s*+/")
 _SIGNS = {"$": "USD", "€": "EUR", "£": "GBP"}
 _SIGNED_PRICE = re.compile(r"(?P<sign>[$€£]) *(?P<rest>[0-9.]+) */ *(?P<time>[A-Za-z]+)")
-_UNIT = re.compile(r"[A-Za-z\u00b5]{1,20}(/[A-Za-z]{1,20})?")
+_UNIT = re.compile(r"[A-Za-z\u00b5]{1,20}(/[A-Za-z]{1,20}){0,2}")
 _BITS = re.compile(
     r"(?P<prefix>[kKmMgGtTpP]?)(?:(?P<size>bits?)|bits?/s|bps)|(?P<large>[kKMGTP]?)b/s"
 )

@@ -168,6 +168,10 @@ BAD = [
     (f"{PLAN} --tokens 1e9 --to-loss-steps 10", "not both"),
     (f"plan --tokens 1e9 {BASE} -s ddp --budget 5", "price_per_gpu"),
     (f"plan --tokens 1e9 {BASE} -s ddp --want cheapest", "price_per_gpu"),
+    # own
+    ("own -c dgx-h100 --years 1e400", "0.25 to 20"),
+    ("own -c dgx-h100 --utilization 120%", "0.1% to 100%"),
+    ("own -c dgx-h100 --set own.=3", "own.node"),
     # goodput
     (f"goodput {ON}", "failures=meta-rsc-1"),
     (f"{FAILING} --every '0 s'", "above 0"),

@@ -249,6 +249,7 @@ STUDIES = {
     "solve": ["inter.bandwidth", "--for", "efficiency=90%", "-g", "8"],
     "plan": ["--tokens", "1e9", "-g", "8", "--jobs", "1"],
     "goodput": ["-g", "8", "--set", "failures=meta-rsc-1"],
+    "own": ["-g", "8", "--years", "3", "--utilization", "70%", "--set", "own.node=36000 USD"],
 }
 
 

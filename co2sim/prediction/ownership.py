@@ -1,0 +1,340 @@
+"""What it costs to own a cluster, beside renting it by the hour that is used.
+
+Pure functions over numbers. In H hours of all GPUs, of which the part u is used,
+
+    owning = fixed + u * used,   renting = u * H * price
+
+`fixed` is what nodes, spare parts, network, place, staff, interest and the electricity of waiting
+cost, less what can be sold at the end; `used` is the electricity that work draws beyond waiting.
+Both are equal at u = fixed / (H * price - used): above it owning is cheaper. Where that is above 1,
+or H * price is no more than `used`, renting always is.
+
+Interest is paid on what is bought, which loses its value evenly: on half of what it costs and what
+it is sold for, together. All money is USD of today: inflation is left out. So are taxes,
+insurance, storage, a network to the outside, and software.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from itertools import chain
+from typing import Annotated, Any, get_args, get_type_hints
+
+from co2sim.catalog.facts import read
+from co2sim.catalog.specs import Rate, rates
+from co2sim.common.errors import OptionError, UnitError, nearest
+from co2sim.common.units import BytesPerSecond, Seconds, Watts, parse
+from co2sim.common.validation import Price, Quantity, check, fraction
+from co2sim.hardware.cluster import Cluster
+from co2sim.prediction import power
+
+YEAR: Seconds = 31_557_600.0
+HOUR: Seconds = 3600.0
+_GBIT: BytesPerSecond = 1e9 / 8
+_KNOWN_SPEED: BytesPerSecond = 400 * _GBIT
+"""Of the ports whose price is known."""
+_SPEEDS = tuple(speed * _GBIT for speed in (1, 10, 25, 50, 100, 200, 400, 800))
+"""Of ports that are sold."""
+
+REGION = "virginia"
+"""Where the electricity is from, unless another region or price is given."""
+
+Usd = Annotated[float, Quantity(unit="USD", least=0)]
+Share = Annotated[float, Quantity(least=0, most=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """The numbers of owning: `co2sim list ownership`, `nodes` and `electricity` say what each is.
+
+    `node` is that of one GPU and its part of a node, `rent` that of a GPU per second of use.
+    Raises OptionError for a number out of range.
+    """
+
+    node: Usd
+    switch: Usd
+    switch_ports: Annotated[int, Quantity(least=4, most=1024)]
+    switch_power: Annotated[Watts, Quantity(unit="W", least=0)]
+    link: Usd
+    colocation: Annotated[float, Quantity(unit="USD/kW/month", least=0)]
+    electricity: Annotated[float, Quantity(unit="USD/kWh", least=0)]
+    gpus_per_engineer: Annotated[float, Quantity(least=1)]
+    engineer: Price
+    spares: Share
+    resale: Share
+    capital: Share
+    rent: Price
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        check(self, "own")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What is bought, and what it draws.
+
+    `ports` are those of one node, of `port_speed` each. The powers are those of one GPU that works
+    as in training, that waits, and at most, and of what a node draws besides.
+    """
+
+    gpus: int
+    nodes: int
+    ports: int
+    port_speed: BytesPerSecond
+    sites: int
+    working: Watts
+    waiting: Watts
+    most: Watts
+    node_power: Watts
+    pue: float
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Switches by tier, from the nodes on, and links between all of them."""
+
+    tiers: tuple[int, ...] = ()
+    links: int = 0
+
+    @property
+    def switches(self) -> int:
+        """All of them."""
+        return sum(self.tiers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ownership:
+    """What owning costs in all, in USD by part: what is sold at the end is below 0.
+
+    `gpu_hours` pass, of which the part `utilization` is used. `break_even` is the utilization above
+    which owning is cheaper than renting; above 1, or infinite, where renting always is.
+    """
+
+    parts: Mapping[str, float]
+    network: Network
+    power_kw: float
+    energy_kwh: float
+    engineers: float
+    gpu_hours: float
+    utilization: float
+    break_even: float
+
+    @property
+    def total(self) -> float:
+        """USD in all."""
+        return sum(self.parts.values())
+
+    @property
+    def per_used_hour(self) -> float:
+        """USD for a GPU-hour that is used."""
+        return self.total / (self.gpu_hours * self.utilization)
+
+
+def machine(cluster: Cluster, computing: float = 1.0) -> Machine:
+    """What a cluster is made of; its GPUs compute for this part of the time that they are used.
+
+    Every node has as many ports as its network cards need: one of each GPU, if they suffice.
+    Raises OptionError where its powers are not known.
+    """
+    if lacking := power.missing(cluster):
+        sets = " ".join(f"--set {name}={power.NEEDED[name]!r}" for name in lacking)
+        are = "is" if len(lacking) == 1 else "are"
+        raise OptionError(f"{' and '.join(lacking)} {are} not known; give {sets}, say")
+    gpu, layout = cluster.gpu, cluster.layout
+    working, waiting = power.gpu_power(gpu, computing), power.gpu_power(gpu, 0.0)
+    assert working is not None
+    assert waiting is not None
+    assert gpu.tdp is not None
+    assert cluster.node_power is not None
+    assert cluster.pue is not None
+    share = cluster.inter.bandwidth / cluster.gpus_per_node
+    speed = next((one for one in _SPEEDS if one >= share * (1 - 1e-9)), _SPEEDS[-1])
+    return Machine(
+        gpus=layout.world_size,
+        nodes=layout.nodes,
+        ports=math.ceil(cluster.inter.bandwidth / speed * (1 - 1e-9)),
+        port_speed=speed,
+        sites=cluster.sites,
+        working=working,
+        waiting=waiting,
+        most=gpu.tdp,
+        node_power=cluster.node_power,
+        pue=cluster.pue,
+    )
+
+
+def fat_tree(ends: int, ports: int) -> Network:
+    """The smallest tree of switches with `ports` ports that joins `ends` ports without blocking.
+
+    One switch, or two or three tiers, in which half of the ports of a switch lead down (Al-Fares,
+    Loukissas and Vahdat, SIGCOMM 2008). Raises OptionError where three do not suffice.
+    """
+    if ends <= ports:
+        return Network((1,), ends)
+    half = ports // 2
+    leaves = math.ceil(ends / half)
+    if leaves <= ports:
+        return Network((leaves, math.ceil(leaves * half / ports)), ends + leaves * half)
+    if leaves > half * ports:
+        most = half * half * ports
+        raise OptionError(
+            f"{ends:,} ports of nodes; three tiers of switches with {ports} ports join at most"
+            f" {most:,}"
+        )
+    return Network((leaves, leaves, math.ceil(leaves * half / ports)), ends + 2 * leaves * half)
+
+
+def network_of(costs: Costs, bought: Machine) -> Network:
+    """The switches and links between the nodes of every site; none for a single node."""
+    nodes = bought.nodes // bought.sites
+    if nodes == 1:
+        return Network()
+    one = fat_tree(nodes * bought.ports, costs.switch_ports)
+    return Network(tuple(n * bought.sites for n in one.tiers), one.links * bought.sites)
+
+
+def ownership(costs: Costs, bought: Machine, years: float, utilization: float) -> Ownership:
+    """What it costs to own a machine for some years. Raises OptionError like `fat_tree`."""
+    utilization = fraction("utilization", utilization)
+    hours, network = years * YEAR / HOUR, network_of(costs, bought)
+    scale = bought.port_speed / _KNOWN_SPEED
+    nodes = bought.gpus * costs.node
+    parts = {
+        "nodes": nodes,
+        "spare parts": nodes * costs.spares,
+        "switches": network.switches * costs.switch * scale,
+        "links": network.links * costs.link * scale,
+    }
+    paid = sum(parts.values())
+    sold = paid * costs.resale**years
+    rest = bought.nodes * bought.node_power + network.switches * costs.switch_power
+    most_kw = (bought.gpus * bought.most + rest) / 1000
+    to_kwh = bought.pue * hours / 1000
+    waiting_kwh = to_kwh * (bought.gpus * bought.waiting + rest)
+    used_kwh = to_kwh * bought.gpus * (bought.working - bought.waiting)
+    engineers = bought.gpus / costs.gpus_per_engineer
+    parts |= {
+        "colocation": most_kw * costs.colocation * 12 * years,
+        "electricity": waiting_kwh * costs.electricity,
+        "staff": engineers * costs.engineer * years * YEAR,
+        "interest": costs.capital * years * (paid + sold) / 2,
+        "sold at the end": -sold,
+    }
+    gpu_hours = bought.gpus * hours
+    room = gpu_hours * costs.rent * HOUR - used_kwh * costs.electricity
+    fixed = sum(parts.values())
+    parts["electricity"] += utilization * used_kwh * costs.electricity
+    return Ownership(
+        parts=parts,
+        network=network,
+        power_kw=most_kw,
+        energy_kwh=waiting_kwh + utilization * used_kwh,
+        engineers=engineers,
+        gpu_hours=gpu_hours,
+        utilization=utilization,
+        break_even=fixed / room if room > 0 else math.inf,
+    )
+
+
+# --- the numbers, and how far each may be off ----------------------------------------------------
+
+
+@cache
+def _units() -> Mapping[str, Any]:
+    """The unit of every field of `Costs`."""
+    hints = get_type_hints(Costs, include_extras=True)
+    return {one.name: get_args(hints[one.name])[1].unit for one in fields(Costs)}
+
+
+def numbers(cluster: Cluster, changes: Mapping[str, str], rent: Rate) -> dict[str, Rate]:
+    """All numbers of owning a cluster by name, with range, date and source.
+
+    `changes` are a user's: `electricity` may be the name of a region. They have no range. Raises
+    OptionError for unknown names, and where the price of a node is not known.
+    """
+    known = dict(rates("ownership"))
+    settable = [f"own.{name}" for name in _units() if name != "rent"]
+    for name in changes:
+        if f"own.{name}" not in settable:
+            raise OptionError(f"unknown number own.{name}; {nearest(f'own.{name}', settable)}")
+    region = changes.get("electricity", REGION)
+    if region in rates("electricity"):
+        changes = {name: text for name, text in changes.items() if name != "electricity"}
+        known["electricity"] = rates("electricity")[region]
+    elif region.strip()[:1].isalpha():
+        regions = nearest(region, rates("electricity"))
+        raise OptionError(
+            f"unknown region {region!r}; {regions} (a price: --set own.electricity='0.08 USD/kWh')"
+        )
+    own = {
+        name: Rate(name=name, value=text, date="", source="set by the user")
+        for name, text in changes.items()
+    }
+    node = node_of(cluster)
+    given = ({"node": node} if node else {}) | known | {"rent": rent} | own
+    if "node" not in given:
+        raise OptionError(
+            f"no price of a node of {cluster.gpu.name} is known; give what one GPU costs with its"
+            " part of a node, --set own.node='36000 USD'"
+        )
+    return {name: given[name] for name in _units()}
+
+
+def node_of(cluster: Cluster) -> Rate | None:
+    """The price of a GPU of a cluster with its part of a node, if one is known."""
+    known = rates("nodes").items()
+    return next(
+        (rate for key, rate in known if read("gpus", key)["name"] == cluster.gpu.name), None
+    )
+
+
+def amount(name: str, text: str) -> float:
+    """A number of owning as `Costs` has it. Raises OptionError that names it."""
+    try:
+        return parse(text, _units()[name])
+    except UnitError as error:
+        raise OptionError(f"own.{name}: {error}") from None
+
+
+def costs_of(given: Mapping[str, Rate]) -> Costs:
+    """The values of these numbers. Raises OptionError for what is none."""
+    values: dict[str, Any] = {name: amount(name, rate.value) for name, rate in given.items()}
+    return Costs(**values)
+
+
+def moved(costs: Costs, given: Mapping[str, Rate]) -> dict[str, tuple[Costs, Costs]]:
+    """By number with a range: the costs at its low and at its high end, all others as they are."""
+
+    def at(name: str, text: str) -> Costs:
+        change: dict[str, Any] = {name: amount(name, text)}
+        return replace(costs, **change)
+
+    return {
+        name: (at(name, rate.low), at(name, rate.high))
+        for name, rate in given.items()
+        if rate.low is not None and rate.high is not None
+    }
+
+
+def spread(middle: float, ends: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """The range of a figure whose numbers are off independently of each other.
+
+    `ends` are what it is at both ends of each number; infinite where it has no bound. What they add
+    up to is the root of the squares of their logarithms, downwards and upwards apart.
+    """
+    if not 0 < middle < math.inf:
+        all_ = [middle, *chain.from_iterable(ends)]
+        return min(all_), max(all_)
+    down, up = 0.0, 0.0
+    for pair in ends:
+        logs = [math.log(end / middle) if end else -math.inf for end in pair]
+        down += min(0.0, *logs) ** 2
+        up += max(0.0, *logs) ** 2
+    return middle * math.exp(-math.sqrt(down)), middle * math.exp(math.sqrt(up))
+
+
+def usd_per_billion(per_hour: float, gpus: int, tokens_per_s: float) -> float:
+    """USD for a billion tokens, of so many USD for a GPU-hour."""
+    return per_hour / HOUR * gpus / tokens_per_s * 1e9

@@ -1,0 +1,217 @@
+"""Owning beside renting: a hand computation, published counts, and what holds of any numbers."""
+
+import json
+import math
+import tomllib
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from commands import Command
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from places import ROOT
+
+from co2sim.catalog.specs import rates
+from co2sim.common.errors import OptionError
+from co2sim.common.units import parse
+from co2sim.prediction.ownership import Costs, Machine, fat_tree, ownership, spread
+
+HERE = ("own", "-c", "dgx-h100", "-g", "256", "--years", "3")
+MANY = settings(max_examples=settings.default.max_examples // 16)  # type: ignore[union-attr]
+MACHINE = Machine(
+    gpus=256, nodes=32, ports=8, port_speed=50e9, sites=1,
+    working=595.0, waiting=105.0, most=700.0, node_power=2800.0, pue=1.58,
+)  # fmt: skip
+COSTS = Costs(
+    node=38750, switch=36000, switch_ports=64, switch_power=1100, link=1300, colocation=195,
+    electricity=0.09, gpus_per_engineer=250, engineer=135520 / 31557600, spares=0.05, resale=0.7,
+    capital=0.11, rent=2.95 / 3600,
+)  # fmt: skip
+DEARER = ("node", "switch", "link", "colocation", "electricity", "engineer", "spares", "capital")
+
+
+def answer(cli: Command, *more: str) -> dict[str, Any]:
+    """What `--json` prints."""
+    ended = cli(*HERE, *more, "--json")
+    assert ended.code == 0, ended.err
+    found: dict[str, Any] = json.loads(ended.out)
+    return found
+
+
+def table(name: str) -> dict[str, float]:
+    """The first words of the values of a table of the catalog, as numbers."""
+    text = (ROOT / "co2sim" / "catalog" / f"{name}.toml").read_text()
+    return {key: float(row["value"].split()[0]) for key, row in tomllib.loads(text).items()}
+
+
+def test_256_h100_for_three_years_by_hand(cli: Command) -> None:
+    """The sum of parts, from the tables alone: 32 nodes, 8 leaves, 4 spines, 512 links."""
+    own, hours = table("ownership"), 3 * 8766
+    paid = 256 * table("nodes")["h100"] * (1 + own["spares"])
+    paid += 12 * own["switch"] + 512 * own["link"]
+    sold = paid * own["resale"] ** 3
+    rest = 32 * 2.8 + 12 * own["switch_power"]
+    busy, idle = 256 * 0.85 * 0.7, 256 * 0.105
+    kwh = 1.58 * hours * (rest + 0.7 * busy + 0.3 * idle)
+    total = (
+        paid - sold + own["capital"] * 3 * (paid + sold) / 2
+        + 36 * own["colocation"] * (256 * 0.7 + rest)
+        + kwh * table("electricity")["virginia"]
+        + 3 * own["engineer"] * 256 / own["gpus_per_engineer"]
+    )  # fmt: skip
+    found = answer(cli, "--utilization", "70%")
+    assert found["usd"] == pytest.approx(total, rel=1e-9)
+    assert found["usd_per_used_gpu_hour"] == pytest.approx(total / (256 * hours * 0.7), rel=1e-9)
+
+
+def test_trees_have_the_switches_of_published_designs() -> None:
+    """32 leaves and 16 spines for 1,024 GPUs, 96 switches for 2,048 (E. Cheah, August 2024)."""
+    assert fat_tree(1024, 64).tiers == (32, 16)
+    assert fat_tree(2048, 64).switches == 96
+    assert fat_tree(1024, 64).links == 2048
+    assert fat_tree(64, 64).tiers == (1,)
+
+
+@MANY
+@given(st.integers(1, 300), st.sampled_from((4, 8)))
+def test_a_tree_has_a_port_for_both_ends_of_every_link(ends: int, ports: int) -> None:
+    """Links have two ends: at a node, or at a switch."""
+    assume(ends <= (ports // 2) ** 2 * ports)
+    tree = fat_tree(ends, ports)
+    assert 2 * tree.links - ends <= tree.switches * ports
+    assert tree.links >= ends
+
+
+def test_more_than_three_tiers_are_refused() -> None:
+    """Trees of three tiers join k^3 / 4 ports."""
+    assert len(fat_tree(16, 4).tiers) == 3
+    with pytest.raises(OptionError, match="at most 16"):
+        fat_tree(17, 4)
+
+
+shares = st.floats(0.01, 1)
+
+
+@MANY
+@given(shares, shares)
+def test_more_use_never_makes_an_hour_dearer(one: float, other: float) -> None:
+    """What is paid anyway is divided by more hours."""
+    low, high = sorted((one, other))
+    dear = ownership(COSTS, MACHINE, 3, low).per_used_hour
+    assert ownership(COSTS, MACHINE, 3, high).per_used_hour <= dear * (1 + 1e-12)
+
+
+@MANY
+@given(st.floats(1.0, 20.0), st.floats(0.25, 10))
+def test_at_the_break_even_both_cost_the_same(rent: float, years: float) -> None:
+    """Owning for the hours used there costs the rent of these hours."""
+    costs = replace(COSTS, rent=rent / 3600)
+    even = ownership(costs, MACHINE, years, 1.0).break_even
+    assume(even <= 1)
+    assert ownership(costs, MACHINE, years, even).per_used_hour == pytest.approx(rent, rel=1e-9)
+
+
+@MANY
+@given(st.sampled_from(DEARER), st.floats(1, 3))
+def test_dearer_parts_never_make_owning_win_earlier(name: str, factor: float) -> None:
+    """The break-even rises with every price."""
+    more: dict[str, Any] = {name: min(getattr(COSTS, name) * factor, 1e9)}
+    assume(name not in {"spares", "capital"} or more[name] <= 1)
+    dear = ownership(replace(COSTS, **more), MACHINE, 3, 0.7)
+    assert dear.break_even >= ownership(COSTS, MACHINE, 3, 0.7).break_even * (1 - 1e-12)
+
+
+def test_a_rent_below_the_electricity_never_loses() -> None:
+    """No utilization makes owning cheaper."""
+    cheap = replace(COSTS, rent=1e-9)
+    assert ownership(cheap, MACHINE, 3, 0.7).break_even == math.inf
+
+
+def test_one_node_and_several_sites_have_their_own_networks() -> None:
+    """No switch for one node; two sites of 16 nodes have a tree each."""
+    one = replace(MACHINE, gpus=8, nodes=1)
+    assert ownership(COSTS, one, 3, 0.7).network.switches == 0
+    two = ownership(COSTS, replace(MACHINE, sites=2), 3, 0.7).network
+    assert two.tiers == tuple(2 * count for count in fat_tree(128, 64).tiers)
+
+
+def test_ranges_join_as_independent_errors() -> None:
+    """Two numbers that each move a figure by a factor of e move it by e to the root of 2."""
+    low, high = spread(1.0, [(1 / math.e, math.e), (math.e, 1 / math.e)])
+    assert (low, high) == (pytest.approx(math.exp(-math.sqrt(2))), pytest.approx(1 / low))
+    assert spread(1.0, [(0.5, math.inf)]) == (pytest.approx(0.5), math.inf)
+    assert spread(math.inf, [(0.5, math.inf)]) == (0.5, math.inf)
+
+
+UNITS = {"nodes": "USD", "electricity": "USD/kWh"}
+
+
+def test_every_number_has_a_source_a_date_and_ends_around_it() -> None:
+    """Of nodes, electricity and all else; a node is rented at a price that is listed."""
+    for kind in ("nodes", "electricity", "ownership"):
+        for name, rate in rates(kind).items():  # type: ignore[arg-type]
+            value, *ends = (
+                None if text is None else float(text.split()[0])
+                for text in (rate.value, rate.low, rate.high)
+            )
+            assert value is not None
+            assert all(end is None for end in ends) or ends[0] <= value <= ends[1], name
+            assert rate.date[:2] == "20"
+            assert len(rate.source) > 40
+            assert rate.rent is None or rate.rent in rates("prices")
+            if kind in UNITS:
+                assert parse(rate.value, UNITS[kind]) == value  # type: ignore[arg-type]
+
+
+def test_every_number_of_owning_can_be_set(cli: Command) -> None:
+    """A number that is set has no range, and says so; the rent is the cluster's price."""
+    asked = {one.name: None for one in fields(Costs)} | {"rent": None}
+    found = answer(cli)["numbers"]
+    assert found.keys() == asked.keys()
+    for name in asked.keys() - {"rent"}:
+        changed = answer(cli, "--set", f"own.{name}={found[name]['value']}")["numbers"][name]
+        assert (changed["low"], changed["source"]) == (None, "set by the user")
+    rented = answer(cli, "--set", "price_per_gpu=4 USD/h")
+    assert rented["rent_usd_per_gpu_hour"] == pytest.approx(4)
+
+
+def test_tokens_cost_what_their_hours_cost(cli: Command) -> None:
+    """Owning and renting a token relate as owning and renting an hour."""
+    found = answer(cli, "-m", "gpt2-small", "-s", "ddp")
+    tokens = found["usd_per_billion_tokens"]
+    hours = found["usd_per_used_gpu_hour"] / found["rent_usd_per_gpu_hour"]
+    assert tokens["owning"] / tokens["renting"] == pytest.approx(hours)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--set", "own.foo=1"), "own.foo"),
+        (("--set", "own.node=3"), "36000 USD"),
+        (("--set", "own.electricity=virginya"), "'virginia'"),
+        (("--set", "price_per_gpu=2 EUR/h"), "EUR"),
+        (("--set", "gpu=v100-32"), "own.node"),
+        (("-m", "gpt2-small"), "--strategy"),
+    ],
+)
+def test_bad_input_is_one_line(cli: Command, more: tuple[str, ...], said: str) -> None:
+    """What is wrong, and how to give it."""
+    ended = cli(*HERE, *more)
+    assert ended.code == 2
+    assert said in ended.err
+    assert ended.err.count("\n") == 1
+
+
+def test_part_of_a_node_and_too_many_are_refused(cli: Command) -> None:
+    """Whole nodes are bought; networks of more than three tiers are not counted."""
+    for gpus, said in (("7", "multiple of 8"), ("8000000", "three tiers")):
+        ended = cli("own", "-c", "dgx-h100", "-g", gpus)
+        assert (ended.code, said in ended.err) == (2, True)
+
+
+def test_the_answer_comes_first(cli: Command) -> None:
+    """The utilization and its range, then the parts, then each number with its source."""
+    out = cli(*HERE).out
+    assert out.index(" % to ") < out.index("spare parts") < out.index("own.colocation")
+    assert "CoreWeave" in out
