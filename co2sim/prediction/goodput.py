@@ -420,6 +420,7 @@ def goodput_where(
     """As `goodput_of`, of a training that is given in numbers."""
     if every is not None:
         above("the work between two checkpoints in s", every, 0)
+    failures = failures.of_job(trained.gpus, trained.nodes)
     setting = _Setting(failures=failures, trained=trained)
     whole, parts = setting.parts(1.0, failures.restart, every)
     shares = shares_of(whole, parts)
