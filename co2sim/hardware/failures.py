@@ -1,7 +1,7 @@
 """What fails on a cluster, how often, and what follows: plain numbers, in SI units."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -70,6 +70,10 @@ ORIGINS = {
 """Of the numbers that are taken where none is given: the value, and why."""
 
 
+PARTS = ("node", "gpu", "job", "switch", "preemption")
+"""Names of the mean times between failures."""
+
+
 @dataclass(frozen=True, slots=True)
 class SizedFailures:
     """The mean time `between` failures of a job of `gpus` GPUs, whatever stops it.
@@ -103,6 +107,10 @@ class Failures:
     how many GPUs stop with a switch. True rates are `rate_low` to `rate_high` times these.
     `by_size`, with sizes that rise, has counts by the size of the job: see `of_job`.
 
+    `preemption` is the mean time until a provider takes a spot node away, `notice` how long before
+    it says so, and `replacement` how long it takes until another is there. A spot node costs
+    `spot_price` times the price of one that stays; None: not known.
+
     After a failure there pass `detection`, `restart` (between `restart_low` and `restart_high`;
     None: exactly `restart`) until processes run again, and the time to reload. `regroup` is how
     long the workers of a local-update method stand still until they have a group without one that
@@ -122,6 +130,10 @@ class Failures:
     job: Between | None = None
     gpus_per_switch: Count | None = None
     by_size: tuple[SizedFailures, ...] = ()
+    preemption: Between | None = None
+    notice: Time = 0.0
+    replacement: Time = 0.0
+    spot_price: Fraction | None = None
     rate_low: Fraction = 1.0
     rate_high: Multiple = 1.0
     detection: Time = DETECTION
@@ -143,10 +155,11 @@ class Failures:
         if any(one.gpus >= other.gpus for one, other in pairwise(self.by_size)):
             sizes = ", ".join(str(one.gpus) for one in self.by_size)
             raise OptionError(f"failures: by_size has {sizes} GPUs; each must be above the last")
-        if not any((self.gpu, self.node, self.switch, self.job, self.by_size)):
+        if not any((self.by_size, *(getattr(self, part) for part in PARTS))):
             raise OptionError(
                 "failures: nothing fails; give the mean time between failures of a gpu, node,"
-                " switch or job, such as node = '150 days'"
+                " switch or job, such as node = '150 days', or between preemptions of a node,"
+                " preemption = '12 h'"
             )
         if (self.switch is None) != (self.gpus_per_switch is None):
             raise OptionError(
@@ -169,20 +182,16 @@ class Failures:
         """
         if not self.by_size:
             return self
-        time, shortest, longest = (
-            _interpolated(((one.gpus, of(one)) for one in self.by_size), gpus)
-            for of in (
-                lambda one: one.between,
-                lambda one: one.shortest or one.between,
-                lambda one: one.longest or one.between,
-            )
-        )
+        times = [(one.gpus, one.between) for one in self.by_size]
+        shortest = [(one.gpus, one.shortest or one.between) for one in self.by_size]
+        longest = [(one.gpus, one.longest or one.between) for one in self.by_size]
+        time = _interpolated(times, gpus)
         return replace(
             self,
             node=self.node or time * nodes,
             by_size=(),
-            rate_low=self.rate_low * min(1.0, time / longest),
-            rate_high=self.rate_high * max(1.0, time / shortest),
+            rate_low=self.rate_low * min(1.0, time / _interpolated(longest, gpus)),
+            rate_high=self.rate_high * max(1.0, time / _interpolated(shortest, gpus)),
         )
 
     def basis_of(self, gpus: int) -> str:
@@ -199,12 +208,11 @@ class Failures:
         return f"interpolated between {near} and {far} GPUs"
 
 
-def _interpolated(points: Iterable[tuple[int, Seconds]], gpus: int) -> Seconds:
+def _interpolated(known: Sequence[tuple[int, Seconds]], gpus: int) -> Seconds:
     """The time at a size, on a line of logarithms; beyond the points in inverse proportion."""
-    known = list(points)
     if not known[0][0] < gpus < known[-1][0]:
         size, time = known[0] if gpus <= known[0][0] else known[-1]
         return time * size / gpus
     near, far = next(two for two in pairwise(known) if two[0][0] <= gpus <= two[1][0])
     share = math.log(gpus / near[0]) / math.log(far[0] / near[0])
-    return near[1] * (far[1] / near[1]) ** share
+    return near[1] * math.pow(far[1] / near[1], share)
