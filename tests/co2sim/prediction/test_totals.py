@@ -102,7 +102,7 @@ def test_intervals_join_that_of_the_speed_with_the_range_of_the_rate() -> None:
 
 
 def test_the_range_of_the_step_factor_widens_the_interval_as_a_product_of_errors() -> None:
-    """The ends are quantiles of a product of two lognormal factors; those of the price come then."""
+    """Ends are quantiles of a product of two lognormal factors; those of the price come then."""
     wide = cluster(price_low=0.5 / 3600, price_high=3 / 3600)
     numbers = {"strategy": "diloco(tau=30)", "parameters": 2_000_000_000, "workers": 4}
     uncertain = result(tokens_per_s_low=800.0, tokens_per_s_high=1250.0, **numbers)
