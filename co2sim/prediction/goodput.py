@@ -147,16 +147,15 @@ def whole_job_shares(
     """Where one failure stops all, and all go back to the last copy: DDP, ZeRO, FSDP.
 
     `rate` is that of failures per second of the whole job, `every` the work between two copies;
-    infinite: no copies but those on notice. A restart begins again where something fails meanwhile.
-    Waiting for nodes is Erlang's loss formula, whatever the distribution of repairs. Raises
+    infinite: no copies but those on notice. Where something fails during a restart, that begins
+    again as after the new failure. Waiting for repairs is Erlang's loss formula, whatever the distribution of repairs. Raises
     OptionError where nothing gets done.
 
     A run of work begins where the last copy became safe (`writing` after the copy began), or after
     a restart; by renewal theory the shares are those of an average run.
     """
     at_least("failures per second", rate, 0)
-    if not math.isinf(every):
-        at_least("the work between two checkpoints in s", every, 1e-9)
+    at_least("the work between two checkpoints in s", min(every, 1e300), 1e-9)
     period, all_rates = every + saving.blocking, rate + preempted.rate
     if saving.writing > period * (1 + 1e-12):  # `every` may be what is left of it
         raise OptionError(
@@ -180,9 +179,7 @@ def whole_job_shares(
     restarted = math.fsum(share * math.exp(-all_rates * down) for share, down in downs)
     down = math.fsum(-share * math.expm1(-all_rates * time) for share, time in downs)
     down /= all_rates * restarted  # a restart may fail, too
-    useful, stops = 0.0, 0.0
-    if safe:
-        useful, stops = every * safe, saving.blocking * safe
+    useful, stops = (every * safe, saving.blocking * safe) if safe else (0.0, 0.0)
     if saved:
         until = _since_copy(all_rates, every, saving.blocking, period + saving.writing)
         before = _since_copy(all_rates, every, saving.blocking, saving.writing)
