@@ -148,8 +148,8 @@ def whole_job_shares(
 
     `rate` is that of failures per second of the whole job, `every` the work between two copies;
     infinite: no copies but those on notice. Where something fails during a restart, that begins
-    again as after the new failure. Waiting for repairs is Erlang's loss formula, whatever the distribution of repairs. Raises
-    OptionError where nothing gets done.
+    again as after the new failure. Waiting for repairs is Erlang's loss formula, whatever their
+    distribution. Raises OptionError where nothing gets done.
 
     A run of work begins where the last copy became safe (`writing` after the copy began), or after
     a restart; by renewal theory the shares are those of an average run.
