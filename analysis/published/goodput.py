@@ -14,7 +14,6 @@ from co2sim.common.errors import CatalogError, UnitError
 from co2sim.common.files import text_of
 from co2sim.common.units import Seconds, parse, timespan
 from co2sim.common.validation import first_problem
-from co2sim.hardware.failures import Failures
 from co2sim.prediction.goodput import (
     Restart,
     Saving,
@@ -144,15 +143,12 @@ def _compared(cell: GoodputCell, cells: list[GoodputCell]) -> Compared:
     )
     if isinstance(cell, MeanTime):
         time = 1 / goodput_where(cluster.failures, trained).failures_per_second
-        ends = [time / factor for factor in _factors(cluster.failures)]
+        of_job = cluster.failures.of_job(trained.gpus, trained.nodes)
+        ends = [time / factor for factor in (of_job.rate_high, of_job.rate_low)]
         return Compared(cell, _number(cell, "s"), time, min(ends), max(ends))
     every = None if cell.every is None else parse(cell.every, "s")
     found = goodput_where(cluster.failures, trained, every)
     return Compared(cell, _number(cell, ""), found.useful, found.low, found.high)
-
-
-def _factors(failures: Failures) -> tuple[float, float]:
-    return failures.rate_high, failures.rate_low
 
 
 def _number(cell: GoodputCell, unit: Literal["s", ""]) -> float:

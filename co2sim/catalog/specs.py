@@ -46,7 +46,7 @@ from co2sim.hardware.cluster import (
     Tier,
     TokenBucket,
 )
-from co2sim.hardware.failures import Failures
+from co2sim.hardware.failures import Failures, SizedFailures
 from co2sim.models.architecture import (
     Attention,
     Bias,
@@ -283,7 +283,23 @@ HostSpec = _spec(HostEffects, _Built)
 ScatterSpec = _spec(Scatter, _Built)
 """`scatter` of a cluster that was probed."""
 
-FailuresSpec = _spec(Failures, _Built)
+SizedFailuresSpec = _spec(SizedFailures, _Built)
+"""`by_size` of failures."""
+
+
+class _Failures(_Built):
+    def build(self) -> Failures:
+        """With its counts by rising size."""
+        values = dict(self)
+        sizes = sorted((one.build() for one in values["by_size"]), key=lambda one: one.gpus)
+        return Failures(**values | {"by_size": tuple(sizes)})
+
+
+FailuresSpec = _spec(
+    Failures,
+    _Failures,
+    by_size=(list[SizedFailuresSpec], []),  # type: ignore[valid-type]
+)
 """`failures/*.toml`, and `failures` of a cluster."""
 
 ClusterSpec = _spec(Cluster, _Cluster)

@@ -14,7 +14,14 @@ from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import Seconds, counted, scaled, timespan
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
-from co2sim.prediction.goodput import FailingWorkers, Goodput, goodput_of
+from co2sim.prediction.goodput import (
+    Goodput,
+    Preemption,
+    Spot,
+    goodput_where,
+    spot_of,
+    trained_of,
+)
 from co2sim.prediction.result import Result
 from co2sim.report.text.result import print_assumed, stacks_of
 from co2sim.studies.candidates import command_of
@@ -31,11 +38,12 @@ _LOSSES = {
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """One strategy: its result, and its goodput."""
+    """One strategy: its result, its goodput, and what spot nodes are worth where it has them."""
 
     case: Case
     result: Result
     found: Goodput
+    spot: Spot | None
 
     @property
     def title(self) -> str:
@@ -49,7 +57,8 @@ def answer(cases: Sequence[Case], every: Seconds | None, *, as_json: bool) -> No
     for given in cases:
         case = driver.resolve_auto(given)
         cluster, model = case.load()
-        if cluster.value.failures is None:
+        failures = cluster.value.failures
+        if failures is None:
             raise OptionError(
                 f"{cluster.value.name} has no failures; name them, --set failures=meta-rsc-1"
                 " (`co2sim list failures`), or give a mean time between failures,"
@@ -62,10 +71,9 @@ def answer(cases: Sequence[Case], every: Seconds | None, *, as_json: bool) -> No
             if fact.path.startswith("failures.")
         )
         result = replace(result, assumed=(*result.assumed, *_used(own, case)))
-        optimizer = case.optimizer
-        found = goodput_of(result, cluster.value, model.value, optimizer=optimizer, every=every)
-        assert found is not None
-        answers.append(_Answer(case, result, found))
+        trained = trained_of(result, cluster.value, model.value, optimizer=case.optimizer)
+        found = goodput_where(failures, trained, every)
+        answers.append(_Answer(case, result, found, spot_of(failures, trained, every)))
     if as_json:
         print(json.dumps([_plain(one) for one in answers], indent=2))
         return
@@ -88,9 +96,11 @@ def words(result: Result, found: Goodput) -> str:
     losses = {name: getattr(found.shares, name) for name in _LOSSES}
     largest = max(losses, key=lambda name: losses[name])
     binds = f"the largest loss is {_LOSSES[largest]}, {_percent(losses[largest])}"
+    preempted = found.workers.preempted if found.workers else found.whole.preempted
     if largest == "restart":
         after = found.workers.after if found.workers else found.whole.after
-        steps = {"detection": after.detection, "restart": after.restart, "reading": after.reload}
+        steps = {} if preempted.rate else {"detection": after.detection}
+        steps |= {"restart": after.restart, "reading": after.reload}
         if found.workers:
             steps["all others standing still"] = found.workers.stall
         binds += f" ({', '.join(f'{name} {timespan(time)}' for name, time in steps.items())})"
@@ -99,26 +109,74 @@ def words(result: Result, found: Goodput) -> str:
 
 def _stops(result: Result, found: Goodput) -> str:
     """What stops what, and when it is saved."""
-    workers, rate = found.workers, found.whole.rate
-    gpus = counted(result.gpus, "GPU")
-    if workers is None:
-        fails = f"A failure every {timespan(1 / rate)} stops all {gpus}"
-    elif workers.rate:
-        alone = timespan(1 / (workers.rate * workers.count))
-        fails = f"A worker fails every {alone}, and stops alone, of {workers.count:,}"
-        if rate:
-            fails += f"; a failure every {timespan(1 / rate)} stops all"
+    workers, whole = found.workers, found.whole
+    gpus, said = counted(result.gpus, "GPU"), []
+    if workers and workers.rate:
+        alone = _time(workers.rate * workers.count, found)
+        said.append(f"a worker fails every {alone}, and stops alone, of {workers.count:,}")
+    if workers and workers.preempted.rate:
+        alone = timespan(1 / (workers.preempted.rate * workers.count))
+        said.append(f"a worker is preempted every {alone}, and stops alone, of {workers.count:,}")
+    if whole.rate:
+        every = timespan(1 / whole.rate) if workers else _time(whole.rate, found)
+        said.append(f"a failure every {every} stops all {gpus}")
+    if whole.preempted.rate:
+        said.append(_preempts(whole.preempted, gpus))
+    if not math.isinf(whole.every):
+        said.append(f"a checkpoint is taken after every {timespan(whole.every)} of work")
+    elif whole.preempted.rate:
+        said.append("a checkpoint is taken on notice, and never else")
     else:
-        fails = f"A failure every {timespan(1 / rate)} stops all {gpus}"
-    if math.isinf(found.whole.every):
-        return f"{fails}; nothing that is given stops all of them, and checkpoints gain nothing"
-    return f"{fails}; a checkpoint is taken after every {timespan(found.whole.every)} of work"
+        said.append("nothing that is given stops all of them, and checkpoints gain nothing")
+    text = "; ".join(said)
+    return f"{text[0].upper()}{text[1:]}"
 
 
-def algorithm(workers: FailingWorkers | None) -> str:
-    """What training does after a failure."""
-    if workers is None:
-        return "all stop, get another node, read the last checkpoint, and do the work since again"
+def _time(rate: float, found: Goodput) -> str:
+    """The mean time between failures, its range, and where it stands among counts by size."""
+    ends = [timespan(1 / rate / found.failures.rate_high)]
+    ends.append(timespan(1 / rate / found.failures.rate_low))
+    said = [found.basis] if found.basis else []
+    said += [" to ".join(ends)] if ends[0] != ends[1] else []
+    return timespan(1 / rate) + (f" ({', '.join(said)})" if said else "")
+
+
+def _preempts(preempted: Preemption, gpus: str) -> str:
+    """What a preemption of nodes does that all need."""
+    said = f"a preemption every {timespan(1 / preempted.rate)} stops all {gpus}"
+    if preempted.saving is None:
+        return f"{said}, with a notice that is too short for a checkpoint"
+    return f"{said}, with a checkpoint on notice in {timespan(preempted.saving)}"
+
+
+def spot_words(one: Spot, result: Result) -> str:
+    """What spot nodes are worth, in a sentence."""
+    if one.cost is None or one.pays_from is None:
+        return (
+            f"nodes that stay have {_percent(one.on_demand)} of useful work; what spot saves is not"
+            " known: give its price relative to theirs, --set failures.spot_price=0.5"
+        )
+    said = (
+        f"a useful token costs {_percent(one.cost)} of what it costs on nodes that stay, of whose"
+        f" time {_percent(one.on_demand)} is useful work"
+    )
+    billion = result.cost_per_billion_tokens
+    if billion is not None:
+        stays = billion / one.on_demand
+        said += f" ({stays * one.cost:,.2f} beside {stays:,.2f} {result.currency} for a billion)"
+    if math.isinf(one.pays_from):
+        return f"{said}; spot never pays"
+    if not one.pays_from:
+        return f"{said}; spot always pays"
+    return f"{said}; spot pays if a node is kept for more than {timespan(one.pays_from)} on average"
+
+
+def algorithm(found: Goodput) -> str:
+    """What training does after a failure, and after a preemption."""
+    if found.workers is None:
+        said = "all stop, get another node, read the last checkpoint, and do the work since again"
+        saved = found.whole.preempted.rate and found.whole.preempted.saving is not None
+        return f"{said}; after a checkpoint on notice there is none" if saved else said
     return (
         "the others go on; the next average is taken over those who are left, and waits until the"
         " failure is noticed; the worker comes back at a later round with the parameters and the"
@@ -130,6 +188,10 @@ def algorithm(workers: FailingWorkers | None) -> str:
 def _print(out: Console, answers: Sequence[_Answer]) -> None:
     used = stacks_of(one.result for one in answers)
     print_lines(out, *(f"{words(one.result, one.found)}." for one in answers), used, "")
+    spots = [(one, one.spot) for one in answers if one.spot]
+    lines = [f"spot, {one.title}: {spot_words(spot, one.result)}" for one, spot in spots]
+    if lines:
+        print_lines(out, *lines, "")
     for one in answers:
         if not one.result.fits_in_memory:
             print_lines(out, f"warning: {one.title} does not fit in memory; see `co2sim run`", "")
@@ -139,9 +201,9 @@ def _print(out: Console, answers: Sequence[_Answer]) -> None:
     details = [_details(one.found, one.title) for one in answers]
     names = ["strategy", "fails every", "stops all every", "saved every", "state", "stops work for"]
     print_table(out, "failures and checkpoints", [*names, "is written in"], details, left=1)
-    after = {algorithm(one.found.workers): "" for one in answers}
+    after = {algorithm(one.found): "" for one in answers}
     for text in after:
-        which = [one.title for one in answers if algorithm(one.found.workers) == text]
+        which = [one.title for one in answers if algorithm(one.found) == text]
         print_lines(out, f"after a failure, {', '.join(which)}: {text}", "")
     print_assumed(out, (one.result for one in answers))
 
@@ -154,11 +216,11 @@ def _row(one: _Answer) -> list[str]:
 
 def _details(found: Goodput, title: str) -> list[str]:
     whole = found.whole
-    never = math.isinf(whole.every)
+    never, stops = math.isinf(whole.every), whole.rate + whole.preempted.rate
     return [
         title,
         timespan(1 / found.failures_per_second),
-        timespan(1 / whole.rate) if whole.rate else "never",
+        timespan(1 / stops) if stops else "never",
         "never" if never else timespan(whole.every),
         scaled(found.checkpoint_bytes, "B"),
         "-" if never else timespan(whole.saving.blocking),
@@ -171,12 +233,15 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2f} %" if share >= 1e-4 or share == 0 else f"{100 * share:.1e} %"  # noqa: PLR2004
 
 
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """What is infinite is None, as JSON has no other word for it."""
+    return {name: None if value == math.inf else value for name, value in values.items()}
+
+
 def _plain(one: _Answer) -> dict[str, Any]:
     """As plain values for JSON; what is infinite is None."""
     found, result = one.found, one.result
-    whole = asdict(found.whole)
-    if math.isinf(found.whole.every):
-        whole["every"] = None
+    whole = _finite(asdict(found.whole))
     return {
         "strategy": result.strategy,
         "answer": words(result, found),
@@ -189,9 +254,13 @@ def _plain(one: _Answer) -> dict[str, Any]:
         "gpus": result.gpus,
         "mean_time_to_failure_s": 1 / found.failures_per_second,
         "checkpoint_bytes": found.checkpoint_bytes,
+        "basis": found.basis,
+        "rate_low": found.failures.rate_low,
+        "rate_high": found.failures.rate_high,
+        "spot": one.spot and _finite(asdict(one.spot)),
         "whole": whole,
         "workers": found.workers and asdict(found.workers),
-        "after_a_failure": algorithm(found.workers),
+        "after_a_failure": algorithm(found),
         "fits_in_memory": result.fits_in_memory,
         "assumed": [asdict(fact) for fact in result.assumed],
         "command": command_of(one.case, "goodput"),

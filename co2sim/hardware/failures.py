@@ -1,6 +1,9 @@
 """What fails on a cluster, how often, and what follows: plain numbers, in SI units."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from co2sim.common.errors import OptionError
@@ -15,6 +18,7 @@ from co2sim.common.validation import (
     Time,
     at_least,
     check,
+    in_order,
 )
 
 Writing = Literal["background", "blocking"]
@@ -23,8 +27,8 @@ Writing = Literal["background", "blocking"]
 DETECTION: Seconds = 600.0
 """Source: torch.distributed, the timeout of NCCL: 10 minutes. Whoever watches nodes is faster."""
 
-RESTART: Seconds = 300.0
-"""Source: Kokolis et al. 2025, arXiv 2410.21680: 5 to 20 minutes; the lower end."""
+RESTART: Seconds = 750.0
+"""Source: Kokolis et al. 2025, arXiv 2410.21680: 5 to 20 minutes; the middle."""
 
 HOST_BANDWIDTH: BytesPerSecond = 32e9
 """Source: NVIDIA A100 datasheet, 2021: PCIe Gen4 64 GB/s in both directions together."""
@@ -44,7 +48,7 @@ ORIGINS = {
     "detection": (f"{DETECTION:g} s", "default, assumed: the timeout of NCCL in torch.distributed"),
     "restart": (
         f"{RESTART:g} s",
-        "default, assumed: the least of 5 to 20 minutes in Kokolis et al., arXiv 2410.21680",
+        "default, assumed: the middle of 5 to 20 minutes in Kokolis et al., arXiv 2410.21680",
     ),
     "checkpoint_bandwidth": (
         f"{WRITE_PER_NODE / 1e9:g} GB/s a node",
@@ -66,6 +70,34 @@ ORIGINS = {
 """Of the numbers that are taken where none is given: the value, and why."""
 
 
+PARTS = ("node", "gpu", "job", "switch", "preemption")
+"""Names of the mean times between failures."""
+
+
+@dataclass(frozen=True, slots=True)
+class SizedFailures:
+    """The mean time `between` failures of a job of `gpus` GPUs, whatever stops it.
+
+    The true one is `shortest` to `longest`; None: `between`. `projected` was computed by the
+    source, and not counted.
+    """
+
+    gpus: Count
+    between: Between
+    shortest: Between | None = None
+    longest: Between | None = None
+    projected: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        check(self, "failures.by_size")
+        in_order(self, "failures.by_size", "shortest", "between", "longest")
+
+    def __str__(self) -> str:
+        """The size, and whether it was counted."""
+        return f"the {'projected' if self.projected else 'measured'} {self.gpus:,}"
+
+
 @dataclass(frozen=True, slots=True)
 class Failures:
     """Mean times between failures of one part, and what happens after a failure.
@@ -73,6 +105,11 @@ class Failures:
     `gpu`, `node` and `switch` are those of one such part while it works, `job` that of a job of any
     size: bugs, file systems, operators. None: it does not fail. Rates add up. `gpus_per_switch` is
     how many GPUs stop with a switch. True rates are `rate_low` to `rate_high` times these.
+    `by_size`, with sizes that rise, has counts by the size of the job: see `of_job`.
+
+    `preemption` is the mean time until a provider takes a spot node away, `notice` how long before
+    it says so, and `replacement` how long it takes until another is there. A spot node costs
+    `spot_price` times the price of one that stays; None: not known.
 
     After a failure there pass `detection`, `restart` (between `restart_low` and `restart_high`;
     None: exactly `restart`) until processes run again, and the time to reload. `regroup` is how
@@ -92,6 +129,11 @@ class Failures:
     switch: Between | None = None
     job: Between | None = None
     gpus_per_switch: Count | None = None
+    by_size: tuple[SizedFailures, ...] = ()
+    preemption: Between | None = None
+    notice: Time = 0.0
+    replacement: Time = 0.0
+    spot_price: Fraction | None = None
     rate_low: Fraction = 1.0
     rate_high: Multiple = 1.0
     detection: Time = DETECTION
@@ -110,10 +152,14 @@ class Failures:
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
         check(self, "failures")
-        if not any((self.gpu, self.node, self.switch, self.job)):
+        if any(one.gpus >= other.gpus for one, other in pairwise(self.by_size)):
+            sizes = ", ".join(str(one.gpus) for one in self.by_size)
+            raise OptionError(f"failures: by_size has {sizes} GPUs; each must be above the last")
+        if not any((self.by_size, *(getattr(self, part) for part in PARTS))):
             raise OptionError(
                 "failures: nothing fails; give the mean time between failures of a gpu, node,"
-                " switch or job, such as node = '150 days'"
+                " switch or job, such as node = '150 days', or between preemptions of a node,"
+                " preemption = '12 h'"
             )
         if (self.switch is None) != (self.gpus_per_switch is None):
             raise OptionError(
@@ -126,3 +172,47 @@ class Failures:
             )
         if self.restart_high is not None:
             at_least("failures: restart_high in s", self.restart_high, self.restart)
+
+    def of_job(self, gpus: int, nodes: int) -> "Failures":
+        """Those of a job of this size: `node`, `rate_low` and `rate_high` by the counts by size.
+
+        Between two sizes the logarithm of the time is linear in that of the size; beyond them a
+        node fails as often as in the nearest. Itself without `by_size`. A `node` that is given
+        stays; the range is that of the size.
+        """
+        if not self.by_size:
+            return self
+        times = [(one.gpus, one.between) for one in self.by_size]
+        shortest = [(one.gpus, one.shortest or one.between) for one in self.by_size]
+        longest = [(one.gpus, one.longest or one.between) for one in self.by_size]
+        time = _interpolated(times, gpus)
+        return replace(
+            self,
+            node=self.node or time * nodes,
+            by_size=(),
+            rate_low=self.rate_low * min(1.0, time / _interpolated(longest, gpus)),
+            rate_high=self.rate_high * max(1.0, time / _interpolated(shortest, gpus)),
+        )
+
+    def basis_of(self, gpus: int) -> str:
+        """Where the rate of a job of this size stands among the counts; "" without them."""
+        if not self.by_size or self.node:
+            return ""
+        first, last = self.by_size[0], self.by_size[-1]
+        for one in self.by_size:
+            if one.gpus == gpus:
+                return f"{'projected by the source' if one.projected else 'measured'} at this size"
+        if not first.gpus < gpus < last.gpus:
+            return f"extrapolated from {first if gpus < first.gpus else last} GPUs"
+        near, far = next(two for two in pairwise(self.by_size) if two[0].gpus < gpus < two[1].gpus)
+        return f"interpolated between {near} and {far} GPUs"
+
+
+def _interpolated(known: Sequence[tuple[int, Seconds]], gpus: int) -> Seconds:
+    """The time at a size, on a line of logarithms; beyond the points in inverse proportion."""
+    if not known[0][0] < gpus < known[-1][0]:
+        size, time = known[0] if gpus <= known[0][0] else known[-1]
+        return time * size / gpus
+    near, far = next(two for two in pairwise(known) if two[0][0] <= gpus <= two[1][0])
+    share = math.log(gpus / near[0]) / math.log(far[0] / near[0])
+    return near[1] * math.pow(far[1] / near[1], share)

@@ -6,15 +6,17 @@ formulas here are exact for that; a test simulates the same, event by event.
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from scipy.optimize import brentq, minimize_scalar
 from scipy.special import gammainc, lambertw
 
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, BytesPerSecond, Seconds
 from co2sim.common.validation import above, at_least, whole
 from co2sim.hardware.cluster import Cluster
-from co2sim.hardware.failures import READ_PER_NODE, WRITE_PER_NODE, Failures
+from co2sim.hardware.failures import PARTS, READ_PER_NODE, WRITE_PER_NODE, Failures
 from co2sim.models.workload import OPTIMIZER_BYTES, Model, Optimizer
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Layout
@@ -30,21 +32,23 @@ _MAX = 600.0
 class Rates:
     """Failures per second of each part while it works, and of the job whatever its size.
 
-    That of the job does not fall with size: a bug, a file system, an operator.
+    That of the job does not fall with size: a bug, a file system, an operator. Nodes that a
+    provider takes away are `preemption`.
     """
 
     gpu: float = 0.0
     node: float = 0.0
     switch: float = 0.0
     job: float = 0.0
+    preemption: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what is no rate."""
-        for name in ("gpu", "node", "switch", "job"):
+        for name in ("gpu", "node", "switch", "job", "preemption"):
             at_least(f"failures of a {name} per second", getattr(self, name), 0)
 
     def of(self, gpus: int, nodes: int, switches: int = 0) -> float:
-        """Failures per second of a number of parts, with those of one job."""
+        """Failures per second of a number of parts, with those of one job; no preemptions."""
         return self.gpu * gpus + self.node * nodes + self.switch * switches + self.job
 
 
@@ -73,6 +77,32 @@ class Restart:
     def down(self) -> Seconds:
         """From the failure until work goes on, where there is a spare."""
         return self.detection + self.restart + self.reload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preemption:
+    """Nodes that a provider takes away, with a notice: `rate` per second of all of them.
+
+    Work goes on until a copy on notice must begin; that stops it for `saving`. With None the notice
+    is too short, and the work since the last copy is lost. Another node comes after `replacement`.
+    """
+
+    rate: float = 0.0
+    saving: Seconds | None = None
+    replacement: Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        at_least("preemptions per second", self.rate, 0)
+        at_least("replacement in s", self.replacement, 0)
+        at_least("a checkpoint on notice, in s", self.saving or 0.0, 0)
+
+    def phases(self, after: Restart) -> tuple[Seconds, Seconds, Seconds]:
+        """The copy, the wait for a node, and restart with reload."""
+        return self.saving or 0.0, self.replacement, after.restart + after.reload
+
+
+_NONE = Preemption()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,50 +137,114 @@ class Shares:
     waiting: float
 
 
-def whole_job_shares(rate: float, every: Seconds, saving: Saving, after: Restart) -> Shares:
+def whole_job_shares(
+    rate: float,
+    every: Seconds,
+    saving: Saving,
+    after: Restart,
+    preempted: Preemption = _NONE,
+) -> Shares:
     """Where one failure stops all, and all go back to the last copy: DDP, ZeRO, FSDP.
 
-    `rate` is that of failures per second of the whole job, `every` the work between two copies.
-    Failures while the job restarts begin the restart again. Waiting for nodes is Erlang's loss
-    formula, whatever the distribution of repairs. Raises OptionError where nothing gets done.
+    `rate` is that of failures per second of the whole job, `every` the work between two copies;
+    infinite: no copies but those on notice. Where something fails during a restart, that begins
+    again as after the new failure. Waiting for repairs is Erlang's loss formula, whatever their
+    distribution. Raises OptionError where nothing gets done.
+
+    A run of work begins where the last copy became safe (`writing` after the copy began), or after
+    a restart; by renewal theory the shares are those of an average run.
     """
     at_least("failures per second", rate, 0)
-    at_least("the work between two checkpoints in s", every, 1e-9)
-    period = every + saving.blocking
+    at_least("the work between two checkpoints in s", min(every, 1e300), 1e-9)
+    period, all_rates = every + saving.blocking, rate + preempted.rate
     if saving.writing > period * (1 + 1e-12):  # `every` may be what is left of it
         raise OptionError(
             f"a checkpoint takes {saving.writing:g} s to write, longer than the {period:g} s from"
             " one to the next; write less often"
         )
-    if rate == 0:
-        return _shares(every, saving.blocking, 0.0, 0.0, 0.0, period)
-    again = rate * (period + saving.writing)
-    if again > _MAX or rate * after.down > _MAX:
+    if all_rates == 0:
+        work, stop = (1.0, 0.0) if math.isinf(every) else (every, saving.blocking)
+        return _shares(work, stop, work + stop)
+    phases = preempted.phases(after)
+    downs = ((rate / all_rates, after.down), (preempted.rate / all_rates, math.fsum(phases)))
+    saved = preempted.rate if preempted.saving is not None else 0.0
+    again = all_rates * (period + saving.writing)
+    worst = max(all_rates * down for share, down in downs if share)
+    if (again > _MAX and not saved) or worst > _MAX:
         raise OptionError(
-            f"with a failure every {1 / rate:g} s nothing gets done in the {period:g} s from one"
-            " checkpoint to the next"
+            f"with a failure every {1 / all_rates:g} s nothing gets done in the {period:g} s from"
+            " one checkpoint to the next"
         )
-    fails = -math.expm1(-rate * period)
-    down = math.expm1(rate * after.down) / rate  # a restart may fail, too
-    from_copy = (1 / rate + down) * math.expm1(again)  # to the next safe copy, from the last
-    whole_time = fails / rate + fails * (down + from_copy)
-    failures = fails * (1 + math.expm1(again))  # from one safe copy to the next
-    stopped = failures * down
-    lost = whole_time - stopped - period
+    fails, safe = -math.expm1(-all_rates * period), math.exp(-again)
+    restarted = math.fsum(share * math.exp(-all_rates * down) for share, down in downs)
+    down = math.fsum(-share * math.expm1(-all_rates * time) for share, time in downs)
+    down /= all_rates * restarted  # a restart may fail, too
+    useful, stops = (every * safe, saving.blocking * safe) if safe else (0.0, 0.0)
+    if saved:
+        until = _since_copy(all_rates, every, saving.blocking, period + saving.writing)
+        before = _since_copy(all_rates, every, saving.blocking, saving.writing)
+        useful += saved * (until[0] - (1 - fails) * before[0])
+        stops += saved * (until[1] - (1 - fails) * before[1])
+    spent = [preempted.rate / all_rates / restarted * part for part in _phases(all_rates, phases)]
+    stops += fails * spent[0]
     waits = erlang_loss(after.spares + 1, rate * after.repair)
-    return _shares(every, saving.blocking, lost, stopped, waits, whole_time)
+    return _shares(
+        useful,
+        stops,
+        fails * (1 / all_rates + down),
+        restart=fails * (down - spent[0] - spent[1]),
+        waiting=fails * spent[1],
+        waits=waits,
+    )
+
+
+def _phases(rate: float, phases: Sequence[Seconds]) -> Iterator[Seconds]:
+    """The mean time in each of what follows one on the other, until something fails."""
+    began = 0.0
+    for phase in phases:
+        yield math.exp(-rate * began) * -math.expm1(-rate * phase) / rate
+        began += phase
+
+
+def _since_copy(rate: float, every: Seconds, stop: Seconds, until: Seconds) -> tuple[float, float]:
+    """Work since a copy, and stops for the next ones, as integrals of exp(-rate t) to `until`.
+
+    Work and stops take turns: `every` and `stop`. `until` is at most two of both.
+    """
+    sums, levels, began = [0.0, 0.0], [0.0, 0.0], 0.0
+    for place, phase in enumerate((every, stop) * 2):
+        length = min(phase, until - began)
+        if length <= 0:
+            continue
+        decay = math.exp(-rate * began)
+        flat = decay * -math.expm1(-rate * length) / rate
+        sums = [total + level * flat for total, level in zip(sums, levels, strict=True)]
+        sums[place % 2] += decay * float(gammainc(2, rate * length)) / rate**2
+        levels[place % 2] += length
+        began += length
+        if math.isinf(began):
+            break
+    return sums[0], sums[1]
 
 
 def _shares(
-    useful: Seconds, saving: Seconds, lost: Seconds, stopped: Seconds, waits: float, time: Seconds
+    useful: Seconds,
+    checkpoint: Seconds,
+    time: Seconds,
+    *,
+    restart: Seconds = 0.0,
+    waiting: Seconds = 0.0,
+    waits: float = 0.0,
 ) -> Shares:
+    """What is not of the other kinds is lost; of all a share of `waits` waits for repairs."""
     part = (1 - waits) / time
+    lost = max(0.0, time - useful - checkpoint - restart - waiting)
     return Shares(
         useful=useful * part,
-        checkpoint=saving * part,
+        checkpoint=checkpoint * part,
         lost=lost * part,
-        restart=stopped * part,
-        waiting=waits,
+        restart=restart * part,
+        waiting=waits + waiting * part,
     )
 
 
@@ -191,34 +285,48 @@ def erlang_loss(servers: int, load: float) -> float:
 
 
 def independent_worker_shares(
-    rate: float, workers: int, round_time: Seconds, after: Restart, stall: Seconds = 0.0
+    rate: float,
+    workers: int,
+    round_time: Seconds,
+    after: Restart,
+    stall: Seconds = 0.0,
+    preempted: Preemption = _NONE,
 ) -> Shares:
     """Where workers go on without one that has failed: local-update methods.
 
-    `rate` is that of failures per second of one worker. It loses its part of the round, is `down`
-    for detection, restart and reload (from a peer), and joins at the next round. All stand still
-    for `stall` at every failure, until they have formed a group without it. Nothing goes back to a
-    checkpoint: where all workers fail at once, which this does not count, it would.
+    `rate` is that of failures per second of one worker, and `preempted` what is taken from one. It
+    loses its part of the round, is down for detection, restart and reload (from a peer), and joins
+    at the next round. All stand still for `stall` at every failure and preemption, on average,
+    until they have formed a group without it. With a notice nothing is detected, and another node
+    is waited for. Nothing goes back to a checkpoint: where all workers fail at once, which this
+    does not count, it would.
     """
     at_least("failures per second", rate, 0)
     at_least("a round in s", round_time, 1e-9)
     whole("workers", workers, 1)
-    if rate == 0:
+    all_rates = rate + preempted.rate
+    if all_rates == 0:
         return Shares(useful=1.0, checkpoint=0.0, lost=0.0, restart=0.0, waiting=0.0)
-    within = rate * round_time
-    lost = 1 / rate - round_time / math.expm1(within) if within < _MAX else 1 / rate
-    down = after.down
-    rounds = math.ceil(down / round_time)
-    spare = rounds * round_time - down  # who fails later in the round joins a round later
-    later = (math.exp(-rate * spare) - math.exp(-within)) / -math.expm1(-within)
-    waiting = round_time * (rounds + later) - lost - down
-    cycle = 1 / rate + down + waiting
+    within = all_rates * round_time
+    lost = 1 / all_rates - round_time / math.expm1(within) if within < _MAX else 1 / all_rates
+    restart = waiting = 0.0
+    for often, first, node in (
+        (rate, after.detection, 0.0),
+        (preempted.rate, 0.0, preempted.replacement),
+    ):
+        down = first + node + after.restart + after.reload
+        rounds = math.ceil(down / round_time)
+        spare = rounds * round_time - down  # who fails later in the round joins a round later
+        later = (math.exp(-all_rates * spare) - math.exp(-within)) / -math.expm1(-within)
+        waiting += often / all_rates * (round_time * (rounds + later) - lost - down + node)
+        restart += often / all_rates * (down - node)
+    cycle = 1 / all_rates + restart + waiting
     part = 1 / (cycle * (1 + stall * workers / cycle))
     return Shares(
-        useful=(1 / rate - lost) * part,
+        useful=(1 / all_rates - lost) * part,
         checkpoint=0.0,
         lost=lost * part,
-        restart=(down + stall * workers) * part,
+        restart=(restart + stall * workers) * part,
         waiting=waiting * part,
     )
 
@@ -263,29 +371,33 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeJob:
-    """What stops all: `rate` in failures per second, `every` the work between two checkpoints."""
+    """What stops all: `rate` in failures per second, `every` the work between two checkpoints.
+
+    `preempted` are the nodes that are taken away while all need them.
+    """
 
     rate: float
     every: Seconds
     saving: Saving
     after: Restart
+    preempted: Preemption = _NONE
 
     def shares(self) -> Shares:
-        """Of the time. Without failures, or without checkpoints (`every` infinite), all is useful.
+        """Of the time. Without copies at all (`every` infinite, no notice) all is useful.
 
         Raises OptionError where nothing gets done.
         """
-        if math.isinf(self.every):
+        if math.isinf(self.every) and not self.preempted.rate:
             return Shares(useful=1.0, checkpoint=0.0, lost=0.0, restart=0.0, waiting=0.0)
-        return whole_job_shares(self.rate, self.every, self.saving, self.after)
+        return whole_job_shares(self.rate, self.every, self.saving, self.after, self.preempted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailingWorkers:
     """What stops one of `count` workers: failures per second of one, and what follows.
 
-    All stand still for `stall` at each. `absent` is the share of workers for which there is no
-    node.
+    All stand still for `stall` at each, on average. `absent` is the share of workers for which
+    there is no node. `preempted` is what is taken from one worker.
     """
 
     rate: float
@@ -294,11 +406,17 @@ class FailingWorkers:
     after: Restart
     stall: Seconds
     absent: float
+    preempted: Preemption = _NONE
+
+    @property
+    def all_rates(self) -> float:
+        """Failures and preemptions per second of one worker."""
+        return self.rate + self.preempted.rate
 
     def shares(self) -> Shares:
         """Of the time of all workers while no failure stops all."""
         found = independent_worker_shares(
-            self.rate, self.count, self.round_time, self.after, self.stall
+            self.rate, self.count, self.round_time, self.after, self.stall, self.preempted
         )
         return nested_shares(_absent(self.absent), found)
 
@@ -309,6 +427,8 @@ class Goodput:
 
     `low` and `high` are the useful share where rates and restarts are at the ends of their range,
     with the same interval between checkpoints. `workers` is None where every failure stops all.
+    `failures` are those of a job of this size, and `basis` says where its rate stands among counts
+    by size; "" without these.
     """
 
     shares: Shares
@@ -317,6 +437,8 @@ class Goodput:
     whole: WholeJob
     workers: FailingWorkers | None
     checkpoint_bytes: Bytes
+    failures: Failures
+    basis: str
 
     @property
     def useful(self) -> float:
@@ -325,9 +447,10 @@ class Goodput:
 
     @property
     def failures_per_second(self) -> float:
-        """Of anything: what stops all, and what stops one worker."""
-        workers = self.workers
-        return self.whole.rate + (workers.rate * workers.count if workers else 0.0)
+        """Of anything: what stops all, and what stops one worker; preemptions, too."""
+        workers, whole = self.workers, self.whole
+        alone = workers.all_rates * workers.count if workers else 0.0
+        return whole.rate + whole.preempted.rate + alone
 
 
 def shares_of(whole: WholeJob, workers: FailingWorkers | None) -> Shares:
@@ -388,9 +511,21 @@ def goodput_of(
     with the state of a peer. What stops all of them are failures of the job, and of the last worker
     that has the state.
     """
-    failures = cluster.failures
-    if failures is None:
+    if cluster.failures is None:
         return None
+    trained = trained_of(result, cluster, model, optimizer=optimizer, strategy=strategy)
+    return goodput_where(cluster.failures, trained, every, ends=ends)
+
+
+def trained_of(
+    result: Result,
+    cluster: Cluster,
+    model: Model,
+    *,
+    optimizer: Optimizer = "adamw",
+    strategy: Strategy | None = None,
+) -> Trained:
+    """What a result trains; for the arguments see `goodput_of`."""
     strategy = parse(result.strategy) if strategy is None else strategy
     workers = 1
     if isinstance(strategy, LocalSteps):
@@ -400,7 +535,7 @@ def goodput_of(
     link = cluster.inter if result.nodes > 1 else cluster.intra
     if cluster.wan is not None and workers == cluster.sites > 1:
         link = cluster.wan  # the nearest peer is at another site
-    trained = Trained(
+    return Trained(
         gpus=result.gpus,
         nodes=result.nodes,
         parameters=result.trained_parameters or model.parameters,
@@ -411,7 +546,56 @@ def goodput_of(
         peer_bandwidth=link.payload_bandwidth,
         optimizer=optimizer,
     )
-    return goodput_where(failures, trained, every, ends=ends)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spot:
+    """Spot nodes beside nodes that stay, of which `on_demand` of the time is useful.
+
+    `cost` is that of a useful token on spot, relative to one on nodes that stay. Spot costs less
+    where a node is taken away less often than once in `pays_from` on average: 0 where it always
+    does, infinite where it never does. Both are None where `spot_price` is not known.
+    """
+
+    on_demand: float
+    cost: float | None
+    pays_from: Seconds | None
+
+
+_LONGEST: Seconds = 1e4 * 365.25 * 86400.0
+"""Between preemptions: they are as good as none."""
+
+
+def spot_of(failures: Failures, trained: Trained, every: Seconds | None = None) -> Spot | None:
+    """What spot nodes are worth; None where none is taken away. `every` as in `goodput_of`.
+
+    Raises OptionError where nothing gets done.
+    """
+    if failures.preemption is None:
+        return None
+
+    def useful(between: Seconds | None) -> float:
+        given = replace(failures, preemption=between)
+        try:
+            return goodput_where(given, trained, every, ends=False).useful
+        except OptionError:  # nothing gets done
+            return 0.0
+
+    stays = 1.0
+    if any((failures.by_size, *(getattr(failures, part) for part in PARTS[:-1]))):
+        stays = useful(None)
+    price, now = failures.spot_price, useful(failures.preemption)
+    if price is None or not now:
+        return Spot(on_demand=stays, cost=None, pays_from=None)
+
+    def gain(logarithm: float) -> float:
+        return useful(math.exp(logarithm)) - price * stays
+
+    least, most = 0.0, math.log(_LONGEST)
+    pays_from = 0.0 if gain(least) >= 0 else math.inf
+    if gain(least) < 0 < gain(most):
+        pays_from = math.exp(float(brentq(gain, least, most, xtol=1e-6)))
+    return Spot(on_demand=stays, cost=price * stays / now, pays_from=pays_from)
 
 
 def goodput_where(
@@ -420,6 +604,8 @@ def goodput_where(
     """As `goodput_of`, of a training that is given in numbers."""
     if every is not None:
         above("the work between two checkpoints in s", every, 0)
+    basis = failures.basis_of(trained.gpus)
+    failures = failures.of_job(trained.gpus, trained.nodes)
     setting = _Setting(failures=failures, trained=trained)
     whole, parts = setting.parts(1.0, failures.restart, every)
     shares = shares_of(whole, parts)
@@ -437,6 +623,8 @@ def goodput_where(
         whole=whole,
         workers=parts,
         checkpoint_bytes=setting.checkpoint_bytes,
+        failures=failures,
+        basis=basis,
     )
 
 
@@ -496,14 +684,16 @@ class _Setting:
         failures, trained = self.failures, self.trained
         rates = _rates(failures, factor)
         switches = _of(trained.gpus, failures.gpus_per_switch)
-        total = rates.of(trained.gpus, trained.nodes, switches)
+        total, taken = rates.of(trained.gpus, trained.nodes, switches), rates.preemption
+        taken *= trained.nodes
         if trained.workers == 1:
-            workers, rate, broken = None, total, 1 - rates.job / total
+            workers, rate, broken = None, total, 1 - rates.job / total if total else 0.0
         else:
             # a part that all workers depend on stops all of them
             alone = replace(
                 rates,
                 node=rates.node if trained.nodes > 1 else 0.0,
+                preemption=rates.preemption if trained.nodes > 1 else 0.0,
                 switch=rates.switch if switches > 1 else 0.0,
                 job=0.0,
             )
@@ -511,14 +701,26 @@ class _Setting:
             workers = self._workers(alone, apart_, restart)
             rate, broken = total - apart_ + _last(workers), 0.0
             rate = rate if rate > _NEVER else 0.0
-        saving = self.saving()
-        if every is None:
-            least = max(saving.writing - saving.blocking, trained.round_time)
-            every = max(best_interval(rate, saving), least)
+            taken -= alone.preemption * trained.nodes
+        saving, preempted = self.saving(), self.preemption(taken)
         bandwidth = failures.reload_bandwidth or READ_PER_NODE * trained.nodes
         read = self.checkpoint_bytes + trained.frozen_bytes
         after = self.after(restart, read / bandwidth, broken)
-        return WholeJob(rate=rate, every=every, saving=saving, after=after), workers
+        if every is None:
+            least = max(saving.writing - saving.blocking, trained.round_time)
+            every = _best(rate, saving, after, preempted, least)
+        whole = WholeJob(rate=rate, every=every, saving=saving, after=after, preempted=preempted)
+        return whole, workers
+
+    def preemption(self, rate: float) -> Preemption:
+        """Of nodes that all need: a copy on notice is saved if there is time for it."""
+        saving, failures = self.saving(), self.failures
+        copy = saving.blocking + saving.writing
+        return Preemption(
+            rate=rate,
+            saving=copy if copy <= failures.notice else None,
+            replacement=failures.replacement,
+        )
 
     def _workers(self, rates: Rates, all_of_them: float, restart: Seconds) -> FailingWorkers:
         """Of local updates: a worker stops with any of its GPUs, nodes and switches."""
@@ -526,22 +728,47 @@ class _Setting:
         gpus = trained.gpus // trained.workers
         nodes = -(-gpus * trained.nodes // trained.gpus)
         rate = rates.of(gpus, nodes, _of(gpus, failures.gpus_per_switch))
+        taken = rates.preemption * nodes
         state = trained.parameters * _MASTER + trained.outer_bytes
         wait, round_time = failures.detection, trained.round_time
         # a worker fails anywhere in a round; the others reach its end and wait until it is noticed
         early = min(wait, round_time)
-        stall = failures.regroup + early**2 / (2 * round_time) + (wait - early)
-        together_ = all_of_them / (rate * trained.workers) if rate else 1.0
+        unnoticed = early**2 / (2 * round_time) + (wait - early)
+        every_one = (rate + taken) * trained.workers
+        stall = failures.regroup + (unnoticed * rate / (rate + taken) if every_one else 0.0)
+        together = all_of_them + rates.preemption * trained.nodes
         return FailingWorkers(
             rate=rate,
             count=trained.workers,
             round_time=round_time,
             after=self.after(restart, state / trained.peer_bandwidth, 1.0),
-            stall=stall * min(1.0, together_),  # those that fail at once stop the others once
+            # those that fail at once stop the others once
+            stall=stall * (min(1.0, together / every_one) if every_one else 1.0),
             absent=min(
                 1.0, missing(all_of_them * failures.repair, failures.spares) / trained.nodes
             ),
+            preempted=Preemption(rate=taken, replacement=failures.replacement),
         )
+
+
+def _best(
+    rate: float, saving: Saving, after: Restart, preempted: Preemption, least: Seconds
+) -> Seconds:
+    """The work between two copies that leaves most useful time, at least `least`."""
+    if preempted.saving is None or not preempted.rate or not rate:
+        lossy = rate + (preempted.rate if preempted.saving is None else 0.0)
+        return max(best_interval(lossy, saving), least)
+
+    def lost(logarithm: float) -> float:
+        try:
+            shares = whole_job_shares(rate, math.exp(logarithm), saving, after, preempted)
+        except OptionError:  # nothing gets done
+            return 1.0
+        return 1 - shares.useful
+
+    # copies on notice make others rarer: never rarer than ten mean times between failures
+    bounds = (math.log(least), max(math.log(10 / rate), math.log(2 * least)))
+    return math.exp(float(minimize_scalar(lost, bounds=bounds, method="bounded").x))
 
 
 def _rates(failures: Failures, factor: float) -> Rates:
@@ -555,6 +782,7 @@ def _rates(failures: Failures, factor: float) -> Rates:
         node=of(failures.node),
         switch=of(failures.switch),
         job=of(failures.job),
+        preemption=of(failures.preemption),
     )
 
 
@@ -564,9 +792,13 @@ def _of(gpus: int, per_switch: int | None) -> int:
 
 
 def _last(workers: FailingWorkers) -> float:
-    """How often a failure hits the last worker that has the state, per second."""
+    """How often a failure or a preemption hits the last worker that has the state, per second."""
     alone = independent_worker_shares(
-        workers.rate, workers.count, workers.round_time, workers.after
+        workers.rate,
+        workers.count,
+        workers.round_time,
+        workers.after,
+        preempted=workers.preempted,
     )
     away = 1 - (1 - workers.absent) * (alone.useful + alone.lost)
-    return float(workers.count * workers.rate * away ** (workers.count - 1))
+    return float(workers.count * workers.all_rates * away ** (workers.count - 1))

@@ -57,6 +57,11 @@ class StepFactor:
         """Given, or 1 as nothing is exchanged or all is: no range."""
         return self.low == self.high
 
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The ends of its range, relative to it; of a lower bound the high one is 1."""
+        return self.low / self.factor, (self.high or self.factor) / self.factor
+
     def __str__(self) -> str:
         """The factor and its range."""
         if self.certain:
@@ -64,6 +69,20 @@ class StepFactor:
         if self.high is None:
             return f"{self.factor:.3g} or more"
         return f"{self.factor:.3g} ({self.low:.3g} to {self.high:.3g})"
+
+
+def joined(time: float | None, end: float) -> float | None:
+    """An end of a time, relative to it, with the same end of a step factor.
+
+    The errors of a speed and of a factor have nothing to do with each other. As for any product of
+    independent factors, their variances add up in the logarithm, and so do the squares of the
+    distances to the ends. The range of a factor, two standard deviations to each side, counts as
+    one of 90 %, which is a little wide. A `time` of None counts as exact.
+    """
+    if end == 1:
+        return time
+    reach = math.hypot(math.log(time or 1.0), math.log(end))
+    return math.exp(reach if end > 1 else -reach)
 
 
 @dataclass(frozen=True, slots=True)

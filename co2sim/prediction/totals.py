@@ -14,7 +14,14 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import power, step_factors
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import NO_GOAL, Goal, StepFactor, scale_of, step_factor
+from co2sim.prediction.step_factors import (
+    NO_GOAL,
+    Goal,
+    StepFactor,
+    joined,
+    scale_of,
+    step_factor,
+)
 
 DAY = 86400.0
 """In seconds."""
@@ -35,9 +42,12 @@ class Totals:
     `cost` is in `currency`; both are None without a price. `power_w` is the average of all
     nodes at the meter: with what cooling and distribution take (PUE).
 
-    `_low` and `_high` are the ends of an interval: of the 90 % interval of the speed, taken
-    together with the range of the price for the cost, and of the grid for carbon. None where
-    neither is known. `missing` are the numbers of the cluster without which a figure is None.
+    `_low` and `_high` are the ends of an interval. That of days has the 90 % interval of the speed,
+    with the range of the goodput at the same end, and the range of the step factor, joined in
+    quadrature (`step_factors.joined`). The cost has the range of the price besides, and carbon that
+    of the grid: these are offers and places, not errors, so that low goes with low. None where none
+    is known; a factor that is a lower bound widens only the low end. `missing` are the numbers of
+    the cluster without which a figure is None.
     """
 
     tokens: float
@@ -86,8 +96,13 @@ def totals(
     trained = tokens * factor.factor
     days = trained / result.tokens_per_s / goodput / DAY
     least, most = (share / goodput for share in goodput_ends or (goodput, goodput))
-    ends = [_longer(result, result.tokens_per_s_high, most)]
-    ends.append(_longer(result, result.tokens_per_s_low, least))
+    ends = [
+        joined(_longer(result, speed, share), end)
+        for speed, share, end in (
+            (result.tokens_per_s_high, most, factor.ends[0]),
+            (result.tokens_per_s_low, least, factor.ends[1]),
+        )
+    ]
     billion, price = result.cost_per_billion_tokens, cluster.price_per_gpu
     cost = None if billion is None else billion * trained / 1e9 / goodput
     watts, grid = power.power(result, cluster), cluster.grid_intensity

@@ -11,6 +11,7 @@ from scipy.optimize import brentq
 
 from co2sim.common.errors import Co2simError
 from co2sim.hardware.cluster import Cluster
+from co2sim.hardware.failures import PARTS
 from co2sim.prediction import driver
 from co2sim.prediction.calibrations import replaced
 from co2sim.prediction.case import Case
@@ -160,9 +161,9 @@ def _failures(choice: Candidate, other: Candidate, wanted: Objective) -> Iterato
 
 def _failing(option: Candidate, times: float, wanted: Objective) -> float:
     """The score where parts fail more often by a factor."""
-    failures = option.cluster.failures
-    assert failures is not None
-    means = {name: getattr(failures, name) for name in ("gpu", "node", "switch", "job")}
+    assert option.cluster.failures is not None
+    failures = option.cluster.failures.of_job(option.result.gpus, option.result.nodes)
+    means = {name: getattr(failures, name) for name in PARTS}
     shorter = {name: mean / times for name, mean in means.items() if mean is not None}
     cluster = replace(option.cluster, failures=replace(failures, **shorter))
     model = option.case.load()[1].value

@@ -189,6 +189,7 @@ class Curve:
         self.currency = self.currency or result.currency
         alone = self._one_node(case) if self._target.metric.needs == "alone" else None
         tokens = self._tokens
+        ends = (1.0, 1.0)
         if self._target.metric.needs == "tokens":
             factor = step_factor(result.strategy, scale_of(result), self._goal)
             if factor is None or tokens is None:
@@ -196,8 +197,8 @@ class Curve:
                     f"it is not known what a step of {result.strategy} is worth; give"
                     f" --steps-factor {result.strategy.partition('(')[0]}=1.3, say"
                 )
-            tokens *= factor.factor
-        return View(result, alone, tokens, self._goodput(case, result))
+            tokens, ends = tokens * factor.factor, factor.ends
+        return View(result, alone, tokens, self._goodput(case, result), ends)
 
     def _goodput(self, case: Case, result: Result) -> tuple[float, float, float] | None:
         """The useful share of the time, and its ends, where the target asks for it."""

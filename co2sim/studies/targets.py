@@ -14,6 +14,7 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.prediction.calibrations import replaced
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import joined
 from co2sim.prediction.totals import DAY
 from co2sim.strategies import parse as parse_strategy
 from co2sim.studies.grid import with_change
@@ -28,13 +29,15 @@ class View:
 
     `alone` is the result of the same case on one node. `tokens` is how many are to be trained, what
     steps of local updates are worth included. `goodput` is the useful share of the time, with the
-    least and the most that it may be; None where nothing fails.
+    least and the most that it may be; None where nothing fails. `factor_ends` are the ends of what
+    steps are worth, relative to it.
     """
 
     result: Result
     alone: Result | None = None
     tokens: float | None = None
     goodput: tuple[float, float, float] | None = None
+    factor_ends: tuple[float, float] = (1.0, 1.0)
 
     @property
     def useful(self) -> float:
@@ -51,6 +54,10 @@ class View:
         if goodput:
             goodput = ({"low": goodput[1], "high": goodput[2]}[end], *goodput[1:])
         ratio = value / found.tokens_per_s
+        tokens, wider = self.tokens, self.factor_ends[1 if end == "low" else 0]
+        if tokens:  # as many more, or less, as join the ends of both
+            time = self.useful / ratio / (goodput[0] if goodput else 1.0)
+            tokens *= (joined(time, wider) or time) / time
         billion, usd = found.cost_per_billion_tokens, found.usd_per_billion_tokens
         moved = replace(
             found,
@@ -62,7 +69,7 @@ class View:
             cost_per_billion_tokens=None if billion is None else billion / ratio,
             usd_per_billion_tokens=None if usd is None else usd / ratio,
         )
-        return replace(self, result=moved, goodput=goodput)
+        return replace(self, result=moved, goodput=goodput, tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,8 @@ from typing import Any
 
 from co2sim.common.errors import Co2simError, OptionError, UnitError
 from co2sim.common.units import parse, parse_price
+from co2sim.hardware.cluster import Cluster
+from co2sim.hardware.failures import PARTS
 from co2sim.prediction.case import Case
 from co2sim.report.explore.question import Question
 from co2sim.studies.grid import gpu_counts, settings
@@ -26,7 +28,6 @@ _FASTER, _SLOWER = 4.0, 30.0
 _MAX_STOPS = 64
 _DAY = 86400.0
 _GIVEN = ("cluster", "model", "strategy")
-_FAILING = ("node", "gpu", "job", "switch")
 
 AS_GIVEN = "as given"
 
@@ -83,10 +84,7 @@ def controls(question: Question) -> list[Control]:
     made += _options(question)
     if cluster.price_per_gpu:
         made.append(_spread(case, "price_per_gpu", "price of a GPU", 4.0, 4.0))
-    part = next((name for name in _FAILING if getattr(cluster.failures, name, None)), None)
-    if part:
-        title = f"mean time between failures of a {part}"
-        made.append(_spread(case, f"failures.{part}", title, 30.0, 10.0, _COARSE))
+    made += _failing(case, cluster if case.gpus is None else cluster.resized(case.gpus))
     everyone = tuple(range(len(question.strategies)))
     return [
         control if control.strategies else replace(control, strategies=everyone) for control in made
@@ -177,6 +175,18 @@ def _options(question: Question) -> Iterator[Control]:
         yield replace(made, strategies=places)
 
 
+def _failing(case: Case, cluster: Cluster) -> Iterator[Control]:
+    """The mean time between failures of the first part that has one, at the size of the job."""
+    if cluster.failures is None:
+        return
+    failures = cluster.failures.of_job(cluster.layout.world_size, cluster.nodes)
+    part = next(name for name in PARTS if getattr(failures, name))
+    of = "preemptions of a node" if part == "preemption" else f"failures of a {part}"
+    title = f"mean time between {of}"
+    now = getattr(failures, part)
+    yield _spread(case, f"failures.{part}", title, 30.0, 10.0, _COARSE, now)
+
+
 def _spread(
     case: Case,
     path: str,
@@ -184,12 +194,14 @@ def _spread(
     less: float,
     more: float,
     series: Sequence[float] = _PREFERRED,
+    now: Any = None,
 ) -> Control:
-    """Preferred numbers around what there is, which is a position of its own."""
+    """Preferred numbers around what there is (`now`), which is a position of its own."""
     axis = axis_of(case, path)
-    now: Any = case.load()[0].value
-    for part in path.split("."):
-        now = getattr(now, part)
+    if now is None:
+        now = case.load()[0].value
+        for part in path.split("."):
+            now = getattr(now, part)
     unit = _counted_in(axis)
     low, high = max(now / less, axis.low) / unit, min(now * more, axis.high) / unit
     values = [value * unit for value in _preferred(low, high, series)]

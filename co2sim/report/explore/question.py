@@ -91,7 +91,8 @@ class Figures:
     """Of one case. Shares are of a round; `memory` is in GiB on a GPU, which has `capacity`.
 
     `slowest` and `fastest` are the ends of the 90 % interval, as shares of `tokens_per_s`. `factor`
-    is how many times the tokens of DDP it trains; None if not known. `watts` is the power of all
+    is how many times the tokens of DDP it trains; None if not known. `factor_low` and `factor_high`
+    are the ends of its range, relative to it. `watts` is the power of all
     nodes at the meter, None if not known.
     """
 
@@ -105,6 +106,8 @@ class Figures:
     capacity: float
     fits: bool
     factor: float | None
+    factor_low: float | None
+    factor_high: float | None
     watts: float | None
 
 
@@ -123,6 +126,7 @@ def figures(case: Case, result: Result, goal: Goal) -> Figures:
     _, behind, exposed, slower = parts(result).values()
     factor = step_factor(result.strategy, scale_of(result), goal)
     low, high = result.tokens_per_s_low, result.tokens_per_s_high
+    ends = (None, None) if factor is None else factor.ends
     return Figures(
         tokens_per_s=result.tokens_per_s,
         slowest=None if low is None else low / result.tokens_per_s,
@@ -134,6 +138,8 @@ def figures(case: Case, result: Result, goal: Goal) -> Figures:
         capacity=cluster.gpu.memory / GIB,
         fits=result.fits_in_memory,
         factor=None if factor is None else factor.factor,
+        factor_low=ends[0],
+        factor_high=ends[1],
         watts=power.power(result, cluster.resized(result.gpus)),
     )
 

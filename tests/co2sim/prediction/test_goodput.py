@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from commands import Command
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from scipy.stats import poisson
@@ -32,6 +32,7 @@ from co2sim.prediction.goodput import (
     goodput_where,
     independent_worker_shares,
     missing,
+    spot_of,
     whole_job_shares,
     young,
 )
@@ -290,6 +291,91 @@ def test_better_parts_and_faster_storage_never_cost(workers: int, better: float)
     assert HOST_BANDWIDTH == 32e9
 
 
+# --- spot nodes ---------------------------------------------------------------------------------
+
+SPOT = Failures(
+    preemption=5 * HOUR,
+    notice=120.0,
+    replacement=600.0,
+    restart=300.0,
+    reload_bandwidth=1e18,
+    checkpoint_bandwidth=84e9 / 20,
+    pause=10.0,
+    spot_price=0.4,
+)
+
+
+def test_preemptions_alone_cost_the_copy_the_wait_and_the_restart() -> None:
+    """One in 5 h on each of 8 nodes: no work is lost, and all begins again where one is in one."""
+    found = goodput_where(SPOT, JOB)
+    rate, copy = 8 / (5 * HOUR), 10 + 20
+    down = copy + 600 + 300
+    assert math.isinf(found.whole.every)
+    assert found.whole.preempted.saving == copy
+    assert found.useful == pytest.approx(math.exp(-rate * down))  # 1 / (1 + e^rd - 1)
+    assert found.shares.lost == pytest.approx(0, abs=1e-12)
+    late = goodput_where(replace(SPOT, notice=29.0), JOB)
+    assert late.whole.preempted.saving is None
+    assert late.shares.lost > 0
+    assert late.whole.every == pytest.approx(best_interval(rate, late.whole.saving))
+
+
+@given(st.floats(0.01, 100.0), st.floats(0.0, 600.0), st.floats(0.1, 50.0))
+@settings(max_examples=settings.default.max_examples // 16)
+def test_no_other_interval_is_better_beside_preemptions(
+    days: float, replacement: float, hours: float
+) -> None:
+    """Half and twice the work between two copies leave less useful time."""
+    failures = replace(SPOT, node=days * DAY, replacement=replacement, preemption=hours * HOUR)
+    found = goodput_where(failures, JOB)
+    for times in (0.5, 0.9, 1.1, 2.0):
+        every = found.whole.every * times
+        if every + 10 >= 20:
+            assert goodput_where(failures, JOB, every).useful <= found.useful + 1e-7
+
+
+def test_workers_that_are_preempted_stop_alone_and_wait_for_a_node() -> None:
+    """Of local updates: cycles of work, the wait, the restart, and the round that it comes in."""
+    failures = replace(SPOT, node=None)
+    found = goodput_where(failures, replace(JOB, workers=8, peer_bandwidth=math.inf))
+    assert found.workers is not None
+    assert found.workers.stall == 0  # who is told waits for nothing
+    work, away = 5 * HOUR, 600 + 300
+    assert found.useful == pytest.approx(work / (work + away), rel=1e-3)
+    assert found.shares.waiting == pytest.approx(600 / (work + away), rel=2e-2)
+    assert found.useful > goodput_where(failures, JOB).useful
+
+
+@given(st.sampled_from([1, 8]), st.floats(0.05, 0.95), st.floats(0.5, 50.0))
+@settings(max_examples=settings.default.max_examples // 16)
+def test_spot_stops_paying_where_a_useful_token_costs_as_much(
+    workers: int, price: float, days: float
+) -> None:
+    """At the mean time that is found a token costs the same; above it less, below it more."""
+    failures = replace(SPOT, spot_price=price, node=days * 8 * DAY)
+    job = replace(JOB, workers=workers)
+    found = spot_of(failures, job)
+    assert found is not None
+    assert found.pays_from is not None
+    assert found.on_demand == goodput_where(replace(failures, preemption=None), job).useful
+    for times, less in ((0.9, False), (1.1, True)):
+        moved = spot_of(replace(failures, preemption=found.pays_from * times), job)
+        assert moved is not None
+        assert moved.cost is not None
+        assert (moved.cost < 1) is less
+
+
+def test_spot_says_what_is_not_known() -> None:
+    """Without preemptions nothing, without a price no cost, at the full price never."""
+    assert spot_of(PLAIN, JOB) is None
+    bare = spot_of(replace(SPOT, spot_price=None), JOB)
+    assert bare is not None
+    assert (bare.on_demand, bare.cost, bare.pays_from) == (1.0, None, None)
+    dear = spot_of(replace(SPOT, spot_price=1.0), JOB)
+    assert dear is not None
+    assert dear.pays_from == math.inf
+
+
 # --- the command --------------------------------------------------------------------------------
 
 
@@ -308,8 +394,20 @@ def test_json_has_all_of_it(cli: Command) -> None:
     assert found["useful"] == found["shares"]["useful"]
     assert found["low"] <= found["useful"] <= found["high"]
     assert found["useful_tokens_per_s"] == pytest.approx(found["useful"] * found["tokens_per_s"])
-    assert found["mean_time_to_failure_s"] == pytest.approx(153.8 * 86400 / 8)
+    share = math.log(64 / 8) / math.log(1024 / 8)
+    hours = 47.7 * 24 * (7.9 / 47.7 / 24) ** share
+    assert found["mean_time_to_failure_s"] == pytest.approx(hours * 3600)
     assert found["workers"] is None
     assert found["whole"]["every"] > 0
     again = cli(*shlex.split(found["command"])[1:], "--json")
     assert json.loads(again.out) == [found]
+
+
+def test_json_says_what_spot_nodes_are_worth(cli: Command) -> None:
+    """Beside the goodput, for every strategy; what is infinite is null."""
+    spot = ("--set", "failures=spot-h100-peak-2026-q1", "--set", "price_per_gpu=4 USD/h")
+    for found in answers(cli, *spot, "-s", "fsdp", "-s", "diloco(tau=100,worker=node)"):
+        assert found["spot"]["cost"] == pytest.approx(0.425 / found["useful"])
+        assert found["spot"]["on_demand"] == 1.0
+        assert found["spot"]["pays_from"] > 0
+        assert found["whole"]["preempted"]["replacement"] in {0.0, 600.0}

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from goodput_simulation import NAMES, simulated
 
-from co2sim.prediction.goodput import FailingWorkers, Restart, Saving, Shares, WholeJob, shares_of
+from co2sim.prediction.goodput import (
+    FailingWorkers,
+    Preemption,
+    Restart,
+    Saving,
+    Shares,
+    WholeJob,
+    shares_of,
+)
 
 
 def of_shares(shares: Shares) -> dict[str, float]:
@@ -48,3 +56,40 @@ def test_events_agree_with_the_closed_forms(number: int, fails: str) -> None:
         value, error = found[name]
         most = 3 if name == "useful" else 4
         assert abs(value - share) <= most * error + 2e-5, (name, share, value, error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copies", ["none", "on notice", "both", "too late"])
+@pytest.mark.parametrize("number", range(3))
+def test_preemptions_agree_with_the_closed_forms(number: int, copies: str) -> None:
+    """With copies on notice, without, and with failures beside them: within 4 standard errors."""
+    rng = np.random.default_rng(2000 + number)
+    mean = 10 ** rng.uniform(4, 5.5)
+    every = mean * 10 ** rng.uniform(-1.5, -0.3)
+    blocking, writing = every * rng.uniform(0, 0.1), every * rng.uniform(0, 1)
+    later = mean * rng.uniform(0, 0.1)
+    kept = FailingWorkers(
+        rate=0.3 / mean,
+        count=8,
+        round_time=mean * 10 ** rng.uniform(-3, -1),
+        after=Restart(detection=later / 2, restart=later),
+        stall=mean * rng.uniform(0, 0.003),
+        absent=0.0,
+        preempted=Preemption(rate=0.7 / mean, replacement=later * 2),
+    )
+    whole = WholeJob(
+        rate=0.0 if copies in {"none", "on notice"} else 0.6 / mean,
+        every=math.inf if copies in {"none", "on notice"} else every,
+        saving=Saving(blocking=blocking, writing=writing),
+        after=Restart(detection=later / 3, restart=later),
+        preempted=Preemption(
+            rate=0.0 if copies == "none" else 1.4 / mean,
+            saving=None if copies == "too late" else blocking + writing,
+            replacement=later * 3,
+        ),
+    )
+    parts = (whole, kept if copies == "none" else None)
+    found = simulated(*parts, seed=2000 + number, runs=30, failures=300)
+    for name, share in of_shares(shares_of(*parts)).items():
+        value, error = found[name]
+        assert abs(value - share) <= 4 * error + 2e-5, (name, share, value, error)

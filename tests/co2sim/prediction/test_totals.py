@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,6 +99,47 @@ def test_intervals_join_that_of_the_speed_with_the_range_of_the_rate() -> None:
     exact = known(totals(result(), wide, 86.4e6))  # no interval of the speed: the price's alone
     assert (exact.days_low, exact.days_high) == (None, None)
     assert (exact.cost_low, exact.cost_high) == pytest.approx((192.0, 1152.0))
+
+
+def test_the_range_of_the_step_factor_widens_the_interval_as_a_product_of_errors() -> None:
+    """Ends are quantiles of a product of two lognormal factors; those of the price come then."""
+    wide = cluster(price_low=0.5 / 3600, price_high=3 / 3600)
+    numbers = {"strategy": "diloco(tau=30)", "parameters": 2_000_000_000, "workers": 4}
+    uncertain = result(tokens_per_s_low=800.0, tokens_per_s_high=1250.0, **numbers)
+    found = known(totals(uncertain, wide, 86.4e6))
+    low, high = found.factor.ends
+    assert low < 1 < high
+    rng = np.random.default_rng(0)
+    z = 1.6448536269514722  # of 5 % beyond
+    times = np.exp(rng.normal(size=400_000) * np.log(1.25) / z)
+    times *= np.exp(rng.normal(size=400_000) * np.log(high) / z)
+    ends = np.quantile(times, [0.05, 0.95])
+    assert low * high == pytest.approx(1)  # the law's range is even
+    assert found.days_low == pytest.approx(found.days * ends[0], rel=5e-3)
+    assert found.days_high == pytest.approx(found.days * ends[1], rel=5e-3)
+    assert found.cost is not None
+    assert found.cost_low == pytest.approx(found.cost * found.days_low / found.days / 2)
+    alone = known(totals(result(**numbers), cluster(), 86.4e6))
+    assert (alone.days_low, alone.days_high) == pytest.approx((alone.days * low, alone.days * high))
+
+
+def test_solve_has_the_ends_of_totals() -> None:
+    """At both ends of tokens/s a view takes the days that totals have there."""
+    uncertain = result(tokens_per_s_low=800.0, tokens_per_s_high=1300.0)
+    numbers = {"strategy": "diloco(tau=30)", "parameters": 2_000_000_000, "workers": 4}
+    uncertain = replace(uncertain, **numbers)  # type: ignore[arg-type]
+    found = known(totals(uncertain, cluster(), 1e9, goodput=0.8, goodput_ends=(0.7, 0.9)))
+    view = View(
+        uncertain, tokens=found.trained, goodput=(0.8, 0.7, 0.9), factor_ends=found.factor.ends
+    )
+    for end, days, cost in (
+        ("low", found.days_high, found.cost_high),
+        ("high", found.days_low, found.cost_low),
+        ("predicted", found.days, found.cost),
+    ):
+        moved = view.at(end)  # type: ignore[arg-type]
+        assert METRICS["days"].of(moved) == pytest.approx(days)
+        assert METRICS["cost"].of(moved) == pytest.approx(cost)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,13 @@ const stopOf = (positions, path, about = asked) => {
   return at < 0 ? null : about.controls[at].stops[positions[at]];
 };
 
+// an end of the days with the same end of the step factor: independent, so that logarithms join in quadrature
+function joined(days, end, factor) {
+  if (days === null || factor === null || factor === 1) return end;
+  const reach = Math.hypot(Math.log((end ?? days) / days), Math.log(factor));
+  return days * Math.exp(factor > 1 ? reach : -reach);
+}
+
 function derived(figures, positions, about) {
   if (figures.error) return figures;
   const found = { ...figures };
@@ -34,14 +41,16 @@ function derived(figures, positions, about) {
   found.days = days(speed, found.useful);
   const failing = figures.lost !== null && figures.lost !== undefined;
   const least = NOTHING * found.useful;
-  found.days_low = known ? days(found.high, failing ? Math.max(1 - figures.lost_least, least) : 1) : null;
-  found.days_high = known ? days(found.low, failing ? Math.max(1 - figures.lost_most, least) : 1) : null;
+  const fast = known ? days(found.high, failing ? Math.max(1 - figures.lost_least, least) : 1) : null;
+  const slow = known ? days(found.low, failing ? Math.max(1 - figures.lost_most, least) : 1) : null;
+  found.days_low = joined(found.days, fast, figures.factor_low);
+  found.days_high = joined(found.days, slow, figures.factor_high);
   const cost = (time, rate) => (time === null || price === null ? null : time * DAY * gpus * rate);
   const given = positions[place("price_per_gpu", about)] === about.controls[place("price_per_gpu", about)]?.at;
   const [cheap, dear] = given ? [about.price_low, about.price_high] : [null, null];
   found.cost = cost(found.days, price);
-  found.cost_low = known || cheap !== null ? cost(found.days_low ?? found.days, cheap ?? price) : null;
-  found.cost_high = known || dear !== null ? cost(found.days_high ?? found.days, dear ?? price) : null;
+  found.cost_low = found.days_low !== null || cheap !== null ? cost(found.days_low ?? found.days, cheap ?? price) : null;
+  found.cost_high = found.days_high !== null || dear !== null ? cost(found.days_high ?? found.days, dear ?? price) : null;
   found.kwh = figures.watts === null || found.days === null ? null : (figures.watts / 1000) * found.days * 24;
   return found;
 }
