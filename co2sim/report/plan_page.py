@@ -18,7 +18,7 @@ from co2sim.report.rounds import last_round
 from co2sim.report.tables import Answered, Table, ranged
 from co2sim.report.text import plan, totals
 from co2sim.studies.candidates import Candidate, Space
-from co2sim.studies.grid import display_name
+from co2sim.studies.grid import display_name, offer_name
 from co2sim.studies.plan import Recommendation
 from co2sim.studies.sensitivity import BreakEven, Sensitivity
 from co2sim.studies.table import to_frame
@@ -47,7 +47,7 @@ def spent(options: Sequence[Candidate]) -> Table:
 def _option(option: Candidate, money: bool, energy: bool) -> list[str]:  # noqa: FBT001
     case, found, result = option.case, option.totals, option.result
     row = [
-        *(display_name(case.cluster), result.strategy, case.recompute),
+        *(offer_name(case.cluster), result.strategy, case.recompute),
         *(f"{result.gpus:,}", f"{case.micro_batch} x {result.accumulation}"),
         ranged(found.days, found.days_low, found.days_high),
         f"{found.gpu_hours:,.0f}",
@@ -146,7 +146,7 @@ class Planned:
 
 def _answered(option: Candidate) -> Answered:
     case, result = option.case, option.result
-    return Answered(display_name(case.cluster), result.strategy, case, result, option.totals)
+    return Answered(offer_name(case.cluster), result.strategy, case, result, option.totals)
 
 
 def page(planned: Planned) -> Page:
@@ -155,7 +155,8 @@ def page(planned: Planned) -> Page:
     named = list(planned.named.values())
     job, clusters = planned.space.job, planned.space.clusters
     return Page(
-        answer=_answer(planned),
+        answer=[_heading(planned), *_answer(planned)],
+        facts=_facts(planned),
         doubts=[*_doubts(planned), *sections.predicted_with(planned.shown)],
         sections=[
             _options(planned),
@@ -172,6 +173,39 @@ def page(planned: Planned) -> Page:
         commands=_commands(planned),
         files=_files(planned),
     )
+
+
+def _heading(planned: Planned) -> str:
+    """Model, tokens and batch; the offer that was chosen, and how."""
+    found, space = planned.found, planned.space
+    result = planned.shown[0].result
+    asked = f"{result.model}, {totals.short(found.wanted.tokens)} {result.unit}s"
+    asked += f", {counted(space.global_batch, 'sample')} a step"
+    if found.choice is None:
+        offers = " or ".join(map(offer_name, space.clusters))
+        return f"{asked}: nothing of {offers} is within the limits"
+    return f"{asked}: {'so far ' if found.interrupted else ''}{plan.named(found.choice)}"
+
+
+def _facts(planned: Planned) -> dict[str, list[str]]:
+    """The first screen: the choice, what comes near, how sure, what turns it, and the evidence."""
+    found = planned.found
+    first = planned.named.get("choice", planned.shown[0])
+    if found.choice is None:
+        return {"Why": _answer(planned)[:1], "Evidence": sections.evidence(first)}
+    spent_ = plan.spends(found.choice)
+    facts = {
+        "It takes": [*spent_, *plan.limits(found, found.choice)],
+        "Best trade of days against money": plan.traded(found),
+        "Comes next": plan.others(found),
+        "How sure": sections.surest(first, *_doubts(planned)),
+        "What would change it": [
+            *plan.turning(planned.turns),
+            *sections.binding(planned.levers, first.result.unit),
+        ],
+        "Evidence": sections.evidence(first),
+    }
+    return {name: lines for name, lines in facts.items() if lines}
 
 
 def _answer(planned: Planned) -> list[str]:
@@ -225,12 +259,15 @@ def _options(planned: Planned) -> PageSection:
         planned.named,
         {name: most for name, most in limits.items() if most is not None},
         hours=True,
+        offers=True,
     )
     figures = []
+    dotted = " Dotted lines are limits." if any(limits.values()) else ""
     if chart:
         note = (
-            "Lines are 90 % intervals of the speed, together with the range of the price. Nothing"
-            " is cheaper and faster than what the dashed line joins. Dotted lines are limits."
+            "A colour for each offer, a shape for each strategy; the size is the number of GPUs."
+            " Lines are 90 % intervals of the speed, together with the range of the price. Nothing"
+            f" is cheaper and faster than what the dashed line joins.{dotted}"
             f"{picking([one.strategy for one in shown])}"
         )
         label_ = "money, or GPU-hours, by days, a point for each option"

@@ -6,8 +6,8 @@ from typing import Any
 
 import altair as alt
 
-from co2sim.common.plots import COLOURS
 from co2sim.report.chart_style import (
+    FAINT,
     HEIGHT,
     STRATEGIES,
     TEXT,
@@ -153,12 +153,12 @@ def _bars(group: Sequence[Answered], measure: Measure) -> Spec:
     """A bar for each case, and a line for its interval."""
     rows = [_row(one, measure, one.strategy, 0.0, "") for one in group]
     x = alt.X("value:Q", title=measure.unit, axis=alt.Axis(format=measure.format))
-    bars = alt.Chart(data(rows)).mark_bar(color=COLOURS[0])
+    bars = alt.Chart(data(rows)).mark_bar(color=TEXT)
     layers: list[Any] = [
         bars.encode(
             x=x,
             y=STRATEGIES,
-            opacity=alt.condition("datum.fits", alt.value(0.9), alt.value(0.35)),
+            opacity=alt.condition("datum.fits", alt.value(FAINT), alt.value(0.25)),
             tooltip=[alt.Tooltip("strategy:N", title="case"), *_tips(measure)],
         )
     ]
