@@ -35,6 +35,7 @@ from co2sim.report.chart_style import (
     data,
     faded,
     high,
+    log_ticks,
     of_works,
     picked,
     spec,
@@ -77,7 +78,7 @@ def share_bars(named: Sequence[tuple[str, Result]], *, told: bool = False) -> Dr
         alt.Chart(data(rows))
         .mark_bar()
         .encode(
-            x=alt.X("share:Q", title="share of a round", axis=alt.Axis(format=".0%")),
+            x=alt.X("share:Q", title="share of a round", axis=alt.Axis(format=".0%", tickCount=5)),
             y=_ALONE if told else STRATEGIES,
             color=alt.Color(
                 "part:N",
@@ -266,9 +267,9 @@ def front(
         row["front"] = id(row) in least
         row["mark"] = said.get(id(one))
     log = alt.Scale(type="log", nice=False, padding=24 if marked else 16)
-    x = alt.X("days:Q", scale=log, title="days", axis=alt.Axis(format="~g"))
-    unit = currencies.pop() if currencies else "GPU-hours"
-    y = alt.Y("cost:Q", scale=log, title=unit, axis=alt.Axis(format="~s"))
+    x = alt.X("days:Q", scale=log, title="days", axis=_axis("~r", rows, "days"))
+    unit = str(currencies.pop()) if currencies else "GPU-hours"
+    y = alt.Y("cost:Q", scale=log, title=unit, axis=_axis("~s", rows, "cost"))
     layers = [
         *_intervals(rows, x, y, log, _looks(shown, names, offers=offers)["color"], names),
         *_joined([row for row in rows if row["front"]], x, y),
@@ -277,6 +278,12 @@ def front(
         *(_limit(name, value, log) for name, value in (limits or {}).items()),
     ]
     return spec(alt.layer(*picked(layers, names)), HEIGHT + 60)
+
+
+def _axis(shown: str, rows: Rows, name: str) -> alt.Axis:
+    """With room for a figure and its interval."""
+    ends = [row[key] for row in rows for key in (name, f"{name}_low", f"{name}_high")]
+    return alt.Axis(format=shown, values=log_ticks(end for end in ends if end is not None))
 
 
 def _looks(

@@ -23,7 +23,8 @@ PALETTE = [TEXT if colour == "#000000" else colour for colour in COLOURS[:5] + C
 """Of strategies, or of offers; sky and grey are those of time."""
 SKY, TAN, BROWN, GREY = "#56B4E9", "#DFC27D", "#8C510A", "#888888"
 """Of a round: computing, computing with communication behind it, communication, waiting."""
-_COMPUTING = ("#A6D8F5", SKY, "#2E7FB0", "#8FA9B8", "#1D5A80", "#C9DCE6", "#6C7F8A", "#B7C4CB")
+_PASSES = {"forward": "#A6D8F5", "backward": SKY}
+_COMPUTING = ("#2E7FB0", "#8FA9B8", "#1D5A80", "#C9DCE6", "#6C7F8A", "#B7C4CB")
 _SENDING = (BROWN, "#BF812D", TAN, "#5C3505", "#F0DDB0", "#A6611A")
 _SENT = {kind.value.replace("_", "-") for kind in Kind}
 _SHAPES = ["circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "stroke"]
@@ -62,6 +63,8 @@ CONFIG: Spec = {
         "labelLimit": {"expr": "max(160, width - 30)"},
         "symbolStrokeWidth": 2,
         "symbolOpacity": 1,
+        "titleFontSize": 12,
+        "titleFontWeight": "normal",
     },
     "view": {"stroke": None},
 }
@@ -70,8 +73,8 @@ CONFIG: Spec = {
 def of_works(kinds: Sequence[str]) -> list[str]:
     """A colour for each kind of work: blues of what computes, browns of what communicates."""
     sends = [kind for kind in kinds if kind in _SENT]
-    others = [kind for kind in kinds if kind not in _SENT]
-    found = dict(zip(sends, cycled(_SENDING, len(sends)), strict=True))
+    others = [kind for kind in kinds if kind not in _SENT | _PASSES.keys()]
+    found = _PASSES | dict(zip(sends, cycled(_SENDING, len(sends)), strict=True))
     found |= dict(zip(others, cycled(_COMPUTING, len(others)), strict=True))
     return [found[kind] for kind in kinds]
 
@@ -182,7 +185,8 @@ def by_shape(field: str, names: Sequence[str]) -> alt.Shape:
     """A shape for each, in a legend of its own."""
     known = list(dict.fromkeys(names))
     scale = alt.Scale(domain=known, range=cycled(_SHAPES, len(known)))
-    return alt.Shape(f"{field}:N", title=None, scale=scale, legend=columns_for(known))
+    legend = columns_for(known, symbolFillColor=TEXT, symbolStrokeColor=TEXT)
+    return alt.Shape(f"{field}:N", title=None, scale=scale, legend=legend)
 
 
 def by_colour(field: str, names: Sequence[str]) -> alt.Color:
@@ -204,7 +208,8 @@ def data(rows: Sequence[Mapping[str, Any]]) -> alt.InlineData:
 def spec(chart: Any, height: int) -> Spec:
     """As wide as the page lets it."""
     found: Spec = chart.properties(width="container", height=height).to_dict()
-    found["config"] = CONFIG
+    below = {"bottom": {"direction": "vertical", "anchor": "start", "margin": 6}}
+    found["config"] = CONFIG | {"legend": CONFIG["legend"] | {"layout": below}}
     found["autosize"] = {"type": "fit-x", "contains": "padding"}
     return found
 
@@ -272,6 +277,20 @@ def scale_of(*, log: bool, padding: int = 16) -> alt.Scale:
     if log:
         return alt.Scale(type="log", nice=False, padding=padding)
     return alt.Scale(nice=False, zero=False, padding=padding)
+
+
+def log_ticks(values: Iterable[float]) -> Any:
+    """The 1, 2 and 5 of every decade around values; Vega's own where these are too few or many."""
+    known = [value for value in values if value > 0]
+    low, high = min(known, default=1.0), max(known, default=1.0)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found = [step * 10.0**power for power in powers for step in (1, 2, 5)]
+    found = [tick for tick in found if low <= tick <= high]
+    return found if _FEW <= len(found) <= _MAX_TICKS else alt.Undefined
+
+
+_FEW = 3
+"""Ticks that an axis needs at least."""
 
 
 def _powers(low: float, high: float) -> list[float]:

@@ -15,6 +15,7 @@ from co2sim.report.chart_style import (
     by_strategy,
     data,
     faded,
+    log_ticks,
     picked,
     points_of,
     row_height,
@@ -68,9 +69,9 @@ def days(group: Sequence[Answered], names: Sequence[str], every: Sequence[Answer
     """Days of the training over GPUs, as `scaling`; cases without totals have none."""
     rows = [_days(one, one.totals) for one in group if one.totals]
     if alone(group):
-        return _each(rows, names, "days", ",.3~g", "~g")
+        return _each(rows, names, "days", ",.3~g", ",~r")
     others = (_days(one, one.totals) for one in every if one.totals)
-    layers, _, _ = _over_gpus(rows, names, "days", ",.3~g", "~g", others)
+    layers, _, _ = _over_gpus(rows, names, "days", ",.3~g", ",~r", others)
     return spec(alt.layer(*layers), HEIGHT)
 
 
@@ -91,9 +92,9 @@ def alone(group: Sequence[Answered]) -> bool:
 
 def _each(rows: Rows, names: Sequence[str], unit: str, shown: str, ticks: str) -> Spec:
     """A point with its interval for each strategy, one below the other."""
-    colour = by_strategy(names)[0].copy()
-    colour.legend = None
-    x = alt.X("value:Q", title=unit, scale=scale_of(log=False), axis=alt.Axis(format=ticks))
+    colour = by_strategy(names)[0].copy().legend(None)
+    axis = alt.Axis(format=ticks, tickCount=5)
+    x = alt.X("value:Q", title=unit, scale=scale_of(log=False), axis=axis)
     low = x.copy()
     low.shorthand = "low:Q"
     base = alt.Chart(data(rows)).encode(y=STRATEGIES, color=colour)
@@ -132,7 +133,8 @@ def _over_gpus(
     log = alt.Scale(type="log", nice=False, padding=10)
     if ends:
         log = alt.Scale(type="log", nice=False, domain=[min(ends), max(ends)], padding=10)
-    y = alt.Y("value:Q", title=unit, scale=log, axis=alt.Axis(format=ticks))
+    axis = alt.Axis(format=ticks, values=log_ticks(ends))
+    y = alt.Y("value:Q", title=unit, scale=log, axis=axis)
     tips = [alt.Tooltip("strategy:N"), *_tips(unit, shown)]
     return banded(rows, x, y, names, tips, several=len(sizes) > 1), x, y
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
-from co2sim.common.units import counted, scaled
+from co2sim.common.units import counted, number, scaled
 from co2sim.prediction.case import Case
 from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.step_factors import remark, scale_of
@@ -39,7 +39,7 @@ def spent(options: Sequence[Candidate]) -> Table:
     energy = any(option.totals.energy_kwh is not None for option in options)
     columns = ["cluster", "strategy", "recompute", "GPUs", "micro-batch", "days", "GPU-hours"]
     columns += [money] if money else []
-    columns += ["kWh"] if energy else []
+    columns += ["MWh"] if energy else []
     columns += ["memory of a GPU"]
     return Table(columns, [_option(one, bool(money), energy) for one in options], 3)
 
@@ -53,7 +53,7 @@ def _option(option: Candidate, money: bool, energy: bool) -> list[str]:  # noqa:
         f"{found.gpu_hours:,.0f}",
     ]
     row += [ranged(found.cost, found.cost_low, found.cost_high)] if money else []
-    row += [_energy(found)] if energy else []
+    row += ["-" if found.energy_kwh is None else number(found.energy_kwh / 1000)] * energy
     return [*row, scaled(result.memory_bytes_per_gpu["total"], "B")]
 
 
@@ -101,6 +101,8 @@ def _energy(found: Totals) -> str:
     return ranged(found.energy_kwh, found.energy_kwh_low, found.energy_kwh_high)
 
 
+_MOST = 3
+"""Numbers that turn the answer, on the first screen."""
 _MAX_BARS = 40
 """Of one chart."""
 _MAX_ROWS = 200
@@ -136,6 +138,15 @@ class Planned:
         """Every option of the page, once."""
         others = [one for one in self.front if one not in self.best]
         return [_answered(one) for one in (*self.best, *others)]
+
+    @cached_property
+    def traded(self) -> dict[str, Answered]:
+        """The best trade of days against money, where it is neither choice nor runner-up."""
+        best = plan.best_trade(self.found)
+        others = (self.found.choice, self.found.runner_up)
+        if best is None or best in others or best not in self.front:
+            return {}
+        return {"best trade": next(one for one in self.shown if one.result is best.result)}
 
     @cached_property
     def named(self) -> dict[str, Answered]:
@@ -196,11 +207,15 @@ def _facts(planned: Planned) -> dict[str, list[str]]:
     spent_ = plan.spends(found.choice)
     facts = {
         "It takes": [*spent_, *plan.limits(found, found.choice)],
-        "Best trade of days against money": plan.traded(found),
+        "Best trade of days against money": plan.traded(found, brief=True),
         "Comes next": plan.others(found),
         "How sure": sections.surest(first, *_doubts(planned)),
         "What would change it": [
-            *plan.turning(planned.turns),
+            *(
+                f"{turn.what} {'above' if turn.above else 'below'} {turn.shown_at} (now"
+                f" {turn.shown_now}): {turn.winner} wins."
+                for turn in planned.turns[:_MOST]
+            ),
             *sections.binding(planned.levers, first.result.unit),
         ],
         "Evidence": sections.evidence(first),
@@ -256,7 +271,7 @@ def _options(planned: Planned) -> PageSection:
     chart = bar_charts.front(
         shown,
         [one.strategy for one in shown],
-        planned.named,
+        planned.named | planned.traded,
         {name: most for name, most in limits.items() if most is not None},
         hours=True,
         offers=True,

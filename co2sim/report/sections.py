@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from co2sim.common.units import counted
 from co2sim.prediction.case import Case
 from co2sim.prediction.evidence import COLUMNS, nearest, rows
 from co2sim.prediction.figures import shared_batch
@@ -26,9 +25,8 @@ def surest(one: Answered, *undecided: str) -> list[str]:
 def evidence(one: Answered) -> list[str]:
     """The published runs that are most like a case, and how far off their predictions were."""
     return [
-        f"{near.run.model}, {counted(near.run.gpus, near.run.gpu)}, {near.run.strategy}"
-        f" ({near.run.source}, {near.run.stack}): {near.run.published:,.0f} a GPU and second were"
-        f" published, the prediction is {near.run.error:+.0%} off; distance {near.distance:.1f}."
+        f"{near.run.model} on {near.run.gpus:,} {near.run.gpu} with {near.run.strategy}: predicted"
+        f" {near.run.error:+.0%} from published ({near.run.source}; distance {near.distance:.1f})."
         for near in nearest(one.case, one.result, _NEAREST)
     ]
 

@@ -118,14 +118,14 @@ class Swept:
         every = self.all
         if self.tokens is not None:
             trainings = [(one.strategy, one.result, one.totals) for one in every]
-            best = totals.chosen(trainings)
-            known = best.items()
+            heads = totals.chosen(trainings)
+            known = heads.items()
             said = []
             for head, (name, result, found) in known:
                 assert found is not None
                 lost = f"; it {result.misfit.lower()} in memory" if result.misfit else ""
                 said.append(f"{head}: {name}, {totals.in_short(found, result.unit)}{lost}.")
-            return [*said, *totals.traded(best)] or totals.sentences(trainings)
+            return [*said, *totals.traded(heads)] or totals.sentences(trainings)
         fitting = self._ranked
         if not fitting:
             return [f"None of {len(every):,} cases fits in memory."]

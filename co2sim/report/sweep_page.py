@@ -113,11 +113,13 @@ def _money(swept: Swept) -> PageSection:
     figures = [_figure(swept, measure) for measure in others]
     figures[0] = replace(figures[0], table=table)
     if few:
-        figures += [
-            replace(one, title="Money by days", table=None)
-            for one in sections.money(every, [one.strategy for one in every]).figures
-            if one.chart
+        lined = [
+            replace(one, strategy=line) if swept.across else one
+            for one, (_, _, line) in zip(every, swept.placed, strict=True)
         ]
+        front = sections.money(lined, [one.strategy for one in lined])
+        if len({(one.cluster, one.result.gpus) for one in every}) > 1:  # else they are one figure
+            figures += [replace(one, title="Money by days", table=None) for one in front.figures]
     basis = totals.basis_lines(swept.cases[:_MAX_ROWS], [one.totals for one in every])
     return PageSection("money", "Days and money", figures=figures, notes=basis)
 

@@ -8,7 +8,8 @@ from functools import cached_property
 from itertools import product
 from typing import Any, TypeAlias, get_args, get_type_hints
 
-from co2sim.catalog import is_file, load_cluster
+from co2sim.catalog import load_cluster
+from co2sim.catalog.facts import is_file
 from co2sim.common import convert
 from co2sim.common.convert import shown
 from co2sim.common.errors import OptionError, nearest

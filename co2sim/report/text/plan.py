@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from co2sim.common.units import counted, scaled
-from co2sim.prediction.totals import knee
+from co2sim.prediction.totals import Totals, knee, spent
 from co2sim.report.text.totals import TRADE, amount, in_short, in_words, trade
 from co2sim.studies.candidates import Candidate, Objective, Space, command_of, with_tokens
 from co2sim.studies.grid import display_name, offer_name
@@ -69,14 +69,20 @@ def spends(option: Candidate) -> list[str]:
 
 def others(found: Recommendation) -> list[str]:
     """The runner-up and the best of another offer, in short."""
-    options = {"": found.runner_up, "the best of another offer: ": found.rival}
+    options = {"": found.runner_up, "The best of another offer: ": found.rival}
     if found.rival == found.runner_up:
-        del options["the best of another offer: "]
+        del options["The best of another offer: "]
     return [
-        f"{head}{named(one)}: {in_short(one.totals, one.result.unit)}; {_margin(found, one)}."
+        f"{head}{named(one)}: {_spent(one.totals)}; {_margin(found, one)}."
         for head, one in options.items()
         if one
     ]
+
+
+def _spent(found: Totals) -> str:
+    """Days and money, or GPU-hours."""
+    unit = "GPU-hours" if found.cost is None else found.currency
+    return f"{amount(found.days)} days, {spent(found):,.0f} {unit}"
 
 
 def _margin(found: Recommendation, other: Candidate) -> str:
@@ -119,17 +125,18 @@ def best_trade(found: Recommendation) -> Candidate | None:
     return None if best == found.choice else best
 
 
-def traded(found: Recommendation) -> list[str]:
+def traded(found: Recommendation, *, brief: bool = False) -> list[str]:
     """The knee of the front, against its cheap end; nothing where it is the choice."""
     best, cheapest = best_trade(found), found.front[-1]
     if best is None:
         return []
-    told = f"The best trade of days against money: {named(best)}, "
+    told = f"{named(best)}, "
     if best is cheapest:
         told += f"{in_short(best.totals, best.result.unit)}"
     else:
         told += trade(best.totals, cheapest.totals)
-    return [f"{told}; {TRADE}."]
+    head = "The best trade of days against money"
+    return [f"{told}."] if brief else [f"{head}: {told}; {TRADE}."]
 
 
 def limits(found: Recommendation, choice: Candidate) -> Iterator[str]:

@@ -322,7 +322,7 @@ def amount(value: float) -> str:
 
 def short(tokens: float) -> str:
     """A large number as people type it: 1e12, 2.5e11."""
-    return f"{tokens:g}".replace("e+", "e")
+    return f"{tokens:g}".replace("e+0", "e").replace("e+", "e")
 
 
 def _between(low: float | None, high: float | None, unit: float = 1) -> str:
