@@ -385,9 +385,9 @@ def _marks(rows: Rows, x: alt.X, y: alt.Y) -> Iterator[Any]:
     """Rings, with words below the first one and above the others, which may lie near."""
     for row in rows:
         base = alt.Chart(data([row])).encode(x=x, y=y)
-        yield base.mark_point(size=420, filled=False, color=TEXT, strokeWidth=1.5)
+        yield base.mark_point(size=700, filled=False, color=TEXT, strokeWidth=1.5)
         below = row is rows[0]
-        yield base.mark_text(dy=22 if below else -22, color=TEXT, fontSize=12).encode(text="mark:N")
+        yield base.mark_text(dy=26 if below else -26, color=TEXT, fontSize=12).encode(text="mark:N")
 
 
 def _limit(name: str, value: float, log: alt.Scale) -> Any:

@@ -280,13 +280,16 @@ def scale_of(*, log: bool, padding: int = 16) -> alt.Scale:
 
 
 def log_ticks(values: Iterable[float]) -> Any:
-    """The 1, 2 and 5 of every decade around values; Vega's own where these are too few or many."""
+    """The 1, 2 and 5 of every decade of values, or more; Vega's own where these are too few."""
     known = [value for value in values if value > 0]
     low, high = min(known, default=1.0), max(known, default=1.0)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    found = [step * 10.0**power for power in powers for step in (1, 2, 5)]
-    found = [tick for tick in found if low <= tick <= high]
-    return found if _FEW <= len(found) <= _MAX_TICKS else alt.Undefined
+    for steps in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 6, 8)):
+        ticks = [step * 10.0**power for power in powers for step in steps]
+        found = [tick for tick in ticks if low <= tick <= high]
+        if _FEW <= len(found) <= _MAX_TICKS:
+            return found
+    return alt.Undefined
 
 
 _FEW = 3

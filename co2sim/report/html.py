@@ -128,9 +128,9 @@ class PageSection:
 class Page:
     """What a page says.
 
-    `answer` is the heading, and sentences; `doubts` are what they leave open, folded away. `facts`
-    are what the first screen says, in few words, beside the first chart of the page: then the
-    sentences are folded away, too.
+    `answer` is the heading, and sentences; `doubts` are what they leave open. `facts` are what the
+    first screen says, in few words, beside the first chart of the page: then sentences and doubts
+    are folded away.
     `commands` repeat the figures. `files` are kind and content by name, as a reader saves them.
     """
 

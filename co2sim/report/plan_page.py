@@ -267,6 +267,7 @@ def _about(one: Answered) -> str:
 def _options(planned: Planned) -> PageSection:
     """Days against money: all options of the page."""
     wanted, shown = planned.found.wanted, planned.shown
+    several = len({one.cluster for one in shown}) > 1
     limits = {"days": wanted.deadline, "cost": wanted.budget}
     chart = bar_charts.front(
         shown,
@@ -274,16 +275,16 @@ def _options(planned: Planned) -> PageSection:
         planned.named | planned.traded,
         {name: most for name, most in limits.items() if most is not None},
         hours=True,
-        offers=True,
+        offers=several,
     )
     figures = []
     dotted = " Dotted lines are limits." if any(limits.values()) else ""
     if chart:
+        coded = "A colour for each offer, a shape for each strategy. " if several else ""
         note = (
-            "A colour for each offer, a shape for each strategy; the size is the number of GPUs."
-            " Lines are 90 % intervals of the speed, together with the range of the price. Nothing"
-            f" is cheaper and faster than what the dashed line joins.{dotted}"
-            f"{picking([one.strategy for one in shown])}"
+            f"{coded}The size is the number of GPUs. Lines are 90 % intervals of the speed,"
+            " together with the range of the price. Nothing is cheaper and faster than what the"
+            f" dashed line joins.{dotted}{picking([one.strategy for one in shown])}"
         )
         label_ = "money, or GPU-hours, by days, a point for each option"
         figures.append(Figure("", note, label_, chart, spent(planned.front)))
