@@ -13,6 +13,7 @@ from co2sim.common.units import parse as quantity
 from co2sim.prediction.case import Case
 from co2sim.report.bundle import check
 from co2sim.studies.candidates import RECOMPUTES, STRATEGIES, Objective, Space
+from co2sim.studies.grid import offer_name
 
 _DAY = 86400.0
 _WANTS = ("cheapest", "fastest", "least-energy")
@@ -103,6 +104,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     from co2sim.cli import plan_answer  # noqa: PLC0415 - scipy and rich
 
     refuse_twice("cluster", cluster)
+    _refuse_one_name(cluster)
     check("--report", report)
     who = options.engine(context, engine, scheduler, jobs)
     space = Space(
@@ -123,6 +125,18 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
         goal=options.goal(None, steps_factor),
     )
     plan_answer.planning(space, wanted, who, report, as_json=json_)
+
+
+def _refuse_one_name(clusters: list[str]) -> None:
+    """Refuse offers that an answer could not tell apart."""
+    named: dict[str, str] = {}
+    for cluster in clusters:
+        other = named.setdefault(offer_name(cluster), cluster)
+        if other != cluster:
+            raise OptionError(
+                f"{other} and {cluster} are both called {offer_name(cluster)!r}; give each offer a"
+                " name of its own before the colon"
+            )
 
 
 def _tokens(tokens: float | None, steps: int | None, space: Space) -> float:

@@ -28,10 +28,10 @@ from co2sim.report.text.result import (
     print_warnings,
     speeds,
 )
-from co2sim.simulation.metrics import scalability_ratio
 from co2sim.simulation.noise import Noise
 from co2sim.studies.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.studies.grid import strategy_title
+from co2sim.studies.one_node import efficiencies
 from co2sim.studies.table import to_frame
 
 
@@ -137,8 +137,7 @@ def _print(
         totals.print_answer(terminal, _trainings(cases, results, tokens, goal))
     pairs = zip(cases, results, strict=True)
     for cluster, group in groupby(pairs, key=lambda pair: pair[0].cluster):
-        asked = [(strategy_title(case.strategy), result) for case, result in group]
-        _print_cluster(terminal, str(cluster), asked, goal, cases[0].noise)
+        _print_cluster(terminal, str(cluster), list(group), goal, cases[0].noise)
     totals.print_remark(terminal, results, goal, "")
     if tokens is not None:
         _print_totals(terminal, cases, results, tokens, goal)
@@ -208,22 +207,24 @@ def _title(cluster: str, results: Sequence[Result], noise: Noise) -> str:
 def _print_cluster(
     terminal: Console,
     cluster: str,
-    asked: Sequence[tuple[str, Result]],
+    pairs: Sequence[tuple[Case, Result]],
     goal: Goal,
     noise: Noise,
 ) -> None:
     """The results with the strategies that were asked for, which may leave numbers open."""
+    asked = [(strategy_title(case.strategy), result) for case, result in pairs]
     results = [result for _, result in asked]
     sizes = sorted({result.gpus for result in results})
     first = results[0]
     to_loss = totals.heads(results, goal)
-    starts = sizes[: 2 if len(sizes) > 2 else 1] if len(sizes) > 1 else []  # noqa: PLR2004
+    largest = [(case, result) for case, result in pairs if result.gpus == sizes[-1]]
+    scaled_to = iter(efficiencies([case for case, _ in largest], [r for _, r in largest]))
     known = any(r.tokens_per_s_low is not None for r in results if r.gpus == sizes[-1])
     columns = [
         "strategy",
         *(str(size) for size in sizes),
         *([f"{INTERVAL} at {sizes[-1]}"] if known else []),
-        *(f"{start}->{sizes[-1]}" for start in starts),
+        f"efficiency at {sizes[-1]}",
         f"exposed at {sizes[-1]}",
         f"batch at {sizes[-1]}",
         f"memory at {sizes[-1]}",
@@ -233,16 +234,13 @@ def _print_cluster(
     for strategy, group in groupby(asked, key=lambda pair: pair[0]):
         by_size = {result.gpus: result for _, result in group}
         last = by_size[sizes[-1]]
-        ratios = [
-            scalability_ratio(last.tokens_per_s_per_gpu, by_size[start].tokens_per_s_per_gpu)
-            for start in starts
-        ]
+        efficiency = next(scaled_to)
         rows.append(
             [
                 strategy,
                 *(_throughput(by_size[size]) for size in sizes),
                 *([result.relative(last)] if known else []),
-                *(f"{ratio:.2f}" for ratio in ratios),
+                "-" if efficiency is None else f"{efficiency:.1%}",
                 f"{last.exposed_share:.1%}",
                 brief_batch(last),
                 scaled(last.memory_bytes_per_gpu["total"], "B"),
@@ -251,7 +249,7 @@ def _print_cluster(
         )
     far = _far([pair for pair in asked if pair[1].gpus == sizes[-1]])
     print_table(terminal, _title(cluster, results, noise) + far, columns, rows)
-    notes = ["a->b: throughput per GPU at b, relative to that at a"] if starts else []
+    notes = ["efficiency: throughput per GPU, relative to one node"]
     notes.append("batch: micro-batch x micro-steps, recomputation")
     if not all(result.fits_in_memory for result in results):
         size = scaled(first.gpu_memory_bytes, "B")

@@ -4,6 +4,7 @@ Pure functions over results. A step of local updates is worth less than one of D
 methods train more tokens (`step_factors`). For the power see `power`.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -145,6 +146,21 @@ def totals_of(case: Case, result: Result, tokens: float, goal: Goal = NO_GOAL) -
     found = goodput_of(result, cluster, model, optimizer=case.optimizer)
     assert found is not None
     return totals(result, sized, tokens, goal, found.useful, (found.low, found.high))
+
+
+def knee(found: Sequence[Totals]) -> int:
+    """The place of the best trade of days against money: the least product of both.
+
+    Any other option gains less of one, as a factor, than it loses of the other. Like the
+    energy-delay product of circuits (Gonzalez and Horowitz, IEEE JSSC 31(9), 1996), it depends on
+    no unit and on no other option. GPU-hours stand for money where nothing has a price.
+    """
+    return min(range(len(found)), key=lambda place: found[place].days * spent(found[place]))
+
+
+def spent(one: Totals) -> float:
+    """Money, or GPU-hours where there is no price."""
+    return one.gpu_hours if one.cost is None else one.cost
 
 
 def result_to_dict(case: Case, result: Result, goal: Goal, tokens: float | None) -> dict[str, Any]:

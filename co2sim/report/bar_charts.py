@@ -9,31 +9,35 @@ from typing import Any
 import altair as alt
 import vl_convert
 
-from co2sim.common.plots import COLOURS
 from co2sim.models.memory import GIB
 from co2sim.prediction.case import Case
 from co2sim.prediction.figures import shared_batch
 from co2sim.prediction.published import SpeedComparison, ThroughputCell
 from co2sim.prediction.result import Result
 from co2sim.report.chart_style import (
+    BROWN,
     COLUMNS,
     CONFIG,
+    FAINT,
+    GREY,
     HEIGHT,
     ROW,
+    SKY,
     STRATEGIES,
+    TAN,
     TEXT,
-    WORKS,
     Drawn,
     Rows,
     Spec,
+    by_colour,
+    by_shape,
     by_strategy,
-    cycled,
     data,
     faded,
     high,
-    paler,
+    log_ticks,
+    of_works,
     picked,
-    points_of,
     spec,
 )
 from co2sim.report.line_charts import STAR, banded, gpu_axis
@@ -69,12 +73,12 @@ def share_bars(named: Sequence[tuple[str, Result]], *, told: bool = False) -> Dr
     ]
     values = {row["part"]: f"{row['share']:.1%}" for row in rows} if told else {}
     known = [part for part in PARTS if part in values] if told else list(PARTS)
-    colours = dict(zip(PARTS, (COLOURS[5], COLOURS[2], COLOURS[1], COLOURS[7]), strict=True))
+    colours = dict(zip(PARTS, (SKY, TAN, BROWN, GREY), strict=True))
     return (
         alt.Chart(data(rows))
         .mark_bar()
         .encode(
-            x=alt.X("share:Q", title="share of a round", axis=alt.Axis(format=".0%")),
+            x=alt.X("share:Q", title="share of a round", axis=alt.Axis(format=".0%", tickCount=5)),
             y=_ALONE if told else STRATEGIES,
             color=alt.Color(
                 "part:N",
@@ -130,7 +134,7 @@ def memory_bars(named: Sequence[tuple[str, Result]], *, told: bool = False) -> D
             color=alt.Color(
                 "item:N",
                 title=None,
-                scale=alt.Scale(domain=items, range=cycled(_MEMORY, len(items))),
+                scale=alt.Scale(domain=items, range=[_OF_ITEMS.get(item, GREY) for item in items]),
                 legend=_legend(values, columns=3 if told else 2),
             ),
             order=alt.Order("place:Q"),
@@ -145,8 +149,24 @@ def memory_bars(named: Sequence[tuple[str, Result]], *, told: bool = False) -> D
     return alt.layer(bars, rule)
 
 
-_MEMORY = [COLOURS[at] for at in (0, 5, 2, 4, 1, 3, 7)]
-_MEMORY += [paler(colour) for colour in _MEMORY]
+_OF_ITEMS = {
+    "parameters": "#54278F",
+    "gradients": "#807DBA",
+    "optimizer": "#BCBDDC",
+    "secondary": "#3F007D",
+    "outer": "#DADAEB",
+    "activations": "#4F6B1A",
+    "checkpoints": "#8FA63A",
+    "logits": "#C5D588",
+    "tied_gradient": "#2F4010",
+    "workspace": "#E2EAC0",
+    "gathered": "#AE017E",
+    "bucket": "#F768A1",
+    "fragmentation": "#5A5A63",
+    "nccl": "#9A9AA5",
+    "context": "#C9C9D1",
+}
+"""States are violet, what the passes keep is green, buffers are pink, and the rest is grey."""
 
 
 def gains(found: Sequence[Sensitivity]) -> Spec:
@@ -154,9 +174,9 @@ def gains(found: Sequence[Sensitivity]) -> Spec:
     rows = [{"change": one.change, "gain": one.gain} for one in found]
     chart = (
         alt.Chart(data(rows))
-        .mark_bar(color=COLOURS[0])
+        .mark_bar(color=TEXT, opacity=FAINT)
         .encode(
-            x=alt.X("gain:Q", title="more tokens/s", axis=alt.Axis(format="+.1~%")),
+            x=alt.X("gain:Q", title="more tokens/s", axis=alt.Axis(format="+.1~%", tickCount=5)),
             y=alt.Y("change:N", sort=None, title=None, axis=alt.Axis(labelLimit=220)),
             tooltip=["change:N", alt.Tooltip("gain:Q", format="+.2%")],
         )
@@ -201,9 +221,7 @@ def timeline_bars(
             color=alt.Color(
                 "kind:N",
                 title=None,
-                scale=alt.Scale(
-                    domain=[*kinds, *fixed], range=[*cycled(WORKS, len(kinds)), *fixed.values()]
-                ),
+                scale=alt.Scale(domain=[*kinds, *fixed], range=[*of_works(kinds), *fixed.values()]),
                 legend=alt.Legend(columns=COLUMNS),
             ),
             tooltip=[
@@ -227,55 +245,111 @@ def front(
     limits: Mapping[str, float] | None = None,
     *,
     hours: bool = False,
+    offers: bool = False,
 ) -> Spec | None:
     """Days against money, with intervals; None without prices, or without totals.
 
     With `hours` GPU-hours stand for money where nothing has a price. `marked` are cases with the
-    words beside them, `limits` the most days and the most money, by those names.
+    words beside them, `limits` the most days and the most money, by those names. The size of a
+    point is the number of GPUs. With `offers` colours are those of clusters, and shapes those of
+    strategies; without, the other way round.
     """
     known = [one for one in every if one.totals is not None]
     priced = [one for one in known if one.totals and one.totals.cost is not None]
     currencies = {one.totals.currency for one in priced if one.totals}
     if not known or (not priced and not hours) or len(currencies) > 1:
         return None
-    rows = [_training(one) for one in priced or known]
+    shown = priced or known
+    rows = [_training(one) for one in shown]
     least = {id(row) for row in _undominated([row for row in rows if row["fits"]])}
     said = {id(one): words for words, one in (marked or {}).items()}
-    for row, one in zip(rows, priced or known, strict=True):
+    for row, one in zip(rows, shown, strict=True):
         row["front"] = id(row) in least
         row["mark"] = said.get(id(one))
-    colour, _ = by_strategy(names)
     log = alt.Scale(type="log", nice=False, padding=24 if marked else 16)
-    x = alt.X("days:Q", scale=log, title="days", axis=alt.Axis(format="~g"))
-    unit = currencies.pop() if currencies else "GPU-hours"
-    y = alt.Y("cost:Q", scale=log, title=unit, axis=alt.Axis(format="~s"))
+    x = alt.X("days:Q", scale=log, title="days", axis=_axis("~r", rows, "days"))
+    unit = str(currencies.pop()) if currencies else "GPU-hours"
+    y = alt.Y("cost:Q", scale=log, title=unit, axis=_axis("~s", rows, "cost"))
+    layers = [
+        *_intervals(rows, x, y, log, _looks(shown, names, offers=offers)["color"], names),
+        *_joined([row for row in rows if row["front"]], x, y),
+        *_points(rows, x, y, unit, _looks(shown, names, offers=offers), names),
+        *_marks([row for row in rows if row["mark"]], x, y),
+        *(_limit(name, value, log) for name, value in (limits or {}).items()),
+    ]
+    return spec(alt.layer(*picked(layers, names)), HEIGHT + 60)
+
+
+def _axis(shown: str, rows: Rows, name: str) -> alt.Axis:
+    """With room for a figure and its interval."""
+    ends = [row[key] for row in rows for key in (name, f"{name}_low", f"{name}_high")]
+    return alt.Axis(format=shown, values=log_ticks(end for end in ends if end is not None))
+
+
+def _looks(
+    every: Sequence[Answered], names: Sequence[str], *, offers: bool
+) -> dict[str, alt.Color | alt.Shape | alt.Size]:
+    """Of a point: what is a colour, a shape, and a size."""
+    clusters = [one.cluster for one in every]
+    sizes = sorted({one.result.gpus for one in every})
+    ticks = [sizes[0], sizes[len(sizes) // 2], sizes[-1]] if len(sizes) > 3 else sizes  # noqa: PLR2004
+    size = alt.Size(
+        "gpus:Q",
+        title="GPUs",
+        scale=alt.Scale(type="log", range=[40, 320]) if len(sizes) > 1 else alt.Undefined,
+        legend=alt.Legend(values=ticks, columns=len(ticks), symbolFillColor=TEXT)
+        if len(sizes) > 1
+        else None,
+    )
+    if offers:
+        return {
+            "color": by_colour("cluster", clusters),
+            "shape": by_shape("strategy", names),
+            "size": size,
+        }
+    colour, shape = by_strategy(names)
+    several = len(set(clusters)) > 1
+    return {
+        "color": colour,
+        "shape": by_shape("cluster", clusters) if several else shape,
+        "size": size,
+    }
+
+
+def _intervals(
+    rows: Rows, x: alt.X, y: alt.Y, log: alt.Scale, colour: Any, names: Sequence[str]
+) -> Iterator[Any]:
+    """Lines across and upright."""
+    thin = faded(names, 0.4, band=True)
+    across = alt.X("days_low:Q", scale=log, title="days")
+    for rule in _rules(rows, "days_low"):
+        yield rule.encode(x=across, x2="days_high:Q", y=y, color=colour, opacity=thin)
+    upright = alt.Y("cost_low:Q", scale=log)
+    for rule in _rules(rows, "cost_low"):
+        yield rule.encode(x=x, y=upright, y2="cost_high:Q", color=colour, opacity=thin)
+
+
+def _joined(line: Rows, x: alt.X, y: alt.Y) -> Iterator[Any]:
+    """What nothing beats, dashed."""
+    if line:
+        yield alt.Chart(data(line)).mark_line(color=TEXT, strokeDash=[4, 3]).encode(x=x, y=y)
+
+
+def _points(
+    rows: Rows, x: alt.X, y: alt.Y, unit: str, looks: Mapping[str, Any], names: Sequence[str]
+) -> Iterator[Any]:
+    """Hollow where a case does not fit in memory."""
     tips = [
         alt.Tooltip("name:N"),
         alt.Tooltip("days:Q", format=",.3~g"),
         alt.Tooltip("cost:Q", format=",.3~s", title=unit),
         alt.Tooltip("front:N", title="nothing is cheaper and faster"),
     ]
-    line = [row for row in rows if row["front"]]
-    dashed = alt.Chart(data(line)).mark_line(color=TEXT, strokeDash=[4, 3]).encode(x=x, y=y)
-    across = alt.X("days_low:Q", scale=log, title="days")
-    thin = faded(names, 0.4, band=True)
-    layers = [
-        *(
-            rule.encode(x=across, x2="days_high:Q", y=y, color=colour, opacity=thin)
-            for rule in _rules(rows, "days_low")
-        ),
-        *(
-            rule.encode(
-                x=x, y=alt.Y("cost_low:Q", scale=log), y2="cost_high:Q", color=colour, opacity=thin
-            )
-            for rule in _rules(rows, "cost_low")
-        ),
-        *([dashed] if line else []),
-        *points_of(rows, x, y, names, tips),
-        *_marks([row for row in rows if row["mark"]], x, y),
-        *(_limit(name, value, log) for name, value in (limits or {}).items()),
-    ]
-    return spec(alt.layer(*picked(layers, names)), HEIGHT)
+    for fits in (True, False):
+        here = [row for row in rows if row["fits"] == fits]
+        if here:
+            marks = alt.Chart(data(here)).mark_point(filled=fits)
+            yield marks.encode(x=x, y=y, opacity=faded(names), tooltip=tips, **looks)
 
 
 def _training(one: Answered) -> dict[str, Any]:
@@ -289,6 +363,8 @@ def _training(one: Answered) -> dict[str, Any]:
     return {
         "name": f"{one.strategy}, {one.result.gpus} GPUs, {one.cluster}",
         "strategy": one.strategy,
+        "cluster": one.cluster,
+        "gpus": one.result.gpus,
         "days": found.days,
         "cost": found.gpu_hours if free else found.cost,
         "days_low": found.days_low,
@@ -309,9 +385,9 @@ def _marks(rows: Rows, x: alt.X, y: alt.Y) -> Iterator[Any]:
     """Rings, with words below the first one and above the others, which may lie near."""
     for row in rows:
         base = alt.Chart(data([row])).encode(x=x, y=y)
-        yield base.mark_point(size=260, filled=False, color=TEXT, strokeWidth=1.5)
+        yield base.mark_point(size=700, filled=False, color=TEXT, strokeWidth=1.5)
         below = row is rows[0]
-        yield base.mark_text(dy=20 if below else -20, color=TEXT, fontSize=12).encode(text="mark:N")
+        yield base.mark_text(dy=26 if below else -26, color=TEXT, fontSize=12).encode(text="mark:N")
 
 
 def _limit(name: str, value: float, log: alt.Scale) -> Any:

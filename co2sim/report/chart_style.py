@@ -1,4 +1,4 @@
-"""What charts share: Vega-Lite in the colours of the page, one for each strategy."""
+"""What charts share: Vega-Lite in the colours of the page, one for each thing on it."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,6 +9,7 @@ import altair as alt
 
 from co2sim.common.plots import COLOURS
 from co2sim.report.tables import Answered
+from co2sim.schedule.schedule import Kind
 from co2sim.studies.targets import Axis
 
 Spec: TypeAlias = dict[str, Any]
@@ -18,7 +19,14 @@ Drawn: TypeAlias = Any
 
 TEXT = "currentColor"
 """Of the page, so that a chart is light, dark and printed as the page is."""
-PALETTE = [TEXT if colour == "#000000" else colour for colour in COLOURS]
+PALETTE = [TEXT if colour == "#000000" else colour for colour in COLOURS[:5] + COLOURS[6:7]]
+"""Of strategies, or of offers; sky and grey are those of time."""
+SKY, TAN, BROWN, GREY = "#56B4E9", "#DFC27D", "#8C510A", "#888888"
+"""Of a round: computing, computing with communication behind it, communication, waiting."""
+_PASSES = {"forward": "#A6D8F5", "backward": SKY}
+_COMPUTING = ("#2E7FB0", "#8FA9B8", "#1D5A80", "#C9DCE6", "#6C7F8A", "#B7C4CB")
+_SENDING = (BROWN, "#BF812D", TAN, "#5C3505", "#F0DDB0", "#A6611A")
+_SENT = {kind.value.replace("_", "-") for kind in Kind}
 _SHAPES = ["circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "stroke"]
 HEIGHT = 280
 _CROWD = 8
@@ -42,6 +50,8 @@ CONFIG: Spec = {
         "labelFontSize": 12,
         "titleFontSize": 12,
         "titleFontWeight": "normal",
+        "labelFlush": False,
+        "labelSeparation": 6,
     },
     "legend": {
         "labelColor": TEXT,
@@ -53,19 +63,24 @@ CONFIG: Spec = {
         "labelLimit": {"expr": "max(160, width - 30)"},
         "symbolStrokeWidth": 2,
         "symbolOpacity": 1,
+        "titleFontSize": 12,
+        "titleFontWeight": "normal",
     },
     "view": {"stroke": None},
 }
 
 
-def paler(colour: str) -> str:
-    """The colour, half way to white."""
-    parts = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
-    return "#" + "".join(f"{(part + 255) // 2:02X}" for part in parts)
+def of_works(kinds: Sequence[str]) -> list[str]:
+    """A colour for each kind of work: blues of what computes, browns of what communicates."""
+    sends = [kind for kind in kinds if kind in _SENT]
+    others = [kind for kind in kinds if kind not in _SENT | _PASSES.keys()]
+    found = _PASSES | dict(zip(sends, cycled(_SENDING, len(sends)), strict=True))
+    found |= dict(zip(others, cycled(_COMPUTING, len(others)), strict=True))
+    return [found[kind] for kind in kinds]
 
 
-WORKS = [*PALETTE, *(paler(colour) for colour in COLOURS if colour != "#000000")]
-"""Of kinds of work, of which there are many."""
+FAINT = 0.6
+"""Opacity of bars in the colour of the text: of what is no strategy."""
 
 COLUMNS = alt.expr("width < 400 ? 1 : 2")
 """Of a legend with many short names; one on a phone."""
@@ -74,15 +89,29 @@ STRATEGIES = alt.Y(
     "strategy:N",
     sort=None,
     title=None,
-    axis=alt.Axis(labelExpr="split(datum.label, ', ')", labelLimit=220),
+    axis=alt.Axis(
+        labelExpr="split(datum.label, ', ')",
+        labelLimit=220,
+        labelOffset={
+            "condition": [
+                {"test": f"length(split(datum.label, ', ')) == {lines}", "value": -7 * (lines - 1)}
+                for lines in range(2, 9)
+            ],
+            "value": 0,
+        },
+    ),
 )
-"""One below the other, each option on a line of its own."""
+"""One below the other, each option on a line of its own, in the middle of the bar."""
 
 
 def high(group: Sequence[Answered]) -> int:
     """Pixels for bars with the labels of strategies, all as high as the highest label needs."""
-    most = max(1 + one.strategy.count(", ") for one in group)
-    return len(group) * max(ROW, 8 + _LINE * most)
+    return len(group) * row_height(max(1 + one.strategy.count(", ") for one in group))
+
+
+def row_height(lines: int) -> int:
+    """Pixels of a row whose label has so many lines."""
+    return max(ROW, 8 + _LINE * lines)
 
 
 def points_of(
@@ -103,7 +132,7 @@ def by_strategy(names: Sequence[str]) -> tuple[alt.Color, alt.Shape]:
     """The same colour and shape for a strategy in every chart."""
     known = list(dict.fromkeys(names))
     shapes = alt.Scale(domain=known, range=cycled(_SHAPES, len(known)))
-    legend = _columns(known) if crowded(known) else alt.Undefined
+    legend = columns_for(known)
     return (
         alt.Color("strategy:N", title=None, scale=_colours(names), legend=legend),
         alt.Shape("strategy:N", title=None, scale=shapes, legend=legend),
@@ -115,10 +144,10 @@ def crowded(names: Sequence[str]) -> bool:
     return len(dict.fromkeys(names)) > _CROWD
 
 
-def _columns(known: Sequence[str]) -> alt.Legend:
+def columns_for(known: Sequence[str], **options: Any) -> alt.Legend:
     """As many columns as there is room for, however wide the chart is."""
     longest = 40 + _LETTER * max(map(len, known))
-    return alt.Legend(columns=alt.expr(f"max(1, floor(width / {longest}))"))
+    return alt.Legend(columns=alt.expr(f"max(1, floor(width / {longest}))"), **options)
 
 
 def picking(names: Sequence[str]) -> str:
@@ -152,6 +181,20 @@ def _colours(names: Sequence[str]) -> alt.Scale:
     return alt.Scale(domain=known, range=cycled(PALETTE, len(known)))
 
 
+def by_shape(field: str, names: Sequence[str]) -> alt.Shape:
+    """A shape for each, in a legend of its own."""
+    known = list(dict.fromkeys(names))
+    scale = alt.Scale(domain=known, range=cycled(_SHAPES, len(known)))
+    legend = columns_for(known, symbolFillColor=TEXT, symbolStrokeColor=TEXT)
+    return alt.Shape(f"{field}:N", title=None, scale=scale, legend=legend)
+
+
+def by_colour(field: str, names: Sequence[str]) -> alt.Color:
+    """A colour for each, in a legend of its own."""
+    known = list(dict.fromkeys(names))
+    return alt.Color(f"{field}:N", title=None, scale=_colours(known), legend=columns_for(known))
+
+
 def cycled(values: Sequence[str], count: int) -> list[str]:
     """So many of the values, from the first on again where they are too few."""
     return [values[at % len(values)] for at in range(count)]
@@ -165,7 +208,8 @@ def data(rows: Sequence[Mapping[str, Any]]) -> alt.InlineData:
 def spec(chart: Any, height: int) -> Spec:
     """As wide as the page lets it."""
     found: Spec = chart.properties(width="container", height=height).to_dict()
-    found["config"] = CONFIG
+    below = {"bottom": {"direction": "vertical", "anchor": "start", "margin": 6}}
+    found["config"] = CONFIG | {"legend": CONFIG["legend"] | {"layout": below}}
     found["autosize"] = {"type": "fit-x", "contains": "padding"}
     return found
 
@@ -233,6 +277,23 @@ def scale_of(*, log: bool, padding: int = 16) -> alt.Scale:
     if log:
         return alt.Scale(type="log", nice=False, padding=padding)
     return alt.Scale(nice=False, zero=False, padding=padding)
+
+
+def log_ticks(values: Iterable[float]) -> Any:
+    """The 1, 2 and 5 of every decade of values, or more; Vega's own where these are too few."""
+    known = [value for value in values if value > 0]
+    low, high = min(known, default=1.0), max(known, default=1.0)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 6, 8)):
+        ticks = [step * 10.0**power for power in powers for step in steps]
+        found = [tick for tick in ticks if low <= tick <= high]
+        if _FEW <= len(found) <= _MAX_TICKS:
+            return found
+    return alt.Undefined
+
+
+_FEW = 3
+"""Ticks that an axis needs at least."""
 
 
 def _powers(low: float, high: float) -> list[float]:

@@ -5,7 +5,6 @@ from typing import Any
 
 import altair as alt
 
-from co2sim.common.plots import COLOURS
 from co2sim.report.chart_style import (
     HEIGHT,
     ROW,
@@ -34,7 +33,7 @@ def solved(found: Sequence[Solved], names: Sequence[str]) -> Spec:
     """The figure of a target over the number, a line for each strategy, and where it is enough."""
     target, metric = found[0].target, found[0].target.metric
     across = number_axis(found[0].axis)
-    rows = [row for each in found for row in _points(each, across)]
+    rows = _eventful([row for each in found for row in _points(each, across)], found, across)
     figures = [row["value"] for row in rows if row["value"] is not None]
     figures += target.values
     colour, _ = by_strategy(names)
@@ -66,6 +65,33 @@ def solved(found: Sequence[Solved], names: Sequence[str]) -> Spec:
     if marks:
         layers += _marked(marks, x, across.encoding("low", drawn, log=True), y, colour)
     return spec(alt.layer(*layers), HEIGHT + 60)
+
+
+_STILL = 0.02
+"""A figure that moves by less than this share of all that it does stands still."""
+
+
+def _eventful(rows: Rows, found: Sequence[Solved], across: NumberAxis) -> Rows:
+    """The points between the first and the last place where a figure moves, or is enough."""
+    ends = [end for each in found for row in _crossings(each, across) for end in _spread(row)]
+    drawn = sorted({row["x"] for row in rows})
+    for name in dict.fromkeys(row["strategy"] for row in rows):
+        line = [row for row in rows if row["strategy"] == name and row["value"] is not None]
+        line.sort(key=lambda row: row["x"])
+        values = [row["value"] for row in line]
+        still = _STILL * (max(values, default=0.0) - min(values, default=0.0))
+        moving = [row["x"] for row in line if abs(row["value"] - values[0]) > still]
+        moved = [row["x"] for row in line if abs(row["value"] - values[-1]) > still]
+        ends += [*moving[:1], *moved[-1:]]
+    if not ends:
+        return rows
+    low = max([x for x in drawn if x < min(ends)], default=drawn[0])
+    high = min([x for x in drawn if x > max(ends)], default=drawn[-1])
+    return [row for row in rows if low <= row["x"] <= high]
+
+
+def _spread(row: dict[str, Any]) -> list[float]:
+    return [end for end in (row["x"], row["low"], row["high"]) if end is not None]
 
 
 def _band(rows: Rows, x: alt.X, low: alt.Y, colour: alt.Color) -> Any:
@@ -155,7 +181,7 @@ def turns(found: Sequence[BreakEven]) -> Spec:
     """How many times each number is what it is now where the answer turns."""
     rows: Rows = [
         {
-            "what": f"{turn.what}: {turn.shown_now} → {turn.shown_at}",
+            "what": f"{turn.what}\n{turn.shown_now} → {turn.shown_at}: {turn.winner} wins",
             "now": 1.0,
             "times": turn.at / turn.now,
             "place": place,
@@ -170,12 +196,15 @@ def turns(found: Sequence[BreakEven]) -> Spec:
     now = alt.X("now:Q", title="times what it is now", scale=log)
     layers = [
         alt.Chart(data([{"now": 1.0}])).mark_rule(color=TEXT, strokeDash=[4, 3]).encode(x=now),
-        base.mark_rule(strokeWidth=3, color=COLOURS[0]).encode(x=now, x2="times:Q", tooltip=tips),
-        base.mark_point(size=90, filled=True, color=COLOURS[0], opacity=1).encode(
-            x=x, tooltip=tips
-        ),
+        base.mark_rule(strokeWidth=3, color=TEXT).encode(x=now, x2="times:Q", tooltip=tips),
+        base.mark_point(size=90, filled=True, color=TEXT, opacity=1).encode(x=x, tooltip=tips),
         base.mark_text(
-            align="left", dy=-13, color=TEXT, fontSize=11, limit=alt.expr("width")
+            align="left",
+            dy=-26,
+            color=TEXT,
+            fontSize=11,
+            lineBreak="\n",
+            limit=alt.expr("width"),
         ).encode(x=alt.value(0), text=alt.Text("what:N"), y=here),
     ]
-    return spec(alt.layer(*layers), 2 * ROW * len(rows))
+    return spec(alt.layer(*layers), 3 * ROW * len(rows))

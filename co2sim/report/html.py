@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import Any
 
@@ -102,7 +102,10 @@ class Timelines:
 
 @dataclass(frozen=True, slots=True)
 class PageSection:
-    """A part of a page; `key` is its anchor. `text` is prose that is HTML already."""
+    """A part of a page; `key` is its anchor. `text` is prose that is HTML already.
+
+    `lead` says that its first figure is on the first screen instead.
+    """
 
     key: str
     title: str
@@ -112,26 +115,37 @@ class PageSection:
     notes: Sequence[str] = ()
     timelines: Timelines | None = None
     text: Markup | None = None
+    lead: bool = False
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to show."""
-        return not (self.figures or self.warnings or self.notes or self.timelines or self.text)
+        figures = self.figures[self.lead :]
+        return not (figures or self.warnings or self.notes or self.timelines or self.text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
     """What a page says.
 
-    `answer` are sentences, of which the first one stands for all, `doubts` what they leave open.
+    `answer` is the heading, and sentences; `doubts` are what they leave open. `facts` are what the
+    first screen says, in few words, beside the first chart of the page: then sentences and doubts
+    are folded away.
     `commands` repeat the figures. `files` are kind and content by name, as a reader saves them.
     """
 
     answer: Sequence[str]
+    facts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     doubts: Sequence[str] = ()
     sections: Sequence[PageSection]
     commands: Sequence[str]
     files: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+
+def _lead(sections: Sequence[PageSection]) -> tuple[str, Figure] | None:
+    """The first chart of a page, with its section; None where something else comes before it."""
+    first = next((one for one in sections if one.figures), None)
+    return (first.key, first.figures[0]) if first and first.figures[0].chart else None
 
 
 def render(page: Page) -> bytes:
@@ -143,6 +157,10 @@ def render(page: Page) -> bytes:
         for place, figure in enumerate(section.figures)
         if figure.chart is not None
     }
+    lead = _lead(sections) if page.facts else None
+    if lead:
+        sections = [replace(one, lead=one.key == lead[0]) for one in sections]
+        sections = [one for one in sections if not one.empty]
     lines = next((section.timelines for section in sections if section.timelines), None)
     if lines:
         charts["timeline"] = lines.chart
@@ -153,6 +171,7 @@ def render(page: Page) -> bytes:
         .render(
             page=page,
             sections=sections,
+            lead=lead,
             charts=charts,
             rounds={name: one.to_dict() for name, one in lines.rounds.items()} if lines else {},
             links={name: link(*content) for name, content in page.files.items()},

@@ -9,16 +9,21 @@ from co2sim.prediction.published import SpeedComparison, ThroughputCell
 from co2sim.prediction.totals import Totals
 from co2sim.report.chart_style import (
     HEIGHT,
+    STRATEGIES,
     Rows,
     Spec,
     by_strategy,
     data,
     faded,
+    log_ticks,
     picked,
     points_of,
+    row_height,
+    scale_of,
     spec,
 )
 from co2sim.report.tables import Answered
+from co2sim.studies.grid import display_name, offer_name
 
 _BAND = 0.18
 
@@ -36,9 +41,11 @@ def scaling(
     """
     rows = [_speed(one) for one in group]
     unit = f"{group[0].result.unit}s/s"
+    stars = _published(comparisons, group[0], set(names))
+    if alone(group) and not stars:
+        return _each(rows, names, unit, ",.0f", "~s")
     layers, x, y = _over_gpus(rows, names, unit, ",.0f", "~s", map(_speed, every))
     colour, _ = by_strategy(names)
-    stars = _published(comparisons, group[0].cluster, set(names))
     if stars:
         layers.append(
             alt.Chart(data(stars))
@@ -61,8 +68,10 @@ def scaling(
 def days(group: Sequence[Answered], names: Sequence[str], every: Sequence[Answered] = ()) -> Spec:
     """Days of the training over GPUs, as `scaling`; cases without totals have none."""
     rows = [_days(one, one.totals) for one in group if one.totals]
+    if alone(group):
+        return _each(rows, names, "days", ",.3~g", ",~r")
     others = (_days(one, one.totals) for one in every if one.totals)
-    layers, _, _ = _over_gpus(rows, names, "days", ",.3~g", "~g", others)
+    layers, _, _ = _over_gpus(rows, names, "days", ",.3~g", ",~r", others)
     return spec(alt.layer(*layers), HEIGHT)
 
 
@@ -74,6 +83,39 @@ def _days(one: Answered, totals: Totals) -> dict[str, Any]:
         "high": high,
         "interval": _interval(low, high, ",.3g"),
     }
+
+
+def alone(group: Sequence[Answered]) -> bool:
+    """Whether all are of one size: then there is no line to draw."""
+    return len({one.result.gpus for one in group}) == 1
+
+
+def _each(rows: Rows, names: Sequence[str], unit: str, shown: str, ticks: str) -> Spec:
+    """A point with its interval for each strategy, one below the other."""
+    colour = by_strategy(names)[0].copy().legend(None)
+    axis = alt.Axis(format=ticks, tickCount=5)
+    x = alt.X("value:Q", title=unit, scale=scale_of(log=False), axis=axis)
+    low = x.copy()
+    low.shorthand = "low:Q"
+    base = alt.Chart(data(rows)).encode(y=STRATEGIES, color=colour)
+    band = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=5, opacity=2 * _BAND)
+    layers = [band.encode(x=low, x2="high:Q")]
+    tips = [alt.Tooltip("strategy:N"), *_tips(unit, shown)]
+    for fits in (True, False):
+        here = [row for row in rows if row["fits"] == fits]
+        points = alt.Chart(data(here)).mark_point(size=90, filled=fits, opacity=1)
+        layers += [points.encode(x=x, y=STRATEGIES, color=colour, tooltip=tips)] if here else []
+    most = max(1 + row["strategy"].count(", ") for row in rows)
+    return spec(alt.layer(*layers), len(rows) * row_height(most))
+
+
+def _tips(unit: str, shown: str) -> list[alt.Tooltip]:
+    return [
+        alt.Tooltip("gpus:Q", title="GPUs"),
+        alt.Tooltip("value:Q", title=unit, format=shown),
+        alt.Tooltip("interval:N", title="90 % interval"),
+        alt.Tooltip("memory:N"),
+    ]
 
 
 def _over_gpus(
@@ -91,14 +133,9 @@ def _over_gpus(
     log = alt.Scale(type="log", nice=False, padding=10)
     if ends:
         log = alt.Scale(type="log", nice=False, domain=[min(ends), max(ends)], padding=10)
-    y = alt.Y("value:Q", title=unit, scale=log, axis=alt.Axis(format=ticks))
-    tips = [
-        alt.Tooltip("strategy:N"),
-        alt.Tooltip("gpus:Q", title="GPUs"),
-        alt.Tooltip("value:Q", title=unit, format=shown),
-        alt.Tooltip("interval:N", title="90 % interval"),
-        alt.Tooltip("memory:N"),
-    ]
+    axis = alt.Axis(format=ticks, values=log_ticks(ends))
+    y = alt.Y("value:Q", title=unit, scale=log, axis=axis)
+    tips = [alt.Tooltip("strategy:N"), *_tips(unit, shown)]
     return banded(rows, x, y, names, tips, several=len(sizes) > 1), x, y
 
 
@@ -151,33 +188,35 @@ STAR = (
 )
 
 
-def per_gpu(group: Sequence[Answered], names: Sequence[str]) -> Spec | None:
-    """Throughput per GPU, relative to the fewest GPUs; None for a single size."""
-    least = min(one.result.gpus for one in group)
-    first = {
-        one.strategy: one.result.tokens_per_s_per_gpu for one in group if one.result.gpus == least
-    }
+def scaled(group: Sequence[Answered], names: Sequence[str]) -> Spec | None:
+    """Throughput per GPU, relative to one node; None for a single size, or where none is known."""
     rows: Rows = [
         {
             "strategy": one.strategy,
             "gpus": one.result.gpus,
-            "value": one.result.tokens_per_s_per_gpu / first[one.strategy],
+            "value": one.efficiency,
+            "exposed": one.result.exposed_share,
         }
         for one in group
+        if one.efficiency is not None
     ]
     sizes = sorted({row["gpus"] for row in rows})
-    if len(sizes) == 1:
+    if len(sizes) < 2:  # noqa: PLR2004
         return None
     colour, shape = by_strategy(names)
-    x = gpu_axis(sizes)
+    most = max(1.0, *(row["value"] for row in rows))
     y = alt.Y(
         "value:Q",
-        title=f"per GPU, relative to {least} GPUs",
-        axis=alt.Axis(format=".0%"),
-        scale=alt.Scale(zero=True),
+        title="throughput per GPU, relative to one node",
+        axis=alt.Axis(format=".0%", tickCount=5),
+        scale=alt.Scale(domain=[0, most], nice=False),
     )
-    tips = ["strategy:N", "gpus:Q", alt.Tooltip("value:Q", format=".1%", title="relative")]
-    base = alt.Chart(data(rows)).encode(x=x, y=y, color=colour, opacity=faded(names))
+    tips = [
+        *("strategy:N", "gpus:Q"),
+        alt.Tooltip("value:Q", format=".1%", title="relative to one node"),
+        alt.Tooltip("exposed:Q", format=".1%", title="exposed communication"),
+    ]
+    base = alt.Chart(data(rows)).encode(x=gpu_axis(sizes), y=y, color=colour, opacity=faded(names))
     points = base.mark_point(size=60, filled=True).encode(shape=shape, tooltip=tips)
     return spec(alt.layer(*picked([base.mark_line(), points], names)), HEIGHT)
 
@@ -197,7 +236,10 @@ def _speed(one: Answered) -> dict[str, Any]:
     }
 
 
-def _published(comparisons: Iterable[SpeedComparison], cluster: str, names: set[str]) -> Rows:
+def _published(comparisons: Iterable[SpeedComparison], shown: Answered, names: set[str]) -> Rows:
+    """Of the cluster of a case, but for those in which something else was varied."""
+    if shown.cluster not in {display_name(shown.case.cluster), offer_name(shown.case.cluster)}:
+        return []
     return [
         {
             "strategy": one.strategy,
@@ -207,6 +249,6 @@ def _published(comparisons: Iterable[SpeedComparison], cluster: str, names: set[
         }
         for one in comparisons
         if isinstance(one.cell, ThroughputCell)
-        and one.cell.cluster == cluster
+        and one.cell.cluster == display_name(shown.case.cluster)
         and one.strategy in names
     ]

@@ -17,7 +17,7 @@ from co2sim.common.units import counted, duration
 from co2sim.models.memory import GIB
 from co2sim.prediction.result import Result
 from co2sim.report.bar_charts import memory_bars, share_bars, timeline_bars
-from co2sim.report.chart_style import COLUMNS, CONFIG, ROW, TEXT, WORKS, Drawn, Rows, cycled, data
+from co2sim.report.chart_style import COLUMNS, CONFIG, ROW, TEXT, Drawn, Rows, data, of_works
 from co2sim.report.frame_chart import framed
 from co2sim.report.rounds import kind_of, round_of
 from co2sim.schedule.schedule import Op, Schedule
@@ -208,7 +208,7 @@ def graph(schedule: Schedule, first: int) -> tuple[Drawn, list[str]]:
             color=alt.Color(
                 "kind:N",
                 title=None,
-                scale=alt.Scale(domain=kinds, range=cycled(WORKS, len(kinds))),
+                scale=alt.Scale(domain=kinds, range=of_works(kinds)),
                 legend=alt.Legend(columns=COLUMNS),
             ),
             tooltip=["op:N", "stream:N", "work:N", alt.Tooltip("after:N", title="waits for")],

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
-from co2sim.common.units import counted, scaled
+from co2sim.common.units import counted, number, scaled
 from co2sim.prediction.case import Case
 from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.step_factors import remark, scale_of
@@ -18,7 +18,7 @@ from co2sim.report.rounds import last_round
 from co2sim.report.tables import Answered, Table, ranged
 from co2sim.report.text import plan, totals
 from co2sim.studies.candidates import Candidate, Space
-from co2sim.studies.grid import display_name
+from co2sim.studies.grid import display_name, offer_name
 from co2sim.studies.plan import Recommendation
 from co2sim.studies.sensitivity import BreakEven, Sensitivity
 from co2sim.studies.table import to_frame
@@ -39,7 +39,7 @@ def spent(options: Sequence[Candidate]) -> Table:
     energy = any(option.totals.energy_kwh is not None for option in options)
     columns = ["cluster", "strategy", "recompute", "GPUs", "micro-batch", "days", "GPU-hours"]
     columns += [money] if money else []
-    columns += ["kWh"] if energy else []
+    columns += ["MWh"] if energy else []
     columns += ["memory of a GPU"]
     return Table(columns, [_option(one, bool(money), energy) for one in options], 3)
 
@@ -47,13 +47,13 @@ def spent(options: Sequence[Candidate]) -> Table:
 def _option(option: Candidate, money: bool, energy: bool) -> list[str]:  # noqa: FBT001
     case, found, result = option.case, option.totals, option.result
     row = [
-        *(display_name(case.cluster), result.strategy, case.recompute),
+        *(offer_name(case.cluster), result.strategy, case.recompute),
         *(f"{result.gpus:,}", f"{case.micro_batch} x {result.accumulation}"),
         ranged(found.days, found.days_low, found.days_high),
         f"{found.gpu_hours:,.0f}",
     ]
     row += [ranged(found.cost, found.cost_low, found.cost_high)] if money else []
-    row += [_energy(found)] if energy else []
+    row += ["-" if found.energy_kwh is None else number(found.energy_kwh / 1000)] * energy
     return [*row, scaled(result.memory_bytes_per_gpu["total"], "B")]
 
 
@@ -101,6 +101,8 @@ def _energy(found: Totals) -> str:
     return ranged(found.energy_kwh, found.energy_kwh_low, found.energy_kwh_high)
 
 
+_MOST = 3
+"""Numbers that turn the answer, on the first screen."""
 _MAX_BARS = 40
 """Of one chart."""
 _MAX_ROWS = 200
@@ -138,6 +140,15 @@ class Planned:
         return [_answered(one) for one in (*self.best, *others)]
 
     @cached_property
+    def traded(self) -> dict[str, Answered]:
+        """The best trade of days against money, where it is neither choice nor runner-up."""
+        best = plan.best_trade(self.found)
+        others = (self.found.choice, self.found.runner_up)
+        if best is None or best in others or best not in self.front:
+            return {}
+        return {"best trade": next(one for one in self.shown if one.result is best.result)}
+
+    @cached_property
     def named(self) -> dict[str, Answered]:
         """The choice and the runner-up, as far as there are."""
         found = {"choice": self.found.choice, "runner-up": self.found.runner_up}
@@ -146,7 +157,7 @@ class Planned:
 
 def _answered(option: Candidate) -> Answered:
     case, result = option.case, option.result
-    return Answered(display_name(case.cluster), result.strategy, case, result, option.totals)
+    return Answered(offer_name(case.cluster), result.strategy, case, result, option.totals)
 
 
 def page(planned: Planned) -> Page:
@@ -155,7 +166,8 @@ def page(planned: Planned) -> Page:
     named = list(planned.named.values())
     job, clusters = planned.space.job, planned.space.clusters
     return Page(
-        answer=_answer(planned),
+        answer=[_heading(planned), *_answer(planned)],
+        facts=_facts(planned),
         doubts=[*_doubts(planned), *sections.predicted_with(planned.shown)],
         sections=[
             _options(planned),
@@ -172,6 +184,43 @@ def page(planned: Planned) -> Page:
         commands=_commands(planned),
         files=_files(planned),
     )
+
+
+def _heading(planned: Planned) -> str:
+    """Model, tokens and batch; the offer that was chosen, and how."""
+    found, space = planned.found, planned.space
+    result = planned.shown[0].result
+    asked = f"{result.model}, {totals.short(found.wanted.tokens)} {result.unit}s"
+    asked += f", {counted(space.global_batch, 'sample')} a step"
+    if found.choice is None:
+        offers = " or ".join(map(offer_name, space.clusters))
+        return f"{asked}: nothing of {offers} is within the limits"
+    return f"{asked}: {'so far ' if found.interrupted else ''}{plan.named(found.choice)}"
+
+
+def _facts(planned: Planned) -> dict[str, list[str]]:
+    """The first screen: the choice, what comes near, how sure, what turns it, and the evidence."""
+    found = planned.found
+    first = planned.named.get("choice", planned.shown[0])
+    if found.choice is None:
+        return {"Why": _answer(planned)[:1], "Evidence": sections.evidence(first)}
+    spent_ = plan.spends(found.choice)
+    facts = {
+        "It takes": [*spent_, *plan.limits(found, found.choice)],
+        "Best trade of days against money": plan.traded(found, brief=True),
+        "Comes next": plan.others(found),
+        "How sure": sections.surest(first, *_doubts(planned)),
+        "What would change it": [
+            *(
+                f"{turn.what} {'above' if turn.above else 'below'} {turn.shown_at} (now"
+                f" {turn.shown_now}): {turn.winner} wins."
+                for turn in planned.turns[:_MOST]
+            ),
+            *sections.binding(planned.levers, first.result.unit),
+        ],
+        "Evidence": sections.evidence(first),
+    }
+    return {name: lines for name, lines in facts.items() if lines}
 
 
 def _answer(planned: Planned) -> list[str]:
@@ -218,20 +267,24 @@ def _about(one: Answered) -> str:
 def _options(planned: Planned) -> PageSection:
     """Days against money: all options of the page."""
     wanted, shown = planned.found.wanted, planned.shown
+    several = len({one.cluster for one in shown}) > 1
     limits = {"days": wanted.deadline, "cost": wanted.budget}
     chart = bar_charts.front(
         shown,
         [one.strategy for one in shown],
-        planned.named,
+        planned.named | planned.traded,
         {name: most for name, most in limits.items() if most is not None},
         hours=True,
+        offers=several,
     )
     figures = []
+    dotted = " Dotted lines are limits." if any(limits.values()) else ""
     if chart:
+        coded = "A colour for each offer, a shape for each strategy. " if several else ""
         note = (
-            "Lines are 90 % intervals of the speed, together with the range of the price. Nothing"
-            " is cheaper and faster than what the dashed line joins. Dotted lines are limits."
-            f"{picking([one.strategy for one in shown])}"
+            f"{coded}The size is the number of GPUs. Lines are 90 % intervals of the speed,"
+            " together with the range of the price. Nothing is cheaper and faster than what the"
+            f" dashed line joins.{dotted}{picking([one.strategy for one in shown])}"
         )
         label_ = "money, or GPU-hours, by days, a point for each option"
         figures.append(Figure("", note, label_, chart, spent(planned.front)))

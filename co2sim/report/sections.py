@@ -4,14 +4,54 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from co2sim.prediction.case import Case
 from co2sim.prediction.evidence import COLUMNS, nearest, rows
+from co2sim.prediction.figures import shared_batch
 from co2sim.prediction.notes import is_alike
 from co2sim.prediction.published import SpeedComparison
 from co2sim.report import bar_charts, line_charts, tables
 from co2sim.report.chart_style import picking
 from co2sim.report.html import Figure, PageSection, Timelines
 from co2sim.report.tables import Answered, Table
+from co2sim.report.text import totals
 from co2sim.report.text.result import division, stacks_of
 from co2sim.studies.sensitivity import Sensitivity
+
+
+def surest(one: Answered, *undecided: str) -> list[str]:
+    """How sure an answer is, in a line or two."""
+    source = one.result.interval_source
+    return [*undecided, f"90 % interval: {source}." if source else "There is no interval."]
+
+
+def evidence(one: Answered) -> list[str]:
+    """The published runs that are most like a case, and how far off their predictions were."""
+    return [
+        f"{near.run.model} on {near.run.gpus:,} {near.run.gpu} with {near.run.strategy}: predicted"
+        f" {near.run.error:+.0%} from published ({near.run.source}; distance {near.distance:.1f})."
+        for near in nearest(one.case, one.result, _NEAREST)
+    ]
+
+
+def binding(levers: Sequence[Sensitivity], unit: str) -> list[str]:
+    """What would make a case faster."""
+    return [
+        f"{lever.change}: a tenth more of it gives {lever.gain:.1%} more {unit}s/s."
+        for lever in levers[:1]
+        if lever.gain > 0
+    ]
+
+
+def about(every: Sequence[Answered], tokens: float | None) -> str:
+    """What a page is about: model, tokens and batch, as far as all cases share them."""
+    results = [one.result for one in every]
+    models = list(dict.fromkeys(one.model for one in results))
+    unit = results[0].unit
+    parts = [models[0] if len(models) == 1 else f"{len(models)} models"]
+    parts += [] if tokens is None else [f"{totals.short(tokens)} {unit}s"]
+    return ", ".join([*parts, shared_batch(results)])
+
+
+_NEAREST = 2
+"""Published runs on the first screen."""
 
 
 def money(every: Sequence[Answered], names: Sequence[str]) -> PageSection:
@@ -19,16 +59,22 @@ def money(every: Sequence[Answered], names: Sequence[str]) -> PageSection:
     table = tables.trainings(every)
     if table is None:
         return PageSection("money", "Days and money")
-    chart = bar_charts.front(every, names)
+    one = len({(each.cluster, each.result.gpus) for each in every}) == 1
+    chart = None if one else bar_charts.front(every, names)
     if chart is None:
         return PageSection("money", "Days and energy", figures=_days(every, names))
     note = (
         "Lines are intervals: of the speed, together with the range of the price. Nothing is"
-        " cheaper and faster than what the dashed line joins. Hollow points do not fit in memory."
-        f"{picking(names)}"
+        f" cheaper and faster than what the dashed line joins.{hollow(every)}{picking(names)}"
     )
     figure = Figure("What it takes", note, "money by days, a point for each case", chart, table)
     return PageSection("money", "Days and money", figures=[figure])
+
+
+def hollow(every: Sequence[Answered]) -> str:
+    """What is said of points of cases that do not fit, if there are any."""
+    misfits = any(not one.result.fits_in_memory for one in every)
+    return " Hollow points do not fit in memory." if misfits else ""
 
 
 def _days(every: Sequence[Answered], names: Sequence[str]) -> list[Figure]:
@@ -36,7 +82,7 @@ def _days(every: Sequence[Answered], names: Sequence[str]) -> list[Figure]:
     return [
         Figure(
             title=f"Days on {cluster}",
-            note=f"Bands are 90 % intervals. Hollow points do not fit in memory.{picking(names)}",
+            note=f"Bands are 90 % intervals.{hollow(group)}{picking(names)}",
             label="days by number of GPUs, a line for each strategy",
             chart=line_charts.days(group, names, every),
             table=tables.trainings(group),
@@ -54,8 +100,8 @@ def time(
     found = [
         Figure(
             title=f"A round on {_sizes(group)} of {cluster}",
-            note="Exposed: computing waits for it. The table sums the spans of one rank by work;"
-            " they overlap.",
+            note="Blue is computing, brown communication. Exposed: computing waits for it. The"
+            " table sums the spans of one rank by work; they overlap.",
             label="shares of the time of a round, a bar for each strategy",
             chart=bar_charts.shares(group),
             table=tables.times(group),
@@ -89,7 +135,7 @@ def gains(found: Mapping[str, Sequence[Sensitivity]]) -> PageSection:
     """What a tenth more of each number gives, by what it is about."""
     figures = []
     for about, levers in found.items():
-        shown = [lever for lever in levers if lever.gain]
+        shown = [lever for lever in levers if abs(lever.gain) >= _VISIBLE]
         if shown:
             figures.append(
                 Figure(
@@ -102,6 +148,10 @@ def gains(found: Mapping[str, Sequence[Sensitivity]]) -> PageSection:
                 )
             )
     return PageSection("gains", "What more would give", figures=figures)
+
+
+_VISIBLE = 0.0005
+"""A gain that shows as more than 0.0 %."""
 
 
 def trust(

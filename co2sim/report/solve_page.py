@@ -7,14 +7,16 @@ from functools import cached_property
 
 import pandas as pd
 
+from co2sim.common.units import counted
 from co2sim.prediction.case import Case
+from co2sim.prediction.figures import shared_batch
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, remark, scale_of_case
 from co2sim.report import decision_charts, sections
 from co2sim.report.html import Figure, Page, PageSection
 from co2sim.report.tables import Answered, Table
-from co2sim.report.text import solve
-from co2sim.studies.grid import display_name, strategy_title
+from co2sim.report.text import solve, totals
+from co2sim.studies.grid import display_name, offer_name, strategy_title
 from co2sim.studies.sensitivity import Sensitivity
 from co2sim.studies.solve import Solved
 
@@ -50,7 +52,7 @@ class AllSolved:
     def as_they_are(self) -> list[Answered]:
         """The cases that can be simulated as they are."""
         return [
-            Answered(display_name(case.cluster), name, case, self.results[name], None)
+            Answered(offer_name(case.cluster), name, case, self.results[name], None)
             for name, case in zip(self.names, self.cases, strict=True)
             if name in self.results
         ]
@@ -61,7 +63,8 @@ def page(answers: AllSolved) -> Page:
     axis = answers.found[0].axis
     shown = answers.as_they_are
     return Page(
-        answer=[f"{solve.words(solved)}." for solved in answers.found],
+        answer=[_heading(answers), *(f"{solve.words(solved)}." for solved in answers.found)],
+        facts=_facts(answers),
         doubts=sections.predicted_with(shown),
         sections=[
             *(
@@ -78,6 +81,35 @@ def page(answers: AllSolved) -> Page:
         commands=_commands(answers),
         files=_files(answers),
     )
+
+
+def _heading(answers: AllSolved) -> str:
+    """Model, GPUs and cluster, and what is asked."""
+    case, axis = answers.cases[0], answers.found[0].axis
+    targets = " and ".join(dict.fromkeys(solved.target.name for solved in answers.found))
+    model = case.load()[1].value.name
+    sizes = f"{counted(case.gpus, 'GPU')} of " if case.gpus else ""
+    tokens = "" if answers.tokens is None else f", {totals.short(answers.tokens)} tokens"
+    batch = f", {shared_batch(list(answers.results.values()))}" if answers.results else ""
+    return f"{model}{tokens}{batch}, {sizes}{offer_name(case.cluster)}: {axis.path} for {targets}"
+
+
+def _facts(answers: AllSolved) -> dict[str, list[str]]:
+    """The first screen."""
+    facts = {"The answer": [f"{solve.words(solved)}." for solved in answers.found[:_MOST]]}
+    if answers.as_they_are:
+        first = answers.as_they_are[0]
+        facts["How sure"] = sections.surest(first)
+        held = next(iter(answers.levers.values()), ())
+        facts[f"What more would give ({first.strategy}, as it is)"] = sections.binding(
+            held, first.result.unit
+        )
+        facts["Evidence"] = sections.evidence(first)
+    return {name: lines for name, lines in facts.items() if lines}
+
+
+_MOST = 4
+"""Answers on the first screen."""
 
 
 def _reached(group: Sequence[Solved], place: int, goal: Goal) -> PageSection:

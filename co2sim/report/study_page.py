@@ -20,9 +20,13 @@ from co2sim.report.html import MAX_ROUNDS, Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import last_round
 from co2sim.report.tables import Answered
 from co2sim.report.text import totals
-from co2sim.studies.grid import display_name, strategy_title
-from co2sim.studies.sensitivity import levers
+from co2sim.studies.grid import display_name, offer_names, strategy_title
+from co2sim.studies.one_node import efficiencies
+from co2sim.studies.sensitivity import Sensitivity, levers
 from co2sim.studies.table import to_frame
+
+_MOST = 3
+"""Sentences of the answer on the first screen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +53,28 @@ class Study:
             found: Sequence[Totals | None] = [None] * len(self.cases)
         else:
             found = totals.totals_for(self.cases, self.results, self.tokens, self.goal)
-        names = self.panels or [display_name(case.cluster) for case in self.cases]
         titles = [strategy_title(case.strategy) for case in self.cases]
-        rows = zip(names, titles, self.cases, self.results, found, strict=True)
-        return tuple(Answered(*row, asked=self.tokens is not None) for row in rows)
+        scaled = efficiencies(self.cases, self.results)
+        rows = zip(self._offers, titles, self.cases, self.results, found, strict=True)
+        return tuple(
+            Answered(*row, asked=self.tokens is not None, efficiency=efficiency)
+            for row, efficiency in zip(rows, scaled, strict=True)
+        )
+
+    @cached_property
+    def keys(self) -> Sequence[str]:
+        """The cluster of each case as it was given, with what was varied."""
+        return self.panels or [display_name(case.cluster) for case in self.cases]
+
+    @cached_property
+    def _offers(self) -> list[str]:
+        """The cluster of each case by its name, with what was varied."""
+        names = offer_names([case.cluster for case in self.cases])
+        keys = [display_name(case.cluster) for case in self.cases]
+        return [
+            f"{names[key]}{panel.removeprefix(key)}"
+            for key, panel in zip(keys, self.keys, strict=True)
+        ]
 
     @cached_property
     def clusters(self) -> dict[str, list[Answered]]:
@@ -86,23 +108,49 @@ class Study:
         known = totals.chosen(trainings).items()
         if not known:
             return totals.sentences(trainings)
-        priced = any(one.totals and one.totals.cost is not None for one in self.all)
-        compared = [] if priced else list(comparison.clusters(self.largest))
-        return [*compared, *(f"{head}: {_words(*one)}" for head, one in known)]
+        said = [f"{head}: {_words(*one)}" for head, one in known]
+        compared = [] if self._priced else list(comparison.clusters(self.largest))
+        return [*compared, *said, *totals.traded(dict(known))]
+
+    @property
+    def _priced(self) -> bool:
+        return any(one.totals and one.totals.cost is not None for one in self.all)
+
+    def heading(self) -> str:
+        """Model, tokens and batch; and the answer in a few words."""
+        asked = sections.about(self.all, self.tokens)
+        best = f"{self.best.strategy} on {counted(self.best.result.gpus, 'GPU')}"
+        if len(self.clusters) > 1 and not self._priced:  # "A is 54 % faster than B on 64 GPUs"
+            return f"{asked}: {self.answer()[0].partition(' (90 %')[0].rstrip('.')}"
+        return f"{asked}: {best} of {self.best.cluster}"
+
+    def facts(self, found: Sequence[Sensitivity]) -> dict[str, list[str]]:
+        """The first screen; `found` are the levers of the best."""
+        said = self.answer()
+        if self.tokens is not None and not self._priced:
+            said = [said[0], *(text for text in said[1:] if text.startswith("Fastest"))]
+        about = f"{self.best.strategy} on {counted(self.best.result.gpus, 'GPU')}"
+        told = {
+            "The answer": said[:_MOST],
+            "How sure": sections.surest(self.best, *self._undecided()),
+            f"What would change it ({about})": sections.binding(found, self.best.result.unit),
+            "Evidence": sections.evidence(self.best),
+        }
+        return {name: lines for name, lines in told.items() if lines}
 
     def doubts(self) -> list[str]:
         """What the intervals do not tell apart, by cluster, and what steps are worth."""
-        found = []
-        for name, group in self.largest.items():
-            said = comparison.strategies(group)
-            if said:
-                found.append(f"On {name}: {said}.")
+        found = self._undecided()
         worth = remark(((one.result.strategy, scale_of(one.result)) for one in self.all), self.goal)
         if worth and self.tokens is None:
             found.append(f"Speed is not progress: {worth}. With --tokens the answer counts it.")
         elif worth:
             found.append(f"Counted in days and money: {worth}.")
         return found
+
+    def _undecided(self) -> list[str]:
+        said = {name: comparison.strategies(group) for name, group in self.largest.items()}
+        return [f"On {name}: {text}." for name, text in said.items() if text]
 
     def _fastest(self) -> Iterator[str]:
         for name, group in self.largest.items():
@@ -139,16 +187,18 @@ def _words(name: str, result: Result, found: Totals | None) -> str:
 def page(study: Study) -> Page:
     """It takes a few simulations: a round of each strategy, and what more would buy."""
     names = [one.strategy for one in study.all]
+    found = _levers(study)
     at_most = [one for group in study.largest.values() for one in group]
     return Page(
-        answer=study.answer(),
+        answer=[study.heading(), *study.answer()],
+        facts=study.facts(found),
         doubts=[*study.doubts(), *sections.predicted_with(study.all)],
         sections=[
             sections.money(study.all, names),
             _speed(study, names),
             _time(study),
             sections.memory(study.largest),
-            _gains(study),
+            _gains(study, found),
             sections.trust(study.all, at_most, study.comparisons),
             sections.inputs(study.all),
         ],
@@ -160,11 +210,8 @@ def page(study: Study) -> Page:
 def _files(study: Study) -> dict[str, tuple[str, str]]:
     frame = to_frame(study.cases, study.results, goal=study.goal, tokens=study.tokens)
     results = [
-        {
-            "cluster_key": one.cluster,
-            **result_to_dict(one.case, one.result, study.goal, study.tokens),
-        }
-        for one in study.all
+        {"cluster_key": key, **result_to_dict(one.case, one.result, study.goal, study.tokens)}
+        for key, one in zip(study.keys, study.all, strict=True)
     ]
     return {
         "study.csv": ("text/csv", frame.to_csv(index=False)),
@@ -174,27 +221,28 @@ def _files(study: Study) -> dict[str, tuple[str, str]]:
 
 def _speed(study: Study, names: Sequence[str]) -> PageSection:
     found = []
+    stars = " Stars are published." if study.comparisons else ""
     for cluster, group in study.clusters.items():
         unit = group[0].result.unit
         found.append(
             Figure(
                 title=f"{unit}s per second on {cluster}",
-                note="Bands are 90 % intervals. Hollow points do not fit in memory."
-                f" Stars are published.{picking(names)}",
+                note=f"Bands are 90 % intervals.{sections.hollow(group)}{stars}{picking(names)}",
                 label=f"{unit}s per second by number of GPUs, a line for each strategy",
                 chart=line_charts.scaling(group, names, study.comparisons, study.all),
                 table=tables.speeds(group),
             )
         )
-        relative = line_charts.per_gpu(group, names)
+        relative = line_charts.scaled(group, names)
         if relative:
             found.append(
                 Figure(
-                    title=f"What a GPU gives on {cluster}",
-                    note="Throughput per GPU, relative to the fewest GPUs. 100 % is perfect"
-                    " scaling.",
+                    title=f"Efficiency on {cluster}",
+                    note="Throughput per GPU, relative to the same on one node. The table has the"
+                    " share of exposed communication beside it.",
                     label="throughput per GPU by number of GPUs, a line for each strategy",
                     chart=relative,
+                    table=tables.efficiencies(group),
                 )
             )
     return PageSection("speed", "Speed", figures=found)
@@ -210,12 +258,15 @@ def _time(study: Study) -> PageSection:
     return sections.time(study.largest, lines)
 
 
-def _gains(study: Study) -> PageSection:
+def _levers(study: Study) -> list[Sensitivity]:
     """Of the answer's case; none where it cannot be simulated again."""
-    best = study.best
     try:
-        found = levers(best.case)
+        return levers(study.best.case)
     except Co2simError:
-        found = []
+        return []
+
+
+def _gains(study: Study, found: Sequence[Sensitivity]) -> PageSection:
+    best = study.best
     about = f"{best.strategy} on {best.result.gpus} GPUs of {best.cluster}"
     return sections.gains({about: found})

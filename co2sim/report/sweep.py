@@ -15,7 +15,7 @@ from co2sim.report.chart_style import NumberAxis, number_axis
 from co2sim.report.tables import Answered
 from co2sim.report.text import totals
 from co2sim.studies.batch import Failure, Outcome
-from co2sim.studies.grid import Setting, display_name, strategy_title
+from co2sim.studies.grid import Setting, display_name, offer_names, strategy_title
 from co2sim.studies.targets import Axis, axis_of
 
 
@@ -51,8 +51,9 @@ class Swept:
             else totals.totals_for(self.cases, self.outcomes, tokens, self.goal)
         )
         every = zip(self.names, self.cases, self.outcomes, found, strict=True)
+        offers = offer_names(case.cluster for case in self.cases)
         return [
-            Answered(display_name(case.cluster), name, case, outcome, totals)
+            Answered(offers[display_name(case.cluster)], name, case, outcome, totals)
             for name, case, outcome, totals in every
             if isinstance(outcome, Result)
         ]
@@ -117,13 +118,14 @@ class Swept:
         every = self.all
         if self.tokens is not None:
             trainings = [(one.strategy, one.result, one.totals) for one in every]
-            known = totals.chosen(trainings).items()
+            heads = totals.chosen(trainings)
+            known = heads.items()
             said = []
             for head, (name, result, found) in known:
                 assert found is not None
                 lost = f"; it {result.misfit.lower()} in memory" if result.misfit else ""
                 said.append(f"{head}: {name}, {totals.in_short(found, result.unit)}{lost}.")
-            return said or totals.sentences(trainings)
+            return [*said, *totals.traded(heads)] or totals.sentences(trainings)
         fitting = self._ranked
         if not fitting:
             return [f"None of {len(every):,} cases fits in memory."]
@@ -133,6 +135,17 @@ class Swept:
         if best.result.tokens_per_s_low is not None:
             text += f" (90 %: {ends(best.result)})"
         return [f"{text}."]
+
+    @cached_property
+    def best(self) -> Answered:
+        """The case that the answer names first."""
+        if self.tokens is not None:
+            trainings = [(one.strategy, one.result, one.totals) for one in self.all]
+            known = totals.chosen(trainings)
+            if known:
+                result = next(iter(known.values()))[1]
+                return next(one for one in self.all if one.result is result)
+        return next(iter([*self._ranked, *self.all]))
 
     @cached_property
     def _ranked(self) -> list[Answered]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import altair as alt
 
-from co2sim.common.plots import COLOURS
 from co2sim.report.chart_style import (
+    FAINT,
     HEIGHT,
     STRATEGIES,
     TEXT,
@@ -18,6 +18,7 @@ from co2sim.report.chart_style import (
     data,
     faded,
     high,
+    log_ticks,
     picked,
     picking,
     points_of,
@@ -52,7 +53,7 @@ def measures(swept: Swept) -> list[Measure]:
     totals = [one.totals for one in swept.all]
     if not any(totals):
         return found
-    found.append(Measure("Days", "days", "~g", _days))
+    found.append(Measure("Days", "days", ",~r", _days))
     currencies = {total.currency for total in totals if total}
     if len(currencies) == 1 and None not in currencies:
         currency = str(currencies.pop())
@@ -134,7 +135,9 @@ def _lines(across: NumberAxis, rows: Rows, measure: Measure) -> Spec:
     drawn = [row["x"] for row in rows]
     x = across.encoding("x", drawn, log=wide(drawn))
     ends = [end for row in rows for end in (row["value"], row["low"], row["high"]) if end]
-    scale, axis = scale_of(log=wide(ends), padding=10), alt.Axis(format=measure.format)
+    log = wide(ends)
+    values = log_ticks(ends) if log else alt.Undefined
+    scale, axis = scale_of(log=log, padding=10), alt.Axis(format=measure.format, values=values)
     y = alt.Y("value:Q", title=measure.unit, scale=scale, axis=axis)
     base = alt.Chart(data(rows))
     tips = [alt.Tooltip("strategy:N"), alt.Tooltip("at:N", title=across.path)]
@@ -153,12 +156,12 @@ def _bars(group: Sequence[Answered], measure: Measure) -> Spec:
     """A bar for each case, and a line for its interval."""
     rows = [_row(one, measure, one.strategy, 0.0, "") for one in group]
     x = alt.X("value:Q", title=measure.unit, axis=alt.Axis(format=measure.format))
-    bars = alt.Chart(data(rows)).mark_bar(color=COLOURS[0])
+    bars = alt.Chart(data(rows)).mark_bar(color=TEXT)
     layers: list[Any] = [
         bars.encode(
             x=x,
             y=STRATEGIES,
-            opacity=alt.condition("datum.fits", alt.value(0.9), alt.value(0.35)),
+            opacity=alt.condition("datum.fits", alt.value(FAINT), alt.value(0.25)),
             tooltip=[alt.Tooltip("strategy:N", title="case"), *_tips(measure)],
         )
     ]

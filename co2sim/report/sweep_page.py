@@ -34,7 +34,12 @@ def page(swept: Swept) -> Page:
     plain = [replace(one, strategy=one.result.strategy) for one in every]
     trust = sections.trust(plain, plain)
     return Page(
-        answer=swept.answer(),
+        answer=[_heading(swept), *swept.answer()],
+        facts={
+            "The answer": swept.answer(),
+            "How sure": sections.surest(swept.best, *swept.doubts()),
+            "Evidence": sections.evidence(swept.best),
+        },
         doubts=[*swept.doubts(), *sections.predicted_with(every)],
         sections=[
             _speed(swept),
@@ -49,6 +54,13 @@ def page(swept: Swept) -> Page:
         commands=[swept.command],
         files=files,
     )
+
+
+def _heading(swept: Swept) -> str:
+    """Model, tokens, batch and cluster, as far as they are the same; and the best case."""
+    clusters = list(dict.fromkeys(one.cluster for one in swept.all))
+    where = f" on {clusters[0]}" if len(clusters) == 1 else ""
+    return f"{sections.about(swept.all, swept.tokens)}{where}: {swept.best.strategy}"
 
 
 def _cluster(one: Answered) -> str:
@@ -69,10 +81,11 @@ def _few(lines: Sequence[str]) -> list[str]:
 
 def _figure(swept: Swept, measure: sweep_charts.Measure) -> Figure:
     chart, words = sweep_charts.chart(swept, measure)
-    shape = "hollow points do" if swept.across else "pale bars do"
+    shape = "; hollow points do" if swept.across else "; pale bars do"
+    misfits = any(not one.result.fits_in_memory for one in swept.all)
     return Figure(
         title=measure.title,
-        note=f"Intervals are of 90 %; {shape} not fit in memory.{words}",
+        note=f"Intervals are of 90 %{f'{shape} not fit in memory' * misfits}.{words}",
         label=f"{measure.title} by {' and '.join(swept.paths)}",
         chart=chart,
     )
@@ -100,11 +113,13 @@ def _money(swept: Swept) -> PageSection:
     figures = [_figure(swept, measure) for measure in others]
     figures[0] = replace(figures[0], table=table)
     if few:
-        figures += [
-            replace(one, title="Money by days", table=None)
-            for one in sections.money(every, [one.strategy for one in every]).figures
-            if one.chart
+        lined = [
+            replace(one, strategy=line) if swept.across else one
+            for one, (_, _, line) in zip(every, swept.placed, strict=True)
         ]
+        front = sections.money(lined, [one.strategy for one in lined])
+        if len({(one.cluster, one.result.gpus) for one in every}) > 1:  # else they are one figure
+            figures += [replace(one, title="Money by days", table=None) for one in front.figures]
     basis = totals.basis_lines(swept.cases[:_MAX_ROWS], [one.totals for one in every])
     return PageSection("money", "Days and money", figures=figures, notes=basis)
 

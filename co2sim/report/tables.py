@@ -20,7 +20,8 @@ from co2sim.studies.sensitivity import Sensitivity
 class Answered:
     """A case, its result, and what it takes to train the tokens that were `asked` for, if any.
 
-    `cluster` is its name or file, as it was given, with what was varied; `strategy` names it there.
+    `cluster` is the name of the offer, with what was varied; `strategy` names it there.
+    `efficiency` is the throughput per GPU, relative to one node, where it is known.
     """
 
     cluster: str
@@ -29,6 +30,7 @@ class Answered:
     result: Result
     totals: Totals | None
     asked: bool = False
+    efficiency: float | None = None
 
 
 _NAMED = 12
@@ -100,6 +102,20 @@ def times(group: Sequence[Answered]) -> Table:
     names = list(dict.fromkeys(name for one in group for name in one.result.breakdown_s))
     rows = [[name, *(_time(one.result.breakdown_s.get(name)) for one in group)] for name in names]
     return Table(("work", *(one.strategy for one in group)), rows)
+
+
+def efficiencies(group: Sequence[Answered]) -> Table:
+    """How well each case scales, and what waits for communication."""
+    rows = [
+        [
+            one.strategy,
+            f"{one.result.gpus:,}",
+            "-" if one.efficiency is None else f"{one.efficiency:.1%}",
+            f"{one.result.exposed_share:.1%}",
+        ]
+        for one in group
+    ]
+    return Table(("strategy", "GPUs", "relative to one node", "exposed communication"), rows)
 
 
 def _time(seconds: float | None) -> str:

@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any, TypeAlias, get_args, get_type_hints
 
 from co2sim.catalog import load_cluster
+from co2sim.catalog.facts import is_file
 from co2sim.common import convert
 from co2sim.common.convert import shown
 from co2sim.common.errors import OptionError, nearest
@@ -231,6 +232,26 @@ def display_name(value: Any) -> str:
     if hasattr(value, "schedule"):
         return title(value)
     return str(value.name) if hasattr(value, "name") else convert.text(value)
+
+
+_LONG_NAME = 40
+"""Characters of the name of an offer."""
+
+
+def offer_name(cluster: Any) -> str:
+    """A cluster as people name it: by its key in the catalog, else by its name up to a colon."""
+    if isinstance(cluster, str) and not is_file(cluster):
+        return cluster
+    found = cluster if isinstance(cluster, Cluster) else load_cluster(cluster).value
+    short = found.name.partition(":")[0].strip()
+    return short if len(short) <= _LONG_NAME else f"{short[: _LONG_NAME - 1]}…"
+
+
+def offer_names(clusters: Iterable[Any]) -> dict[str, str]:
+    """The `offer_name` of each `display_name`; the latter itself where two have one name."""
+    named = {display_name(cluster): offer_name(cluster) for cluster in clusters}
+    known = list(named.values())
+    return {key: key if known.count(name) > 1 else name for key, name in named.items()}
 
 
 def strategy_title(strategy: Any) -> str:

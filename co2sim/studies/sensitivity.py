@@ -20,7 +20,7 @@ from co2sim.prediction.totals import totals_of
 from co2sim.strategies import parse
 from co2sim.strategies.local import LocalSteps
 from co2sim.studies.candidates import Candidate, Objective
-from co2sim.studies.grid import display_name, strategy_title
+from co2sim.studies.grid import display_name, offer_name, strategy_title
 from co2sim.studies.targets import Axis, axis_of
 
 _MAX_REACH = 100.0
@@ -66,7 +66,7 @@ def between_offers(choice: Candidate, rival: Candidate, wanted: Objective) -> li
     """Prices, and bandwidths of the chosen cluster, with which the best of another one wins."""
     ratio = rival.score(wanted.want) / choice.score(wanted.want)
     found = [*_prices(choice, rival, wanted, ratio), *_bandwidths(choice, rival, wanted)]
-    return [replace(one, winner=display_name(rival.case.cluster)) for one in found]
+    return [replace(one, winner=offer_name(rival.case.cluster)) for one in found]
 
 
 def _prices(
@@ -81,7 +81,7 @@ def _prices(
         if price:
             now, at = price * 3600, price * 3600 * factor
             yield BreakEven(
-                what=f"the price of a GPU of {display_name(option.case.cluster)}",
+                what=f"the price of a GPU of {offer_name(option.case.cluster)}",
                 now=now,
                 at=at,
                 shown_now=f"{now:,.2f} {option.cluster.currency}/h",
@@ -128,7 +128,7 @@ def _bandwidths(choice: Candidate, other: Candidate, wanted: Objective) -> Itera
 
         for at in _turns(behind, now):
             yield BreakEven(
-                what=f"{path} of {display_name(choice.case.cluster)}",
+                what=f"{path} of {offer_name(choice.case.cluster)}",
                 now=now,
                 at=at,
                 shown_now=axis.shown(now),
@@ -150,7 +150,7 @@ def _failures(choice: Candidate, other: Candidate, wanted: Objective) -> Iterato
 
     for at in _turns(behind, 1.0):
         yield BreakEven(
-            what=f"the rate of failures on {display_name(choice.case.cluster)}",
+            what=f"the rate of failures on {offer_name(choice.case.cluster)}",
             now=1.0,
             at=at,
             shown_now="as stated",

@@ -5,9 +5,10 @@ from dataclasses import asdict
 from typing import Any
 
 from co2sim.common.units import counted, scaled
-from co2sim.report.text.totals import amount, in_words
+from co2sim.prediction.totals import Totals, knee, spent
+from co2sim.report.text.totals import TRADE, amount, in_short, in_words, trade
 from co2sim.studies.candidates import Candidate, Objective, Space, command_of, with_tokens
-from co2sim.studies.grid import display_name
+from co2sim.studies.grid import display_name, offer_name
 from co2sim.studies.plan import Recommendation
 from co2sim.studies.sensitivity import BreakEven, Sensitivity
 
@@ -27,20 +28,16 @@ def words(
     told = [f"Take {_told(choice)}."]
     if found.interrupted:
         told = [_stopped(found), f"So far the best: {_told(choice)}."]
-    told += list(_limits(found, choice))
-    told += list(_against(found, choice))
+    told += list(limits(found, choice))
+    told += traded(found)
+    told += list(_against(found))
     if held:
         lever = held[0]
         told.append(
             f"What binds: {lever.change}; a tenth more of it gives {lever.gain:.1%} more"
             f" {choice.result.unit}s/s."
         )
-    for turn in turns:
-        side = "rises above" if turn.above else "falls below"
-        told.append(
-            f"Where {turn.what} {side} {turn.shown_at} (now {turn.shown_now}), {turn.winner} wins."
-        )
-    return told
+    return [*told, *turning(turns)]
 
 
 def doubts(found: Recommendation) -> list[str]:
@@ -49,7 +46,7 @@ def doubts(found: Recommendation) -> list[str]:
     if choice is None:
         return []
     told = [_stopped(found)] if found.interrupted else []
-    told += [text for text in _limits(found, choice) if not text.startswith(_KEEPS)]
+    told += [text for text in limits(found, choice) if not text.startswith(_KEEPS)]
     return [*told, *([_UNDECIDED] if found.undecided else [])]
 
 
@@ -59,18 +56,90 @@ def _stopped(found: Recommendation) -> str:
     return f"Stopped after {seen}: there may be a better one."
 
 
+def named(option: Candidate) -> str:
+    """How many GPUs of which offer, and how they are used."""
+    gpus = counted(option.result.gpus, "GPU")
+    return f"{gpus} of {offer_name(option.case.cluster)} with {option.result.strategy}"
+
+
+def spends(option: Candidate) -> list[str]:
+    """Days, money (or GPU-hours), energy and carbon."""
+    return [f"{in_words(option.totals, option.result.unit)}."]
+
+
+def others(found: Recommendation) -> list[str]:
+    """The runner-up and the best of another offer, in short."""
+    options = {"": found.runner_up, "The best of another offer: ": found.rival}
+    if found.rival == found.runner_up:
+        del options["The best of another offer: "]
+    return [
+        f"{head}{named(one)}: {_spent(one.totals)}; {_margin(found, one)}."
+        for head, one in options.items()
+        if one
+    ]
+
+
+def _spent(found: Totals) -> str:
+    """Days and money, or GPU-hours."""
+    unit = "GPU-hours" if found.cost is None else found.currency
+    return f"{amount(found.days)} days, {spent(found):,.0f} {unit}"
+
+
+def _margin(found: Recommendation, other: Candidate) -> str:
+    """How far it is behind the choice."""
+    assert found.choice is not None
+    margin = other.score(found.wanted.want) / found.choice.score(found.wanted.want) - 1
+    much = f"{margin:.1%}" if margin < 1 else f"{margin + 1:,.3g} times"
+    return f"{much} {_BEHIND[found.wanted.want][1]}"
+
+
+_BEHIND = {
+    "cheapest": ("is", "dearer"),
+    "fastest": ("is", "slower"),
+    "least-energy": ("takes", "more energy"),
+}
+"""A verb, and what is more."""
+
+
+def turning(turns: Sequence[BreakEven]) -> list[str]:
+    """Where another option wins."""
+    return [
+        f"Where {turn.what} {'rises above' if turn.above else 'falls below'} {turn.shown_at}"
+        f" (now {turn.shown_now}), {turn.winner} wins."
+        for turn in turns
+    ]
+
+
 def _told(option: Candidate) -> str:
     case, found = option.case, option.totals
-    text = (
-        f"{counted(option.result.gpus, 'GPU')} of {display_name(case.cluster)} with"
-        f" {option.result.strategy}, micro-batch {case.micro_batch} x"
-        f" {option.result.accumulation}"
-    )
+    text = f"{named(option)}, micro-batch {case.micro_batch} x {option.result.accumulation}"
     text += f", recompute {case.recompute}" if case.recompute != "none" else ""
     return f"{text}: {in_words(found, option.result.unit)}"
 
 
-def _limits(found: Recommendation, choice: Candidate) -> Iterator[str]:
+def best_trade(found: Recommendation) -> Candidate | None:
+    """The knee of the front, where it is no end of it that is the choice."""
+    if found.choice is None:
+        return None
+    best = found.front[knee([option.totals for option in found.front])]
+    return None if best == found.choice else best
+
+
+def traded(found: Recommendation, *, brief: bool = False) -> list[str]:
+    """The knee of the front, against its cheap end; nothing where it is the choice."""
+    best, cheapest = best_trade(found), found.front[-1]
+    if best is None:
+        return []
+    told = f"{named(best)}, "
+    if best is cheapest:
+        told += f"{in_short(best.totals, best.result.unit)}"
+    else:
+        told += trade(best.totals, cheapest.totals)
+    head = "The best trade of days against money"
+    return [f"{told}."] if brief else [f"{head}: {told}; {TRADE}."]
+
+
+def limits(found: Recommendation, choice: Candidate) -> Iterator[str]:
     """Whether limits hold at the bad end of the interval, too."""
     wanted, total = found.wanted, choice.totals
     for name, most, worst, unit in (
@@ -101,19 +170,12 @@ def _safer(found: Recommendation, name: str, most: float) -> Iterator[str]:
         yield f"The best of those below that keeps it at the bad end, too: {_told(best)}."
 
 
-def _against(found: Recommendation, choice: Candidate) -> Iterator[str]:
+def _against(found: Recommendation) -> Iterator[str]:
     other, want = found.runner_up, found.wanted.want
     if other is None:
         yield "No other cluster, strategy or number of GPUs was tried that is within the limits."
         return
-    margin = other.score(want) / choice.score(want) - 1
-    verb, what = {
-        "cheapest": ("is", "dearer"),
-        "fastest": ("is", "slower"),
-        "least-energy": ("takes", "more energy"),
-    }[want]
-    much = f"{margin:.1%}" if margin < 1 else f"{margin + 1:,.3g} times"
-    yield f"The runner-up {verb} {much} {what}: {_told(other)}."
+    yield f"The runner-up {_BEHIND[want][0]} {_margin(found, other)}: {_told(other)}."
     yield _UNDECIDED if found.undecided else "They differ by more than may be wrong."
     if found.rival and found.rival is not other:
         yield f"The best on another cluster: {_told(found.rival)}."
@@ -204,6 +266,7 @@ def plain(
         "choice": choice and _option(choice, found.wanted),
         "runner_up": found.runner_up and _option(found.runner_up, found.wanted),
         "rival": found.rival and _option(found.rival, found.wanted),
+        "best_trade": (best := best_trade(found)) and _option(best, found.wanted),
         "undecided": found.undecided,
         "break_even": [asdict(turn) for turn in turns],
         "levers": [asdict(lever) for lever in held],

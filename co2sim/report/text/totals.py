@@ -16,7 +16,7 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.power import COMPUTING, NEEDED
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, remark, scale_of, to_loss
-from co2sim.prediction.totals import EXAMPLES, Totals, basis, tokens_of, totals_of
+from co2sim.prediction.totals import EXAMPLES, Totals, basis, knee, spent, tokens_of, totals_of
 
 Tokens = Annotated[
     float | None,
@@ -226,7 +226,7 @@ def in_words(found: Totals, unit: str) -> str:
 
 def in_short(found: Totals, unit: str) -> str:
     """Days and money (or GPU-hours), as `in_words` has them."""
-    text = f"{_short(found.tokens)} {unit}s in {amount(found.days)} days"
+    text = f"{short(found.tokens)} {unit}s in {amount(found.days)} days"
     text += _between(found.days_low, found.days_high)
     if not found.factor.certain:
         more = " or more" if found.factor.high is None else ""
@@ -258,11 +258,14 @@ def sentences(trainings: Trainings) -> list[str]:
     for head, (name, result, found) in best.items():
         assert found is not None
         said.append(f"{'' if alone else f'{head}: '}{name}: {in_words(found, result.unit)}.")
-    return said
+    return [*said, *traded(best)]
 
 
 def chosen(trainings: Trainings) -> dict[str, tuple[str, Result, Totals | None]]:
-    """The cheapest and the fastest of those that fit in memory, or of all; the same may be both."""
+    """The best trade, the cheapest and the fastest of those that fit in memory, or of all.
+
+    The same may be two of them, or all: see `knee`. Without prices only the fastest.
+    """
     known = [one for one in trainings if one[2] is not None]
     if not known:
         return {}
@@ -275,7 +278,36 @@ def chosen(trainings: Trainings) -> dict[str, tuple[str, Result, Totals | None]]
     cheapest = min(priced, key=lambda pair: pair[0])[1]
     if cheapest is fastest:
         return {"Cheapest and fastest": fastest}
-    return {"Cheapest": cheapest, "Fastest": fastest}
+    best = fitting[knee([one[2] for one in fitting if one[2]])]
+    heads = {"Best trade": best, "Cheapest": cheapest, "Fastest": fastest}
+    same = next((head for head, one in heads.items() if one is best and head != "Best trade"), "")
+    if same:
+        del heads[same]
+        heads = {f"{same}, and best trade": heads.pop("Best trade"), **heads}
+    return heads
+
+
+def traded(heads: Mapping[str, tuple[str, Result, Totals | None]]) -> list[str]:
+    """What the best trade gives for its money; nothing where it is the cheapest."""
+    best = next((found for head, (_, _, found) in heads.items() if "trade" in head), None)
+    cheapest = next((one[2] for head, one in heads.items() if head.startswith("Cheapest")), None)
+    if best is None or cheapest is None or best is cheapest:
+        return []
+    return [f"The best trade is {trade(best, cheapest)}: {TRADE}."]
+
+
+TRADE = "any other option gains a smaller factor in one of the two than it loses in the other"
+"""What `knee` means."""
+
+
+def trade(best: Totals, cheapest: Totals) -> str:
+    """What the knee of the front gives for more money than the least."""
+    more = spent(best) / spent(cheapest) - 1
+    what = "GPU-hours" if best.cost is None else "money"
+    return (
+        f"{cheapest.days / best.days:.3g} times as fast as the cheapest ({amount(best.days)}"
+        f" instead of {amount(cheapest.days)} days), for {more:.1%} more {what}"
+    )
 
 
 def where(result: Result) -> str:
@@ -288,9 +320,9 @@ def amount(value: float) -> str:
     return f"{value:,.0f}" if value >= _LONG else f"{value:.3g}"
 
 
-def _short(tokens: float) -> str:
+def short(tokens: float) -> str:
     """A large number as people type it: 1e12, 2.5e11."""
-    return f"{tokens:g}".replace("e+", "e")
+    return f"{tokens:g}".replace("e+0", "e").replace("e+", "e")
 
 
 def _between(low: float | None, high: float | None, unit: float = 1) -> str:

@@ -18,7 +18,7 @@ from co2sim.common.errors import CatalogError
 from co2sim.common.units import parse
 from co2sim.prediction import power
 from co2sim.prediction.driver import trace
-from co2sim.prediction.totals import Totals, basis, totals
+from co2sim.prediction.totals import Totals, basis, knee, totals
 from co2sim.schedule.schedule import Compute
 from co2sim.simulation.metrics import window
 from co2sim.studies.targets import METRICS, View, axis_of
@@ -366,3 +366,16 @@ def test_a_cluster_may_be_an_object() -> None:
     dearer = axis.at(case, 9 / 3600)
     assert isinstance(dearer.cluster, Cluster)
     assert (dearer.cluster.price_per_gpu, dearer.cluster.price_high) == (9 / 3600, None)
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e3), st.floats(1, 1e6)), min_size=1, max_size=6))
+def test_no_option_gains_as_much_against_the_best_trade_as_it_loses(
+    pairs: list[tuple[float, float]],
+) -> None:
+    """What saves money by a factor takes longer by a larger one, and the other way round."""
+    plain = totals(result(), cluster(), 1e9)
+    assert plain is not None
+    options = [replace(plain, days=days, cost=cost) for days, cost in pairs]
+    best, cost = pairs[knee(options)]
+    for other, price in pairs:
+        assert cost / price <= other / best * (1 + 1e-12)

@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import replace
 from html import unescape
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from one_sample import simulate
 from co2sim.models.memory import GIB
 from co2sim.prediction.case import Case
 from co2sim.prediction.driver import run
+from co2sim.prediction.evidence import nearest
 from co2sim.prediction.step_factors import NO_GOAL
 from co2sim.report import bar_charts, bundle, html, rounds, sections, study_page
 from co2sim.report.study_page import Study
@@ -65,19 +66,52 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return written(tmp_path_factory, *REPORT).text
 
 
-def test_the_first_heading_is_the_answer_with_its_interval(text: str) -> None:
-    """Days and money of the cheapest case that fits."""
+def test_the_first_screen_names_the_case_and_its_interval(text: str) -> None:
+    """Model, tokens and cluster head the page; below are the days of the best trade, and runs."""
     heading = re.search(r"<h1>(.*?)</h1>", text)
     assert heading
     words = unescape(heading[1])
     study = study_of(tokens=1e9, overrides=PRICED)
     best = study.best.totals
     assert best is not None
-    costs = [one.totals.cost for one in study.all if one.totals and one.result.fits_in_memory]
-    assert best.cost == min(cost for cost in costs if cost is not None)
-    figures = [f"{days:.3g}" for days in (best.days, best.days_low, best.days_high)]
-    assert all(figure in words.split("(", 1)[at > 0] for at, figure in enumerate(figures))
+    found = [one.totals for one in study.all if one.totals and one.result.fits_in_memory]
+    assert best == min(found, key=lambda one: one.days * (one.cost or 0))
+    named = (study.best.result.model, "1e9 tokens", "a100-tcp80", study.best.strategy)
+    assert all(name in words for name in named)
     assert words in unescape(text.partition("<title>")[2].partition("</title>")[0])
+    shown = unescape(text.partition("<header>")[2].partition("<details>")[0])
+    ends = (best.days, best.days_low, best.days_high)
+    assert all(f"{days:.3g}" in shown for days in ends)
+    assert all(near.run.source in shown for near in nearest(study.best.case, study.best.result, 2))
+
+
+def test_the_first_chart_is_beside_the_answer_and_caveats_are_folded(text: str) -> None:
+    """One chart in the head of the page, drawn nowhere else; what steps are worth is folded."""
+    head, _, body = text.partition("</header>")
+    assert head.count("data-chart=") == 1
+    assert head.count('data-chart="money-0"') == 1
+    assert 'data-chart="money-0"' not in body
+    folded = head.rpartition("<details>")[2].partition("</details>")[0]
+    study = study_of(tokens=1e9, overrides=PRICED)
+    assert study.doubts()
+    assert all(doubt in unescape(folded) for doubt in study.doubts())
+
+
+def test_a_colour_stands_for_one_thing(text: str) -> None:
+    """Those of strategies, of what a round is spent on, and of memory have none in common."""
+    specs = held(text, "specs")
+    groups = [colours(specs[key]) for key in ("speed-0", "time-0", "memory-0")]
+    assert all(groups)
+    assert all(not one & other for one, other in combinations(groups, 2))
+    assert colours(specs["money-0"]) == groups[0]
+
+
+def colours(spec: Any) -> set[str]:
+    """All in the colour scales of a chart."""
+    if isinstance(spec, dict):
+        own = spec.get("color") if isinstance(spec.get("color"), dict) else {}
+        return set(own.get("scale", {}).get("range", ())).union(*map(colours, spec.values()))
+    return set().union(*map(colours, spec)) if isinstance(spec, list) else set()
 
 
 def test_the_data_inside_is_what_the_simulator_says(text: str) -> None:

@@ -23,7 +23,7 @@ from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import totals, totals_of
 from co2sim.studies import plan as search_module
 from co2sim.studies.candidates import Candidate, Objective, Space, Want, candidates
-from co2sim.studies.grid import display_name, strategy_title
+from co2sim.studies.grid import display_name, offer_name, offer_names, strategy_title
 from co2sim.studies.plan import Recommendation, front, plan
 from co2sim.studies.sensitivity import break_even
 
@@ -343,3 +343,39 @@ def test_local_updates_of_one_worker_are_no_candidate() -> None:
     found = candidates(Space(job=job, clusters=("dgx-h100",), strategies=strategies, gpus="8,16"))
     assert {one.case.gpus for one in found.fitting} == {16}
     assert "one worker" in found.impossible["local_sgd(tau=12, worker=node) on 8 GPUs"]
+
+
+def test_an_offer_is_called_by_its_name_up_to_a_colon(tmp_path: Path) -> None:
+    """A file by the name in it; what the catalog has by its key; two of one name by their files."""
+    paths = []
+    for key, name in (("a", "offer A: 4 nodes"), ("b", "offer B"), ("c", "offer A: dearer")):
+        paths.append(str(tmp_path / f"{key}.toml"))
+        Path(paths[-1]).write_text(OFFER.format(name=name, price=3, rate=400, nodes=4), "utf-8")
+    assert [offer_name(path) for path in paths] == ["offer A", "offer B", "offer A"]
+    assert offer_name("dgx-h100") == "dgx-h100"
+    assert list(offer_names(paths).values()) == [paths[0], "offer B", paths[2]]
+
+
+def test_two_offers_of_one_name_are_refused(offers: tuple[str, str], cli: Command) -> None:
+    """An answer could not tell them apart; the line names both files."""
+    other = Path(offers[0]).with_name("copy.toml")
+    other.write_text(Path(offers[0]).read_text("utf-8"), "utf-8")
+    given = ("plan", "-m", "gpt2-small", "--tokens", "1e9", "-c", offers[0], "-c", str(other))
+    done = cli(*given)
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert all(words in done.err for words in (offers[0], str(other), "'fast'"))
+
+
+def test_the_answer_names_the_best_trade_of_the_front(
+    offers: tuple[str, str], cli: Command
+) -> None:
+    """Its days and its money, against the cheapest; it is of the front, with the least product."""
+    command = ["plan", "-m", "gpt2-small", "--tokens", "1e10", "-s", "zero2", "--json"]
+    done = cli(*command, "-c", offers[0], "--global-batch", "256")
+    found = json.loads(done.out)
+    traded = [(one["totals"]["days"] * one["totals"]["cost"], one) for one in found["front"]]
+    least = min(traded, key=lambda pair: pair[0])[1]
+    assert found["best_trade"] == (None if least == found["choice"] else least)
+    if found["best_trade"]:
+        (line,) = [text for text in found["answer"] if "best trade" in text]
+        assert f"{least['gpus']} GPUs" in line
