@@ -129,7 +129,7 @@ def load_cluster(
     """
     changes = overrides or {}
     named = (reference, *(changes[name] for name in _KIND_OF if name in changes))
-    if isinstance(reference, Contents) or not any(map(is_file, named)):
+    if isinstance(reference, Contents) or not any(is_file(str(one)) for one in named):
         return _known_cluster(reference, tuple(changes.items()))
     return _cluster(reference, changes)
 

@@ -167,8 +167,11 @@ def _print(
         row.extend(known[: len(to_loss)])
     left = len(settings[0])
     asked = [strategy_title(case.strategy) for case in cases]
-    pairs = zip(asked, outcomes, strict=True)
-    if any(isinstance(one, Result) and one.strategy != how for how, one in pairs):
+    taken = [
+        how if isinstance(one, Failure) else one.strategy
+        for how, one in zip(asked, outcomes, strict=True)
+    ]
+    if taken != asked:
         columns.insert(left, "chosen")
         for row, outcome in zip(rows, outcomes, strict=True):
             row.insert(left, outcome.strategy if isinstance(outcome, Result) else "")
