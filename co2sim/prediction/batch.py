@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from co2sim.catalog.facts import read_table
-from co2sim.common import convert
+from co2sim.common import convert, validation
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, Seconds
 from co2sim.models.workload import BlockWork, Model
@@ -130,6 +130,8 @@ def settled(case: Case, speed: Callable[[Case], float]) -> tuple[Case, tuple[str
         return case, ()
     if case.global_batch == AUTO and case.accumulation is not None:
         case = replace(case, global_batch=None)
+    if case.micro_batch != AUTO:
+        validation.whole("micro_batch", case.micro_batch, 1)
     loaded = case.load()
     cluster, model = loaded[0].value, loaded[1].value
     gpus = cluster.layout.world_size if case.gpus is None else case.gpus

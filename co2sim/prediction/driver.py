@@ -180,7 +180,8 @@ def settled(case: Case, done: Done | None = None) -> tuple[Case, tuple[str, ...]
         return case, ()
     strategy = case.strategy
     quiet = replace(case, noise=QUIET, rounds=None, fold=True, interval="quick")
-    if auto_delay.has_auto_options(parse(strategy) if isinstance(strategy, str) else strategy):
+    parsed = parse(strategy) if isinstance(strategy, str) else strategy
+    if case.pp == 1 and auto_delay.has_auto_options(parsed):
         one = replace(quiet, micro_batch=1, recompute="none", global_batch=None, accumulation=1)
         quiet = replace(quiet, strategy=_resolve_auto(one, done)[0].strategy)
 

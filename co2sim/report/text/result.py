@@ -142,7 +142,14 @@ def print_simulated(
     if tokens is not None:
         totals.print_basis(console(), [case], [found])
     if not result.fits_in_memory:
-        print_fitting(console(), case, settle)
+        taken = replace(
+            case,
+            micro_batch=result.micro_batch,
+            accumulation=result.accumulation,
+            global_batch=None,
+            recompute=result.recompute,
+        )
+        print_fitting(console(), taken, settle)
 
 
 def print_evidence(case: Case, result: Result) -> None:

@@ -29,7 +29,9 @@ def test_run_json_holds_every_promised_figure(cli: Run) -> None:
     assert set(promised.split()) <= found.keys()
     memory = found["memory_bytes_per_gpu"]
     assert memory.pop("total") == pytest.approx(sum(memory.values()))
-    assert found["tokens_per_s"] == pytest.approx(16 * 1024 / found["step_time_s"])
+    assert found["tokens_per_s"] == pytest.approx(
+        found["global_batch"] * 1024 / found["step_time_s"]
+    )
 
 
 def test_a_model_that_does_not_fit_is_reported_not_refused(cli: Run) -> None:

@@ -73,7 +73,8 @@ def test_the_figures_are_those_of_the_number_chosen() -> None:
     assert found.notes
     assert replace(found, notes=()) == other
     assert Result.from_dict(found.to_dict()) == found
-    case = case_of(slow(3.0), tiny.model(), CO2(tau=6, delay="auto", fragments=1))
+    strategy = CO2(tau=6, delay="auto", fragments=1)
+    case = case_of(slow(3.0), tiny.model(), strategy, micro_batch=1, accumulation=1)
     assert trace(case)[0].name == "co2(tau=6, delay=3)"
 
 

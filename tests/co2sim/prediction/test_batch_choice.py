@@ -13,9 +13,10 @@ from co2sim import OptionError, simulate
 from co2sim.catalog import load_model
 from co2sim.models.architecture import Transformer, language_model
 from co2sim.prediction import driver
-from co2sim.prediction.batch import HEADROOM, published_batches, samples_of
+from co2sim.prediction.batch import HEADROOM, _easily_divided, published_batches, samples_of
 from co2sim.prediction.case import Case
 from co2sim.prediction.figures import shared_batch
+from co2sim.prediction.notes import FASTEST
 
 MODEL = language_model(
     "gpt",
@@ -123,11 +124,27 @@ def test_what_executes_a_schedule_needs_numbers(name: str) -> None:
 
 def test_an_answer_says_its_batch() -> None:
     """In numbers, and why these."""
-    found = simulate("dgx-h100", "llama3-8b", "fsdp", gpus=64, global_batch="auto", **OPEN)
+    found = simulate("dgx-h100", "llama3-8b", "fsdp", gpus=64)
     assert found.global_batch == 512
     assert found.global_batch == 64 * found.micro_batch * found.accumulation
     assert any("LLaMA 7B" in note for note in found.notes)
-    assert any(f"recompute {found.recompute}" in note for note in found.notes)
+    assert FASTEST in found.notes
+
+
+def test_micro_steps_in_place_of_a_batch_give_it() -> None:
+    """Of one micro-step and one sample, a step has one sample for each GPU."""
+    found = simulate("dgx-h100", "llama3-8b", "fsdp", gpus=64, micro_batch=1, accumulation=1)
+    assert (found.global_batch, found.recompute) == (64, "none")
+
+
+@given(st.floats(1, 1e6))
+def test_a_share_of_a_batch_is_easily_divided(share: float) -> None:
+    """It is off by a third at most, and has no odd factor but 3."""
+    found = _easily_divided(share)
+    assert abs(found / share - 1) < 0.34
+    while found % 2 == 0:
+        found //= 2
+    assert found in {1, 3}
 
 
 def test_numbers_are_left_as_they_are() -> None:
@@ -137,13 +154,13 @@ def test_numbers_are_left_as_they_are() -> None:
 
 
 def test_a_comparison_over_sizes_says_what_its_steps_share() -> None:
-    """Tokens of a GPU, samples of all of them, or nothing."""
+    """Samples of all GPUs, tokens of one, or nothing."""
     job: dict[str, Any] = {"cluster": "dgx-h100", "model": "llama3-8b", "strategy": "fsdp"}
 
     def said(**options: Any) -> str:
         return shared_batch([simulate(**job, gpus=gpus, **options) for gpus in (8, 64)])
 
-    assert said() == "8,192 tokens per GPU and step"
-    assert said(global_batch=64) == "64 samples per step over all GPUs"
-    sizes = [simulate(**job, gpus=8, micro_batch=micro) for micro in (1, 2)]
+    assert said() == "512 samples of 4,194,304 tokens per step"
+    assert said(micro_batch=1, accumulation=1) == "8,192 tokens per GPU and step"
+    sizes = [simulate(**job, gpus=8, micro_batch=micro, accumulation=1) for micro in (1, 2)]
     assert "different" in shared_batch(sizes)

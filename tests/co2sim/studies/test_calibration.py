@@ -484,7 +484,8 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, said: str) 
 def test_the_command_writes_a_stack_that_run_takes(tmp_path: Path, cli: Command) -> None:
     """And prints the numbers and the runs, before and after."""
     (tmp_path / "runs.csv").write_text("gpus,tokens_per_s_per_gpu\n8,38000\n16,37000\n")
-    where = ("-c", "dgx-h100", "-m", "llama3.2-1b", "-s", "fsdp", "--micro-batch", "2")
+    batch = ("--micro-batch", "2", "--accumulation", "1")
+    where = ("-c", "dgx-h100", "-m", "llama3.2-1b", "-s", "fsdp", *batch)
     out = str(tmp_path / "mine.toml")
     files = ("--runs", str(tmp_path / "runs.csv"), "--out", out)
     printed = json.loads(cli("calibrate", *where, *files, "--jobs", "1", "--json").out)
