@@ -356,7 +356,8 @@ def print_fitting(out: Console, case: Case, settle: Callable[[Case], Case]) -> N
     print_lines(out, largest(prepared), "`co2sim plan` finds what fits and costs least", "")
     found = list(alternatives(prepared, asked))
     fitting = _fewest_changes([one for one in found if one.memory <= memory])
-    heading = f"what would fit in {scaled(memory, 'B')}"
+    as_is = f"micro-batch {prepared.job.micro_batch}, recompute {prepared.job.recompute}"
+    heading = f"what would fit in {scaled(memory, 'B')} ({as_is}, unless it says more)"
     if not fitting:
         fitting = sorted(found, key=lambda one: one.memory)[:1]
         heading = f"nothing tried fits in {scaled(memory, 'B')}; the smallest"

@@ -36,6 +36,7 @@ REPORT = (
     *("report", "-c", "a100-tcp80", "-m", "gpt2-small", "-g", "8,16", "--tokens", "1e9"),
     *(word for strategy in STRATEGIES for word in ("-s", strategy)),
     *("--set", "price_per_gpu=2 USD/h"),
+    *("--micro-batch", "1", "--accumulation", "1"),
 )
 
 

@@ -48,7 +48,8 @@ KINDS = schema.schema()
 
 from chakra.src.third_party.utils import protolib  # noqa: E402 - of the extra
 
-ON = ["-c", "dgx-h100", "-m", "gpt2-small", "--gpus", "16"]
+ONE_SAMPLE = ["--micro-batch", "1", "--accumulation", "1"]
+ON = ["-c", "dgx-h100", "-m", "gpt2-small", "--gpus", "16", *ONE_SAMPLE]
 
 
 @pytest.fixture(autouse=True, scope="module")
