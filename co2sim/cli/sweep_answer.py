@@ -177,12 +177,7 @@ def _print(
             row.insert(left, outcome.strategy if isinstance(outcome, Result) else "")
         left += 1
     terminal = console()
-    title = ", ".join([*_shared(cases, outcomes), f"by {' and '.join(settings[0])}"])
-    title += f"; {shared_batch(results)}"
-    uneven = speeds(cases[0].noise, varied=settings[0])
-    title += f"; {uneven}" if uneven else ""
-    used = "" if "stack" in settings[0] else stacks_of(results)
-    title += f"; {used}" if used else ""
+    title = _title(cases, settings, outcomes)
     found = None if tokens is None else totals.totals_for(cases, outcomes, tokens, goal)
     if found is not None:
         totals.print_answer(terminal, _trainings(settings, outcomes, found))
@@ -205,6 +200,20 @@ def _print(
     print_remarks(terminal, results)
     print_warnings(terminal, named)
     print_assumed(terminal, results)
+
+
+def _title(
+    cases: Sequence[Case], settings: Sequence[Setting], outcomes: Sequence[Outcome]
+) -> str:
+    """What all rows share, and what varies."""
+    results = [outcome for outcome in outcomes if isinstance(outcome, Result)]
+    parts = [
+        ", ".join([*_shared(cases, outcomes), f"by {' and '.join(settings[0])}"]),
+        shared_batch(results),
+        speeds(cases[0].noise, varied=settings[0]),
+        "" if "stack" in settings[0] else stacks_of(results),
+    ]
+    return "; ".join(filter(None, parts))
 
 
 def _trainings(
