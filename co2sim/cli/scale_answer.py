@@ -234,14 +234,14 @@ def _print_cluster(
     for strategy, group in groupby(asked, key=lambda pair: pair[0]):
         by_size = {result.gpus: result for _, result in group}
         last = by_size[sizes[-1]]
-        efficiency = next(scaled_to)
+        efficiency, inside = next(scaled_to), last.fits_in_memory
         rows.append(
             [
                 strategy,
                 *(_throughput(by_size[size]) for size in sizes),
-                *([result.relative(last)] if known else []),
-                "-" if efficiency is None else f"{efficiency:.1%}",
-                f"{last.exposed_share:.1%}",
+                *([result.relative(last) if inside else "-"] if known else []),
+                f"{efficiency:.1%}" if inside and efficiency is not None else "-",
+                f"{last.exposed_share:.1%}" if inside else "-",
                 brief_batch(last),
                 scaled(last.memory_bytes_per_gpu["total"], "B"),
                 *(totals.cells(last, goal)[: len(to_loss)] if to_loss else ()),
@@ -253,7 +253,7 @@ def _print_cluster(
     notes.append("batch: micro-batch x micro-steps, recomputation")
     if not all(result.fits_in_memory for result in results):
         size = scaled(first.gpu_memory_bytes, "B")
-        notes.append(f"* needs more than the {size} of a GPU: as fast as if it fitted")
+        notes.append(f"no fit: needs more than the {size} of a GPU; `co2sim run` says what would")
     print_lines(terminal, *notes)
     close = result.not_told_apart([pair for pair in asked if pair[1].gpus == sizes[-1]])
     result.print_sources(terminal, results, *([close] if close else []), "")
@@ -270,7 +270,7 @@ def _far(asked: Sequence[tuple[str, Result]]) -> str:
 
 
 def _throughput(result: Result) -> str:
-    return f"{result.tokens_per_s_per_gpu:,.0f}{'' if result.fits_in_memory else '*'}"
+    return f"{result.tokens_per_s_per_gpu:,.0f}" if result.fits_in_memory else "no fit"
 
 
 def _print_published(terminal: Console, comparisons: Sequence[SpeedComparison]) -> None:

@@ -202,9 +202,7 @@ def _print(
     print_assumed(terminal, results)
 
 
-def _title(
-    cases: Sequence[Case], settings: Sequence[Setting], outcomes: Sequence[Outcome]
-) -> str:
+def _title(cases: Sequence[Case], settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> str:
     """What all rows share, and what varies."""
     results = [outcome for outcome in outcomes if isinstance(outcome, Result)]
     parts = [

@@ -131,7 +131,7 @@ def settled(case: Case, speed: Callable[[Case], float]) -> tuple[Case, tuple[str
     if case.global_batch == AUTO and case.accumulation is not None:
         case = replace(case, global_batch=None)
     if case.micro_batch != AUTO:
-        validation.whole("micro_batch", case.micro_batch, 1)
+        validation.whole("micro_batch", convert.whole("micro_batch", case.micro_batch), 1)
     loaded = case.load()
     cluster, model = loaded[0].value, loaded[1].value
     gpus = cluster.layout.world_size if case.gpus is None else case.gpus

@@ -426,7 +426,8 @@ def draw(
 ) -> dict[str, bytes]:
     """The picture as PNG and SVG. Bands are 90 % intervals, stars are published.
 
-    Hollow points do not fit in memory. `uneven` says what makes ranks differ.
+    What does not fit in memory is not drawn, unless nothing fits. `uneven` says what makes ranks
+    differ.
     """
     drawn = chart(cases, results, comparisons, uneven).to_dict()
     drawn["config"] = CONFIG | {"background": "white", "font": "sans-serif"}
@@ -445,8 +446,12 @@ def chart(
     uneven: str,
 ) -> Any:
     """The picture as Altair has it."""
+    misfits = list(dict.fromkeys(one.strategy for one in results if not one.fits_in_memory))
+    if not all(one.strategy in misfits for one in results):
+        pairs = [pair for pair in zip(cases, results, strict=True) if pair[1].fits_in_memory]
+        cases, results = [case for case, _ in pairs], [result for _, result in pairs]
     names = list(dict.fromkeys(result.strategy for result in results))
-    pairs = zip(cases, results, strict=True)
+    pairs = [*zip(cases, results, strict=True)]
     panels = [
         _panel(
             [result for _, result in group],
@@ -460,6 +465,7 @@ def chart(
     signs = ["Bands are 90 % intervals"] if any(map(_known, results)) else []
     signs += ["stars are published"] if comparisons else []
     signs += [] if all(r.fits_in_memory for r in results) else ["hollow: does not fit in memory"]
+    signs += [f"not drawn where it does not fit: {', '.join(misfits)}"] if misfits else []
     title = alt.TitleParams(
         wrap(heading + (f"; {uneven}" if uneven else ""), width),
         subtitle=wrap(", ".join(signs), width),

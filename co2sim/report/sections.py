@@ -60,21 +60,32 @@ def money(every: Sequence[Answered], names: Sequence[str]) -> PageSection:
     if table is None:
         return PageSection("money", "Days and money")
     one = len({(each.cluster, each.result.gpus) for each in every}) == 1
-    chart = None if one else bar_charts.front(every, names)
+    chart = None if one else bar_charts.front(fitting(every), names)
     if chart is None:
         return PageSection("money", "Days and energy", figures=_days(every, names))
     note = (
         "Lines are intervals: of the speed, together with the range of the price. Nothing is"
-        f" cheaper and faster than what the dashed line joins.{hollow(every)}{picking(names)}"
+        f" cheaper and faster than what the dashed line joins.{misfits(every)}{picking(names)}"
     )
     figure = Figure("What it takes", note, "money by days, a point for each case", chart, table)
     return PageSection("money", "Days and money", figures=[figure])
 
 
-def hollow(every: Sequence[Answered]) -> str:
-    """What is said of points of cases that do not fit, if there are any."""
-    misfits = any(not one.result.fits_in_memory for one in every)
-    return " Hollow points do not fit in memory." if misfits else ""
+def fitting(every: Sequence[Answered]) -> Sequence[Answered]:
+    """The cases that charts show: those that fit in memory; all where none does."""
+    return [one for one in every if one.result.fits_in_memory] or every
+
+
+def misfits(every: Sequence[Answered]) -> str:
+    """What is said of cases that do not fit, if there are any."""
+    if not any(one.result.fits_in_memory for one in every):
+        return " Hollow points do not fit in memory."
+    sizes: dict[str, list[str]] = {}
+    for one in every:
+        if not one.result.fits_in_memory:
+            sizes.setdefault(one.strategy, []).append(f"{one.result.gpus:,}")
+    names = (f"{strategy} on {', '.join(gpus)} GPUs" for strategy, gpus in sizes.items())
+    return f" Not drawn, as it does not fit in memory: {'; '.join(names)}." if sizes else ""
 
 
 def _days(every: Sequence[Answered], names: Sequence[str]) -> list[Figure]:
@@ -82,9 +93,9 @@ def _days(every: Sequence[Answered], names: Sequence[str]) -> list[Figure]:
     return [
         Figure(
             title=f"Days on {cluster}",
-            note=f"Bands are 90 % intervals.{hollow(group)}{picking(names)}",
+            note=f"Bands are 90 % intervals.{misfits(group)}{picking(names)}",
             label="days by number of GPUs, a line for each strategy",
-            chart=line_charts.days(group, names, every),
+            chart=line_charts.days(fitting(group), names, fitting(every)),
             table=tables.trainings(group),
         )
         for cluster in dict.fromkeys(one.cluster for one in every)

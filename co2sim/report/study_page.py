@@ -223,17 +223,19 @@ def _speed(study: Study, names: Sequence[str]) -> PageSection:
     found = []
     stars = " Stars are published." if study.comparisons else ""
     for cluster, group in study.clusters.items():
-        unit = group[0].result.unit
+        unit, drawn = group[0].result.unit, sections.fitting(group)
         found.append(
             Figure(
                 title=f"{unit}s per second on {cluster}",
-                note=f"Bands are 90 % intervals.{sections.hollow(group)}{stars}{picking(names)}",
+                note=f"Bands are 90 % intervals.{sections.misfits(group)}{stars}{picking(names)}",
                 label=f"{unit}s per second by number of GPUs, a line for each strategy",
-                chart=line_charts.scaling(group, names, study.comparisons, study.all),
+                chart=line_charts.scaling(
+                    drawn, names, study.comparisons, sections.fitting(study.all)
+                ),
                 table=tables.speeds(group),
             )
         )
-        relative = line_charts.scaled(group, names)
+        relative = line_charts.scaled(drawn, names)
         if relative:
             found.append(
                 Figure(

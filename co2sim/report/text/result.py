@@ -529,8 +529,9 @@ def _first(names: Iterable[str]) -> str:
 
 
 def not_told_apart(named: Sequence[tuple[str, Result]]) -> str:
-    """One line on neighbours in speed whose order is undecided; "" for none."""
-    ranked = sorted(named, key=lambda pair: -pair[1].tokens_per_s)
+    """One line on neighbours in speed, of those that fit, whose order is undecided; "" for none."""
+    inside = [pair for pair in named if pair[1].fits_in_memory]
+    ranked = sorted(inside, key=lambda pair: -pair[1].tokens_per_s)
     pairs = [
         f"{one} and {other}"
         for (one, first), (other, second) in pairwise(ranked)
