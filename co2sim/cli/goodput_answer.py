@@ -23,7 +23,7 @@ from co2sim.prediction.goodput import (
     trained_of,
 )
 from co2sim.prediction.result import Result
-from co2sim.report.text.result import print_assumed, stacks_of
+from co2sim.report.text.result import print_assumed, question
 from co2sim.studies.candidates import command_of
 from co2sim.studies.grid import strategy_title
 
@@ -186,8 +186,8 @@ def algorithm(found: Goodput) -> str:
 
 
 def _print(out: Console, answers: Sequence[_Answer]) -> None:
-    used = stacks_of(one.result for one in answers)
-    print_lines(out, *(f"{words(one.result, one.found)}." for one in answers), used, "")
+    asked = question([one.result for one in answers])
+    print_lines(out, *(f"{words(one.result, one.found)}." for one in answers), *asked, "")
     spots = [(one, one.spot) for one in answers if one.spot]
     lines = [f"spot, {one.title}: {spot_words(spot, one.result)}" for one, spot in spots]
     if lines:

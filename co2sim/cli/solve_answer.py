@@ -1,7 +1,7 @@
 """`co2sim solve`: which value of a number reaches a target, as sentences and tables."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,14 +15,11 @@ from co2sim.common.progress import progress_bar
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import number, percent
 from co2sim.prediction import driver
-from co2sim.prediction.batch import is_open
 from co2sim.prediction.case import Case
-from co2sim.prediction.figures import brief_batch, shared_batch
-from co2sim.prediction.notes import alike
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, remark, scale_of_case
 from co2sim.prediction.totals import tokens_of
-from co2sim.report.text.result import print_assumed, print_warnings, stacks_of
+from co2sim.report.text.result import print_assumed, print_warnings, question
 from co2sim.report.text.solve import best, checks, plain, remarks, told, words
 from co2sim.studies.grid import strategy_title
 from co2sim.studies.sensitivity import MORE, Sensitivity, levers
@@ -75,7 +72,7 @@ def solving(  # noqa: PLR0917 - one argument per option
         print(json.dumps([plain(solved, moved) for solved in found], indent=2))
         return
     out = console()
-    print_lines(out, *(f"{words(solved)}." for solved in found), *_asked(cases, results), "")
+    print_lines(out, *(f"{words(solved)}." for solved in found), *question([*results.values()]), "")
     print_warnings(out, results.items())
     for target in wanted:
         _print_target(out, [solved for solved in found if solved.target == target])
@@ -86,17 +83,6 @@ def solving(  # noqa: PLR0917 - one argument per option
     print_assumed(out, results.values())
     _print_checks(out, found, tokens, goal)
     report_page.print_where(report)
-
-
-def _asked(cases: Sequence[Case], results: Mapping[str, Result]) -> list[str]:
-    """The question that results answer: their batch and stack."""
-    if not results:
-        return []
-    batch = f"batch: {shared_batch([*results.values()])}"
-    if any(map(is_open, cases)):
-        taken = ", ".join(f"{how} takes {brief_batch(one)}" for how, one in results.items())
-        batch += f"; at every value as GPUs take it fastest (as it is, {taken})"
-    return [batch, *alike(r.notes for r in results.values()), stacks_of(results.values())]
 
 
 def _as_they_are(

@@ -17,7 +17,7 @@ from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import Bytes, counted, duration, percent, scaled
 from co2sim.models.memory import GIB, OVERHEAD, model_states
 from co2sim.models.workload import AttentionKernel
-from co2sim.prediction import evidence, notes
+from co2sim.prediction import evidence, figures, notes
 from co2sim.prediction.case import Case, LoadedCase, schedule_of
 from co2sim.prediction.error_model import error_model
 from co2sim.prediction.figures import INTERVAL, in_table, list_of, shared_batch
@@ -260,6 +260,17 @@ def _print_each(out: Console, head: str, named: Iterable[tuple[str, Sequence[str
         print_lines(out, lines[-1] + more)
     if kinds:
         print_lines(out, "")
+
+
+def question(results: Sequence[Result]) -> list[str]:
+    """What results answer, a line each: their batch, where it comes from, and their stack."""
+    if not results:
+        return []
+    taken = "; ".join(
+        dict.fromkeys(f"{one.strategy} takes {figures.brief_batch(one)}" for one in results)
+    )
+    batch = f"batch: {figures.shared_batch(results)}, {results[0].precision}; {taken}"
+    return [batch, *notes.alike(one.notes for one in results), stacks_of(results)]
 
 
 def print_remarks(out: Console, results: Iterable[Result]) -> None:
