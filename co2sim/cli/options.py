@@ -241,7 +241,8 @@ def sweep_options(command: Callable[..., None]) -> Callable[..., None]:
 def plan_options(command: Callable[..., None]) -> Callable[..., None]:
     """As `job_options`, but for what `plan` chooses, and for what only one simulation has."""
     chosen = ("micro_batch", "accumulation", "recompute")
-    return _sharing(command, "job", ("job", "pipeline"), but=chosen)
+    divided = ("tp", "sequence_parallel", "cp", "ep", "pp", "interleave")
+    return _sharing(command, "job", ("job",), but=(*chosen, *divided))
 
 
 def calibrate_options(command: Callable[..., None]) -> Callable[..., None]:
