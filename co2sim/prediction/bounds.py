@@ -59,13 +59,14 @@ class Least(NamedTuple):
 class Passes(NamedTuple):
     """Running sums over the blocks, from 0 on, of one entry more than there are blocks.
 
-    Passes with their exchanges forward and backward; and of both computing, and the exchanges that
-    a pass waits for.
+    Passes with their exchanges forward and backward; and of both computing, exchanges beside it,
+    and those that a pass waits for.
     """
 
     forward: Sequence[Seconds]
     backward: Sequence[Seconds]
     computing: Sequence[Seconds]
+    beside: Sequence[Seconds]
     blocking: Sequence[Seconds]
 
     @classmethod
@@ -80,7 +81,7 @@ class Passes(NamedTuple):
                     free = cluster.host is not None
                     known[id(one)] = pass_times(one, cluster, job.precision, free=free, alone=alone)
             there, back = known[id(work.forward)], known[id(work.backward)]
-            both = there.computing + back.computing, there.blocking + back.blocking
+            both = (one + other for one, other in zip(there, back, strict=True))
             rows.append((there.took, back.took, *both))
         return cls(*(tuple(accumulate(column, initial=0.0)) for column in zip(*rows, strict=True)))
 
@@ -227,6 +228,8 @@ class StepBound:
         spread, nodes = self._cluster.node_spread, self._cluster.nodes
         self._slowdown = expected_slowest(spread, nodes) if spreads else 1.0
         self._known = case.noise == QUIET
+        beside = self._whole.interference if own else 0.0
+        self._slower = beside / (1 + beside)
         self._between = 0.0
         if case.pp > 1:
             self._counts = layer_counts(self._layers, case.pp, case.interleave)
@@ -262,13 +265,13 @@ class StepBound:
     def _step(self, stages: "_Stages", steps: int, more: _Added) -> Seconds:
         """Of the first stage alone."""
         passes = steps * (sum(stages.forward[0]) + sum(stages.backward[0]))
-        computing, blocking = steps * stages.computing, steps * stages.blocking
+        computing, beside, blocking = (steps * one for one in stages.first)
         busy = more.busy / more.local
-        main = max(passes, self._slowdown * computing + blocking)
+        share = self._slower
+        main = max(passes, self._slowdown * computing + share * beside + blocking)
         main += self._slowdown * more.fixed + more.waits
         if more.local == 1:
-            share = self._cluster.interference / (1 + self._cluster.interference)
-            main += share * max(0.0, busy - more.waits - blocking)
+            main += share * max(0.0, busy - more.waits - blocking - beside)
         return max(main, busy)
 
     def _stages(self, micro_batch: int, recompute: str) -> "_Stages":
@@ -287,14 +290,15 @@ class StepBound:
                 return self._one_by_one(micro_batch, every, cuts)
         all_ = self._shared.passes(case, self._job, self._cluster, micro_batch, recompute)
         parts = list(pairwise(cuts))
-        there, back, computing, blocking = (
+        there, back, computing, beside, blocking = (
             [column[end] - column[start] for start, end in parts] for column in all_
         )
         chunks = [
             (tuple(there[stage :: case.pp]), tuple(back[stage :: case.pp]))
             for stage in range(case.pp)
         ]
-        return _Stages.of(chunks, sum(computing[:: case.pp]), sum(blocking[:: case.pp]))
+        first = tuple(sum(column[:: case.pp]) for column in (computing, beside, blocking))
+        return _Stages([one[0] for one in chunks], [one[1] for one in chunks], first)
 
     def _one_by_one(self, micro_batch: int, every: int, cuts: Sequence[int]) -> "_Stages":
         """Where every so many layers of a stage are made again, as if it were a model."""
@@ -316,8 +320,9 @@ class StepBound:
                         of_chunk[number] += column[place + 1] - column[place]
                 of_stage.append(of_chunk)
             sums.append(of_stage)
-        chunks = [([one[0] for one in stage], [one[1] for one in stage]) for stage in sums]
-        return _Stages.of(chunks, *(sum(one[number] for one in sums[0]) for number in (2, 3)))
+        first = tuple(sum(one[number] for one in sums[0]) for number in (2, 3, 4))
+        forward, backward = ([[one[way] for one in stage] for stage in sums] for way in (0, 1))
+        return _Stages(forward, backward, first)
 
     def _more(self, steps: int) -> _Added:
         """Of a number of micro-steps: all in the midst add as much."""
@@ -345,20 +350,14 @@ _ALL_KINDS = 3
 class _Stages(NamedTuple):
     """The passes of a micro-step: forward and backward by stage and chunk.
 
-    `computing` and `blocking` are those of the first stage, as in `Passes`.
+    `first` is computing of the first stage, and the exchanges beside it and those it waits for.
     """
 
     forward: Sequence[Sequence[Seconds]]
     backward: Sequence[Sequence[Seconds]]
-    computing: Seconds
-    blocking: Seconds
+    first: Sequence[Seconds]
 
-    @classmethod
-    def of(
-        cls,
-        chunks: Sequence[tuple[Sequence[Seconds], Sequence[Seconds]]],
-        computing: Seconds,
-        blocking: Seconds,
-    ) -> "_Stages":
-        """Of forward and backward passes by stage."""
-        return cls([one[0] for one in chunks], [one[1] for one in chunks], computing, blocking)
+    @property
+    def computing(self) -> Seconds:
+        """Of the first stage."""
+        return self.first[0]

@@ -12,7 +12,7 @@ from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.recompute import Recompute
 from co2sim.models.stack import Stack
-from co2sim.models.workload import Model
+from co2sim.models.workload import Model, Workload
 from co2sim.prediction.auto_delay import has_auto_options
 from co2sim.prediction.batch import MemoryOf, fits, memory_of, samples_of
 from co2sim.prediction.bounds import Shared, StepBound
@@ -285,14 +285,20 @@ def _applying(recomputes: Sequence[Recompute], case: Case) -> tuple[Recompute, .
     reason = ""
     for recompute in recomputes:
         try:
-            replace(case, recompute=recompute).job()
+            job = replace(case, recompute=recompute).job()
         except OptionError as error:
             reason = str(error)
         else:
-            found.append(recompute)
+            if recompute != "selective" or len(recomputes) == 1 or _repeats_some(job):
+                found.append(recompute)
     if not found:
         raise OptionError(reason)
     return tuple(found)
+
+
+def _repeats_some(job: Workload) -> bool:
+    """Whether selective recomputation is other than none."""
+    return any(job.repeats_products(one) or job.repeats_attention(one) for one in job.model.blocks)
 
 
 def _check_workers(case: Case) -> None:
