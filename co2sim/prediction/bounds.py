@@ -18,15 +18,16 @@ own, for a cluster that is one machine, and for local updates but for their coll
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from co2sim.common.units import Seconds
+from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
+from co2sim.models.memory import activations
 from co2sim.models.recompute import recomputation
 from co2sim.models.workload import Workload
-from co2sim.prediction.case import Case, LoadedCase
+from co2sim.prediction.case import Case, LoadedCase, of_strategy
 from co2sim.prediction.pipeline import (
     PassTimes,
     Pipeline,
@@ -35,9 +36,9 @@ from co2sim.prediction.pipeline import (
     pass_times,
     sent_on,
 )
-from co2sim.prediction.pipeline_order import layer_counts, stage_cluster
+from co2sim.prediction.pipeline_order import layer_counts, stage_cluster, stage_of
 from co2sim.schedule.schedule import Collective, Compute, Op
-from co2sim.schedule.tensor_parallel import TENSOR
+from co2sim.schedule.tensor_parallel import TENSOR, data_parallel_layout
 from co2sim.simulation.collective_cost import cost_of, traffic
 from co2sim.simulation.compute_cost import work_time
 from co2sim.simulation.expected_slowdown import expected_slowest
@@ -223,6 +224,7 @@ class StepBound:
         self._job = shared.job(case, self._cluster, self._whole)
         self._layers = len(self._job.model.blocks) - 2
         strategy = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
+        self._strategy = strategy
         own = type(strategy) in STRATEGIES.values() and self._whole.host is None
         spreads = own and self._cluster.nodes > 1
         spread, nodes = self._cluster.node_spread, self._cluster.nodes
@@ -335,12 +337,37 @@ class StepBound:
 
     def _added_of(self, steps: int) -> _Added:
         if steps not in self._adds:
-            self._adds[steps] = added(self.prepared(steps))
+            one = self.first if steps == 1 else self.case.stage(0, micro_steps=steps)
+            self._adds[steps] = added(one)
         return self._adds[steps]
 
-    def prepared(self, steps: int) -> LoadedCase:
-        """The case with a number of micro-steps; of a pipeline its first stage."""
-        return self.case.stage(0, micro_steps=steps)
+    @cached_property
+    def first(self) -> LoadedCase:
+        """The case with one micro-step; of a pipeline its first stage."""
+        return self.case.stage(0, micro_steps=1)
+
+    def memory(self, micro_batch: int, steps: int, recompute: str) -> Bytes:
+        """The least that a GPU of the first stage takes: states and activations.
+
+        Raises Co2simError for what the strategy, or the order of passes, does not allow.
+        """
+        case, held = self.case, 1.0
+        job = replace(
+            self._first_job, micro_batch=micro_batch, accumulation=steps, recompute=recompute
+        )
+        if case.pp > 1:
+            pipeline = Pipeline(case.pp, case.interleave, steps)
+            held = pipeline.held(0, self._counts[:: case.pp])
+        layout = data_parallel_layout(self._cluster.layout, case.tp)
+        items = of_strategy(self._strategy, self._strategy.memory, job, layout)
+        return sum(items.values()) + sum(activations(job, held).values())
+
+    @cached_property
+    def _first_job(self) -> Workload:
+        case = self.case
+        if case.pp == 1:
+            return self._job
+        return stage_of(self._job, 0, case.pp, case.interleave)
 
 
 _ALL_KINDS = 3

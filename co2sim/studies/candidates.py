@@ -124,7 +124,7 @@ class Setup:
     def _memory(self) -> MemoryOf:
         if self.case.pp > 1:
             return StageMemory(self.case).total
-        return memory_of(self.bound.prepared(1))
+        return memory_of(self.bound.first)
 
     @cached_property
     def _room(self) -> Bytes:
@@ -134,8 +134,10 @@ class Setup:
         """Whether a candidate leaves the headroom, as far as that is known."""
         if self.open:
             return True
-        used = self._memory(micro_batch, self.samples // micro_batch, recompute)
-        return fits(used, self._room, headroom)
+        size = micro_batch, self.samples // micro_batch, recompute
+        if not fits(self.bound.memory(*size), self._room, headroom):
+            return False
+        return fits(self._memory(*size), self._room, headroom)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +216,7 @@ class _Setups:
         entries = self._job.load()
         self._cluster, self._model = entries[0].value, entries[1].value
         self._axes = space.axes.within(space.job)
+        self._divided: set[Mesh] = set()
         self._applying: dict[object, tuple[Recompute, ...] | OptionError] = {}
 
     def of_size(self, gpus: int, impossible: dict[str, str]) -> Iterator[Setup]:
@@ -258,9 +261,13 @@ class _Setups:
     def _recomputes(self, mesh: Mesh, case: Case) -> tuple[Recompute, ...]:
         """Those that there is something for. Raises OptionError where there are none."""
         key = mesh, case.gpus
+        divided = replace(mesh, pp=1, interleave=1)
         if key not in self._applying:
             try:
                 self._applying[key] = _applying(self._space.recomputes, case)
+                if divided not in self._divided:
+                    case.job().share  # noqa: B018 - what cannot be divided so is no candidate
+                    self._divided.add(divided)
             except OptionError as error:
                 self._applying[key] = error
         found = self._applying[key]
@@ -274,13 +281,9 @@ class _ShareError(OptionError):
 
 
 def _applying(recomputes: Sequence[Recompute], case: Case) -> tuple[Recompute, ...]:
-    """The recomputations that the model has something for. Raises OptionError as `Case.job` does.
-
-    The model is divided once: what cannot be is no candidate.
-    """
+    """The recomputations that the model has something for. Raises OptionError where none are."""
     if case.pp == 1:
         case.check_single_stage()
-    case.job().share  # noqa: B018 - it is made here
     found: list[Recompute] = []
     reason = ""
     for recompute in recomputes:

@@ -303,21 +303,24 @@ class Search:
             if one.close:
                 found.append((one, ""))
                 size -= 1
-            elif not one.setup.fits(one.micro_batch, one.recompute, self._headroom):
-                found.append((one, None))
             else:
                 try:
                     closer = self._closer(one)
                 except Co2simError as error:
                     found.append((one, str(error)))
+                    continue
+                if closer is None:
+                    found.append((one, None))
                 else:
                     self._promises[one.place] = closer
                     heappush(self._queue, (closer.order, closer))
         return found
 
-    def _closer(self, one: _Promise) -> _Promise:
-        """With the closer bound. Raises Co2simError where its strategy cannot be used."""
+    def _closer(self, one: _Promise) -> _Promise | None:
+        """With the closer bound; None without room. Raises Co2simError for what cannot be."""
         setup = one.setup
+        if not setup.fits(one.micro_batch, one.recompute, self._headroom):
+            return None
         if setup.open:
             return replace(one, close=True)
         steps = setup.samples // one.micro_batch

@@ -24,6 +24,7 @@ from co2sim.prediction.totals import totals, totals_of
 from co2sim.studies import plan as search_module
 from co2sim.studies.candidates import Candidate, Objective, Space, Want, candidates
 from co2sim.studies.grid import display_name, strategy_title
+from co2sim.studies.meshes import Axes
 from co2sim.studies.plan import Recommendation, front, plan
 from co2sim.studies.sensitivity import break_even
 
@@ -88,7 +89,7 @@ def space_of(*clusters: Cluster, **changes: Any) -> Space:
 def brute_force(space: Space, wanted: Objective) -> list[Candidate]:
     """All candidates within the limits, each simulated."""
     found = []
-    for case in (one.case for one in candidates(space).fitting):
+    for case in candidates(space).cases(space.headroom):
         result = driver.run(case)
         cluster = case.load()[0].value.resized(result.gpus)
         total = totals(result, cluster, wanted.tokens, wanted.goal)
@@ -171,6 +172,7 @@ def test_it_finds_the_best_pipeline(job: dict[str, Any], offers: tuple[str, str]
         gpus=[8, 24] if "pp" not in job else [8 * job["pp"]],
         micro_batches=(2, 4),
         recomputes=("none", "full"),
+        axes=Axes.fixed(Case(cluster="", model="gpt2-small", strategy="", **job)),
     )
     wanted = Objective(want="cheapest", tokens=1e9)
     every, found = brute_force(space, wanted), plan(space, wanted)
@@ -341,5 +343,5 @@ def test_local_updates_of_one_worker_are_no_candidate() -> None:
     job = Case(cluster="dgx-h100", model="gpt2-small", strategy="ddp", global_batch=64)
     strategies = ("local_sgd:tau=12,worker=node",)
     found = candidates(Space(job=job, clusters=("dgx-h100",), strategies=strategies, gpus="8,16"))
-    assert {one.case.gpus for one in found.fitting} == {16}
+    assert {one.case.gpus for one in found.setups} == {16}
     assert "one worker" in found.impossible["local_sgd(tau=12, worker=node) on 8 GPUs"]
