@@ -5,6 +5,7 @@ import math
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -193,10 +194,67 @@ def test_gpus_that_divide_a_sequence_train_on_the_same_samples(offers: tuple[str
         clusters=offers[:1],
         strategies=("zero1",),
         gpus=[8],
+        axes=Axes(tp=(1,), pp=(1,)),
     )
     found = plan(space, Objective(want="cheapest", tokens=1e9))
     assert found.choice
     assert found.choice.case.micro_batch * found.choice.result.accumulation == 1
+
+
+RANDOM = {
+    "cluster": ("dgx-h100", "a100-tcp80", "p4d.24xlarge"),
+    "stack": ("", "megatron-core", "torchtitan-eager"),
+    "model": ("gpt2-small", "llama3.2-1b", "tinyllama-1.1b"),
+}
+"""Of random offers."""
+
+
+def random_space(chance: Random) -> Space:
+    """A small one: one offer at one size, with what divides the model left open in part."""
+    cluster, stack, model = (chance.choice(RANDOM[name]) for name in RANDOM)
+    rate = chance.choice([10, 50, 400, 1600])
+    strategies = ["zero1", "ddp", "zero2", "fsdp", "fsdp:shard=node,reduce=bf16", "zero3"]
+    return Space(
+        job=Case(
+            cluster="",
+            model=model,
+            strategy="",
+            stack=stack,
+            global_batch=chance.choice([32, 64, 128]),
+            overrides={"inter.bandwidth": f"{rate} Gbit/s"},
+        ),
+        clusters=(cluster,),
+        strategies=tuple(chance.sample(strategies, 2)),
+        gpus=[chance.choice([8, 16, 32])],
+        micro_batches=tuple(sorted(chance.sample([1, 2, 4], 2))),
+        recomputes=("none", chance.choice(["full", "full/2", "norms"])),
+        axes=Axes(
+            tp=tuple(sorted(chance.sample([1, 2, 4], 2))),
+            pp=tuple(sorted(chance.sample([1, 2, 4], 2))),
+            interleave=(1, 2),
+        ),
+        headroom=chance.choice([0.1, 0.8]),
+    )
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(n, marks=[] if n < 4 else pytest.mark.nightly) for n in range(50)],
+)
+def test_it_chooses_of_a_random_offer_what_exhaustive_search_does(seed: int) -> None:
+    """The same candidate, or one that is as fast; with few of them simulated."""
+    space = random_space(Random(seed))  # noqa: S311 - offers are no secret
+    wanted = Objective(want="fastest", tokens=1e10)
+    every = brute_force(space, wanted)
+    found = plan(space, wanted)
+    if not every:
+        assert found.choice is None
+        return
+    assert found.choice
+    assert found.choice.totals.days == min(one.totals.days for one in every)
+    chosen = [one.case for one in every if one.totals.days == found.choice.totals.days]
+    assert found.choice.case in chosen
+    assert found.simulated <= found.candidates
 
 
 # --- what would change it -----------------------------------------------------------------------
