@@ -230,8 +230,6 @@ class _Setups:
             for mesh in self._axes.meshes(_parsed(case), self._cluster, self._model, gpus):
                 try:
                     yield self._setup(mesh, mesh.of(case))
-                except _ShareError as error:
-                    name, left = f"{gpus:,} GPUs", left or str(error)
                 except Co2simError as error:
                     left = left or str(error)
                 else:
@@ -243,7 +241,7 @@ class _Setups:
         assert case.gpus is not None
         batch, groups = self._space.global_batch, -(-case.gpus // mesh.together)
         if batch % groups:
-            raise _ShareError(f"they do not divide the global batch of {batch:,} samples")
+            raise OptionError(f"they do not divide the global batch of {batch:,} samples")
         samples = batch // groups
         given = self._space.micro_batches or _powers(samples)
         micros = [micro for micro in given if samples % micro == 0]
@@ -274,10 +272,6 @@ class _Setups:
         if isinstance(found, OptionError):
             raise found
         return found
-
-
-class _ShareError(OptionError):
-    """GPUs that get no equal parts of the global batch, whatever the strategy."""
 
 
 def _applying(recomputes: Sequence[Recompute], case: Case) -> tuple[Recompute, ...]:

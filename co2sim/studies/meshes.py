@@ -19,9 +19,12 @@ from co2sim.strategies import Strategy
 
 MAX_STAGES = 32
 """Of a pipeline where none are given: published ones have 2 to 35, most of them 4 to 16."""
-LONG = 8192
-"""Tokens of a sequence that GPUs divide, at least, where nothing is given: those of Llama 3 had
-128k tokens on 16 (arXiv 2407.21783, table 4)."""
+_TOKENS = 4096
+"""Of a sequence that a GPU keeps at least, where nothing is given.
+
+NeMo's Llama 3 70B and 405B divide 8,192 between 2 (NVIDIA/dgxc-benchmarking at commit 143b90d,
+llama3.1/README_405b.md). Llama 3 itself had 8,192 of 131,072 (arXiv 2407.21783, table 4).
+"""
 _MOST_EXPERTS = 64
 _MOST_CHUNKS = 8
 _MOST = 1024
@@ -121,7 +124,7 @@ class Axes:
         divides, stages = strategy.name in DIVIDED, strategy.name in PIPELINED
         layers = len(model.blocks) - 2
         tps = self.tp or (_powers(min(gpus, cluster.gpus_per_node)) if divides else (1,))
-        cps = self.cp or (_powers(model.tokens // LONG) if divides and _long(model) else (1,))
+        cps = self.cp or (_powers(model.tokens // _TOKENS) if divides and _long(model) else (1,))
         eps = self.ep or (_powers(_MOST_EXPERTS) if divides and _mixes(model) else (1,))
         pps = self.pp or (tuple(_stages(layers)) if stages and _lines_up(model) else (1,))
         for pp, tp, cp, ep in product(pps, tps, cps, eps):
@@ -151,7 +154,7 @@ def _powers(most: int) -> tuple[int, ...]:
 
 
 def _long(model: Model) -> bool:
-    return model.unit == "token" and model.tokens >= 2 * LONG
+    return model.unit == "token" and model.tokens >= 2 * _TOKENS
 
 
 def _mixes(model: Model) -> bool:
