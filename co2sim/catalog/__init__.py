@@ -129,7 +129,8 @@ def load_cluster(
     """
     changes = overrides or {}
     named = (reference, *(changes[name] for name in _KIND_OF if name in changes))
-    if all(isinstance(one, str) and not is_file(one) for one in named):
+    read_before = isinstance(reference, Contents)  # with what `changes` names
+    if read_before or all(isinstance(one, str) and not is_file(one) for one in named):
         return _known_cluster(reference, tuple(changes.items()))
     return _cluster(reference, changes)
 
@@ -176,7 +177,7 @@ def _put_defaults(tree: Tree) -> None:
 def _known_cluster(
     reference: str | Contents, overrides: tuple[tuple[str, str], ...]
 ) -> Entry[Cluster]:
-    """That of the catalog, which does not change."""
+    """That of the catalog, or of files that were read, which do not change."""
     return _cluster(reference, dict(overrides))
 
 
@@ -253,7 +254,7 @@ def load_model(
 
     `overrides` maps names, such as "seq_len", to texts. Raises CatalogError like `load_cluster`.
     """
-    if isinstance(reference, str) and not _is_own(reference):
+    if isinstance(reference, Contents) or not _is_own(reference):
         return _known_model(reference, tuple((overrides or {}).items()))
     return _model(reference, overrides or {})
 
@@ -285,8 +286,8 @@ def _model(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[Mod
 
 
 @lru_cache(maxsize=_MAX_KEPT)
-def _known_model(reference: str, overrides: tuple[tuple[str, str], ...]) -> Entry[Model]:
-    """That of the catalog, which does not change."""
+def _known_model(reference: str | Contents, overrides: tuple[tuple[str, str], ...]) -> Entry[Model]:
+    """That of the catalog, or of files that were read, which do not change."""
     return _model(reference, dict(overrides))
 
 
@@ -312,7 +313,7 @@ def load_stack(
     `overrides` maps dotted paths, such as "call_overhead", to texts. Raises CatalogError like
     `load_cluster`.
     """
-    if isinstance(reference, str) and not is_file(reference):
+    if isinstance(reference, Contents) or not is_file(reference):
         return _known_stack(reference, tuple((overrides or {}).items()))
     return _stack(reference, overrides or {})
 
@@ -333,7 +334,7 @@ def _stack(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[Sta
 
 @lru_cache(maxsize=_MAX_KEPT)
 def _known_stack(reference: str | Contents, overrides: tuple[tuple[str, str], ...]) -> Entry[Stack]:
-    """That of the catalog, which does not change."""
+    """That of the catalog, or of files that were read, which do not change."""
     return _stack(reference, dict(overrides))
 
 

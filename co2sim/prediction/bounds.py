@@ -8,6 +8,7 @@ and for those that it names. So no step ends before any of these has:
   that stream lies beside, such as the reduction of the last gradients;
 - where computing slows beside collectives, what these cost it that are not waited for;
 - the collectives of a stream, one after the other;
+- all passes but the last backward one, and from its begin on what the strategy adds, in a chain;
 - in a pipeline the passes in their order (`pipeline.ends`), with the above behind the last one.
 
 What a strategy adds is taken from its schedule of one micro-step and of two, of one sample each,
@@ -92,19 +93,21 @@ class _Added:
     """What a strategy adds to the passes of a round, in seconds.
 
     `fixed` is on their stream, `waits` is when that waits for others, `busy` is the longest other
-    stream of collectives. `local` steps are in the round.
+    stream of collectives. `chain` is from the begin of the last backward pass until the next round
+    computes, if passes took no time. `local` steps are in the round.
     """
 
     fixed: Seconds
     waits: Seconds
     busy: Seconds
+    chain: Seconds = 0.0
     local: int = 1
 
     def more(self, other: "_Added", times: int) -> "_Added":
         """With what `other`, of one micro-step more, has more, several times."""
         pairs = ((getattr(self, name), getattr(other, name)) for name in ("fixed", "waits", "busy"))
         fixed, waits, busy = (one + times * max(0.0, two - one) for one, two in pairs)
-        return _Added(fixed, waits, busy, self.local)
+        return _Added(fixed, waits, busy, self.chain, self.local)
 
 
 _NOTHING = _Added(0.0, 0.0, 0.0)
@@ -120,7 +123,7 @@ def added(prepared: LoadedCase) -> _Added:
         sent = traffic(schedule, cluster)
         far = sent.wan / cluster.wan.payload_bandwidth if cluster.wan else 0.0
         busy = max(sent.nic / cluster.inter.payload_bandwidth, far)
-        return _Added(0.0, 0.0, busy, schedule.steps)
+        return _Added(0.0, 0.0, busy, local=schedule.steps)
     known = [
         0.0 if isinstance(work, Compute) and work.kernel in _PASSES else _alone(work, prepared)
         for work in schedule.works
@@ -130,7 +133,8 @@ def added(prepared: LoadedCase) -> _Added:
     for op, time in zip(schedule.body, seconds, strict=True):
         streams[op.stream] = streams.get(op.stream, 0.0) + time
     busy = max((t for name, t in streams.items() if name not in {COMPUTE, TENSOR}), default=0.0)
-    return _Added(streams[COMPUTE], _waits(schedule.body, seconds), busy)
+    waits, chain = _waits(schedule.body, seconds), _chain(schedule.body, seconds)
+    return _Added(streams[COMPUTE], waits, busy, chain)
 
 
 def _alone(work: Compute | Collective, prepared: LoadedCase) -> Seconds:
@@ -171,6 +175,34 @@ def _waits(body: Sequence[Op], seconds: Sequence[Seconds]) -> Seconds:
                 behind[key] = last, distance + seconds[place]
             before[op.stream] = key
     return sum(found)
+
+
+def _chain(body: Sequence[Op], seconds: Sequence[Seconds]) -> Seconds:
+    """From the begin of the last backward pass of a round until the next one computes.
+
+    The longest chain of ops that begins with one of its passes, which take no time here.
+    """
+    behind: dict[tuple[int, str], Seconds] = {}
+    before: dict[str, tuple[int, str]] = {}
+    forward = max(n for n, op in enumerate(body) if _kernel(op) == "forward")
+    for turn in (0, 1):
+        for place, op in enumerate(body):
+            waits = [(turn - wait.rounds_ago, wait.op) for wait in op.after]
+            waits += [before[op.stream]] if op.stream in before else []
+            before[op.stream] = turn, op.name
+            chains = [behind[wait] for wait in waits if wait in behind]
+            if turn and op.stream == COMPUTE:
+                return max(chains, default=0.0)
+            if place > forward and not turn and _kernel(op) in _PASSES:
+                chains.append(0.0)
+            if chains:
+                took = 0.0 if op.stream == TENSOR else seconds[place]
+                behind[turn, op.name] = max(chains) + took
+    return 0.0
+
+
+def _kernel(op: Op) -> str:
+    return op.work.kernel if isinstance(op.work, Compute) else ""
 
 
 class Shared:
@@ -274,7 +306,8 @@ class StepBound:
         main += self._slowdown * more.fixed + more.waits
         if more.local == 1:
             main += share * max(0.0, busy - more.waits - blocking - beside)
-        return max(main, busy)
+        chained = passes - sum(stages.backward[0]) + more.chain
+        return max(main, busy, chained)
 
     def _stages(self, micro_batch: int, recompute: str) -> "_Stages":
         """The passes of a micro-step on each stage, over each chunk of its layers."""

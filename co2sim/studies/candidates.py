@@ -25,6 +25,7 @@ from co2sim.simulation.noise import QUIET
 from co2sim.strategies import LocalSteps, Strategy, parse
 from co2sim.strategies.step import title
 from co2sim.studies import grid
+from co2sim.studies.batch import Inputs
 from co2sim.studies.meshes import OPEN, Axes, Mesh
 
 STRATEGIES = (
@@ -89,11 +90,13 @@ class Space:
 class Setup:
     """Cluster, GPUs, strategy and what these divide: its candidates share all but their passes.
 
-    `case` has one micro-step of one sample. `samples` of the `global_batch` are of GPUs that train
+    `case` has one micro-step of one sample, and what stands in its files in place of the names that
+    the `job` has. `samples` of the `global_batch` are of GPUs that train
     together; these take them in any of `micro_batches`, with any of `recomputes`.
     """
 
     case: Case
+    job: Case
     global_batch: int
     samples: int
     micro_batches: tuple[int, ...]
@@ -104,6 +107,9 @@ class Setup:
         """A candidate."""
         return replace(
             self.case,
+            cluster=self.job.cluster,
+            model=self.job.model,
+            stack=self.job.stack,
             micro_batch=micro_batch,
             recompute=recompute,
             accumulation=None,
@@ -205,9 +211,9 @@ class _Setups:
 
     def __init__(self, space: Space, cluster: str | Cluster) -> None:
         self._space, self._shared = space, Shared()
+        self._named = replace(space.job, cluster=cluster)
         self._job = replace(
-            Mesh().of(space.job),
-            cluster=cluster,
+            Mesh().of(Inputs().inlined(self._named)),
             micro_batch=1,
             accumulation=1,
             global_batch=None,
@@ -252,9 +258,8 @@ class _Setups:
                 f"no micro-batch divides the {samples} samples that a GPU has of the global batch"
             )
         _check_workers(case)
-        return Setup(
-            case, batch, samples, tuple(micros), self._recomputes(mesh, case), self._shared
-        )
+        recomputes = self._recomputes(mesh, case)
+        return Setup(case, self._named, batch, samples, tuple(micros), recomputes, self._shared)
 
     def _recomputes(self, mesh: Mesh, case: Case) -> tuple[Recompute, ...]:
         """Those that there is something for. Raises OptionError where there are none."""

@@ -58,12 +58,12 @@ class Mesh:
         return cls(**{field.name: getattr(case, field.name) for field in fields(cls)})
 
     def __str__(self) -> str:
-        """In the terms of options; empty for data parallelism alone."""
-        numbers = {"tp": self.tp, "cp": self.cp, "ep": self.ep, "pp": self.pp}
-        parts = [f"{name} {number}" for name, number in numbers.items() if number > 1]
-        if self.sequence_parallel:
-            parts[0] += " with sequence parallelism"
-        return ", ".join([*parts, *([f"interleave {self.interleave}"] * (self.interleave > 1))])
+        """Such as "tp 4 + sp, pp 4 x 5 chunks"; empty for data parallelism alone."""
+        sequence = " + sp" * self.sequence_parallel
+        chunks = f" x {self.interleave} chunks" if self.interleave > 1 else ""
+        parts = {"tp": sequence, "cp": "", "ep": "", "pp": chunks}
+        numbers = ((name, getattr(self, name), more) for name, more in parts.items())
+        return ", ".join(f"{name} {number}{more}" for name, number, more in numbers if number > 1)
 
     def of(self, case: Case) -> Case:
         """The case divided so."""
