@@ -125,6 +125,7 @@ those of one core. Candidates that are neither without room nor simulated are sl
 """
     with folder(given) as out:
         (out / "plan_search.md").write_text(text, "utf-8")
+    print(text)
 
 
 if __name__ == "__main__":
