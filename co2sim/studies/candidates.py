@@ -241,7 +241,7 @@ class _Setups:
                 else:
                     some = True
             if not some:
-                impossible.setdefault(name, left or "no way to divide the model fills them")
+                impossible.setdefault(name, left or "no tp x cp x pp, nor ep, divides them")
 
     def _setup(self, mesh: Mesh, case: Case) -> Setup:
         assert case.gpus is not None

@@ -128,7 +128,7 @@ class Axes:
         eps = self.ep or (_powers(_MOST_EXPERTS) if divides and _mixes(model) else (1,))
         pps = self.pp or (tuple(_stages(layers)) if stages and _lines_up(model) else (1,))
         for pp, tp, cp, ep in product(pps, tps, cps, eps):
-            if self._open and gpus % (tp * cp * pp):
+            if self._open and (gpus % (tp * cp * pp) or gpus // pp % ep):
                 continue
             chunks = self.interleave or _chunks(layers, pp)
             chunks = (1,) if pp == 1 and len(pps) > 1 else chunks

@@ -236,6 +236,7 @@ class Search:
         self._groups = {id(setup): group_of(setup.case) for setup in setups}
         self._names = {id(setup): display_name(setup.case.cluster) for setup in setups}
         self._worth = _Worth(wanted)
+        self.impossible: dict[str, str] = {}
         self._promises = list(self._first_promises(setups))
         self._queue = [(one.order, one) for one in self._promises]
         heapify(self._queue)
@@ -246,7 +247,6 @@ class Search:
         self._leaders: _Leaders = (None, None)
         self._on_cluster: dict[str, float] = {}
         self.failed: list[str] = []
-        self.impossible: dict[str, str] = {}
         self.large = 0
         self.simulated = 0
 
@@ -255,12 +255,17 @@ class Search:
         return len(self._promises)
 
     def _first_promises(self, setups: Sequence[Setup]) -> Iterator[_Promise]:
+        """All candidates; of what cannot be, only why."""
         place = 0
         for setup in setups:
             for recompute in setup.recomputes:
                 for micro in setup.micro_batches:
                     steps = setup.samples // micro
-                    least = setup.bound.quick(micro, steps, recompute)
+                    try:
+                        least = setup.bound.quick(micro, steps, recompute)
+                    except Co2simError as error:
+                        self._leave_out(setup, error)
+                        continue
                     score, days, spent = self._worth.least(setup, least)
                     yield _Promise(
                         setup=setup,
@@ -272,6 +277,11 @@ class Search:
                         spent=spent,
                     )
                     place += 1
+
+    def _leave_out(self, setup: Setup, reason: object) -> None:
+        case = setup.case
+        name = f"{strategy_title(case.strategy)} on {case.gpus:,} GPUs"
+        self.impossible.setdefault(name, str(reason))
 
     def run(self, engine: Engine, done: Done | None) -> bool:
         """Look at all cases; False if it was stopped.
@@ -428,9 +438,7 @@ class Search:
         if found is None:
             self.large += 1
         elif isinstance(found, str):
-            case = one.setup.case
-            name = f"{strategy_title(case.strategy)} on {case.gpus:,} GPUs"
-            self.impossible.setdefault(name, found)
+            self._leave_out(one.setup, found)
         else:
             self._note_outcome(one, found)
 

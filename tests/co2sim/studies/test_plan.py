@@ -25,7 +25,7 @@ from co2sim.prediction.totals import totals, totals_of
 from co2sim.studies import plan as search_module
 from co2sim.studies.candidates import Candidate, Objective, Space, Want, candidates
 from co2sim.studies.grid import display_name, strategy_title
-from co2sim.studies.meshes import Axes
+from co2sim.studies.meshes import OPEN, Axes, Mesh
 from co2sim.studies.plan import Recommendation, front, plan
 from co2sim.studies.sensitivity import break_even
 
@@ -403,3 +403,56 @@ def test_local_updates_of_one_worker_are_no_candidate() -> None:
     found = candidates(Space(job=job, clusters=("dgx-h100",), strategies=strategies, gpus="8,16"))
     assert {one.case.gpus for one in found.setups} == {16}
     assert "one worker" in found.impossible["local_sgd(tau=12, worker=node) on 8 GPUs"]
+
+
+# --- what divides the model -----------------------------------------------------------------------
+
+
+def meshes(model: str, strategy: str, gpus: int, axes: Axes = OPEN, **job: Any) -> set[str]:
+    """What is tried, as texts."""
+    given = {"global_batch": 512} | job
+    case = Case(cluster="dgx-h100", model=model, strategy=strategy, **given)
+    space = Space(job=case, clusters=("dgx-h100",), strategies=(strategy,), gpus=[gpus], axes=axes)
+    return {str(Mesh.read(one.case)) for one in candidates(space).setups}
+
+
+def test_published_layouts_are_tried() -> None:
+    """NeMo's of Llama 3 70B and 405B, and experts on all GPUs of a node."""
+    assert "tp 4 + sp, cp 2, pp 4 x 5 chunks" in meshes("llama3-70b", "zero1", 128)
+    assert "tp 8 + sp, cp 2, pp 9 x 7 chunks" in meshes(
+        "llama3-405b", "zero1", 2304, global_batch=1008
+    )
+    assert "ep 8" in meshes("qwen3-30b-a3b", "fsdp", 64)
+
+
+def test_what_a_user_gives_is_all_that_is_tried() -> None:
+    """One number or several; what the job says holds, too."""
+    given = Axes(tp=(2, 4), cp=(1,), pp=(1,), sequence_parallel=False)
+    assert meshes("llama3-8b", "zero1", 16, given) == {"tp 2", "tp 4"}
+    assert meshes("llama3-8b", "fsdp", 16, tp=4, cp=2) == {"tp 4 + sp, cp 2"}
+
+
+def test_local_updates_are_tried_with_data_parallelism_alone() -> None:
+    """Unless a user gives more."""
+    strategy = "local_sgd:tau=12,worker=node"
+    assert meshes("llama3-8b", strategy, 16) == {""}
+    assert meshes("llama3-8b", strategy, 16, Axes(tp=(2,))) == {"tp 2 + sp"}
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [({"tp": (0,)}, "tp is 0"), ({"pp": (2, 2)}, "pp is 2, 2"), ({"ep": ()}, "ep is empty")],
+)
+def test_numbers_that_cannot_be_are_refused(axes: dict[str, Any], message: str) -> None:
+    """With what was given."""
+    with pytest.raises(OptionError, match=message):
+        Axes(**axes)
+
+
+def test_what_no_gpus_fill_is_no_candidate_and_says_why() -> None:
+    """Groups of experts that a stage has no GPUs for; nothing else is left."""
+    case = Case(cluster="dgx-h100", model="qwen3-30b-a3b", strategy="", global_batch=512)
+    axes = Axes(tp=(1,), cp=(1,), ep=(64,), pp=(2,))
+    space = Space(job=case, clusters=("dgx-h100",), strategies=("zero1",), gpus=[64], axes=axes)
+    with pytest.raises(OptionError, match="zero1 on 64 GPUs"):
+        plan(space, Objective(want="fastest", tokens=1e9))
