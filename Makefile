@@ -68,6 +68,7 @@ bench: $(STAMP)-dev
 	$(BIN)/python benchmarks/speed.py $(QUICK)
 	$(BIN)/python benchmarks/required_bandwidth.py $(QUICK)
 	$(BIN)/python benchmarks/hpz_group.py $(QUICK)
+	$(BIN)/python benchmarks/plan_search.py $(QUICK)
 
 # TABLE=measurements.csv of matrix products, or QUICK=--quick.
 products: $(STAMP)-dev

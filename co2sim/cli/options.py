@@ -15,7 +15,7 @@ from co2sim.common.errors import OptionError, UnitError
 from co2sim.common.units import parse
 from co2sim.common.validation import parse_number
 from co2sim.models.stack import Stack
-from co2sim.prediction.case import OPEN, Case
+from co2sim.prediction.case import OPEN_BATCH, Case
 from co2sim.prediction.step_factors import Goal
 from co2sim.simulation.noise import Noise
 from co2sim.studies.workers.loky_pool import LOKY, Engine
@@ -230,7 +230,7 @@ def job_options(command: Callable[..., None]) -> Callable[..., None]:
 
     What is not given of its batch is open.
     """
-    return _sharing(command, "job", ("job", "pipeline", "simulation"), defaults=OPEN)
+    return _sharing(command, "job", ("job", "pipeline", "simulation"), defaults=OPEN_BATCH)
 
 
 def case_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -241,13 +241,14 @@ def case_options(command: Callable[..., None]) -> Callable[..., None]:
 def sweep_options(command: Callable[..., None]) -> Callable[..., None]:
     """As `case_options`, but what varies need not be given, and the batch is open; see `sweep`."""
     groups = ("job", "pipeline", "place", "simulation")
-    return _sharing(command, "case", groups, optional=MAY_VARY, defaults=OPEN)
+    return _sharing(command, "case", groups, optional=MAY_VARY, defaults=OPEN_BATCH)
 
 
 def plan_options(command: Callable[..., None]) -> Callable[..., None]:
     """As `job_options`, but for what `plan` chooses, and for what only one simulation has."""
     chosen = ("micro_batch", "accumulation", "recompute")
-    return _sharing(command, "job", ("job", "pipeline"), but=chosen)
+    divided = ("tp", "sequence_parallel", "cp", "ep", "pp", "interleave")
+    return _sharing(command, "job", ("job",), but=(*chosen, *divided))
 
 
 def calibrate_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -14,6 +14,7 @@ from co2sim.prediction.case import Case
 from co2sim.report.bundle import check
 from co2sim.studies.candidates import RECOMPUTES, STRATEGIES, Objective, Space
 from co2sim.studies.grid import offer_name
+from co2sim.studies.meshes import Axes
 
 _DAY = 86400.0
 _WANTS = ("cheapest", "fastest", "least-energy")
@@ -79,6 +80,52 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
             "--gpus", "-g", help="Counts, such as 64,128; default: one node, doubled up to all."
         ),
     ] = None,
+    tp: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N",
+            help="GPUs of a node that share every layer (tensor parallelism), such as 4 or 1,2,4;"
+            " default: powers of two up to a node.",
+        ),
+    ] = None,
+    sequence_parallel: Annotated[
+        bool | None,
+        typer.Option(
+            help="Whether GPUs that share layers divide the sequence, too; default: they do."
+        ),
+    ] = None,
+    cp: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N",
+            help="GPUs that divide every sequence (context parallelism); default: 1, and powers of"
+            " two that leave each 4,096 tokens or more.",
+        ),
+    ] = None,
+    ep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N",
+            help="GPUs that divide the experts of a layer (expert parallelism); default: powers of"
+            " two that do, up to 64.",
+        ),
+    ] = None,
+    pp: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N",
+            help="Stages of a pipeline (1F1B); default, with ddp and zero1: powers of two and what"
+            " divides the layers, up to 32.",
+        ),
+    ] = None,
+    interleave: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N",
+            help="Chunks of layers of each stage of a pipeline; default: 1, and the fewest and the"
+            " most of up to 8 that divide the layers.",
+        ),
+    ] = None,
     micro_batch: Annotated[
         str | None,
         typer.Option(help="Samples per GPU and micro-step, such as 1,2,4; default: powers of two."),
@@ -114,6 +161,14 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
         gpus=gpus,
         micro_batches=_wholes("--micro-batch", micro_batch),
         recomputes=tuple(part.strip() for part in recompute.split(",")),
+        axes=Axes(
+            tp=_wholes("--tp", tp),
+            cp=_wholes("--cp", cp),
+            ep=_wholes("--ep", ep),
+            pp=_wholes("--pp", pp),
+            interleave=_wholes("--interleave", interleave),
+            sequence_parallel=sequence_parallel,
+        ),
         headroom=_share("--headroom", headroom),
     )
     wanted = Objective(

@@ -20,6 +20,7 @@ from co2sim.report.text.plan import commands, looked, nothing, plain, words
 from co2sim.report.text.result import print_assumed, stacks_of
 from co2sim.studies.candidates import Candidate, Objective, Space
 from co2sim.studies.grid import offer_name
+from co2sim.studies.meshes import Mesh
 from co2sim.studies.plan import Recommendation, plan
 from co2sim.studies.sensitivity import BreakEven, Sensitivity, between_offers, break_even, levers
 from co2sim.studies.workers.loky_pool import Engine
@@ -34,6 +35,7 @@ def print_options(out: Console, title: str, options: Sequence[Candidate]) -> Non
     columns = [
         "cluster",
         "strategy",
+        "divided by",
         "recompute",
         "GPUs",
         "micro-batch",
@@ -48,7 +50,8 @@ def print_options(out: Console, title: str, options: Sequence[Candidate]) -> Non
         total, case = option.totals, option.case
         ends = (total.days_low, total.days_high)
         row = [
-            *(offer_name(case.cluster), option.result.strategy, case.recompute),
+            *(offer_name(case.cluster), option.result.strategy),
+            *(str(Mesh.read(case)) or "-", case.recompute),
             *(f"{option.result.gpus:,}", f"{case.micro_batch} x {option.result.accumulation}"),
             f"{total.days:,.3g}",
             "-" if None in ends else " to ".join(f"{end:,.3g}" for end in ends),
@@ -57,7 +60,7 @@ def print_options(out: Console, title: str, options: Sequence[Candidate]) -> Non
         row += [f"{total.cost:,.0f}"] if money else []
         row += ["-" if total.energy_kwh is None else number(total.energy_kwh / 1000)] * energy
         rows.append(row)
-    print_table(out, title, columns, rows, left=3)
+    print_table(out, title, columns, rows, left=4)
 
 
 _MAX_ROWS = 12

@@ -275,7 +275,7 @@ _MAX_SAMPLES = 10**12
 """Of a global batch: beyond any training, and still exact as a float."""
 AUTO = "auto"
 """To be chosen: `prediction.batch` does."""
-OPEN = {"micro_batch": AUTO, "global_batch": AUTO, "recompute": AUTO}
+OPEN_BATCH = {"micro_batch": AUTO, "global_batch": AUTO, "recompute": AUTO}
 """What a question leaves open unless it says it; who executes a case needs numbers."""
 _TOKENS = re.compile(r"([0-9.]+(?:e[+]?[0-9]+)?) *([km]?)[ -]*tok(?:en)?s?", re.IGNORECASE)
 
@@ -336,8 +336,9 @@ class Case:
     `strategy` is a text such as "co2(tau=48, worker=node)". `gpus` defaults to the whole cluster,
     `precision` to bf16, or fp16 where the GPU has no bf16. A case is of one sample per GPU and step
     unless it says more; questions (`simulate`, the commands) leave the batch open instead, see
-    `OPEN`. `global_batch` (samples per step over all GPUs) sets `accumulation`. `overrides` maps
-    dotted paths of the cluster, or of the model behind "model.", to texts with units. `rounds` is
+    `OPEN_BATCH`. `global_batch` (samples per step over all GPUs) sets `accumulation`. `overrides`
+    maps dotted paths of the cluster, or of the model behind "model.", to texts with units. `rounds`
+    is
     how many rounds are averaged (default 1, or 10 with jitter). `interval` says whether further
     simulations may be spent on the interval. `tp` GPUs of a node share every layer, and train on
     the same samples; with `sequence_parallel` they divide the sequence between matrix products,

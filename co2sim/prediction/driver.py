@@ -15,7 +15,7 @@ from co2sim.common.units import Seconds, counted, figures
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import Model
 from co2sim.prediction import auto_delay, batch, pipeline
-from co2sim.prediction.case import OPEN, Case, LoadedCase, Options
+from co2sim.prediction.case import OPEN_BATCH, Case, LoadedCase, Options
 from co2sim.prediction.error_model import Situation, error_model
 from co2sim.prediction.evidence import (
     from_measured,
@@ -79,7 +79,7 @@ _OPTIONS = [f.name for f in (*fields(Case), *fields(Noise)) if f.name not in _AS
 def _keywords() -> Signature:
     """The signature of `simulate` with every option, for shells and notebooks that complete it."""
     own = signature(simulate).parameters
-    defaults = {f.name: f.default for f in (*fields(Case), *fields(Noise))} | OPEN
+    defaults = {f.name: f.default for f in (*fields(Case), *fields(Noise))} | OPEN_BATCH
     hints = get_type_hints(Case) | get_type_hints(Noise)
     options = [
         Parameter(name, Parameter.KEYWORD_ONLY, annotation=hints[name], default=default)
@@ -121,7 +121,7 @@ def make_case(
         if given.get("noise", QUIET) != QUIET:
             raise OptionError("give noise, or jitter, straggle, seed and node_speed, not both")
         given["noise"] = noise
-    given = OPEN | given | {"cluster": cluster, "model": model, "strategy": strategy}
+    given = OPEN_BATCH | given | {"cluster": cluster, "model": model, "strategy": strategy}
     return Case(**given)
 
 

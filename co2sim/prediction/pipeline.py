@@ -6,10 +6,11 @@ ended its passes; behind that comes what its strategy adds. The last stage to en
 a strategy hides behind passes it is not given credit for hiding behind the bubble, too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
+from typing import NamedTuple
 
 from co2sim.common.errors import OptionError
 from co2sim.common.progress import Done
@@ -194,9 +195,9 @@ def measured(case: Case, done: Done | None) -> Result:
     pipeline = Pipeline(case.pp, case.interleave, first.job.accumulation)
     whole = case.load()[0].value
     whole = whole.resized(case.gpus) if case.gpus is not None else whole
-    sent = _sent(case, case.job())
+    sent = sent_on(case, case.job())
     paid, free = zip(*_stages(case, pipeline, done), strict=True)
-    between = _between(whole, first.cluster, sent)
+    between = between_stages(whole, first.cluster, sent)
     lines = _Line(pipeline, paid, between), _Line(pipeline, free, 0.0)
     return _result(case, whole, *lines, sent)
 
@@ -251,9 +252,14 @@ def _stage(
     held = pipeline.held(number, _layers(case, number))
     prepared, result, free_round = stage_figures(case, number, held, pipeline.micros, done)
 
+    precision = prepared.job.precision
+
     def alone(step: Seconds, *, free: bool) -> _Stage:
         ways = (
-            [_took(getattr(work, way), prepared, free=free) for work in prepared.job.works()]
+            [
+                pass_times(getattr(work, way), prepared.cluster, precision, free=free).took
+                for work in prepared.job.works()
+            ]
             for way in ("forward", "backward")
         )
         return _Stage(prepared, result, step, *(_by_chunk(times, counts) for times in ways))
@@ -276,17 +282,41 @@ def _by_chunk(times: Sequence[Seconds], counts: Sequence[int]) -> tuple[Seconds,
     return tuple(sum(islice(rest, count)) for count in counts)
 
 
-def _took(work: Compute, prepared: LoadedCase, *, free: bool) -> Seconds:
-    """A pass with its exchanges, those beside it hidden as far as it is long enough."""
-    gpu, precision = prepared.cluster.gpu, prepared.job.precision
+class PassTimes(NamedTuple):
+    """Of a pass: computing, exchanges beside it, and those that it waits for."""
+
+    computing: Seconds
+    beside: Seconds
+    blocking: Seconds
+
+    @property
+    def took(self) -> Seconds:
+        """All of it: what is beside is hidden as far as computing is long enough."""
+        return self.blocking + max(self.computing, self.beside)
+
+
+def pass_times(
+    work: Compute,
+    cluster: Cluster,
+    precision: str,
+    *,
+    free: bool,
+    alone: Callable[[Collective], Seconds] | None = None,
+) -> PassTimes:
+    """Those of a pass with its exchanges, which `free` ones have not.
+
+    `alone` gives the time of an exchange, for who asks often.
+    """
+    gpu = cluster.gpu
     if free or work.exchanges is None:
-        return compute_time(work, gpu, precision)
+        return PassTimes(compute_time(work, gpu, precision), 0.0, 0.0)
+    alone = alone or (lambda one: cost_of(one, cluster).duration_alone(cluster))
     before, beside, behind = (
-        sum(cost_of(one, prepared.cluster).duration_alone(prepared.cluster) for one in found)
+        sum(map(alone, found))
         for found in (work.exchanges.before, work.exchanges.beside, work.exchanges.behind)
     )
     compute = compute_time(work, gpu, precision, before + beside + behind)
-    return before + max(compute, beside) + behind
+    return PassTimes(compute, beside, before + behind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +327,7 @@ class _Sent:
     gathered: Collective | None
 
 
-def _sent(case: Case, job: Workload) -> _Sent:
+def sent_on(case: Case, job: Workload) -> _Sent:
     """The output of a pass. GPUs that share layers send a part each, and gather it behind.
 
     Source: the scatter/gather optimization of Narayanan et al. 2021, arXiv 2104.04473, section 4.1.
@@ -312,7 +342,7 @@ def _sent(case: Case, job: Workload) -> _Sent:
     return _Sent(size / case.tp, work)
 
 
-def _between(whole: Cluster, stage: Cluster, sent: _Sent) -> Seconds:
+def between_stages(whole: Cluster, stage: Cluster, sent: _Sent) -> Seconds:
     """From the end of a pass until the next stage has its output, by the slowest link."""
     link, sharing = whole.intra, 1
     if whole.nodes > 1:

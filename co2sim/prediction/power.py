@@ -22,7 +22,7 @@ Idle power is that of a GPU with a loaded process: 26 to 50 W above that of an e
 A100 (Vadari, arXiv 2605.23918, 2026). It is a number of each GPU of the catalog.
 """
 
-from co2sim.common.units import Watts
+from co2sim.common.units import Seconds, Watts
 from co2sim.hardware.cluster import GPU, Cluster
 from co2sim.prediction.result import Result
 
@@ -59,12 +59,15 @@ def power(result: Result, cluster: Cluster) -> Watts | None:
     return _at_the_meter(cluster, computing_share(result))
 
 
-def all_computing(cluster: Cluster) -> Watts | None:
-    """The power while all GPUs compute; with uneven nodes that of waiting, as some always wait.
+def least_energy(cluster: Cluster, seconds: Seconds, computing: Seconds) -> float | None:
+    """J at the meter while GPUs compute for a part of the time at least; None where not known.
 
-    Times the time of computing alone it is the least energy that a training takes.
+    With uneven nodes some always wait, and only waiting counts.
     """
-    return _at_the_meter(cluster, 0.0 if cluster.node_spread or cluster.step_spread else 1.0)
+    uneven = cluster.node_spread or cluster.step_spread
+    share = 0.0 if uneven or not seconds else min(1.0, computing / seconds)
+    watts = _at_the_meter(cluster, share)
+    return None if watts is None else watts * seconds
 
 
 def _at_the_meter(cluster: Cluster, computing: float) -> Watts | None:

@@ -19,6 +19,7 @@ from co2sim.report.tables import Answered, Table, ranged
 from co2sim.report.text import plan, totals
 from co2sim.studies.candidates import Candidate, Space
 from co2sim.studies.grid import display_name, offer_name
+from co2sim.studies.meshes import Mesh
 from co2sim.studies.plan import Recommendation
 from co2sim.studies.sensitivity import BreakEven, Sensitivity
 from co2sim.studies.table import to_frame
@@ -37,17 +38,19 @@ def spent(options: Sequence[Candidate]) -> Table:
     """What each option takes: days, GPU-hours, and money and energy where they are known."""
     money = next((o.totals.currency for o in options if o.totals.currency), None)
     energy = any(option.totals.energy_kwh is not None for option in options)
-    columns = ["cluster", "strategy", "recompute", "GPUs", "micro-batch", "days", "GPU-hours"]
+    columns = ["cluster", "strategy", "divided by", "recompute", "GPUs", "micro-batch", "days"]
+    columns += ["GPU-hours"]
     columns += [money] if money else []
     columns += ["MWh"] if energy else []
     columns += ["memory of a GPU"]
-    return Table(columns, [_option(one, bool(money), energy) for one in options], 3)
+    return Table(columns, [_option(one, bool(money), energy) for one in options], 4)
 
 
 def _option(option: Candidate, money: bool, energy: bool) -> list[str]:  # noqa: FBT001
     case, found, result = option.case, option.totals, option.result
     row = [
-        *(offer_name(case.cluster), result.strategy, case.recompute),
+        *(offer_name(case.cluster), result.strategy, str(Mesh.read(case)) or "-"),
+        case.recompute,
         *(f"{result.gpus:,}", f"{case.micro_batch} x {result.accumulation}"),
         ranged(found.days, found.days_low, found.days_high),
         f"{found.gpu_hours:,.0f}",

@@ -7,28 +7,31 @@ from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from co2sim.common.errors import Co2simError, OptionError
-from co2sim.common.units import Seconds
+from co2sim.common.units import Bytes
 from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.recompute import Recompute
 from co2sim.models.stack import Stack
-from co2sim.models.workload import Model
+from co2sim.models.workload import Model, Workload
 from co2sim.prediction.auto_delay import has_auto_options
-from co2sim.prediction.batch import MemoryOf, first_step, fits, memory_of, samples_of
-from co2sim.prediction.case import AUTO, OPEN, Case, LoadedCase
+from co2sim.prediction.batch import MemoryOf, fits, memory_of, samples_of
+from co2sim.prediction.bounds import Shared, StepBound
+from co2sim.prediction.case import AUTO, OPEN_BATCH, Case
 from co2sim.prediction.pipeline import StageMemory
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, scale_of_case
 from co2sim.prediction.totals import Totals, tokens_of
-from co2sim.simulation.collective_cost import traffic
 from co2sim.simulation.noise import QUIET
-from co2sim.simulation.token_bucket import shapers
 from co2sim.strategies import LocalSteps, Strategy, parse
 from co2sim.strategies.step import title
 from co2sim.studies import grid
+from co2sim.studies.batch import Inputs
+from co2sim.studies.meshes import OPEN, Axes, Mesh
 
 STRATEGIES = (
-    *("ddp", "zero1", "zero2", "fsdp", "zeropp"),
+    *("ddp", "zero1", "zero2", "zeropp"),
+    *("fsdp", "fsdp:reduce=bf16", "fsdp:shard=node", "fsdp:shard=node,reduce=bf16"),
+    "fsdp:reshard_after_forward=false",
     *("local_sgd:tau=12,worker=node", "local_sgd:tau=12,worker=node,inner=fsdp"),
     *(
         "co2:tau=2,delay=1,fragments=2,worker=node",
@@ -41,11 +44,11 @@ STRATEGIES = (
 Local updates have the τ and the delay whose steps were measured (`step_factors`).
 """
 
-RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
-"""Tried where none are given; selective helps eager attention only."""
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full", "full/2", "norms+activation")
+"""Tried where none are given, as far as the model and the stack have something for them."""
 
-_MAX = 20_000
-"""Candidates of one plan."""
+_MAX = 200_000
+"""Candidates of one plan: a minute before the first is simulated."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class Space:
 
     `job` gives model, global batch and precision; its cluster, strategy, GPUs, micro-batch and
     recomputation are replaced. `gpus` is as in `grid.gpu_counts`. `micro_batches` None stands for
-    all powers of two. A GPU's memory may be used but for the share `headroom`.
+    all powers of two. `axes` says how GPUs may divide the model; what the job says holds. A GPU's
+    memory may be used but for the share `headroom`.
     """
 
     job: Case
@@ -63,6 +67,7 @@ class Space:
     gpus: Any = None
     micro_batches: tuple[int, ...] | None = None
     recomputes: tuple[Recompute, ...] = RECOMPUTES
+    axes: Axes = OPEN
     headroom: float = 0.1
 
     @cached_property
@@ -81,56 +86,106 @@ class Space:
         return samples_of(self.job.global_batch or AUTO, model)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fitting:
-    """A case that fits in memory; its step keeps the busiest link busy for `link_time`."""
+@dataclass(eq=False)
+class Setup:
+    """Cluster, GPUs, strategy and what these divide: its candidates share all but their passes.
+
+    `case` has one micro-step of one sample, and what stands in its files in place of the names that
+    the `job` has. `samples` of the `global_batch` are of GPUs that train
+    together; these take them in any of `micro_batches`, with any of `recomputes`.
+    """
 
     case: Case
-    link_time: Seconds
+    job: Case
+    global_batch: int
+    samples: int
+    micro_batches: tuple[int, ...]
+    recomputes: tuple[Recompute, ...]
+    shared: Shared
+
+    def of(self, micro_batch: int, recompute: Recompute) -> Case:
+        """A candidate."""
+        return replace(
+            self.case,
+            cluster=self.job.cluster,
+            model=self.job.model,
+            stack=self.job.stack,
+            micro_batch=micro_batch,
+            recompute=recompute,
+            accumulation=None,
+            global_batch=self.global_batch,
+        )
+
+    @cached_property
+    def open(self) -> bool:
+        """Whether options of its strategy are still to be chosen, with which its memory is."""
+        return has_auto_options(_parsed(self.case))
+
+    @cached_property
+    def bound(self) -> StepBound:
+        """Of its steps."""
+        return StepBound(self.case, self.shared)
+
+    @cached_property
+    def _memory(self) -> MemoryOf:
+        if self.case.pp > 1:
+            return StageMemory(self.case).total
+        return memory_of(self.bound.first)
+
+    @cached_property
+    def _room(self) -> Bytes:
+        return self.case.load()[0].value.gpu.memory
+
+    def fits(self, micro_batch: int, recompute: Recompute, headroom: float) -> bool:
+        """Whether a candidate leaves the headroom, as far as that is known."""
+        if self.open:
+            return True
+        size = micro_batch, self.samples // micro_batch, recompute
+        if not fits(self.bound.memory(*size), self._room, headroom):
+            return False
+        return fits(self._memory(*size), self._room, headroom)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Cases to look at, and what was left out: too large for memory, or impossible, and why."""
+    """What is to be looked at, and what is impossible, and why. `cases` are all of the setups."""
 
-    fitting: tuple[Fitting, ...]
-    large: int
+    setups: tuple[Setup, ...]
     impossible: dict[str, str]
+
+    def cases(self, headroom: float) -> Iterator[Case]:
+        """Those that leave the headroom."""
+        for setup in self.setups:
+            for recompute in setup.recomputes:
+                for micro in setup.micro_batches:
+                    if setup.fits(micro, recompute, headroom):
+                        yield setup.of(micro, recompute)
 
 
 def candidates(space: Space) -> Candidates:
-    """All cases of a space whose memory fits.
+    """All that may be in a space.
 
     Raises OptionError for a space without any case that can be, or with too many.
     """
     check(space)
-    found: list[Fitting] = []
+    found: list[Setup] = []
     impossible: dict[str, str] = {}
-    large = 0
+    count = 0
     for cluster in space.clusters:
-        for count in grid.gpu_counts(replace(space.job, cluster=cluster), space.gpus):
-            if space.global_batch % -(-count // _together(space.job)):
-                reason = f"they do not divide the global batch of {space.global_batch:,} samples"
-                impossible[f"{count:,} GPUs"] = reason
-                continue
-            for strategy in space.strategies:
-                case = replace(space.job, cluster=cluster, strategy=strategy, gpus=count)
-                case = replace(case, global_batch=space.global_batch)
-                try:
-                    _check_workers(case)
-                    fitting, over = _fitting(space, case)
-                except Co2simError as error:
-                    name = f"{grid.strategy_title(strategy)} on {count:,} GPUs"
-                    impossible.setdefault(name, str(error))
-                    continue
-                found += fitting
-                large += over
-                if len(found) > _MAX:
-                    raise OptionError(f"these are more than {_MAX:,} candidates; give fewer")
-    if not found and not large:
+        of_cluster = _Setups(space, cluster)
+        for gpus in grid.gpu_counts(replace(space.job, cluster=cluster), space.gpus):
+            for setup in of_cluster.of_size(gpus, impossible):
+                found.append(setup)
+                count += len(setup.micro_batches) * len(setup.recomputes)
+                if count > _MAX:
+                    raise OptionError(
+                        f"these are more than {_MAX:,} candidates; give fewer GPU counts,"
+                        " strategies, micro-batches, or numbers of --tp, --cp, --ep and --pp"
+                    )
+    if not found:
         name, reason = next(iter(impossible.items()), ("", "no candidate is left"))
         raise OptionError(f"{name}: {reason}" if name else reason)
-    return Candidates(fitting=tuple(found), large=large, impossible=impossible)
+    return Candidates(setups=tuple(found), impossible=impossible)
 
 
 def check(space: Space) -> None:
@@ -151,32 +206,101 @@ def check(space: Space) -> None:
     grid.over_sizes(space.job, space.clusters, space.strategies, space.gpus)
 
 
-def _fitting(space: Space, case: Case) -> tuple[list[Fitting], int]:
-    """The cases of one cluster, size and strategy that fit, and how many do not."""
-    samples = _samples(space, case)
-    micros = [m for m in space.micro_batches or _powers(samples) if samples % m == 0]
-    if case.interleave > 1:  # interleaved stages take micro-batches by turns
-        micros = [m for m in micros if samples // m % case.pp == 0]
-    if not micros:
-        raise OptionError(
-            f"no micro-batch divides the {samples} samples that a GPU has of the global batch"
+class _Setups:
+    """Those of one cluster."""
+
+    def __init__(self, space: Space, cluster: str | Cluster) -> None:
+        self._space, self._shared = space, Shared()
+        self._named = replace(space.job, cluster=cluster)
+        self._job = replace(
+            Mesh().of(Inputs().inlined(self._named)),
+            micro_batch=1,
+            accumulation=1,
+            global_batch=None,
+            recompute="none",
         )
-    recomputes = _applying(space, case)
-    if has_auto_options(_parsed(case)):  # its memory is known once its numbers are
-        sizes = [(recompute, micro) for recompute in recomputes for micro in micros]
-        open_ = [replace(case, micro_batch=m, recompute=r) for r, m in sizes]
-        return [Fitting(case=one, link_time=0.0) for one in open_], 0
-    memory, link_time = _memory(case)
-    room = case.load()[0].value.gpu.memory
-    kept, large = [], 0
+        entries = self._job.load()
+        self._cluster, self._model = entries[0].value, entries[1].value
+        self._axes = space.axes.within(space.job)
+        self._divided: set[Mesh] = set()
+        self._applying: dict[object, tuple[Recompute, ...] | OptionError] = {}
+
+    def of_size(self, gpus: int, impossible: dict[str, str]) -> Iterator[Setup]:
+        """Those of a number of GPUs; what is left out is noted where nothing else is in its place.
+
+        That is where all ways to divide the model are.
+        """
+        for strategy in self._space.strategies:
+            case, left, some = replace(self._job, strategy=strategy, gpus=gpus), "", False
+            name = f"{grid.strategy_title(strategy)} on {gpus:,} GPUs"
+            for mesh in self._axes.meshes(_parsed(case), self._cluster, self._model, gpus):
+                try:
+                    yield self._setup(mesh, mesh.of(case))
+                except Co2simError as error:
+                    left = left or str(error)
+                else:
+                    some = True
+            if not some:
+                impossible.setdefault(name, left or "no tp x cp x pp, nor ep, divides them")
+
+    def _setup(self, mesh: Mesh, case: Case) -> Setup:
+        assert case.gpus is not None
+        batch, groups = self._space.global_batch, -(-case.gpus // mesh.together)
+        if batch % groups:
+            raise OptionError(f"they do not divide the global batch of {batch:,} samples")
+        samples = batch // groups
+        given = self._space.micro_batches or _powers(samples)
+        micros = [micro for micro in given if samples % micro == 0]
+        if mesh.interleave > 1:  # interleaved stages take micro-batches by turns
+            micros = [micro for micro in micros if samples // micro % mesh.pp == 0]
+        if not micros:
+            raise OptionError(
+                f"no micro-batch divides the {samples} samples that a GPU has of the global batch"
+            )
+        _check_workers(case)
+        recomputes = self._recomputes(mesh, case)
+        return Setup(case, self._named, batch, samples, tuple(micros), recomputes, self._shared)
+
+    def _recomputes(self, mesh: Mesh, case: Case) -> tuple[Recompute, ...]:
+        """Those that there is something for. Raises OptionError where there are none."""
+        key = mesh, case.gpus
+        divided = replace(mesh, pp=1, interleave=1)
+        if key not in self._applying:
+            try:
+                self._applying[key] = _applying(self._space.recomputes, case)
+                if divided not in self._divided:
+                    case.job().share  # noqa: B018 - what cannot be divided so is no candidate
+                    self._divided.add(divided)
+            except OptionError as error:
+                self._applying[key] = error
+        found = self._applying[key]
+        if isinstance(found, OptionError):
+            raise found
+        return found
+
+
+def _applying(recomputes: Sequence[Recompute], case: Case) -> tuple[Recompute, ...]:
+    """The recomputations that the model has something for. Raises OptionError where none are."""
+    if case.pp == 1:
+        case.check_single_stage()
+    found: list[Recompute] = []
+    reason = ""
     for recompute in recomputes:
-        for place, micro in enumerate(micros):
-            one = replace(case, micro_batch=micro, recompute=recompute)
-            if not fits(memory(micro, samples // micro, recompute), room, space.headroom):
-                large += len(micros) - place  # more samples never take less
-                break
-            kept.append(Fitting(case=one, link_time=link_time))
-    return kept, large
+        try:
+            job = replace(case, recompute=recompute).job()
+        except OptionError as error:
+            reason = str(error)
+        else:
+            if recompute != "selective" or len(recomputes) == 1 or _repeats_some(job):
+                found.append(recompute)
+    if not found:
+        raise OptionError(reason)
+    return tuple(found)
+
+
+def _repeats_some(job: Workload) -> bool:
+    """Whether selective recomputation is other than none."""
+    return any(job.repeats_products(one) or job.repeats_attention(one) for one in job.model.blocks)
 
 
 def _check_workers(case: Case) -> None:
@@ -188,62 +312,8 @@ def _check_workers(case: Case) -> None:
         )
 
 
-def _applying(space: Space, case: Case) -> list[Recompute]:
-    """The recomputations that the model has something for.
-
-    Raises OptionError where it has none.
-    """
-    found: list[Recompute] = []
-    reason = ""
-    for recompute in space.recomputes:
-        try:
-            replace(case, recompute=recompute).job()
-        except OptionError as error:
-            reason = str(error)
-        else:
-            found.append(recompute)
-    if not found:
-        raise OptionError(reason)
-    return found
-
-
-def _together(case: Case) -> int:
-    """GPUs that train on the same samples."""
-    return case.tp * case.cp * case.pp
-
-
-def _samples(space: Space, case: Case) -> int:
-    """Of the global batch that GPUs which train together have."""
-    assert case.gpus is not None
-    return space.global_batch // -(-case.gpus // _together(case))
-
-
-def _memory(case: Case) -> tuple[MemoryOf, Seconds]:
-    """What a case takes, by how GPUs take their samples, and `link_time` of all these.
-
-    What is sent is no less with more micro-steps.
-    """
-    if case.pp > 1:
-        return StageMemory(case).total, 0.0
-    prepared = first_step(case)
-    return memory_of(prepared), _link_time(prepared)
-
-
 def _parsed(case: Case) -> Strategy:
     return parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
-
-
-def _link_time(prepared: LoadedCase) -> Seconds:
-    """Seconds for which the bytes of a step keep the links of a node, or of a site, busy.
-
-    0 where a link is shaped, and lets bursts pass.
-    """
-    cluster, schedule = prepared.cluster, prepared.schedule
-    sent = traffic(schedule, cluster)
-    if any(shapers(cluster)[1:]):
-        return 0.0
-    far = sent.wan / cluster.wan.payload_bandwidth if cluster.wan else 0.0
-    return max(sent.nic / cluster.inter.payload_bandwidth, far) / schedule.steps
 
 
 def _powers(most: int) -> Sequence[int]:
@@ -365,7 +435,7 @@ def _options(case: Case) -> Iterator[str]:
         case = replace(case, accumulation=1)
     for field in fields(Case):
         value = getattr(case, field.name)
-        if field.name in _NAMED or value in (None, OPEN.get(field.name, field.default)):
+        if field.name in _NAMED or value in (None, OPEN_BATCH.get(field.name, field.default)):
             continue
         name = field.name.replace("_", "-")
         if isinstance(value, bool):

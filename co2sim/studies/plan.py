@@ -1,23 +1,24 @@
 """What to buy, or how to run what there is: the best of all candidates, and what comes near it."""
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from heapq import heapify, heappop, heappush
 from typing import TypeAlias
 
 from co2sim.common.errors import Co2simError, EngineError, OptionError
 from co2sim.common.progress import Done
 from co2sim.hardware.cluster import Cluster
-from co2sim.prediction import driver, power
+from co2sim.models.recompute import Recompute
+from co2sim.prediction import power
 from co2sim.prediction.batch import fits
+from co2sim.prediction.bounds import Least
 from co2sim.prediction.case import Case
 from co2sim.prediction.order import unshared
-from co2sim.prediction.step_factors import StepFactor, scale_of_case, step_factor
+from co2sim.prediction.step_factors import scale_of_case, step_factor
 from co2sim.prediction.totals import DAY, totals_of
 from co2sim.studies.batch import Failure, Interrupted, Outcome, run_on
-from co2sim.studies.candidates import Candidate, Fitting, Objective, Space, Want, candidates
+from co2sim.studies.candidates import Candidate, Objective, Setup, Space, Want, candidates
 from co2sim.studies.grid import display_name, strategy_title
 from co2sim.studies.workers.flow import Pool
 from co2sim.studies.workers.loky_pool import Engine, opened
@@ -36,9 +37,10 @@ class Recommendation:
     overlap. Where nothing is within the limits, `choice` is None, and `best` and `front` show what
     there is without them.
 
-    `simulated` of `candidates` cases were simulated; others cannot win, as computing alone takes
-    them too long. `large` do not fit in memory, `failed` and `impossible` say what else was left
-    out, and `unknown` names strategies whose steps were not measured.
+    `simulated` of `candidates` cases were simulated. `large` do not fit in memory, among those that
+    might have won. Others cannot win: their steps take too long by a bound (`prediction.bounds`).
+    `failed` and `impossible` say what else was left out, and `unknown` names strategies whose steps
+    were not measured.
     """
 
     wanted: Objective
@@ -68,21 +70,21 @@ def plan(
 ) -> Recommendation:
     """The best candidates of a space, simulated by `jobs` processes, or by an `engine` instead.
 
-    Gives what simulating all of them would give, but leaves out those whose computation alone, or
-    whose communication alone, is too slow or too dear. At control-C it answers with what it has.
+    Gives what simulating all of them would give, but leaves out those whose steps are too slow, or
+    too dear, by a bound. At control-C it answers with what it has.
     Raises OptionError for a space that lacks prices or power that are wanted, and Co2simError where
     no candidate can be simulated.
     """
     engine = engine or Engine(jobs=jobs)
     _check_prices(space, wanted)
     tried = candidates(space)
-    named = {strategy_title(one.case.strategy): one.case for one in tried.fitting}
+    named = {strategy_title(one.case.strategy): one.case for one in tried.setups}
     unknown = tuple(
         name
         for name, case in named.items()
         if "auto" not in name and step_factor(name, scale_of_case(case), wanted.goal) is None
     )
-    kept = [one for one in tried.fitting if strategy_title(one.case.strategy) not in unknown]
+    kept = [one for one in tried.setups if strategy_title(one.case.strategy) not in unknown]
     if unknown and not kept:
         raise OptionError(
             f"it is not known what a step of {unknown[0]} is worth; give"
@@ -94,6 +96,9 @@ def plan(
     if not inside and complete and wanted.limited:
         search.lift_limits()
         complete = search.run(engine, done)
+    if search.impossible and not (search.options or search.large or search.failed):
+        name, reason = next(iter(search.impossible.items()))
+        raise OptionError(f"{name}: {reason}")
     best = search.best()
     choice = best[0] if best and inside else None
     runner_up = best[1] if choice and len(best) > 1 else None
@@ -105,12 +110,12 @@ def plan(
         undecided=bool(choice and runner_up and overlap(choice, runner_up, wanted.want)),
         best=tuple(best),
         front=tuple(front(option for _, option in search.options)),
-        candidates=len(kept),
+        candidates=len(search),
         simulated=search.simulated,
-        large=tried.large + search.large,
+        large=search.large,
         unsearched=search.groups - len(best),
         failed=tuple(dict.fromkeys(search.failed)),
-        impossible=tried.impossible,
+        impossible=tried.impossible | search.impossible,
         unknown=unknown,
         interrupted=not complete,
     )
@@ -177,76 +182,65 @@ def _check_prices(space: Space, wanted: Objective) -> None:
         )
 
 
-class ComputeBound:
-    """The highest throughput by case; every kind of micro-step is simulated once.
-
-    On one GPU, or on those that share every layer, sequence or expert; what these exchange is free.
-
-    A strategy adds communication, an optimizer's step and waiting to it, and takes nothing off.
-    A pipeline does the same work, and adds a bubble.
-    """
-
-    def __init__(self) -> None:
-        self._speeds: dict[object, float] = {}
-
-    def tokens_per_s(self, case: Case) -> float:
-        """Of all GPUs of a case, if they did nothing but their micro-steps."""
-        assert case.gpus is not None
-        cluster = case.cluster if isinstance(case.cluster, str) else id(case.cluster)
-        key = (cluster, case.micro_batch, case.recompute, case.tp, case.cp, case.ep)
-        if key not in self._speeds:
-            self._speeds[key] = _each_gpu(case)
-        return case.gpus * self._speeds[key]
-
-
-def _each_gpu(case: Case) -> float:
-    """Tokens/s of a GPU by what a second micro-step adds to a step of as few as are needed."""
-    gpus = math.lcm(case.tp * case.cp, case.ep)
-    alone = replace(case, strategy="ddp", gpus=gpus, global_batch=None, pp=1, interleave=1)
-    one, two = (driver.run(replace(alone, accumulation=steps)) for steps in (1, 2))
-    if case.cp * case.ep == 1:
-        return one.tokens_per_gpu_per_step / (two.step_time_s - one.step_time_s)
-    computing = [result.step_time_s - result.exposed_comm_s for result in (one, two)]
-    return one.tokens_per_gpu_per_step / (computing[1] - computing[0])
-
-
 _Leaders: TypeAlias = tuple[tuple[object, float] | None, tuple[object, float] | None]
 """The best group and the next one, each with the score of its best option."""
 
-_WAVE = 16
+_WAVE = 4
 """Cases for each process at a time; between waves, those that cannot win any more are dropped."""
+
+_BELOW = 1 - 1e-9
+"""Of a bound: what its sums, in another order than the engine's, may be above."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Promise:
-    """A candidate, what it is compared with, and the least that it can take.
+    """A candidate, what it is compared with, and the least that it can take (`prediction.bounds`).
 
-    That is what its computation alone takes, or its busiest link alone.
+    A `close` one has room in memory, and counts what its strategy adds to computing.
     """
 
-    case: Case
-    cluster: Cluster
-    group: object
+    setup: Setup
+    place: int
+    micro_batch: int
+    recompute: Recompute
     score: float
     days: float
     spent: float
+    close: bool = False
+
+    @property
+    def order(self) -> tuple[float, float, int, int]:
+        """The most promising first; of equal ones the smaller."""
+        assert self.setup.case.gpus is not None
+        return self.score, self.days, self.setup.case.gpus, self.place
+
+
+_Found: TypeAlias = tuple[_Promise, Outcome | str | None]
+"""A candidate with what became of it: None for one without room, a text for one that cannot be."""
 
 
 class Search:
-    """All candidates, one wave after the other, for one wish.
+    """All candidates, the most promising first, for one wish.
 
+    A candidate waits with a bound that costs little. When its turn comes its memory is computed,
+    and a closer bound, with which it waits again; when its turn comes again it is simulated.
     `options` are those within the limits, with their group: the best is wanted, the best of another
     group, and all that none beats in both days and money. `simulated` counts cases, `large` those
-    of them that did not fit after all; `failed` says why others have no figures.
+    that were looked at and have no room; `failed` and `impossible` say why others have no figures.
     """
 
-    def __init__(self, fitting: Sequence[Fitting], wanted: Objective, headroom: float) -> None:
-        """Nothing is simulated yet, but for micro-steps of one GPU."""
+    def __init__(self, setups: Sequence[Setup], wanted: Objective, headroom: float) -> None:
+        """Nothing is simulated yet."""
         self._wanted, self._headroom = wanted, headroom
-        self._promises = list(_promises(fitting, wanted))
-        self._promises.sort(key=lambda one: (one.score, one.days, one.cluster.layout.world_size))
-        self._left = deque(self._promises)
-        self._seen: set[int] = set()
+        group_of = _grouping([setup.case for setup in setups])
+        self._groups = {id(setup): group_of(setup.case) for setup in setups}
+        self._names = {id(setup): display_name(setup.case.cluster) for setup in setups}
+        self._worth = _Worth(wanted)
+        self.impossible: dict[str, str] = {}
+        self._promises = list(self._first_promises(setups))
+        self._queue = [(one.order, one) for one in self._promises]
+        heapify(self._queue)
+        self._done: set[int] = set()
         self._front: list[tuple[float, float]] = []
         self._outside: list[tuple[object, Candidate]] = []
         self.options: list[tuple[object, Candidate]] = []
@@ -256,32 +250,99 @@ class Search:
         self.large = 0
         self.simulated = 0
 
+    def __len__(self) -> int:
+        """How many candidates there are, whether they have room or not."""
+        return len(self._promises)
+
+    def _first_promises(self, setups: Sequence[Setup]) -> Iterator[_Promise]:
+        """All candidates; of what cannot be, only why."""
+        place = 0
+        for setup in setups:
+            for recompute in setup.recomputes:
+                for micro in setup.micro_batches:
+                    steps = setup.samples // micro
+                    try:
+                        least = setup.bound.quick(micro, steps, recompute)
+                    except Co2simError as error:
+                        self._leave_out(setup, error)
+                        continue
+                    score, days, spent = self._worth.least(setup, least)
+                    yield _Promise(
+                        setup=setup,
+                        place=place,
+                        micro_batch=micro,
+                        recompute=recompute,
+                        score=score,
+                        days=days,
+                        spent=spent,
+                    )
+                    place += 1
+
+    def _leave_out(self, setup: Setup, reason: object) -> None:
+        case = setup.case
+        name = f"{strategy_title(case.strategy)} on {case.gpus:,} GPUs"
+        self.impossible.setdefault(name, str(reason))
+
     def run(self, engine: Engine, done: Done | None) -> bool:
         """Look at all cases; False if it was stopped.
 
         What cannot win once those before it in its wave are known does not count, as if one process
         had looked at one case after the other: the answer is the same, however many there are.
         """
-        total = len(self._promises)
+        total = len(self)
         try:
             with opened(engine, total) as pool:
                 size = 1 if pool is None else _WAVE * pool.slots
-                while now := list(islice(self._hopeful(), size)):
-                    for promise, outcome in zip(now, _outcomes(now, pool), strict=True):
+                while wave := self._wave(size):
+                    for promise, found in _with_outcomes(wave, pool):
                         if not self._hopeless(promise):
-                            self._note(promise, outcome)
+                            self._note(promise, found)
                     if done:
-                        done(total - len(self._left), total)
+                        done(total - len(self._queue), total)
         except KeyboardInterrupt:
             return False
         return True
 
-    def _hopeful(self) -> Iterator[_Promise]:
-        """Those that are left, the most promising first, but for the hopeless."""
-        while self._left:
-            one = self._left.popleft()
-            if not self._hopeless(one):
-                yield one
+    def _wave(self, size: int) -> list[_Found]:
+        """What comes next, until so many are to be simulated: "" stands for their outcome."""
+        found: list[_Found] = []
+        while size and self._queue:
+            one = heappop(self._queue)[1]
+            if self._hopeless(one):
+                continue
+            if one.close:
+                found.append((one, ""))
+                size -= 1
+            else:
+                try:
+                    closer = self._closer(one)
+                except Co2simError as error:
+                    found.append((one, str(error)))
+                    continue
+                if closer is None:
+                    found.append((one, None))
+                else:
+                    self._promises[one.place] = closer
+                    heappush(self._queue, (closer.order, closer))
+        return found
+
+    def _closer(self, one: _Promise) -> _Promise | None:
+        """With the closer bound; None without room. Raises Co2simError for what cannot be."""
+        setup = one.setup
+        if not setup.fits(one.micro_batch, one.recompute, self._headroom):
+            return None
+        if setup.open:
+            return replace(one, close=True)
+        steps = setup.samples // one.micro_batch
+        least = setup.bound.close(one.micro_batch, steps, one.recompute)
+        score, days, spent = self._worth.least(setup, least)
+        return replace(
+            one,
+            score=max(score, one.score),
+            days=max(days, one.days),
+            spent=max(spent, one.spent),
+            close=True,
+        )
 
     def lift_limits(self) -> None:
         """Forget the limits; what was left out because of them is looked at again."""
@@ -289,7 +350,9 @@ class Search:
         for group, option in self._outside:
             self._keep(group, option)
         self._outside = []
-        self._left = deque(one for one in self._promises if id(one) not in self._seen)
+        left = [one for one in self._promises if one.place not in self._done]
+        self._queue = [(one.order, one) for one in left]
+        heapify(self._queue)
 
     @property
     def groups(self) -> int:
@@ -310,9 +373,10 @@ class Search:
         for group, option in sorted(self.options, key=rank):
             found.setdefault(group, option)
         least: dict[object, float] = {}
-        for one in self._promises if not self._left else ():
-            if id(one) not in self._seen and not self._outside_limits(one):
-                least[one.group] = min(one.score, least.get(one.group, math.inf))
+        for one in self._promises if not self._queue else ():
+            if one.place not in self._done and not self._outside_limits(one):
+                group = self._groups[id(one.setup)]
+                least[group] = min(one.score, least.get(group, math.inf))
         return [
             option
             for group, option in found.items()
@@ -327,7 +391,9 @@ class Search:
         """
         if self._outside_limits(one):
             return True
-        beaten = max(self._to_beat(one.group), self._best_on_its_cluster(one.case))
+        setup = id(one.setup)
+        on_cluster = self._on_cluster.get(self._names[setup], math.inf)
+        beaten = max(self._to_beat(self._groups[setup]), on_cluster)
         return one.score >= beaten and any(
             days <= one.days and spent <= one.spent for days, spent in self._front
         )
@@ -348,10 +414,6 @@ class Search:
             return first[1]
         return math.inf if second is None else second[1]
 
-    def _best_on_its_cluster(self, case: Case) -> float:
-        """The score of the best option on the cluster of a case, of any size."""
-        return self._on_cluster.get(display_name(case.cluster), math.inf)
-
     def _keep(self, group: object, option: Candidate) -> None:
         """Note an option within the limits."""
         self.options.append((group, option))
@@ -371,9 +433,17 @@ class Search:
         ranked = sorted(known.items(), key=lambda pair: pair[1])
         self._leaders = ranked[0], ranked[1] if len(ranked) > 1 else None
 
-    def _note(self, one: _Promise, outcome: Outcome) -> None:
+    def _note(self, one: _Promise, found: Outcome | str | None) -> None:
+        self._done.add(one.place)
+        if found is None:
+            self.large += 1
+        elif isinstance(found, str):
+            self._leave_out(one.setup, found)
+        else:
+            self._note_outcome(one, found)
+
+    def _note_outcome(self, one: _Promise, outcome: Outcome) -> None:
         self.simulated += 1
-        self._seen.add(id(one))
         if isinstance(outcome, Failure):
             self.failed.append(outcome.reason)
             return
@@ -381,57 +451,64 @@ class Search:
         if not fits(used, room, self._headroom):
             self.large += 1
             return
+        case = one.setup.of(one.micro_batch, one.recompute)
         try:
-            found = totals_of(one.case, outcome, self._wanted.tokens, self._wanted.goal)
+            found = totals_of(case, outcome, self._wanted.tokens, self._wanted.goal)
         except OptionError as error:  # failures leave no time
-            self.failed.append(f"{one.case.title}: {error}")
+            self.failed.append(f"{case.title}: {error}")
             return
         if found is None:
             self.failed.append(f"it is not known what a step of {outcome.strategy} is worth")
             return
-        option = Candidate(case=one.case, cluster=one.cluster, result=outcome, totals=found)
+        cluster = self._worth.cluster(one.setup)
+        option = Candidate(case=case, cluster=cluster, result=outcome, totals=found)
+        group = self._groups[id(one.setup)]
         if option.within(self._wanted):
-            self._keep(one.group, option)
+            self._keep(group, option)
         else:
-            self._outside.append((one.group, option))
+            self._outside.append((group, option))
 
 
-def _promises(fitting: Sequence[Fitting], wanted: Objective) -> Iterator[_Promise]:
-    """Every case with the least that it can take."""
-    floor, group_of = ComputeBound(), _grouping([one.case for one in fitting])
-    loaded: dict[object, tuple[Cluster, int]] = {}
-    factors: dict[object, StepFactor | None] = {}  # micro-batches and recomputation change none
-    for one in fitting:
-        case = one.case
-        key = (display_name(case.cluster), case.gpus)
-        if key not in loaded:
+class _Worth:
+    """What the least time of a step comes to: in score, days and money."""
+
+    def __init__(self, wanted: Objective) -> None:
+        self._wanted = wanted
+        self._clusters: dict[object, Cluster] = {}
+        self._steps: dict[int, tuple[float, Cluster]] = {}
+
+    def cluster(self, setup: Setup) -> Cluster:
+        """That of all its GPUs."""
+        case = setup.case
+        key = display_name(case.cluster), case.gpus
+        if key not in self._clusters:
             assert case.gpus is not None
-            assert isinstance(case.global_batch, int)
-            entries = case.load()
-            tokens = case.global_batch * entries[1].value.tokens
-            loaded[key] = entries[0].value.resized(case.gpus), tokens
-        cluster, tokens = loaded[key]
-        name = strategy_title(case.strategy)
-        alike = key, display_name(case.model), name, case.tp, case.pp
-        if alike not in factors:
-            factors[alike] = step_factor(name, scale_of_case(case), wanted.goal)
-        factor = factors[alike]
-        trained = wanted.tokens * (1.0 if factor is None else factor.factor)
-        computing = trained / floor.tokens_per_s(case) / DAY
-        days = max(computing, trained / tokens * one.link_time / DAY)
+            self._clusters[key] = case.load()[0].value.resized(case.gpus)
+        return self._clusters[key]
+
+    def _of(self, setup: Setup) -> tuple[float, Cluster]:
+        """The steps of a training, and its cluster; micro-batches and recomputation change none."""
+        if id(setup) not in self._steps:
+            case = setup.case
+            name = strategy_title(case.strategy)
+            factor = step_factor(name, scale_of_case(case), self._wanted.goal)
+            trained = self._wanted.tokens * (1.0 if factor is None else factor.factor)
+            tokens = setup.global_batch * case.load()[1].value.tokens
+            self._steps[id(setup)] = trained / tokens, self.cluster(setup)
+        return self._steps[id(setup)]
+
+    def least(self, setup: Setup, least: Least) -> tuple[float, float, float]:
+        """Score, days, and money or GPU-hours."""
+        steps, cluster = self._of(setup)
+        days = steps * least.seconds / DAY * _BELOW
         price, gpus = cluster.price_per_gpu, cluster.layout.world_size
         spent = days * gpus * (24 if price is None else DAY * price)
-        watts = power.all_computing(cluster)  # the least energy: no rank waits
-        energy = 0.0 if watts is None else watts / 1000 * computing * 24
-        score = {"fastest": days, "cheapest": spent, "least-energy": energy}[wanted.want]
-        yield _Promise(
-            case=case,
-            cluster=cluster,
-            group=group_of(case),
-            score=score,
-            days=days,
-            spent=spent,
-        )
+        if self._wanted.want == "fastest":
+            return days, days, spent
+        if self._wanted.want == "cheapest":
+            return spent, days, spent
+        joules = power.least_energy(cluster, least.seconds, least.computing)
+        return (0.0 if joules is None else joules / 3.6e6 * steps * _BELOW), days, spent
 
 
 def _grouping(cases: Sequence[Case]) -> Callable[[Case], object]:
@@ -445,9 +522,16 @@ def _grouping(cases: Sequence[Case]) -> Callable[[Case], object]:
     return lambda case: case.gpus
 
 
-def _outcomes(promises: Sequence[_Promise], pool: Pool | None) -> Sequence[Outcome]:
+def _with_outcomes(wave: Sequence[_Found], pool: Pool | None) -> Iterator[_Found]:
+    """Those of a wave; what is to be simulated has a result, or a failure."""
+    cases = [one.setup.of(one.micro_batch, one.recompute) for one, found in wave if found == ""]
+    outcomes = iter(_outcomes(cases, pool) if cases else ())
+    for one, found in wave:
+        yield one, next(outcomes) if found == "" else found
+
+
+def _outcomes(cases: Sequence[Case], pool: Pool | None) -> Sequence[Outcome]:
     """A result or a failure for each."""
-    cases = [one.case for one in promises]
     try:
         return run_on(pool, cases, progress=False)
     except Interrupted:

@@ -35,6 +35,7 @@ SCRIPTS: dict[str, list[pytest.MarkDecorator]] = {
     "long_study.py": [pytest.mark.dist],
     "overhead.py": [],
     "peers.py": [pytest.mark.lab],
+    "plan_search.py": [],
     "products.py": [],
     "quantization.py": [],
     "required_bandwidth.py": [],

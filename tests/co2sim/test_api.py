@@ -17,7 +17,7 @@ import co2sim
 from co2sim import Case, Noise, OptionError, simulate
 from co2sim.common.errors import ScheduleError
 from co2sim.models.workload import Workload
-from co2sim.prediction.case import OPEN
+from co2sim.prediction.case import OPEN_BATCH
 
 SMALL: dict[str, Any] = {
     "cluster": "a100-tcp80",
@@ -71,7 +71,7 @@ def test_the_signature_of_simulate_names_every_field_of_a_case() -> None:
     wanted = {f.name for f in fields(Case)} | {f.name for f in fields(Noise)}
     assert set(found) == wanted | {"progress"}
     assert all(p.annotation is not inspect.Parameter.empty for p in found.values())
-    defaults = {f.name: f.default for f in fields(Case)} | OPEN
+    defaults = {f.name: f.default for f in fields(Case)} | OPEN_BATCH
     for name in ("micro_batch", "recompute", "optimizer", "fold", "gpus", "rounds", "precision"):
         assert found[name].default == defaults[name]
     documented = inspect.getdoc(simulate) or ""

@@ -9,6 +9,7 @@ from co2sim.prediction.totals import Totals, knee, spent
 from co2sim.report.text.totals import TRADE, amount, in_short, in_words, trade
 from co2sim.studies.candidates import Candidate, Objective, Space, command_of, with_tokens
 from co2sim.studies.grid import display_name, offer_name
+from co2sim.studies.meshes import Mesh
 from co2sim.studies.plan import Recommendation
 from co2sim.studies.sensitivity import BreakEven, Sensitivity
 
@@ -113,6 +114,8 @@ def turning(turns: Sequence[BreakEven]) -> list[str]:
 def _told(option: Candidate) -> str:
     case, found = option.case, option.totals
     text = f"{named(option)}, micro-batch {case.micro_batch} x {option.result.accumulation}"
+    divided = str(Mesh.read(case))
+    text += f", {divided}" if divided else ""
     text += f", recompute {case.recompute}" if case.recompute != "none" else ""
     return f"{text}: {in_words(found, option.result.unit)}"
 
@@ -204,8 +207,8 @@ def nothing(found: Recommendation) -> str:
 def looked(space: Space, found: Recommendation) -> Iterator[str]:
     """What was looked at, and what was taken for granted."""
     yield (
-        f"{found.candidates:,} candidates fit in memory with {space.headroom:.0%} to spare,"
-        f" {found.large:,} do not; {found.simulated:,} were simulated, the others"
+        f"{found.candidates:,} candidates: {found.large:,} of the most promising do not leave"
+        f" {space.headroom:.0%} of the memory free, {found.simulated:,} were simulated, the others"
         f" {'were not looked at' if found.interrupted else 'cannot win'}"
     )
     if found.unsearched:
@@ -292,6 +295,7 @@ def _option(option: Candidate, wanted: Objective) -> dict[str, Any]:
         "micro_batch": case.micro_batch,
         "accumulation": option.result.accumulation,
         "recompute": case.recompute,
+        **asdict(Mesh.read(case)),
         "totals": asdict(option.totals),
         "command": in_full(option, wanted),
         "result": option.result.to_dict(),

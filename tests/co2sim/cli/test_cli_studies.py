@@ -68,9 +68,7 @@ def test_the_picture_shows_intervals_and_published_cells_and_only_what_fits() ->
     first, second = spec["hconcat"]
     marks = [layer["mark"]["type"] for layer in first["layer"]]
     assert marks == ["area", "line", "point", "point"]
-    band, line, fits, star = (
-        spec["datasets"][layer["data"]["name"]] for layer in first["layer"]
-    )
+    band, line, fits, star = (spec["datasets"][layer["data"]["name"]] for layer in first["layer"])
     assert [row["value"] for row in line] == [r.tokens_per_s_per_gpu for r in results[1:4]]
     assert [row["gpus"] for row in fits] == [64, 8, 64]
     assert star == [{"strategy": "ddp", "gpus": 32, "value": 1000.0}]

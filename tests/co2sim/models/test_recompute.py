@@ -497,7 +497,7 @@ def test_a_plan_tries_them(pp: int) -> None:
     base = replace(base, global_batch=64)
     kinds = ("none", "full/2", "norms+mlp")
     space = Space(base, ("dgx-h100",), ("fsdp",), 16, (1,), kinds)
-    found = [one.case for one in candidates(space).fitting]
+    found = list(candidates(space).cases(space.headroom))
     assert {one.recompute for one in found} >= {"full/2", "norms+mlp"}
     with pytest.raises(OptionError, match="given twice"):
         candidates(replace(space, recomputes=("mlp+norms", "norms+mlp")))

@@ -13,6 +13,7 @@ from co2sim.common.errors import OptionError
 from co2sim.models.architecture import Experts, Transformer, language_model
 from co2sim.models.workload import Workload
 from co2sim.prediction import driver
+from co2sim.prediction.bounds import Shared, StepBound
 from co2sim.prediction.case import Case, LoadedCase, schedule_of
 from co2sim.schedule.schedule import (
     Collective,
@@ -24,7 +25,6 @@ from co2sim.schedule.schedule import (
     replicas_of_experts,
 )
 from co2sim.strategies import parse
-from co2sim.studies.plan import ComputeBound
 
 BODY = Transformer(
     layers=3,
@@ -329,14 +329,15 @@ def test_the_training_of_deepseek_v3_is_in_the_interval() -> None:
 
 
 def test_a_candidate_with_experts_is_no_faster_than_its_own_computation() -> None:
-    """On as few GPUs as divide the experts."""
+    """Nor than the closer bound, which counts what its strategy adds."""
     job = Case(
         cluster="dgx-b200", model="qwen3-30b-a3b", strategy="zero1", ep=8, stack="megatron-core"
     )
-    alone = ComputeBound().tokens_per_s(replace(job, gpus=64, micro_batch=4))
     for strategy in ("zero1", "fsdp"):
+        bound = StepBound(replace(job, strategy=strategy, gpus=64, accumulation=1), Shared())
         case = replace(job, strategy=strategy, gpus=64, micro_batch=4, accumulation=4)
-        assert driver.run(case).tokens_per_s <= alone * (1 + 1e-9)
+        step = driver.run(case).step_time_s * (1 + 1e-9)
+        assert bound.quick(4, 4, "none").seconds <= bound.close(4, 4, "none").seconds <= step
 
 
 def test_experts_are_less_sure_and_a_host_that_limits_is_named() -> None:

@@ -5,6 +5,7 @@ import math
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from co2sim.prediction.totals import totals, totals_of
 from co2sim.studies import plan as search_module
 from co2sim.studies.candidates import Candidate, Objective, Space, Want, candidates
 from co2sim.studies.grid import display_name, offer_name, offer_names, strategy_title
+from co2sim.studies.meshes import OPEN, Axes, Mesh
 from co2sim.studies.plan import Recommendation, front, plan
 from co2sim.studies.sensitivity import break_even
 
@@ -88,7 +90,7 @@ def space_of(*clusters: Cluster, **changes: Any) -> Space:
 def brute_force(space: Space, wanted: Objective) -> list[Candidate]:
     """All candidates within the limits, each simulated."""
     found = []
-    for case in (one.case for one in candidates(space).fitting):
+    for case in candidates(space).cases(space.headroom):
         result = driver.run(case)
         cluster = case.load()[0].value.resized(result.gpus)
         total = totals(result, cluster, wanted.tokens, wanted.goal)
@@ -171,6 +173,7 @@ def test_it_finds_the_best_pipeline(job: dict[str, Any], offers: tuple[str, str]
         gpus=[8, 24] if "pp" not in job else [8 * job["pp"]],
         micro_batches=(2, 4),
         recomputes=("none", "full"),
+        axes=Axes.fixed(Case(cluster="", model="gpt2-small", strategy="", **job)),
     )
     wanted = Objective(want="cheapest", tokens=1e9)
     every, found = brute_force(space, wanted), plan(space, wanted)
@@ -191,10 +194,67 @@ def test_gpus_that_divide_a_sequence_train_on_the_same_samples(offers: tuple[str
         clusters=offers[:1],
         strategies=("zero1",),
         gpus=[8],
+        axes=Axes(tp=(1,), pp=(1,)),
     )
     found = plan(space, Objective(want="cheapest", tokens=1e9))
     assert found.choice
     assert found.choice.case.micro_batch * found.choice.result.accumulation == 1
+
+
+RANDOM = {
+    "cluster": ("dgx-h100", "a100-tcp80", "p4d.24xlarge"),
+    "stack": ("", "megatron-core", "torchtitan-eager"),
+    "model": ("gpt2-small", "llama3.2-1b", "tinyllama-1.1b"),
+}
+"""Of random offers."""
+
+
+def random_space(chance: Random) -> Space:
+    """A small one: one offer at one size, with what divides the model left open in part."""
+    cluster, stack, model = (chance.choice(RANDOM[name]) for name in RANDOM)
+    rate = chance.choice([10, 50, 400, 1600])
+    strategies = ["zero1", "ddp", "zero2", "fsdp", "fsdp:shard=node,reduce=bf16", "zero3"]
+    return Space(
+        job=Case(
+            cluster="",
+            model=model,
+            strategy="",
+            stack=stack,
+            global_batch=chance.choice([32, 64, 128]),
+            overrides={"inter.bandwidth": f"{rate} Gbit/s"},
+        ),
+        clusters=(cluster,),
+        strategies=tuple(chance.sample(strategies, 2)),
+        gpus=[chance.choice([8, 16, 32])],
+        micro_batches=tuple(sorted(chance.sample([1, 2, 4], 2))),
+        recomputes=("none", chance.choice(["full", "full/2", "norms"])),
+        axes=Axes(
+            tp=tuple(sorted(chance.sample([1, 2, 4], 2))),
+            pp=tuple(sorted(chance.sample([1, 2, 4], 2))),
+            interleave=(1, 2),
+        ),
+        headroom=chance.choice([0.1, 0.8]),
+    )
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(n, marks=[] if n < 4 else pytest.mark.nightly) for n in range(50)],
+)
+def test_it_chooses_of_a_random_offer_what_exhaustive_search_does(seed: int) -> None:
+    """The same candidate, or one that is as fast; with few of them simulated."""
+    space = random_space(Random(seed))  # noqa: S311 - offers are no secret
+    wanted = Objective(want="fastest", tokens=1e10)
+    every = brute_force(space, wanted)
+    found = plan(space, wanted)
+    if not every:
+        assert found.choice is None
+        return
+    assert found.choice
+    assert found.choice.totals.days == min(one.totals.days for one in every)
+    chosen = [one.case for one in every if one.totals.days == found.choice.totals.days]
+    assert found.choice.case in chosen
+    assert found.simulated <= found.candidates
 
 
 # --- what would change it -----------------------------------------------------------------------
@@ -341,7 +401,7 @@ def test_local_updates_of_one_worker_are_no_candidate() -> None:
     job = Case(cluster="dgx-h100", model="gpt2-small", strategy="ddp", global_batch=64)
     strategies = ("local_sgd:tau=12,worker=node",)
     found = candidates(Space(job=job, clusters=("dgx-h100",), strategies=strategies, gpus="8,16"))
-    assert {one.case.gpus for one in found.fitting} == {16}
+    assert {one.case.gpus for one in found.setups} == {16}
     assert "one worker" in found.impossible["local_sgd(tau=12, worker=node) on 8 GPUs"]
 
 
@@ -379,3 +439,56 @@ def test_the_answer_names_the_best_trade_of_the_front(
     if found["best_trade"]:
         (line,) = [text for text in found["answer"] if "best trade" in text]
         assert f"{least['gpus']} GPUs" in line
+
+
+# --- what divides the model -----------------------------------------------------------------------
+
+
+def meshes(model: str, strategy: str, gpus: int, axes: Axes = OPEN, **job: Any) -> set[str]:
+    """What is tried, as texts."""
+    given = {"global_batch": 512} | job
+    case = Case(cluster="dgx-h100", model=model, strategy=strategy, **given)
+    space = Space(job=case, clusters=("dgx-h100",), strategies=(strategy,), gpus=[gpus], axes=axes)
+    return {str(Mesh.read(one.case)) for one in candidates(space).setups}
+
+
+def test_published_layouts_are_tried() -> None:
+    """NeMo's of Llama 3 70B and 405B, and experts on all GPUs of a node."""
+    assert "tp 4 + sp, cp 2, pp 4 x 5 chunks" in meshes("llama3-70b", "zero1", 128)
+    assert "tp 8 + sp, cp 2, pp 9 x 7 chunks" in meshes(
+        "llama3-405b", "zero1", 2304, global_batch=1008
+    )
+    assert "ep 8" in meshes("qwen3-30b-a3b", "fsdp", 64)
+
+
+def test_what_a_user_gives_is_all_that_is_tried() -> None:
+    """One number or several; what the job says holds, too."""
+    given = Axes(tp=(2, 4), cp=(1,), pp=(1,), sequence_parallel=False)
+    assert meshes("llama3-8b", "zero1", 16, given) == {"tp 2", "tp 4"}
+    assert meshes("llama3-8b", "fsdp", 16, tp=4, cp=2) == {"tp 4 + sp, cp 2"}
+
+
+def test_local_updates_are_tried_with_data_parallelism_alone() -> None:
+    """Unless a user gives more."""
+    strategy = "local_sgd:tau=12,worker=node"
+    assert meshes("llama3-8b", strategy, 16) == {""}
+    assert meshes("llama3-8b", strategy, 16, Axes(tp=(2,))) == {"tp 2 + sp"}
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [({"tp": (0,)}, "tp is 0"), ({"pp": (2, 2)}, "pp is 2, 2"), ({"ep": ()}, "ep is empty")],
+)
+def test_numbers_that_cannot_be_are_refused(axes: dict[str, Any], message: str) -> None:
+    """With what was given."""
+    with pytest.raises(OptionError, match=message):
+        Axes(**axes)
+
+
+def test_what_no_gpus_fill_is_no_candidate_and_says_why() -> None:
+    """Groups of experts that a stage has no GPUs for; nothing else is left."""
+    case = Case(cluster="dgx-h100", model="qwen3-30b-a3b", strategy="", global_batch=512)
+    axes = Axes(tp=(1,), cp=(1,), ep=(64,), pp=(2,))
+    space = Space(job=case, clusters=("dgx-h100",), strategies=("zero1",), gpus=[64], axes=axes)
+    with pytest.raises(OptionError, match="zero1 on 64 GPUs"):
+        plan(space, Objective(want="fastest", tokens=1e9))

@@ -1,0 +1,423 @@
+"""The least time of a step, without the engine: what the search of a plan leaves candidates out by.
+
+The engine gives every op its time alone at least, and an op waits for those before it on its stream
+and for those that it names. So no step ends before any of these has:
+
+- all micro-steps: passes, and the exchanges between them that a pass waits for;
+- what else is on the stream of the passes, such as the optimizer, and collectives that nothing on
+  that stream lies beside, such as the reduction of the last gradients;
+- where computing slows beside collectives, what these cost it that are not waited for;
+- the collectives of a stream, one after the other;
+- all passes but the last backward one, and from its begin on what the strategy adds, in a chain;
+- in a pipeline the passes in their order (`pipeline.ends`), with the above behind the last one.
+
+What a strategy adds is taken from its schedule of one micro-step and of two, of one sample each,
+which candidates of all micro-batches and recomputations share. It is 0 for a strategy of a user's
+own, for a cluster that is one machine, and for local updates but for their collectives.
+`tests/co2sim/prediction/test_bounds.py` compares with the engine.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from co2sim.common.units import Bytes, Seconds
+from co2sim.hardware.cluster import Cluster
+from co2sim.models.memory import activations
+from co2sim.models.recompute import recomputation
+from co2sim.models.workload import Workload
+from co2sim.prediction.case import Case, LoadedCase, of_strategy
+from co2sim.prediction.pipeline import (
+    PassTimes,
+    Pipeline,
+    between_stages,
+    ends,
+    pass_times,
+    sent_on,
+)
+from co2sim.prediction.pipeline_order import layer_counts, stage_cluster, stage_of
+from co2sim.schedule.schedule import Collective, Compute, Op
+from co2sim.schedule.tensor_parallel import TENSOR, data_parallel_layout
+from co2sim.simulation.collective_cost import cost_of, traffic
+from co2sim.simulation.compute_cost import work_time
+from co2sim.simulation.expected_slowdown import expected_slowest
+from co2sim.simulation.noise import QUIET
+from co2sim.simulation.token_bucket import shapers
+from co2sim.strategies import STRATEGIES, LocalSteps, parse
+from co2sim.strategies.step import COMPUTE
+
+_PASSES = {"forward", "backward", "recompute"}
+
+
+class Least(NamedTuple):
+    """Of a step: its time, and that in which a GPU computes, without waiting for exchanges."""
+
+    seconds: Seconds
+    computing: Seconds
+
+
+class Passes(NamedTuple):
+    """Running sums over the blocks, from 0 on, of one entry more than there are blocks.
+
+    Passes with their exchanges forward and backward; and of both computing, exchanges beside it,
+    and those that a pass waits for.
+    """
+
+    forward: Sequence[Seconds]
+    backward: Sequence[Seconds]
+    computing: Sequence[Seconds]
+    beside: Sequence[Seconds]
+    blocking: Sequence[Seconds]
+
+    @classmethod
+    def of(cls, job: Workload, cluster: Cluster) -> "Passes":
+        """Those of one GPU's share of a job. Of exchanges on one machine nothing is known."""
+        known: dict[int, PassTimes] = {}
+        alone = cache(lambda work: cost_of(work, cluster).duration_alone(cluster))
+        rows: list[tuple[Seconds, ...]] = []
+        for work in job.share.works():
+            for one in (work.forward, work.backward):
+                if id(one) not in known:
+                    free = cluster.host is not None
+                    known[id(one)] = pass_times(one, cluster, job.precision, free=free, alone=alone)
+            there, back = known[id(work.forward)], known[id(work.backward)]
+            both = (one + other for one, other in zip(there, back, strict=True))
+            rows.append((there.took, back.took, *both))
+        return cls(*(tuple(accumulate(column, initial=0.0)) for column in zip(*rows, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Added:
+    """What a strategy adds to the passes of a round, in seconds.
+
+    `fixed` is on their stream, `waits` is when that waits for others, `busy` is the longest other
+    stream of collectives. `chain` is from the begin of the last backward pass until the next round
+    computes, if passes took no time. `local` steps are in the round.
+    """
+
+    fixed: Seconds
+    waits: Seconds
+    busy: Seconds
+    chain: Seconds = 0.0
+    local: int = 1
+
+    def more(self, other: "_Added", times: int) -> "_Added":
+        """With what `other`, of one micro-step more, has more, several times."""
+        pairs = ((getattr(self, name), getattr(other, name)) for name in ("fixed", "waits", "busy"))
+        fixed, waits, busy = (one + times * max(0.0, two - one) for one, two in pairs)
+        return _Added(fixed, waits, busy, self.chain, self.local)
+
+
+_NOTHING = _Added(0.0, 0.0, 0.0)
+
+
+def added(prepared: LoadedCase) -> _Added:
+    """Of a schedule, whatever its micro-steps have: see the module."""
+    schedule, cluster = prepared.schedule, prepared.cluster
+    own = type(prepared.strategy) in STRATEGIES.values()
+    if not own or cluster.host is not None or any(shapers(cluster)[1:]):
+        return _NOTHING
+    if isinstance(prepared.strategy, LocalSteps):
+        sent = traffic(schedule, cluster)
+        far = sent.wan / cluster.wan.payload_bandwidth if cluster.wan else 0.0
+        busy = max(sent.nic / cluster.inter.payload_bandwidth, far)
+        return _Added(0.0, 0.0, busy, local=schedule.steps)
+    known = [
+        0.0 if isinstance(work, Compute) and work.kernel in _PASSES else _alone(work, prepared)
+        for work in schedule.works
+    ]
+    seconds = [known[number] for number in schedule.work_numbers]
+    streams: dict[str, Seconds] = {}
+    for op, time in zip(schedule.body, seconds, strict=True):
+        streams[op.stream] = streams.get(op.stream, 0.0) + time
+    busy = max((t for name, t in streams.items() if name not in {COMPUTE, TENSOR}), default=0.0)
+    waits, chain = _waits(schedule.body, seconds), _chain(schedule.body, seconds)
+    return _Added(streams[COMPUTE], waits, busy, chain)
+
+
+def _alone(work: Compute | Collective, prepared: LoadedCase) -> Seconds:
+    """Of an op that no other slows down."""
+    cluster = prepared.cluster
+    if isinstance(work, Collective):
+        return cost_of(work, cluster).duration_alone(cluster)
+    return work_time(work, cluster, prepared.precision)
+
+
+def _waits(body: Sequence[Op], seconds: Sequence[Seconds]) -> Seconds:
+    """How long the stream of the passes waits in a round, between two of its ops in a row.
+
+    That is a chain of ops of other streams that begins behind the first and that the second waits
+    for. Where exchanges of a pass lie between, which take longer with more samples, it is not
+    counted. The second of two rounds counts.
+    """
+    found: list[Seconds] = []
+    behind: dict[tuple[int, str], tuple[int, Seconds]] = {}  # the last main op, and how far behind
+    before: dict[str, tuple[int, str]] = {}  # of each stream, the last op
+    main, exchanged = -1, False
+    for turn in (0, 1):
+        found = []
+        for place, op in enumerate(body):
+            key = turn, op.name
+            waits = [(turn - wait.rounds_ago, wait.op) for wait in op.after]
+            waits += [before[op.stream]] if op.stream in before else []
+            chains = [behind[wait] for wait in waits if wait in behind]
+            last = max((anchor for anchor, _ in chains), default=-1)
+            distance = max((far for anchor, far in chains if anchor == last), default=0.0)
+            if op.stream == COMPUTE:
+                if last == main and not exchanged:
+                    found.append(distance)
+                main, exchanged = turn * len(body) + place, False
+                behind[key] = main, 0.0
+            else:
+                exchanged = exchanged or op.stream == TENSOR
+                behind[key] = last, distance + seconds[place]
+            before[op.stream] = key
+    return sum(found)
+
+
+def _chain(body: Sequence[Op], seconds: Sequence[Seconds]) -> Seconds:
+    """From the begin of the last backward pass of a round until the next one computes.
+
+    The longest chain of ops that begins with one of its passes, which take no time here.
+    """
+    behind: dict[tuple[int, str], Seconds] = {}
+    before: dict[str, tuple[int, str]] = {}
+    forward = max(n for n, op in enumerate(body) if _kernel(op) == "forward")
+    for turn in (0, 1):
+        for place, op in enumerate(body):
+            waits = [(turn - wait.rounds_ago, wait.op) for wait in op.after]
+            waits += [before[op.stream]] if op.stream in before else []
+            before[op.stream] = turn, op.name
+            chains = [behind[wait] for wait in waits if wait in behind]
+            if turn and op.stream == COMPUTE:
+                return max(chains, default=0.0)
+            if place > forward and not turn and _kernel(op) in _PASSES:
+                chains.append(0.0)
+            if chains:
+                took = 0.0 if op.stream == TENSOR else seconds[place]
+                behind[turn, op.name] = max(chains) + took
+    return 0.0
+
+
+def _kernel(op: Op) -> str:
+    return op.work.kernel if isinstance(op.work, Compute) else ""
+
+
+class Shared:
+    """What steps of many layouts have in common. All have one model and one stack."""
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self._passes: dict[object, Passes] = {}
+        self._jobs: dict[object, Workload] = {}
+
+    def job(self, case: Case, cluster: Cluster, whole: Cluster) -> Workload:
+        """What a GPU does in a micro-step of one sample, in all stages of a pipeline together."""
+        key = whole.name, case.tp, case.sequence_parallel, case.cp, case.ep, _far(case, cluster)
+        if key not in self._jobs:
+            self._jobs[key] = case.job().share
+        return self._jobs[key]
+
+    def passes(
+        self, case: Case, job: Workload, cluster: Cluster, micro_batch: int, recompute: str
+    ) -> Passes:
+        """Of all blocks; exchanges inside a node are the same on any number of nodes."""
+        key = (
+            *(cluster.name, case.tp, case.sequence_parallel, case.cp, case.ep),
+            *(_far(case, cluster), micro_batch, recompute),
+        )
+        if key not in self._passes:
+            one = replace(job, micro_batch=micro_batch, recompute=recompute)
+            self._passes[key] = Passes.of(one, cluster)
+        return self._passes[key]
+
+
+def _far(case: Case, cluster: Cluster) -> object:
+    """What the exchanges of a pass depend on besides the kind of cluster."""
+    g = cluster.gpus_per_node
+    inside = max(case.tp * case.cp, case.ep) <= g
+    return g if inside else cluster.layout
+
+
+class StepBound:
+    """The least time of steps of one layout: cluster, GPUs, strategy and what these divide.
+
+    The case has one micro-step of one sample, without recomputation, and no global batch. Raises
+    Co2simError for a case that cannot be.
+    """
+
+    def __init__(self, case: Case, shared: Shared) -> None:
+        self.case, self._shared = case, shared
+        whole = case.load()[0].value
+        self._whole = whole.resized(case.gpus) if case.gpus is not None else whole
+        self._cluster = stage_cluster(self._whole, case.pp) if case.pp > 1 else self._whole
+        self._job = shared.job(case, self._cluster, self._whole)
+        self._layers = len(self._job.model.blocks) - 2
+        strategy = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
+        self._strategy = strategy
+        own = type(strategy) in STRATEGIES.values() and self._whole.host is None
+        spreads = own and self._cluster.nodes > 1
+        spread, nodes = self._cluster.node_spread, self._cluster.nodes
+        self._slowdown = expected_slowest(spread, nodes) if spreads else 1.0
+        self._known = case.noise == QUIET
+        beside = self._whole.interference if own else 0.0
+        self._slower = beside / (1 + beside)
+        self._between = 0.0
+        if case.pp > 1:
+            self._counts = layer_counts(self._layers, case.pp, case.interleave)
+            self._between = between_stages(self._whole, self._cluster, sent_on(case, self._job))
+        self._stages_of: dict[tuple[int, str], _Stages] = {}
+        self._adds: dict[int, _Added] = {}
+
+    def quick(self, micro_batch: int, steps: int, recompute: str) -> Least:
+        """Of the passes alone, those of a pipeline one after the other."""
+        if not self._known:
+            return Least(0.0, 0.0)
+        stages = self._stages(micro_batch, recompute)
+        first = self._step(stages, steps, _NOTHING)
+        longest = ahead = 0.0
+        for there, back in zip(stages.forward, stages.backward, strict=True):
+            longest = max(longest, ahead + steps * (sum(there) + sum(back)))
+            ahead += there[0] + back[0] + 2 * self._between
+        return Least(max(longest, first), steps * stages.computing)
+
+    def close(self, micro_batch: int, steps: int, recompute: str) -> Least:
+        """With what the strategy adds. Raises Co2simError where it cannot be used."""
+        if not self._known:
+            return Least(0.0, 0.0)
+        stages = self._stages(micro_batch, recompute)
+        step = self._step(stages, steps, self._more(steps))
+        if self.case.pp > 1:
+            pipeline = Pipeline(self.case.pp, self.case.interleave, steps)
+            ended = ends(pipeline, stages.forward, stages.backward, self._between)[0]
+            passes = steps * (sum(stages.forward[0]) + sum(stages.backward[0]))
+            step = ended + max(0.0, step - passes)
+        return Least(step, steps * stages.computing)
+
+    def _step(self, stages: "_Stages", steps: int, more: _Added) -> Seconds:
+        """Of the first stage alone."""
+        passes = steps * (sum(stages.forward[0]) + sum(stages.backward[0]))
+        computing, beside, blocking = (steps * one for one in stages.first)
+        busy = more.busy / more.local
+        share = self._slower
+        main = max(passes, self._slowdown * computing + share * beside + blocking)
+        main += self._slowdown * more.fixed + more.waits
+        if more.local == 1:
+            main += share * max(0.0, busy - more.waits - blocking - beside)
+        chained = passes - sum(stages.backward[0]) + more.chain
+        return max(main, busy, chained)
+
+    def _stages(self, micro_batch: int, recompute: str) -> "_Stages":
+        """The passes of a micro-step on each stage, over each chunk of its layers."""
+        key = micro_batch, recompute
+        if key not in self._stages_of:
+            self._stages_of[key] = self._made(micro_batch, recompute)
+        return self._stages_of[key]
+
+    def _made(self, micro_batch: int, recompute: str) -> "_Stages":
+        case, every = self.case, recomputation(recompute).every
+        cuts = [0, len(self._job.model.blocks)]
+        if case.pp > 1:  # the embedding comes first, the head last
+            cuts = [0, *(1 + count for count in accumulate(self._counts[:-1])), cuts[-1]]
+            if every > 1:
+                return self._one_by_one(micro_batch, every, cuts)
+        all_ = self._shared.passes(case, self._job, self._cluster, micro_batch, recompute)
+        parts = list(pairwise(cuts))
+        there, back, computing, beside, blocking = (
+            [column[end] - column[start] for start, end in parts] for column in all_
+        )
+        chunks = [
+            (tuple(there[stage :: case.pp]), tuple(back[stage :: case.pp]))
+            for stage in range(case.pp)
+        ]
+        first = tuple(sum(column[:: case.pp]) for column in (computing, beside, blocking))
+        return _Stages([one[0] for one in chunks], [one[1] for one in chunks], first)
+
+    def _one_by_one(self, micro_batch: int, every: int, cuts: Sequence[int]) -> "_Stages":
+        """Where every so many layers of a stage are made again, as if it were a model."""
+        again, plain = (
+            self._shared.passes(self.case, self._job, self._cluster, micro_batch, recompute)
+            for recompute in ("full", "none")
+        )
+        blocks, parts = self._job.model.blocks, list(pairwise(cuts))
+        sums = list[list[list[Seconds]]]()
+        for stage in range(self.case.pp):
+            layer, of_stage = 0, list[list[Seconds]]()
+            for start, end in parts[stage :: self.case.pp]:
+                of_chunk = [0.0] * len(plain)
+                for place in range(start, end):
+                    inside = bool(blocks[place].boundary_bytes) and not blocks[place].logits
+                    layer += inside
+                    taken = again if inside and layer % every == 0 else plain
+                    for number, column in enumerate(taken):
+                        of_chunk[number] += column[place + 1] - column[place]
+                of_stage.append(of_chunk)
+            sums.append(of_stage)
+        first = tuple(sum(one[number] for one in sums[0]) for number in (2, 3, 4))
+        forward, backward = ([[one[way] for one in stage] for stage in sums] for way in (0, 1))
+        return _Stages(forward, backward, first)
+
+    def _more(self, steps: int) -> _Added:
+        """Of a number of micro-steps: all in the midst add as much."""
+        if steps < _ALL_KINDS:
+            return self._added_of(steps)
+        two = self._added_of(2)
+        if two == self._added_of(1):
+            return two
+        return two.more(self._added_of(_ALL_KINDS), steps - 2)
+
+    def _added_of(self, steps: int) -> _Added:
+        if steps not in self._adds:
+            one = self.first if steps == 1 else self.case.stage(0, micro_steps=steps)
+            self._adds[steps] = added(one)
+        return self._adds[steps]
+
+    @cached_property
+    def first(self) -> LoadedCase:
+        """The case with one micro-step; of a pipeline its first stage."""
+        return self.case.stage(0, micro_steps=1)
+
+    def memory(self, micro_batch: int, steps: int, recompute: str) -> Bytes:
+        """The least that a GPU of the first stage takes: states and activations.
+
+        Raises Co2simError for what the strategy, or the order of passes, does not allow.
+        """
+        case, held = self.case, 1.0
+        job = replace(
+            self._first_job, micro_batch=micro_batch, accumulation=steps, recompute=recompute
+        )
+        if case.pp > 1:
+            pipeline = Pipeline(case.pp, case.interleave, steps)
+            held = pipeline.held(0, self._counts[:: case.pp])
+        layout = data_parallel_layout(self._cluster.layout, case.tp)
+        items = of_strategy(self._strategy, self._strategy.memory, job, layout)
+        return sum(items.values()) + sum(activations(job, held).values())
+
+    @cached_property
+    def _first_job(self) -> Workload:
+        case = self.case
+        if case.pp == 1:
+            return self._job
+        return stage_of(self._job, 0, case.pp, case.interleave)
+
+
+_ALL_KINDS = 3
+"""Micro-steps: the first, one in the midst, and the last."""
+
+
+class _Stages(NamedTuple):
+    """The passes of a micro-step: forward and backward by stage and chunk.
+
+    `first` is computing of the first stage, and the exchanges beside it and those it waits for.
+    """
+
+    forward: Sequence[Sequence[Seconds]]
+    backward: Sequence[Sequence[Seconds]]
+    first: Sequence[Seconds]
+
+    @property
+    def computing(self) -> Seconds:
+        """Of the first stage."""
+        return self.first[0]

@@ -1,0 +1,124 @@
+"""The least time of a step is no more than what the engine gives, and is close to it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import example, given, reject, settings
+from hypothesis import strategies as st
+
+from co2sim.common.errors import Co2simError
+from co2sim.prediction import driver
+from co2sim.prediction.bounds import Shared, StepBound
+from co2sim.prediction.case import Case
+from co2sim.prediction.power import least_energy, power
+from co2sim.prediction.result import Result
+
+FEW = settings(max_examples=settings.default.max_examples // 16)
+STRATEGIES = [
+    *("ddp", "zero1", "zero1:shard=node", "zero2", "zero3", "zeropp"),
+    *("fsdp", "fsdp:reduce=bf16", "fsdp:shard=node", "fsdp:sync=last"),
+    *("fsdp:reshard_after_forward=false", "fsdp:version=1,clip=false"),
+    *("local_sgd:tau=4,worker=node", "co2:tau=2,delay=1,fragments=2,worker=node"),
+]
+_ROUNDING = 1 + 1e-9
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Small ones, of all that bounds know."""
+    tp, pp = draw(st.sampled_from([1, 1, 2, 4])), draw(st.sampled_from([1, 1, 2, 4]))
+    chunks = draw(st.sampled_from([1, 2])) if pp > 1 else 1
+    steps = draw(st.integers(1, 9))
+    return Case(
+        cluster=draw(st.sampled_from(["dgx-h100", "a100-tcp80", "dgx-b200"])),
+        model=draw(st.sampled_from(["gpt2-small", "tinyllama-1.1b"])),
+        strategy=draw(st.sampled_from(STRATEGIES)),
+        stack=draw(st.sampled_from(["", "megatron-core", "torchtitan-eager", "deepspeed-2023"])),
+        gpus=draw(st.sampled_from([8, 16, 32])),
+        micro_batch=draw(st.sampled_from([1, 2, 8])),
+        accumulation=steps * pp if chunks > 1 else steps,
+        recompute=draw(st.sampled_from(["none", "full", "full/2", "activation"])),
+        tp=tp,
+        sequence_parallel=tp > 1 and draw(st.booleans()),
+        cp=draw(st.sampled_from([1, 1, 2])),
+        pp=pp,
+        interleave=chunks,
+        overrides={"inter.bandwidth": f"{draw(st.sampled_from([5, 100, 1600]))} Gbit/s"},
+    )
+
+
+def bound_of(case: Case) -> StepBound:
+    """That of all micro-batches of a case."""
+    return StepBound(replace(case, micro_batch=1, accumulation=1, recompute="none"), Shared())
+
+
+def result_of(case: Case) -> Result:
+    """Its figures; what cannot be is no example."""
+    try:
+        return driver.run(case)
+    except Co2simError:
+        reject()
+
+
+@FEW
+@given(case=cases())
+@example(
+    Case(
+        cluster="dgx-h100",
+        model="tinyllama-1.1b",
+        strategy="fsdp:sync=last",
+        gpus=16,
+        accumulation=7,
+    )
+)
+def test_no_step_is_shorter(case: Case) -> None:
+    """By passes alone, nor with what the strategy adds, which is more."""
+    found = result_of(case)
+    size = int(case.micro_batch), case.accumulation or 1, case.recompute
+    bound = bound_of(case)
+    quick, close = bound.quick(*size), bound.close(*size)
+    assert 0 < quick.seconds <= found.step_time_s * _ROUNDING
+    assert quick.seconds <= close.seconds * _ROUNDING
+    assert close.seconds <= found.step_time_s * _ROUNDING
+
+
+@FEW
+@given(case=cases())
+def test_no_memory_is_smaller(case: Case) -> None:
+    """States and activations are a part of what a GPU takes."""
+    found = result_of(case)
+    size = int(case.micro_batch), case.accumulation or 1, case.recompute
+    assert bound_of(case).memory(*size) <= found.memory_bytes_per_gpu["total"] * _ROUNDING
+
+
+@FEW
+@given(case=cases())
+def test_no_step_takes_less_energy(case: Case) -> None:
+    """A GPU that waits draws its idle power."""
+    case = replace(case, cluster="dgx-h100", pp=1, interleave=1)
+    found = result_of(case)
+    cluster = case.load()[0].value.resized(found.gpus)
+    size = int(case.micro_batch), case.accumulation or 1, case.recompute
+    least = least_energy(cluster, *bound_of(case).close(*size))
+    watts = power(found, cluster)
+    assert least is not None
+    assert watts is not None
+    assert least <= watts * found.step_time_s * _ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("job", "share"),
+    [
+        ({"strategy": "zero1", "accumulation": 4}, 0.99),
+        ({"strategy": "fsdp", "accumulation": 4}, 0.95),
+        ({"strategy": "zero1", "accumulation": 8, "tp": 4, "pp": 2}, 0.98),
+    ],
+    ids=str,
+)
+def test_it_is_close(job: dict[str, Any], share: float) -> None:
+    """On a fast network: within a few percent, so that few candidates are simulated."""
+    case = Case(cluster="dgx-h100", model="llama3-8b", gpus=32, recompute="full", **job)
+    case = replace(case, sequence_parallel=case.tp > 1)
+    bound = bound_of(case).close(1, case.accumulation or 1, "full")
+    assert bound.seconds >= share * driver.run(case).step_time_s
