@@ -8,23 +8,24 @@ same ones, and as many for each.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from co2sim.catalog.facts import read_table
 from co2sim.common import convert, validation
 from co2sim.common.errors import OptionError
-from co2sim.common.units import Bytes, Seconds
-from co2sim.models.workload import BlockWork, Model
+from co2sim.common.units import Bytes
+from co2sim.models.recompute import Recompute
+from co2sim.models.workload import Model, Workload
+from co2sim.prediction.bounds import Shared, StepBound
 from co2sim.prediction.case import AUTO, Case, LoadedCase, tokens_of_batch
 from co2sim.prediction.notes import BATCH_OF, FASTEST
 from co2sim.prediction.pipeline import StageMemory
-from co2sim.prediction.pipeline_order import chunks_of
-from co2sim.simulation.collective_cost import traffic
-from co2sim.simulation.compute_cost import compute_time
-from co2sim.simulation.token_bucket import shapers
-from co2sim.strategies import STRATEGIES, LocalSteps, parse
+from co2sim.strategies import LocalSteps, parse
+
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full", "full/2", "norms+activation")
+"""What is tried, as far as the model and the stack have something for them."""
 
 HEADROOM = 0.1
 """Of a GPU's memory that is left free: an allocator needs some, and predictions may be off."""
@@ -162,13 +163,13 @@ def _fastest(case: Case, groups: int, room: Bytes, speed: Callable[[Case], float
     Where nothing leaves the headroom: those that need the least memory.
     """
     tried = _by_memory(case, groups)
-    inside = [one for one, memory in tried if fits(memory, room)]
+    inside = [one for one in tried if fits(one.memory, room)]
     if not inside:
-        return min(tried, key=lambda pair: pair[1])[0]
+        return min(tried, key=lambda one: one.memory).case
     best: tuple[float, Case] | None = None
-    links = _link_times(case)
-    bounds = [(_bound(one, groups, links), one) for one in inside]
-    for bound, one in sorted(bounds, key=lambda pair: (-pair[0], -int(pair[1].micro_batch))):
+    bound_of = _bound(case, groups)
+    bounds = [(bound_of(one), one.steps, one.case) for one in inside]
+    for bound, _, one in sorted(bounds, key=lambda found: (-found[0], found[1])):
         if best and bound <= best[0]:
             break
         found = speed(one)
@@ -178,35 +179,61 @@ def _fastest(case: Case, groups: int, room: Bytes, speed: Callable[[Case], float
     return best[1]
 
 
-def _by_memory(case: Case, groups: int) -> list[tuple[Case, Bytes]]:
-    """Every candidate with its memory; of those too large for a size, larger ones are left out.
+class _Taken(NamedTuple):
+    """A candidate, its micro-steps, and the memory that it needs."""
 
-    Without a pipeline, which smaller micro-batches may fill better, only the largest are tried.
+    case: Case
+    steps: int
+    memory: Bytes
+
+
+def _by_memory(case: Case, groups: int) -> list[_Taken]:
+    """Every candidate with its memory.
+
+    Without a pipeline, which smaller micro-batches may fill better, only the largest are tried, up
+    to the first that is too large.
     """
     alone = _of_one_sample(case)
     memory = StageMemory(alone).total if case.pp > 1 else memory_of(alone.prepare())
     room = case.load()[0].value.gpu.memory
-    found: list[tuple[Case, Bytes]] = []
+    found: list[_Taken] = []
     for recompute in _recomputations(case):
-        sizes: list[tuple[Case, Bytes]] = []
+        sizes: list[_Taken] = []
         for micro, steps in _micro_batches(case, groups):
             one = replace(case, micro_batch=micro, recompute=recompute)
-            sizes.append((one, memory(micro, steps, recompute)))
-            if sizes[-1][1] > room:
+            sizes.append(_Taken(one, steps, memory(micro, steps, recompute)))
+            if sizes[-1].memory > room and case.pp == 1:
                 break
         found += sizes if case.pp > 1 else sizes[-_SIZES:]
     return found
 
 
-def _recomputations(case: Case) -> list[str]:
+def _recomputations(case: Case) -> Sequence[str]:
     if case.recompute != AUTO:
         return [case.recompute]
-    job = _of_one_sample(case).job()
-    if not any(block.boundary_bytes for block in job.model.blocks):
-        return ["none"]
-    partly = replace(job, recompute="selective")
-    helps = any(partly.repeats_products(b) or partly.repeats_attention(b) for b in job.model.blocks)
-    return ["none", "selective", "full"] if helps else ["none", "full"]
+    return applying(RECOMPUTES, _of_one_sample(case))
+
+
+def applying(recomputes: Sequence[Recompute], case: Case) -> tuple[Recompute, ...]:
+    """Those that the model, and the stack, have something for. Raises OptionError for none."""
+    found: list[Recompute] = []
+    reason = ""
+    for recompute in recomputes:
+        try:
+            job = replace(case, recompute=recompute).job()
+        except OptionError as error:
+            reason = str(error)
+        else:
+            if recompute != "selective" or len(recomputes) == 1 or _repeats_some(job):
+                found.append(recompute)
+    if not found:
+        raise OptionError(reason)
+    return tuple(found)
+
+
+def _repeats_some(job: Workload) -> bool:
+    """Whether selective recomputation is other than none."""
+    return any(job.repeats_products(one) or job.repeats_attention(one) for one in job.model.blocks)
 
 
 def _micro_batches(case: Case, groups: int) -> list[tuple[int, int]]:
@@ -239,53 +266,18 @@ def divisors(number: int) -> list[int]:
     return [one for one in range(1, min(number, 1 << (_MOST - 1)) + 1) if number % one == 0]
 
 
-def link_time(prepared: LoadedCase) -> Seconds:
-    """Seconds for which the bytes of a step keep the links of a node, or of a site, busy.
+def _bound(case: Case, groups: int) -> Callable[[_Taken], float]:
+    """The most samples/s of a candidate: see `prediction.bounds`.
 
-    0 where a link is shaped, and lets bursts pass.
+    Local updates are chosen by their local steps, which do nothing but pass for sure.
     """
-    cluster, schedule = prepared.cluster, prepared.schedule
-    if any(shapers(cluster)[1:]):
-        return 0.0
-    sent = traffic(schedule, cluster)
-    far = sent.wan / cluster.wan.payload_bandwidth if cluster.wan else 0.0
-    return max(sent.nic / cluster.inter.payload_bandwidth, far) / schedule.steps
-
-
-def _link_times(case: Case) -> tuple[Seconds, Seconds]:
-    """`link_time` of one micro-step of one sample, and what each further one adds.
-
-    A strategy of the user's own may send what it likes in further ones. Local updates are chosen
-    by their local steps.
-    """
+    bound = StepBound(_of_one_sample(case), Shared())
     strategy = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
-    if case.pp > 1 or isinstance(strategy, LocalSteps):
-        return 0.0, 0.0
-    one, two = (
-        link_time(replace(_of_one_sample(case), accumulation=steps).prepare()) for steps in (1, 2)
-    )
-    return one, two - one if type(strategy) in STRATEGIES.values() else 0.0
+    least = bound.quick if isinstance(strategy, LocalSteps) else bound.close
 
+    def most(one: _Taken) -> float:
+        micro = convert.whole("micro_batch", one.case.micro_batch)
+        seconds = least(micro, one.steps, one.case.recompute).seconds
+        return groups * micro * one.steps / seconds if seconds else math.inf
 
-def _bound(case: Case, groups: int, links: tuple[Seconds, Seconds]) -> float:
-    """Samples/s if GPUs did nothing but passes, or nothing but send.
-
-    A stage of a pipeline has all its micro-batches to pass. Before the first one, and behind the
-    last, those before it pass over their first chunks.
-    """
-    whole, gpu = case.job(), case.load()[0].value.gpu
-
-    def passes(work: BlockWork) -> Seconds:
-        return sum(compute_time(one, gpu, whole.precision) for one in (work.forward, work.backward))
-
-    jobs = [whole.share] if case.pp == 1 else case.stage_jobs()
-    longest = ahead = 0.0
-    for number, job in enumerate(jobs):
-        times = [passes(work) for work in job.works()]
-        longest = max(longest, whole.accumulation * sum(times) + ahead)
-        if case.pp > 1:
-            chunks = chunks_of(whole.share, number, case.pp, case.interleave)
-            ahead += sum(times[: len(chunks[0])])
-    samples = groups * whole.samples_per_gpu
-    longest = max(longest, links[0] + (whole.accumulation - 1) * links[1])
-    return samples / longest if longest else math.inf
+    return most

@@ -411,7 +411,8 @@ class Case:
         "Activations to recompute: none, selective (what the stack repeats: the scores of eager"
         " attention, or every second product), full (only the inputs of layers are kept), full/2"
         " (of every second layer), or operators of all layers, joined by +: norms, attention,"
-        " activation, mlp; or auto: none, selective or full, what fits and is fastest.",
+        " activation, mlp; or auto: of none, selective, full, full/2 and norms+activation what fits"
+        " and is fastest.",
         "job",
     )
     checkpointing: Checkpointing | None = option(

@@ -12,9 +12,9 @@ from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.recompute import Recompute
 from co2sim.models.stack import Stack
-from co2sim.models.workload import Model, Workload
+from co2sim.models.workload import Model
 from co2sim.prediction.auto_delay import has_auto_options
-from co2sim.prediction.batch import MemoryOf, fits, memory_of, samples_of
+from co2sim.prediction.batch import RECOMPUTES, MemoryOf, applying, fits, memory_of, samples_of
 from co2sim.prediction.bounds import Shared, StepBound
 from co2sim.prediction.case import AUTO, OPEN_BATCH, Case
 from co2sim.prediction.pipeline import StageMemory
@@ -43,9 +43,6 @@ STRATEGIES = (
 
 Local updates have the τ and the delay whose steps were measured (`step_factors`).
 """
-
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full", "full/2", "norms+activation")
-"""Tried where none are given, as far as the model and the stack have something for them."""
 
 _MAX = 200_000
 """Candidates of one plan: a minute before the first is simulated."""
@@ -267,7 +264,7 @@ class _Setups:
         divided = replace(mesh, pp=1, interleave=1)
         if key not in self._applying:
             try:
-                self._applying[key] = _applying(self._space.recomputes, case)
+                self._applying[key] = applying(self._space.recomputes, case)
                 if divided not in self._divided:
                     case.job().share  # noqa: B018 - what cannot be divided so is no candidate
                     self._divided.add(divided)
@@ -277,30 +274,6 @@ class _Setups:
         if isinstance(found, OptionError):
             raise found
         return found
-
-
-def _applying(recomputes: Sequence[Recompute], case: Case) -> tuple[Recompute, ...]:
-    """The recomputations that the model has something for. Raises OptionError where none are."""
-    if case.pp == 1:
-        case.check_single_stage()
-    found: list[Recompute] = []
-    reason = ""
-    for recompute in recomputes:
-        try:
-            job = replace(case, recompute=recompute).job()
-        except OptionError as error:
-            reason = str(error)
-        else:
-            if recompute != "selective" or len(recomputes) == 1 or _repeats_some(job):
-                found.append(recompute)
-    if not found:
-        raise OptionError(reason)
-    return tuple(found)
-
-
-def _repeats_some(job: Workload) -> bool:
-    """Whether selective recomputation is other than none."""
-    return any(job.repeats_products(one) or job.repeats_attention(one) for one in job.model.blocks)
 
 
 def _check_workers(case: Case) -> None:

@@ -13,7 +13,13 @@ from co2sim import OptionError, simulate
 from co2sim.catalog import load_model
 from co2sim.models.architecture import Transformer, language_model
 from co2sim.prediction import driver
-from co2sim.prediction.batch import HEADROOM, _easily_divided, published_batches, samples_of
+from co2sim.prediction.batch import (
+    HEADROOM,
+    RECOMPUTES,
+    _easily_divided,
+    published_batches,
+    samples_of,
+)
 from co2sim.prediction.case import Case
 from co2sim.prediction.figures import shared_batch
 from co2sim.prediction.notes import FASTEST
@@ -72,9 +78,10 @@ def test_none_that_fits_is_faster(job: dict[str, Any], memory: float) -> None:
     cluster = replace(cluster, gpu=replace(cluster.gpu, memory=memory))
     chosen = simulate(cluster, MODEL, **job, **OPEN)
     each = job["global_batch"] // (8 // job["pp"])
+    kinds = set(RECOMPUTES) - {"selective"}  # of which the model has nothing
     every = [
         simulate(cluster, MODEL, **job, micro_batch=micro, recompute=recompute)
-        for recompute, micro in product(("none", "full"), range(1, each + 1))
+        for recompute, micro in product(kinds, range(1, each + 1))
         if each % micro == 0
     ]
     room = memory * (1 - HEADROOM)
@@ -106,7 +113,7 @@ def test_none_of_a_real_model_is_faster(job: dict[str, Any]) -> None:
     turns = job["pp"] if "interleave" in job else 1
     every = [
         simulate(**job, micro_batch=micro, recompute=recompute)
-        for recompute, micro in product(("none", "selective", "full"), (1, 2, 4, 8, 16, 32, 64))
+        for recompute, micro in product(RECOMPUTES, (1, 2, 4, 8, 16, 32, 64))
         if each % (micro * turns) == 0
     ]
     room = chosen.gpu_memory_bytes * (1 - HEADROOM)
