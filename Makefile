@@ -69,6 +69,7 @@ bench: $(STAMP)-dev
 	$(BIN)/python benchmarks/required_bandwidth.py $(QUICK)
 	$(BIN)/python benchmarks/hpz_group.py $(QUICK)
 	$(BIN)/python benchmarks/plan_search.py $(QUICK)
+	$(BIN)/python benchmarks/buyer_questions.py $(QUICK)
 
 # TABLE=measurements.csv of matrix products, or QUICK=--quick.
 products: $(STAMP)-dev
