@@ -257,9 +257,9 @@ def calibrate_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def own_options(command: Callable[..., None]) -> Callable[..., None]:
-    """As `case_options`, but model and strategy need not be given."""
+    """As `case_options`, but model and strategy need not be given, and the batch is open."""
     groups = ("job", "pipeline", "place", "simulation")
-    return _sharing(command, "case", groups, optional=("model", "strategy"))
+    return _sharing(command, "case", groups, optional=("model", "strategy"), defaults=OPEN_BATCH)
 
 
 def model_options(

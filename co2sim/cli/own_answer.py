@@ -31,6 +31,7 @@ from co2sim.prediction.ownership import (
     usd_per_billion,
 )
 from co2sim.prediction.result import Result
+from co2sim.report.text.result import question
 
 _OWN = "own."
 
@@ -126,6 +127,8 @@ def _with_rent(case: Case, changes: Mapping[str, str]) -> tuple[Case, Entry[Clus
         if node is None or node.rent is None:
             price = "" if "node" in changes else " nor price of a node"
             sets = "" if "node" in changes else f", and --set {_OWN}node='36000 USD' a GPU"
+            if cluster.value.node_power is None:
+                sets += ", and --set node_power='2.8 kW' (of a node without its GPUs)"
             raise OptionError(
                 f"no rent{price} of {cluster.value.gpu.name} is known; give --set"
                 f" price_per_gpu='2.5 USD/h' (or a name of `co2sim list prices`){sets}"
@@ -202,6 +205,7 @@ def _sentences(answer: _Answer) -> list[str]:
             f"A billion {answer.result.unit}s of {answer.result.model} by {answer.result.strategy}:"
             f" {figures(owning)} USD owning, {figures(renting)} USD renting."
         )
+        lines += question([answer.result])
     each = found.total / found.gpu_hours
     lines.append(
         f"A contract that bills all hours, used or not, is dearer than owning above {each:.2f} USD"

@@ -77,7 +77,7 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
         if evidence:
             print_evidence(case, result)
     if brief or len(pairs) > 1:
-        print_comparison(results, goal)
+        print_comparison(cases, results, goal, tokens, brief=brief)
     if report:
         print(f"report  {report}")
 

@@ -33,6 +33,10 @@ HEADROOM = 0.1
 IMAGES = 4096
 """Of a global batch of images. Source: Dosovitskiy et al. 2021, arXiv 2010.11929, table 3."""
 
+ADAPTERS = 128
+"""Samples of a global batch of fine-tuning. Source: Taori et al. 2023, Stanford Alpaca, README:
+batch size 128 for LLaMA 7B and 13B."""
+
 _SIZES = 7
 """Micro-batches that are tried of a kind of recomputation, up to the first that does not fit."""
 
@@ -64,10 +68,10 @@ def published_like(model: Model) -> PublishedBatch:
     return min(published_batches(), key=lambda one: abs(math.log(one.parameters) - size))
 
 
-def samples_of(global_batch: int | str, model: Model) -> tuple[int, str]:
+def samples_of(global_batch: int | str, model: Model, *, adapters: bool = False) -> tuple[int, str]:
     """Samples of a global batch in numbers or words, and where they come from (for words).
 
-    Those of a published training are a power of two. Raises OptionError for a batch in tokens of a
+    Those of a published training are a power of two; of `adapters` it is fine-tuning. Raises OptionError for a batch in tokens of a
     model that has none.
     """
     if isinstance(global_batch, int):
@@ -82,6 +86,11 @@ def samples_of(global_batch: int | str, model: Model) -> tuple[int, str]:
         return IMAGES, f"{IMAGES:,} {model.unit}s, as ViT was trained (arXiv 2010.11929)"
     if tokens is not None:
         return max(1, round(tokens / model.tokens)), ""
+    if adapters:
+        return (
+            ADAPTERS,
+            f"{ADAPTERS} samples, as of Alpaca (Taori et al. 2023, README of its release)",
+        )
     like = published_like(model)
     samples = max(1, int(2.0 ** round(math.log2(like.tokens / model.tokens))))
     return samples, f"{like.tokens / 1e6:g}M tokens, as of {like.name} ({like.source})"
@@ -139,7 +148,7 @@ def settled(case: Case, speed: Callable[[Case], float]) -> tuple[Case, tuple[str
     groups = max(1, gpus // (case.tp * case.cp * case.pp))
     lines = []
     if isinstance(case.global_batch, str):
-        wanted, source = samples_of(case.global_batch, model)
+        wanted, source = samples_of(case.global_batch, model, adapters=case.lora is not None)
         unit = 1 if case.micro_batch == AUTO else convert.whole("micro_batch", case.micro_batch)
         unit *= case.pp if case.interleave > 1 else 1  # interleaved stages take turns
         share = wanted / groups / unit

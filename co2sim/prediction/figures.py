@@ -51,12 +51,19 @@ def shared_batch(results: Sequence[Result]) -> str:
     """The batch that all results have: of a GPU, or of all GPUs; or that they differ."""
     first = results[0]
     if len({r.global_batch for r in results}) == 1 and first.global_batch:
-        whole = first.tokens_per_gpu_per_step * first.gpus
-        of = f" of {whole:,.0f} {first.unit}s" if first.unit == "token" else ""
-        return f"{counted(first.global_batch, 'sample')}{of} per step"
+        return f"{whole_batch(first)} per step"
     if len({r.tokens_per_gpu_per_step for r in results}) == 1:
         return f"{counted(first.tokens_per_gpu_per_step, first.unit)} per GPU and step"
     return "steps of different batches, which are different trainings"
+
+
+def whole_batch(r: Result) -> str:
+    """Samples of a step over all GPUs, with their tokens: `512 samples x 8,192 tokens = ...`."""
+    samples = counted(r.global_batch or 0, "sample")
+    whole = r.tokens_per_gpu_per_step * r.gpus
+    if r.unit != "token" or not r.global_batch:
+        return samples
+    return f"{samples} x {whole / r.global_batch:,.0f} tokens = {whole:,.0f} tokens"
 
 
 def brief_batch(r: Result) -> str:

@@ -82,8 +82,18 @@ def print_result(
     print_assumed(out, [result])
 
 
-def print_comparison(results: Sequence[Result], goal: Goal = NO_GOAL) -> None:
-    """The key figures of several strategies on the same cluster, the fastest first."""
+def print_comparison(
+    cases: Sequence[Case],
+    results: Sequence[Result],
+    goal: Goal = NO_GOAL,
+    tokens: float | None = None,
+    *,
+    brief: bool = False,
+) -> None:
+    """The key figures of several strategies on the same cluster, the fastest first.
+
+    With `tokens` also what it takes to train these; `brief`: nothing else is printed.
+    """
     first, out = results[0], console()
     ordered = sorted(results, key=lambda one: -one.tokens_per_s)
     shown = in_table("page")
@@ -99,8 +109,13 @@ def print_comparison(results: Sequence[Result], goal: Goal = NO_GOAL) -> None:
     where = f"{first.model} on {counted(first.gpus, 'GPU')}: {first.cluster}"
     print_table(out, f"{where}; {shared_batch(results)}, {first.precision}", heads, rows)
     close = not_told_apart([(one.strategy, one) for one in ordered])
-    print_lines(out, *([close] if close else []))
+    print_lines(out, *(question(results)[1:] if brief else []), *([close] if close else []), "")
     totals.print_remark(out, results, goal, "")
+    if tokens is not None:
+        found = totals.totals_for(cases, results, tokens, goal)
+        named = [([one.strategy], total) for one, total in zip(results, found, strict=True)]
+        head = f"to train {tokens:.4g} {first.unit}s"
+        totals.print_totals(out, head, ("strategy",), named, 1)
 
 
 def _print_memory(out: Console, r: Result) -> None:
@@ -170,9 +185,7 @@ def batch_words(r: Result) -> str:
     each = f"{micro}: {size} per GPU and step; recompute {r.recompute}"
     if r.global_batch is None:
         return each
-    whole = r.tokens_per_gpu_per_step * r.gpus
-    tokens = f" of {whole:,.0f} {r.unit}s" if whole != r.global_batch else ""
-    return f"{counted(r.global_batch, 'sample')}{tokens}, {each}"
+    return f"{figures.whole_batch(r)}, {each}"
 
 
 def _print_header(out: Console, r: Result, noise: Noise) -> None:

@@ -167,7 +167,7 @@ def test_a_comparison_over_sizes_says_what_its_steps_share() -> None:
     def said(**options: Any) -> str:
         return shared_batch([simulate(**job, gpus=gpus, **options) for gpus in (8, 64)])
 
-    assert said() == "512 samples of 4,194,304 tokens per step"
+    assert said() == "512 samples x 8,192 tokens = 4,194,304 tokens per step"
     assert said(micro_batch=1, accumulation=1) == "8,192 tokens per GPU and step"
     sizes = [simulate(**job, gpus=8, micro_batch=micro, accumulation=1) for micro in (1, 2)]
     assert "different" in shared_batch(sizes)
