@@ -37,6 +37,9 @@ ADAPTERS = 128
 """Samples of a global batch of fine-tuning. Source: Taori et al. 2023, Stanford Alpaca, README:
 batch size 128 for LLaMA 7B and 13B."""
 
+_NEAR = 0.126
+"""How far a batch may be from what is asked, so that GPUs can take it in many ways."""
+
 _SIZES = 7
 """Micro-batches that are tried of a kind of recomputation, up to the first that does not fit."""
 
@@ -71,8 +74,8 @@ def published_like(model: Model) -> PublishedBatch:
 def samples_of(global_batch: int | str, model: Model, *, adapters: bool = False) -> tuple[int, str]:
     """Samples of a global batch in numbers or words, and where they come from (for words).
 
-    Those of a published training are a power of two; of `adapters` it is fine-tuning. Raises OptionError for a batch in tokens of a
-    model that has none.
+    Those of a published training are a power of two; of `adapters` it is fine-tuning. Raises
+    OptionError for a batch in tokens of a model that has none.
     """
     if isinstance(global_batch, int):
         return global_batch, ""
@@ -85,7 +88,7 @@ def samples_of(global_batch: int | str, model: Model, *, adapters: bool = False)
             )
         return IMAGES, f"{IMAGES:,} {model.unit}s, as ViT was trained (arXiv 2010.11929)"
     if tokens is not None:
-        return max(1, round(tokens / model.tokens)), ""
+        return _easily_divided(tokens / model.tokens), ""
     if adapters:
         return (
             ADAPTERS,
@@ -152,9 +155,7 @@ def settled(case: Case, speed: Callable[[Case], float]) -> tuple[Case, tuple[str
         unit = 1 if case.micro_batch == AUTO else convert.whole("micro_batch", case.micro_batch)
         unit *= case.pp if case.interleave > 1 else 1  # interleaved stages take turns
         share = wanted / groups / unit
-        each = (
-            _easily_divided(share) if case.global_batch == AUTO else max(1, round(share))
-        ) * unit
+        each = _easily_divided(share) * unit
         case = replace(case, global_batch=each * groups, accumulation=None)
         lines += [f"{BATCH_OF}{source}"] if source else []
         if each * groups != wanted:
@@ -262,12 +263,29 @@ def _micro_batches(case: Case, groups: int) -> list[tuple[int, int]]:
     return whole or found[:1]
 
 
+def divided(samples: int, groups: int) -> int:
+    """The samples nearest to these that groups of GPUs divide, and that are easily divided further.
+
+    Raises OptionError where the nearest are more than an eighth away.
+    """
+    found = _easily_divided(samples / groups) * groups
+    if abs(found / samples - 1) > _NEAR:
+        raise OptionError(
+            f"they do not divide the global batch of {samples:,} samples, nor any near"
+        )
+    return found
+
+
 def _easily_divided(share: float) -> int:
-    """The nearest of 1, 2, 3, 4, 6, 8, 12, 16, ...: many micro-batches divide it."""
+    """The nearest of 1, 2, 3, 4, 6, 8, 12, 16, ..., which many micro-batches divide.
+
+    Where that is more than an eighth away: the nearest whole number.
+    """
     if share <= 1:
         return 1
     unit = 2.0 ** max(0, math.floor(math.log2(share)) - 1)
-    return int(round(share / unit) * unit)
+    found = round(share / unit) * unit
+    return int(found) if abs(found / share - 1) <= _NEAR else round(share)
 
 
 def divisors(number: int) -> list[int]:

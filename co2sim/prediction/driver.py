@@ -15,7 +15,7 @@ from co2sim.common.units import Seconds, counted, figures
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import Model
 from co2sim.prediction import auto_delay, batch, pipeline
-from co2sim.prediction.case import OPEN_BATCH, Case, LoadedCase, Options
+from co2sim.prediction.case import AUTO, OPEN_BATCH, Case, LoadedCase, Options
 from co2sim.prediction.error_model import Situation, error_model
 from co2sim.prediction.evidence import (
     from_measured,
@@ -30,6 +30,7 @@ from co2sim.prediction.notes import remarks as remarks_on
 from co2sim.prediction.notes import warnings as warnings_of
 from co2sim.prediction.pipeline_order import split_words
 from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import NO_GOAL, scale_of, step_factor
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation import metrics
 from co2sim.simulation.noise import QUIET, Noise
@@ -273,7 +274,7 @@ def _one_of_several_sites(case: Case, sized: Cluster) -> tuple[str, ...]:
 
 
 def _one_site_alone(case: Case, prepared: LoadedCase, result: Result) -> tuple[str, ...]:
-    """A remark on what needs no WAN: the GPUs of one site, each with as many samples.
+    """A remark on what needs no WAN: the GPUs of one site, with the same global batch.
 
     Sites that are workers then take the steps that they take inside.
     """
@@ -286,16 +287,22 @@ def _one_site_alone(case: Case, prepared: LoadedCase, result: Result) -> tuple[s
         case,
         strategy=strategy,
         gpus=result.gpus // sites,
-        global_batch=None,
-        accumulation=result.accumulation,
+        global_batch=result.global_batch,
+        accumulation=None,
+        micro_batch=AUTO,
     )
     try:
-        found = case_figures(alone, None).whole
+        found = case_figures(settled(alone)[0], None).whole
     except Co2simError:  # what a site cannot do alone is no alternative
         return ()
     who = f"one site alone, {counted(found.gpus, 'GPU')} with {found.strategy}"
-    times = f"{figures(found.tokens_per_s / result.tokens_per_s)} times as many"
-    return (f"{who}: {found.tokens_per_s:,.0f} {found.unit}s/s, {times}",)
+    times = found.tokens_per_s / result.tokens_per_s
+    text = f"{who}: {found.tokens_per_s:,.0f} {found.unit}s/s, {figures(times)} times as many"
+    factors = [step_factor(one.strategy, scale_of(one), NO_GOAL) for one in (result, found)]
+    if all(factors) and factors[0] != factors[1]:
+        worth = times * factors[0].factor / factors[1].factor  # type: ignore[union-attr]
+        text += f", and {figures(worth)} times as fast to the same loss"
+    return (text,)
 
 
 def _host_limits(result: Result, cluster: Cluster) -> tuple[str, ...]:

@@ -530,7 +530,8 @@ def trained_of(
     workers = 1
     if isinstance(strategy, LocalSteps):
         nodes, each = max(1, result.nodes // result.pp), result.gpus // result.pp
-        layout = data_parallel_layout(Layout(nodes, each // nodes), result.tp)
+        sites = cluster.resized(result.gpus).sites if cluster.sites > 1 and nodes > 1 else 1
+        layout = data_parallel_layout(Layout(nodes, each // nodes, sites), result.tp)
         workers = Replica.of(strategy).workers(layout)
     link = cluster.inter if result.nodes > 1 else cluster.intra
     if cluster.wan is not None and workers == cluster.sites > 1:

@@ -14,7 +14,15 @@ from co2sim.models.recompute import Recompute
 from co2sim.models.stack import Stack
 from co2sim.models.workload import Model
 from co2sim.prediction.auto_delay import has_auto_options
-from co2sim.prediction.batch import RECOMPUTES, MemoryOf, applying, fits, memory_of, samples_of
+from co2sim.prediction.batch import (
+    RECOMPUTES,
+    MemoryOf,
+    applying,
+    divided,
+    fits,
+    memory_of,
+    samples_of,
+)
 from co2sim.prediction.bounds import Shared, StepBound
 from co2sim.prediction.case import AUTO, OPEN_BATCH, Case
 from co2sim.prediction.pipeline import StageMemory
@@ -27,6 +35,9 @@ from co2sim.strategies.step import title
 from co2sim.studies import grid
 from co2sim.studies.batch import Inputs
 from co2sim.studies.meshes import OPEN, Axes, Mesh
+
+OVER_SITES = ("diloco:tau=100,worker=site", "diloco:tau=100,worker=site,dtype=bf16")
+"""Tried besides where a cluster has several sites."""
 
 STRATEGIES = (
     *("ddp", "zero1", "zero2", "zeropp"),
@@ -72,6 +83,21 @@ class Space:
         """Samples of a step: given, or those of a published training (`prediction.batch`)."""
         return self._batch[0]
 
+    def batch_for(self, groups: int) -> int:
+        """Samples of a step of so many groups of GPUs that train on the same ones.
+
+        A batch in words is one that they divide, near by. Raises OptionError where none is.
+        """
+        batch = self.global_batch
+        if batch % groups and not isinstance(self.job.global_batch, int):
+            return divided(batch, groups)
+        if batch % groups:
+            raise OptionError(
+                f"they do not divide the global batch of {batch:,} samples; --global-batch"
+                f" {max(1, round(batch / groups)) * groups} is near"
+            )
+        return batch
+
     @property
     def batch_source(self) -> str:
         """Where the global batch comes from; empty if it was given."""
@@ -80,7 +106,8 @@ class Space:
     @cached_property
     def _batch(self) -> tuple[int, str]:
         model = replace(self.job, cluster=self.clusters[0]).load()[1].value
-        return samples_of(self.job.global_batch or AUTO, model)
+        adapters = self.job.lora is not None
+        return samples_of(self.job.global_batch or AUTO, model, adapters=adapters)
 
 
 @dataclass(eq=False)
@@ -227,7 +254,10 @@ class _Setups:
 
         That is where all ways to divide the model are.
         """
-        for strategy in self._space.strategies:
+        strategies = self._space.strategies
+        if strategies == STRATEGIES and self._cluster.resized(gpus).sites > 1:
+            strategies = (*strategies, *OVER_SITES)
+        for strategy in strategies:
             case, left, some = replace(self._job, strategy=strategy, gpus=gpus), "", False
             name = f"{grid.strategy_title(strategy)} on {gpus:,} GPUs"
             for mesh in self._axes.meshes(_parsed(case), self._cluster, self._model, gpus):
@@ -242,9 +272,8 @@ class _Setups:
 
     def _setup(self, mesh: Mesh, case: Case) -> Setup:
         assert case.gpus is not None
-        batch, groups = self._space.global_batch, -(-case.gpus // mesh.together)
-        if batch % groups:
-            raise OptionError(f"they do not divide the global batch of {batch:,} samples")
+        groups = -(-case.gpus // mesh.together)
+        batch = self._space.batch_for(groups)
         samples = batch // groups
         given = self._space.micro_batches or _powers(samples)
         micros = [micro for micro in given if samples % micro == 0]

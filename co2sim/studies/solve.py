@@ -330,6 +330,12 @@ def _uncertain(curve: Curve, target: Target) -> bool:
 
 def check(case: Case, target: Target, tokens: float | None) -> None:
     """Refuse a target that lacks something, and a strategy whose rounds are still to be chosen."""
+    together, node = case.tp * case.cp * case.pp, case.load()[0].value.gpus_per_node
+    if target.metric.needs == "alone" and together > node:
+        raise OptionError(
+            f"{target.name} is relative to one node, and tp x cp x pp = {together} GPUs are more than"
+            f" the {node} of one; use --for utilization=90% (of free communication), or days"
+        )
     if target.metric.needs == "tokens" and tokens is None:
         raise OptionError(f"{target.name} needs the tokens to train: --tokens 1e12, say")
     if target.metric.needs == "failures" and case.load()[0].value.failures is None:

@@ -30,6 +30,7 @@ def words(
     if found.interrupted:
         told = [_stopped(found), f"So far the best: {_told(choice)}."]
     told += list(limits(found, choice))
+    told.append(_room(choice))
     told += traded(found)
     told += list(_against(found))
     if held:
@@ -39,6 +40,21 @@ def words(
             f" {choice.result.unit}s/s."
         )
     return [*told, *turning(turns)]
+
+
+def _room(choice: Candidate) -> str:
+    """How much of the memory of a GPU it takes, and whether published runs are near."""
+    found = choice.result
+    size, room = (
+        scaled(found.memory_bytes_per_gpu["total"], "B"),
+        scaled(found.gpu_memory_bytes, "B"),
+    )
+    text = f"It takes {size} of the {room} of a GPU"
+    if found.memory_bytes_low is not None and found.memory_bytes_high is not None:
+        ends = scaled(found.memory_bytes_low, "B"), scaled(found.memory_bytes_high, "B")
+        text += f" (90 %: {ends[0]} to {ends[1]})"
+    far = " No published run is near it: test it first." if found.unlike_published else ""
+    return f"{text}.{far}"
 
 
 def doubts(found: Recommendation) -> list[str]:
@@ -216,7 +232,8 @@ def looked(space: Space, found: Recommendation) -> Iterator[str]:
         yield f"{pairs} of cluster and strategy not shown: not searched to the end, and cannot win"
     source = space.batch_source
     why = f" (assumed: {source}; --global-batch sets it)" if source else ""
-    yield f"global batch: {space.global_batch:,} samples a step{why}"
+    near = "" if isinstance(space.job.global_batch, int) else ", or the nearest that GPUs divide"
+    yield f"global batch: {space.global_batch:,} samples a step{near}{why}"
     for name, reason in list(found.impossible.items())[:3]:
         yield f"left out: {name}: {reason}"
     for reason in found.failed[:3]:

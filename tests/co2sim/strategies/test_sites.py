@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from one_sample import simulate
 
+import co2sim
 from co2sim import strategies
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster, HostEffects, Link, TokenBucket
 from co2sim.prediction.case import Case
+from co2sim.prediction.goodput import trained_of
 from co2sim.schedule.schedule import SITE, SITE_PEERS, Collective, DType, Kind, Layout, Op, Schedule
 from co2sim.simulation.collective_cost import traffic
 from co2sim.simulation.run import execute
@@ -154,10 +156,28 @@ def test_what_a_site_can_hold_is_at_one_site() -> None:
 
 @pytest.mark.parametrize("strategy", ["zero2", "diloco:tau=20,worker=site"])
 def test_an_answer_over_sites_says_what_one_alone_does(strategy: str) -> None:
-    """By the steps that it takes inside of it; what one site says of itself has no such line."""
+    """With the same batch, by the steps that it takes inside; one site says nothing of itself."""
     both = simulate("two-sites-wan", "gpt2-small", strategy, gpus=64)
-    alone = simulate("two-sites-wan", "gpt2-small", "zero2", gpus=32)
+    alone = co2sim.simulate(
+        "two-sites-wan", "gpt2-small", "zero2", gpus=32, global_batch=64, recompute="none"
+    )
     said = [note for note in both.notes if note.startswith("one site alone")]
     assert len(said) == 1
     assert f"{alone.tokens_per_s:,.0f} tokens/s" in said[0]
     assert not [note for note in alone.notes if note.startswith("one site alone")]
+
+
+def test_a_site_that_fails_stops_alone() -> None:
+    """Where sites are workers there are two of them; where all share every step, one."""
+    on: dict[str, Any] = {
+        "model": "gpt2-small",
+        "gpus": 64,
+        "overrides": {"failures": "meta-rsc-1"},
+    }
+    counts = []
+    for strategy in ("zero2", "diloco(tau=10, worker=site)"):
+        case = Case(cluster="two-sites-wan", strategy=strategy, **on)
+        cluster, model = (entry.value for entry in case.load())
+        result = simulate("two-sites-wan", strategy=strategy, **on)
+        counts.append(trained_of(result, cluster, model).workers)
+    assert counts == [1, 2]

@@ -23,7 +23,14 @@ from co2sim.prediction.pipeline import StageMemory
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import totals, totals_of
 from co2sim.studies import plan as search_module
-from co2sim.studies.candidates import Candidate, Objective, Space, Want, candidates
+from co2sim.studies.candidates import (
+    OVER_SITES,
+    Candidate,
+    Objective,
+    Space,
+    Want,
+    candidates,
+)
 from co2sim.studies.grid import display_name, offer_name, offer_names, strategy_title
 from co2sim.studies.meshes import OPEN, Axes, Mesh
 from co2sim.studies.plan import Recommendation, front, plan
@@ -483,6 +490,26 @@ def test_numbers_that_cannot_be_are_refused(axes: dict[str, Any], message: str) 
     """With what was given."""
     with pytest.raises(OptionError, match=message):
         Axes(**axes)
+
+
+def test_gpus_that_do_not_divide_a_batch_in_words_take_one_near() -> None:
+    """96 GPUs do not divide 512 samples, and take 576; a number of samples stays as it is."""
+    job = Case(cluster="dgx-h100", model="llama3-8b", strategy="", global_batch="auto")
+    space = Space(job=job, clusters=("dgx-h100",), strategies=("fsdp",), gpus=[64, 96])
+    alone = [one for one in candidates(space).setups if not str(Mesh.read(one.case))]
+    assert {(one.case.gpus, one.global_batch) for one in alone} == {(64, 512), (96, 576)}
+    given = replace(space, job=replace(job, global_batch=512), gpus=[96])
+    with pytest.raises(OptionError, match="--global-batch 480"):
+        given.batch_for(96)
+
+
+def test_sites_are_tried_as_workers() -> None:
+    """Where GPUs are at several of them, and nobody said what to try."""
+    job = Case(cluster="", model="gpt2-small", strategy="")
+    space = Space(job=job, clusters=("two-sites-wan",), gpus=[32, 64])
+    tried = {(one.case.gpus, one.case.strategy) for one in candidates(space).setups}
+    over = {(gpus, how) for gpus, how in tried if "worker=site" in str(how)}
+    assert over == {(64, how) for how in OVER_SITES}
 
 
 def test_what_no_gpus_fill_is_no_candidate_and_says_why() -> None:
