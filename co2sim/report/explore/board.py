@@ -2,19 +2,21 @@
 
 import math
 import random
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from co2sim.common.errors import Co2simError, OptionError
+from co2sim.common.units import Seconds
 from co2sim.hardware.failures import Failures
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.report.explore.controls import Control
 from co2sim.report.explore.grid import Positions
 from co2sim.report.explore.question import Figures, Question, figures
-from co2sim.studies.batch import Failure, Outcome, run_all
-from co2sim.studies.workers.loky_pool import processes
+from co2sim.studies.batch import Failure, Interrupted, Outcome, run_on
+from co2sim.studies.workers.flow import Pool
 
 MAX_CASES = 20_000
 """That are simulated for one page: minutes, and a page of a few MB."""
@@ -70,6 +72,12 @@ class Board:
             for at, control in enumerate(self.controls)
         ]
 
+    def opening(self, place: int, positions: Positions) -> Positions:
+        """These positions, but continuous controls where they begin."""
+        loose = self.loose(place)
+        begin = [control.at for control in self.controls]
+        return tuple(begin[at] if at in loose else stop for at, stop in enumerate(positions))
+
     def drawn(self, place: int, draw: random.Random) -> list[int]:
         """Random positions of what a strategy has."""
         found = self.begin()
@@ -79,12 +87,18 @@ class Board:
 
     def case(self, place: int, positions: Sequence[int]) -> Case:
         """The case there."""
+        return self.question.loaded(place, self._settings(positions))
+
+    def title(self, place: int, positions: Sequence[int]) -> str:
+        """The strategy there, with its options."""
+        return self.question.title(place, self._settings(positions))
+
+    def _settings(self, positions: Sequence[int]) -> dict[str, str]:
         stops = (
             (control.path, control.stops[at].setting)
             for control, at in zip(self.controls, positions, strict=True)
         )
-        settings = {path: setting for path, setting in stops if setting is not None}
-        return self.question.loaded(place, settings)
+        return {path: setting for path, setting in stops if setting is not None}
 
     def failing(self, positions: Positions, stop: int) -> Failures | None:
         """The failures there, where their control is at this stop."""
@@ -129,31 +143,67 @@ class Board:
         )
 
 
-class Known:
-    """What was simulated: results with their cases, or why there are none."""
+ENDED = "not simulated: control-C came before"
 
-    def __init__(self, board: Board, jobs: int) -> None:
-        processes(jobs, 2)  # refuse a number that says nothing
-        self.board, self.jobs = board, jobs
+
+class Known:
+    """What was simulated: results with their cases, or why there are none.
+
+    What a case leaves open of its batch is chosen where continuous controls begin, and stays along
+    them. After control-C nothing more is simulated, and `ended` is True. `rate` is how long a case
+    took.
+    """
+
+    def __init__(self, board: Board, pool: Pool | None) -> None:
+        """On these workers, or without any in this process."""
+        self.board, self.pool = board, pool
         self.found: dict[tuple[int, Positions], tuple[Case, Result] | str] = {}
+        self.ended = False
+        self.rate: Seconds = 0.0
 
     def simulate(self, wanted: Iterable[tuple[int, Positions]], what: str) -> None:
         """Those that are not known yet."""
+        wanted = dict.fromkeys(wanted)
+        self._simulate(dict.fromkeys((at, self.board.opening(at, one)) for at, one in wanted), what)
+        self._simulate(wanted, what)
+
+    def _simulate(self, wanted: Iterable[tuple[int, Positions]], what: str) -> None:
         cases: dict[tuple[int, Positions], Case] = {}
         for key in wanted:
-            if key not in self.found and key not in cases:
+            if key not in self.found:
                 try:
-                    cases[key] = self.board.case(*key)
+                    cases[key] = self._case(*key)
                 except Co2simError as error:
                     self.found[key] = str(error)
-        if not cases:
-            return
+        began, outcomes = time.monotonic(), self._outcomes(list(cases.values()), what)
+        self.rate = (time.monotonic() - began) / len(cases) if cases else self.rate
+        for place, (key, case) in enumerate(cases.items()):
+            outcome = outcomes.get(place)
+            done = isinstance(outcome, Result)
+            self.found[key] = (case, outcome) if done else outcome.reason if outcome else ENDED
+
+    def _case(self, place: int, positions: Positions) -> Case:
+        """The case there, with numbers for what is open, as where continuous controls begin."""
+        case = self.board.case(place, positions)
+        opening = self.board.opening(place, positions)
+        if opening == positions:
+            return case
+        found = self.found[place, opening]
+        if isinstance(found, str):
+            raise OptionError(found)
+        return settled_as(case, found[1])
+
+    def _outcomes(self, cases: list[Case], what: str) -> Mapping[int, Outcome]:
+        """By the places of the cases; those that control-C left are missing."""
+        if self.ended or not cases:
+            return {}
         try:
-            outcomes = run_all(list(cases.values()), self.jobs, what=what)
+            return dict(enumerate(run_on(self.pool, cases, what=what)))
+        except Interrupted as interrupt:
+            self.ended = True
+            return interrupt.outcomes
         except Co2simError:  # none of them can be simulated, each for its own reason
-            outcomes = [_alone(case) for case in cases.values()]
-        for (key, case), outcome in zip(cases.items(), outcomes, strict=True):
-            self.found[key] = (case, outcome) if isinstance(outcome, Result) else outcome.reason
+            return {place: _alone(case) for place, case in enumerate(cases)}
 
     def figures(self, place: int, positions: Positions) -> Figures | str:
         """What is shown of it."""
@@ -161,9 +211,20 @@ class Known:
         return found if isinstance(found, str) else figures(*found, self.board.question.goal)
 
 
+def settled_as(case: Case, result: Result) -> Case:
+    """The case with the batch and the recomputation that a result has."""
+    return replace(
+        case,
+        micro_batch=result.micro_batch,
+        accumulation=result.accumulation,
+        global_batch=None,
+        recompute=result.recompute,
+    )
+
+
 def _alone(case: Case) -> Outcome:
     try:
-        return run_all([case], progress=False)[0]
+        return run_on(None, [case], progress=False)[0]
     except Co2simError as error:
         cause = error.__cause__
         return Failure(case.title, cause if isinstance(cause, Exception) else error)

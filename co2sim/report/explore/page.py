@@ -142,7 +142,7 @@ def exactness(grid: ExploreGrid) -> list[str]:
 
 
 def server_page(
-    view: Mapping[str, Any], catalog: Mapping[str, Sequence[str]], token: str
+    view: Mapping[str, Any], catalog: Mapping[str, Any], token: str
 ) -> tuple[bytes, int, dict[str, str]]:
     """A page that asks the server which gave it out: content, status and headers."""
     content = {"server": {"token": token, "view": view, "catalog": catalog}, "grid": None}
