@@ -133,13 +133,12 @@ def question_of(view: PageView, files: Files, goal: Goal) -> Question:
         model=files.model(view.model),
         strategy="",
         gpus=view.gpus,
-        **OPEN,
     )
     sets = {path.strip(): text for path, text in view.set.items()}
     files.check(sets)
     if view.gpus is not None:
         gpu_counts(with_changes(job, sets), [view.gpus])
-    return Question(with_changes(job, given | sets), view.strategies, view.tokens, goal)
+    return Question(with_changes(job, OPEN | given | sets), view.strategies, view.tokens, goal)
 
 
 def gpu_of(cluster: str) -> str:
@@ -172,7 +171,7 @@ def _form(strategy: Any) -> dict[str, Any]:
 def catalog() -> dict[str, Any]:
     """What can be chosen from: names with what they are, and strategies with their options."""
     kinds: tuple[Kind, ...] = ("clusters", "models", "gpus", "stacks")
-    listed = {
+    listed: dict[str, Any] = {
         kind: [(name, str(read(kind, name)["name"])) for name in names(kind)] for kind in kinds
     }
     prices = [(name, f"{one.value}, {one.date}") for name, one in rates("prices").items()]
@@ -191,7 +190,7 @@ def catalog() -> dict[str, Any]:
         }
         for name, kind in STRATEGIES.items()
     }
-    return {**listed, "prices": prices, "strategies": made}
+    return {"prices": prices, "strategies": made} | listed
 
 
 class Asker:

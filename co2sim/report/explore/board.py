@@ -179,8 +179,10 @@ class Known:
         self.rate = (time.monotonic() - began) / len(cases) if cases else self.rate
         for place, (key, case) in enumerate(cases.items()):
             outcome = outcomes.get(place)
-            done = isinstance(outcome, Result)
-            self.found[key] = (case, outcome) if done else outcome.reason if outcome else ENDED
+            if isinstance(outcome, Result):
+                self.found[key] = case, outcome
+            else:
+                self.found[key] = outcome.reason if outcome else ENDED
 
     def _case(self, place: int, positions: Positions) -> Case:
         """The case there, with numbers for what is open, as where continuous controls begin."""

@@ -15,6 +15,7 @@ from statistics import median
 
 from co2sim.common.progress import progress_bar
 from co2sim.common.units import duration
+from co2sim.prediction.batch import is_open
 from co2sim.report.explore.board import ENDED, MAX_CASES, Board, Knots, Known
 from co2sim.report.explore.controls import Control
 from co2sim.report.explore.grid import Exactness, ExploreGrid, Positions, StrategyGrid, between
@@ -50,8 +51,8 @@ def build(
     board.refuse_many(knots)
     with opened(Engine(jobs=jobs), sum(board.counts(knots))) as pool:
         known = Known(board, pool)
-        _open(board, known, knots, say)
-        grids, errors = _refined(board, known, knots, tolerance)
+        words = _open(board, known, knots)
+        grids, errors = _refined(board, known, knots, tolerance, lambda: say(words))
     off = [error.throughput for error in errors]
     exactness = Exactness(
         tolerance=tolerance,
@@ -62,7 +63,10 @@ def build(
     )
     whole = tuple(_with_failures(board, known, grids))
     simulated = sum(one != ENDED for one in known.found.values())
-    return ExploreGrid(board.controls, board.failures, whole, exactness, simulated, known.ended)
+    chosen = is_open(question.job)
+    return ExploreGrid(
+        board.controls, board.failures, whole, exactness, simulated, known.ended, chosen
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +80,38 @@ class _Error:
 
 
 def _refined(
-    board: Board, known: Known, knots: list[Knots], tolerance: float
+    board: Board, known: Known, knots: list[Knots], tolerance: float, begin: Callable[[], None]
 ) -> tuple[tuple[StrategyGrid, ...], list[_Error]]:
-    """The grids with as many knots as it takes, and how far off they are between them."""
-    grids = _simulated(board, known, knots)
-    _look_along_lines(board, known, knots, tolerance)
-    for seed in count():
-        finer = _simulated(board, known, knots)
-        if known.ended:
-            break
-        grids = finer
-        errors = _errors(board, known, grids, _drawn(board, grids, seed))
-        if known.ended or not _refine(board, knots, errors, tolerance):
-            break
+    """The grids with as many knots as it takes, and how far off they are between them.
+
+    After control-C those that were simulated whole, at least the coarsest with what is known of it.
+    """
+    whole = [[set(stops) for stops in one] for one in knots]
+    try:
+        begin()
+        _simulated(board, known, knots)
+        _look_along_lines(board, known, knots, tolerance)
+        for seed in count():
+            grids = _simulated(board, known, knots)
+            if known.ended:
+                break
+            whole = [[set(stops) for stops in one] for one in knots]
+            errors = _errors(board, known, grids, _drawn(board, grids, seed))
+            if known.ended or not _refine(board, knots, errors, tolerance):
+                break
+    except KeyboardInterrupt:  # between simulations
+        known.ended = True
     if known.ended:
+        grids = _simulated(board, known, whole)
         errors = _errors(board, known, grids, known.found)
     return grids, errors
 
 
-def _open(board: Board, known: Known, knots: Sequence[Knots], say: Callable[[str], None]) -> None:
-    """Simulate where continuous controls begin and a few more, and say how long all will take."""
+def _open(board: Board, known: Known, knots: Sequence[Knots]) -> str:
+    """Simulate where continuous controls begin and a few more; how long all will take, in words.
+
+    Raises KeyboardInterrupt at a control-C: what came before it makes no page.
+    """
     points = [
         (place, _placed(board, place, point))
         for place in board.places
@@ -108,11 +124,10 @@ def _open(board: Board, known: Known, knots: Sequence[Knots], say: Callable[[str
         raise KeyboardInterrupt
     loose = sum(len(board.loose(place)) for place in board.places)
     more = len(left) - min(_TIMED, len(left)) + loose * _LINES * _LOOKS + bool(loose) * _CHECKS
-    if left:
-        say(
-            f"about {duration(known.rate * more)} more, for about {more:,} positions; control-C"
-            " ends it earlier, and keeps what is done"
-        )
+    return (
+        f"about {duration(known.rate * more)} more, for about {more:,} positions; control-C ends it"
+        " earlier, and keeps what is done"
+    )
 
 
 def _look_along_lines(board: Board, known: Known, knots: Sequence[Knots], tolerance: float) -> None:

@@ -73,7 +73,8 @@ class Exactness:
 class ExploreGrid:
     """All that a page without a server knows; `failures` is the place of their control, if any.
 
-    `ended` says that control-C came before all was as exact as asked for.
+    `ended` says that control-C came before all was as exact as asked for, `chosen` that batch or
+    recomputation was open, and is as where continuous controls begin.
     """
 
     controls: tuple[Control, ...]
@@ -82,6 +83,7 @@ class ExploreGrid:
     exactness: Exactness
     simulated: int
     ended: bool = False
+    chosen: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """For the page."""

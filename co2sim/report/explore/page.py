@@ -120,13 +120,29 @@ def render(
     return page, rules
 
 
+_STAYS = (
+    " What is open of micro-batch and recomputation is the fastest that fits, for each strategy and"
+    " size at the bandwidth that the page begins with; at other bandwidths co2sim run may take"
+    " others."
+)
+
+
 def exactness(grid: ExploreGrid) -> list[str]:
     """How exact the figures between simulated positions are: first in short, then all."""
     simulated = f"{grid.simulated:,} cases were simulated for this page."
+    if grid.ended:
+        simulated += " Control-C ended it: others are missing, or less exact than asked for."
+    simulated += _STAYS if grid.chosen else ""
     found: Exactness = grid.exactness
     if not found.checked:
         return [f"{simulated} Every position of every slider is one of them."]
-    end = "as asked for" if found.met else f"at most {MAX_CASES:,} cases make a page"
+    end = (
+        "as asked for"
+        if found.met
+        else "it was ended"
+        if grid.ended
+        else f"at most {MAX_CASES:,} cases make a page"
+    )
     short = (
         f"{simulated} Between them throughput is off by up to {found.largest:.2%} at"
         f" {found.checked} random positions; the tolerance is {found.tolerance:.2%} ({end})."
