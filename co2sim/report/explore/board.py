@@ -4,7 +4,7 @@ import math
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from co2sim.common.errors import Co2simError, OptionError
@@ -71,12 +71,6 @@ class Board:
             else set(range(len(control.stops)))
             for at, control in enumerate(self.controls)
         ]
-
-    def opening(self, place: int, positions: Positions) -> Positions:
-        """These positions, but continuous controls where they begin."""
-        loose = self.loose(place)
-        begin = [control.at for control in self.controls]
-        return tuple(begin[at] if at in loose else stop for at, stop in enumerate(positions))
 
     def drawn(self, place: int, draw: random.Random) -> list[int]:
         """Random positions of what a strategy has."""
@@ -149,9 +143,7 @@ ENDED = "not simulated: control-C came before"
 class Known:
     """What was simulated: results with their cases, or why there are none.
 
-    What a case leaves open of its batch is chosen where continuous controls begin, and stays along
-    them. After control-C nothing more is simulated, and `ended` is True. `rate` is how long a case
-    took.
+    After control-C nothing more is simulated, and `ended` is True. `rate` is how long a case took.
     """
 
     def __init__(self, board: Board, pool: Pool | None) -> None:
@@ -163,16 +155,11 @@ class Known:
 
     def simulate(self, wanted: Iterable[tuple[int, Positions]], what: str) -> None:
         """Those that are not known yet."""
-        wanted = dict.fromkeys(wanted)
-        self._simulate(dict.fromkeys((at, self.board.opening(at, one)) for at, one in wanted), what)
-        self._simulate(wanted, what)
-
-    def _simulate(self, wanted: Iterable[tuple[int, Positions]], what: str) -> None:
         cases: dict[tuple[int, Positions], Case] = {}
         for key in wanted:
-            if key not in self.found:
+            if key not in self.found and key not in cases:
                 try:
-                    cases[key] = self._case(*key)
+                    cases[key] = self.board.case(*key)
                 except Co2simError as error:
                     self.found[key] = str(error)
         began, outcomes = time.monotonic(), self._outcomes(list(cases.values()), what)
@@ -183,17 +170,6 @@ class Known:
                 self.found[key] = case, outcome
             else:
                 self.found[key] = outcome.reason if outcome else ENDED
-
-    def _case(self, place: int, positions: Positions) -> Case:
-        """The case there, with numbers for what is open, as where continuous controls begin."""
-        case = self.board.case(place, positions)
-        opening = self.board.opening(place, positions)
-        if opening == positions:
-            return case
-        found = self.found[place, opening]
-        if isinstance(found, str):
-            raise OptionError(found)
-        return settled_as(case, found[1])
 
     def _outcomes(self, cases: list[Case], what: str) -> Mapping[int, Outcome]:
         """By the places of the cases; those that control-C left are missing."""
@@ -211,17 +187,6 @@ class Known:
         """What is shown of it."""
         found = self.found[place, positions]
         return found if isinstance(found, str) else figures(*found, self.board.question.goal)
-
-
-def settled_as(case: Case, result: Result) -> Case:
-    """The case with the batch and the recomputation that a result has."""
-    return replace(
-        case,
-        micro_batch=result.micro_batch,
-        accumulation=result.accumulation,
-        global_batch=None,
-        recompute=result.recompute,
-    )
 
 
 def _alone(case: Case) -> Outcome:

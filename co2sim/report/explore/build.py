@@ -15,7 +15,6 @@ from statistics import median
 
 from co2sim.common.progress import progress_bar
 from co2sim.common.units import duration
-from co2sim.prediction.batch import is_open
 from co2sim.report.explore.board import ENDED, MAX_CASES, Board, Knots, Known
 from co2sim.report.explore.controls import Control
 from co2sim.report.explore.grid import Exactness, ExploreGrid, Positions, StrategyGrid, between
@@ -26,7 +25,7 @@ _LINES = 3
 """Of each continuous control and strategy, along which knots are looked for."""
 _LOOKS = 6
 """Positions that are simulated along a line, about."""
-_TIMED = 8
+_TIMED = 12
 """Positions by which it says how long the others take."""
 _FIRST = "simulating the first positions"
 _CHECKS = 40
@@ -63,10 +62,7 @@ def build(
     )
     whole = tuple(_with_failures(board, known, grids))
     simulated = sum(one != ENDED for one in known.found.values())
-    chosen = is_open(question.job)
-    return ExploreGrid(
-        board.controls, board.failures, whole, exactness, simulated, known.ended, chosen
-    )
+    return ExploreGrid(board.controls, board.failures, whole, exactness, simulated, known.ended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +104,7 @@ def _refined(
 
 
 def _open(board: Board, known: Known, knots: Sequence[Knots]) -> str:
-    """Simulate where continuous controls begin and a few more; how long all will take, in words.
+    """Simulate the first positions; how long all will take, in words.
 
     Raises KeyboardInterrupt at a control-C: what came before it makes no page.
     """
@@ -117,13 +113,15 @@ def _open(board: Board, known: Known, knots: Sequence[Knots]) -> str:
         for place in board.places
         for point in product(*(sorted(knots[place][at]) for at in board.axes(place)))
     ]
-    known.simulate(((at, board.opening(at, point)) for at, point in points), _FIRST)
-    left = [key for key in points if key not in known.found]
-    known.simulate(random.Random(0).sample(left, min(_TIMED, len(left))), _FIRST)  # noqa: S311
+    first = random.Random(0).sample(points, min(_TIMED, len(points)))  # noqa: S311 - no secret
+    begin = tuple(board.begin())
+    known.simulate(((place, begin) for place in board.places), _FIRST)  # workers start, and read
+    known.simulate(first, _FIRST)
     if known.ended:
         raise KeyboardInterrupt
     loose = sum(len(board.loose(place)) for place in board.places)
-    more = len(left) - min(_TIMED, len(left)) + loose * _LINES * _LOOKS + bool(loose) * _CHECKS
+    more = sum(key not in known.found for key in points)
+    more += loose * _LINES * _LOOKS + bool(loose) * _CHECKS
     return (
         f"about {duration(known.rate * more)} more, for about {more:,} positions; control-C ends it"
         " earlier, and keeps what is done"

@@ -120,22 +120,14 @@ def render(
     return page, rules
 
 
-_STAYS = (
-    " What is open of micro-batch and recomputation is the fastest that fits, for each strategy and"
-    " size at the bandwidth that the page begins with; at other bandwidths co2sim run may take"
-    " others."
-)
-
-
 def exactness(grid: ExploreGrid) -> list[str]:
     """How exact the figures between simulated positions are: first in short, then all."""
     simulated = f"{grid.simulated:,} cases were simulated for this page."
     if grid.ended:
         simulated += " Control-C ended it: others are missing, or less exact than asked for."
-    simulated += _STAYS if grid.chosen else ""
     found: Exactness = grid.exactness
     if not found.checked:
-        return [f"{simulated} Every position of every slider is one of them."]
+        return [simulated if grid.ended else f"{simulated} Every position of every slider is one."]
     end = (
         "as asked for"
         if found.met
@@ -148,8 +140,9 @@ def exactness(grid: ExploreGrid) -> list[str]:
         f" {found.checked} random positions; the tolerance is {found.tolerance:.2%} ({end})."
     )
     more = (
-        "Figures between simulated positions are interpolated. At these random positions, none of"
-        " which was simulated for the page, they were compared with the simulator's: throughput is"
+        "Figures between simulated positions are interpolated; memory, micro-batch and"
+        " recomputation are those of the nearest one. At these random positions, none of which was"
+        " simulated for the page, they were compared with the simulator's: throughput is"
         f" off by {found.median:.2%} at the median, exposed communication by"
         f" {100 * found.largest_exposed:.2f} points of a round at most. Elsewhere it may be more."
         " How far the simulator itself is off stands below, and in the 90 % intervals."

@@ -26,7 +26,6 @@ function gridSource(grid) {
     if (grid.chosen.includes(name)) return at(values, shift + found.reduce((best, one) => (one[1] > best[1] ? one : best))[0]);
     const parts = found.map(([place, weight]) => [at(values, shift + place), weight]);
     if (parts.some(([value]) => value === null)) return null;
-    if (typeof parts[0][0] === "boolean") return parts.every(([value]) => value);
     if (grid.logarithmic.includes(name) && parts.every(([value]) => value > 0)) {
       return Math.exp(parts.reduce((sum, [value, weight]) => sum + weight * Math.log(value), 0));
     }

@@ -1,7 +1,9 @@
 "use strict";
 // Exact answers from the server that gave out this page, and the forms that it checks.
 function serverSource(server) {
-  let view = structuredClone(server.view);
+  let view = structuredClone(server.view); // what the figures are about
+  let latest = view; // and what was wished since
+  let leaving = []; // paths of sliders that go back to their beginning with it
   const field = (id) => document.getElementById(id);
 
   async function post(what, body, blob) {
@@ -58,7 +60,7 @@ function serverSource(server) {
   async function begin(params) {
     const next = parsed(params);
     const found = await post("begin", next);
-    view = next;
+    view = latest = next;
     fill(found);
     return { ...found.asked, tokens: view.tokens };
   }
@@ -72,8 +74,11 @@ function serverSource(server) {
 
   // A change of the forms: the sliders stay where they were, but for those that `reset` belong to what changed.
   async function change(next, wrong, reset = []) {
+    latest = next;
+    leaving.push(...reset);
     try {
       const found = await post("begin", next);
+      if (next !== latest) return; // a later wish holds this one, too
       view = next;
       asked = { ...found.asked, tokens: view.tokens };
       wrong.textContent = "";
@@ -81,12 +86,16 @@ function serverSource(server) {
       say("");
       const { kept } = state;
       const moved = new URLSearchParams(location.hash.slice(1));
-      for (const path of [...moved.keys()]) if (reset.some((one) => path === one || path.startsWith(`${one}.`))) moved.delete(path);
+      for (const path of [...moved.keys()]) if (leaving.some((one) => path === one || path.startsWith(`${one}.`))) moved.delete(path);
+      leaving = [];
       restored(moved);
       state.kept = kept;
       await refresh();
     } catch (error) {
       wrong.textContent = error.message;
+      if (next !== latest) return;
+      latest = view;
+      leaving = [];
     }
   }
 
@@ -123,10 +132,10 @@ function serverSource(server) {
     input.setAttribute("aria-describedby", wrong.id);
     label.htmlFor = input.id;
     watched(input, wrong, () => {
-      const set = { ...view.set };
+      const set = { ...latest.set };
       if (input.value.trim() === "") delete set[one.path];
       else if (input.value.trim() !== one.value) set[one.path] = input.value.trim();
-      return { ...view, set };
+      return { ...latest, set };
     });
     box.append(label, one.assumed ? " (assumed) " : " ", input, wrong);
     return box;
@@ -139,6 +148,7 @@ function serverSource(server) {
     field("gpu").value = view.set.gpu ?? "";
     field("gpu").placeholder = found.gpu || "that of the cluster";
     field("size").value = view.gpus ?? "";
+    field("name").value = field("more").value = "";
     field("price").value = view.set.price_per_gpu ?? "";
     field("price").placeholder = found.asked.price === null ? "none is known" : "as known for the cluster";
     priced(found);
@@ -153,19 +163,15 @@ function serverSource(server) {
   }
 
   // What is published where the cluster has no price: one press takes it.
-  function priced({ price, gpu }) {
+  function priced({ price, gpu, asked: about }) {
     const hint = field("price-hint");
-    hint.hidden = price === null && field("price").value !== "";
-    const asking = asked === null ? null : asked.price;
-    hint.replaceChildren();
-    if (price === null) {
-      hint.hidden = view.set.price_per_gpu !== undefined || asking !== null;
-      hint.textContent = "No price is known: days have no cost. Give one, such as 2.5 USD/h.";
-      return;
-    }
-    const take = Object.assign(document.createElement("button"), { type: "button", textContent: `Take ${price[0]} (${price[1]})` });
-    take.addEventListener("click", () => change({ ...view, set: { ...view.set, price_per_gpu: price[1] } }, field("price-wrong"), ["price_per_gpu"]));
-    hint.append(`No price is known for this cluster; one of ${gpu} is published. `, take);
+    hint.hidden = about.price !== null;
+    hint.textContent = price ? `No price of this cluster is known; one of ${gpu} is published. ` : "No price is known, so days have no cost. Give one, such as 2.5 USD/h.";
+    if (!price) return;
+    const [text, name] = price;
+    const take = Object.assign(document.createElement("button"), { type: "button", textContent: `Take ${text} (${name})` });
+    take.addEventListener("click", () => change({ ...latest, set: { ...latest.set, price_per_gpu: name } }, field("price-wrong"), ["price_per_gpu"]));
+    hint.append(take);
   }
 
   function listed(id, pairs) {
@@ -175,7 +181,7 @@ function serverSource(server) {
   listed("names", Object.entries(server.catalog.strategies).map(([name, one]) => [name, one.what]));
 
   // With these paths left out: numbers of another cluster are not those of this one.
-  const without = (leaves) => Object.fromEntries(Object.entries(view.set).filter(([path]) => !leaves(path)));
+  const without = (leaves) => Object.fromEntries(Object.entries(latest.set).filter(([path]) => !leaves(path)));
   const ofCluster = (path) => !path.startsWith("model.") && !path.startsWith("stack.");
   const setTo = (path, text) => ({ ...without((one) => one === path), ...(text ? { [path]: text } : {}) });
   const LINKS = ["inter", "wan", "intra"];
@@ -184,11 +190,11 @@ function serverSource(server) {
     gpu: [(text) => ({ set: { ...without((path) => path === "gpu" || path.startsWith("gpu.")), ...(text ? { gpu: text } : {}) } }), []],
     size: [(text) => ({ gpus: text ? (/^\d+$/.test(text) ? Number(text) : text) : null }), ["gpus", "failures"]],
     model: [(text) => ({ model: text, set: without((path) => path.startsWith("model.")) }), []],
-    stack: [(text) => ({ options: { ...view.options, stack: text }, set: without((path) => path.startsWith("stack.")) }), []],
+    stack: [(text) => ({ options: { ...latest.options, stack: text }, set: without((path) => path.startsWith("stack.")) }), []],
     price: [(text) => ({ set: setTo("price_per_gpu", text) }), ["price_per_gpu"]],
   };
   for (const [id, [changed, reset]] of Object.entries(PICKED)) {
-    watched(field(id), field(`${id}-wrong`), () => ({ ...view, ...changed(field(id).value.trim()) }), reset);
+    watched(field(id), field(`${id}-wrong`), () => ({ ...latest, ...changed(field(id).value.trim()) }), reset);
   }
 
   // A list shows what begins like its field, so that one that is full shows one thing: a press empties it.
@@ -212,7 +218,7 @@ function serverSource(server) {
     const pairs = Object.entries(given).map(([option, text]) => `${option}=${text}`);
     return pairs.length ? `${name}:${pairs.join(",")}` : name;
   };
-  const replaced = (at, text) => ({ ...view, strategies: view.strategies.flatMap((one, place) => (place !== at ? [one] : text ? [text] : [])) });
+  const replaced = (at, text) => ({ ...latest, strategies: latest.strategies.flatMap((one, place) => (place !== at ? [one] : text ? [text] : [])) });
 
   function optionField(one, now) {
     if (!one.number) {
@@ -269,14 +275,14 @@ function serverSource(server) {
 
   watched(field("name"), field("name-wrong"), () => {
     const name = field("name").value.trim();
-    return { ...view, strategies: [...view.strategies, ...(name ? [name] : [])] };
+    return { ...latest, strategies: [...latest.strategies, ...(name ? [name] : [])] };
   });
   for (const input of document.querySelectorAll("[data-option]:not(#stack)")) {
-    watched(input, field("option-wrong"), () => ({ ...view, options: { ...view.options, [input.dataset.option]: input.value } }));
+    watched(input, field("option-wrong"), () => ({ ...latest, options: { ...latest.options, [input.dataset.option]: input.value } }));
   }
   watched(field("more"), field("more-wrong"), () => {
     const [path, ...value] = field("more").value.split("=");
-    return { ...view, set: path.trim() ? { ...view.set, [path.trim()]: value.join("=").trim() } : view.set };
+    return { ...latest, set: path.trim() ? { ...latest.set, [path.trim()]: value.join("=").trim() } : latest.set };
   });
   for (const input of document.querySelectorAll("[data-kind]")) {
     input.addEventListener("change", async () => {
@@ -291,7 +297,7 @@ function serverSource(server) {
         listed(`${input.dataset.kind}s`, kind);
         field("file-wrong").textContent = "";
         const [changed, reset] = PICKED[input.dataset.kind];
-        await change({ ...view, ...changed(name) }, field("file-wrong"), reset);
+        await change({ ...latest, ...changed(name) }, field("file-wrong"), reset);
       } catch (error) {
         field("file-wrong").textContent = error.message;
       }
