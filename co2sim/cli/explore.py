@@ -1,6 +1,7 @@
 """`co2sim explore`: a page to play with."""
 
 import secrets
+import sys
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
@@ -114,7 +115,7 @@ def _write(
     places = range(len(question.strategies))
     cases = [question.case(place, begin(shown)) for place in places]
     first = [(case, driver.run(case)) for case in cases]  # what cannot be is said before others
-    grid = build(question, shown, tolerance, jobs, partial(print, flush=True))
+    grid = build(question, shown, tolerance, jobs, partial(print, file=sys.stderr))
     command = command_line("co2sim")
     write_atomically({out: static_page(question, grid, first, command)})
     print(exactness(grid)[0])
