@@ -1,6 +1,7 @@
 """`co2sim explore`: a page to play with."""
 
 import secrets
+import sys
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
@@ -16,7 +17,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.files import write_atomically
 from co2sim.common.validation import between
 from co2sim.prediction import driver
-from co2sim.prediction.case import Case
+from co2sim.prediction.case import OPEN_BATCH, Case
 from co2sim.prediction.step_factors import Goal
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
@@ -30,9 +31,11 @@ _MIN, _MAX = 1e-4, 0.5
 _CLUSTER, _MODEL = "cloud-100g", "gpt2-xl"
 _STRATEGIES = ("ddp", "zero3", "zeropp", "co2:tau=12,delay=1,worker=node")
 """What the server's page begins with."""
+_WITH_SERVER = ("micro_batch", "inter.latency", "wan.latency")
+"""Sliders that a page without a server has only with --vary: each multiplies all positions."""
 
 
-@partial(options.model_options, optional=("model",))
+@options.explore_options
 def explore(  # noqa: PLR0913, PLR0917 - one argument per option
     job: Case,
     cluster: Annotated[
@@ -105,20 +108,20 @@ def _write(
     from co2sim.report.explore.controls import controls, varying  # noqa: PLC0415
     from co2sim.report.explore.page import begin, exactness, static_page  # noqa: PLC0415 - Altair
 
-    made = {control.path: control for control in controls(question)}
+    made = {one.path: one for one in controls(question) if one.path not in _WITH_SERVER}
     for path, values in varied.items():
         made[path] = varying(question, path, values)
     shown = list(made.values())
     places = range(len(question.strategies))
     cases = [question.case(place, begin(shown)) for place in places]
-    for case in cases:
-        case.prepare()  # what cannot be is better said before the others are simulated
-    grid = build(question, shown, tolerance, jobs)
-    first = [(case, driver.run(case)) for case in cases]
+    first = [(case, driver.run(case)) for case in cases]  # what cannot be is said before others
+    grid = build(question, shown, tolerance, jobs, partial(print, file=sys.stderr))
     command = command_line("co2sim")
     write_atomically({out: static_page(question, grid, first, command)})
     print(exactness(grid)[0])
     print(f"page  {out}")
+    if grid.ended:
+        raise KeyboardInterrupt(f"{out} holds the {grid.simulated:,} cases that were done")
 
 
 def _serve(  # noqa: PLR0917 - what a page begins with
@@ -146,7 +149,7 @@ def _serve(  # noqa: PLR0917 - what a page begins with
         parts=frozenset(text for path, text in job.overrides.items() if path in PARTS),
     )
     changed = {name: getattr(job, name) for name in OPTIONS}
-    usual = {field.name: field.default for field in fields(Case)}
+    usual = {field.name: field.default for field in fields(Case)} | OPEN_BATCH
     view = PageView(
         cluster=cluster,
         model=model,

@@ -262,11 +262,14 @@ def own_options(command: Callable[..., None]) -> Callable[..., None]:
     return _sharing(command, "case", groups, optional=("model", "strategy"), defaults=OPEN_BATCH)
 
 
-def model_options(
-    command: Callable[..., None], optional: Collection[str] = ()
-) -> Callable[..., None]:
+def model_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of a model and its batch; `job` receives the case."""
-    return _sharing(command, "job", ("job",), optional=optional)
+    return _sharing(command, "job", ("job",))
+
+
+def explore_options(command: Callable[..., None]) -> Callable[..., None]:
+    """As `job_options`, but the model need not be given, and one simulation has no options."""
+    return _sharing(command, "job", ("job", "pipeline"), optional=("model",), defaults=OPEN_BATCH)
 
 
 ToLossSteps = Annotated[

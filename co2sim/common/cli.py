@@ -36,7 +36,7 @@ class _Command(TyperCommand):
                 flag = max(option.opts, key=len)
                 kind = "give it once" if option.is_flag else "it takes one value"
                 if any(other.name == "over" for other in self.get_params(ctx)):
-                    kind += f" (several: --vary {flag.removeprefix('--')}=\"ONE; OTHER\")"
+                    kind += f' (several: --vary {flag.removeprefix("--")}="ONE; OTHER")'
                 raise OptionError(f"{flag} is given {times} times; {kind}")
         options = [one for one in self.get_params(ctx) if isinstance(one, TyperOption)]
         missing = [max(o.opts, key=len) for o in options if o.required and o not in order]

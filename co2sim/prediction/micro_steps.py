@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from co2sim.common.errors import OptionError
 from co2sim.common.progress import Done
 from co2sim.common.units import Seconds
 from co2sim.prediction.case import Case, LoadedCase
@@ -198,15 +199,19 @@ def case_figures(case: Case, done: Done | None, change: Change = lambda one: one
 def _with_few_local_steps(strategy: Strategy) -> Strategy:
     """The strategy with fewer local steps in a round, if those in the midst are alike.
 
-    They may be where one average is launched behind the last step, and used behind a last one.
+    They may be where one average is launched behind the last step, and used behind a last one, or
+    behind one of the first: those after it are alike.
     """
     if type(strategy) not in STRATEGIES.values() or not isinstance(strategy, LocalSteps):
         return strategy
     delay, parts = (getattr(strategy, name, None) for name in ("delay", "fragments"))
-    if delay or parts not in {None, 1} or round_steps(strategy) < 2 * _LOCAL_STEPS:
+    few = _LOCAL_STEPS + (delay or 0)
+    if parts not in {None, 1} or round_steps(strategy) < 2 * few:
         return strategy
-    short: Strategy = with_options(strategy, {"tau": str(_LOCAL_STEPS)})
-    return short
+    try:
+        return with_options(strategy, {"tau": str(few)})
+    except OptionError:  # another of its options needs as many as there are
+        return strategy
 
 
 def _first_try(prepared: LoadedCase) -> int:

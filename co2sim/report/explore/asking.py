@@ -2,22 +2,26 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
+from functools import cache, lru_cache
+from inspect import getdoc
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from co2sim.catalog import load_cluster, load_model, names
 from co2sim.catalog.facts import Kind, Tree, key_of, read
+from co2sim.catalog.specs import rates
 from co2sim.common.errors import CatalogError, Co2simError, OptionError, nearest
 from co2sim.prediction import driver
-from co2sim.prediction.case import Case
+from co2sim.prediction.case import OPEN_BATCH, Case
 from co2sim.prediction.step_factors import Goal
 from co2sim.report.explore.controls import Control, controls
 from co2sim.report.explore.page import asked
-from co2sim.report.explore.question import Question, figures, lost
+from co2sim.report.explore.question import MAX_STRATEGIES, Question, figures, lost
 from co2sim.report.html import render
 from co2sim.report.study_page import Study, page
+from co2sim.report.text import result as text_result
+from co2sim.strategies import STRATEGIES, strategy_options
 from co2sim.studies.candidates import command_of, with_tokens
 from co2sim.studies.grid import gpu_counts, with_changes
 
@@ -41,6 +45,16 @@ class PageView(BaseModel):
 
 
 Settings = Annotated[dict[Text, Text], Field(max_length=_MANY)]
+
+
+class Place(BaseModel):
+    """A view, what sliders set besides, and the place of one of its strategies."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    view: PageView
+    settings: Settings
+    place: Annotated[int, Field(ge=0, lt=MAX_STRATEGIES)]
 
 
 class Positions(BaseModel):
@@ -124,7 +138,61 @@ def question_of(view: PageView, files: Files, goal: Goal) -> Question:
     files.check(sets)
     if view.gpus is not None:
         gpu_counts(with_changes(job, sets), [view.gpus])
-    return Question(with_changes(job, given | sets), view.strategies, view.tokens, goal)
+    return Question(
+        with_changes(job, OPEN_BATCH | given | sets), view.strategies, view.tokens, goal
+    )
+
+
+def gpu_of(cluster: str) -> str:
+    """The GPU that the file of a cluster names; empty where it spells it out."""
+    given = read("clusters", cluster).get("gpu")
+    named = given.get("value") if isinstance(given, dict) else given
+    return named if isinstance(named, str) else ""
+
+
+def price_like(gpu: str) -> tuple[str, str] | None:
+    """The newest published price of a GPU, and its name; those that are a median come first."""
+    known = [one for name, one in rates("prices").items() if name.startswith(f"{gpu}-")]
+    known.sort(key=lambda one: ("median" in one.name, one.date))
+    return (known[-1].value, known[-1].name) if gpu and known else None
+
+
+def _form(strategy: Any) -> dict[str, Any]:
+    """The name of a strategy, and its options that are not as usual, as texts."""
+    usual = type(strategy)()
+    given = {
+        option: getattr(strategy, option)
+        for option, _, _ in strategy_options(type(strategy))
+        if getattr(strategy, option) != getattr(usual, option)
+    }
+    texts = {name: "none" if v is None else str(v).lower() for name, v in given.items()}
+    return {"name": strategy.name, "options": texts}
+
+
+@cache
+def catalog() -> dict[str, Any]:
+    """What can be chosen from: names with what they are, and strategies with their options."""
+    kinds: tuple[Kind, ...] = ("clusters", "models", "gpus", "stacks")
+    listed: dict[str, Any] = {
+        kind: [(name, str(read(kind, name)["name"])) for name in names(kind)] for kind in kinds
+    }
+    prices = [(name, f"{one.value}, {one.date}") for name, one in rates("prices").items()]
+    made = {
+        name: {
+            "what": (getdoc(kind) or "").splitlines()[0],
+            "options": [
+                {
+                    "name": option,
+                    "usual": usual,
+                    "number": "number" in allowed,
+                    "words": [one for one in allowed.split(", ") if "number" not in one],
+                }
+                for option, usual, allowed in strategy_options(kind)
+            ],
+        }
+        for name, kind in STRATEGIES.items()
+    }
+    return {"prices": prices, "strategies": made} | listed
 
 
 class Asker:
@@ -162,8 +230,12 @@ class Asker:
         facts = [("", fact) for fact in hardware.facts]
         facts += [("model.", fact) for fact in trained.facts]
         found: list[Control] = controls(question)
+        gpu = question.job.overrides.get("gpu") or gpu_of(str(question.job.cluster))
         return {
             "asked": asked(question, found),
+            "strategies": [_form(one) for one in question.parsed],
+            "gpu": gpu,
+            "price": None if hardware.value.price_per_gpu else price_like(gpu),
             "names": [hardware.value.name, trained.value.name],
             "facts": [{**asdict(fact), "path": before + fact.path} for before, fact in facts],
         }
@@ -186,13 +258,22 @@ class Asker:
             case = question.loaded(place, dict(settings))
             result = driver.run(case, progress=False)
         except Co2simError as error:
-            return {"error": " ".join(str(error).split())}
+            named = self._question(text).title(place, dict(settings))
+            return {"error": " ".join(str(error).split()), "strategy": named}
         taken = lost(case, result)
         return {
             **asdict(figures(case, result, question.goal)),
             **(asdict(taken) if taken else {"lost": None}),
             "notes": [*result.warnings, *result.notes],
         }
+
+    def fitting(self, view: PageView, settings: Mapping[str, str], place: int) -> list[str]:
+        """What would fit in memory instead of a strategy that does not: a line for each change."""
+        self.files.check(settings)
+        case = driver.resolve_auto(self.question(view).loaded(place, settings))
+        lines, heading, rows = text_result.fitting(case, driver.resolve_auto)
+        listed = "; ".join(f"{change} ({size})" for change, size in rows)
+        return [lines[0], *([f"{heading}: {listed}"] if rows else [])]
 
     def commands(self, view: PageView, settings: Mapping[str, str]) -> list[str]:
         """What repeats the figures, a command for each strategy."""

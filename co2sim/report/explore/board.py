@@ -2,19 +2,21 @@
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from co2sim.common.errors import Co2simError, OptionError
+from co2sim.common.units import Seconds
 from co2sim.hardware.failures import Failures
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.report.explore.controls import Control
 from co2sim.report.explore.grid import Positions
 from co2sim.report.explore.question import Figures, Question, figures
-from co2sim.studies.batch import Failure, Outcome, run_all
-from co2sim.studies.workers.loky_pool import processes
+from co2sim.studies.batch import Failure, Interrupted, Outcome, run_on
+from co2sim.studies.workers.flow import Pool
 
 MAX_CASES = 20_000
 """That are simulated for one page: minutes, and a page of a few MB."""
@@ -79,12 +81,18 @@ class Board:
 
     def case(self, place: int, positions: Sequence[int]) -> Case:
         """The case there."""
+        return self.question.loaded(place, self._settings(positions))
+
+    def title(self, place: int, positions: Sequence[int]) -> str:
+        """The strategy there, with its options."""
+        return self.question.title(place, self._settings(positions))
+
+    def _settings(self, positions: Sequence[int]) -> dict[str, str]:
         stops = (
             (control.path, control.stops[at].setting)
             for control, at in zip(self.controls, positions, strict=True)
         )
-        settings = {path: setting for path, setting in stops if setting is not None}
-        return self.question.loaded(place, settings)
+        return {path: setting for path, setting in stops if setting is not None}
 
     def failing(self, positions: Positions, stop: int) -> Failures | None:
         """The failures there, where their control is at this stop."""
@@ -129,13 +137,21 @@ class Board:
         )
 
 
-class Known:
-    """What was simulated: results with their cases, or why there are none."""
+ENDED = "not simulated: control-C came before"
 
-    def __init__(self, board: Board, jobs: int) -> None:
-        processes(jobs, 2)  # refuse a number that says nothing
-        self.board, self.jobs = board, jobs
+
+class Known:
+    """What was simulated: results with their cases, or why there are none.
+
+    After control-C nothing more is simulated, and `ended` is True. `rate` is how long a case took.
+    """
+
+    def __init__(self, board: Board, pool: Pool | None) -> None:
+        """On these workers, or without any in this process."""
+        self.board, self.pool = board, pool
         self.found: dict[tuple[int, Positions], tuple[Case, Result] | str] = {}
+        self.ended = False
+        self.rate: Seconds = 0.0
 
     def simulate(self, wanted: Iterable[tuple[int, Positions]], what: str) -> None:
         """Those that are not known yet."""
@@ -146,14 +162,26 @@ class Known:
                     cases[key] = self.board.case(*key)
                 except Co2simError as error:
                     self.found[key] = str(error)
-        if not cases:
-            return
+        began, outcomes = time.monotonic(), self._outcomes(list(cases.values()), what)
+        self.rate = (time.monotonic() - began) / len(cases) if cases else self.rate
+        for place, (key, case) in enumerate(cases.items()):
+            outcome = outcomes.get(place)
+            if isinstance(outcome, Result):
+                self.found[key] = case, outcome
+            else:
+                self.found[key] = outcome.reason if outcome else ENDED
+
+    def _outcomes(self, cases: list[Case], what: str) -> Mapping[int, Outcome]:
+        """By the places of the cases; those that control-C left are missing."""
+        if self.ended or not cases:
+            return {}
         try:
-            outcomes = run_all(list(cases.values()), self.jobs, what=what)
+            return dict(enumerate(run_on(self.pool, cases, what=what)))
+        except Interrupted as interrupt:
+            self.ended = True
+            return interrupt.outcomes
         except Co2simError:  # none of them can be simulated, each for its own reason
-            outcomes = [_alone(case) for case in cases.values()]
-        for (key, case), outcome in zip(cases.items(), outcomes, strict=True):
-            self.found[key] = (case, outcome) if isinstance(outcome, Result) else outcome.reason
+            return {place: _alone(case) for place, case in enumerate(cases)}
 
     def figures(self, place: int, positions: Positions) -> Figures | str:
         """What is shown of it."""
@@ -163,7 +191,7 @@ class Known:
 
 def _alone(case: Case) -> Outcome:
     try:
-        return run_all([case], progress=False)[0]
+        return run_on(None, [case], progress=False)[0]
     except Co2simError as error:
         cause = error.__cause__
         return Failure(case.title, cause if isinstance(cause, Exception) else error)

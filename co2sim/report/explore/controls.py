@@ -9,7 +9,7 @@ from co2sim.common.errors import Co2simError, OptionError, UnitError
 from co2sim.common.units import parse, parse_price
 from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.failures import PARTS
-from co2sim.prediction.case import Case
+from co2sim.prediction.case import AUTO, Case
 from co2sim.report.explore.question import Question
 from co2sim.studies.grid import gpu_counts, settings
 from co2sim.studies.targets import Axis, axis_of
@@ -21,7 +21,7 @@ _COARSE = (1.0, 2.0, 5.0)
 _TENFOLD = (1.0,)
 _TAUS = (4, 12, 48)
 _DELAYS = (1, 4)
-_BATCHES = (1, 2, 4)
+_BATCHES = (1, 2, 4, 8)
 _MAX_SIZES = 4
 _FASTER, _SLOWER = 4.0, 30.0
 """How many times more, or less, bandwidth a slider reaches."""
@@ -30,6 +30,7 @@ _DAY = 86400.0
 _GIVEN = ("cluster", "model", "strategy")
 
 AS_GIVEN = "as given"
+_FASTEST = "the fastest that fits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def controls(question: Question) -> list[Control]:
     """
     case = question.case(0, {})
     cluster = case.load()[0].value
-    made = [_gpus(question), _given("micro_batch", "micro-batch", _BATCHES, question)]
+    made = [_gpus(question), _micro_batch(question.job)]
     links = [("inter", "between nodes")] if cluster.nodes_per_site > 1 else []
     links += [("wan", "between sites")] if cluster.wan and cluster.sites > 1 else []
     for link, where in links:
@@ -119,7 +120,7 @@ def varying(question: Question, path: str, values: str) -> Control:
     title = known.title if known else path
     now = known.stops[known.at].value if known else None
     same = [at for at, stop in enumerate(stops) if stop.value is not None and stop.value == now]
-    at = same[0] if same else 0
+    at = same[0] if same else len(stops) - 1 if path == "gpus" else 0  # several nodes, not one
     return Control(
         path, title, tuple(stops), at, continuous=False, strategies=places, given=bool(same)
     )
@@ -144,9 +145,12 @@ def _gpus(question: Question) -> Control:
     return _whole("gpus", "GPUs", [*sizes, now], now)
 
 
-def _given(path: str, title: str, usual: Sequence[int], question: Question) -> Control:
-    now = getattr(question.job, path)
-    return _whole(path, title, [*usual, now], now)
+def _micro_batch(job: Case) -> Control:
+    path, title, now = "micro_batch", "micro-batch", job.micro_batch
+    if isinstance(now, int):
+        return _whole(path, title, [*_BATCHES, now], now)
+    made = _whole(path, title, _BATCHES, _BATCHES[0])
+    return replace(made, stops=(Stop(_FASTEST, AUTO, None), *made.stops))
 
 
 def _whole(path: str, title: str, values: Sequence[int], now: int) -> Control:

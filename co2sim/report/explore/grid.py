@@ -10,6 +10,11 @@ from co2sim.report.explore.controls import Control
 
 LOGARITHMIC = ("tokens_per_s", "lost", "lost_least", "lost_most")
 """Figures that are interpolated by their logarithms."""
+CHOSEN = (
+    *("strategy", "samples", "micro_batch", "micro_steps", "recompute", "precision", "stack"),
+    *("memory", "fits"),
+)
+"""What is chosen, and what follows from it alone: it is that of the nearest knot."""
 _DIGITS = 6
 
 Positions: TypeAlias = tuple[int, ...]
@@ -69,13 +74,17 @@ class Exactness:
 
 @dataclass(frozen=True, slots=True)
 class ExploreGrid:
-    """All that a page without a server knows; `failures` is the place of their control, if any."""
+    """All that a page without a server knows; `failures` is the place of their control, if any.
+
+    `ended` says that control-C came before all was as exact as asked for.
+    """
 
     controls: tuple[Control, ...]
     failures: int | None
     strategies: tuple[StrategyGrid, ...]
     exactness: Exactness
     simulated: int
+    ended: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """For the page."""
@@ -86,6 +95,7 @@ class ExploreGrid:
             "exactness": asdict(self.exactness),
             "simulated": self.simulated,
             "logarithmic": LOGARITHMIC,
+            "chosen": CHOSEN,
         }
 
 
@@ -95,7 +105,7 @@ def between(
     """The figures of the simulator at any positions; None where a knot beside them has none.
 
     Linear in the logarithm of what is set; throughput by its logarithm, too. A figure that is
-    unknown at a knot is None, and a memory that fits at all of them fits.
+    unknown at a knot is None. What is `CHOSEN` is that of the nearest knot.
     """
     corners = list(_corners(grid, controls, positions))
     if any(at in grid.failed for at, _ in corners):
@@ -131,10 +141,10 @@ def _sides(control: Control, knots: Sequence[int], stop: int) -> list[tuple[int,
 
 def _mixed(name: str, values: Sequence[Any], corners: Sequence[tuple[int, float]]) -> Any:
     found = [values[place] for place, _ in corners]
+    if name in CHOSEN:
+        return found[max(range(len(corners)), key=lambda at: corners[at][1])]
     if any(value is None for value in found):
         return None
-    if isinstance(found[0], bool):
-        return all(found)
     weighed = [(weight, value) for (_, weight), value in zip(corners, found, strict=True)]
     if name in LOGARITHMIC and min(found) > 0:
         return math.exp(sum(weight * math.log(value) for weight, value in weighed))

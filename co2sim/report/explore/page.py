@@ -123,17 +123,26 @@ def render(
 def exactness(grid: ExploreGrid) -> list[str]:
     """How exact the figures between simulated positions are: first in short, then all."""
     simulated = f"{grid.simulated:,} cases were simulated for this page."
+    if grid.ended:
+        simulated += " Control-C ended it: others are missing, or less exact than asked for."
     found: Exactness = grid.exactness
     if not found.checked:
-        return [f"{simulated} Every position of every slider is one of them."]
-    end = "as asked for" if found.met else f"at most {MAX_CASES:,} cases make a page"
+        return [simulated if grid.ended else f"{simulated} Every position of every slider is one."]
+    end = (
+        "as asked for"
+        if found.met
+        else "it was ended"
+        if grid.ended
+        else f"at most {MAX_CASES:,} cases make a page"
+    )
     short = (
         f"{simulated} Between them throughput is off by up to {found.largest:.2%} at"
         f" {found.checked} random positions; the tolerance is {found.tolerance:.2%} ({end})."
     )
     more = (
-        "Figures between simulated positions are interpolated. At these random positions, none of"
-        " which was simulated for the page, they were compared with the simulator's: throughput is"
+        "Figures between simulated positions are interpolated; memory, micro-batch and"
+        " recomputation are those of the nearest one. At these random positions, none of which was"
+        " simulated for the page, they were compared with the simulator's: throughput is"
         f" off by {found.median:.2%} at the median, exposed communication by"
         f" {100 * found.largest_exposed:.2f} points of a round at most. Elsewhere it may be more."
         " How far the simulator itself is off stands below, and in the 90 % intervals."
@@ -142,7 +151,7 @@ def exactness(grid: ExploreGrid) -> list[str]:
 
 
 def server_page(
-    view: Mapping[str, Any], catalog: Mapping[str, Sequence[str]], token: str
+    view: Mapping[str, Any], catalog: Mapping[str, Any], token: str
 ) -> tuple[bytes, int, dict[str, str]]:
     """A page that asks the server which gave it out: content, status and headers."""
     content = {"server": {"token": token, "view": view, "catalog": catalog}, "grid": None}

@@ -66,6 +66,14 @@ class Question:
             return True
         return hasattr(self.parsed[place], path.removeprefix("strategy."))
 
+    def title(self, place: int, settings: Settings) -> str:
+        """The strategy at this place with the options that are set; as it was given if none is."""
+        try:
+            strategy = self.case(place, settings).strategy
+            return strategy_title(strategy)
+        except OptionError:
+            return self.titles[place]
+
     def case(self, place: int, settings: Settings) -> Case:
         """The case of the strategy at this place, with all settings that it takes."""
         asked = {path: text for path, text in settings.items() if self.takes(place, path)}
@@ -74,15 +82,19 @@ class Question:
     def loaded(self, place: int, settings: Settings) -> Case:
         """As `case`, with objects for the cluster and the model: files are read once."""
         case = self.case(place, settings)
-        key = (str(case.cluster), str(case.model), tuple(sorted(case.overrides.items())))
+        inputs = (case.cluster, case.model, case.stack, *sorted(case.overrides.items()))
+        key = tuple(map(str, inputs))
         if key not in self._read:
             cluster, model = case.load()
             self._read[key] = cluster.value, model.value
         hardware, trained = self._read[key]
-        return replace(case, cluster=hardware, model=trained, overrides={})
+        of_stack = {
+            path: text for path, text in case.overrides.items() if path.startswith("stack.")
+        }
+        return replace(case, cluster=hardware, model=trained, overrides=of_stack)
 
     @cached_property
-    def _read(self) -> dict[tuple[str, str, tuple[tuple[str, str], ...]], tuple[Cluster, Model]]:
+    def _read(self) -> dict[tuple[str, ...], tuple[Cluster, Model]]:
         return {}
 
 
@@ -93,9 +105,19 @@ class Figures:
     `slowest` and `fastest` are the ends of the 90 % interval, as shares of `tokens_per_s`. `factor`
     is how many times the tokens of DDP it trains; None if not known. `factor_low` and `factor_high`
     are the ends of its range, relative to it. `watts` is the power of all
-    nodes at the meter, None if not known.
+    nodes at the meter, None if not known. `strategy` is named with the options that it has there.
+    A step has `samples` of `batch` tokens in all; a GPU takes them in `micro_steps` of
+    `micro_batch`, and repeats what `recompute` says.
     """
 
+    strategy: str
+    samples: int | None
+    batch: float
+    micro_batch: int
+    micro_steps: int
+    recompute: str
+    precision: str
+    stack: str
     tokens_per_s: float
     slowest: float | None
     fastest: float | None
@@ -128,6 +150,14 @@ def figures(case: Case, result: Result, goal: Goal) -> Figures:
     low, high = result.tokens_per_s_low, result.tokens_per_s_high
     ends = (None, None) if factor is None else factor.ends
     return Figures(
+        strategy=result.strategy,
+        samples=result.global_batch,
+        batch=result.tokens_per_gpu_per_step * result.gpus,
+        micro_batch=result.micro_batch,
+        micro_steps=result.accumulation,
+        recompute=result.recompute,
+        precision=result.precision,
+        stack=result.stack,
         tokens_per_s=result.tokens_per_s,
         slowest=None if low is None else low / result.tokens_per_s,
         fastest=None if high is None else high / result.tokens_per_s,

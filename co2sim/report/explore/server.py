@@ -6,7 +6,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLateError
 from concurrent.futures.process import BrokenProcessPool
@@ -24,12 +24,11 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from co2sim.catalog import names
 from co2sim.common.errors import Co2simError, OptionError, ResourceError, given
 from co2sim.common.resources import share_memory
 from co2sim.common.units import Seconds
 from co2sim.prediction.step_factors import Goal
-from co2sim.report.explore.asking import Asker, Files, PageView, Positions, Text
+from co2sim.report.explore.asking import Asker, Files, PageView, Place, Positions, Text, catalog
 from co2sim.report.explore.page import server_page
 
 _NAME = re.compile(r"[\w][\w .()+-]{0,99}\.(toml|json)")
@@ -224,11 +223,10 @@ def application(answers: Answers, view: PageView, token: str) -> Starlette:
     """The server: `view` is what its page begins with."""
 
     async def page(_: Request) -> Response:
-        catalog = {
-            "clusters": list(dict.fromkeys([*answers.files.clusters, *names("clusters")])),
-            "models": list(dict.fromkeys([*answers.files.models, *names("models")])),
-        }
-        return HTMLResponse(*server_page(view.model_dump(), catalog, token))
+        known = catalog()
+        own = {"clusters": answers.files.clusters, "models": answers.files.models}
+        listed = {kind: _with_files(files, known[kind]) for kind, files in own.items()}
+        return HTMLResponse(*server_page(view.model_dump(), known | listed, token))
 
     async def begin(request: Request) -> Response:
         return JSONResponse(await answers.ask("begin", await _read(request, PageView)))
@@ -241,6 +239,10 @@ def application(answers: Answers, view: PageView, token: str) -> Starlette:
         asked = await _read(request, Positions)
         return JSONResponse(await answers.figures(asked.view, asked.settings))
 
+    async def fitting(request: Request) -> Response:
+        asked = await _read(request, Place)
+        return JSONResponse(await answers.ask("fitting", asked.view, asked.settings, asked.place))
+
     async def commands(request: Request) -> Response:
         asked = await _read(request, Positions)
         return JSONResponse(await answers.ask("commands", asked.view, asked.settings[0]))
@@ -252,7 +254,7 @@ def application(answers: Answers, view: PageView, token: str) -> Starlette:
     async def upload(request: Request) -> Response:
         return JSONResponse({"name": await answers.add(await _read(request, Upload))})
 
-    asking = (begin, check, figures, commands, report, upload)
+    asking = (begin, check, figures, fitting, commands, report, upload)
     made = Starlette(
         routes=[
             Route("/", page),
@@ -266,6 +268,11 @@ def application(answers: Answers, view: PageView, token: str) -> Starlette:
     )
     made.add_middleware(Guard, token=token)
     return made
+
+
+def _with_files(files: Iterable[str], known: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Names of the user's files first, then those of the catalog, with what they are."""
+    return [*((name, "a file") for name in files if name not in dict(known)), *known]
 
 
 async def _read(request: Request, kind: type[Any]) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice, pairwise, product
-from typing import cast
+from typing import Any, cast
 
 from rich.console import Console
 from rich.text import Text
@@ -371,13 +371,25 @@ def print_fitting(out: Console, case: Case, settle: Callable[[Case], Case]) -> N
 
     `settle` gives a case numbers for what it leaves open.
     """
+    lines, heading, rows = fitting(case, settle)
+    print_lines(out, *lines, "")
+    if rows:
+        print_table(out, heading, ("instead", "memory per GPU"), rows)
+
+
+def fitting(
+    case: Case, settle: Callable[[Case], Case]
+) -> tuple[list[str], str, list[tuple[str, str]]]:
+    """What makes a case that does not fit smaller: lines, and a table of changes with its heading.
+
+    The table is empty where nothing was found. `settle` gives a case numbers for what is open.
+    """
     if case.pp > 1:  # its stages are simulated one by one
-        print_lines(out, "less memory: more stages (--pp), --tp, or --recompute full", "")
-        return
+        return ["less memory: more stages (--pp), --tp, or --recompute full"], "", []
     asked = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
     prepared = settle(case).prepare()
     memory = prepared.cluster.gpu.memory
-    print_lines(out, largest(prepared), "`co2sim plan` finds what fits and costs least", "")
+    lines = [largest(prepared), "`co2sim plan` finds what fits and costs least"]
     found = list(alternatives(prepared, asked))
     fitting = _fewest_changes([one for one in found if one.memory <= memory])
     as_is = f"micro-batch {prepared.job.micro_batch}, recompute {prepared.job.recompute}"
@@ -392,8 +404,7 @@ def print_fitting(out: Console, case: Case, settle: Callable[[Case], Case]) -> N
         )
         for one in islice(filter(partial(_runs, case, settle), fitting), _MAX)
     ]
-    if rows:
-        print_table(out, heading, ("instead", "memory per GPU"), rows)
+    return lines, heading, rows
 
 
 def _fit_of(needed: Bytes, room: Bytes) -> str:
@@ -503,7 +514,7 @@ def _runs(case: Case, settle: Callable[[Case], Case], alternative: Alternative) 
             strategy=changes.get("strategy", case.strategy),
             attention=cast(AttentionKernel, changes.get("attention", case.attention)),
             recompute=changes.get("recompute", case.recompute),
-            micro_batch=int(changes.get("micro-batch", case.micro_batch)),
+            micro_batch=cast(Any, changes.get("micro-batch", case.micro_batch)),
             gpus=int(changes["gpus"]) if "gpus" in changes else case.gpus,
         )
         return settle(changed).prepare().memory()["total"] == alternative.memory

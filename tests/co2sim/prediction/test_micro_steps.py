@@ -33,6 +33,7 @@ LONG = (
         "co2(tau=12,dtype=int8)",
     ),
     *("co2(tau=12,worker=node,inner=fsdp)", "diloco(tau=12,fragments=2,delay=1)"),
+    *("co2(tau=18,delay=2,worker=node)", "diloco(tau=16,delay=1)"),
 )
 """Strategies whose local steps are many, too."""
 

@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -17,12 +18,12 @@ pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 from commands import Command
 
 from co2sim.common.errors import OptionError
-from co2sim.prediction.case import Case
+from co2sim.prediction.case import OPEN, Case
 from co2sim.prediction.driver import run
 from co2sim.prediction.totals import totals_of
 from co2sim.report.explore import board, build
 from co2sim.report.explore.controls import Control, Stop, controls, varying
-from co2sim.report.explore.grid import ExploreGrid, Positions, StrategyGrid, between
+from co2sim.report.explore.grid import CHOSEN, ExploreGrid, Positions, StrategyGrid, between
 from co2sim.report.explore.page import asked, exactness
 from co2sim.report.explore.question import Question, figures
 
@@ -148,7 +149,8 @@ def test_at_knots_the_figures_are_the_simulators() -> None:
                 assert shown[name] == pytest.approx(exact)
             for name, value in shown.items():
                 exact = getattr(expected, name)
-                assert value == (None if exact is None else pytest.approx(exact, rel=1e-9)), name
+                plain = exact is None or name in CHOSEN
+                assert value == (exact if plain else pytest.approx(exact, rel=1e-9)), name
 
 
 @pytest.mark.slow
@@ -255,6 +257,58 @@ def test_a_page_of_nothing_but_failures_is_still_a_page() -> None:
     assert all("global_batch=7" in text for text in why.values())
 
 
+OPEN_JOB = {**OPEN, "cluster": "dgx-h100", "model": "llama3.2-1b", "overrides": {}}
+
+
+def test_what_is_open_is_chosen_at_each_position() -> None:
+    """Batch, micro-batch and recomputation are those that `co2sim run` takes there."""
+    asked = question("fsdp", **OPEN_JOB)
+    shown = [
+        varying(asked, "gpus", "8, 64"),
+        varying(asked, "inter.bandwidth", "25 Gbit/s, 3.2 Tbit/s"),
+    ]
+    (one,) = build.build(asked, shown, 0.1, 1).strategies
+    for at, point in enumerate(one.points):
+        result = run(asked.case(0, settings(shown, point)))
+        assert one.values["samples"][at] == result.global_batch
+        assert one.values["micro_batch"][at] == result.micro_batch
+        assert one.values["micro_steps"][at] == result.accumulation
+        assert one.values["recompute"][at] == result.recompute
+    assert len(set(one.values["micro_batch"])) > 1
+
+
+def test_positions_of_tau_name_the_strategy_with_it() -> None:
+    """No row says tau=12 where the slider says 4, also where nothing can be simulated."""
+    asked = question("co2:tau=12,delay=1,worker=node", global_batch=24, overrides={})
+    shown = [varying(asked, "gpus", "8, 16"), varying(asked, "strategy.tau", "4, 48")]
+    (one,) = build.build(asked, shown, TOLERANCE, 1).strategies
+    assert {point[0] for at, point in enumerate(one.points) if at in one.failed} == {1}
+    for point, name in zip(one.points, one.values["strategy"], strict=True):
+        assert f"tau={shown[1].stops[point[1]].text}," in name
+
+
+def test_a_page_opens_at_several_nodes() -> None:
+    """Where the size that was asked for is none of its positions: at the largest."""
+    sizes = varying(question(gpus=None), "gpus", "8, 16, 32")
+    assert sizes.stops[sizes.at].text == "32"
+
+
+def test_control_c_keeps_what_is_done() -> None:
+    """The page has the positions that were simulated; others say why there is nothing."""
+
+    def stop(words: str) -> None:
+        assert re.search(r"about \d", words)
+        raise KeyboardInterrupt
+
+    asked = question("ddp", overrides={})
+    shown = [one for one in controls(asked) if one.path in {"gpus", "inter.bandwidth"}]
+    grid = build.build(asked, shown, 1e-4, 1, stop)
+    (one,) = grid.strategies
+    assert grid.ended
+    assert 0 < len(one.points) - len(one.failed) <= grid.simulated
+    assert "Control-C ended it" in exactness(grid)[0]
+
+
 # ---- interpolation, without a simulator
 
 values = st.floats(min_value=1e-3, max_value=1e3)
@@ -304,7 +358,7 @@ def test_too_many_positions_are_refused_before_anything_is_simulated(
 ) -> None:
     """In one line that says which list is the longest."""
     asked = question("ddp")
-    monkeypatch.setattr(board, "run_all", lambda *_, **__: pytest.fail("something was simulated"))
+    monkeypatch.setattr(board, "run_on", lambda *_, **__: pytest.fail("something was simulated"))
     shown = [
         varying(asked, path, ", ".join(map(str, range(1, 61))))
         for path in ("micro_batch", "accumulation")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -22,6 +23,7 @@ from test_explore import STRATEGIES, TOKENS, TOLERANCE, few, made, question
 from test_explore_server import OWN, Served
 
 from co2sim.prediction.driver import run
+from co2sim.prediction.driver import simulate as simulate_open
 from co2sim.prediction.totals import totals_of
 from co2sim.report.explore import build
 from co2sim.report.explore.grid import between
@@ -34,6 +36,8 @@ NIGHTLY = pytest.mark.nightly
 
 EVIL = "<script>alert(1)</script>"
 LONG = ("ü\"'&<b>" * 40)[:200]
+CHECKS = "#strategies input[type=checkbox]"
+ONE_SAMPLE = ("--micro-batch", "1", "--accumulation", "1", "--recompute", "none")
 MODEL = Path("co2sim/catalog/models/gpt2-small.toml")
 
 
@@ -50,7 +54,7 @@ def static(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server: its page begins with two strategies, a price and failures."""
-    more = ["-s", STRATEGIES[1], "--tokens", "1e10"]
+    more = ["-s", STRATEGIES[1], "--tokens", "1e10", *ONE_SAMPLE]
     for pair in ("price_per_gpu=2 USD/h", "failures=meta-rsc-1"):
         more += ["--set", pair]
     server = Served(tmp_path_factory.mktemp("served"), *more, gpus=16)
@@ -117,9 +121,10 @@ class Explorer(Opened):
             "table": self.table(),
             "answer": self.page.locator("#answer").inner_text(),
             "tokens": self.page.locator("#tokens").input_value(),
+            "fields": [one.input_value() for one in self.page.locator(".pick input").all()],
             "x": self.page.locator("#x").evaluate("one => one.selectedOptions[0].text"),
             "y": self.page.locator("#y").input_value(),
-            "shown": [one.is_checked() for one in self.page.locator("#strategies input").all()],
+            "shown": [one.is_checked() for one in self.page.locator(CHECKS).all()],
         }
 
     def close(self) -> None:
@@ -219,7 +224,8 @@ def test_the_page_interpolates_as_python_does(opened: Open, static: str) -> None
             expected = between(one, grid.controls, tuple(positions))
             assert expected is not None
             for name, value in expected.items():
-                close = value if value is None else pytest.approx(value, rel=1e-5, abs=1e-6)
+                rounded = isinstance(value, float)
+                close = pytest.approx(value, rel=1e-5, abs=1e-6) if rounded else value
                 assert figures[name] == close, name
 
 
@@ -266,7 +272,7 @@ def test_a_link_restores_the_view(opened: Open, address: str) -> None:
     explorer.press("Keep this to compare")
     explorer.move("price_per_gpu", 1)
     explorer.move("gpus", 0)
-    explorer.page.locator("#strategies input").nth(1).uncheck()
+    explorer.page.locator(CHECKS).nth(1).uncheck()
     explorer.ready()
     explorer.page.locator("#tokens").fill("3e9")
     explorer.ready()
@@ -278,7 +284,7 @@ def test_a_link_restores_the_view(opened: Open, address: str) -> None:
     again = opened(link)
     assert again.view() == explorer.view()
     assert "now against kept" in next(iter(again.table().values()))
-    assert again.page.locator("#strategies input").nth(1).is_checked() is False
+    assert again.page.locator(CHECKS).nth(1).is_checked() is False
     again.press("Back to the beginning")
     assert again.view() == opened(address).view()
 
@@ -327,13 +333,18 @@ def test_forms_answer_while_typing_and_change_the_question(opened: Open, served:
     expect(page.locator("#cluster-wrong")).to_contain_text("'cloud-25g'")
     explorer.fill("cluster", "cloud-25g")
     expect(page.locator("h1")).to_contain_text("25 Gbit/s")
+    explorer.fill("size", "16")
+    expect(page.locator("#answer")).to_contain_text("On 16 GPUs")
     explorer.fill("model", "gpt2-medium")
     expect(page.locator("h1")).to_contain_text("medium")
-    explorer.fill("wanted", "zero3\nddp\n\n")
-    expect(page.locator("#strategies label").first).to_contain_text("zero3")
+    explorer.fill("name", "zero3")
+    expect(page.locator("#strategies .name")).to_have_count(3)
+    page.locator("#strategies summary").nth(1).click()
+    page.locator("#strategies button").nth(1).click()
+    expect(page.locator("#strategies .name")).to_have_text(["ddp", "zero3"])
     explorer.ready()
     given = ("cloud-25g", "gpt2-medium", "zero3")
-    assert list(explorer.table()) == ["zero3", "ddp"]
+    assert list(explorer.table()) == ["ddp", "zero3"]
     expected = simulate(*given, gpus=16).tokens_per_s
     assert explorer.speed("zero3") == pytest.approx(expected, abs=1)
     page.locator("#numbers summary").click()
@@ -344,12 +355,14 @@ def test_forms_answer_while_typing_and_change_the_question(opened: Open, served:
     expect(wrong).to_have_text("")
     expect(page.locator("h1")).to_contain_text("inter.bandwidth=50 Gbit/s")
     explorer.ready()
-    explorer.move("gpus", explorer.stops("gpus") - 1)
+    explorer.fill("size", "128")
+    expect(page.locator("#answer")).to_contain_text("On 128 GPUs")
+    explorer.ready()
     expected = simulate(*given, gpus=128, overrides={"inter.bandwidth": "50 Gbit/s"}).tokens_per_s
     assert explorer.speed("zero3") == pytest.approx(expected, abs=1)
-    explorer.fill("more", "price_per_gpu=3", leave=False)
-    expect(page.locator("#more-wrong")).to_contain_text("no unit")
-    explorer.fill("more", "price_per_gpu=3 USD/h")
+    explorer.fill("price", "3", leave=False)
+    expect(page.locator("#price-wrong")).to_contain_text("no unit")
+    explorer.fill("price", "3 USD/h")
     expect(page.locator('input[data-path="price_per_gpu"]')).to_have_count(1)
     explorer.ready()
     page.get_by_text("Batch, precision").click()
@@ -390,6 +403,74 @@ def test_the_report_and_the_commands_repeat_the_figures(
             check=True,
         )
         assert f"{json.loads(done.stdout)['tokens_per_s']:,.0f}" == row["tokens/s"]
+
+
+LINK = "&cluster=dgx-h100&model=llama3.2-1b&strategy=ddp&strategy=co2:tau=12,delay=1,worker=node"
+
+
+@NIGHTLY
+def test_a_row_says_what_the_slider_and_the_field_say(opened: Open, served: str) -> None:
+    """Whichever of both was changed last; what is typed is a position of the slider."""
+    explorer = opened(f"{served}#{LINK}")
+    page, field = explorer.page, explorer.page.locator("#strategy-1-tau")
+    page.locator("#strategies summary").nth(1).click()
+    for stop in (0, 2):
+        text = explorer.move("strategy.tau", stop)
+        assert f"co2(tau={text}, delay=1, worker=node)" in explorer.table()
+        expect(field).to_have_value(text)
+        expect(page.locator("#strategies .name").nth(1)).to_contain_text(f"tau={text},")
+    explorer.fill("strategy-1-tau", "24")
+    slider = page.locator('.slider:has([data-path="strategy.tau"]) output')
+    expect(slider).to_have_text("24")
+    explorer.ready()
+    expect(page.locator("#figures")).to_contain_text("co2(tau=24, delay=1, worker=node)")
+
+
+@NIGHTLY
+def test_the_first_lines_say_what_was_taken_of_what_is_open(opened: Open, served: str) -> None:
+    """Batch, micro-batch, micro-steps, recomputation, precision and stack, as `simulate` has."""
+    explorer = opened(f"{served}#{LINK}&hide=co2(tau=12, delay=1, worker=node)")
+    said = explorer.page.locator("#batch").inner_text()
+    result = simulate_open("dgx-h100", "llama3.2-1b", "ddp")
+    assert result.global_batch
+    for words in (
+        f"{result.global_batch:,} samples",
+        f"micro-batch {result.micro_batch} x {result.accumulation} micro-step",
+        f"recompute {result.recompute}; {result.precision}; {result.stack}",
+    ):
+        assert words in said
+    assert explorer.speed("ddp") == pytest.approx(result.tokens_per_s, abs=1)
+
+
+@NIGHTLY
+def test_another_cluster_resets_what_belongs_to_the_last(opened: Open, served: str) -> None:
+    """GPUs, prices and numbers of it, given or by slider; those of the model stay."""
+    of_cluster = "&size=16&set=price_per_gpu=3 USD/h&set=inter.latency=20 us&gpus=8"
+    explorer = opened(
+        f"{served}#{LINK}{of_cluster}&set=model.seq_len=4096&inter.bandwidth=1 Tbit/s"
+    )
+    expect(explorer.page.locator("#size")).to_have_value("16")
+    explorer.fill("cluster", "dgx-a100")
+    expect(explorer.page.locator("h1")).to_contain_text("A100")
+    explorer.ready()
+    expect(explorer.page.locator("#size")).to_have_value("")
+    expect(explorer.page.locator("#done")).to_have_text("")
+    link = parse_qs(urlsplit(explorer.page.url).fragment)
+    assert link["set"] == ["model.seq_len=4096"]
+    assert not {"size", "gpus", "inter.bandwidth"} & set(link)
+
+
+@NIGHTLY
+def test_a_price_is_proposed_and_what_would_fit_is_said(opened: Open, served: str) -> None:
+    """The price by its name in the catalog; changes of a strategy that does not fit."""
+    explorer = opened(f"{served}#&cluster=dgx-h100&model=llama-13b&strategy=ddp")
+    assert "DOES NOT FIT" in explorer.table()["ddp"]["GiB"]
+    expect(explorer.page.locator("#fitting")).to_contain_text("what would fit")
+    explorer.page.get_by_role("button", name="h100-median-2026-05").click()
+    expect(explorer.page.locator('input[data-path="price_per_gpu"]')).to_have_count(1)
+    expect(explorer.page.locator("#price")).to_have_value("h100-median-2026-05")
+    expect(explorer.page.locator("#price-hint")).to_be_hidden()
+    explorer.ready()
 
 
 # ---- for everybody

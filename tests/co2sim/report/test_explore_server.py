@@ -29,9 +29,9 @@ pytest.importorskip("starlette", reason="the extra `explore` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `explore` is not installed")
 
 import psutil
-from one_sample import simulate
 from starlette.testclient import TestClient
 
+from co2sim import simulate
 from co2sim.models.memory import GIB
 from co2sim.prediction.case import Case
 from co2sim.prediction.driver import run
@@ -364,6 +364,8 @@ def test_figures_are_the_simulators(client: TestClient) -> None:
                 strategy=strategy,
                 gpus=int(one.get("gpus", 16)),
                 micro_batch=2,
+                global_batch="auto",
+                recompute="auto",
                 overrides={"failures": "meta-rsc-1", **overrides},
             )
             result = run(case)

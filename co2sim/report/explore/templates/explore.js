@@ -29,6 +29,7 @@ function joined(days, end, factor) {
 function derived(figures, positions, about) {
   if (figures.error) return figures;
   const found = { ...figures };
+  delete found.strategy; // rows are named once, as they are where the sliders are
   const speed = figures.tokens_per_s;
   const known = figures.slowest !== null;
   found.low = known ? speed * figures.slowest : null;
@@ -110,6 +111,18 @@ function answer(rows) {
   return [text, doubt + progress(shown, trains)];
 }
 
+// What is trained in a step, and how GPUs take it: in one line where all do alike.
+function batchWords(rows) {
+  const shown = rows.filter((row) => !row.error);
+  if (!shown.length) return "";
+  const alike = (text) => (new Set(shown.map(text)).size === 1 ? text(shown[0]) : shown.map((row) => `${row.strategy}: ${text(row)}`).join("; "));
+  const tokens = (row) => (row.batch === row.samples ? "" : ` (${whole(row.batch)} ${asked.unit}s)`);
+  const samples = (row) => (row.samples === null ? `a step of ${whole(row.batch)} ${asked.unit}s` : `a step of ${whole(row.samples)} samples${tokens(row)}`);
+  const taken = (row) => `micro-batch ${row.micro_batch} x ${row.micro_steps} micro-step${row.micro_steps === 1 ? "" : "s"}, recompute ${row.recompute}`;
+  const parts = [alike(samples), alike(taken), alike((row) => row.precision), alike((row) => row.stack)];
+  return `Asked with ${parts.filter(Boolean).join("; ")}.`;
+}
+
 // A step of local updates is not worth a step of ddp.
 function progress(shown, counted) {
   const steps = shown.filter((row) => row.factor !== 1).map((row) => `${row.strategy} ${row.factor === null ? "was not measured" : `takes ${three(row.factor)} times the steps of ddp or more`}`);
@@ -140,10 +153,10 @@ async function draw(id, shape, spec, label, datasets) {
   views[id] = { key, view: (await vegaEmbed(byId(id), whole, options)).view };
 }
 
-function curveSpec(banded) {
+function curveSpec(banded, names) {
   const metric = METRICS[state.y];
   const spec = structuredClone(specs.curve);
-  const longest = Math.max(...asked.strategies.map((name) => name.length));
+  const longest = Math.max(...names.map((name) => name.length));
   const columns = Math.max(1, Math.floor((byId("curve").clientWidth - 80) / (40 + 6.5 * longest))); // in pixels
   if (!banded) spec.layer = spec.layer.filter(({ mark }) => mark.type !== "area");
   const scale = metric.log ? { type: "log", nice: false, padding: 10 } : { zero: true, nice: true };
@@ -151,7 +164,7 @@ function curveSpec(banded) {
     if (encoding.x) encoding.x.title = asked.controls[state.x].title;
     for (const by of ["color", "shape"]) {
       if (encoding[by]) encoding[by].legend = { ...encoding[by].legend, columns };
-      if (encoding[by]) encoding[by].scale = { domain: asked.strategies, range: encoding[by].scale.range.slice(0, asked.strategies.length) };
+      if (encoding[by]) encoding[by].scale = { domain: names, range: encoding[by].scale.range.slice(0, names.length) };
     }
     if (encoding.y) Object.assign(encoding.y, { title: metric.words(), scale, axis: { format: metric.format } });
   }
@@ -200,24 +213,24 @@ function table(rows, kept) {
   byId("kept").textContent = kept ? `Kept: ${state.kept.words}.` : "";
   byId("kept").hidden = !kept;
   const speed = `${asked.unit}s/s`;
-  const heads = ["strategy", speed, ...(kept ? [`kept: ${speed}`, "now against kept"] : []), "90 % interval", "exposed", "GiB"];
+  const heads = ["strategy", speed, ...(kept ? [`kept: ${speed}`, "now against kept"] : []), "90 % interval", "exposed", "GiB", "micro-batch", "recompute"];
   if (asked.failures) heads.push("useful time");
   const energy = rows.some((row) => !row.error && row.kwh !== null);
   if (state.tokens !== null) heads.push("days", ...(asked.price === null ? [] : [asked.currency]), ...(energy ? ["kWh"] : []));
   const body = document.createElement("tbody");
-  const gone = (kept ?? []).filter((one) => !rows.some((row) => row.strategy === one.strategy));
-  for (const row of [...rows, ...gone.map((one) => ({ strategy: one.strategy, error: "kept only" }))]) {
+  const gone = (kept ?? []).filter((one) => !rows.some((row) => row.given === one.given));
+  for (const row of [...rows, ...gone.map((one) => ({ ...one, error: "kept only" }))]) {
     const line = document.createElement("tr");
     const name = cell("th", row.strategy);
     name.scope = "row";
     line.append(name);
-    const before = kept?.find((one) => one.strategy === row.strategy);
+    const before = kept?.find((one) => one.given === row.given);
     const known = before && !before.error;
     const compared = kept ? [known ? whole(before.tokens_per_s) : "-", known && !row.error ? `x ${three(row.tokens_per_s / before.tokens_per_s)}` : "-"] : [];
     const texts = row.error
       ? [row.error === "kept only" ? "" : "cannot be simulated", ...compared, ...Array(heads.length - (kept ? 4 : 2)).fill("")]
       : [whole(row.tokens_per_s), ...compared, row.low === null ? "-" : `${whole(row.low)} to ${whole(row.high)}`, share(row.exposed),
-         `${three(row.memory)}${row.fits ? "" : ", DOES NOT FIT"}`,
+         `${three(row.memory)}${row.fits ? "" : ", DOES NOT FIT"}`, `${row.micro_batch} x ${row.micro_steps}`, row.recompute,
          ...(asked.failures ? [share(row.useful)] : []),
          ...(state.tokens === null ? [] : [three(row.days), ...(asked.price === null ? [] : [three(row.cost)]), ...(energy ? [three(row.kwh)] : [])])];
     line.append(...texts.map((text) => cell("td", text, true)));
@@ -273,14 +286,33 @@ async function ahead() {
   }
 }
 
-const named = (figures, positions, about = asked) =>
-  figures.map((one, at) => ({ strategy: about.strategies[at], ...derived(one, positions, about) })).filter((row) => !state.hidden.has(row.strategy));
+// Names of the strategies with the options that they have there; those that became alike are counted.
+function namesOf(figures, about = asked) {
+  const names = [];
+  figures.forEach((one, at) => {
+    const name = one.strategy ?? about.strategies[at];
+    const same = figures.slice(0, at).filter((other) => other.strategy === name).length;
+    names.push(same ? `${name} (${same + 1})` : name);
+  });
+  return names;
+}
+
+// Rows by the strategies that were given, with the names that they have where the sliders are.
+const named = (figures, positions, names, about = asked) =>
+  figures
+    .map((one, at) => ({ ...derived(one, positions, about), strategy: names[at], given: about.strategies[at], place: at }))
+    .filter((row) => !state.hidden.has(row.given));
 
 async function shownAt(positions) {
   delete document.body.dataset.ready;
   const [found] = await source.figures([positions]);
-  const rows = named(found, positions);
-  const kept = state.kept ? named(await source.kept(state.kept), state.kept.positions, state.kept.about) : null;
+  const labels = namesOf(found);
+  const rows = named(found, positions, labels);
+  const before = state.kept ? await source.kept(state.kept) : null;
+  const kept = before && named(before, state.kept.positions, namesOf(before, state.kept.about), state.kept.about);
+  document.querySelectorAll("#strategies .name").forEach((one, at) => (one.textContent = labels[at]));
+  byId("batch").textContent = batchWords(rows);
+  source.reflect?.();
   const [text, doubt] = answer(rows);
   byId("answer").textContent = text;
   byId("wrong").textContent = "";
@@ -292,6 +324,7 @@ async function shownAt(positions) {
   const whose = (note) => rows.filter((row) => row.notes?.includes(note)).map((row) => row.strategy);
   listed("notes", notes.map((note) => `${whose(note).join(", ")}: ${note}`));
   byId("remarks").hidden = !notes.length;
+  advise(rows, positions);
   const shown = rows.filter((row) => !row.error);
   const sizes = shown.map((row) => ({ strategy: row.strategy, size: row.memory }));
   const names = shown.map((row) => row.strategy);
@@ -310,11 +343,29 @@ async function shownAt(positions) {
   const metric = METRICS[state.y];
   const label = `${metric.words()} over ${asked.controls[state.x].title}, a line for each strategy`;
   const now = [{ text: asked.controls[state.x].stops[positions[state.x]].text }];
-  const curves = curveRows(stops, over.map((figures, at) => named(figures, along[at])));
+  const curves = curveRows(stops, over.map((figures, at) => named(figures, along[at], labels)));
   const banded = curves.some((row) => row.low !== null);
   const order = stops.map((stop) => stop.text); // a chart keeps the order that it was made with
-  const shape = [state.x, state.y, banded, names, asked.strategies, asked.unit, order];
-  await draw("curve", shape, () => curveSpec(banded), label, { rows: curves, now });
+  const shape = [state.x, state.y, banded, names, labels, asked.unit, order];
+  await draw("curve", shape, () => curveSpec(banded, labels), label, { rows: curves, now });
+}
+
+// What would fit instead of what does not; asked for last, as it takes a while.
+async function advise(rows, positions) {
+  const large = rows.filter((row) => !row.error && !row.fits);
+  const list = (texts) => byId("fitting").replaceChildren(...texts.map((text) => cell("li", text)));
+  if (!source.fitting) return list(large.map((row) => `${row.strategy} does not fit: fewer samples, more GPUs, recomputation, or a strategy that shards more; co2sim run says which would fit.`));
+  if (!large.length) return list([]);
+  const texts = [];
+  for (const row of large) {
+    try {
+      texts.push(...(await source.fitting(positions, row.place)).map((text) => `${row.strategy}: ${text}`));
+    } catch (error) {
+      texts.push(`${row.strategy}: ${error.message}`);
+    }
+    if (`${positions}` !== `${state.positions}`) return;
+  }
+  list(texts);
 }
 
 function thinned(stops, keep) {
@@ -361,7 +412,8 @@ function sliders() {
 function choices() {
   const box = byId("strategies");
   const legend = box.querySelector("legend");
-  const made = asked.strategies.map((name) => {
+  const made = asked.strategies.map((name, at) => {
+    const box = document.createElement("div");
     const label = document.createElement("label");
     const input = document.createElement("input");
     Object.assign(input, { type: "checkbox", checked: !state.hidden.has(name), value: name });
@@ -370,8 +422,10 @@ function choices() {
       else state.hidden.add(name);
       update();
     });
-    label.append(input, ` ${name}`);
-    return label;
+    label.append(input, " ", Object.assign(cell("span", name), { className: "name" }));
+    box.append(label);
+    source.dress?.(box, at);
+    return box;
   });
   box.replaceChildren(legend, ...made);
   const over = (id, pairs, now, set) => {

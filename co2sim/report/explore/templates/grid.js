@@ -23,9 +23,9 @@ function gridSource(grid) {
   }
 
   function mixed(name, values, found, shift) {
+    if (grid.chosen.includes(name)) return at(values, shift + found.reduce((best, one) => (one[1] > best[1] ? one : best))[0]);
     const parts = found.map(([place, weight]) => [at(values, shift + place), weight]);
     if (parts.some(([value]) => value === null)) return null;
-    if (typeof parts[0][0] === "boolean") return parts.every(([value]) => value);
     if (grid.logarithmic.includes(name) && parts.every(([value]) => value > 0)) {
       return Math.exp(parts.reduce((sum, [value, weight]) => sum + weight * Math.log(value), 0));
     }
@@ -35,7 +35,7 @@ function gridSource(grid) {
   function figures(one, positions) {
     const found = corners(one, positions);
     const wrong = found.find(([place]) => place in one.failed);
-    if (wrong) return { error: one.failed[wrong[0]] };
+    if (wrong) return { error: one.failed[wrong[0]], strategy: at(one.values.strategy, wrong[0]) };
     const shown = {};
     for (const [name, values] of Object.entries(one.values)) shown[name] = mixed(name, values, found, 0);
     const size = one.knots.reduce((product, knots) => product * knots.length, 1);

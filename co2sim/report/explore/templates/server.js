@@ -1,7 +1,9 @@
 "use strict";
 // Exact answers from the server that gave out this page, and the forms that it checks.
 function serverSource(server) {
-  let view = structuredClone(server.view);
+  let view = structuredClone(server.view); // what the figures are about
+  let latest = view; // and what was wished since
+  let leaving = []; // paths of sliders that go back to their beginning with it
   const field = (id) => document.getElementById(id);
 
   async function post(what, body, blob) {
@@ -37,6 +39,7 @@ function serverSource(server) {
 
   function pairs() {
     const found = [["cluster", view.cluster], ["model", view.model], ...view.strategies.map((text) => ["strategy", text])];
+    if (view.gpus !== null) found.push(["size", view.gpus]);
     for (const [name, text] of Object.entries(view.options)) if (text) found.push([`option.${name}`, text]);
     for (const [path, text] of Object.entries(view.set)) found.push(["set", `${path}=${text}`]);
     return found;
@@ -44,7 +47,7 @@ function serverSource(server) {
 
   function parsed(params) {
     if (!params.has("cluster")) return structuredClone(view);
-    const found = { ...structuredClone(server.view), cluster: params.get("cluster"), model: params.get("model") ?? "", strategies: params.getAll("strategy"), options: {}, set: {} };
+    const found = { ...structuredClone(server.view), cluster: params.get("cluster"), model: params.get("model") ?? "", strategies: params.getAll("strategy"), gpus: params.has("size") ? Number(params.get("size")) : null, options: {}, set: {} };
     for (const [name, text] of params) if (name.startsWith("option.")) found.options[name.slice(7)] = text;
     for (const text of params.getAll("set")) {
       const at = text.indexOf("=");
@@ -57,7 +60,7 @@ function serverSource(server) {
   async function begin(params) {
     const next = parsed(params);
     const found = await post("begin", next);
-    view = next;
+    view = latest = next;
     fill(found);
     return { ...found.asked, tokens: view.tokens };
   }
@@ -69,26 +72,35 @@ function serverSource(server) {
     return { about: found.asked, view: itself };
   }
 
-  // A change of the forms: the sliders stay where they were, as far as they can.
-  async function change(next, wrong) {
+  // A change of the forms: the sliders stay where they were, but for those that `reset` belong to what changed.
+  async function change(next, wrong, reset = []) {
+    latest = next;
+    leaving.push(...reset);
     try {
       const found = await post("begin", next);
+      if (next !== latest) return; // a later wish holds this one, too
       view = next;
       asked = { ...found.asked, tokens: view.tokens };
       wrong.textContent = "";
       fill(found);
       say("");
       const { kept } = state;
-      restored(new URLSearchParams(location.hash.slice(1)));
+      const moved = new URLSearchParams(location.hash.slice(1));
+      for (const path of [...moved.keys()]) if (leaving.some((one) => path === one || path.startsWith(`${one}.`))) moved.delete(path);
+      leaving = [];
+      restored(moved);
       state.kept = kept;
       await refresh();
     } catch (error) {
       wrong.textContent = error.message;
+      if (next !== latest) return;
+      latest = view;
+      leaving = [];
     }
   }
 
   // Checked as typed, and taken when the field is left.
-  function watched(input, wrong, changed) {
+  function watched(input, wrong, changed, reset) {
     let waiting;
     input.addEventListener("input", () => {
       clearTimeout(waiting);
@@ -104,11 +116,9 @@ function serverSource(server) {
     });
     input.addEventListener("change", () => {
       clearTimeout(waiting);
-      change(changed(), wrong);
+      change(changed(), wrong, reset);
     });
   }
-
-  const lines = (text) => text.split("\n").map((line) => line.trim()).filter(Boolean);
 
   function fact(one) {
     const box = document.createElement("p");
@@ -122,10 +132,10 @@ function serverSource(server) {
     input.setAttribute("aria-describedby", wrong.id);
     label.htmlFor = input.id;
     watched(input, wrong, () => {
-      const set = { ...view.set };
+      const set = { ...latest.set };
       if (input.value.trim() === "") delete set[one.path];
       else if (input.value.trim() !== one.value) set[one.path] = input.value.trim();
-      return { ...view, set };
+      return { ...latest, set };
     });
     box.append(label, one.assumed ? " (assumed) " : " ", input, wrong);
     return box;
@@ -134,36 +144,145 @@ function serverSource(server) {
   function fill(found) {
     field("cluster").value = view.cluster;
     field("model").value = view.model;
-    field("wanted").value = view.strategies.join("\n");
+    forms = found.strategies;
+    field("gpu").value = view.set.gpu ?? "";
+    field("gpu").placeholder = found.gpu || "that of the cluster";
+    field("size").value = view.gpus ?? "";
+    field("name").value = field("more").value = "";
+    field("price").value = view.set.price_per_gpu ?? "";
+    field("price").placeholder = found.asked.price === null ? "none is known" : "as known for the cluster";
+    priced(found);
+    const sizes = found.asked.controls.find((one) => one.path === "gpus").stops;
+    listed("sizes", sizes.map((stop) => [stop.setting, ""]));
     for (const input of document.querySelectorAll("[data-option]")) input.value = view.options[input.dataset.option] ?? "";
-    for (const id of ["cluster", "model", "wanted", "option"]) field(`${id}-wrong`).textContent = "";
+    for (const id of [...Object.keys(PICKED), "option", "name"]) field(`${id}-wrong`).textContent = "";
     field("facts").replaceChildren(...found.facts.map(fact));
     const title = `${found.names[1]} on ${found.names[0]}`;
     document.querySelector("h1").textContent = title;
     document.title = title;
   }
 
-  function options(id, names) {
-    field(id).replaceChildren(...names.map((value) => Object.assign(document.createElement("option"), { value })));
+  // What is published where the cluster has no price: one press takes it.
+  function priced({ price, gpu, asked: about }) {
+    const hint = field("price-hint");
+    hint.hidden = about.price !== null;
+    hint.textContent = price ? `No price of this cluster is known; one of ${gpu} is published. ` : "No price is known, so days have no cost. Give one, such as 2.5 USD/h.";
+    if (!price) return;
+    const [text, name] = price;
+    const take = Object.assign(document.createElement("button"), { type: "button", textContent: `Take ${text} (${name})` });
+    take.addEventListener("click", () => change({ ...latest, set: { ...latest.set, price_per_gpu: name } }, field("price-wrong"), ["price_per_gpu"]));
+    hint.append(take);
   }
 
-  options("clusters", server.catalog.clusters);
-  options("models", server.catalog.models);
-  for (const id of ["cluster", "model"]) {
-    watched(field(id), field(`${id}-wrong`), () => ({ ...view, [id]: field(id).value.trim(), set: id === "cluster" ? kept("model.") : kept("") }));
+  function listed(id, pairs) {
+    field(id).replaceChildren(...pairs.map(([value, label]) => Object.assign(document.createElement("option"), { value, label })));
   }
-  // Numbers of another cluster are not those of this one.
-  function kept(prefix) {
-    const stays = (path) => (prefix ? path.startsWith(prefix) : !path.startsWith("model."));
-    return Object.fromEntries(Object.entries(view.set).filter(([path]) => stays(path)));
+  for (const kind of ["clusters", "gpus", "models", "stacks", "prices"]) listed(kind, server.catalog[kind]);
+  listed("names", Object.entries(server.catalog.strategies).map(([name, one]) => [name, one.what]));
+
+  // With these paths left out: numbers of another cluster are not those of this one.
+  const without = (leaves) => Object.fromEntries(Object.entries(latest.set).filter(([path]) => !leaves(path)));
+  const ofCluster = (path) => !path.startsWith("model.") && !path.startsWith("stack.");
+  const setTo = (path, text) => ({ ...without((one) => one === path), ...(text ? { [path]: text } : {}) });
+  const LINKS = ["inter", "wan", "intra"];
+  const PICKED = {
+    cluster: [(text) => ({ cluster: text, gpus: null, set: without(ofCluster) }), ["gpus", "price_per_gpu", "failures", ...LINKS]],
+    gpu: [(text) => ({ set: { ...without((path) => path === "gpu" || path.startsWith("gpu.")), ...(text ? { gpu: text } : {}) } }), []],
+    size: [(text) => ({ gpus: text ? (/^\d+$/.test(text) ? Number(text) : text) : null }), ["gpus", "failures"]],
+    model: [(text) => ({ model: text, set: without((path) => path.startsWith("model.")) }), []],
+    stack: [(text) => ({ options: { ...latest.options, stack: text }, set: without((path) => path.startsWith("stack.")) }), []],
+    price: [(text) => ({ set: setTo("price_per_gpu", text) }), ["price_per_gpu"]],
+  };
+  for (const [id, [changed, reset]] of Object.entries(PICKED)) {
+    watched(field(id), field(`${id}-wrong`), () => ({ ...latest, ...changed(field(id).value.trim()) }), reset);
   }
-  watched(field("wanted"), field("wanted-wrong"), () => ({ ...view, strategies: lines(field("wanted").value) }));
-  for (const input of document.querySelectorAll("[data-option]")) {
-    watched(input, field("option-wrong"), () => ({ ...view, options: { ...view.options, [input.dataset.option]: input.value } }));
+
+  // A list shows what begins like its field, so that one that is full shows one thing: a press empties it.
+  for (const input of document.querySelectorAll("input[list]")) {
+    const usual = input.placeholder;
+    input.addEventListener("pointerdown", () => {
+      if (document.activeElement === input || !input.value) return;
+      Object.assign(input, { placeholder: input.value, value: "" });
+      const back = () => {
+        if (!input.value) input.value = input.placeholder;
+        input.placeholder = usual;
+      };
+      input.addEventListener("blur", back, { once: true });
+    });
+  }
+
+  // ---- strategies, each with its options as fields
+
+  let forms = [];
+  const written = (name, given) => {
+    const pairs = Object.entries(given).map(([option, text]) => `${option}=${text}`);
+    return pairs.length ? `${name}:${pairs.join(",")}` : name;
+  };
+  const replaced = (at, text) => ({ ...latest, strategies: latest.strategies.flatMap((one, place) => (place !== at ? [one] : text ? [text] : [])) });
+
+  function optionField(one, now) {
+    if (!one.number) {
+      const select = document.createElement("select");
+      const words = one.words.map((word) => Object.assign(document.createElement("option"), { textContent: word, selected: word === (now ?? one.usual) }));
+      select.append(...words);
+      return select;
+    }
+    const also = one.words.length ? `a number, ${one.words.join(", ")}` : "a number";
+    return Object.assign(document.createElement("input"), { value: now ?? "", placeholder: one.usual, title: also, size: 5, spellcheck: false });
+  }
+
+  // The form of the strategy at a place, behind its name.
+  function dress(box, at) {
+    const { name, options } = forms[at];
+    const made = server.catalog.strategies[name];
+    const folded = document.createElement("details");
+    const summary = Object.assign(document.createElement("summary"), { textContent: made.options.length ? "options" : "no options" });
+    const wrong = Object.assign(document.createElement("span"), { className: "doubt", id: `strategy-${at}-wrong` });
+    wrong.setAttribute("role", "alert");
+    const grid = Object.assign(document.createElement("div"), { className: "options" });
+    const inputs = made.options.map((one) => {
+      const input = optionField(one, options[one.name]);
+      Object.assign(input, { id: `strategy-${at}-${one.name}` });
+      Object.assign(input.dataset, { strategy: at, named: one.name, usual: one.usual, given: input.value });
+      const label = Object.assign(document.createElement("label"), { textContent: one.name, htmlFor: input.id });
+      grid.append(label, input);
+      return input;
+    });
+    const changed = () => {
+      const given = inputs.map((input) => [input.dataset.named, input.value.trim()]).filter(([, text], place) => text !== "" && text !== inputs[place].dataset.usual);
+      return replaced(at, written(name, Object.fromEntries(given)));
+    };
+    for (const input of inputs) watched(input, wrong, changed, [`strategy.${input.dataset.named}`]);
+    const remove = Object.assign(document.createElement("button"), { type: "button", textContent: "Remove", disabled: view.strategies.length === 1 });
+    remove.addEventListener("click", () => change(replaced(at, ""), wrong));
+    folded.open = opened.has(name);
+    folded.addEventListener("toggle", () => (folded.open ? opened.add(name) : opened.delete(name)));
+    folded.append(summary, grid, remove);
+    box.append(folded, wrong);
+  }
+  const opened = new Set(); // forms that stay open when they are made anew
+
+  // Fields say what sliders say.
+  function reflect() {
+    for (const input of document.querySelectorAll("[data-strategy]")) {
+      const at = asked.controls.findIndex((one) => one.path === `strategy.${input.dataset.named}`);
+      if (at < 0 || document.activeElement === input) continue;
+      const control = asked.controls[at];
+      const setting = control.stops[state.positions[at]].setting;
+      input.value = state.positions[at] === control.at || setting === null ? input.dataset.given : setting;
+    }
+  }
+
+  watched(field("name"), field("name-wrong"), () => {
+    const name = field("name").value.trim();
+    return { ...latest, strategies: [...latest.strategies, ...(name ? [name] : [])] };
+  });
+  for (const input of document.querySelectorAll("[data-option]:not(#stack)")) {
+    watched(input, field("option-wrong"), () => ({ ...latest, options: { ...latest.options, [input.dataset.option]: input.value } }));
   }
   watched(field("more"), field("more-wrong"), () => {
     const [path, ...value] = field("more").value.split("=");
-    return { ...view, set: path.trim() ? { ...view.set, [path.trim()]: value.join("=").trim() } : view.set };
+    return { ...latest, set: path.trim() ? { ...latest.set, [path.trim()]: value.join("=").trim() } : latest.set };
   });
   for (const input of document.querySelectorAll("[data-kind]")) {
     input.addEventListener("change", async () => {
@@ -173,10 +292,12 @@ function serverSource(server) {
         if (file.size > 500000) throw new Error(`${file.name} is larger than 500 kB`);
         const { name } = await post("upload", { kind: input.dataset.kind, name: file.name, text: await file.text() });
         known = new Map(); // the file may have the name of another
-        if (!server.catalog[`${input.dataset.kind}s`].includes(name)) server.catalog[`${input.dataset.kind}s`].unshift(name);
-        options(`${input.dataset.kind}s`, server.catalog[`${input.dataset.kind}s`]);
+        const kind = server.catalog[`${input.dataset.kind}s`];
+        if (!kind.some(([one]) => one === name)) kind.unshift([name, "a file"]);
+        listed(`${input.dataset.kind}s`, kind);
         field("file-wrong").textContent = "";
-        await change({ ...view, [input.dataset.kind]: name }, field("file-wrong"));
+        const [changed, reset] = PICKED[input.dataset.kind];
+        await change({ ...latest, ...changed(name) }, field("file-wrong"), reset);
       } catch (error) {
         field("file-wrong").textContent = error.message;
       }
@@ -225,6 +346,9 @@ function serverSource(server) {
     begin,
     about,
     pairs,
+    dress,
+    reflect,
+    fitting: (positions, place) => post("fitting", { view: { ...view, tokens: null }, settings: settings(positions), place }),
     view: () => structuredClone(view),
     kept: async (one) => (await simulated(one.view, [settings(one.positions, one.about)]))[0],
     figures: (many) => simulated(view, many.map((one) => settings(one))),
