@@ -161,6 +161,12 @@ def settled(case: Case, speed: Callable[[Case], float]) -> tuple[Case, tuple[str
         if each * groups != wanted:
             among = f"{groups:,} groups of GPUs that train on the same samples"
             lines.append(f"{each * groups:,} samples: {wanted:,} do not divide among {among}")
+    if isinstance(case.global_batch, int) and case.global_batch % groups:
+        near = max(1, round(case.global_batch / groups)) * groups
+        raise OptionError(
+            f"global_batch={case.global_batch} does not divide among {groups} groups of GPUs that"
+            f" train on the same samples; {near} does"
+        )
     if AUTO in {case.micro_batch, case.recompute}:
         case = _fastest(case, groups, cluster.gpu.memory, speed)
         lines.append(FASTEST)

@@ -333,8 +333,8 @@ def check(case: Case, target: Target, tokens: float | None) -> None:
     together, node = case.tp * case.cp * case.pp, case.load()[0].value.gpus_per_node
     if target.metric.needs == "alone" and together > node:
         raise OptionError(
-            f"{target.name} is relative to one node, and tp x cp x pp = {together} GPUs are more than"
-            f" the {node} of one; use --for utilization=90% (of free communication), or days"
+            f"{target.name} is relative to one node, and tp x cp x pp = {together} GPUs are more"
+            f" than the {node} of one; use --for utilization=90% (of free communication), or days"
         )
     if target.metric.needs == "tokens" and tokens is None:
         raise OptionError(f"{target.name} needs the tokens to train: --tokens 1e12, say")

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,8 @@ from co2sim.simulation.metrics import window
 from co2sim.studies.targets import METRICS, View, axis_of
 
 Run = Callable[..., tuple[int, str, str]]
-ON = ("-c", "dgx-h100", "-m", "gpt2-small")
+ONE_SAMPLE = ("--micro-batch", "1", "--accumulation", "1")
+ON = ("-c", "dgx-h100", "-m", "gpt2-small", *ONE_SAMPLE)
 PRICED = ("--set", "price_per_gpu=h100-median-2026-05", "--set", "grid=france", "--set", "pue=1.2")
 CASE = Case(cluster="dgx-h100", model="gpt2-small", strategy="ddp", gpus=16)
 RESULT = run(CASE)
@@ -315,9 +317,11 @@ def test_run_sweep_scale_and_python_say_the_same(cli: Run, tmp_path: Path) -> No
     assert (basis["pue"]["value"], basis["pue"]["assumed"]) == ("1.2", False)
     assert cli("sweep", *common, "--vary", "strategy=ddp", *one, "--csv", str(table))[0] == 0
     assert cli("scale", *common, "-s", "ddp", *one, "--out", str(out))[0] == 0
+    python: dict[str, Any] = {"overrides": overrides, "tokens": 1e10}
+    python |= {"micro_batch": 1, "accumulation": 1}
     frames = [
-        sweep(*ON[1::2], vary={"strategy": "ddp"}, gpus=16, overrides=overrides, tokens=1e10),
-        scale(*ON[1::2], "ddp", gpus=[16], overrides=overrides, tokens="1e10"),
+        sweep("dgx-h100", "gpt2-small", vary={"strategy": "ddp"}, gpus=16, **python),
+        scale("dgx-h100", "gpt2-small", "ddp", gpus=[16], **python),
     ]
     files = (table, out / "scale.csv")
     rows = [next(csv.DictReader(path.read_text().splitlines())) for path in files]

@@ -143,7 +143,6 @@ FIGURES: dict[str, Callable[[Any], float]] = {
     "step": lambda r: r.step_time_s,
     "step_time_s": lambda r: r.step_time_s,
     "exposed": lambda r: r.exposed_share,
-    "efficiency": lambda r: r.efficiency_vs_free_communication,
     "overlap": lambda r: r.overlap_ratio,
     "MFU": lambda r: r.mfu,
     "memory": lambda r: r.memory_bytes_per_gpu["total"],
