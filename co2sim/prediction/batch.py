@@ -163,9 +163,10 @@ def settled(case: Case, speed: Callable[[Case], float]) -> tuple[Case, tuple[str
             lines.append(f"{each * groups:,} samples: {wanted:,} do not divide among {among}")
     if isinstance(case.global_batch, int) and case.global_batch % groups:
         near = max(1, round(case.global_batch / groups)) * groups
+        together = case.tp * case.cp * case.pp
+        who = "GPUs" if together == 1 else f"groups of {together} GPUs"
         raise OptionError(
-            f"global_batch={case.global_batch} does not divide among {groups} groups of GPUs that"
-            f" train on the same samples; {near} does"
+            f"global_batch={case.global_batch} is not a multiple of {groups} {who}; {near} is"
         )
     if AUTO in {case.micro_batch, case.recompute}:
         case = _fastest(case, groups, cluster.gpu.memory, speed)

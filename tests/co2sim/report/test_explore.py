@@ -18,7 +18,7 @@ pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 from commands import Command
 
 from co2sim.common.errors import OptionError
-from co2sim.prediction.case import OPEN, Case
+from co2sim.prediction.case import OPEN_BATCH, Case
 from co2sim.prediction.driver import run
 from co2sim.prediction.totals import totals_of
 from co2sim.report.explore import board, build
@@ -257,7 +257,7 @@ def test_a_page_of_nothing_but_failures_is_still_a_page() -> None:
     assert all("global_batch=7" in text for text in why.values())
 
 
-OPEN_JOB = {**OPEN, "cluster": "dgx-h100", "model": "llama3.2-1b", "overrides": {}}
+OPEN_JOB = {**OPEN_BATCH, "cluster": "dgx-h100", "model": "llama3.2-1b", "overrides": {}}
 
 
 def test_what_is_open_is_chosen_at_each_position() -> None:
