@@ -138,7 +138,10 @@ def follow(block: Block, project: Path) -> None:
 @pytest.mark.nightly
 def test_the_strategy_of_the_guide_works(tmp_path: Path) -> None:
     """Who follows the page gets a strategy that runs, its golden file, and tests that pass."""
-    tests = ("conftest.py", *(f"helpers/{name}.py" for name in ("commands", "places", "tiny")))
+    tests = (
+        "conftest.py",
+        *(f"helpers/{name}.py" for name in ("commands", "one_sample", "places", "tiny")),
+    )
     tests = (*tests, "co2sim/strategies/test_strategies.py")
     shutil.copytree(ROOT / "co2sim", tmp_path / "co2sim")
     (tmp_path / "tests" / "golden").mkdir(parents=True)
