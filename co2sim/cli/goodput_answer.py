@@ -14,6 +14,7 @@ from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import Seconds, counted, scaled, timespan
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
+from co2sim.prediction.figures import asked
 from co2sim.prediction.goodput import (
     Goodput,
     Preemption,
@@ -186,8 +187,8 @@ def algorithm(found: Goodput) -> str:
 
 
 def _print(out: Console, answers: Sequence[_Answer]) -> None:
-    asked = question([one.result for one in answers])
-    print_lines(out, *(f"{words(one.result, one.found)}." for one in answers), *asked, "")
+    lines = question([one.result for one in answers])
+    print_lines(out, *(f"{words(one.result, one.found)}." for one in answers), *lines, "")
     spots = [(one, one.spot) for one in answers if one.spot]
     lines = [f"spot, {one.title}: {spot_words(spot, one.result)}" for one, spot in spots]
     if lines:
@@ -244,6 +245,7 @@ def _plain(one: _Answer) -> dict[str, Any]:
     whole = _finite(asdict(found.whole))
     return {
         "strategy": result.strategy,
+        **asked(result),
         "answer": words(result, found),
         "useful": found.useful,
         "low": found.low,

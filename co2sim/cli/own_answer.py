@@ -16,6 +16,7 @@ from co2sim.common.units import counted, figures, number, scaled
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import driver, power
 from co2sim.prediction.case import Case
+from co2sim.prediction.figures import asked
 from co2sim.prediction.ownership import (
     HOUR,
     Costs,
@@ -154,7 +155,7 @@ def _with_rent(case: Case, changes: Mapping[str, str]) -> tuple[Case, Entry[Clus
 
 
 def _print(out: Console, answer: _Answer) -> None:
-    print_lines(out, *_sentences(answer), "")
+    print_lines(out, *_sentences(answer), *question([answer.result] if answer.result else []), "")
     found = answer.found
     rows = [
         (name, _made_of(answer, name), f"{usd:,.0f}", f"{usd / found.gpu_hours:.3f}")
@@ -205,7 +206,6 @@ def _sentences(answer: _Answer) -> list[str]:
             f"A billion {answer.result.unit}s of {answer.result.model} by {answer.result.strategy}:"
             f" {figures(owning)} USD owning, {figures(renting)} USD renting."
         )
-        lines += question([answer.result])
     each = found.total / found.gpu_hours
     lines.append(
         f"A contract that bills all hours, used or not, is dearer than owning above {each:.2f} USD"
@@ -295,6 +295,7 @@ def _plain(answer: _Answer) -> dict[str, Any]:
         "usd_per_used_gpu_hour_low": used[0],
         "usd_per_used_gpu_hour_high": used[1],
         "rent_usd_per_gpu_hour": answer.rent,
+        "trained": answer.result and {"strategy": answer.result.strategy, **asked(answer.result)},
         "usd_per_billion_tokens": billion and {"owning": billion[0], "renting": billion[1]},
         "parts": dict(found.parts),
         "network": asdict(found.network),

@@ -50,7 +50,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
         typer.Option(
             "--strategy",
             "-s",
-            help=f"What to try; repeatable. Default: {'; '.join(STRATEGIES)}.",
+            help=f"What to try; repeatable. Default (over several sites also DiLoCo between them): {'; '.join(STRATEGIES)}.",
         ),
     ] = None,
     want: Annotated[

@@ -17,7 +17,7 @@ from co2sim.common.units import number
 from co2sim.prediction.step_factors import remark, scale_of
 from co2sim.report.text import totals
 from co2sim.report.text.plan import commands, looked, nothing, plain, words
-from co2sim.report.text.result import print_assumed, stacks_of
+from co2sim.report.text.result import print_assumed, question
 from co2sim.studies.candidates import Candidate, Objective, Space
 from co2sim.studies.grid import offer_name
 from co2sim.studies.meshes import Mesh
@@ -119,8 +119,8 @@ def _print(
     turns: Sequence[BreakEven],
     held: Sequence[Sensitivity],
 ) -> None:
-    used = stacks_of(option.result for option in (*found.best, *found.front))
-    print_lines(out, *words(found, turns, held), used, "")
+    first = [option.result for option in found.best[:1]]
+    print_lines(out, *words(found, turns, held), *question(first), "")
     print_options(out, "no other is both faster and cheaper", found.front)
     best = found.best[:_MAX_ROWS]
     more = f", the first {len(best)} of {len(found.best)}" if len(found.best) > len(best) else ""

@@ -69,7 +69,7 @@ def solving(  # noqa: PLR0917 - one argument per option
         )
         report_page.write(report, page(answers))
     if as_json:
-        print(json.dumps([plain(solved, moved) for solved in found], indent=2))
+        print(json.dumps([plain(solved, moved, results) for solved in found], indent=2))
         return
     out = console()
     print_lines(out, *(f"{words(solved)}." for solved in found), *question([*results.values()]), "")

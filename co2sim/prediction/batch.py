@@ -104,7 +104,7 @@ MemoryOf: TypeAlias = Callable[[int, int, str], Bytes]
 
 
 def memory_of(prepared: LoadedCase) -> MemoryOf:
-    """Of a case with one micro-step (`first_step`); for stages see `pipeline.StageMemory`."""
+    """Of a case with one micro-step of one sample; for stages see `pipeline.StageMemory`."""
 
     def total(micro_batch: int, micro_steps: int, recompute: str) -> Bytes:
         job = replace(
@@ -113,11 +113,6 @@ def memory_of(prepared: LoadedCase) -> MemoryOf:
         return replace(prepared, job=job).memory()["total"]
 
     return total
-
-
-def first_step(case: Case) -> LoadedCase:
-    """The case with one micro-step of one sample: who meets whom is the same with more."""
-    return _of_one_sample(case).prepare()
 
 
 def _of_one_sample(case: Case) -> Case:

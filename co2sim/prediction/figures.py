@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from co2sim.common.units import counted, duration, figures, scaled
 from co2sim.prediction.result import Result
@@ -64,6 +65,12 @@ def whole_batch(r: Result) -> str:
     if r.unit != "token" or not r.global_batch:
         return samples
     return f"{samples} x {whole / r.global_batch:,.0f} tokens = {whole:,.0f} tokens"
+
+
+def asked(r: Result) -> dict[str, Any]:
+    """The question that a result answers, for JSON: its batch, precision and stack."""
+    names = ("global_batch", "micro_batch", "accumulation", "recompute", "precision", "stack")
+    return {name: getattr(r, name) for name in names}
 
 
 def brief_batch(r: Result) -> str:

@@ -168,7 +168,7 @@ def _commands(answers: AllSolved) -> list[str]:
 
 
 def _files(answers: AllSolved) -> dict[str, tuple[str, str]]:
-    plain = [solve.plain(solved, answers.levers) for solved in answers.found]
+    plain = [solve.plain(solved, answers.levers, answers.results) for solved in answers.found]
     rows = [
         {
             "strategy": one["strategy"],

@@ -5,6 +5,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from co2sim.prediction.case import Case
+from co2sim.prediction.figures import asked
+from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
 from co2sim.studies.candidates import command_of, with_tokens
 from co2sim.studies.grid import strategy_title
@@ -133,8 +135,12 @@ def best(solved: Solved) -> str:
     return f"{figure} at {solved.axis.shown(solved.best[0])}"
 
 
-def plain(solved: Solved, moved: Mapping[str, Sequence[Sensitivity]]) -> dict[str, Any]:
-    """As plain values for JSON."""
+def plain(
+    solved: Solved,
+    moved: Mapping[str, Sequence[Sensitivity]],
+    results: Mapping[str, Result],
+) -> dict[str, Any]:
+    """As plain values for JSON; `as_it_is` is None where the case as it is cannot be simulated."""
     strategy = strategy_title(solved.case.strategy)
     return {
         "strategy": strategy,
@@ -143,6 +149,7 @@ def plain(solved: Solved, moved: Mapping[str, Sequence[Sensitivity]]) -> dict[st
         "target": solved.target.name,
         "meaning": solved.target.metric.words,
         "answer": words(solved),
+        "as_it_is": asked(results[strategy]) if strategy in results else None,
         "answers": [asdict(answer) for answer in solved.answers],
         "best": solved.best and {"value": solved.best[0], "figure": solved.best[1]},
         "binds": solved.binds and {"number": solved.binds[0], "figure": solved.binds[1]},

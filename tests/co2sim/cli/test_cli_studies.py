@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from places import ROOT
@@ -162,3 +163,30 @@ def test_tokens_are_given_as_people_write_them(cli: Run, text: str) -> None:
     code, out, _ = cli("run", *SMALL, "-s", "ddp", "--tokens", text, "--json")
     assert code == 0
     assert json.loads(out)["totals"]["tokens"] == 1e9
+
+
+@pytest.mark.parametrize(
+    ("command", "where"),
+    [
+        (("run", "-s", "ddp"), lambda found: found),
+        (("goodput", "-s", "ddp", "--set", "failures=meta-rsc-1"), lambda found: found[0]),
+        (("own", "-s", "ddp"), lambda found: found["trained"]),
+        (
+            ("solve", "inter.bandwidth", "-s", "ddp", "--for", "exposed=50%"),
+            lambda found: found[0]["as_it_is"],
+        ),
+        (("plan", "-s", "ddp", "--tokens", "1e9"), lambda found: found["choice"]["result"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_json_says_the_question_that_was_asked(
+    cli: Run, command: tuple[str, ...], where: Callable[[Any], dict[str, Any]]
+) -> None:
+    """Samples of all GPUs, and how these take them; precision and stack."""
+    on = ("-c", "dgx-h100", "-m", "gpt2-small", "-g", "16")
+    code, out, _ = cli(*command, *on, "--json")
+    assert code == 0
+    found = where(json.loads(out))
+    assert found["global_batch"] == 16 * found["micro_batch"] * found["accumulation"] == 512
+    assert (found["recompute"], found["precision"]) == ("none", "bf16")
+    assert "torchtitan" in found["stack"]
