@@ -50,7 +50,8 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
         typer.Option(
             "--strategy",
             "-s",
-            help=f"What to try; repeatable. Default (over several sites also DiLoCo between them): {'; '.join(STRATEGIES)}.",
+            help="What to try; repeatable. Default (over several sites also DiLoCo between them):"
+            f" {'; '.join(STRATEGIES)}.",
         ),
     ] = None,
     want: Annotated[
