@@ -328,8 +328,8 @@ class Link:
     Fractions of that are left to some collectives: `exchange_efficiency` to an all-to-all with its
     many small messages, `relay_efficiency` where one rank of a node both receives and sends for all
     of them, and `busy_efficiency` to all while GPUs of the node compute. With every doubling of its
-    nodes a ring takes `ring_loss` of its time longer: the slowest link, or the busiest switch on
-    its way, holds all of it back.
+    nodes a ring takes `ring_loss` of its time longer, of the time on 400 Gbit/s where `bandwidth`
+    is less: the slowest link, or the busiest switch on its way, holds all of it back.
 
     `topology` is that of the links inside a node. switch: any GPU may use all of its bandwidth to
     any others. mesh: it has an equal part to each of the others, so that few of them use little.

@@ -120,6 +120,10 @@ _SHARE: dict[Algorithm, dict[Name, float]] = {
 }
 _LL_MOST: dict[bool, BytesPerSecond] = {False: 39.0e9, True: 20.4e9}
 """What LL attains on up to two nodes, and on more: the smallest of the table's rows."""
+_RING_LOSS_FROM = 50e9
+"""Bytes/s of a node, 400 Gbit/s: the slowest links of the runs that the default of `ring_loss` was
+fitted to. Slower links lose no more for each byte than these (docs/validation.md, "Slow links").
+"""
 _POSTS = 3
 """Posts to the network that a step of Simple takes; one in the other protocols."""
 
@@ -402,7 +406,8 @@ def _ring(
 ) -> CollectiveCost:
     """Every member pushes `pushed` bytes to the next; the ring leaves each node and site once.
 
-    All of its links are as slow as the slowest: the more nodes, the more it loses.
+    All of its links are as slow as the slowest: the more nodes, the more it loses, in time for each
+    byte as on links of 400 Gbit/s where they are slower.
     """
     steps = _steps(at.members - at.nodes, at.nodes - at.sites, at.sites - 1, by)
     intra = pushed if at.per_node > 1 else 0.0
@@ -410,7 +415,8 @@ def _ring(
     if (hops or cluster.hops) == "in_turn" and at.nodes > 1:
         before, intra = intra / cluster.intra.payload_bandwidth, 0.0
     tiers = crossings(cluster, at.members, at.per_node, at.per_site, pushed)
-    lost = cluster.inter.ring_loss * math.log2(at.nodes)
+    share = min(cluster.inter.bandwidth / _RING_LOSS_FROM, 1.0)
+    lost = share * cluster.inter.ring_loss * math.log2(at.nodes)
     found = CollectiveCost(
         latency=passes * steps + before,
         intra=intra,

@@ -200,6 +200,24 @@ def test_a_ring_over_more_nodes_loses_of_the_network() -> None:
         assert tree[0] == tree[1]
 
 
+def test_slow_links_lose_no_more_for_a_byte_than_those_of_400_gbit() -> None:
+    """A ring's loss is a part of its time from 400 Gbit/s on, and below it a time for each byte."""
+
+    def lost(gbit: int) -> float:
+        times = []
+        for loss in (0.0, 0.2):
+            changes = {"inter.ring_loss": str(loss), "inter.bandwidth": f"{gbit} Gbit/s"}
+            loaded = load_cluster("dgx-a100", changes).value
+            cluster = replace(loaded, network_overhead=0.0, protocols="simple").resized(64)
+            work = Collective(Kind.ALL_GATHER, "x", 10**9, DType.BF16, WORLD)
+            times.append(cost_of(work, cluster).duration_alone(cluster))
+        return times[1] - times[0]
+
+    assert lost(25) == pytest.approx(lost(400))
+    assert lost(200) == pytest.approx(lost(400))
+    assert lost(1600) == pytest.approx(lost(400) / 4)
+
+
 def test_a_stack_that_does_not_overlap_reduces_behind_the_backward_pass() -> None:
     """Every bucket waits for the whole backward pass."""
     case = Case(cluster="dgx-a100", model="gpt2-small", strategy="ddp", gpus=16)
