@@ -25,8 +25,8 @@ from co2sim.studies.targets import Axis, axis_of
 
 _MAX_REACH = 100.0
 """How far bandwidths are searched: from a hundredth to a hundred times what is there."""
-_POINTS = 7
-_NEAR = 1e-3
+_POINTS = 5
+_NEAR = 4e-3
 """How exactly they are found."""
 
 
