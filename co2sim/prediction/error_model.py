@@ -28,8 +28,11 @@ between the best and the worst of those that are, half of their efficiencies lie
 
 
 _EXPERTS = 0.25
-"""Standard deviation that mixtures of experts add: on 19 published runs of them, which entered no
-fit, the root of the mean square is 0.28 (docs/stacks.md), a part of which any run has."""
+"""Standard deviation that mixtures of experts add: on the published runs of them the root of the
+mean square is 0.28, a part of which any run has."""
+EXPERT_RUNS, EXPERT_ERROR = 19, 0.27
+"""Published runs of mixtures of experts, which entered no fit, and the mean of their errors
+(docs/stacks.md). All of them divide the experts of a layer, and are of ZeRO-1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from co2sim.prediction.calibrations import (
     replaced,
     squares,
 )
-from co2sim.prediction.error_model import Situation, error_model
+from co2sim.prediction.error_model import EXPERT_RUNS, Situation, error_model
 from co2sim.schedule.schedule import WORLD, Layout
 from co2sim.strategies import LocalSteps, Strategy
 from co2sim.strategies.fsdp import FSDP
@@ -148,6 +148,8 @@ class Predicted:
             f"{before}errors on {counted(errors.runs, 'published training run')} of"
             f" {counted(len(errors.sources), 'source')}, each left out of the fit"
         )
+        if self.situation.experts:
+            words += f", and on {EXPERT_RUNS} of mixtures of experts"
         if errors.own and errors.by_own(self.situation):
             words = (
                 f"the stack was calibrated by runs, the nearest {self.situation.apart:.1f} away:"

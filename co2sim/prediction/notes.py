@@ -12,6 +12,7 @@ from co2sim.hardware.offloading import ASSUMED, unknown
 from co2sim.models.architecture import Block
 from co2sim.models.memory import host_memory
 from co2sim.models.workload import Model, Workload
+from co2sim.prediction.error_model import EXPERT_ERROR, EXPERT_RUNS
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Layout, Schedule
 from co2sim.simulation.noise import Noise
@@ -232,11 +233,18 @@ FASTEST = (
     "micro-batch and recomputation: the fastest that leave 10 % of the memory of a GPU free, or"
     " those that need the least memory where none does"
 )
+_EXPERTS = (
+    "mixture of experts: no run of one entered a fit, and predictions of"
+    f" {EXPERT_RUNS} published ones are {EXPERT_ERROR:.0%} off in the mean"
+)
+DIVIDED_EXPERTS = f"{_EXPERTS}; all of these were ZeRO-1 with --ep"
+WHOLE_EXPERTS = f"{_EXPERTS}; all of these divided their experts (--ep), which this does not"
 BATCH_OF = "global batch: "
 """How the note begins that says where it comes from."""
 _ALIKE = (
     *(IDLE_RECOMPUTE, FEW_STATISTICS, IDLE_CHECKPOINTING, FASTEST),
     *(EAGER_ATTENTION, EAGER_LOSS, SCALE, IDLE_STACK, ADAPTERS),
+    *(DIVIDED_EXPERTS, WHOLE_EXPERTS),
 )
 
 
@@ -269,6 +277,7 @@ def remarks(
     scores, logits = any(block.scores for block in blocks), any(block.logits for block in blocks)
     even = not (cluster.interference or cluster.node_spread or cluster.step_spread)
     uneven_by_hand = noise.jitter or noise.straggle
+    experts = job.model.active_parameters < job.model.parameters
     found = {
         IDLE_RECOMPUTE: (job.recompute, job.attention) == ("selective", "flash")
         and job.selective == "scores",
@@ -281,6 +290,8 @@ def remarks(
         SCALE: even and gpus > _FEW and not uneven_by_hand,
         IDLE_STACK: "stack" in asked and not cluster.gpu.stack,
         ADAPTERS: job.lora is not None,
+        DIVIDED_EXPERTS: experts and job.ep > 1,
+        WHOLE_EXPERTS: experts and job.ep == 1,
     }
     return tuple(text for text, holds in found.items() if holds)
 

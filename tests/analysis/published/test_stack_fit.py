@@ -13,9 +13,15 @@ from numpy.typing import NDArray
 from analysis.published import run_errors, stack_fit
 from analysis.published.runs import TrainingRun, training_runs
 from analysis.published.stack_fit import SHARED, Linear
-from co2sim.catalog import load_stack, names
+from co2sim.catalog import load_model, load_stack, names
 from co2sim.common.errors import CatalogError
-from co2sim.prediction.error_model import ErrorModel, Situation, error_model
+from co2sim.prediction.error_model import (
+    EXPERT_ERROR,
+    EXPERT_RUNS,
+    ErrorModel,
+    Situation,
+    error_model,
+)
 
 RUNS = [run for run in training_runs() if run.headline]
 NAMES = [one.name for one in SHARED]
@@ -121,6 +127,20 @@ def test_the_errors_of_a_source_change_nothing_in_its_own_model() -> None:
     after = run_errors.models_without(wrong, results)
     assert before["tinyllama"].deviations == after["tinyllama"].deviations
     assert before["llama3_paper"].deviations != after["llama3_paper"].deviations
+
+
+@pytest.mark.nightly
+def test_the_error_of_mixtures_of_experts_is_that_of_their_published_runs() -> None:
+    """What an answer says of them is what predictions of them give, and all divide the experts."""
+    known = [run for run in training_runs() if run.unfitted]
+    experts = [run for run in known if run.case().ep > 1]
+    found = stack_fit.predictions(experts, [stack_fit.record().values] * len(experts), 1, "")
+    errors = [abs(run_errors.relative(*pair)) for pair in zip(experts, found, strict=True)]
+    assert len(errors) == EXPERT_RUNS
+    assert math.fsum(errors) / len(errors) == pytest.approx(EXPERT_ERROR, abs=0.005)
+    whole = [run for run in known if run.case().ep == 1]
+    models = [load_model(run.case().model).value for run in whole]
+    assert all(one.active_parameters == one.parameters for one in models)
 
 
 def test_the_errors_of_the_catalog_are_of_all_sources() -> None:
