@@ -1,10 +1,13 @@
-"""For MkDocs: files of the repository that pages link to, such as ../pyproject.toml, join the site.
+"""For MkDocs: pages of reference are made from the code, and linked files join the site.
 
-So the same links work in the site and where a code host shows the pages as plain Markdown.
+So links such as ../pyproject.toml work in the site and where a code host shows plain Markdown.
 """
 
 import re
+import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
@@ -16,9 +19,18 @@ _FOLDER = "repository"
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add what pages link to outside of docs/."""
+    """Add pages that are made from the code, and what pages link to outside of docs/."""
     root = Path(config.docs_dir).parent
     texts = [page.content_string for page in files.documentation_pages()]
+    sys.path.insert(0, config.docs_dir)
+    from reference import pages  # noqa: PLC0415 - beside this file
+
+    made = pages([*texts, (root / "README.md").read_text()])
+    for path, text in made.items():
+        files.append(File.generated(config, path, content=text))
+    for section in config.nav or ():
+        if "Reference" in section:
+            section["Reference"] += _sections(made)
     for path in sorted({match["path"] for text in texts for match in _LINK.finditer(text)}):
         if (root / path).is_file():
             files.append(
@@ -30,6 +42,18 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
                 )
             )
     return files
+
+
+def _sections(paths: Iterable[str]) -> list[Any]:
+    """The navigation of generated pages: commands by program, and the catalog by kind."""
+    found: dict[str, list[Any]] = {}
+    for path in paths:
+        folder, _, name = path.removesuffix(".md").rpartition("/")
+        program, _, rest = name.partition("-")
+        if folder or program == "catalog":
+            title = f"Commands of {program}" if folder else "Catalog"
+            found.setdefault(title, []).append({rest.replace("-", " "): path})
+    return [{title: pages} for title, pages in found.items()]
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
