@@ -24,6 +24,7 @@ lint: $(STAMP)-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python .ci/prose.py
 
 fast: $(STAMP)-dev
 	$(PYTEST) -m "not slow and not dist and not lab and not gpu and not nightly"

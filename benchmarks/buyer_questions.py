@@ -146,7 +146,8 @@ def used(found: Any) -> Answer:
 QUESTIONS = (
     Question("1", "8B, 1T tokens, 128 H100", f"run {DAYS} --stack megatron-core", days,
              (9.0, 9.0), "9.0 days (NeMo, published)"),
-    Question("1", "the same with torchtitan, compiled, one sequence a GPU", f"run {DAYS} {ONE}", days,
+    Question("1", "the same with torchtitan, compiled, one sequence a GPU",
+             f"run {DAYS} {ONE}", days,
              (13.9, 13.9), "13.9 days (published, cards of 500 W)"),
     Question("1", "the same, not compiled", f"run {DAYS} --stack torchtitan-eager {ONE}", days,
              (16.1, 16.1), "16.1 days (published, cards of 500 W)"),

@@ -40,7 +40,7 @@ class NonFiniteError(Co2simError):
 
 
 class RankFailure(Co2simError):  # noqa: N818 - what it is called in the field
-    """A rank died, hung or raised an error, so that others could not go on.
+    """A rank died, hung or raised an error, so that others could not continue.
 
     `ranks` are those at fault, empty if unknown. `op` and `round` say what this rank was doing.
     `trace` holds the spans that this rank had finished. `said`: those at fault tell it themselves,
@@ -63,7 +63,7 @@ class RankFailure(Co2simError):  # noqa: N818 - what it is called in the field
 
 
 class TrainingError(Co2simError):
-    """A training cannot go on: its loss is not finite."""
+    """A training cannot continue: its loss is not finite."""
 
 
 class CheckpointError(Co2simError):

@@ -296,7 +296,7 @@ def verify(
 ) -> None:
     """Check the bound against measurement and write a report; exit code 1 if it fails.
 
-    Measured cells stay in the folder: after an interruption the same command goes on from there.
+    Measured cells stay in the folder: after an interruption the same command continues from there.
     """
     from analysis.convergence import report as reports  # noqa: PLC0415 - only for this command
     from analysis.convergence.objectives.problems import scikit_learn  # noqa: PLC0415

@@ -1,6 +1,6 @@
 """Exact moments on quadratics, without Monte Carlo: means, covariances, stationarity, stability.
 
-With diagonal Hessians every coordinate is a linear system of its own: a round maps the state
+With diagonal Hessians every coordinate is its own linear system: a round maps the state
 (x, m, 1) to another plus noise, also when workers have different Hessians and centres, because all
 of them start the round at the same x. Second moments of the state then obey a linear recursion.
 
@@ -26,8 +26,8 @@ class _Round:
     """One round, per variant and coordinate: [C, d], within the round [tau + 1, C, d].
 
     The mean of the workers after k steps is `pull` x + `shift` plus noise of variance `noise`.
-    `squares`, `cross` and `shifts` are the means over workers of the squares of their own pull, of
-    pull x shift and of shift squared, `own` of the variance of their own noise.
+    `squares`, `cross` and `shifts` are the means over workers of each own squares pull, of
+    pull x shift and of shift squared, `own` of the own variance noise.
     """
 
     pull: Array

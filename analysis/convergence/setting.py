@@ -213,7 +213,7 @@ def variants(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSize:
-    """How much is run: `workers` is G, `rounds` T, `local_steps` tau, every seed a run of its own.
+    """How much is run: `workers` is G, `rounds` T, `local_steps` tau, every seed its own run.
 
     `delay` is how many rounds late the average of a round is used: 1 or more is CO2, 0 is SlowMo.
     With `late_steps` it is used that many local steps late instead, without a restart.

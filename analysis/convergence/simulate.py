@@ -217,7 +217,7 @@ def run(
 ) -> Outcome:
     """Run all variants from the problem's start; noise is Gaussian unless a sampler is given.
 
-    With `apart` every variant has noise of its own, else all have the same.
+    With `apart` every variant has its own noise, else all have the same.
     What diverges becomes infinite or NaN, without a warning. Raises OptionError for a negative
     delay, and for a gap-aware penalty without delay.
     """

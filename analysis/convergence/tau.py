@@ -40,7 +40,7 @@ class Timing:
     `exposed` is None where it was not measured.
     `workers` is G: the number of replicas that are averaged. `delay` is in rounds; with `late`
     averages are some local steps late instead, without a restart.
-    `fits_in_memory` is None for a round that was measured; a simulation goes on as if it fitted.
+    `fits_in_memory` is None for a round that was measured; a simulation continues as if it fitted.
     """
 
     tau: int

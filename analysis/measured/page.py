@@ -84,7 +84,7 @@ def named(comparisons: Sequence[RunComparison]) -> list[ComparedRun]:
 
 
 MAX_RUNS = MAX_ROUNDS // 2
-"""With charts of their own; a run has two timelines."""
+"""With their own charts; a run has two timelines."""
 _MIN = 0.005
 """Share of a cause that is said: what rounds to 1 %."""
 

@@ -76,7 +76,7 @@ MECHANISMS = (
         _options("zero3", "zeropp", reduce_bucket="1000000000000"),
     ),
     Mechanism(
-        "gathers and reductions in queues of their own",
+        "gathers and reductions in their own queues",
         "v100-zeropp",
         _override("communicators", "group"),
     ),

@@ -84,7 +84,7 @@ class ConstantGroup:
     that were measured elsewhere and are not fitted. `robust` is the error, as a fraction, from
     which on the loss of a fit grows linearly; none: it is quadratic everywhere. `ratio_weight` is
     how many times as certain a published ratio is as a published speed. `apart` are labels of cells
-    whose values have constants of their own, so that no value can be left out in cross-validation.
+    whose values have their own constants, so that no value can be left out in cross-validation.
     """
 
     name: str

@@ -108,7 +108,7 @@ def deviations_of(
     """Standard deviations of the parts, and how many of all a 90 % interval reaches.
 
     Deviations maximize the likelihood of Student's t; the interval then reaches as far as nine
-    tenths of the errors lie, in deviations of their own.
+    tenths of the errors lie, in their own deviations.
     """
     return _likeliest([one.parts for one in situations], errors, weight)
 

@@ -82,7 +82,7 @@ def answer(cases: Sequence[Case], every: Seconds | None, *, as_json: bool) -> No
 
 
 def _used(facts: Sequence[Fact], case: Case) -> list[Fact]:
-    """Without what only background copies need, where all is written before work goes on."""
+    """Without what only background copies need, where all is written before work continues."""
     failures = case.load()[0].value.failures
     blocking = failures is not None and failures.checkpoint == "blocking"
     return [fact for fact in facts if not (blocking and fact.path.endswith(".pause"))]
@@ -179,9 +179,9 @@ def algorithm(found: Goodput) -> str:
         saved = found.whole.preempted.rate and found.whole.preempted.saving is not None
         return f"{said}; after a checkpoint on notice there is none" if saved else said
     return (
-        "the others go on; the next average is taken over those who are left, and waits until the"
-        " failure is noticed; the worker comes back at a later round with the parameters and the"
-        " outer state of a peer, and new moments. While it is away a round has fewer samples: this"
+        "the others continue; the next average is taken over those that are left, and waits until"
+        " the failure is noticed; the worker comes back at a later round with the parameters and"
+        " the outer state of a peer, and new moments. While it is away a round has fewer samples: this"
         " counts work, not what is learned"
     )
 

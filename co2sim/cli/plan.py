@@ -191,8 +191,8 @@ def _refuse_one_name(clusters: list[str]) -> None:
         other = named.setdefault(offer_name(cluster), cluster)
         if other != cluster:
             raise OptionError(
-                f"{other} and {cluster} are both called {offer_name(cluster)!r}; give each offer a"
-                " name of its own before the colon"
+                f"{other} and {cluster} are both called {offer_name(cluster)!r}; give each offer"
+                " another name before the colon"
             )
 
 

@@ -35,7 +35,7 @@ HOST_BANDWIDTH: BytesPerSecond = 32e9
 
 PAUSE: Seconds = 6.3
 """Source: pytorch.org/blog/reducing-checkpointing-times, 2024: a model of 7B, saved in the
-background by torch.distributed.checkpoint; 148.8 s where all is written before work goes on.
+background by torch.distributed.checkpoint; 148.8 s where all is written before work continues.
 """
 
 WRITE_PER_NODE: BytesPerSecond = 20e9 / 32
@@ -119,7 +119,7 @@ class Failures:
 
     The whole cluster writes checkpoints at `checkpoint_bandwidth` and reads them at
     `reload_bandwidth`; None: `WRITE_PER_NODE` and `READ_PER_NODE` for every node. `checkpoint` says
-    whether work goes on meanwhile. If so it stops for `pause`, and at least for the copy to host
+    whether work continues meanwhile. If so it stops for `pause`, and at least for the copy to host
     memory, of every GPU at `host_bandwidth`.
     """
 

@@ -3,7 +3,7 @@
 Every matrix of attention and of the MLP, of `inner` x `columns`, gets two: `inner` x rank, and rank
 x `columns`; an expert has its own, as torchtune's LoRAGroupedExperts has. Embedding, head, norms,
 biases and routers are frozen without any. The names for it: `target_modules="all-linear"` of PEFT,
-where queries, keys and values are modules of their own, as in Llama.
+where queries, keys and values are their own modules, as in Llama.
 
 A backward pass over a frozen weight has one product, for the gradient of its input; over an adapter
 it has two. Inputs of frozen products need not be kept for gradients of weights, but those of

@@ -144,7 +144,7 @@ def _scaled(job: Workload, size: Bytes) -> Bytes:
 
 
 def _repeated(job: Workload, block: Block) -> Bytes:
-    """What is there again while a block's backward pass goes on."""
+    """What is there again while a block's backward pass continues."""
     if job.repeats(block):
         return _needed(job, block)
     return _needed(job, block) - _kept(job, block)

@@ -62,7 +62,7 @@ class Stack:
     where there are some: they stand for all of these; so does `efficiency`, the fraction of peak
     that all passes attain, where no more was published. `attention`, `loss` and `checkpointing` are
     what it does unless a job says another, `selective` what it repeats of a layer on request.
-    `overlap` says whether it reduces gradients while the backward pass goes on, `overlap_tensor`
+    `overlap` says whether it reduces gradients while the backward pass continues, `overlap_tensor`
     whether tensor-parallel GPUs exchange activations beside the products that need them,
     `overlap_experts` whether tokens travel to experts beside other passes, `experts_all_to_all`
     whether they cross the network for every expert or for every node of experts, and

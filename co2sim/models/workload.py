@@ -249,7 +249,7 @@ class Workload:
     `micro_batch` is samples per GPU and micro-step, `accumulation` micro-steps per optimizer step.
     `attention`, `recompute`, `checkpointing` and `loss` are what the training framework does; the
     defaults are those of most of them today. With `overlap` gradients are reduced while the
-    backward pass goes on, with `overlap_tensor` activations are exchanged beside products, with
+    backward pass continues, with `overlap_tensor` activations are exchanged beside products, with
     `overlap_experts` tokens beside passes, and with `keep_gathered` they are not gathered a second
     time. `main_gradients` says that replicas sum gradients of bf16 up in fp32. A layer keeps `kept`
     times the activations that its backward pass needs at least. `tp` tensor-parallel GPUs hold the

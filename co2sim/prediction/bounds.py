@@ -336,7 +336,7 @@ class StepBound:
         return _Stages([one[0] for one in chunks], [one[1] for one in chunks], first)
 
     def _one_by_one(self, micro_batch: int, every: int, cuts: Sequence[int]) -> "_Stages":
-        """Where every so many layers of a stage are made again, as if it were a model."""
+        """Where every second layer, say, of a stage is made again, as if it were a model."""
         again, plain = (
             self._shared.passes(self.case, self._job, self._cluster, micro_batch, recompute)
             for recompute in ("full", "none")

@@ -579,7 +579,7 @@ class Case:
         if self.pp > 1:
             raise OptionError(
                 f"pp={self.pp}: stages of a pipeline are simulated one by one, and it has no"
-                " schedule of its own to show or to execute; co2sim run, scale, sweep, solve and"
+                " whole schedule to show or to execute; co2sim run, scale, sweep, solve and"
                 " plan give its figures"
             )
         if self.interleave > 1:

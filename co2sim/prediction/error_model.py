@@ -5,7 +5,7 @@ for any run, and one each for what grows with exposed communication, nodes, divi
 what the host needs for what the GPU needs. They are smooth, and are estimated on errors of sources
 that were left out of the fit (`co2analysis runs --fit`).
 
-Where the stack was calibrated by runs of its own, the variance is that of the errors of runs that
+Where the stack was calibrated by its own runs, the variance is that of the errors of runs that
 were predicted from one run of their series, which grow with the distance to it.
 """
 

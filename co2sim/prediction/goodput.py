@@ -75,7 +75,7 @@ class Restart:
 
     @property
     def down(self) -> Seconds:
-        """From the failure until work goes on, where there is a spare."""
+        """From the failure until work continues, where there is a spare."""
         return self.detection + self.restart + self.reload
 
 
@@ -83,8 +83,9 @@ class Restart:
 class Preemption:
     """Nodes that a provider takes away, with a notice: `rate` per second of all of them.
 
-    Work goes on until a copy on notice must begin; that stops it for `saving`. With None the notice
-    is too short, and the work since the last copy is lost. Another node comes after `replacement`.
+    Work continues until a copy on notice must begin; that stops it for `saving`. With None the
+    notice is too short, and the work since the last copy is lost. Another node comes after
+    `replacement`.
     """
 
     rate: float = 0.0
@@ -127,7 +128,7 @@ class Shares:
     """Fractions of the time, which sum to 1.
 
     `useful` work that lasts; `checkpoint` stops for copies that last; `lost` work and copies that
-    are done again; `restart` from a failure until work goes on, but for `waiting` for a node.
+    are done again; `restart` from a failure until work continues, but for `waiting` for a node.
     """
 
     useful: float
@@ -292,7 +293,7 @@ def independent_worker_shares(
     stall: Seconds = 0.0,
     preempted: Preemption = _NONE,
 ) -> Shares:
-    """Where workers go on without one that has failed: local-update methods.
+    """Where workers continue without one that has failed: local-update methods.
 
     `rate` is that of failures per second of one worker, and `preempted` what is taken from one. It
     loses its part of the round, is down for detection, restart and reload (from a peer), and joins
@@ -352,10 +353,11 @@ def nested_shares(outer: Shares, inner: Shares) -> Shares:
 class Trained:
     """What is trained, in numbers.
 
-    `workers` go on without one of them; with 1 every failure stops all. `round_time` is that of a
-    round of local updates, or of a step. `outer_bytes` is the outer state of local updates: anchor,
-    momentum, and an average under way. A worker reads the state of a peer at `peer_bandwidth`.
-    Of `parameters` all are trained and saved; besides, a restart reads `frozen_bytes` of weights.
+    `workers` continue without one of them; with 1 every failure stops all. `round_time` is that of
+    a round of local updates, or of a step. `outer_bytes` is the outer state of local updates:
+    anchor, momentum, and an average under way. A worker reads the state of a peer at
+    `peer_bandwidth`. Of `parameters` all are trained and saved; besides, a restart reads
+    `frozen_bytes` of weights.
     """
 
     gpus: int
@@ -507,9 +509,9 @@ def goodput_of(
     OptionError where nothing gets done, and where a checkpoint takes longer to write than `every`.
 
     DDP, ZeRO and FSDP: every failure stops all, and all go back to the last checkpoint. Local
-    updates: a worker that fails stops alone; the others go on, and it comes back at the next round
-    with the state of a peer. What stops all of them are failures of the job, and of the last worker
-    that has the state.
+    updates: a worker that fails stops alone; the others continue, and it comes back at the next
+    round with the state of a peer. What stops all of them are failures of the job, and of the last
+    worker that has the state.
     """
     if cluster.failures is None:
         return None

@@ -19,7 +19,7 @@ def interval_of(result: Result) -> Interval:
 
 
 def unshared(one: Result, other: Result) -> float:
-    """How far a 90 % interval of the logarithm of their ratio reaches, by errors of their own.
+    """How far a 90 % interval of the logarithm of their ratio reaches, by their own errors.
 
     inf for runs of two models, or on two clusters or stacks, whose errors are not alike.
     """

@@ -336,5 +336,5 @@ def spread(middle: float, ends: Iterable[tuple[float, float]]) -> tuple[float, f
 
 
 def usd_per_billion(per_hour: float, gpus: int, tokens_per_s: float) -> float:
-    """USD for a billion tokens, of so many USD for a GPU-hour."""
+    """USD for a billion tokens, by the USD for a GPU-hour."""
     return per_hour / HOUR * gpus / tokens_per_s * 1e9

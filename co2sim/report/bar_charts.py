@@ -187,7 +187,7 @@ def gains(found: Sequence[Sensitivity]) -> Spec:
 def timeline(rounds: Collection[Round], fixed: Mapping[str, str] | None = None) -> Spec:
     """A round on one rank, whose data and time axis the page fills in; it can be zoomed.
 
-    `fixed` are kinds that come last, with colours of their own.
+    `fixed` are kinds that come last, with their own colours.
     """
     fixed = fixed or {}
     here = dict.fromkeys(bar.kind for one in rounds for bar in one.bars)

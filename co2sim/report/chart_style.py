@@ -101,7 +101,7 @@ STRATEGIES = alt.Y(
         },
     ),
 )
-"""One below the other, each option on a line of its own, in the middle of the bar."""
+"""One below the other, each option on its own line, in the middle of the bar."""
 
 
 def high(group: Sequence[Answered]) -> int:
@@ -110,7 +110,7 @@ def high(group: Sequence[Answered]) -> int:
 
 
 def row_height(lines: int) -> int:
-    """Pixels of a row whose label has so many lines."""
+    """Pixels of a row, by the lines of its label."""
     return max(ROW, 8 + _LINE * lines)
 
 
@@ -182,7 +182,7 @@ def _colours(names: Sequence[str]) -> alt.Scale:
 
 
 def by_shape(field: str, names: Sequence[str]) -> alt.Shape:
-    """A shape for each, in a legend of its own."""
+    """A shape for each, in its own legend."""
     known = list(dict.fromkeys(names))
     scale = alt.Scale(domain=known, range=cycled(_SHAPES, len(known)))
     legend = columns_for(known, symbolFillColor=TEXT, symbolStrokeColor=TEXT)
@@ -190,13 +190,13 @@ def by_shape(field: str, names: Sequence[str]) -> alt.Shape:
 
 
 def by_colour(field: str, names: Sequence[str]) -> alt.Color:
-    """A colour for each, in a legend of its own."""
+    """A colour for each, in its own legend."""
     known = list(dict.fromkeys(names))
     return alt.Color(f"{field}:N", title=None, scale=_colours(known), legend=columns_for(known))
 
 
 def cycled(values: Sequence[str], count: int) -> list[str]:
-    """So many of the values, from the first on again where they are too few."""
+    """This number of values, from the first on again where they are too few."""
     return [values[at % len(values)] for at in range(count)]
 
 

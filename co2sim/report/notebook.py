@@ -107,7 +107,7 @@ def _cut(text: str) -> str:
 
 
 def _inked(value: Any) -> Any:
-    """With a colour of its own where marks have that of the page."""
+    """With its own colour where marks have that of the page."""
     if isinstance(value, list):
         return [_inked(one) for one in value]
     if not isinstance(value, dict):

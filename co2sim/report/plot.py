@@ -38,7 +38,7 @@ def plot(
         y: Of a table: a column of numbers, such as "memory_total_bytes". Where the table has its
             interval (`y_low` and `y_high`), it is drawn as a band.
         x: Of a table: a column; default: `gpus` if these differ, else the path that was varied last
-            and that differs. What else differs makes a line of its own.
+            and that differs. What else differs makes its own line.
         schedule: Of a trace: its schedule.
         rank: Of a trace: a traced rank; default: the first.
         first: Of a schedule: how many ops, 1 to 500.

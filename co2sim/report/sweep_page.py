@@ -19,7 +19,7 @@ _MAX_ROWS = 200
 _MAX_TEXTS = 20
 _MAX_INPUTS = 20
 _MAX_ON_FRONT = 12
-"""Points of days against money: each has a colour of its own."""
+"""Points of days against money: each has its own colour."""
 _MAX_CHARACTERS = 250_000
 """Of a file inside of the page."""
 

@@ -136,7 +136,7 @@ def _behind(op: Op) -> int:
 
 
 def _pieces(op: Op, work: Compute) -> list[Op]:
-    """The parts of a fused op as ops of their own, if ranks exchange something between them."""
+    """The parts of a fused op as separate ops, if ranks exchange something between them."""
     if not any(part.exchanges for part in work.parts):
         return [op]
     last = len(work.parts)

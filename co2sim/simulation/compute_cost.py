@@ -42,7 +42,7 @@ def kernel_time(
 ) -> Seconds:
     """A pass over a block: the slower of the GPU and of the host that issues its operations.
 
-    The host goes on issuing while the GPU exchanges something for `exchanged` seconds. The GPU
+    The host continues issuing while the GPU exchanges something for `exchanged` seconds. The GPU
     loses a gap after each operation.
     """
     parts = kernel_parts(kernels, gpu, times, precision)

@@ -77,7 +77,7 @@ class Flow:
     version: int = 0
 
     def set_rate(self, now: Seconds, rate: float) -> Seconds:
-        """Go on at another rate; when it will be done."""
+        """Continue at another rate; when it will be done."""
         self.left -= self.rate * (now - self.since)
         self.rate, self.since, self.version = rate, now, self.version + 1
         return now + max(self.left, 0.0) / rate

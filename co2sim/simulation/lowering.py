@@ -106,7 +106,7 @@ def _folds(
 ) -> bool:
     """Whether one rank can stand for all on nodes of equal slowdown.
 
-    Blocks and sites of several nodes mix slow and fast ones in ways of their own, and who does not
+    Blocks and sites of several nodes mix slow and fast ones in their own ways, and who does not
     wait for the first rank of its node may be ahead of it: then every rank stands for itself.
     """
     equal = _equal(slowdowns)

@@ -151,7 +151,7 @@ class Communicators:
                     self._tell(index)
 
     def _tell(self, index: int) -> None:
-        """Let the computes of a class find out how fast they go on."""
+        """Let the computes of a class find out how fast they continue."""
         event = self._changed[index]
         if event is not None:
             event.succeed()

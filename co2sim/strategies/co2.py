@@ -32,7 +32,7 @@ _MAX_STALENESS = 100
 class CO2:
     """`tau` local steps; the average launched after them is used `staleness` rounds later.
 
-    With `delay` it is used that many local steps later, and workers go on from where they are: x
+    With `delay` it is used that many local steps later, and workers continue from where they are: x
     becomes anchor + `keep` (x - x at the launch) + `predict` (delay / tau) (mean progress). The
     model is cut into `fragments`, which are averaged at evenly spread steps of a round; their
     defaults are those of `delayed_averaging`. With a `preview` workers take the outer step at once,
@@ -84,7 +84,7 @@ class CO2:
                 raise OptionError(f"average=leader does not quantize: dtype={self.dtype}")
 
     def kept(self) -> tuple[float, float]:
-        """How much of its own progress a worker keeps, and how much of the mean it adds."""
+        """How much of the own progress a worker keeps, and how much of the mean it adds."""
         return kept(round_steps(self), self.keep, self.predict)
 
     def parts(self) -> int:
@@ -116,7 +116,7 @@ class CO2:
             whole_options(self, "delay", most=None if self.tau == "auto" else self.tau)
 
     def schedule(self, job: Workload, layout: Layout) -> Schedule:
-        """Wait for the old average, update momentum and anchor, launch the new average, go on."""
+        """Wait for the old average, update momentum and anchor, launch the new average."""
         if self.delay is None:
             # the outer step reads x, average, anchor and momentum; writes momentum, anchor, x and
             # the displacement

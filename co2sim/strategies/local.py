@@ -75,7 +75,7 @@ _INNER: dict[str, InnerStrategy] = {
 
 @runtime_checkable
 class LocalSteps(Protocol):
-    """A strategy whose workers take `tau` steps of their own between averages."""
+    """A strategy whose workers take `tau` local steps between averages."""
 
     @property
     def name(self) -> str: ...  # noqa: D102
@@ -191,7 +191,7 @@ def outer_work(job: Workload, elements: int, tensors: int, kernel: str = "outer"
 class Averages:
     """What is averaged once a round, and when it is used: `delay` local steps after its launch.
 
-    A kernel of its own fills `buffer` before the launch: it reads or writes `fill` fp32 values per
+    Its own kernel fills `buffer` before the launch: it reads or writes `fill` fp32 values per
     parameter. With `fill` 0 there is none: the parameters themselves are averaged, or, if the delay
     is a round or more, the outer step fills the buffer that it has just read. The outer step reads
     or writes `outer` fp32 values per parameter. With `fragments` > 1 parts of the model are

@@ -131,8 +131,8 @@ def sharded_step(
     the block; else they are fetched twice, and `direction` is "recompute" the first time.
     `fetch(direction, block)` and `reduce(name, elements)` give rows of named works. A gradient is
     reduced as soon as `reduce_bucket` elements of the block are there, while the rest of its
-    backward pass goes on. `refresh` runs once, behind the first fetches of all blocks: it renews a
-    secondary shard.
+    backward pass continues. `refresh` runs once, behind the first fetches of all blocks: it renews
+    a secondary shard.
     """
     one = job.model.blocks[0]
     rows: list[Row] = []

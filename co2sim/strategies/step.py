@@ -122,7 +122,7 @@ def buckets(
 ) -> list[Bucket]:
     """Trained tensors in backward order; a bucket closes once it holds `capacity` elements or more.
 
-    Those of experts that ranks divide have buckets of their own. Source: torch.distributed
+    Those of experts that ranks divide have their own buckets. Source: torch.distributed
     `_compute_bucket_assignment_by_size`.
     """
     found, held, ready = [], 0, 0

@@ -107,7 +107,7 @@ class DDP:
     bucket_mib: float = 25.0
 
     def __post_init__(self) -> None:
-        """Refuse buckets of negative size; 0 gives every tensor a bucket of its own."""
+        """Refuse buckets of negative size; 0 gives every tensor its own bucket."""
         at_least("ddp: bucket_mib", self.bucket_mib, 0)
 
     def step(self, job: Workload, layout: Layout, group: Group) -> Step:
@@ -138,7 +138,7 @@ class Zero3:
     a block larger than half of `max_reuse` is fetched a third time, for the recomputation (1e9 is
     DeepSpeed's `stage3_max_reuse_distance`; here blocks are kept unless told otherwise). A block's
     gradient is reduced in parts of `reduce_bucket` elements, each as soon as it is there. A block
-    is fetched in `gathers` equal parts, each with the latency of its own: in DeepSpeed a layer of
+    is fetched in `gathers` equal parts, each with its own latency: in DeepSpeed a layer of
     GPT takes one for each of its 4 matrices. Defaults:
     DeepSpeed's `stage3_prefetch_bucket_size` and `stage3_max_live_parameters`. Source: Rajbhandari
     et al. 2020, arXiv 1910.02054.

@@ -1,4 +1,4 @@
-"""Many cases, in order, on one process or several: what fails is named, and the others go on."""
+"""Many cases, in order, on one process or several: what fails is named, and the others continue."""
 
 import inspect
 import json
@@ -123,7 +123,7 @@ def outcome_of(case: Case) -> Outcome:
     """The result of a case, or why there is none."""
     try:
         return run(case)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other cases have a right to go on
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other cases have a right to continue
         return Failure(case.title, error)
 
 

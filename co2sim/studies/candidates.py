@@ -84,9 +84,9 @@ class Space:
         return self._batch[0]
 
     def batch_for(self, groups: int) -> int:
-        """Samples of a step of so many groups of GPUs that train on the same ones.
+        """Samples of a step of these groups of GPUs that train on the same ones.
 
-        A batch in words is one that they divide, near by. Raises OptionError where none is.
+        A batch in tokens is one that they divide, near by. Raises OptionError where none is.
         """
         batch = self.global_batch
         if batch % groups and not isinstance(self.job.global_batch, int):

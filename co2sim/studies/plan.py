@@ -138,7 +138,7 @@ def front(options: Iterable[Candidate]) -> Iterator[Candidate]:
 def overlap(choice: Candidate, other: Candidate, want: Want) -> bool:
     """Whether their intervals do; without intervals that is not known.
 
-    Nor by errors of their own, where both train every step together: see `prediction.order`.
+    Nor by their own errors, where both train every step together: see `prediction.order`.
     """
     ends, others = choice.ends(want), other.ends(want)
     if ends is None or others is None:
@@ -304,7 +304,7 @@ class Search:
         return True
 
     def _wave(self, size: int) -> list[_Found]:
-        """What comes next, until so many are to be simulated: "" stands for their outcome."""
+        """What comes next, until this number is to be simulated: "" stands for their outcome."""
         found: list[_Found] = []
         while size and self._queue:
             one = heappop(self._queue)[1]

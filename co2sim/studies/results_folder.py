@@ -146,11 +146,11 @@ class ParquetParts:
             table = self._parquet.read_table(path, columns=["key", "error"]) if ours else None
         except (OSError, self._arrow.ArrowException) as error:
             reason = " ".join(str(error).split())
-            raise OptionError(f"cannot read {path}: {reason}; remove it, and go on") from None
+            raise OptionError(f"cannot read {path}: {reason}; remove it, and continue") from None
         if table is None:
             raise OptionError(
                 f"{path} has other columns than this table: it is of another question, or of"
-                " another co2sim; give a folder of its own"
+                " another co2sim; give another folder"
             )
         pairs = zip(table["key"].to_pylist(), table["error"].to_pylist(), strict=True)
         for row, (key, failed) in enumerate(pairs):
@@ -258,7 +258,9 @@ class FolderSummary:
     def so_far(self) -> str:
         """What the folder has of a sweep that did not end."""
         cases = counted(self.cases, "case")
-        return f"{self.done:,} of {cases} are in {self.folder}; the same command goes on from there"
+        return (
+            f"{self.done:,} of {cases} are in {self.folder}; the same command continues from there"
+        )
 
     def summary(self) -> dict[str, Any]:
         """As plain values for JSON."""

@@ -42,7 +42,7 @@ TOTALS = tuple(
 def row_of(
     case: Case, outcome: Outcome, goal: Goal = NO_GOAL, tokens: float | None = None
 ) -> dict[str, object]:
-    """Names of columns with their values; memory items in columns of their own.
+    """Names of columns with their values; memory items in their own columns.
 
     A case that failed has its reason in `error`, and no figures. Columns of `TO_LOSS` only if the
     goal has steps, of `TOTALS` only with `tokens` to train; None where no factor is known.
@@ -119,7 +119,7 @@ def to_frame(
     goal: Goal = NO_GOAL,
     tokens: float | None = None,
 ) -> pd.DataFrame:
-    """One row per case; memory items in columns of their own, `settings` in the first columns.
+    """One row per case; memory items in their own columns, `settings` in the first columns.
 
     See `row_of` for what stands in a row.
     """

@@ -32,9 +32,9 @@ def prepare(
     schedulers, prepared as always. `options` are those of the algorithm, such as tau=12. Every
     rank is a worker. Training is `with algorithm:`; its end finishes.
 
-    `accelerator.save_state` and `load_state` work as always: every rank adds a file of its own to
+    `accelerator.save_state` and `load_state` work as always: every rank adds its own file to
     the checkpoint, whose model is the one that all agree on (the consensus). Several models may be
-    prepared, each with an algorithm of its own; a run that goes on prepares them in the same order.
+    prepared, each with its own algorithm; a run that continues prepares them in the same order.
 
     Raises OptionError for what is sharded, and for fp16, whose scaler skips steps on one rank only.
     """

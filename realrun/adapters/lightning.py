@@ -29,7 +29,7 @@ class LocalUpdateStrategy(DDPStrategy):
     consensus), with the mean of the buffers. Training ends with it on all ranks; where a callback
     puts other weights into the model then, such as an EMA, with their mean. Beside a
     checkpoint `x.ckpt` is a folder `x.ckpt.ranks`, where every rank keeps its own model and
-    optimizers, from which `ckpt_path=` goes on: keep both, in a place that all ranks reach. A
+    optimizers, from which `ckpt_path=` continues: keep both, in a place that all ranks reach. A
     checkpoint of DDP starts an algorithm at its model. Random numbers are not kept, as by DDP.
 
     Raises OptionError for '16-mixed', whose scaler skips steps on one rank only, and for what the
@@ -162,7 +162,7 @@ class LocalUpdateStrategy(DDPStrategy):
         return super().load_checkpoint(checkpoint_path, *more, **options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Go on where this rank was; from a checkpoint of DDP, with its optimizer."""
+        """Continue where this rank was; from a checkpoint of DDP, with its optimizer."""
         if _MARK not in checkpoint:
             super().load_optimizer_state_dict(checkpoint)
             return

@@ -38,9 +38,9 @@ def save(folder: Path, algorithm: LocalUpdate) -> None:
 
 
 def load(folder: Path, algorithm: LocalUpdate) -> None:
-    """Go on from what `save` wrote. All ranks call it.
+    """Continue from what `save` wrote. All ranks call it.
 
-    With another number of ranks they go on from the anchor, which a warning says. Raises
+    With another number of ranks they continue from the anchor, which a warning says. Raises
     CheckpointError, the same on all ranks, when a file is not as it was written or of another
     number of optimizers, and OptionError when it is of another run.
     """
@@ -92,7 +92,7 @@ def mean_where_different(model: nn.Module) -> None:
     """Where ranks hold different models, give all their mean. All ranks call this.
 
     After an algorithm has finished, only callbacks can have made them different: one may put
-    weights of its own into the model, such as an EMA. What is not floating point becomes that of
+    other weights into the model, such as an EMA. What is not floating point becomes that of
     rank 0.
     """
     if not dist.is_initialized() or (size := dist.get_world_size()) == 1:

@@ -65,12 +65,12 @@ def fault_tolerant(
     `manager` is a Manager with use_async_quorum=False. It is asked for a quorum here: afterwards
     the model, its buffers and `stats().rounds` are those of the others. So let the loop run up to a
     number of rounds: `while co2.stats().rounds < 100`. `finish`, and the end of the `with` block,
-    go on with what others need until all have come there. Shut the manager down yourself. What else
-    a worker that comes back must know is yours to register there, before.
+    continue with what others need until all have come there. Shut the manager down yourself. What
+    else a worker that comes back must know is yours to register there, before.
 
     When a worker dies, its steps since its last average are lost, and the state of its optimizer:
     it begins with a new one. An average that was under way may be lost for all, which is what they
-    learned in one round; they go on from the anchor. Who alone misses an average loses its next
+    learned in one round; they continue from the anchor. Who alone misses an average loses its next
     round, too.
 
     `state` is what `state_dict` gave on any worker: its anchor is that of who is there first. The

@@ -41,13 +41,13 @@ def with_local_updates(
 ) -> "LocalUpdateTrainer.Config":
     """A config of torchtitan's own trainer, as one of LocalUpdateTrainer; see there.
 
-    Raises OptionError for an unknown name, and for the config of another trainer, which has a loop
-    of its own.
+    Raises OptionError for an unknown name, and for the config of another trainer, which has its own
+    loop.
     """
     one_of("algorithm", algorithm, get_args(Name))
     if type(config) is not Trainer.Config:
         raise OptionError(
-            f"the config is a {type(config).__qualname__}, whose trainer has a loop of its own; it"
+            f"the config is a {type(config).__qualname__}, whose trainer has its own loop; it"
             " must be a torchtitan.trainer.Trainer.Config"
         )
     given = {one.name: getattr(config, one.name) for one in fields(config)}
@@ -65,7 +65,7 @@ class LocalUpdateTrainer(Trainer):
 
     In a checkpoint the model is the point that all workers agree on (the consensus), as it is in
     validation; each worker's own model and optimizers, and each rank's part of the algorithm, have
-    keys of their own. A last checkpoint of the model alone holds the model with which training
+    their own keys. A last checkpoint of the model alone holds the model with which training
     ends, on all ranks.
 
     Raises OptionError for pipelines, for ranks that are no equal workers, for several ranks that

@@ -34,7 +34,7 @@ class LocalUpdateTrainer(Trainer):
     folder `local_updates` holds what each rank trains, from which `resume_from_checkpoint` goes
     on. A checkpoint without it, of DDP, starts an algorithm at its model.
 
-    Sets args.average_tokens_across_devices to False: each worker's loss is the mean of its own
+    Sets args.average_tokens_across_devices to False: each worker's loss is its own mean
     tokens, since gradients are not averaged. Raises OptionError for what is sharded, for fp16,
     for auto_find_batch_size, and for what the algorithm refuses.
     """

@@ -7,8 +7,8 @@ On the wire, and what it costs a rank among n, for S bytes of fp32:
 - "int8", "int4": blocks of 2048 elements with one fp32 scale. Each rank quantizes, exchanges
   parts with all others (all_to_all), sums in fp32 what it got, quantizes the mean and sends it to
   all (all_gather): two roundings of at most half a scale, and a quarter or an eighth of the bytes
-  of fp32. The chain runs on a thread that owns the communicator, beside training; on a GPU, on a
-  stream of its own.
+  of fp32. The chain runs on a thread that owns the communicator, beside training; on a GPU, on its
+  own stream.
 
 All ranks get the same bits, since every element is summed on one of them only.
 """
@@ -106,7 +106,7 @@ class PendingAverage:
 class Stopwatch:
     """How long training stands still: this thread, or the current stream of a GPU.
 
-    Nothing here waits for the GPU, whose host goes on to issue work.
+    Nothing here waits for the GPU, whose host continues to issue work.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -278,7 +278,7 @@ class Average:
     def _beside(
         self, bucket: Tensor, part: int, filled: torch.cuda.Event, stream: torch.cuda.Stream
     ) -> torch.cuda.Event:
-        """Exchange on a stream of its own; gives the event of its end."""
+        """Exchange on its own stream; gives the event of its end."""
         with torch.cuda.device(bucket.device), torch.cuda.stream(stream):
             stream.wait_event(filled)
             self._exchange(bucket, part)

@@ -180,7 +180,7 @@ class CO2(LocalUpdate):
 
     `delay`, ours: an average is used as soon as it may be there, `delay` local steps after its
     launch, 1 to tau, and workers do not start again. With l what a worker held at the launch, it
-    goes on from x <- anchor + keep (x - l) - predict (delay / tau) D: it keeps that share of what
+    continues from x <- anchor + keep (x - l) - predict (delay / tau) D: it keeps that share of what
     it has learned since, and `predict` replaces more of it by what all learned on average a moment
     ago; predict delay / tau must be below 1. By default all is kept in rounds below 8 steps, half
     of it in longer ones, and predict is 1 - keep. With keep=1 and a gain of 1, the default here,
@@ -194,7 +194,7 @@ class CO2(LocalUpdate):
     place of the mean. Half of the difference goes when the mean comes, the rest when the next one
     comes. With keep=1, predict=0 and no clip the mean of all workers then moves exactly as with the
     blocking outer step of this momentum and lr: momentum is not late either. With tau=1, delay=1,
-    AdamW without momentum of its own (betas=(0.0, 0.95)), outer_momentum=0.9, outer_lr=0.1 and a
+    AdamW without momentum (betas=(0.0, 0.95)), outer_momentum=0.9, outer_lr=0.1 and a
     preview a text model learned almost as with DDP, with all averages hidden (docs/training.md).
 
     delay="auto" uses the first averages when all ranks have them, and then takes the steps that the

@@ -1,7 +1,7 @@
 """Averages that are used while the next round runs: what is launched, and what a worker keeps.
 
 A worker stands at anchor + offset + its local steps since the last average was used. The offset is
-what it kept of its own then. Vectors are fp32; the model holds their rounded sum, so that a
+what it kept of its progress then. Vectors are fp32; the model holds their rounded sum, so that a
 displacement counts from the *rounded* start, as in `flat_parameters`.
 """
 
@@ -28,7 +28,7 @@ Parts: TypeAlias = Iterable[tuple[torch.dtype, slice]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DelayedAveraging:
-    """How an average is used `delay` local steps after its launch, while workers go on.
+    """How an average is used `delay` local steps after its launch, while workers continue.
 
     The model is cut into `fragments`, which launch at evenly spread steps of a round. When D, the
     mean displacement of a fragment, arrives, its anchor takes the outer step, and then

@@ -129,7 +129,7 @@ class AutoDelay:
     def go_on(
         self, numbers: Mapping[str, float], under_way: Sequence[tuple[Launch, PendingAverage]]
     ) -> None:
-        """Go on from what was saved; averages that were under way then were waited for."""
+        """Continue from what was saved; averages that were under way then were waited for."""
         self.measures, self.uses = bool(numbers["measures"]), int(numbers["uses"])
         saved = [int(numbers[f"sample{place}"]) for place in range(SAMPLES)]
         self.samples = [sample for sample in saved if sample]
@@ -223,7 +223,7 @@ class DelayedLoop(OuterLoop):
             self._under_way.remove((launch, flight))
 
     def _use(self, launch: Launch, flight: PendingAverage) -> None:
-        """The outer step of a fragment, and what this worker keeps of its own."""
+        """The outer step of a fragment, and what this worker keeps of its progress."""
         span, flat, late = self._spans[launch.fragment], self.flat, self._late
         part, own = self.state.part(span), self._own[span]
         live = torch.empty_like(own)

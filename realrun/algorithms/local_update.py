@@ -273,7 +273,7 @@ class Ending:
     def join(self, *also: nn.Module, buffers: bool = True) -> Iterator[None]:
         """For data that are used up at different times: train within, with any number of steps.
 
-        A rank that leaves the block goes on with what the others need, until all have left. An
+        A rank that leaves the block continues with what the others need, until all have left. An
         average is the mean over the ranks that took a step since the one before. In the end all
         ranks hold the anchor with all averages used, and this is closed. `also` and `buffers` are
         averaged then, as by `finish`, over the ranks that took any step. A worker is one rank.
@@ -403,7 +403,7 @@ class Resumable:
 
     @torch.no_grad()
     def load_anchor(self, state: Mapping[str, Any]) -> None:
-        """Go on with another number of workers than saved `state`. All ranks call this.
+        """Continue with another number of workers than saved `state`. All ranks call this.
 
         `state` is what `state_dict` gave on any rank that held the same part of the parameters: any
         at all where a worker is one rank. Averages that were under way are used. What workers had
@@ -437,7 +437,7 @@ class Resumable:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave on this rank. All ranks call this.
+        """Continue from what `state_dict` gave on this rank. All ranks call this.
 
         The model and the optimizer are yours to load, before this is made or after. Algorithm, tau,
         staleness, parameters and workers must be those that were saved (OptionError), and all ranks
@@ -788,7 +788,7 @@ class LocalUpdate(Resumable, Ending):
         self._frozen = [(one, one._version) for one in others]  # noqa: SLF001 - as in ModelWatch
 
     def _say_other_model(self, saved_with: float) -> None:
-        """Say where training goes on from another model than the state was saved with."""
+        """Say where training continues from another model than the state was saved with."""
         self._saved_with = None
         if not math.isclose(self._watch.total(), saved_with, rel_tol=1e-9, abs_tol=1e-12):
             warnings.warn(

@@ -235,7 +235,7 @@ class OuterLoop(ABC):
         }
 
     def load_state_dict(self, own: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Continue from what `state_dict` gave."""
         self.drain()
         self._clocks.clear()
         vectors = {"anchor": self.state.anchor, **self.state.vectors, **self.own_vectors()}

@@ -318,7 +318,7 @@ class Workers:
 
     `peers`: one rank of every worker, this one among them; those that hold the same part of the
     parameters. None if there is one worker. `inner`: the ranks of this worker; None if it is this
-    rank alone. Only their members matter: averages have communicators of their own.
+    rank alone. Only their members matter: averages have their own communicators.
     """
 
     peers: dist.ProcessGroup | None
@@ -536,7 +536,7 @@ class WorkerGroups:
         self.average, self.gather = self._of(peers, "average"), self._of(inner, "gather")
         self._peers, self._inner = self._of(peers, "beside"), self._of(inner, "beside")
         self.counting = self._of(peers, "counting")
-        """Of the peers, for numbers that are sent while training goes on."""
+        """Of the peers, for numbers that are sent while training continues."""
 
     def _of(self, ranks: tuple[int, ...], kind: "Kind") -> dist.ProcessGroup | None:
         return self._made.get((ranks, kind))

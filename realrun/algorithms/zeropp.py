@@ -281,7 +281,7 @@ def apply_zeropp(
     in int4 can shift the mean by about 1 % (slopes of 0.987 to 1.011 on normal gradients of 2 x 2
     ranks); `stochastic` is right on average, from a generator seeded with `seed` and the rank.
     hpz leaves modules alone that keep their weights after the forward
-    (`reshard_after_forward=False`, and the root by default) or have a group size of their own.
+    (`reshard_after_forward=False`, and the root by default) or have their own group size.
     With a switch off FSDP2 does what it did. An inf or a NaN in weights or gradients spreads to
     its whole block, on all ranks.
 

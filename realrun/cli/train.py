@@ -75,7 +75,7 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
             parser=options.whole("--stop"),
             metavar="N",
             show_default=False,
-            help="End after this step with a checkpoint, to go on with --resume.",
+            help="End after this step with a checkpoint, to continue with --resume.",
         ),
     ] = 0,
     batch: Annotated[
@@ -164,14 +164,14 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
         ),
     ] = 100,
     resume: Annotated[  # noqa: FBT002
-        bool, typer.Option("--resume", help="Go on from the last checkpoint in --out, if any.")
+        bool, typer.Option("--resume", help="Continue from the last checkpoint in --out, if any.")
     ] = False,
     from_step: Annotated[
         int | None,
         typer.Option(
             parser=options.whole("--from-step"),
             metavar="N",
-            help="With --resume: go on from the checkpoint after this step, not from the last.",
+            help="With --resume: continue from the checkpoint after this step, not from the last.",
         ),
     ] = None,
     estimate: Annotated[  # noqa: FBT002
@@ -261,7 +261,7 @@ def _check_clock() -> None:
 
 
 def _with_tau(strategy: str, tau: int | None) -> str:
-    """The strategy with another tau. Raises OptionError when it has none, or one of its own."""
+    """The strategy with another tau. Raises OptionError when it has none, or its own one."""
     if tau is None:
         return strategy
     if "tau" in strategy:

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 def resumed(from_step: int | None, *, given: bool) -> Resume | None:
-    """What to go on from, if anything. Raises OptionError for --from-step without --resume."""
+    """What to continue from, if anything. Raises OptionError for --from-step without --resume."""
     if from_step is not None and not given:
-        raise OptionError("--from-step says how to go on from a checkpoint: it needs --resume")
+        raise OptionError("--from-step says how to continue from a checkpoint: it needs --resume")
     return Resume(from_step) if given else None
 
 
@@ -184,4 +184,4 @@ def _print(history: History, out: Path) -> None:
         )
     print(f"log     {out / LOG}\nfigure  {out / FIGURE}")
     if history.stopped:
-        print(f"stopped after step {found['step']}; go on with --resume")
+        print(f"stopped after step {found['step']}; continue with --resume")

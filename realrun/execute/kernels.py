@@ -48,8 +48,8 @@ class KernelSet(Protocol):
     def fill(self, instance: Instance, given: Tensor) -> None:
         """Write into the buffer what a collective shall send: a snapshot.
 
-        Called when the collective starts, while other streams go on. So it may only read what an op
-        that the collective waits for has written, and what no op changes before the start.
+        Called when the collective starts, while other streams continue. So it may only read what an
+        op that the collective waits for has written, and what no op changes before the start.
         """
 
     def drain(self, instance: Instance, taken: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Streams as threads: one thread per stream, so that no communicator is used by two at once.
 
-The end of an op on a virtual device is known when it starts. Its thread goes on at once; only who
+The end of an op on a virtual device is known when it starts. Its thread continues at once; only who
 sends what the op computes waits until then.
 """
 
@@ -46,7 +46,7 @@ class _Threads:
         self.spans: list[Span] = []
         self.failure: Co2simError | None = None
         self.streams: dict[str, list[Instance]] = {s: [] for s in run.schedule.streams}
-        # Each thread has a condition of its own: an op that ends wakes those that wait for it.
+        # Each thread has its own condition: an op that ends wakes those that wait for it.
         self.lock = threading.Lock()
         self.over = threading.Condition(self.lock)
         self.changed = {stream: threading.Condition(self.lock) for stream in self.streams}

@@ -2,7 +2,7 @@
 
 Each node is a network namespace whose `eth0` is plugged into the bridge of its site. `tc tbf`
 limits what it sends there, what its ranks send each other over loopback, and, of several sites,
-what each sends to others. All of it is in a network, process and mount namespace of its own: the
+what each sends to others. All of it is in its own network, process and mount namespaces: the
 network of the machine does not change, and everything is gone when the first process of the
 namespace ends.
 

@@ -95,7 +95,7 @@ class Watch:
     """The heartbeat of this rank, and what it knows of the others."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
-        """Start the heartbeat, on a connection of its own: a store serves one request at a time."""
+        """Start the heartbeat, on its own connection: a store serves one request at a time."""
         self._store, self._rank, self._world_size = store, rank, world_size
         self._places: dict[str, Place] = {}
         self._left: Place | None = None

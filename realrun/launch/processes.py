@@ -90,7 +90,7 @@ _HERE = NodePlace()
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """A rank's process: it leads a process group of its own, its output goes into pipes."""
+    """A rank's process: it leads its own process group, its output goes into pipes."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -125,7 +125,7 @@ def started(
     output: int | None = None,
     errors: int | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own that dies with this thread."""
+    """Start a process in its own session that dies with this thread."""
     mortal = [sys.executable, "-I", "-S", "-c", _MORTAL, str(os.getpid())]
     try:
         return subprocess.Popen(  # noqa: S603 - the user's own command

@@ -150,7 +150,7 @@ def _inner_products(rows: Tensor) -> Tensor:
 class Estimator:
     """Measurements at the start, in the middle and at the end of a training, each before a step.
 
-    They are of the mean of all workers, on samples of their own: training does not change, but for
+    They are of the mean of all workers, each on its samples: training does not change, but for
     averages that are under way, which get free time.
     """
 

@@ -46,7 +46,7 @@ def check_new(folder: Path) -> None:
     check_place(folder)
     if checkpoints(folder) or any((folder / name).exists() for name in (LOG, RECORD, MODEL)):
         raise OptionError(
-            f"{folder} holds a training run already: go on with --resume, or choose another --out"
+            f"{folder} holds a training run already: continue with --resume, or give another --out"
         )
 
 
@@ -81,7 +81,7 @@ def step_of(checkpoint: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """What to go on from: the checkpoint after `step`, or the last one (None)."""
+    """What to continue from: the checkpoint after `step`, or the last one (None)."""
 
     step: int | None = None
 
@@ -98,8 +98,8 @@ class Resume:
             ended = next((one for one in (RECORD, MODEL) if (folder / one).exists()), None)
             if ended:
                 raise OptionError(
-                    f"{folder} holds a training that has ended ({ended}), and no checkpoint to go"
-                    " on from: choose another --out"
+                    f"{folder} holds a training that has ended ({ended}), and no checkpoint to"
+                    " continue from: choose another --out"
                 )
             return None
         for path in found:
@@ -203,7 +203,7 @@ def offer(checkpoint: Path) -> str:
             Saved.of(one).check(one)
         except CheckpointError:
             continue
-        return f"{one.name} is whole: go on from it with --resume --from-step {step_of(one)}"
+        return f"{one.name} is whole: continue from it with --resume --from-step {step_of(one)}"
     return "no checkpoint before it is whole: start again with another --out"
 
 

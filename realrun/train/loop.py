@@ -81,7 +81,7 @@ def report_rank_errors(world: World, place: Place) -> Iterator[None]:
     """Work that others depend on, at a place that they can see.
 
     Raises RankFailure, with the ranks that are lost, when a collective fails, or with this one when
-    its own work raises. An error for users is sent to the others, unless all have it, and goes on
+    its own work raises. An error for users is sent to the others, unless all have it, and continues
     here.
     """
     world.watch.enter("training", place)
@@ -140,8 +140,8 @@ class LocalStep:
             clip_grad_norm_(method.bare.parameters(), settings.clip_grad)
         if not math.isfinite(loss):
             raise TrainingError(
-                f"the loss of step {step} is {loss} on rank {self.part}: training cannot go on; a"
-                " lower lr, a longer warmup or a lower clip_grad may help"
+                f"the loss of step {step} is {loss} on rank {self.part}: training cannot continue;"
+                " a lower lr, a longer warmup or a lower clip_grad may help"
             )
         method.optimizer.step()
         return loss
@@ -160,7 +160,7 @@ class Votes:
     """A vote every `every` steps; its result, which is that of all, counts at the next one.
 
     Ranks of local updates may be at different steps; a rank that stopped at once would leave the
-    others waiting. Each vote is 4 bytes that travel while the steps go on.
+    others waiting. Each vote is 4 bytes that travel while the steps continue.
     """
 
     def __init__(self, world: World, every: int, wish: Callable[[], bool]) -> None:
@@ -226,7 +226,7 @@ def train(
     """Train; every rank of the world calls this with the same settings.
 
     With a folder rank 0 writes the log, the record and the parameters there, and all ranks
-    checkpoints; `resume` goes on from the last of them, if there is one, or as it says. With
+    checkpoints; `resume` continues from the last of them, if there is one, or as it says. With
     `estimate` the constants of the bound are measured at three points, off the clock. Once `stop`
     gives true on any rank (all give one, or none does) all end together, some steps later, with a
     checkpoint.
@@ -304,7 +304,7 @@ class _Training:
                 except CatalogError as error:
                     raise CheckpointError(str(error)) from error
 
-        run_on_all_ranks(self.world.device, "cannot go on", look)
+        run_on_all_ranks(self.world.device, "cannot continue", look)
         return tuple(rows)
 
     def _go_on(self, last: Path) -> None:

@@ -147,7 +147,7 @@ class WrappedModel:
             group["lr"] = rate
 
     def state(self) -> dict[str, Any]:
-        """What this rank needs to go on from here."""
+        """What this rank needs to continue from here."""
         return {
             "model": self.held,
             "optimizer": _local(self.stepper.state_dict()),
@@ -155,7 +155,7 @@ class WrappedModel:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from there, on this rank alone; `agree` comes once all have done it."""
+        """Continue from there, on this rank alone; `agree` comes once all have done it."""
         self.put(state["model"])
         self._load_optimizer(state["optimizer"])
         if self.outer:

@@ -23,7 +23,7 @@ _FETCHED = {
     "max_reuse": "nothing is recomputed",
 }
 _REFUSED: dict[str, Mapping[str, str]] = {
-    "zero1": {"bucket": "torch's ZeroRedundancyOptimizer has no buckets of its own"},
+    "zero1": {"bucket": "torch's ZeroRedundancyOptimizer has no buckets"},
     "zero2": {
         "bucket": "FSDP2 reduces a layer at a time",
         "owners": "FSDP2 scatters gradients and gathers parameters",

@@ -190,7 +190,7 @@ def _exact(problem: Problem, which: Variants, task: GridTask) -> _Averages:
 
 
 def _simulated(problem: Problem, which: Variants, task: GridTask, seeds: int) -> _Averages:
-    """By simulation; every variant of every cell has noise of its own."""
+    """By simulation; every variant of every cell has its own noise."""
     size = task.size(seeds)
     sampler = (
         Minibatches(problem, _BATCH)

@@ -651,7 +651,7 @@ def z_scores(
 ) -> tuple[tuple[float, ...], ...]:
     """The z of simulated A, drift and |x_T|^2 against exact moments: per variant.
 
-    What does not vary has no z. Every variant has a seed of its own in front of `seed`.
+    What does not vary has no z. Every variant has its own seed in front of `seed`.
     """
     rows = []
     for place in range(len(which)):

@@ -1,4 +1,4 @@
-"""What a server is asked, and its answers, as plain values; runs in processes of its own."""
+"""What a server is asked, and its answers, as plain values; runs in its own processes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -99,7 +99,7 @@ class Files:
         """Raise Co2simError for settings that would read another file."""
         for path, value in settings.items():
             if path in _GIVEN:
-                raise OptionError(f"{path} has a field of its own; it cannot be set besides")
+                raise OptionError(f"{path} has its own field; it cannot be set besides")
             if path in PARTS and value not in self.parts:
                 _known(value, path, {}, PARTS[path])
 

@@ -104,7 +104,7 @@ def _refined(
 
 
 def _open(board: Board, known: Known, knots: Sequence[Knots]) -> str:
-    """Simulate the first positions; how long all will take, in words.
+    """Simulate the first positions; how long all will take, as a text.
 
     Raises KeyboardInterrupt at a control-C: what came before it makes no page.
     """

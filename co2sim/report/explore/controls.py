@@ -200,7 +200,7 @@ def _spread(
     series: Sequence[float] = _PREFERRED,
     now: Any = None,
 ) -> Control:
-    """Preferred numbers around what there is (`now`), which is a position of its own."""
+    """Preferred numbers around what there is (`now`), which is its own position."""
     axis = axis_of(case, path)
     if now is None:
         now = case.load()[0].value

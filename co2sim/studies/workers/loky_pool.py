@@ -1,4 +1,4 @@
-"""Processes of this machine, by loky: each an executor of its own, so that a dead one is known."""
+"""Processes of this machine, by loky: each its own executor, so that a dead one is known."""
 
 import os
 import threading
