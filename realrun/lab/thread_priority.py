@@ -17,7 +17,7 @@ def communicating() -> Iterator[None]:
 
     Where REALRUN_REALTIME is 1 they are SCHED_FIFO and take a core at once, as a network card does
     not wait for a kernel either. Beside matrix products a message waited for milliseconds
-    otherwise: Linux leaves a busy core to its thread until a time slice ends (docs/validation.md).
+    otherwise: Linux leaves a busy core to its thread until a time slice ends (docs/real-runs.md).
 
     Elsewhere they are SCHED_BATCH and interrupt nothing when they wake up. A process group of Gloo
     has a thread that serves its sockets. While another thread holds the lock of a connection, that
