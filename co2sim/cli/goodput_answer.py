@@ -181,8 +181,8 @@ def algorithm(found: Goodput) -> str:
     return (
         "the others continue; the next average is taken over those that are left, and waits until"
         " the failure is noticed; the worker comes back at a later round with the parameters and"
-        " the outer state of a peer, and new moments. While it is away a round has fewer samples: this"
-        " counts work, not what is learned"
+        " the outer state of a peer, and new moments. While it is away a round has fewer samples:"
+        " this counts work, not what is learned"
     )
 
 
