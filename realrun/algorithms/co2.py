@@ -188,14 +188,15 @@ class CO2(LocalUpdate):
     `fragments` cuts the model into parts, which launch at evenly spread steps of a round: each
     takes less time to arrive, so that its delay is shorter, and the network is used evenly. In
     rounds of 12 steps in 12 fragments keep=0.25, predict=1, outer_momentum=0.2, outer_lr=0.9
-    learned best (docs/training.md).
+    learned best (docs/what-it-learns.md).
 
     `preview`: at a round's end a worker takes the outer step at once, with its own displacement in
     place of the mean. Half of the difference goes when the mean comes, the rest when the next one
     comes. With keep=1, predict=0 and no clip the mean of all workers then moves exactly as with the
     blocking outer step of this momentum and lr: momentum is not late either. With tau=1, delay=1,
     AdamW without momentum (betas=(0.0, 0.95)), outer_momentum=0.9, outer_lr=0.1 and a
-    preview a text model learned almost as with DDP, with all averages hidden (docs/training.md).
+    preview a text model learned almost as with DDP, with all averages hidden
+    (docs/what-it-learns.md).
 
     delay="auto" uses the first averages when all ranks have them, and then takes the steps that the
     middle one of three took, at most tau (`stats().delay`; until then tau). There is one fragment
