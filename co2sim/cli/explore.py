@@ -45,7 +45,10 @@ def explore(  # noqa: PLR0913, PLR0917 - one argument per option
         list[str] | None,
         typer.Option("--strategy", "-s", help="As in `run`. Repeatable: one line each."),
     ] = None,
-    gpus: Annotated[int | None, options.flag("gpus")] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option("--gpus", "-g", metavar="N,N", help="GPUs; several vary, as with --vary."),
+    ] = None,
     over: Annotated[
         list[str] | None,
         typer.Option(
@@ -85,15 +88,18 @@ def explore(  # noqa: PLR0913, PLR0917 - one argument per option
 ) -> None:
     """Play: a server on this machine that asks the simulator, or a page without one (--out)."""
     goal = options.goal(to_loss_steps, steps_factor)
+    if gpus is not None and "," in gpus:
+        over, gpus = [*(over or ()), f"gpus={gpus}"], None
+    size = None if gpus is None else options.whole("--gpus")(gpus)
     if out is None:
-        _serve(job, cluster, strategy, gpus, over, port, goal, tokens)
+        _serve(job, cluster, strategy, size, over, port, goal, tokens)
         return
     check("--out", out)
     tolerance = between("--tolerance", tolerance, _MIN, _MAX)
     for flag, given in (("--cluster", cluster), ("--model", job.model), ("--strategy", strategy)):
         if not given:
             raise OptionError(f"{flag} is missing; a page without a server needs it")
-    job = replace(job, cluster=cluster or "", gpus=gpus)
+    job = replace(job, cluster=cluster or "", gpus=size)
     from co2sim.report.explore.question import Question  # noqa: PLC0415 - rich
 
     question = Question(job, tuple(strategy or ()), tokens, goal)

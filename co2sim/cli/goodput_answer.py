@@ -24,6 +24,7 @@ from co2sim.prediction.goodput import (
     trained_of,
 )
 from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import remark, scale_of
 from co2sim.report.text.result import print_assumed, question
 from co2sim.studies.candidates import command_of
 from co2sim.studies.grid import strategy_title
@@ -188,9 +189,17 @@ def algorithm(found: Goodput) -> str:
 
 def _print(out: Console, answers: Sequence[_Answer]) -> None:
     lines = question([one.result for one in answers])
-    print_lines(out, *(f"{words(one.result, one.found)}." for one in answers), *lines, "")
+    said = [f"{words(one.result, one.found)}." for one in answers]
+    if worth := remark((one.result.strategy, scale_of(one.result)) for one in answers):
+        said.append(worth)
+    print_lines(out, *said, *lines, "")
     spots = [(one, one.spot) for one in answers if one.spot]
     lines = [f"spot, {one.title}: {spot_words(spot, one.result)}" for one, spot in spots]
+    if any(one.found.failures.preemption and one.found.failures.node is None for one in answers):
+        lines.append(
+            "failures of the hardware itself are not counted; --set failures.node='150 days' adds"
+            " them"
+        )
     if lines:
         print_lines(out, *lines, "")
     for one in answers:

@@ -1,5 +1,6 @@
 """The options that several commands share, and the case that they describe."""
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, fields
 from functools import partial, wraps
@@ -36,6 +37,14 @@ def number(flag: str) -> Callable[[str], float]:
 def amount(flag: str) -> Callable[[str], float]:
     """A parser of large numbers: 1e12, 1T, 300B, 50k."""
     return partial(convert.amount, flag)
+
+
+def money(flag: str) -> Callable[[str], float]:
+    """The same of an amount of money, that may have `$` before it or a currency behind it."""
+    return lambda text: convert.amount(flag, _CURRENCY.sub("", text.strip()))
+
+
+_CURRENCY = re.compile(r"^\$\s*|\s*(USD|EUR)$")
 
 
 def whole(flag: str) -> Callable[[str], int]:

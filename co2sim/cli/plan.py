@@ -67,7 +67,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     budget: Annotated[
         float | None,
         typer.Option(
-            parser=options.amount("--budget"),
+            parser=options.money("--budget"),
             metavar="N",
             help="The most that it may cost, in the currency of the clusters' prices.",
         ),
@@ -156,8 +156,11 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     _refuse_one_name(cluster)
     check("--report", report)
     who = options.engine(context, engine, scheduler, jobs)
+    stacks = [part.strip() for part in job.stack.split(",")] if isinstance(job.stack, str) else []
+    refuse_twice("stack", stacks)
     space = Space(
-        job=job,
+        job=replace(job, stack=stacks[0]) if stacks else job,
+        stacks=tuple(stacks) if len(stacks) > 1 else (),
         clusters=tuple(cluster),
         strategies=tuple(strategy) if strategy else STRATEGIES,
         gpus=gpus,

@@ -31,6 +31,7 @@ def print_options(out: Console, title: str, options: Sequence[Candidate]) -> Non
     if not options:
         return
     money = options[0].totals.currency
+    stacks = len({one.case.stack for one in options if isinstance(one.case.stack, str)}) > 1
     energy = any(option.totals.energy_kwh is not None for option in options)
     columns = [
         "cluster",
@@ -43,6 +44,7 @@ def print_options(out: Console, title: str, options: Sequence[Candidate]) -> Non
         "90 %",
         "GPU-hours",
     ]
+    columns[2:2] = ["stack"] * stacks
     columns += [money] if money else []
     columns += ["MWh"] if energy else []
     rows = []
@@ -57,6 +59,7 @@ def print_options(out: Console, title: str, options: Sequence[Candidate]) -> Non
             "-" if None in ends else " to ".join(f"{end:,.3g}" for end in ends),
             f"{total.gpu_hours:,.0f}",
         ]
+        row[2:2] = [str(case.stack)] * stacks
         row += [f"{total.cost:,.0f}"] if money else []
         row += ["-" if total.energy_kwh is None else number(total.energy_kwh / 1000)] * energy
         rows.append(row)

@@ -29,7 +29,7 @@ _Money: TypeAlias = Literal["USD", "USD/s", "USD/kWh", "USD/kW/month"]
 Unit: TypeAlias = Literal[_Physical, _Money]
 
 EXAMPLES: dict[Unit, str] = {
-    "s": "a time such as '5 us'",
+    "s": "a time such as '5 us', '2 h' or '30 days'",
     "B": "a size such as '80 GB'",
     "B/s": "a bandwidth such as '200 Gbit/s'",
     "FLOP": "an amount of work such as '2 TFLOP'",

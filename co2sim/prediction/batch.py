@@ -155,8 +155,16 @@ def settled(case: Case, speed: Callable[[Case], float]) -> tuple[Case, tuple[str
         share = wanted / groups / unit
         each = _easily_divided(share) * unit
         case = replace(case, global_batch=each * groups, accumulation=None)
-        lines += [f"{BATCH_OF}{source}"] if source else []
-        if each * groups != wanted:
+        lines += (
+            [f"{BATCH_OF}{source}"] if source and abs(each * groups / wanted - 1) <= _NEAR else []
+        )
+        if each * groups > wanted * (1 + _NEAR):
+            least = f"{unit} for each of {groups:,} groups of GPUs that train on the same samples"
+            told = f" ({source})" if source else ""
+            lines.append(
+                f"{BATCH_OF}{each * groups:,} samples, {least}: more than {wanted:,}{told}"
+            )
+        elif each * groups != wanted:
             among = f"{groups:,} groups of GPUs that train on the same samples"
             lines.append(f"{each * groups:,} samples: {wanted:,} do not divide among {among}")
     if isinstance(case.global_batch, int) and case.global_batch % groups:

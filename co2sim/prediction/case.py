@@ -579,8 +579,8 @@ class Case:
         if self.pp > 1:
             raise OptionError(
                 f"pp={self.pp}: stages of a pipeline are simulated one by one, and it has no"
-                " whole schedule to show or to execute; co2sim run, scale, sweep, solve and"
-                " plan give its figures"
+                " schedule to show or to execute; co2sim run, scale, sweep, solve and plan give"
+                " its figures"
             )
         if self.interleave > 1:
             raise OptionError(f"interleave={self.interleave} needs pp of 2 or more")

@@ -348,6 +348,10 @@ def _nearest(found: Interval, cluster: Cluster, model: Model, result: Result) ->
     return nearest_to(setting_of(cluster, model, result), result)[0].distance
 
 
+_CERTAIN = ("parameters", "gradients", "optimizer")
+"""Items of memory that no run can do without."""
+
+
 def _ends(found: Interval, result: Result, cluster: Cluster) -> dict[str, Any]:
     """The fields of a result that are ends of 90 % intervals; memory of processors has none."""
     ends: dict[str, Any] = {
@@ -357,8 +361,10 @@ def _ends(found: Interval, result: Result, cluster: Cluster) -> dict[str, Any]:
     }
     errors = error_model().memory
     if errors is not None and cluster.backend == "nccl":
-        size = result.memory_bytes_per_gpu["total"]
-        ends["memory_bytes_low"] = size * math.exp(-errors.reach)
+        items = result.memory_bytes_per_gpu
+        size = items["total"]
+        certain = sum(items.get(name, 0.0) for name in _CERTAIN)
+        ends["memory_bytes_low"] = max(size * math.exp(-errors.reach), certain)
         ends["memory_bytes_high"] = size * math.exp(errors.reach)
     return ends
 

@@ -149,7 +149,8 @@ def machine(cluster: Cluster, computing: float = 1.0) -> Machine:
     assert gpu.tdp is not None
     assert cluster.node_power is not None
     assert cluster.pue is not None
-    share = cluster.inter.bandwidth / cluster.gpus_per_node
+    cards = min(cluster.gpus_per_node, math.ceil(cluster.inter.bandwidth / _KNOWN_SPEED))
+    share = cluster.inter.bandwidth / cards
     speed = next((one for one in _SPEEDS if one >= share * (1 - 1e-9)), _SPEEDS[-1])
     return Machine(
         gpus=layout.world_size,

@@ -17,6 +17,7 @@ from co2sim.report.html import Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import last_round
 from co2sim.report.tables import Answered, Table, ranged
 from co2sim.report.text import plan, totals
+from co2sim.report.text.result import question
 from co2sim.studies.candidates import Candidate, Space
 from co2sim.studies.grid import display_name, offer_name
 from co2sim.studies.meshes import Mesh
@@ -209,6 +210,7 @@ def _facts(planned: Planned) -> dict[str, list[str]]:
         return {"Why": _answer(planned)[:1], "Evidence": sections.evidence(first)}
     spent_ = plan.spends(found.choice)
     facts = {
+        "Asked with": question([found.choice.result]),
         "It takes": [*spent_, *plan.limits(found, found.choice)],
         "Best trade of days against money": plan.traded(found, brief=True),
         "Comes next": plan.others(found),

@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import product
 from typing import Any, Literal, TypeAlias
 
 from co2sim.common.errors import Co2simError, OptionError
@@ -40,7 +41,7 @@ OVER_SITES = ("diloco:tau=100,worker=site", "diloco:tau=100,worker=site,dtype=bf
 """Tried besides where a cluster has several sites."""
 
 STRATEGIES = (
-    *("ddp", "zero1", "zero2", "zeropp"),
+    *("ddp", "zero1", "zero1:shard=node", "zero2", "zeropp"),
     *("fsdp", "fsdp:reduce=bf16", "fsdp:shard=node", "fsdp:shard=node,reduce=bf16"),
     "fsdp:reshard_after_forward=false",
     *("local_sgd:tau=12,worker=node", "local_sgd:tau=12,worker=node,inner=fsdp"),
@@ -66,7 +67,8 @@ class Space:
     `job` gives model, global batch and precision; its cluster, strategy, GPUs, micro-batch and
     recomputation are replaced. `gpus` is as in `grid.gpu_counts`. `micro_batches` None stands for
     all powers of two. `axes` says how GPUs may divide the model; what the job says holds. A GPU's
-    memory may be used but for the share `headroom`.
+    memory may be used but for the share `headroom`. Software `stacks` are tried, too; none: that of
+    the job.
     """
 
     job: Case
@@ -77,6 +79,15 @@ class Space:
     recomputes: tuple[Recompute, ...] = RECOMPUTES
     axes: Axes = OPEN
     headroom: float = 0.1
+    stacks: tuple[str | Stack, ...] = ()
+
+    @property
+    def by_stack(self) -> tuple["Space", ...]:
+        """A space for each stack."""
+        if not self.stacks:
+            return (self,)
+        jobs = (replace(self.job, stack=stack) for stack in self.stacks)
+        return tuple(replace(self, job=job, stacks=()) for job in jobs)
 
     @cached_property
     def global_batch(self) -> int:
@@ -191,13 +202,14 @@ def candidates(space: Space) -> Candidates:
 
     Raises OptionError for a space without any case that can be, or with too many.
     """
-    check(space)
     found: list[Setup] = []
     impossible: dict[str, str] = {}
     count = 0
-    for cluster in space.clusters:
-        of_cluster = _Setups(space, cluster)
-        for gpus in grid.gpu_counts(replace(space.job, cluster=cluster), space.gpus):
+    for one in space.by_stack:
+        check(one)
+    for one, cluster in product(space.by_stack, space.clusters):
+        of_cluster = _Setups(one, cluster)
+        for gpus in grid.gpu_counts(replace(one.job, cluster=cluster), one.gpus):
             for setup in of_cluster.of_size(gpus, impossible):
                 found.append(setup)
                 count += len(setup.micro_batches) * len(setup.recomputes)

@@ -512,13 +512,17 @@ class _Worth:
 
 
 def _grouping(cases: Sequence[Case]) -> Callable[[Case], object]:
-    """By cluster and strategy; by GPUs where there is but one of each."""
+    """By cluster and strategy, whatever its options; else by these; else by GPUs."""
 
-    def pair(case: Case) -> object:
+    def strategy(case: Case) -> object:
+        return display_name(case.cluster), strategy_title(case.strategy).partition("(")[0]
+
+    def options(case: Case) -> object:
         return display_name(case.cluster), strategy_title(case.strategy)
 
-    if len({pair(case) for case in cases}) > 1:
-        return pair
+    for group_of in (strategy, options):
+        if len({group_of(case) for case in cases}) > 1:
+            return group_of
     return lambda case: case.gpus
 
 

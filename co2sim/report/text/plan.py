@@ -232,7 +232,9 @@ def looked(space: Space, found: Recommendation) -> Iterator[str]:
         yield f"{pairs} of cluster and strategy not shown: not searched to the end, and cannot win"
     source = space.batch_source
     why = f" (assumed: {source}; --global-batch sets it)" if source else ""
-    near = "" if isinstance(space.job.global_batch, int) else ", or the nearest that GPUs divide"
+    if not space.stacks:
+        yield "one software stack was tried; --stack torchtitan,megatron-core tries two"
+    near = "" if isinstance(space.job.global_batch, int) else ", or what GPUs divide well near it"
     yield f"global batch: {space.global_batch:,} samples a step{near}{why}"
     for name, reason in list(found.impossible.items())[:3]:
         yield f"left out: {name}: {reason}"

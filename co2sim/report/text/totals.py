@@ -254,7 +254,8 @@ def sentences(trainings: Trainings) -> list[str]:
     alone = sum(found is not None for _, _, found in trainings) == 1
     said = []
     if not next(iter(best.values()))[1].fits_in_memory:
-        said.append(f"{'it does' if alone else 'none of these does'} not fit in memory; if it did:")
+        who = "it does not fit" if alone else "none of these fits"
+        said.append(f"{who} in memory; if it did:")
     for head, (name, result, found) in best.items():
         assert found is not None
         said.append(f"{'' if alone else f'{head}: '}{name}: {in_words(found, result.unit)}.")

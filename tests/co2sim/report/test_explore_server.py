@@ -249,10 +249,14 @@ def test_only_the_catalog_is_read(client: TestClient) -> None:
             assert f"unknown {path} {name!r}" in error(client.post("/begin", json=changed))
         for path in ("cluster", "model", "strategy"):
             changed = {**VIEW, "set": {path: name}}
-            assert error(client.post("/begin", json=changed)).startswith(f"{path} has a field")
+            assert error(client.post("/begin", json=changed)).startswith(
+                f"{path} has its own field"
+            )
             for asked in ("figures", "commands", "report"):
                 body = {"view": VIEW, "settings": [{path: name}]}
-                assert error(client.post(f"/{asked}", json=body)).startswith(f"{path} has a field")
+                assert error(client.post(f"/{asked}", json=body)).startswith(
+                    f"{path} has its own field"
+                )
 
 
 def upload(client: TestClient, name: str, text: str, kind: str = "cluster") -> Any:

@@ -233,5 +233,5 @@ def test_control_c_says_what_the_folder_has(cli: Command, monkeypatch: pytest.Mo
     monkeypatch.setattr(results_folder, "figures", interrupted(1, KeyboardInterrupt))
     code, out, err = cli(*ASK, "--vary", "gpus=8,16", "--out", "kept")
     assert (code, out) == (130, "")
-    words = "1 of 2 cases are in kept; the same command goes on from there"
+    words = "1 of 2 cases are in kept; the same command continues from there"
     assert err == f"interrupted; {words}\n"

@@ -149,7 +149,7 @@ def test_what_was_done_before_the_scheduler_was_lost_is_in_the_folder(tmp_path: 
     """One line says how many, and the same call goes on."""
     points = LazyGrid.of(replace(cases(1)[0], micro_batch=1), {"accumulation": range(1, 9)})
     table = SweepTable(points, tmp_path)
-    with pytest.raises(EngineError, match=r"scheduler was lost; \d of 8 cases are in .*goes on"):
+    with pytest.raises(EngineError, match=r"scheduler was lost; \d of 8 cases are in .*continues"):
         stream(table, Fallen(), progress=False)
     rest = stream(table, None)
     assert rest.reused >= 2

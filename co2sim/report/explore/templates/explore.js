@@ -125,10 +125,12 @@ function batchWords(rows) {
 
 // A step of local updates is not worth a step of ddp.
 function progress(shown, counted) {
-  const steps = shown.filter((row) => row.factor !== 1).map((row) => `${row.strategy} ${row.factor === null ? "was not measured" : `takes ${three(row.factor)} times the steps of ddp or more`}`);
+  const steps = shown.filter((row) => row.factor !== 1).map((row) => `${row.strategy} ${row.factor === null ? "was not measured" : `takes ${three(row.factor)}${range(row.factor_low, row.factor_high, three)} times the steps of ddp`}`);
   if (!steps.length) return "";
   const head = counted ? "Counted in the days" : "Speed is not progress";
-  return `${head}: to the same loss, ${steps.join("; ")}, as measured on small models.`;
+  const worth = shown.filter((row) => row.factor !== null).sort((one, other) => other.tokens_per_s / other.factor - one.tokens_per_s / one.factor);
+  const first = counted || worth.length < 2 ? "" : ` Fastest to the same loss: ${worth[0].strategy}.`;
+  return `${head}: to the same loss, ${steps.join("; ")}.${first}`;
 }
 
 // ---- drawing
