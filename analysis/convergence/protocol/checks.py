@@ -47,8 +47,6 @@ class Check:
 
 LEAST, MIN_QUICK = 20_000, 2_000
 """Distinct configurations of late averages that the bound has to hold on."""
-PART_OF_C = 0.25
-"""What is left of C in a condition that has to be noticed as wrong."""
 _MIN_LATE = 24
 _MIN_LATE_EDGES, _MIN_SYSTEMS = 16, 18_000
 _STABLE, _GROWING = 1.01, 1.1
@@ -123,7 +121,7 @@ def late_summary(cells: Sequence[LateOracleCell], rows: Sequence[TightnessRow]) 
         by_mix=tightness.grouped(feasible, _mix),
         by_share=tightness.grouped(feasible, _share),
         noticed=tightness.sensitivity(feasible, tightness.terms(feasible)),
-        beyond=tuple(map(line, tightness.under_part_of_c(rows, PART_OF_C))),
+        beyond=tuple(map(line, tightness.beyond_condition(rows))),
     )
 
 
@@ -158,7 +156,7 @@ def late_checks(findings: LateFindings, *, quick: bool) -> Iterator[Check]:
     )
     ratios = [line.ratio for line in findings.beyond]
     yield Check(
-        "late averages: with a quarter of C the condition would admit runs that exceed the bound",
+        "late averages: with half of omega^2 the condition would admit runs that exceed the bound",
         bool(ratios) and all(ratio > 1 for ratio in ratios),
         "measured/bound beyond the condition: "
         + ", ".join(f"{line.ratio:.3f} with {line.delay}" for line in findings.beyond),
@@ -329,7 +327,7 @@ def grid_checks(findings: GridFindings) -> Iterator[Check]:
     )
     ratios = [line.ratio for line in findings.beyond]
     yield Check(
-        "the condition matters: with half of C in it, it would admit runs that exceed the bound",
+        "the condition matters: with half of omega^2 it would admit runs that exceed the bound",
         bool(ratios) and all(ratio > 1 for ratio in ratios),
         "measured/bound beyond the condition: "
         + ", ".join(f"{line.ratio:.3f} with delay {line.delay}" for line in findings.beyond),

@@ -1,0 +1,148 @@
+"""The bound of a clipped momentum: its constants, its limits, what is refused."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from analysis.convergence import bound, clipping
+from analysis.convergence.bound import Bound, Infeasible
+from analysis.convergence.objectives.problems import Array
+from analysis.convergence.setting import Late, Setting
+
+SETTING = Setting(
+    smoothness=2.0,
+    noise=0.5,
+    heterogeneity=0.3,
+    gap=1.5,
+    workers=4,
+    rounds=50,
+    local_steps=8,
+    inner_step=0.001,
+    outer_step=0.6,
+    momentum=0.4,
+)
+
+
+@st.composite
+def settings(draw: st.DrawFn) -> Setting:
+    """Feasible settings that clipping is covered for, by rounds or by local steps late."""
+    tau = draw(st.integers(1, 5))
+    setting = replace(
+        SETTING,
+        local_steps=tau,
+        rounds=draw(st.integers(1, 8)),
+        momentum=draw(st.sampled_from([0.0, 0.25, 0.6, 0.9])),
+        outer_step=draw(st.sampled_from([0.2, 1.0, 1.7])),
+        penalty=draw(st.sampled_from([1.0, 2.0])),
+        delay=draw(st.integers(0, 3)),
+        late=draw(st.none() | st.builds(Late, steps=st.integers(1, tau))),
+    )
+    fraction = draw(st.floats(0.05, 0.95))
+    return replace(setting, inner_step=fraction * bound.largest_inner_step(setting))
+
+
+def evaluated(found: Bound | Infeasible | None) -> Bound:
+    """A bound that is there."""
+    assert isinstance(found, Bound)
+    return found
+
+
+# --- by the residual ------------------------------------------------------------------------------
+
+
+@given(settings(), st.sampled_from([0.0, 0.5, 0.99]))
+def test_without_a_residual_it_is_the_bound_without_clipping(
+    setting: Setting, decay: float
+) -> None:
+    """All four terms, and the edge of the condition."""
+    found = evaluated(clipping.with_residual(setting, 0.0, decay=decay))
+    expected = evaluated(bound.evaluate(setting))
+    for name in bound.TERMS:
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-12)
+    beyond = replace(setting, inner_step=1.001 * bound.largest_inner_step(setting))
+    assert clipping.with_residual(beyond, 0.3) == bound.evaluate(beyond)
+
+
+def residual_map(setting: Setting, decay: float) -> Array:
+    """The gap of the virtual iterate for running residuals r, by the algorithm itself.
+
+    A column is the gap at all steps for r_t = 1 alone: an error of the momentum of s_t = 1/(1-a)
+    and s_{t+1} = -a/(1-a), gradients of 1 in round t (so that y = h - r is 0), and z that
+    therefore stays.
+    """
+    late, tau, rounds = setting.late, setting.local_steps, setting.rounds
+    gamma, beta = setting.inner_step, setting.momentum
+    shift = 0 if late or setting.delay else 1  # without a delay s_t is charged to round t + 1
+    columns = []
+    for charged in range(shift, rounds):
+        errors = {charged - shift: 1 / (1 - decay), charged + 1 - shift: -decay / (1 - decay)}
+        x = anchor = momentum = 0.0
+        flight: list[float] = []
+        gaps, left = [], 0.0
+
+        def move(due: float, t: int) -> float:
+            wanted = beta * momentum + due / setting.penalty  # noqa: B023 - used at once
+            return wanted - errors.get(t, 0.0) * tau / setting.penalty  # noqa: B023 - used at once
+
+        for t in range(rounds):
+            total = 0.0
+            for k in range(tau + 1):
+                if late and k == late.steps:
+                    momentum = move(flight.pop(0) if flight else 0.0, t)
+                    anchor -= setting.outer_step * gamma * momentum
+                    x = anchor + (x - left)
+                if k == tau:
+                    break
+                gaps.append(-x)
+                x -= gamma * (t == charged)
+                total += t == charged
+            flight.append(total)
+            left = x
+            if not late:
+                due = flight.pop(0) if len(flight) > setting.delay else 0.0
+                momentum = move(due, t)
+                anchor -= setting.outer_step * gamma * momentum
+                x = anchor
+        columns.append(gaps)
+    return np.array(columns).T
+
+
+@given(settings(), st.sampled_from([0.0, 0.5, 0.9]))
+@example(replace(SETTING, local_steps=4, rounds=8, late=Late(steps=2)), 0.5)
+@example(replace(SETTING, local_steps=3, rounds=8, delay=0), 0.5)
+@example(replace(SETTING, local_steps=3, rounds=8, delay=2), 0.9)
+def test_the_constant_of_the_residual_covers_the_exact_gap(setting: Setting, decay: float) -> None:
+    """The root mean square over steps of the norms of the map from residuals is at most that."""
+    exact = residual_map(setting, decay)
+    by_step = exact.reshape(setting.rounds, setting.local_steps, -1)
+    norms = [
+        np.linalg.norm(by_step[:, k], 2) if by_step.size else 0.0
+        for k in range(setting.local_steps)
+    ]
+    allowed = clipping.constants(setting, decay).residual
+    assert np.sqrt(np.mean(np.square(norms))) <= allowed * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("decay", "change"),
+    [
+        (0.0, {"delay": 1}),
+        (0.5, {"delay": 2, "momentum": 0.6}),
+        (0.0, {"delay": 0, "outer_step": 9.0}),
+        (0.5, {"delay": 0, "outer_step": 9.0}),
+        (0.0, {"late": Late(steps=2), "momentum": 0.0}),
+        (0.5, {"late": Late(steps=8), "momentum": 0.0}),
+    ],
+)
+def test_the_constant_of_the_residual_is_reached(decay: float, change: dict[str, object]) -> None:
+    """By constant errors in a long run the root mean square at every step is what is allowed."""
+    setting = replace(SETTING, rounds=300, **change)  # type: ignore[arg-type]
+    rows = np.abs(residual_map(setting, decay)).reshape(300, setting.local_steps, -1)[-1]
+    reached = math.sqrt((rows.sum(axis=1) ** 2).mean())
+    allowed = clipping.constants(setting, decay).residual
+    assert reached <= allowed * (1 + 1e-9)
+    assert reached >= 0.9 * allowed
