@@ -155,6 +155,7 @@ def tau(  # noqa: PLR0913 - one argument per option
     momentum: Momentum = 0.0,
     penalty: Penalty = 1.0,
     most_penalty: MostPenalty = None,
+    gradient_bound: GradientBound = None,
     json_: options.Json = False,
 ) -> None:
     """Find the best tau: round times, simulated or measured, joined with the bound of the error.
@@ -171,6 +172,8 @@ def tau(  # noqa: PLR0913 - one argument per option
     _check_source(runs, given)
     if target is not None:
         validation.above("--target", target, 0)
+    if gradient_bound is not None:
+        validation.at_least("--gradient-bound", gradient_bound, 0)
     smoothness, noise, gap = all_given(smoothness, noise, gap)
     problem = Setting(
         smoothness=smoothness,
@@ -207,9 +210,9 @@ def tau(  # noqa: PLR0913 - one argument per option
     reached = [] if target is None else [advice.until(problem, t, target) for t in timings]
     assumed = advice.assumptions(problem, timings)
     if json_:
-        print_json(tau_to_dict(timings, advices, reached, assumed))
+        print_json(tau_to_dict(timings, advices, reached, assumed, gradient_bound))
         return
-    print_tau(console(), timings, advices, target, reached, assumed)
+    print_tau(console(), timings, advices, target, reached, assumed, gradient_bound)
 
 
 def _refuse_tau(strategy: str) -> None:

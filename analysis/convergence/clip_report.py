@@ -135,11 +135,10 @@ def sentences(setting: Setting, found: Clipped) -> Iterator[str]:
     yield words
 
 
-def recommendation(setting: Setting, largest: float) -> str | None:
-    """A clip for a setting, in a sentence."""
-    least = recommended(setting, largest)
-    if least is None:
-        return None
+def recommendation(setting: Setting, largest: float | None) -> str:
+    """A clip for a setting that has one, in a sentence. Raises OptionError as `least_phi` does."""
+    largest = clipping.start_gradient(setting) if largest is None else largest
+    least = clipping.least_phi(setting, largest)
     return (
         f"A clip of phi = {least:.3g} (gamma phi = {setting.inner_step * least:.3g} in units of"
         f" parameters) has a bias that adds {clipping.SHARE:.0%} to the bound at most, if no"

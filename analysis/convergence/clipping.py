@@ -67,16 +67,13 @@ def _length(setting: Setting, k: int, decay: float) -> float:
     return abs(ahead - newest) + older
 
 
-def with_residual(
-    setting: Setting, residual: float, *, decay: float = 0.0, given: Constants | None = None
-) -> Bound | Infeasible:
+def with_residual(setting: Setting, residual: float, *, decay: float = 0.0) -> Bound | Infeasible:
     """The bound of a run whose momentum had an error, of which only its size is known.
 
     `residual` is eps, the root of the mean over rounds of E|s|^2. s = Lambda (u - m)/tau is the
     error of a momentum m that should have been u, in units of one gradient; Lambda counts 1 if it
     varies. With a `decay` eps is that of r <- decay r + (1 - decay) s instead, which errors of
     changing sign hardly raise. What the residual adds is in the staleness and the drift term.
-    `given` takes the place of the constants, to see whether wrong ones are noticed.
 
     Source: docs/theory.md, any momentum error.
     """
@@ -84,30 +81,42 @@ def with_residual(
     at_least("the clipping residual", residual, 0)
     if not 0 <= decay < 1:
         raise OptionError(f"the decay of the running residual is {decay:g}; it must be in [0, 1)")
-    used = given or constants(setting, decay)
+    return by_residual(setting, alone(setting), constants(setting, decay), residual)
+
+
+def by_residual(
+    setting: Setting, parts: Bound, used: Constants, residual: float
+) -> Bound | Infeasible:
+    """The sum of `with_residual`, for constants that may be wrong; `parts` are from `alone`."""
     deviation = math.sqrt(setting.noise / setting.workers)
-    return _added(
-        setting,
-        used.by_gradients,
-        math.sqrt(used.by_noise) * deviation + used.residual * residual,
-        used.last * residual,
+    gap = math.sqrt(used.by_noise) * deviation + used.residual * residual
+    return _added(setting, parts, used.by_gradients, gap, used.last * residual)
+
+
+def alone(setting: Setting) -> Bound:
+    """What needs no condition: optimization, noise and drift, for a penalty of 1 if it varies."""
+    smooth, eta = setting.smoothness, setting.virtual_step
+    return Bound(
+        optimization=2 * setting.gap / (eta * setting.rounds * setting.local_steps),
+        noise=smooth * eta * setting.noise / setting.workers,
+        staleness=0.0,
+        drift=smooth**2 * bound.drift(setting),
     )
 
 
 def _added(
-    setting: Setting, by_gradients: float, gap: float, beside_drift: float, kicked: float = 1.0
+    setting: Setting, parts: Bound, by_gradients: float, gap: float, beside_drift: float
 ) -> Bound | Infeasible:
     """The four terms, from omega, what else is in the gap, and what is beside the drift."""
-    smooth, eta = setting.smoothness, setting.virtual_step
-    load = smooth * (eta + 2 * by_gradients)
+    load = setting.smoothness * (setting.virtual_step + 2 * by_gradients)
     if not load < 1:
-        return Infeasible(load=load, largest_inner_step=bound.largest_inner_step(setting))
+        return Infeasible(load=load, largest_inner_step=setting.inner_step / load)
     factor = setting.most_penalty or 1.0
-    far = smooth * gap
-    apart = smooth * math.sqrt(bound.drift(setting)) + beside_drift
+    far = setting.smoothness * gap
+    apart = math.sqrt(parts.drift) + beside_drift
     return Bound(
-        optimization=factor * 2 * setting.gap / (eta * setting.rounds * setting.local_steps),
-        noise=factor * kicked * smooth * eta * setting.noise / setting.workers,
+        optimization=factor * parts.optimization,
+        noise=factor * parts.noise,
         staleness=factor * far * far / (1 - load),
         drift=factor * apart * apart,
     )
@@ -166,33 +175,31 @@ def noise_constants(setting: Setting, largest: float, phi: float) -> NoiseConsta
     )
 
 
-def with_noise(
-    setting: Setting, largest: float, phi: float, given: NoiseConstants | None = None
-) -> Bound | Infeasible | None:
+def with_noise(setting: Setting, largest: float, phi: float) -> Bound | Infeasible | None:
     """The bound where noise is clipped and mean gradients are not; None if they may be.
 
     `largest` is M: no partial derivative of any f_i exceeds it at any point that a worker visits.
-    The smaller of two bounds: with noise that counts at its own step, and at the end of its round.
 
     Source: docs/theory.md, clipped noise.
     """
     _check_prior(setting, largest, phi)
     if threshold(setting, phi) <= largest:
         return None
-    used = given or noise_constants(setting, largest, phi)
+    return by_noise(setting, alone(setting), noise_constants(setting, largest, phi))
+
+
+def by_noise(setting: Setting, parts: Bound, used: NoiseConstants) -> Bound | Infeasible:
+    """The smaller of two sums: with noise that counts at its own step, and at its round's end."""
     deviation = math.sqrt(setting.noise / setting.workers)
-    forms = [
-        _added(
-            setting,
-            used.by_gradients,
-            (math.sqrt(by_noise) + used.kick) * deviation + used.ramp * used.bias,
-            used.bias,
-            kicked,
-        )
-        for by_noise, kicked in ((used.at_step, used.square), (used.at_end, 1.0))
-    ]
-    bounds = [form for form in forms if isinstance(form, Bound)]
-    return min(bounds, key=lambda form: form.total) if bounds else forms[0]
+    bounds = []
+    for spread, square in ((used.at_step, used.square), (used.at_end, 1.0)):
+        gap = (math.sqrt(spread) + used.kick) * deviation + used.ramp * used.bias
+        form = replace(parts, noise=square * parts.noise)
+        found = _added(setting, form, used.by_gradients, gap, used.bias)
+        if isinstance(found, Infeasible):
+            return found
+        bounds.append(found)
+    return min(bounds, key=lambda form: form.total)
 
 
 def slowdown(setting: Setting, largest: float, phi: float) -> float:
@@ -200,25 +207,25 @@ def slowdown(setting: Setting, largest: float, phi: float) -> float:
     return max(1.0, largest / threshold(setting, phi))
 
 
-def without_noise(
-    setting: Setting, largest: float, phi: float, *, kappa: float | None = None
-) -> Bound | Infeasible:
+def without_noise(setting: Setting, largest: float, phi: float) -> Bound | Infeasible:
     """The bound of a run without noise, whose gradients may be clipped: kappa times as slow.
 
-    `largest` is as in `with_noise`; `kappa` takes the place of `slowdown`.
-
-    Source: docs/theory.md, clipped gradients.
+    `largest` is as in `with_noise`. Source: docs/theory.md, clipped gradients.
     """
     _check_prior(setting, largest, phi)
-    kappa = slowdown(setting, largest, phi) if kappa is None else kappa
-    by_gradients = scaled_radius(setting, kappa)
-    found = _added(replace(setting, noise=0.0), by_gradients, 0.0, 0.0)
+    kappa = slowdown(setting, largest, phi)
+    parts = alone(replace(setting, noise=0.0))
+    return by_slowdown(setting, parts, kappa, scaled_radius(setting, kappa))
+
+
+def by_slowdown(
+    setting: Setting, parts: Bound, kappa: float, by_gradients: float
+) -> Bound | Infeasible:
+    """Kappa times optimization and drift."""
+    found = _added(setting, parts, by_gradients, 0.0, 0.0)
     if isinstance(found, Infeasible):
-        edge = setting.inner_step / found.load
-        return replace(found, largest_inner_step=edge)
-    return replace(
-        found, optimization=kappa * found.optimization, drift=kappa * found.drift, noise=0.0
-    )
+        return found
+    return replace(found, optimization=kappa * found.optimization, drift=kappa * found.drift)
 
 
 def scaled_radius(setting: Setting, kappa: float) -> float:

@@ -21,7 +21,15 @@ from analysis.cli import main
 from analysis.convergence import bound
 from analysis.convergence.bound import Bound, Infeasible
 from analysis.convergence.objectives.problems import Problem
-from analysis.convergence.protocol import checks, grid_plan, oracle, rate_fits, store, tightness
+from analysis.convergence.protocol import (
+    checks,
+    clip_checks,
+    grid_plan,
+    oracle,
+    rate_fits,
+    store,
+    tightness,
+)
 from analysis.convergence.protocol.checks import Findings
 from analysis.convergence.protocol.grid import GridCell, GridRun, GridTask
 from analysis.convergence.protocol.oracle import IdentityTask, MomentsTask
@@ -70,6 +78,7 @@ def judged(findings: Findings, part: str, change: dict[str, Any]) -> list[str]:
         "rates": checks.rate_checks,
         "isolation": checks.control_checks,
         "late": lambda found: checks.late_checks(found, quick=True),
+        "clipping": lambda found: checks.clipping_checks(found, quick=True),
     }
     return [check.claim for check in judges[part](one) if not check.passed]
 
@@ -229,6 +238,7 @@ def test_a_wrong_gap_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert oracle.gap_error(*case) > 1e-3
 
 
+BOUNDS = (*clip_checks.THEOREMS, *clip_checks.MUTATIONS)
 LACKING: dict[str, list[tuple[str, Any, str]]] = {
     "grid": [
         ("configurations", 2999, "no violation"),
@@ -261,6 +271,12 @@ LACKING: dict[str, list[tuple[str, Any, str]]] = {
         ("systems", 100, "Jury"),
         ("edges", (), "Jury"),
         ("drifts", (), "cost drift"),
+    ],
+    "clipping": [
+        ("clipped", 999, "no violation"),
+        ("unclipped", 999, "no violation"),
+        ("violations", dict.fromkeys(BOUNDS, 1), "no violation"),
+        ("floors", (), "floor"),
     ],
 }
 
