@@ -378,7 +378,7 @@ def plan(*, quick: bool) -> Iterator[ClippingTask]:
     """Exact runs, and the long ones."""
     for noisy in (False, True):
         for seed in range(1 if quick else 10):
-            yield ClipTask(seed=seed, calls=48 if quick else 290, noisy=noisy)
+            yield ClipTask(seed=seed, calls=48 if quick else 270, noisy=noisy)
     kinds = ((1, 1, 0.0), (4, 1, 0.0), (1, 4, 0.0), (2, 4, 0.0), (1, 1, 0.5), (1, 1, 0.9))
     for workers, tau, beta in kinds[:1] if quick else kinds:
         yield FloorTask(
@@ -386,6 +386,6 @@ def plan(*, quick: bool) -> Iterator[ClippingTask]:
             local_steps=tau,
             momentum=beta,
             clips=(2.0,) if quick else (1.0, 2.0, 4.0),
-            step=4e-3 if quick else 5e-4,
+            step=4e-3 if quick else 1e-3,
             seeds=16 if quick else 64,
         )

@@ -31,8 +31,8 @@ class Form:
 class Genes:
     """What differs between runs side by side, [C] each; `clip` and `step` are relative.
 
-    `clip` is log phi over what an unclipped momentum would reach by the first gradient, `step` a
-    share of the largest feasible inner step, `noise` sigma.
+    `clip` is log phi over what an unclipped momentum would reach by the first gradient and one
+    sigma, `step` a share of the largest feasible inner step, `noise` sigma.
     """
 
     outer: Array
@@ -220,7 +220,8 @@ def measured(form: Form, genes: Genes) -> Measured:
     settings = list(_settings(form, genes))
     size, problem = form.size, form.problem
     step = np.array([setting.inner_step for setting in settings])
-    unit = np.abs(problem.gradient(problem.start)).max() * size.local_steps / (1 - genes.momentum)
+    first = np.abs(problem.gradient(problem.start)).max() + genes.noise
+    unit = np.fmax(first, 1e-9) * size.local_steps / (1 - genes.momentum)
     which = variants(
         step,
         outer_step=genes.outer,
