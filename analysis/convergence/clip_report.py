@@ -14,8 +14,8 @@ class Clip:
     """What is known about a clip: what a run recorded, or phi and the largest derivative.
 
     `residual` is eps of `clipping.with_residual`, by `decay`. `largest` is M of
-    `clipping.with_noise`; without it sqrt(2 L Delta) is taken, which holds where no worker's f is
-    above its value at the start.
+    `clipping.with_noise`; without it sqrt(2 L Delta) is taken, which for equal data holds where f
+    is not above its value at the start.
     """
 
     residual: float | None = None
