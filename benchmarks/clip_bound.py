@@ -26,7 +26,7 @@ def main() -> None:
     minutes = (time.process_time() - began) / 60
     made = f"By `python benchmarks/clip_bound.py`, {minutes:.0f} minutes of one core."
     head = f"# Bounds with clipping\n\n{made}\n"
-    RESULTS.write_text(f"{head}\n{verdicts}{clipping_markdown(findings)}")
+    RESULTS.write_text(f"{head}\n{verdicts}\n{clipping_markdown(findings)}")
     print(verdicts)
 
 

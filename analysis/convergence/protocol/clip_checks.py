@@ -46,7 +46,6 @@ UNNOTICED = (
     "kick of the noise, none",
     "ramp of the bias, none",
     "square of the noise, 1",
-    "N', half",
 )
 """Constants of second order that may not be needed: no run is known that they would miss."""
 QUICK = (

@@ -177,7 +177,7 @@ def random_genes(rng: np.random.Generator, form: Form) -> Genes:
         outer=np.exp(rng.uniform(-4, 1.2, count) + rng.choice([0, 0, 0, 5, -4], count)),
         momentum=rng.choice([0.0, 0.0, 0.5, 0.8, 0.95], count),
         penalty=rng.choice([1.0, 1.0, 2.0], count),
-        clip=np.where(rng.random(count) < 0.5, rng.uniform(-6, 0.5, count), np.inf),  # noqa: PLR2004
+        clip=np.where(rng.random(count) < 0.65, rng.uniform(-6, 0.5, count), np.inf),  # noqa: PLR2004
         step=edges,
         noise=np.exp(rng.uniform(-4, 3, count)) * (form.share > 0),
         decay=rng.choice([0.3, 0.7, 0.95], count),

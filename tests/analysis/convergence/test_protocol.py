@@ -239,6 +239,9 @@ def test_a_wrong_gap_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BOUNDS = (*clip_checks.THEOREMS, *clip_checks.MUTATIONS)
+BELOW = clip_checks.FloorLine(
+    workers=1, tau=1, beta=0.0, clip=2.0, root=0.5, floor=0.6, ratio=0.5, with_half=2.0
+)
 LACKING: dict[str, list[tuple[str, Any, str]]] = {
     "grid": [
         ("configurations", 2999, "no violation"),
@@ -276,7 +279,8 @@ LACKING: dict[str, list[tuple[str, Any, str]]] = {
         ("clipped", 999, "no violation"),
         ("unclipped", 999, "no violation"),
         ("violations", dict.fromkeys(BOUNDS, 1), "no violation"),
-        ("floors", (), "floor"),
+        ("violations", dict.fromkeys(BOUNDS, 0), "wrong constants"),
+        ("floors", (BELOW,), "floor"),
     ],
 }
 
