@@ -80,6 +80,13 @@ Predict = Annotated[
     float | None,
     number("--predict", "Share that the mean displacement predicts instead; default: 0."),
 ]
+GradientBound = Annotated[
+    float | None,
+    number(
+        "--gradient-bound",
+        "M: the largest partial derivative of any worker's loss; default: sqrt(2 L Delta).",
+    ),
+]
 
 
 def lateness(when: Delay, keep: float | None, predict: float | None) -> Late | None:
@@ -148,6 +155,7 @@ def tau(  # noqa: PLR0913 - one argument per option
     momentum: Momentum = 0.0,
     penalty: Penalty = 1.0,
     most_penalty: MostPenalty = None,
+    gradient_bound: GradientBound = None,
     json_: options.Json = False,
 ) -> None:
     """Find the best tau: round times, simulated or measured, joined with the bound of the error.
@@ -164,6 +172,8 @@ def tau(  # noqa: PLR0913 - one argument per option
     _check_source(runs, given)
     if target is not None:
         validation.above("--target", target, 0)
+    if gradient_bound is not None:
+        validation.at_least("--gradient-bound", gradient_bound, 0)
     smoothness, noise, gap = all_given(smoothness, noise, gap)
     problem = Setting(
         smoothness=smoothness,
@@ -200,9 +210,9 @@ def tau(  # noqa: PLR0913 - one argument per option
     reached = [] if target is None else [advice.until(problem, t, target) for t in timings]
     assumed = advice.assumptions(problem, timings)
     if json_:
-        print_json(tau_to_dict(timings, advices, reached, assumed))
+        print_json(tau_to_dict(timings, advices, reached, assumed, gradient_bound))
         return
-    print_tau(console(), timings, advices, target, reached, assumed)
+    print_tau(console(), timings, advices, target, reached, assumed, gradient_bound)
 
 
 def _refuse_tau(strategy: str) -> None:
@@ -354,11 +364,36 @@ def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
             "Also the longest delay that raises the bound by at most this share, such as 0.2.",
         ),
     ] = None,
+    clip_residual: Annotated[
+        float | None,
+        number(
+            "--clip-residual",
+            "Also the bound of a run whose momentum had an error of this size, by clipping or by"
+            " quantized averages: root mean square over rounds, in units of one gradient.",
+        ),
+    ] = None,
+    residual_decay: Annotated[
+        float,
+        number(
+            "--residual-decay",
+            "The residual is that of a running mean, r <- decay r + (1 - decay) s; 0: of s.",
+        ),
+    ] = 0.0,
+    phi: Annotated[
+        float | None,
+        number(
+            "--phi",
+            "Also the bound with this clip of the momentum, in units of a sum of gradients.",
+        ),
+    ] = None,
+    gradient_bound: GradientBound = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """The bound of the mean squared gradient for one setting, by term; or "infeasible".
 
-    A delay in local steps is that of averages that are used without a restart.
+    A delay in local steps is that of averages that are used without a restart. Clipping and
+    quantization are covered by the size of the error that a run recorded (--clip-residual), a clip
+    alone also before a run (--phi).
     """
     from analysis.convergence.bound_report import (  # noqa: PLC0415 - scipy, only for this command
         answer,
@@ -369,7 +404,7 @@ def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
 
     if allowed_delay is not None:
         validation.at_least("--allowed-delay", allowed_delay, 0)
-
+    clip = _clip(clip_residual, residual_decay, phi, gradient_bound, inner_step)
     setting = Setting(
         smoothness=smoothness,
         noise=noise,
@@ -387,8 +422,36 @@ def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
         late=lateness(delay, keep, predict),
         convex=convex,
     )
-    answered = answer(setting, tune=inner_step is None, price=allowed_delay)
+    answered = answer(setting, tune=inner_step is None, price=allowed_delay, clip=clip)
     if json_:
         print_json(bound_to_dict(answered))
     else:
         print_bound(console(), answered)
+
+
+def _clip(
+    residual: float | None,
+    decay: float,
+    phi: float | None,
+    largest: float | None,
+    inner_step: float | None,
+) -> Any:
+    """What is asked about clipping, as a Clip; None if nothing is."""
+    from analysis.convergence.clip_report import Clip  # noqa: PLC0415 - scipy, only for this command
+
+    if decay and residual is None:
+        raise OptionError("--residual-decay is that of --clip-residual, which is missing")
+    if residual is not None and inner_step is None:
+        raise OptionError(
+            "--clip-residual was recorded with one inner step: give it by --inner-step"
+        )
+    for flag, value in (("--clip-residual", residual), ("--gradient-bound", largest)):
+        if value is not None:
+            validation.at_least(flag, value, 0)
+    if phi is not None:
+        validation.above("--phi", phi, 0)
+    if not 0 <= decay < 1:
+        raise OptionError(f"--residual-decay is {decay:g}; it must be at least 0 and below 1")
+    if residual is phi is largest is None:
+        return None
+    return Clip(residual=residual, decay=decay, phi=phi, largest=largest)

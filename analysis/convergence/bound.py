@@ -1,7 +1,6 @@
 """The convergence bound of CO2 with explicit constants: four terms, or "infeasible".
 
-The steps are those of the derivation in docs/theory.md. The best split of the descent (`split`) has
-a closed form, and so has the largest feasible step.
+The steps are those of docs/theory.md. The largest feasible step has a closed form.
 """
 
 import math
@@ -51,7 +50,7 @@ TERMS = ("optimization", "noise", "staleness", "drift")
 class Infeasible:
     """A setting outside the condition of the theorem, which then gives no bound.
 
-    `load` is L eta + 2 L sqrt(C), which has to be below 1.
+    `load` is L eta + 2 L omega, which has to be below 1.
     """
 
     load: float
@@ -59,26 +58,25 @@ class Infeasible:
 
 
 def gap_constants(setting: Setting) -> tuple[float, float]:
-    """C and N: how far the virtual iterate is from the averaged one, by gradients and by noise.
+    """Omega and N: how far the virtual iterate is from the averaged one, by gradients and by noise.
 
-    An average counts with weight 1 until it is used and with 1, beta, beta^2, ... times the rest of
-    its effect from then on, so that weights sum to delay - 1 + 1/(1 - beta) and their squares to
-    delay - 1 + 1/(1 - beta^2). Delays 1 and 0 give the known formulas for CO2 and SlowMo.
+    The mean over all steps of |gradient| |gap by gradients| is at most omega times that of
+    |gradient|^2; the mean of |gap by noise|^2 is at most N times the variance of an averaged
+    gradient. An average counts with weight 1 until it is used and with 1, beta, beta^2, ... times
+    the rest of its effect from then on, so that weights sum to delay - 1 + 1/(1 - beta) and their
+    squares to delay - 1 + 1/(1 - beta^2).
 
     Source: docs/theory.md, derivation, step 3; for late averages see `late_gap_constants`.
     """
     if setting.late is not None:
         return late_gap_constants(setting, setting.late)
     tau, beta, eta = setting.local_steps, setting.momentum, setting.virtual_step
-    apart = abs(eta - setting.inner_step)
-    if setting.most_penalty is not None:
-        apart = max(apart, abs(eta / setting.most_penalty - setting.inner_step))
+    apart = _distances(setting, 1.0)[0]
     weights = setting.delay - 1 + 1 / (1 - beta)
     squares = setting.delay - 1 + 1 / (1 - beta**2)
-    pairs = tau * (tau - 1)
-    reach, square = eta * tau * weights, apart * apart  # a product overflows to infinity, ** raises
-    by_gradients = reach * reach + 1.5 * eta * apart * pairs * weights + square * pairs / 2
-    return by_gradients, eta * eta * tau * squares + square * (tau - 1) / 2
+    by_gradients = eta * tau * weights + apart * (tau - 1) / 2
+    # a product overflows to infinity, ** raises
+    return by_gradients, eta * eta * tau * squares + apart * apart * (tau - 1) / 2
 
 
 def late_share(setting: Setting) -> float:
@@ -117,14 +115,14 @@ def drift(setting: Setting) -> float:
 
 
 def load(setting: Setting, condition: float = 1.0) -> float:
-    """L eta + 2 L sqrt(C). The theorem holds where it is below 1. Proportional to gamma.
+    """L eta + 2 L omega. The theorem holds where it is below 1. Proportional to gamma.
 
-    `condition` multiplies C: less than 1 is wrong, and shows whether a check would notice.
+    `condition` multiplies omega^2: less than 1 is wrong, and shows whether a check would notice.
 
-    Source: docs/theory.md, bound: L sqrt(C) < (1 - L eta)/2.
+    Source: docs/theory.md, bound.
     """
     by_gradients, _ = gap_constants(setting)
-    return setting.smoothness * (setting.virtual_step + 2 * math.sqrt(condition * by_gradients))
+    return setting.smoothness * (setting.virtual_step + 2 * math.sqrt(condition) * by_gradients)
 
 
 def largest_inner_step(setting: Setting) -> float:
@@ -134,10 +132,6 @@ def largest_inner_step(setting: Setting) -> float:
 
 def evaluate(setting: Setting, condition: float = 1.0) -> Bound | Infeasible:
     """The four terms, or why there are none. `condition` is that of `load`.
-
-    The split (c, rho) is the best one: K = (1 + 1/rho)/c with the largest rho is
-    1/((u - y) - B/y) for y = u - c, u = 1 - L eta and B = L^2 C; its least value, at y = sqrt(B),
-    is 1/(u - 2 sqrt(B)) = 1/(1 - load).
 
     Source: docs/theory.md, bound, and derivation, steps 2 to 5.
     """
@@ -158,14 +152,6 @@ def evaluate(setting: Setting, condition: float = 1.0) -> Bound | Infeasible:
         staleness=factor * smooth**2 * by_noise * averaged / (1 - taken),
         drift=factor * smooth**2 * drift(setting),
     )
-
-
-def split(setting: Setting) -> tuple[float, float]:
-    """The best (c, rho) of a feasible setting; rho is infinite where there is no gap."""
-    free = 1 - setting.smoothness * setting.virtual_step
-    gap = setting.smoothness**2 * gap_constants(setting)[0]
-    chosen = free - math.sqrt(gap)
-    return chosen, chosen * math.sqrt(gap) / gap - 1 if gap else math.inf
 
 
 def tuned(setting: Setting) -> Setting:
@@ -249,46 +235,85 @@ _CLOSE = 1e-6
 
 
 def late_gap_constants(setting: Setting, late: Late) -> tuple[float, float]:
-    """C and N: how far the virtual iterate is from the averaged one, by gradients and by noise.
+    """Omega, or sqrt(C) in its place, and N, as `gap_constants` has them.
 
     What an average of age n still has to contribute is w_n = (E - gamma) p^n + eta b_n, with
     b_n = beta (beta^n - p^n)/(beta - p); before an arrival, a step of the round itself has
-    keep E - gamma. C is that of a weighted Cauchy-Schwarz inequality: the largest of any column of
-    the sum over rows of c x row sum x weight. N is exact for a long run and a constant penalty.
+    keep E - gamma. N is exact for a long run and a constant penalty.
 
-    Source: docs/theory.md, the late average, C and N.
+    Source: docs/theory.md, the late average, the constants.
     """
     tau, d, keep, beta = setting.local_steps, late.steps, late.keep, setting.momentum
     p, counted = late.carried(tau), late.counted(tau)
-    apart, before = _distances(setting, late)
+    apart, before, _ = _distances(setting, keep)
     eta = setting.virtual_step * (1 - p)
-    lasting = apart * p / (1 - p) + eta * beta / ((1 - beta) * (1 - p))
     rest = tau - d
-    # sums over steps of the sums of all weights of a row, before and after the arrival
-    early = d * (lasting + apart) * tau + before * d * (d - 1) / 2
-    later = rest * lasting * tau + apart * (rest * (rest - 1) / 2 + rest * keep * d)
-    first = (lasting + apart) * tau
-    same = before * (early - first) + apart * later
+    # sums of squared weights over steps, before and after the arrival
     alone = apart * apart * tau * (tau - 1) / 2
-    by_gradients = lasting * later + (lasting + apart) * keep * early + max(same, alone)
     steady = apart * apart * (keep * keep * d * rest + rest * (rest - 1) / 2)
     steady += keep * before * before * d * (d - 1) / 2
     rounds = setting.rounds
     within = (alone + (rounds - 1) * steady) / rounds
     squares = _squares(setting.virtual_step - setting.inner_step, eta, beta, p)
     older = squared_counts(setting, late) * (squares * counted + apart * apart * keep * d)
+    by_gradients = (
+        _late_radius(setting, late)
+        if keep == 1 and late.predict == 0
+        else math.sqrt(late_product(setting, late))
+    )
     return by_gradients, (older + within) / counted
 
 
-def _distances(setting: Setting, late: Late) -> tuple[float, float]:
-    """|E - gamma| and |keep E - gamma|, the largest for a penalty that varies."""
-    steps = [setting.virtual_step]
-    if setting.most_penalty is not None:
-        steps.append(setting.virtual_step / setting.most_penalty)
-    gamma = setting.inner_step
+def _late_radius(setting: Setting, late: Late) -> float:
+    """Omega of late averages with everything kept: the largest eigenvalue of a symmetric matrix.
+
+    Source: docs/theory.md, the late average, the constants.
+    """
+    tau, d, beta = setting.local_steps, late.steps, setting.momentum
+    apart, _, across = _distances(setting, 1.0)
+    older = setting.virtual_step * beta / (1 - beta)
+    trace = (older + apart / 2) * tau + across * d
+    return (trace + math.hypot(trace, across * math.sqrt(d * (tau - d)))) / 2 - apart / 2
+
+
+def late_product(setting: Setting, late: Late) -> float:
+    """C, at least omega^2, of late averages of which not everything is kept, or some predicted.
+
+    That of a weighted Cauchy-Schwarz inequality: the largest of any column of the sum over rows of
+    c x row sum x weight.
+
+    Source: docs/theory.md, the late average, the constants.
+    """
+    tau, d, keep, beta = setting.local_steps, late.steps, late.keep, setting.momentum
+    p = late.carried(tau)
+    apart, before, across = _distances(setting, keep)
+    lasting = across * p / (1 - p) + setting.virtual_step * beta / (1 - beta)
+    rest = tau - d
+    # sums over steps of the sums of all weights of a row, before and after the arrival
+    early = d * (lasting + across) * tau + before * d * (d - 1) / 2
+    later = rest * lasting * tau + apart * (rest * (rest - 1) / 2 + rest * keep * d)
+    first = (lasting + across) * tau
+    same = before * (early - first) + apart * later
+    alone = apart * apart * tau * (tau - 1) / 2
+    return lasting * later + (lasting + across) * keep * early + max(same, alone)
+
+
+def _distances(setting: Setting, keep: float) -> tuple[float, float, float]:
+    """|E - gamma|, |keep E - gamma|, and the first across rounds: the largest for any penalty.
+
+    With a penalty that varies in [1, Lambda] a gradient counts 1/penalty. Two steps of a round have
+    the same penalty; where two rounds meet, |E x - gamma|/sqrt(x) for x in [1/Lambda, 1] is what
+    counts, which rises with x but for its sign.
+
+    Source: docs/theory.md, a penalty that varies.
+    """
+    whole, gamma, most = setting.virtual_step, setting.inner_step, setting.most_penalty or 1.0
+    steps = (whole, whole / most)
+    root = math.sqrt(most)
     return (
         max(abs(step - gamma) for step in steps),
-        max(abs(late.keep * step - gamma) for step in steps),
+        max(abs(keep * step - gamma) for step in steps),
+        max(abs(whole - gamma), abs(whole / root - gamma * root)),
     )
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
-from analysis.convergence import bound
+from analysis.convergence import bound, clip_report
 from analysis.convergence.bound import TERMS, Bound, Infeasible
+from analysis.convergence.clip_report import Clip, Clipped
 from analysis.convergence.setting import Delay, Late, Setting
 from co2sim.common.tables import print_table
 
@@ -100,13 +101,12 @@ def _longest(holds: Callable[[int], bool], most: int) -> int | None:
     return low
 
 
-UNCOVERED = (
-    (
-        "Runs that clip: with a clip of 0.01 the measured mean was 52 times the bound"
-        " (docs/theory.md)."
-    ),
-    "Local steps other than those of plain SGD, such as AdamW's or with momentum.",
+UNCLIPPED = (
+    "Clipping and quantized averages, unless what they changed is given: --clip-residual, from a"
+    " training, or --phi, before one (docs/theory.md)."
 )
+"""What the four terms do not cover, where nothing was said of the clip."""
+UNCOVERED = ("Local steps other than those of plain SGD, such as AdamW's or with momentum.",)
 """What the theorem never covers."""
 UNCOVERED_LATE = (
     "Averages that arrive later than after the delay, or not at all workers at the same step.",
@@ -120,7 +120,7 @@ UNCOVERED_LATE = (
 class BoundAnswer:
     """The bound of a setting, whose inner step was perhaps tuned, and SlowMo's published one.
 
-    `allowed` says how late averages may be, if it was asked for.
+    `allowed` says how late averages may be, and `clipped` what a clip costs, if that was asked for.
     """
 
     setting: Setting
@@ -128,6 +128,7 @@ class BoundAnswer:
     bound: Bound | Infeasible
     published: float | Infeasible
     allowed: Allowed | None = None
+    clipped: Clipped | None = None
 
     @property
     def mean_over_all(self) -> float | None:
@@ -146,15 +147,19 @@ class BoundAnswer:
         return bound.drift(self.setting) / waiting
 
 
-def answer(setting: Setting, *, tune: bool, price: float | None = None) -> BoundAnswer:
+def answer(
+    setting: Setting, *, tune: bool, price: float | None = None, clip: Clip | None = None
+) -> BoundAnswer:
     """Evaluate the bounds of a setting, with the best inner step if `tune` asks for it.
 
-    `price` asks how late averages may be: by what share that may raise the bound.
+    `price` asks how late averages may be: by what share that may raise the bound. `clip` asks for
+    the bound of a clipped momentum, at the same inner step.
     """
     longest = None if price is None else allowed(setting, price, tune=tune)
     setting = bound.tuned(setting) if tune else setting
     published = bound.published(replace(setting, delay=0, late=None))
-    return BoundAnswer(setting, tune, bound.evaluate(setting), published, longest)
+    clipped = None if clip is None else clip_report.clipped(setting, clip)
+    return BoundAnswer(setting, tune, bound.evaluate(setting), published, longest, clipped)
 
 
 def bound_to_dict(answered: BoundAnswer) -> dict[str, Any]:
@@ -172,7 +177,9 @@ def bound_to_dict(answered: BoundAnswer) -> dict[str, Any]:
     if answered.setting.late is not None:
         values["mean_over_all_steps"] = answered.mean_over_all
         values["drift_over_waiting"] = answered.drift_of_waiting
-    values["not_covered"] = uncovered(answered.setting)
+    if answered.clipped is not None:
+        values["clipping"] = clip_report.to_dict(answered.setting, answered.clipped)
+    values["not_covered"] = uncovered(answered)
     if answered.allowed is not None:
         values["allowed_delay"] = _allowed_to_dict(answered.allowed)
     return values
@@ -196,9 +203,10 @@ def _allowed_to_dict(found: Allowed) -> dict[str, Any]:
     }
 
 
-def uncovered(setting: Setting) -> list[str]:
+def uncovered(answered: BoundAnswer) -> list[str]:
     """What the theorem does not cover, in sentences."""
-    return [*UNCOVERED, *(UNCOVERED_LATE if setting.late else ())]
+    unclipped = () if answered.clipped else (UNCLIPPED,)
+    return [*unclipped, *UNCOVERED, *(UNCOVERED_LATE if answered.setting.late else ())]
 
 
 def print_bound(out: Console, answered: BoundAnswer) -> None:
@@ -210,7 +218,7 @@ def print_bound(out: Console, answered: BoundAnswer) -> None:
     rows = [
         ("inner step gamma", f"{setting.inner_step:.6g}{note}"),
         ("largest feasible gamma", f"{bound.largest_inner_step(setting):.6g}"),
-        ("load L eta + 2 L sqrt(C), feasible below 1", f"{bound.load(setting):.4f}"),
+        ("load L eta + 2 L omega, feasible below 1", f"{bound.load(setting):.4f}"),
     ]
     if isinstance(terms, Bound):
         rows += [(f"{name} term", f"{getattr(terms, name):.6g}") for name in TERMS]
@@ -218,6 +226,8 @@ def print_bound(out: Console, answered: BoundAnswer) -> None:
         rows += _late_rows(answered)
     else:
         rows.append(("bound of the mean of E|grad f|^2", "infeasible: no bound holds here"))
+    if answered.clipped is not None:
+        rows += clip_report.rows(setting, answered.clipped)
     unbounded = "no bound holds here: the horizon is too short"
     rows.append(
         (
@@ -228,8 +238,11 @@ def print_bound(out: Console, answered: BoundAnswer) -> None:
     print_table(out, "bound", ("figure", "value"), rows)
     if answered.allowed is not None:
         _print_allowed(out, setting, answered.allowed)
+    if answered.clipped is not None:
+        for sentence in clip_report.sentences(setting, answered.clipped):
+            out.print(f"{sentence}\n", highlight=False, markup=False)
     out.print("not covered:", highlight=False)
-    for sentence in uncovered(setting):
+    for sentence in uncovered(answered):
         out.print(f"- {sentence}", highlight=False, markup=False)
 
 

@@ -12,7 +12,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 
 from analysis.convergence import figures
 from analysis.convergence.bound import TERMS
+from analysis.convergence.protocol import clip_checks
 from analysis.convergence.protocol.checks import Findings
+from analysis.convergence.protocol.clip_checks import ClippingFindings
 from analysis.convergence.protocol.controls import Rescue
 from analysis.convergence.protocol.isolation import RescueLine, TermPart
 from analysis.convergence.protocol.rate_fits import FEATURES, STRATA, RateFit, SlopeAgreement
@@ -61,6 +63,8 @@ class VerifyContext:
     strata: Sequence[tuple[str, float, float]]
     features: Sequence[str]
     rescue_tables: tuple[RescueTable, ...]
+    theorems: Sequence[str]
+    mutations: Sequence[str]
 
 
 def files(
@@ -113,6 +117,8 @@ def make_context(findings: Findings) -> VerifyContext:
         strata=STRATA,
         features=FEATURES,
         rescue_tables=tuple(map(_rescue_table, findings.isolation.rescue)),
+        theorems=clip_checks.THEOREMS,
+        mutations=clip_checks.MUTATIONS,
     )
 
 
@@ -156,6 +162,16 @@ def render_markdown(context: VerifyContext) -> str:
     names = [field.name for field in fields(context)]
     template = _environment().get_template("verify.md.j2")
     return template.render({name: getattr(context, name) for name in names})
+
+
+def clipping_markdown(findings: ClippingFindings) -> str:
+    """The part of the report about clipping alone."""
+    template = _environment().get_template("clipping.md.j2")
+    return template.render(
+        findings={"clipping": findings},
+        theorems=clip_checks.THEOREMS,
+        mutations=clip_checks.MUTATIONS,
+    )
 
 
 def _environment() -> Environment:

@@ -175,7 +175,8 @@ class Variants:
     that tau steps of gradient 1 add tau), infinite for none. `noise` is sigma squared of a worker.
     `gap_aware` chooses Lambda_t = 1 + |x_t - x_{t-1}| / max alpha |average used before| in place of
     `penalty`. `keep` and `predict` are those of averages that are used some steps late (`Late`); no
-    other run heeds them. See `Setting` for the others.
+    other run heeds them. `decay` is that of the running mean of what was clipped that is recorded
+    besides. See `Setting` for the others.
     """
 
     inner_step: Array
@@ -186,13 +187,14 @@ class Variants:
     noise: Array
     keep: Array
     predict: Array
+    decay: Array
     gap_aware: NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.inner_step)
 
 
-def variants(
+def variants(  # noqa: PLR0913 - one argument per field
     inner_step: Array | float,
     *,
     outer_step: Array | float = 1.0,
@@ -202,10 +204,11 @@ def variants(
     noise: Array | float = 0.0,
     keep: Array | float = 1.0,
     predict: Array | float = 0.0,
+    decay: Array | float = 0.0,
     gap_aware: NDArray[np.bool_] | bool = False,
 ) -> Variants:
     """Variants from numbers and arrays of one length, which are broadcast together."""
-    floats = (inner_step, outer_step, momentum, penalty, clip, noise, keep, predict)
+    floats = (inner_step, outer_step, momentum, penalty, clip, noise, keep, predict, decay)
     *numbers, flags = np.broadcast_arrays(*(np.atleast_1d(v) for v in floats), gap_aware)
     parts = [np.array(number, dtype=float) for number in numbers]
     return Variants(*parts, gap_aware=np.array(flags, dtype=bool))  # type: ignore[misc]
@@ -242,7 +245,9 @@ class Outcome:
     arrival of a late average count `keep`. `value` is f - f_inf at the last x. `spread` and
     `variance` are the largest means over seeds, of all steps, of the workers' disagreement and of
     the gradients' variance. `clipped` is the share of momentum elements that were clipped,
-    `penalty` the largest that was used. `final` is the last x, [C, S, d].
+    `penalty` the largest that was used. `residual` is the mean over rounds of |what was clipped|^2,
+    in units of a sum of gradients and with Lambda counted 1, of updates that moved a point that was
+    visited; `running` that of its running mean. `final` is the last x, [C, S, d].
     """
 
     gradient: Array
@@ -252,4 +257,6 @@ class Outcome:
     variance: Array
     clipped: Array
     penalty: Array
+    residual: Array
+    running: Array
     final: Array

@@ -78,6 +78,9 @@ class OuterUpdate:
         self.penalty = np.ones(len(which))
         self.clipped = np.zeros(len(which))
         self.factor = (which.outer_step * which.inner_step)[:, None, None]
+        self.smooth = np.zeros(shape)
+        self.residual, self.running = np.zeros(shape[:2]), np.zeros(shape[:2])
+        self.before = self.residual, self.running
 
     def step(self, x: Array, due: Array | None) -> Array:
         """The next x, given the sum that is due; None before the first."""
@@ -90,10 +93,20 @@ class OuterUpdate:
         limits = which.clip[:, None, None]
         if np.isfinite(which.clip).any():
             self.clipped += (np.abs(self.momentum) > limits).mean(axis=(1, 2))
-            self.momentum = np.clip(self.momentum, -limits, limits)
+            wanted = self.momentum
+            self.momentum = np.clip(wanted, -limits, limits)
+            self._record(wanted - self.momentum)
         change = self.factor * self.momentum
         self.moved = np.sqrt((change**2).sum(axis=-1))
         return np.asarray(x - change)
+
+    def _record(self, clipped: Array) -> None:
+        """Add up what was clipped; `before` keeps the sums without the last update."""
+        decay = self.which.decay[:, None, None]
+        self.smooth = decay * self.smooth + (1 - decay) * clipped
+        self.before = self.residual, self.running
+        self.residual = self.residual + (clipped**2).sum(axis=-1)
+        self.running = self.running + (self.smooth**2).sum(axis=-1)
 
     def _penalty(self, due: Array) -> Array:
         """Lambda of this round, [C, S], from what is known without the sum that it divides.
@@ -189,6 +202,8 @@ class LateRuns:
             variance=local.variance,
             clipped=outer.clipped / max(1, self.done - 1),
             penalty=outer.penalty,
+            residual=outer.residual / self.done,
+            running=outer.running / self.done,
             final=self.mean,
         )
 
@@ -294,6 +309,8 @@ class _Runs:
         """What was measured until here."""
         local, outer, shape = self.local, self.outer, self.x.shape[:2]
         steps = self.done * self.size.local_steps
+        # without a delay the last update moves no point that was visited
+        residual, running = (outer.residual, outer.running) if self.size.delay else outer.before
         with np.errstate(over="ignore", invalid="ignore"):
             value = local.problem.value(self.x)
         return Outcome(
@@ -304,5 +321,7 @@ class _Runs:
             variance=local.variance,
             clipped=outer.clipped / self.done,
             penalty=outer.penalty,
+            residual=residual / self.done,
+            running=running / self.done,
             final=self.x,
         )

@@ -8,7 +8,7 @@ from typing import Any
 from joblib import Parallel, delayed
 from rich.console import Console
 
-from analysis.convergence import bound
+from analysis.convergence import bound, clip_report, clipping
 from analysis.convergence.bound import Bound
 from analysis.convergence.setting import Delay, Late, Setting
 from co2sim.common.errors import OptionError
@@ -69,8 +69,18 @@ class Choice:
 
     timing: Timing
     rounds: int
-    inner_step: float
+    setting: Setting
     bound: Bound
+
+    @property
+    def inner_step(self) -> float:
+        """The best gamma."""
+        return self.setting.inner_step
+
+    def least_phi(self, largest: float | None) -> float | None:
+        """The clip that costs next to nothing, for M = `largest` or else sqrt(2 L Delta)."""
+        start = clipping.start_gradient(self.setting)
+        return clip_report.recommended(self.setting, start if largest is None else largest)
 
 
 def simulated(case: Case, taus: Sequence[int]) -> list[Timing]:
@@ -187,7 +197,7 @@ def _choice(problem: Setting, timing: Timing, rounds: int) -> Choice:
     )
     reached = bound.evaluate(setting)
     assert isinstance(reached, Bound)
-    return Choice(timing=timing, rounds=rounds, inner_step=setting.inner_step, bound=reached)
+    return Choice(timing=timing, rounds=rounds, setting=setting, bound=reached)
 
 
 def best(choices: Sequence[Choice]) -> Choice:
@@ -217,6 +227,8 @@ def until(problem: Setting, timing: Timing, target: float) -> Seconds | None:
 
 def explain(choices: Sequence[Choice], most: int) -> Iterator[str]:
     """Explain the choice of tau in sentences. `most` is the largest tau that was asked for."""
+    if not choices:
+        return
     chosen = best(choices)
     timing, least = chosen.timing, chosen.bound
     fastest = max(map(_steps, choices))
@@ -282,7 +294,10 @@ ASSUMPTIONS = (
         "Local steps are those of plain SGD; the outer step and momentum are as given, and gamma is"
         " tuned for every tau and time."
     ),
-    "No clipping; a round takes as long throughout as in the steady state.",
+    (
+        "No clipping, or by no less than is recommended; a round takes as long throughout as in the"
+        " steady state."
+    ),
 )
 
 
@@ -297,8 +312,12 @@ def print_tau(
     target: float | None,
     reached: Sequence[Seconds | None],
     assumed: Sequence[str],
+    largest: float | None = None,
 ) -> None:
-    """Rounds and predicted errors by tau, the best of each time, why, and what is assumed."""
+    """Rounds and predicted errors by tau, the best of each time, why, and what is assumed.
+
+    `largest` is the largest partial derivative, for the clip that is recommended.
+    """
     titles = [_title(timing) for timing in timings]
     alike = len(set(titles)) == 1
     rows = []
@@ -320,12 +339,18 @@ def print_tau(
         note = f"{which}does not fit in the memory of a GPU: shown as if it did\n"
         out.print(note, highlight=False, markup=False)
     for time, choices in advices:
-        why = " ".join(explain(choices, _most(timings))) if choices else ""
+        why = " ".join([*explain(choices, _most(timings)), *_clip(choices, largest)])
         words = why or "not even one round fits in"
         out.print(f"after {_time(time)}: {words}\n", highlight=False, markup=False)
     out.print("assumed:", highlight=False)
     for sentence in assumed:
         out.print(f"- {sentence}", highlight=False, markup=False)
+
+
+def _clip(choices: Sequence[Choice], largest: float | None) -> Iterator[str]:
+    """Which clip costs next to nothing at the best tau."""
+    if choices and (chosen := best(choices)).least_phi(largest) is not None:
+        yield clip_report.recommendation(chosen.setting, largest)
 
 
 def _title(timing: Timing) -> str:
@@ -341,6 +366,7 @@ def tau_to_dict(
     advices: Advices,
     reached: Sequence[Seconds | None],
     assumed: Sequence[str],
+    largest: float | None = None,
 ) -> dict[str, Any]:
     """The same as plain values."""
     return {
@@ -354,6 +380,7 @@ def tau_to_dict(
                         "tau": choice.timing.tau,
                         "rounds": choice.rounds,
                         "inner_step": choice.inner_step,
+                        "least_phi": choice.least_phi(largest),
                         "bound": {**asdict(choice.bound), "total": choice.bound.total},
                     }
                     for choice in choices

@@ -8,7 +8,8 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from analysis.convergence.bound import TERMS, Bound, Infeasible
-from analysis.convergence.protocol import controls, oracle, rate_fits, tightness
+from analysis.convergence.protocol import clip_checks, controls, oracle, rate_fits, tightness
+from analysis.convergence.protocol.clip_checks import ClipCell, ClippingFindings, FloorCell
 from analysis.convergence.protocol.controls import ControlCell, ControlFindings
 from analysis.convergence.protocol.grid import GridCell
 from analysis.convergence.protocol.oracle import (
@@ -47,8 +48,6 @@ class Check:
 
 LEAST, MIN_QUICK = 20_000, 2_000
 """Distinct configurations of late averages that the bound has to hold on."""
-PART_OF_C = 0.25
-"""What is left of C in a condition that has to be noticed as wrong."""
 _MIN_LATE = 24
 _MIN_LATE_EDGES, _MIN_SYSTEMS = 16, 18_000
 _STABLE, _GROWING = 1.01, 1.1
@@ -123,7 +122,7 @@ def late_summary(cells: Sequence[LateOracleCell], rows: Sequence[TightnessRow]) 
         by_mix=tightness.grouped(feasible, _mix),
         by_share=tightness.grouped(feasible, _share),
         noticed=tightness.sensitivity(feasible, tightness.terms(feasible)),
-        beyond=tuple(map(line, tightness.under_part_of_c(rows, PART_OF_C))),
+        beyond=tuple(map(line, tightness.beyond_condition(rows))),
     )
 
 
@@ -158,7 +157,7 @@ def late_checks(findings: LateFindings, *, quick: bool) -> Iterator[Check]:
     )
     ratios = [line.ratio for line in findings.beyond]
     yield Check(
-        "late averages: with a quarter of C the condition would admit runs that exceed the bound",
+        "late averages: with half of omega^2 the condition would admit runs that exceed the bound",
         bool(ratios) and all(ratio > 1 for ratio in ratios),
         "measured/bound beyond the condition: "
         + ", ".join(f"{line.ratio:.3f} with {line.delay}" for line in findings.beyond),
@@ -224,6 +223,7 @@ class Findings:
     rates: RateFindings
     isolation: ControlFindings
     late: LateFindings
+    clipping: ClippingFindings
     rows: Sequence[TightnessRow]
     checks: Sequence[Check]
 
@@ -244,6 +244,7 @@ class Findings:
             "rates": self.rates,
             "isolation": self.isolation,
             "late": self.late,
+            "clipping": self.clipping,
         }
         return {name: to_jsonable_python(part, inf_nan_mode="null") for name, part in parts.items()}
 
@@ -265,6 +266,9 @@ def judge(
         [cell for cell in cells if isinstance(cell, LateOracleCell)],
         [row for row in every if row.setting.late is not None],
     )
+    clipping = clip_checks.summary(
+        [cell for cell in cells if isinstance(cell, ClipCell | FloorCell)]
+    )
     return Findings(
         quick=quick,
         cells=len(cells),
@@ -273,6 +277,7 @@ def judge(
         rates=rates,
         isolation=isolation,
         late=late,
+        clipping=clipping,
         rows=rows,
         checks=(
             *oracle_checks(exact),
@@ -280,6 +285,7 @@ def judge(
             *rate_checks(rates),
             *control_checks(isolation),
             *late_checks(late, quick=quick),
+            *clipping_checks(clipping, quick=quick),
         ),
     )
 
@@ -329,10 +335,44 @@ def grid_checks(findings: GridFindings) -> Iterator[Check]:
     )
     ratios = [line.ratio for line in findings.beyond]
     yield Check(
-        "the condition matters: with half of C in it, it would admit runs that exceed the bound",
+        "the condition matters: with half of omega^2 it would admit runs that exceed the bound",
         bool(ratios) and all(ratio > 1 for ratio in ratios),
         "measured/bound beyond the condition: "
         + ", ".join(f"{line.ratio:.3f} with delay {line.delay}" for line in findings.beyond),
+    )
+
+
+MIN_CLIPPED, MIN_CLIPPED_QUICK = 100_000, 1_000
+"""Configurations that clip, and as many that do not, on which the bounds have to hold."""
+
+
+def clipping_checks(findings: ClippingFindings, *, quick: bool) -> Iterator[Check]:
+    """What has to hold of runs that clip."""
+    least = MIN_CLIPPED_QUICK if quick else MIN_CLIPPED
+    wrong = sum(findings.violations[name] for name in clip_checks.THEOREMS)
+    wrong += sum((line.ratio or 0) > 1 for line in findings.floors)
+    yield Check(
+        f"clipping: no violation of its bounds on {least:,} exact runs that clip and as many that"
+        " do not",
+        wrong == 0 and min(findings.clipped, findings.unclipped) >= least,
+        f"{wrong} violations; {findings.clipped:,} clip, {findings.unclipped:,} do not; measured/"
+        f"bound up to {max(findings.largest[name] for name in clip_checks.THEOREMS):.5f}",
+    )
+    known = set(clip_checks.MUTATIONS) - set(clip_checks.UNNOTICED)
+    asked = clip_checks.QUICK if quick else sorted(known)
+    missed = [name for name in asked if name not in findings.caught]
+    yield Check(
+        f"clipping: {len(asked)} wrong constants or more are noticed",
+        not missed,
+        f"{len(findings.caught)} of {len(clip_checks.MUTATIONS)}"
+        + (f"; not noticed: {', '.join(missed)}" if missed else ""),
+    )
+    roots = [line.root for line in findings.floors]
+    yield Check(
+        "clipping: with a fixed clip and small steps gradients stay at the floor of the theory",
+        bool(roots) and all(line.root >= line.floor for line in findings.floors),
+        f"root of A over sigma^2/(4 G phi): {min(roots, default=0):.3f} to"
+        f" {max(roots, default=0):.3f}",
     )
 
 

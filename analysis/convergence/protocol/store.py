@@ -10,7 +10,8 @@ from joblib import Parallel, delayed, parallel_config
 from pydantic import Field, TypeAdapter
 from pydantic_core import to_json
 
-from analysis.convergence.protocol import controls, grid_plan, oracle, rate_fits
+from analysis.convergence.protocol import clip_checks, controls, grid_plan, oracle, rate_fits
+from analysis.convergence.protocol.clip_checks import ClippingCell, ClippingTask
 from analysis.convergence.protocol.controls import ControlCell, ControlTask
 from analysis.convergence.protocol.grid import GridCell, GridTask
 from analysis.convergence.protocol.oracle import (
@@ -24,8 +25,8 @@ from co2sim.common.errors import CatalogError
 from co2sim.common.files import MAX_RECORD_BYTES, read_bytes, write_atomically
 from co2sim.common.progress import Done
 
-Task: TypeAlias = OracleTask | GridTask | RateTask | ControlTask | LateOracleTask
-Cell: TypeAlias = OracleCell | GridCell | RateCell | ControlCell | LateOracleCell
+Task: TypeAlias = OracleTask | GridTask | RateTask | ControlTask | LateOracleTask | ClippingTask
+Cell: TypeAlias = OracleCell | GridCell | RateCell | ControlCell | LateOracleCell | ClippingCell
 _CELLS: TypeAdapter[Cell] = TypeAdapter(Annotated[Cell, Field(discriminator="kind")])
 WING = Path(__file__).parents[1]
 """The folder of everything that decides what a cell holds."""
@@ -42,6 +43,7 @@ def plan(*, quick: bool) -> Iterator[Task]:
         controls.plan,
         oracle.late_oracle_plan,
         grid_plan.late_grid_plan,
+        clip_checks.plan,
     ):
         yield from planned(quick=quick)
 

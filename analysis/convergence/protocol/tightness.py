@@ -190,7 +190,7 @@ class GridFindings:
     """Everything that the report says about the grid.
 
     `settings` counts all feasible rows, `configurations` the distinct ones. `beyond` are the rows
-    outside the condition, with the bound that half of C in the condition would give them.
+    outside the condition, with the bound that half of omega^2 in it would give them.
     """
 
     configurations: int
@@ -233,14 +233,18 @@ def summary(rows: Sequence[TightnessRow]) -> GridFindings:
         noticed=sensitivity(feasible),
         noticed_usually=sensitivity(usual),
         published=_published(every),
-        beyond=tuple(map(configuration_line, under_part_of_c(rows, 0.5))),
+        beyond=tuple(map(configuration_line, beyond_condition(rows))),
     )
 
 
-def under_part_of_c(rows: Sequence[TightnessRow], part: float) -> list[TightnessRow]:
-    """Rows outside the condition, with the bound that a part of C would let the theorem give."""
+PART = 0.5
+"""What is left of omega^2 in a condition that has to be noticed as wrong."""
+
+
+def beyond_condition(rows: Sequence[TightnessRow]) -> list[TightnessRow]:
+    """Rows outside the condition, with the bound that a part of omega^2 would let it give."""
     return [
-        replace(row, bound=bound.evaluate(row.setting, condition=part))
+        replace(row, bound=bound.evaluate(row.setting, condition=PART))
         for row in rows
         if isinstance(row.bound, Infeasible)
     ]

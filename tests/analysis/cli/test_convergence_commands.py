@@ -12,7 +12,7 @@ from commands import Command
 from rich.console import Console
 from simulated_record import measured
 
-from analysis.convergence import bound, tau
+from analysis.convergence import bound, clipping, tau
 from analysis.convergence.bound import Bound
 from analysis.convergence.setting import Late, Setting
 from analysis.convergence.tau import print_tau
@@ -144,6 +144,80 @@ def test_allowed_delay_where_the_condition_ends(co2analysis: Command) -> None:
     assert (lost.code, "no bound even for waiting" in lost.out) == (0, True)
     late = ("--delay", "1", "--keep", "0.5", "--allowed-delay", "0")
     assert "above 1 times" in " ".join(co2analysis(*BOUND, *late).out.split())
+
+
+# --- clipping ------------------------------------------------------------------------------------
+
+
+def test_the_residual_of_a_run(co2analysis: Command) -> None:
+    """The bound with it is that of the function, in JSON and in words; of a running mean, too."""
+    words = ("--inner-step", "0.001", "--clip-residual", "0.2")
+    setting = replace(SETTING, inner_step=0.001)
+    for more, decay in (((), 0.0), (("--residual-decay", "0.9"), 0.9)):
+        found = answer(co2analysis, *BOUND, *words, *more)
+        expected = clipping.with_residual(setting, 0.2, decay=decay)
+        assert isinstance(expected, Bound)
+        part = found["clipping"]
+        assert isinstance(part, dict)
+        assert part["bound_with_residual"]["total"] == pytest.approx(expected.total)
+        assert found["bound"]["total"] == pytest.approx(evaluated(setting).total)  # type: ignore[index]
+        assert f"{expected.total:.6g}" in co2analysis(*BOUND, *words, *more).out
+        assert not any("Clipping" in line for line in found["not_covered"])  # type: ignore[attr-defined]
+
+
+def test_a_clip_that_is_too_small_is_named(co2analysis: Command) -> None:
+    """With the floor that it leaves and the least that would do, which is then not too small."""
+    given = (*BOUND, "--inner-step", "0.001", "--gradient-bound", "0.5", "--phi")
+    found = answer(co2analysis, *given, "5")["clipping"]
+    assert isinstance(found, dict)
+    setting = replace(SETTING, inner_step=0.001)
+    assert found["floor"] == pytest.approx(clipping.floor(setting, 5))
+    assert found["floor"] > 0
+    assert found["least_phi"] == pytest.approx(clipping.least_phi(setting, 0.5))
+    assert found["phi_in_parameters"] == pytest.approx(0.005)
+    text = " ".join(co2analysis(*given, "5").out.split())
+    assert "phi = 5 is too small" in text
+    assert f"stays at {found['floor']:.3g} or more" in text
+    enough = co2analysis(*given, f"{found['least_phi'] * 1.001}")
+    assert "too small" not in enough.out
+    quiet = (*BOUND[:3], "--noise", "0", *BOUND[5:], "--inner-step", "0.001", "--phi", "2")
+    assert "times as slow" in " ".join(co2analysis(*quiet).out.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--clip-residual 0.1", "--inner-step"),
+        ("--clip-residual=-1 --inner-step 0.001", "--clip-residual"),
+        ("--residual-decay 0.5", "--clip-residual"),
+        ("--clip-residual 0.1 --residual-decay 1 --inner-step 0.001", "--residual-decay"),
+        ("--phi 0", "--phi"),
+        ("--phi 1 --gradient-bound=-1", "--gradient-bound"),
+        ("--phi 1 --delay 3", "delays in rounds"),
+        ("--phi 1 --most-penalty 2", "constant penalty"),
+        ("--clip-residual 0.1 --inner-step 0.001 --delay 3 --keep 0.5", "keep 1"),
+    ],
+)
+def test_what_clipping_is_not_covered_for_is_refused(
+    co2analysis: Command, words: str, named: str
+) -> None:
+    """In one line that names it."""
+    done = co2analysis(*BOUND, *words.split())
+    assert done.code == 2
+    assert named in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_tau_recommends_a_clip() -> None:
+    """Of the best tau after each time: it grows with the time, and is in the text."""
+    timings = [timing(8, 8.0)]
+    (early,), (late,) = (tau.after(PROBLEM, timings, seconds) for seconds in (1e14, 1e16))
+    first, second = early.least_phi(0.0), late.least_phi(0.0)
+    assert first is not None
+    assert second is not None
+    assert second / first == pytest.approx(100**0.25, rel=0.1)
+    assert f"A clip of phi = {early.least_phi(None):.3g}" in " ".join(shown(timings, 1e14).split())
+    assert replace(early, setting=replace(early.setting, late=Late(steps=3))).least_phi(1.0) is None
 
 
 # --- tau -----------------------------------------------------------------------------------------

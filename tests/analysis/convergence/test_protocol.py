@@ -21,7 +21,15 @@ from analysis.cli import main
 from analysis.convergence import bound
 from analysis.convergence.bound import Bound, Infeasible
 from analysis.convergence.objectives.problems import Problem
-from analysis.convergence.protocol import checks, grid_plan, oracle, rate_fits, store, tightness
+from analysis.convergence.protocol import (
+    checks,
+    clip_checks,
+    grid_plan,
+    oracle,
+    rate_fits,
+    store,
+    tightness,
+)
 from analysis.convergence.protocol.checks import Findings
 from analysis.convergence.protocol.grid import GridCell, GridRun, GridTask
 from analysis.convergence.protocol.oracle import IdentityTask, MomentsTask
@@ -70,6 +78,7 @@ def judged(findings: Findings, part: str, change: dict[str, Any]) -> list[str]:
         "rates": checks.rate_checks,
         "isolation": checks.control_checks,
         "late": lambda found: checks.late_checks(found, quick=True),
+        "clipping": lambda found: checks.clipping_checks(found, quick=True),
     }
     return [check.claim for check in judges[part](one) if not check.passed]
 
@@ -172,17 +181,16 @@ def test_wrong_terms_are_noticed(cells: list[Cell], name: str) -> None:
 
 @slow
 @pytest.mark.parametrize(
-    ("late", "part", "ratios"),
-    [(False, 0.5, [1.023, 1.046, 1.073]), (True, 0.25, [1.256, 1.216, 1.211])],
+    ("late", "ratios"),
+    [(False, [1.023, 1.046, 1.073, 1.087, 1.608]), (True, [1.061, 1.081, 1.115])],
 )
 def test_a_wrong_condition_is_noticed(
     cells: list[Cell],
     monkeypatch: pytest.MonkeyPatch,
     late: bool,  # noqa: FBT001 - pytest's
-    part: float,
     ratios: list[float],
 ) -> None:
-    """With a part of C the theorem would speak of runs that exceed it: docs/theory.md."""
+    """With half of omega^2 the theorem would speak of runs that exceed it: docs/theory.md."""
     grids = [cell for cell in cells if isinstance(cell, GridCell)]
     beyond: list[Cell] = [c for c in grids if c.task.inner_step is not None]
     assert all(isinstance(row.bound, Infeasible) for row in rows_of(beyond, late=late))
@@ -192,7 +200,7 @@ def test_a_wrong_condition_is_noticed(
 
     def less(*given: Any) -> tuple[float, float]:
         by_gradients, by_noise = right(*given)
-        return by_gradients * part, by_noise
+        return by_gradients * math.sqrt(0.5), by_noise
 
     monkeypatch.setattr(module, name, less)
     rows = rows_of(beyond, late=late)
@@ -230,11 +238,15 @@ def test_a_wrong_gap_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert oracle.gap_error(*case) > 1e-3
 
 
+BOUNDS = (*clip_checks.THEOREMS, *clip_checks.MUTATIONS)
+BELOW = clip_checks.FloorLine(
+    workers=1, tau=1, beta=0.0, clip=2.0, root=0.5, floor=0.6, ratio=0.5, with_half=2.0
+)
 LACKING: dict[str, list[tuple[str, Any, str]]] = {
     "grid": [
         ("configurations", 2999, "no violation"),
         ("violations", 1, "no violation"),
-        ("beyond", (), "half of C"),
+        ("beyond", (), "half of omega"),
     ],
     "oracle": [
         ("largest_identity_error", 2e-12, "identities"),
@@ -253,7 +265,7 @@ LACKING: dict[str, list[tuple[str, Any, str]]] = {
     "late": [
         ("violations", 1, "no violation"),
         ("configurations", 1999, "no violation"),
-        ("beyond", (), "quarter of C"),
+        ("beyond", (), "half of omega"),
         ("largest_identity_error", 1e-9, "the gap"),
         ("mean_error", 1e-9, "the gap"),
         ("largest_score", 4.1, "against oracle"),
@@ -262,6 +274,13 @@ LACKING: dict[str, list[tuple[str, Any, str]]] = {
         ("systems", 100, "Jury"),
         ("edges", (), "Jury"),
         ("drifts", (), "cost drift"),
+    ],
+    "clipping": [
+        ("clipped", 999, "no violation"),
+        ("unclipped", 999, "no violation"),
+        ("violations", dict.fromkeys(BOUNDS, 1), "no violation"),
+        ("violations", dict.fromkeys(BOUNDS, 0), "wrong constants"),
+        ("floors", (BELOW,), "floor"),
     ],
 }
 

@@ -1,0 +1,146 @@
+"""What `co2analysis bound` and `tau` say about clipping, and other errors of the momentum."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from analysis.convergence import bound, clipping
+from analysis.convergence.bound import Bound, Infeasible
+from analysis.convergence.setting import Setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip:
+    """What is known about a clip: what a run recorded, or phi and the largest derivative.
+
+    `residual` is eps of `clipping.with_residual`, by `decay`. `largest` is M of
+    `clipping.with_noise`; without it sqrt(2 L Delta) is taken, which for equal data holds where f
+    is not above its value at the start.
+    """
+
+    residual: float | None = None
+    decay: float = 0.0
+    phi: float | None = None
+    largest: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clipped:
+    """The bounds of a clipped setting: None where it was not asked for, or nothing is proved.
+
+    `floor` is what A may stay above with this phi, `least_phi` the one that costs next to nothing.
+    """
+
+    clip: Clip
+    largest: float
+    measured: Bound | Infeasible | None
+    prior: Bound | Infeasible | None
+    threshold: float | None
+    floor: float
+    least_phi: float | None
+
+
+def clipped(setting: Setting, clip: Clip) -> Clipped:
+    """Evaluate what was asked for. Raises OptionError for what is out of range, or not covered."""
+    largest = clipping.start_gradient(setting) if clip.largest is None else clip.largest
+    phi, residual = clip.phi, clip.residual
+    before = phi is not None or clip.largest is not None
+    return Clipped(
+        clip=clip,
+        largest=largest,
+        measured=None
+        if residual is None
+        else clipping.with_residual(setting, residual, decay=clip.decay),
+        prior=None if phi is None else clipping.prior(setting, largest, phi),
+        threshold=None if phi is None else clipping.threshold(setting, phi),
+        floor=0.0 if phi is None else clipping.floor(setting, phi),
+        least_phi=recommended(setting, largest) if before else None,
+    )
+
+
+def recommended(setting: Setting, largest: float) -> float | None:
+    """The least clip that costs next to nothing; None where nothing is proved about any."""
+    covered = setting.late is None and setting.most_penalty is None
+    if not covered or bound.load(setting) >= 1:
+        return None
+    return clipping.least_phi(setting, largest)
+
+
+def to_dict(setting: Setting, found: Clipped) -> dict[str, Any]:
+    """The same as plain values."""
+    values: dict[str, Any] = {}
+    if found.clip.residual is not None:
+        values["residual"] = found.clip.residual
+        values["decay"] = found.clip.decay
+        values["bound_with_residual"] = _plain(found.measured)
+    if found.clip.phi is not None:
+        values["phi"] = found.clip.phi
+        values["phi_in_parameters"] = setting.inner_step * found.clip.phi
+        values["never_clipped_below"] = found.threshold
+        values["bound_with_phi"] = _plain(found.prior)
+        values["floor"] = found.floor
+    if found.clip.phi is not None or found.clip.largest is not None:
+        values["gradient_bound"] = found.largest
+        values["least_phi"] = found.least_phi
+    return values
+
+
+def _plain(found: Bound | Infeasible | None) -> dict[str, float] | None:
+    return {**asdict(found), "total": found.total} if isinstance(found, Bound) else None
+
+
+def rows(setting: Setting, found: Clipped) -> Iterator[tuple[str, str]]:
+    """Lines of the table."""
+    clip = found.clip
+    if clip.residual is not None:
+        of = f" of a running mean, decay {clip.decay:g}" if clip.decay else ""
+        yield "momentum error eps" + of, f"{clip.residual:.6g}"
+        if isinstance(found.measured, Bound):
+            yield "... staleness term with it", f"{found.measured.staleness:.6g}"
+            yield "... drift term with it", f"{found.measured.drift:.6g}"
+        yield "... bound with it", _total(found.measured)
+    if clip.phi is not None:
+        yield "clip phi", f"{clip.phi:.6g}"
+        yield "... in units of parameters, gamma phi", f"{setting.inner_step * clip.phi:.6g}"
+        yield "... no gradient is clipped below", f"{found.threshold:.6g}"
+        yield "... bound with it", _total(found.prior)
+        yield "... floor of the mean of |grad f|^2", f"{found.floor:.6g}"
+    if clip.phi is not None or clip.largest is not None:
+        origin = "" if clip.largest is not None else " (sqrt(2 L Delta))"
+        yield "largest partial derivative M", f"{found.largest:.6g}{origin}"
+        if found.least_phi is not None:
+            yield f"phi whose bias adds {clipping.SHARE:.0%} at most", f"{found.least_phi:.6g}"
+
+
+def _total(found: Bound | Infeasible | None) -> str:
+    if isinstance(found, Bound):
+        return f"{found.total:.6g}"
+    return "infeasible" if isinstance(found, Infeasible) else "none: noise and gradients clip"
+
+
+def sentences(setting: Setting, found: Clipped) -> Iterator[str]:
+    """What is wrong with a clip, in words."""
+    phi, least = found.clip.phi, found.least_phi
+    if phi is None or least is None or phi >= least:
+        return
+    words = f"phi = {phi:g} is too small: the bias of {least:.4g} adds {clipping.SHARE:.0%}."
+    if found.floor:
+        words += (
+            f" With some noise the mean of |grad f|^2 stays at {found.floor:.3g} or more, however"
+            " long the training and small the steps: phi has to grow as T^(1/4)."
+        )
+    if setting.noise == 0:
+        kappa = clipping.slowdown(setting, found.largest, phi)
+        words += f" Training is up to {kappa:.3g} times as slow."
+    yield words
+
+
+def recommendation(setting: Setting, largest: float | None) -> str:
+    """A clip for a setting that has one, in a sentence. Raises OptionError as `least_phi` does."""
+    largest = clipping.start_gradient(setting) if largest is None else largest
+    least = clipping.least_phi(setting, largest)
+    return (
+        f"A clip of phi = {least:.3g} (gamma phi = {setting.inner_step * least:.3g} in units of"
+        f" parameters) has a bias that adds {clipping.SHARE:.0%} to the bound at most, if no"
+        f" partial derivative exceeds {largest:.3g}; phi has to grow as T^(1/4)."
+    )

@@ -1,0 +1,327 @@
+"""The bound of a clipped momentum: its constants, its limits, what is refused."""
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from analysis.convergence import bound, clipping
+from analysis.convergence.bound import Bound, Infeasible
+from analysis.convergence.objectives.pieces import Pieces
+from analysis.convergence.objectives.problems import Array
+from analysis.convergence.protocol import clip_checks, clip_runs
+from analysis.convergence.protocol.clip_checks import ClipTask
+from analysis.convergence.protocol.clip_runs import Form, Genes
+from analysis.convergence.setting import Late, RunSize, Setting
+
+SETTING = Setting(
+    smoothness=2.0,
+    noise=0.5,
+    heterogeneity=0.3,
+    gap=1.5,
+    workers=4,
+    rounds=50,
+    local_steps=8,
+    inner_step=0.001,
+    outer_step=0.6,
+    momentum=0.4,
+)
+
+
+@st.composite
+def settings(draw: st.DrawFn) -> Setting:
+    """Feasible settings that clipping is covered for, by rounds or by local steps late."""
+    tau = draw(st.integers(1, 5))
+    setting = replace(
+        SETTING,
+        local_steps=tau,
+        rounds=draw(st.integers(1, 8)),
+        momentum=draw(st.sampled_from([0.0, 0.25, 0.6, 0.9])),
+        outer_step=draw(st.sampled_from([0.2, 1.0, 1.7])),
+        penalty=draw(st.sampled_from([1.0, 2.0])),
+        delay=draw(st.integers(0, 3)),
+        late=draw(st.none() | st.builds(Late, steps=st.integers(1, tau))),
+    )
+    fraction = draw(st.floats(0.05, 0.95))
+    return replace(setting, inner_step=fraction * bound.largest_inner_step(setting))
+
+
+def evaluated(found: Bound | Infeasible | None) -> Bound:
+    """A bound that is there."""
+    assert isinstance(found, Bound)
+    return found
+
+
+# --- by the residual ------------------------------------------------------------------------------
+
+
+@given(settings(), st.sampled_from([0.0, 0.5, 0.99]))
+def test_without_a_residual_it_is_the_bound_without_clipping(
+    setting: Setting, decay: float
+) -> None:
+    """All four terms, and the edge of the condition."""
+    found = evaluated(clipping.with_residual(setting, 0.0, decay=decay))
+    expected = evaluated(bound.evaluate(setting))
+    for name in bound.TERMS:
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-12)
+    beyond = replace(setting, inner_step=1.001 * bound.largest_inner_step(setting))
+    assert clipping.with_residual(beyond, 0.3) == bound.evaluate(beyond)
+
+
+def residual_map(setting: Setting, decay: float) -> Array:
+    """The gap of the virtual iterate for running residuals r, by the algorithm itself.
+
+    A column is the gap at all steps for r_t = 1 alone: an error of the momentum of s_t = 1/(1-a)
+    and s_{t+1} = -a/(1-a), gradients of 1 in round t (so that y = h - r is 0), and z that
+    therefore stays.
+    """
+    late, tau, rounds = setting.late, setting.local_steps, setting.rounds
+    gamma, beta = setting.inner_step, setting.momentum
+    shift = 0 if late or setting.delay else 1  # without a delay s_t is charged to round t + 1
+    columns = []
+    for charged in range(shift, rounds):
+        errors = {charged - shift: 1 / (1 - decay), charged + 1 - shift: -decay / (1 - decay)}
+        x = anchor = momentum = 0.0
+        flight: list[float] = []
+        gaps, left = [], 0.0
+
+        def move(due: float, t: int) -> float:
+            wanted = beta * momentum + due / setting.penalty  # noqa: B023 - used at once
+            return wanted - errors.get(t, 0.0) * tau / setting.penalty  # noqa: B023 - used at once
+
+        for t in range(rounds):
+            total = 0.0
+            for k in range(tau + 1):
+                if late and k == late.steps:
+                    momentum = move(flight.pop(0) if flight else 0.0, t)
+                    anchor -= setting.outer_step * gamma * momentum
+                    x = anchor + (x - left)
+                if k == tau:
+                    break
+                gaps.append(-x)
+                x -= gamma * (t == charged)
+                total += t == charged
+            flight.append(total)
+            left = x
+            if not late:
+                due = flight.pop(0) if len(flight) > setting.delay else 0.0
+                momentum = move(due, t)
+                anchor -= setting.outer_step * gamma * momentum
+                x = anchor
+        columns.append(gaps)
+    return np.array(columns).T
+
+
+@given(settings(), st.sampled_from([0.0, 0.5, 0.9]))
+@example(replace(SETTING, local_steps=4, rounds=8, late=Late(steps=2)), 0.5)
+@example(replace(SETTING, local_steps=3, rounds=8, delay=0), 0.5)
+@example(replace(SETTING, local_steps=3, rounds=8, delay=2), 0.9)
+def test_the_constant_of_the_residual_covers_the_exact_gap(setting: Setting, decay: float) -> None:
+    """The root mean square over steps of the norms of the map from residuals is at most that."""
+    exact = residual_map(setting, decay)
+    by_step = exact.reshape(setting.rounds, setting.local_steps, -1)
+    norms = [
+        np.linalg.norm(by_step[:, k], 2) if by_step.size else 0.0
+        for k in range(setting.local_steps)
+    ]
+    allowed = clipping.constants(setting, decay).residual
+    assert np.sqrt(np.mean(np.square(norms))) <= allowed * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("decay", "change"),
+    [
+        (0.0, {"delay": 1}),
+        (0.5, {"delay": 2, "momentum": 0.6}),
+        (0.0, {"delay": 0, "outer_step": 9.0}),
+        (0.5, {"delay": 0, "outer_step": 9.0}),
+        (0.0, {"late": Late(steps=2), "momentum": 0.0}),
+        (0.5, {"late": Late(steps=8), "momentum": 0.0}),
+    ],
+)
+def test_the_constant_of_the_residual_is_reached(decay: float, change: dict[str, object]) -> None:
+    """By constant errors in a long run the root mean square at every step is what is allowed."""
+    setting = replace(SETTING, rounds=300, **change)  # type: ignore[arg-type]
+    rows = np.abs(residual_map(setting, decay)).reshape(300, setting.local_steps, -1)[-1]
+    reached = math.sqrt((rows.sum(axis=1) ** 2).mean())
+    allowed = clipping.constants(setting, decay).residual
+    assert reached <= allowed * (1 + 1e-9)
+    assert reached >= 0.9 * allowed
+
+
+# --- before a run ---------------------------------------------------------------------------------
+
+
+@given(settings(), st.floats(0.1, 10), st.floats(1.01, 50))
+def test_clipped_noise_is_the_page(setting: Setting, largest: float, over: float) -> None:
+    """The smaller of two sums, term by term by hand; none where gradients may clip, too."""
+    setting = replace(setting, late=None)
+    setting = replace(setting, inner_step=0.9 * bound.largest_inner_step(setting))
+    tau, workers, eta, gamma = setting.local_steps, 4, setting.virtual_step, setting.inner_step
+    phi = over * largest * tau / (setting.penalty * (1 - setting.momentum))
+    assert clipping.threshold(setting, phi) == pytest.approx(over * largest)
+    bias = 0.5 / (4 * workers * tau * (over - 1) * largest)
+    free = evaluated(bound.evaluate(setting))
+    by_noise, loose = bound.gap_constants(setting)[1], 1 - bound.load(setting)
+    square = sum(k * k for k in range(tau)) / tau
+    ramp, kick = gamma * math.sqrt(square) * bias, eta * math.sqrt(tau / workers * 0.5)
+    weights = setting.delay - 1 + 1 / (1 - setting.momentum**2)
+    at_end = eta**2 * tau * weights + gamma**2 * (tau - 1) / 2
+    forms = [
+        free.optimization
+        + factor * free.noise
+        + 4.0 / loose * (math.sqrt(spread * 0.5 / workers) + kick + ramp) ** 2
+        + (math.sqrt(free.drift) + bias) ** 2
+        for factor, spread in ((4, by_noise), (1, at_end))
+    ]
+    found = evaluated(clipping.with_noise(setting, largest, phi))
+    assert found.total == pytest.approx(min(forms), rel=1e-6)
+    assert clipping.with_noise(setting, largest, 0.999 * phi / over) is None
+
+
+@given(settings(), st.floats(0.01, 1))
+def test_clipped_gradients_are_slower_by_kappa(setting: Setting, part: float) -> None:
+    """By M/Phi, with less room in the condition; a clip that is never reached costs nothing."""
+    setting = replace(setting, late=None, noise=0.0)
+    setting = replace(setting, inner_step=1e-3 * bound.largest_inner_step(setting))
+    phi = part * setting.local_steps / (setting.penalty * (1 - setting.momentum))
+    free = evaluated(bound.evaluate(setting))
+    found = evaluated(clipping.without_noise(setting, 1.0, phi))
+    assert found.total == pytest.approx(free.total / part)
+    assert clipping.scaled_radius(setting, 1 / part) >= bound.gap_constants(setting)[0]
+    unclipped = evaluated(clipping.without_noise(setting, 0.1 * part, phi))
+    assert unclipped.total == pytest.approx(free.total, rel=1e-12)
+    wide = replace(setting, inner_step=setting.inner_step * 2000)
+    assert isinstance(clipping.without_noise(wide, 1.0, phi), Infeasible)
+
+
+@given(settings(), st.floats(0.0, 10), st.sampled_from([0.001, 0.01, 0.3]))
+def test_the_least_clip_adds_the_share(setting: Setting, largest: float, share: float) -> None:
+    """Of its drift term alone, bias included, exactly that share of the bound is added."""
+    setting = replace(setting, late=None)
+    setting = replace(setting, inner_step=0.5 * bound.largest_inner_step(setting))
+    phi = clipping.least_phi(setting, largest, share)
+    free, found = bound.evaluate(setting), clipping.with_noise(setting, largest, phi)
+    assert isinstance(free, Bound)
+    assert evaluated(found).drift - free.drift == pytest.approx(share * free.total, rel=1e-6)
+
+
+def test_the_floor_of_a_fixed_clip() -> None:
+    """At least 6/7 of sigma^2/(4 G Lambda phi) where that is a sixteenth of Phi; falls with phi."""
+    setting = replace(SETTING, penalty=2.0, noise=1.0)
+    beyond = 16 * setting.local_steps / (4 * setting.workers * 4 * (1 - setting.momentum))
+    phi = math.sqrt(beyond)  # g* = Phi/16
+    lowest = 1 / (4 * 4 * 2 * phi)
+    assert clipping.threshold(setting, phi) == pytest.approx(16 * lowest)
+    assert 6 / 7 * lowest <= math.sqrt(clipping.floor(setting, phi)) <= lowest
+    assert 0 < clipping.floor(setting, 2 * phi) < clipping.floor(setting, phi)
+    assert clipping.floor(setting, 0.01 * phi) == 0.0  # the proposition says nothing
+    assert clipping.floor(setting, math.inf) == 0.0
+    assert clipping.floor(replace(setting, noise=0.0), phi) == 0.0
+
+
+# --- exact runs -----------------------------------------------------------------------------------
+
+
+def followed(form: Form, genes: Genes, setting: Setting, phi: float) -> tuple[float, float, float]:
+    """A and both residuals on x^2/2, by every path of the noise, a number at a time."""
+    size, late, tau = form.size, form.size.late_steps, form.size.local_steps
+    up = math.sqrt((1 - form.share) / form.share) * float(genes.noise[0])
+    down = -math.sqrt(form.share / (1 - form.share)) * float(genes.noise[0])
+    decay, gamma = float(genes.decay[0]), setting.inner_step
+    total = square = running = 0.0
+    for path in product((up, down), repeat=size.rounds * tau):
+        weight = math.prod(form.share if noise == up else 1 - form.share for noise in path)
+        x = anchor = float(form.problem.start[0])
+        m = r = left = 0.0
+        flight: list[float] = []
+        for t in range(size.rounds):
+            due_at, summed = (late, 0.0) if late and t else (None, 0.0)
+            for k in range(tau + 1):
+                if k == due_at or (k == tau and not late):
+                    flight += [summed] if not late else []
+                    ready = late or len(flight) > size.delay
+                    u = setting.momentum * m
+                    u += flight.pop(0) / setting.penalty if ready else 0.0
+                    m = min(max(u, -phi), phi)
+                    s = setting.penalty * (u - m) / tau
+                    r = decay * r + (1 - decay) * s
+                    if late or size.delay or t < size.rounds - 1:
+                        square, running = square + weight * s * s, running + weight * r * r
+                    anchor -= setting.outer_step * gamma * m
+                    x = anchor + x - left if late else anchor
+                if k < tau:
+                    total += weight * x * x
+                    slope = x + path[t * tau + k]
+                    summed, x = summed + slope, x - gamma * slope
+            left = x
+            flight += [summed] if late else []
+    rounds = size.rounds
+    return total / (rounds * tau), math.sqrt(square / rounds), math.sqrt(running / rounds)
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2])
+@pytest.mark.parametrize("late", [None, 1, 2])
+def test_runs_are_those_of_every_path(delay: int, late: int | None) -> None:
+    """A and both residuals of a clipped run are those of a loop over numbers and paths."""
+    problem = Pieces(
+        breaks=np.zeros((1, 1)),
+        slopes=np.ones((1, 1, 2)),
+        tilt=np.zeros((1, 1)),
+        offset=np.zeros(1),
+        turn=np.eye(1),
+        start=np.array([1.5]),
+    )
+    size = RunSize(workers=1, rounds=4, local_steps=2, seeds=256, delay=delay, late_steps=late)
+    form = Form(problem, size, 0.2)
+    genes = Genes(
+        outer=np.array([1.3]),
+        momentum=np.array([0.5]),
+        penalty=np.array([2.0]),
+        clip=np.array([-1.5]),
+        step=np.array([0.9]),
+        noise=np.array([1.2]),
+        decay=np.array([0.7]),
+        aware=np.array([False]),
+    )
+    found = clip_runs.measured(form, genes)
+    expected = followed(form, genes, found.settings[0], float(found.clip[0]))
+    assert (found.gradient[0], found.residual[0], found.running[0]) == pytest.approx(expected)
+    assert expected[1] > expected[2] > 0
+
+
+def test_pieces_are_the_integral_of_their_gradient() -> None:
+    """The value is above 0 and its slope the gradient, which L bounds; workers have its mean."""
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        problem = clip_runs.random_form(rng, noisy=False).problem
+        at = rng.normal(size=(50, len(problem.start))) * 3
+        near = at + 1e-6 * rng.normal(size=at.shape)
+        change = ((problem.gradient(at) + problem.gradient(near)) / 2 * (near - at)).sum(axis=-1)
+        np.testing.assert_allclose(problem.value(near) - problem.value(at), change, atol=1e-9)
+        steps = np.linalg.norm(problem.gradient(at[1:]) - problem.gradient(at[:-1]), axis=1)
+        assert (
+            steps <= problem.smoothness * np.linalg.norm(np.diff(at, axis=0), axis=1) + 1e-9
+        ).all()
+        assert problem.value(at).min() >= -1e-9
+        each = problem.gradients(np.repeat(at[:, None], len(problem.slopes), axis=1))
+        np.testing.assert_allclose(each.mean(axis=1), problem.gradient(at), atol=1e-9)
+        x = problem.start[None]
+        for _ in range(2000):
+            x = x - 0.5 * problem.gradient(x)
+        assert problem.value(x)[0] >= -1e-9
+
+
+def test_wrong_constants_are_counted() -> None:
+    """A small task finds no violation of what holds, and some of what is wrong on purpose."""
+    cell = ClipTask(seed=1, calls=16, noisy=False).measure()
+    assert cell.clipped > 50 < cell.unclipped
+    assert not any(
+        cell.violations[name] for name in clip_checks.THEOREMS if name in cell.violations
+    )
+    assert cell.violations["running residual in the gap, none"] > 0
+    assert {"residual", "running residual", "clipped gradients"} <= cell.compared.keys()
