@@ -164,7 +164,7 @@ class Clip:
         if self._limit is None:
             return
         taken = softshrink(vector, self._limit)  # what is beyond the limit, 0 within
-        self._counts.append(taken.count_nonzero())
+        self._counts.append((taken != 0).sum())  # count_nonzero is slower on CPUs
         self._norms.append(torch.linalg.vector_norm(taken))
         vector.clamp_(-self._limit, self._limit)
 
