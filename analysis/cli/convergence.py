@@ -46,9 +46,9 @@ AskedGap = Annotated[float | None, _GAP]
 Heterogeneity = Annotated[
     float, number("--heterogeneity", "Zeta squared: mean of |grad f_i - grad f|^2.")
 ]
-Workers = Annotated[int, whole("--workers", "G: workers whose models are averaged.")]
-Rounds = Annotated[int, whole("--rounds", "T: rounds; each ends with an average.")]
-Tau = Annotated[int, whole("--local-steps", "Tau: steps between averages.")]
+Workers = Annotated[int | None, whole("--workers", "G: workers whose models are averaged.")]
+Rounds = Annotated[int | None, whole("--rounds", "T: rounds; each ends with an average.")]
+Tau = Annotated[int | None, whole("--local-steps", "Tau: steps between averages.")]
 InnerStep = Annotated[
     float | None,
     number(
@@ -329,12 +329,12 @@ def verify(
 
 
 def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
-    smoothness: Smoothness,
-    noise: Noise,
-    gap: Gap,
-    workers: Workers,
-    rounds: Rounds,
-    local_steps: Tau,
+    smoothness: AskedSmoothness = None,
+    noise: AskedNoise = None,
+    gap: AskedGap = None,
+    workers: Workers = None,
+    rounds: Rounds = None,
+    local_steps: Tau = None,
     heterogeneity: Heterogeneity = 0.0,
     inner_step: InnerStep = None,
     outer_step: OuterStep = 1.0,
@@ -354,41 +354,90 @@ def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
             "Also the longest delay that raises the bound by at most this share, such as 0.2.",
         ),
     ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--run",
+            metavar="FOLDER",
+            help="A training: its setting, its constants (--estimate), and its clipping residual.",
+        ),
+    ] = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """The bound of the mean squared gradient for one setting, by term; or "infeasible".
 
-    A delay in local steps is that of averages that are used without a restart.
+    --smoothness, --noise, --gap, --workers, --rounds and --local-steps are required where no --run
+    says them. A delay in local steps is that of averages that are used without a restart.
     """
     from analysis.convergence.bound_report import (  # noqa: PLC0415 - scipy, only for this command
         answer,
         bound_to_dict,
         print_bound,
     )
+    from analysis.convergence.run_record import print_run, read_run  # noqa: PLC0415
     from analysis.convergence.setting import Setting  # noqa: PLC0415
 
     if allowed_delay is not None:
         validation.at_least("--allowed-delay", allowed_delay, 0)
 
-    setting = Setting(
-        smoothness=smoothness,
-        noise=noise,
-        heterogeneity=heterogeneity,
-        gap=gap,
-        workers=workers,
-        rounds=rounds,
-        local_steps=local_steps,
-        inner_step=1.0 if inner_step is None else inner_step,
-        outer_step=outer_step,
-        momentum=momentum,
-        penalty=penalty,
-        most_penalty=most_penalty,
-        delay=delay.rounds,
-        late=lateness(delay, keep, predict),
-        convex=convex,
-    )
-    answered = answer(setting, tune=inner_step is None, price=allowed_delay)
-    if json_:
-        print_json(bound_to_dict(answered))
+    recorded = None if run is None else read_run(run)
+    asked: dict[str, Any] = {
+        "smoothness": smoothness,
+        "noise": noise,
+        "gap": gap,
+        "workers": workers,
+        "rounds": rounds,
+        "local_steps": local_steps,
+        "inner_step": inner_step,
+    }
+    if recorded is None:
+        asked |= {
+            "outer_step": outer_step,
+            "momentum": momentum,
+            "penalty": penalty,
+            "most_penalty": most_penalty,
+            "delay": delay.rounds,
+            "late": lateness(delay, keep, predict),
+        }
     else:
-        print_bound(console(), answered)
+        _refuse_with_run(
+            outer_step=(outer_step, 1.0),
+            momentum=(momentum, 0.0),
+            penalty=(penalty, 1.0),
+            most_penalty=(most_penalty, None),
+            delay=(delay, ONE_ROUND),
+            keep=(keep, None),
+            predict=(predict, None),
+        )
+        asked = recorded.given(asked)
+    _refuse_missing(asked)
+    tune = asked.get("inner_step") is None
+    asked |= {"inner_step": 1.0} if tune else {}
+    setting = Setting(heterogeneity=heterogeneity, convex=convex, **asked)
+    answered = answer(setting, tune=tune, price=allowed_delay)
+    if json_:
+        residual = {} if recorded is None else {"run": recorded.to_dict()}
+        print_json(bound_to_dict(answered) | residual)
+        return
+    print_bound(console(), answered)
+    if recorded is not None:
+        print_run(console(), recorded)
+
+
+def _refuse_with_run(**given: tuple[object, object]) -> None:
+    """Raise OptionError for an option that is not at its default: the training says it."""
+    for name, (value, default) in given.items():
+        if value != default:
+            flag = name.replace("_", "-")
+            raise OptionError(f"--{flag}: with --run the training says it; leave it out")
+
+
+def _refuse_missing(given: Mapping[str, object]) -> None:
+    """Raise OptionError for required numbers that neither an option nor a run says."""
+    names = ("smoothness", "noise", "gap", "workers", "rounds", "local_steps")
+    missing = [f"--{name.replace('_', '-')}" for name in names if given.get(name) is None]
+    if missing:
+        raise OptionError(
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; give numbers, or"
+            " --run FOLDER of a training with --estimate"
+        )
