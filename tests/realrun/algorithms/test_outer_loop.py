@@ -1,7 +1,9 @@
 """Rules of algorithms as pure functions, their options, and algorithms on one rank."""
 
+import copy
 import itertools
 import math
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -322,6 +324,31 @@ def test_clipped_elements_are_counted_over_all_shards_of_a_worker() -> None:
         optim.step()
         assert co2.stats().clipped == 6 / 8
         assert co2.stats().clip_residual == pytest.approx(2 * 3 * 0.5**2)
+
+
+def test_a_resumed_run_goes_on_with_the_residual() -> None:
+    """Stats of a run that was cut in the middle are those of an uncut one; older states have 0."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer, CO2]:
+        model = network()
+        optim = optimizer(model, "sgd")
+        return model, optim, CO2(model, optim, tau=2, outer_momentum=0.5, clip=0.01)
+
+    model, optim, co2 = made()
+    train(model, optim, 0, range(7))
+    kept = copy.deepcopy([model.state_dict(), optim.state_dict(), co2.state_dict()])
+    train(model, optim, 0, range(7, 14))
+    other, again, resumed = made()
+    for one, state in zip((other, again, resumed), kept, strict=True):
+        one.load_state_dict(state)
+    train(other, again, 0, range(7, 14))
+    assert co2.stats().clip_residual > 0
+    assert replace(resumed.stats(), waited=0.0) == replace(co2.stats(), waited=0.0)
+    del kept[2]["rank0"]["numbers"]["clip_residual"]
+    resumed.load_state_dict(kept[2])
+    assert resumed.stats().clip_residual == 0
+    co2.close()
+    resumed.close()
 
 
 def test_all_buckets_of_an_average_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

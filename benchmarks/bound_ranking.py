@@ -1,0 +1,530 @@
+"""Where the bound ranks settings of CO2 rightly: what is measured beside what it says.
+
+    python benchmarks/bound_ranking.py            # ten minutes on two cores; go on with the same
+    python benchmarks/bound_ranking.py --quick    # two settings of one task, in seconds
+
+Small models on two of the built-in tasks, SGD and AdamW inside, two learning rates, and CO2 with
+other tau, delays, outer steps, clips and quantized averages. Measured is the mean of |grad f|^2 at
+the mean of the workers, of all training images, or of fixed samples of text. The bound gets the
+constants that `realrun train --estimate` finds, and the residuals that training records
+(Theorem 1 of docs/theory.md). AdamW has no gamma: it gets what its steps were long per gradient.
+
+Finished trainings are rows of bound_ranking-runs.csv, and are not made again. Writes
+bound_ranking.md and bound_ranking.png.
+"""
+
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from reports import append, folder, machine, made_by, parser, read, table
+from scipy.stats import spearmanr
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from analysis.convergence import bound
+from analysis.convergence.setting import Late, Setting
+from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
+from realrun.algorithms import CO2
+from realrun.execute.world import World, join
+from realrun.launch.launcher import run_local
+from realrun.train.folder import ESTIMATE
+from realrun.train.log import MARKERS
+from realrun.train.settings import TaskName
+from realrun.train.tasks.presets import GPTS, GPTShape
+from realrun.train.tasks.registry import make_task
+from realrun.train.tasks.task import Task, loss_of
+
+TASKS: tuple[TaskName, ...] = ("digits", "text")
+WORKERS, BATCH, SIZE, CONTEXT = 4, 8, "tiny", 32
+"""Batch: samples of one worker."""
+DEADLINE = 600.0
+SAMPLES = 512
+"""Of text, at which the gradient of f is measured; of images it is all."""
+EVERY = 5
+"""Steps between measurements of the gradient: not in step with rounds of 1, 4 or 12."""
+RUNS = "bound_ranking-runs.csv"
+CONSTANTS = "bound_ranking-estimates.json"
+KEYS = ("task", "inner", "lr", "method", "seed")
+NUMBERS = ("steps", "rounds", "gradient", "gamma", "clipped", "clip_residual", "rounding_residual")
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """CO2 in one setting. `clip` is in rms lengths of the tau steps of a round, by element."""
+
+    name: str
+    family: str
+    tau: int = 4
+    clip: float | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def setting(self, constants: Mapping[str, float], rounds: int, gamma: float) -> Setting:
+        """What the bound is given."""
+        late = self.options.get("delay")
+        return Setting(
+            **constants,
+            workers=WORKERS,
+            rounds=rounds,
+            local_steps=self.tau,
+            inner_step=gamma,
+            outer_step=self.options.get("outer_lr", 1.0),
+            momentum=self.options.get("outer_momentum", 0.0),
+            delay=self.options.get("staleness", 1),
+            late=Late(steps=late) if late else None,
+        )
+
+
+BASE = "tau 4, a round late"
+METHODS = (
+    Method(BASE, ""),
+    Method("tau 1", "tau", 1),
+    Method("tau 12", "tau", 12),
+    Method("in time", "delay", options={"staleness": 0}),
+    Method("2 steps late", "delay", options={"delay": 2, "keep": 1.0, "predict": 0.0}),
+    Method("3 rounds late", "delay", options={"staleness": 3}),
+    Method("alpha 1/2", "outer step", options={"outer_lr": 0.5}),
+    Method("alpha 1/2, beta 1/2", "outer step", options={"outer_lr": 0.5, "outer_momentum": 0.5}),
+    Method("clip 3", "clip", clip=3.0),
+    Method("clip 1", "clip", clip=1.0),
+    Method("clip 0.2", "clip", clip=0.2),
+    Method("int8", "wire", options={"dtype": "int8"}),
+    Method("int4", "wire", options={"dtype": "int4"}),
+)
+FAMILIES = tuple(dict.fromkeys(method.family for method in METHODS if method.family))
+
+RATES: Mapping[tuple[str, str], tuple[float, float]] = {
+    ("digits", "sgd"): (0.0025, 0.1),
+    ("text", "sgd"): (0.001, 0.05),
+    ("digits", "adamw"): (0.0003, 0.003),
+    ("text", "adamw"): (0.0003, 0.003),
+}
+"""For each task and inner optimizer: one for which the bound of SGD holds, and a usual one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One training."""
+
+    task: TaskName
+    inner: str
+    lr: float
+    method: Method
+    seed: int
+    steps: int
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """In the table of runs."""
+        return (self.task, self.inner, f"{self.lr:g}", self.method.name, str(self.seed))
+
+
+def asks(*, quick: bool) -> list[Ask]:
+    """All that is trained: seed by seed, so that an interrupted study is complete but for seeds."""
+    tasks = TASKS[:1] if quick else TASKS
+    inners = ("sgd",) if quick else ("sgd", "adamw")
+    methods = METHODS[:1] + METHODS[-2:-1] if quick else METHODS
+    seeds, steps = (1, 12) if quick else (2, 96)
+    return [
+        Ask(task, inner, lr, method, seed, steps)
+        for seed, task, inner in product(range(seeds), tasks, inners)
+        for lr in RATES[task, inner]
+        for method in methods
+    ]
+
+
+def shape_of(task: str) -> GPTShape:
+    """The transformer of a task, in short contexts."""
+    return replace(GPTS[SIZE], context=CONTEXT) if task == "text" else GPTS[SIZE]
+
+
+class Probe:
+    """Measures |grad f|^2 at the mean of the workers, on a copy of the model."""
+
+    def __init__(self, task: Task, world: World) -> None:
+        """Each rank takes a share of the samples."""
+        self._model, size = task.model(), world.layout.world_size
+        count = min(task.choices, SAMPLES) if task.name.startswith("text") else task.choices
+        numbers = np.random.default_rng(0).permutation(task.choices)[: count // size * size]
+        self._batch, self._size = task.draw(numbers[world.rank :: size]), size
+
+    def __call__(self, model: nn.Module) -> float:
+        """All ranks call it."""
+        mean = parameters_to_vector(model.parameters()).detach().clone()
+        dist.all_reduce(mean)
+        vector_to_parameters(mean.div_(self._size), self._model.parameters())
+        parts = torch.autograd.grad(
+            loss_of(self._model, self._batch), list(self._model.parameters())
+        )
+        gradient = torch.cat([part.reshape(-1) for part in parts])
+        dist.all_reduce(gradient)
+        return float((gradient / self._size).double().square().sum())
+
+
+class Lengths:
+    """How long local steps are for their gradients, before CO2 does anything: rms over steps."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Made before CO2, whose hook then comes later."""
+        self._model, self._before, self._sums = model, torch.empty(0), torch.zeros(2)
+        optimizer.register_step_pre_hook(self._begin)
+        optimizer.register_step_post_hook(self._end)
+
+    def _begin(self, *_: object) -> None:
+        self._before = parameters_to_vector(self._model.parameters()).detach().clone()
+
+    def _end(self, *_: object) -> None:
+        moved = parameters_to_vector(self._model.parameters()).detach() - self._before
+        self._sums += torch.stack((moved.square().sum(), gradient_of(self._model).square().sum()))
+
+    def gamma(self) -> float:
+        """Of all ranks, which all call it: the learning rate, with SGD."""
+        sums = self._sums.clone()
+        dist.all_reduce(sums)
+        return math.sqrt(float(sums[0] / sums[1]))
+
+
+def gradient_of(model: nn.Module) -> Tensor:
+    """In one row."""
+    return torch.cat([one.grad.reshape(-1) for one in model.parameters() if one.grad is not None])
+
+
+def one_run(ask: Ask, task: Task, world: World) -> dict[str, Any]:
+    """Train once; the row of the table of runs. All ranks call it."""
+    torch.manual_seed(ask.seed)
+    model, probe, method = task.model(), Probe(task, world), ask.method
+    kind = torch.optim.SGD if ask.inner == "sgd" else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=ask.lr, weight_decay=0.0)
+
+    def slope(step: int) -> Tensor:
+        optimizer.zero_grad()
+        batch = task.batch(ask.seed, step, BATCH * WORKERS, world.rank, WORKERS)
+        loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+        return gradient_of(model)
+
+    unit = torch.tensor(ask.lr)
+    if ask.inner == "sgd":
+        unit = ask.lr * slope(0).square().mean().sqrt() / WORKERS
+        dist.all_reduce(unit)
+    options = {"outer_lr": 1.0, "gap": "constant", "tau": method.tau, **method.options}
+    if method.clip is not None:
+        options["clip"] = method.clip * method.tau * float(unit)
+    lengths = Lengths(model, optimizer)
+    co2, found = CO2(model, optimizer, **options), [probe(model)]
+    for step in range(1, ask.steps + 1):
+        slope(step)
+        optimizer.step()
+        if step % EVERY == 0:
+            found.append(probe(model))
+    stats = co2.stats()
+    co2.close()
+    return {
+        **dict(zip(KEYS, ask.key, strict=True)),
+        "steps": ask.steps,
+        "rounds": stats.rounds,
+        "gradient": float(np.mean(found)),
+        "gamma": lengths.gamma(),
+        "clipped": stats.clipped,
+        "clip_residual": stats.clip_residual,
+        "rounding_residual": stats.rounding_residual,
+    }
+
+
+def run_ranks(wanted: list[Ask], path: Path) -> None:
+    """Be one of the ranks: run what is missing, one after the other, and add it to the file."""
+    world = join("gloo", DEADLINE)
+    torch.set_num_threads(1)
+    shared: list[Any] = [read(path, KEYS, NUMBERS)]
+    dist.broadcast_object_list(shared)
+    missing = [ask for ask in wanted if ask.key not in shared[0]]
+    tasks = {name: make_task(name, SIZE, shape_of(name), world.device) for name in TASKS}
+    began = time.monotonic()
+    for done, ask in enumerate(missing, 1):
+        row = one_run(ask, tasks[ask.task], world)
+        if world.rank == 0:
+            append(path, row, (*KEYS, *NUMBERS))
+            left = (len(missing) - done) * (time.monotonic() - began) / done / 60
+            print(f"{', '.join(ask.key)}: {row['gradient']:.4g}; {left:.1f} min left", flush=True)
+    world.leave()
+
+
+def estimate(task: str, inner: str, lr: float, steps: int) -> dict[str, float]:
+    """The constants that `realrun train --estimate` finds in a run of the base setting."""
+    with tempfile.TemporaryDirectory() as name:
+        command = (
+            *("realrun", "train", "--task", task, "--size", SIZE, "--optimizer", inner),
+            *("--strategy", "co2:tau=4", "--outer", "gap=constant,lr=1", "--lr", f"{lr:g}"),
+            *("--steps", str(steps), "--batch", str(BATCH * WORKERS), "--eval-every", "0"),
+            *("--warmup", "0", "--final-lr", "1", "--weight-decay", "0", "--clip-grad", "0"),
+            *("--momentum", "0" if inner == "sgd" else "0.9", "--estimate", "--out", name),
+            *(("--context", str(CONTEXT)) if task == "text" else ()),
+        )
+        if code := run_local(command, WORKERS):
+            sys.exit(code)
+        found = json.loads((Path(name) / ESTIMATE).read_text())
+    return {
+        "smoothness": found["smoothness"],
+        "noise": found["noise"]["value"],
+        "gap": max(found["gap"]["value"], 0.0),
+    }
+
+
+def residual(row: Mapping[str, Any], tau: int) -> float:
+    """Eps in units of one gradient, as `co2analysis bound --run` takes it from a training."""
+    lost = math.sqrt(row["clip_residual"]) + math.sqrt(row["rounding_residual"])
+    return lost / (row["gamma"] * tau * math.sqrt(row["rounds"]))
+
+
+def kick(setting: Setting) -> float:
+    """c_e of Theorem 1: what a residual moves the gap by, as a root mean square over a round."""
+    eta, gamma = setting.virtual_step, setting.inner_step
+    own, carried = eta * (1 - setting.momentum), eta * setting.momentum
+    within = gamma * np.arange(setting.local_steps) / setting.local_steps
+    if setting.late is not None:
+        early = np.arange(setting.local_steps) < setting.late.steps
+        lengths = np.where(early, within + abs(gamma - own), abs(within - own)) + carried
+    elif setting.delay:
+        lengths = eta * setting.delay + within
+    else:
+        lengths = abs(within - own) + carried
+    return math.sqrt(float(np.mean(lengths**2)))
+
+
+def bounded(setting: Setting, eps: float) -> tuple[float, float]:
+    """Theorem 1, infinite where its condition fails; and its terms without the factor K.
+
+    The second is no bound. It is there for every setting, to be ranked by.
+    """
+    taken, smooth = bound.load(setting), setting.smoothness
+    _, by_noise = bound.gap_constants(setting)
+    averaged, eta = setting.noise / setting.workers, setting.virtual_step
+    apart = math.sqrt(by_noise * averaged) + setting.local_steps * kick(setting) * eps
+    rest = (
+        2 * setting.gap / (eta * setting.rounds * setting.local_steps)
+        + smooth * eta * averaged
+        + (smooth * math.sqrt(bound.drift(setting)) + eps) ** 2
+    )
+    stale = smooth**2 * apart**2
+    return rest + stale / (1 - taken) if taken < 1 else math.inf, rest + stale
+
+
+def evaluated(frame: pd.DataFrame, constants: Mapping[str, Mapping[str, float]]) -> pd.DataFrame:
+    """A row for each setting: means over seeds, and what the bound says of them."""
+    methods, rows = {method.name: method for method in METHODS}, []
+    for key, runs in frame.groupby(["task", "inner", "lr", "method"], sort=False):
+        task, inner, lr, name = map(str, key)  # type: ignore[arg-type]
+        method = methods[name]
+        mean = runs[list(NUMBERS)].mean().to_dict()
+        low = float(lr) == RATES[task, inner][0]
+        rounds = int(mean["steps"]) // method.tau
+        setting = method.setting(constants[f"{task} {inner}"], rounds, mean["gamma"])
+        eps = math.sqrt(float(np.mean([residual(row, method.tau) ** 2 for row in records(runs)])))
+        total, terms = bounded(setting, eps)
+        rows.append(
+            {
+                "panel": f"{task}, {inner}",
+                "rate": "low" if low else "usual",
+                "method": name,
+                "family": method.family,
+                "gradient": mean["gradient"],
+                "error": float(runs["gradient"].std(ddof=0)) / math.sqrt(max(1, len(runs) - 1)),
+                "eps": eps,
+                "load": bound.load(setting),
+                "bound": total,
+                "terms": terms,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows."""
+    return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
+
+
+def rank(one: pd.Series, other: pd.Series) -> str:
+    """Spearman's correlation, and of how many settings; none of fewer than 4."""
+    count = len(one)
+    if count < 4:  # noqa: PLR2004
+        return f"- ({count})"
+    return f"{float(spearmanr(one, other).statistic):+.2f} ({count})"
+
+
+def pairs(found: pd.DataFrame, family: str) -> str:
+    """Pairs of a family and the base that differ by more than chance; how many are ranked rightly.
+
+    At one learning rate, by the terms. Chance: two standard errors.
+    """
+    right = clear = 0
+    for _, group in found.groupby("rate", sort=False):
+        chosen = records(group[(group["family"] == family) | (group["method"] == BASE)])
+        for one, other in combinations(chosen, 2):
+            apart = one["gradient"] - other["gradient"]
+            if abs(apart) > 2 * math.hypot(one["error"], other["error"]):
+                clear += 1
+                right += apart * (one["terms"] - other["terms"]) > 0
+    return f"{right} of {clear}"
+
+
+def correlations(frame: pd.DataFrame) -> str:
+    """How rightly each panel is ranked, as a table in Markdown."""
+    rows = []
+    for panel, found in frame.groupby("panel", sort=False):
+        holds = found[np.isfinite(found["bound"])]
+        broken = int((holds["gradient"] > holds["bound"]).sum())
+        rows.append(
+            {
+                "task, inner": str(panel),
+                "bound": rank(holds["bound"], holds["gradient"]),
+                "broken": f"{broken} of {len(holds)}",
+                "terms, all": rank(found["terms"], found["gradient"]),
+                **{
+                    f"terms, {rate} rate": rank(part["terms"], part["gradient"])
+                    for rate, part in found.groupby("rate", sort=False)
+                },
+                **{family: pairs(found, family) for family in FAMILIES},
+            }
+        )
+    return table(rows)
+
+
+def settings(frame: pd.DataFrame) -> str:
+    """What was measured / what the bound says, or in brackets its terms where it has none."""
+    rows = []
+    for (rate, method), found in frame.groupby(["rate", "method"], sort=False):
+        cells = {"rate": str(rate), "setting": str(method)}
+        for row in records(found):
+            says = f"{row['bound']:.3g}" if math.isfinite(row["bound"]) else f"({row['terms']:.3g})"
+            cells[row["panel"]] = f"{row['gradient']:.3g} / {says}, eps {row['eps']:.2g}"
+        rows.append(cells)
+    return table(rows)
+
+
+def draw(frame: pd.DataFrame) -> bytes:
+    """What was measured above what the bound says; hollow: no bound holds, its terms alone."""
+    with mpl.rc_context(STYLE | GRID | PLAIN_TEXT):
+        panels = list(frame.groupby("panel", sort=False))
+        figure = Figure(figsize=(10.0, 7.6), layout="constrained")
+        axes = figure.subplots(2, 2, squeeze=False).flat
+        for axis, (panel, found) in zip(axes, panels, strict=False):
+            for place, family in enumerate(("", *FAMILIES)):
+                for rate, size in (("low", 22), ("usual", 55)):
+                    chosen = found[(found["family"] == family) & (found["rate"] == rate)]
+                    holds = np.isfinite(chosen["bound"])
+                    says = chosen["bound"].where(holds, chosen["terms"])
+                    colour = COLOURS[place]
+                    axis.scatter(
+                        says,
+                        chosen["gradient"],
+                        s=size,
+                        marker=MARKERS[place],
+                        facecolors=[colour if one else "none" for one in holds],
+                        edgecolors=colour,
+                        label=(family or "base") if rate == "usual" else None,
+                    )
+            axis.set_xscale("log")
+            axis.set_yscale("log")
+            ends = [min(found["gradient"]), max(found["gradient"])]
+            axis.plot(ends, ends, color="#888888", linewidth=1)
+            axis.set_title(f"{panel}: rank correlation {rank(found['terms'], found['gradient'])}")
+            axis.set_xlabel("the bound; hollow: no bound holds, its terms without 1/(1 - load)")
+            axis.set_ylabel("measured mean of |grad f|^2")
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
+        figure.suptitle("small: low learning rate, large: a usual one; grey: measured = bound")
+        return render(figure, "png")
+
+
+def report(
+    frame: pd.DataFrame, constants: Mapping[str, Mapping[str, float]], steps: int, seeds: int
+) -> str:
+    """The page."""
+    known = table(
+        [
+            {"task, inner": name, **{key: f"{value:.3g}" for key, value in one.items()}}
+            for name, one in constants.items()
+        ]
+    )
+    return f"""\
+# Where the bound ranks settings rightly
+
+{WORKERS} workers, {BATCH} samples each, {steps} steps, {seeds} seeds, a constant learning rate,\
+ low or usual. Measured is the mean of |grad f|^2 at the mean of the workers, every {EVERY} steps.\
+ The bound is that of Theorem 1 ([theory](../../docs/theory.md)) with the residual that training\
+ records. Most usual rates are outside its condition; then its *terms* without the factor\
+ 1/(1 - load) are no bound, but can be ranked by.
+
+**Rank correlation** (Spearman; in brackets, of how many settings). *bound*: where it holds;\
+ *broken*: measured above it. By family: of the pairs of settings, base included, that differ by\
+ more than two standard errors at one rate, how many the terms order rightly.
+
+{correlations(frame)}
+
+Measured / bound (in brackets: its terms, where no bound holds), and the residual eps in units of\
+ one gradient. For AdamW gamma is what its steps were long per gradient.
+
+{settings(frame)}
+
+Constants, from `realrun train --estimate` with the base setting at the usual rate:
+
+{known}
+
+{machine()}
+
+{made_by()}
+"""
+
+
+def complete(wanted: list[Ask], out: Path) -> int:
+    """Run what is missing in the folder, by this very script as ranks; the exit code."""
+    path, code = out / CONSTANTS, 0
+    constants = json.loads(path.read_text()) if path.exists() else {}
+    for task, inner in dict.fromkeys((ask.task, ask.inner) for ask in wanted):
+        if f"{task} {inner}" not in constants:
+            steps = max(ask.steps for ask in wanted)
+            constants[f"{task} {inner}"] = estimate(task, inner, RATES[task, inner][1], steps)
+            path.write_text(json.dumps(constants, indent=2) + "\n")
+    if any(ask.key not in read(out / RUNS, KEYS, NUMBERS) for ask in wanted):
+        code = run_local([sys.executable, *sys.argv, "--out", str(out)], WORKERS)
+    return code
+
+
+def main() -> None:
+    """Start the ranks, or be one of them; then write what is complete."""
+    command = parser(__doc__, "two settings of one task")
+    given = command.parse_args()
+    wanted = asks(quick=given.quick)
+    with folder(given) as out:
+        if "RANK" in os.environ:
+            run_ranks(wanted, out / RUNS)
+            return
+        code = complete(wanted, out)
+        known = read(out / RUNS, KEYS, NUMBERS)
+        done = [known[ask.key] for ask in wanted if ask.key in known]
+        if done:
+            constants = json.loads((out / CONSTANTS).read_text())
+            found = evaluated(pd.DataFrame(done), constants)
+            seeds = len({ask.seed for ask in wanted})
+            text = report(found, constants, wanted[0].steps, seeds)
+            (out / "bound_ranking.md").write_text(text)
+            (out / "bound_ranking.png").write_bytes(draw(found))
+            print(text)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
