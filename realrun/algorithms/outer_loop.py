@@ -163,6 +163,7 @@ class OuterLoop(ABC):
                 raise NobodyLeftError
             norm = finite_norm(flight, counters.round, self.flat, state, self.links, first)
             counters.penalty = self.rule.weigh(state, norm, self.links.total)
+            rounding = flight.rounding()  # here, where a GPU need not do what was issued since
         if clock:
             clock.stop()
             self._clocks.append(clock)
@@ -170,14 +171,14 @@ class OuterLoop(ABC):
         clipped = self.rule.absorb(state, flight.vector, counters.penalty)
         self._mark_absorbed()
         counters.used += share
-        self._count_residuals(clipped, flight)
+        self._count_residuals(clipped, rounding)
 
-    def _count_residuals(self, clipped: Clipped, flight: PendingAverage) -> None:
+    def _count_residuals(self, clipped: Clipped, rounding: tuple[float, float]) -> None:
         """Add what clip and quantization took off, over all ranks of a worker."""
         if not (self.rule.clips or self.average.quantizes):
             return
         counters = self.counters
-        numbers = (clipped.elements, clipped.squares, *flight.rounding())
+        numbers = (clipped.elements, clipped.squares, *rounding)
         count, squares, sent, mean = self.links.total(numbers)
         counters.clipped += count
         counters.clip_residual += counters.penalty**2 * squares
