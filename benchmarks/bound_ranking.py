@@ -7,7 +7,7 @@ Small models on two of the built-in tasks, SGD and AdamW inside, two learning ra
 other tau, delays, outer steps, clips and quantized averages. Measured is the mean of |grad f|^2 at
 the mean of the workers, of all training images, or of fixed samples of text. The bound gets the
 constants that `realrun train --estimate` finds, and the residuals that training records
-(Theorem 1 of docs/theory.md). AdamW has no gamma: it gets what its steps were long per gradient.
+(Theorem 1 of docs/theory.md). AdamW has no gamma: it gets how long its steps were per gradient.
 
 Finished trainings are rows of bound_ranking-runs.csv, and are not made again. Writes
 bound_ranking.md and bound_ranking.png.
@@ -30,6 +30,7 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.distributed as dist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from reports import append, folder, machine, made_by, parser, read, table
 from scipy.stats import spearmanr
@@ -98,6 +99,7 @@ class Method:
         )
 
 
+SAID = {"sgd": "SGD", "adamw": "AdamW"}
 BASE = "tau 4, a round late"
 METHODS = (
     Method(BASE, ""),
@@ -300,10 +302,10 @@ def estimate(task: str, inner: str, lr: float, steps: int) -> dict[str, float]:
     }
 
 
-def residual(row: Mapping[str, Any], tau: int) -> float:
+def residual(row: Mapping[str, Any], tau: int, gamma: float) -> float:
     """Eps in units of one gradient, as `co2analysis bound --run` takes it from a training."""
     lost = math.sqrt(row["clip_residual"]) + math.sqrt(row["rounding_residual"])
-    return lost / (row["gamma"] * tau * math.sqrt(row["rounds"]))
+    return lost / (gamma * tau * math.sqrt(row["rounds"]))
 
 
 def kick(setting: Setting) -> float:
@@ -339,27 +341,36 @@ def bounded(setting: Setting, eps: float) -> tuple[float, float]:
     return rest + stale / (1 - taken) if taken < 1 else math.inf, rest + stale
 
 
-def evaluated(frame: pd.DataFrame, constants: Mapping[str, Mapping[str, float]]) -> pd.DataFrame:
+def gap_of(constants: Mapping[str, dict[str, float]], task: str) -> float:
+    """Delta of a task: the largest fall of the loss that any run has seen."""
+    return max(one["gap"] for name, one in constants.items() if name.startswith(task))
+
+
+def evaluated(frame: pd.DataFrame, constants: Mapping[str, dict[str, float]]) -> pd.DataFrame:
     """A row for each setting: means over seeds, and what the bound says of them."""
     methods, rows = {method.name: method for method in METHODS}, []
+    based = frame[frame["method"] == BASE].groupby(["task", "inner", "lr"])["gamma"].mean()
     for key, runs in frame.groupby(["task", "inner", "lr", "method"], sort=False):
         task, inner, lr, name = map(str, key)  # type: ignore[arg-type]
         method = methods[name]
         mean = runs[list(NUMBERS)].mean().to_dict()
         low = float(lr) == RATES[task, inner][0]
         rounds = int(mean["steps"]) // method.tau
-        setting = method.setting(constants[f"{task} {inner} {lr}"], rounds, mean["gamma"])
-        eps = math.sqrt(float(np.mean([residual(row, method.tau) ** 2 for row in records(runs)])))
+        known = constants[f"{task} {inner} {lr}"] | {"gap": gap_of(constants, task)}
+        gamma = float(based[task, inner, lr])
+        setting = method.setting(known, rounds, gamma)
+        found = [residual(row, method.tau, gamma) ** 2 for row in records(runs)]
+        eps = math.sqrt(float(np.mean(found)))
         total, terms = bounded(setting, eps)
         rows.append(
             {
-                "panel": f"{task}, {inner}",
+                "panel": f"{task}, {SAID[inner]}",
                 "rate": "low" if low else "usual",
                 "method": name,
                 "family": method.family,
                 "gradient": mean["gradient"],
                 "loss": mean["loss"],
-                "error": float(runs["gradient"].std(ddof=0)) / math.sqrt(max(1, len(runs) - 1)),
+                "seeds": runs.sort_values("seed")["gradient"].to_numpy(),
                 "eps": eps,
                 "load": bound.load(setting),
                 "bound": total,
@@ -374,6 +385,10 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
 
 
+CLEAR = 0.01
+"""The share by which settings have to differ on average for a pair to count."""
+
+
 def rank(one: pd.Series, other: pd.Series) -> str:
     """Spearman's correlation, and of how many settings; none of fewer than 4."""
     count = len(one)
@@ -383,18 +398,18 @@ def rank(one: pd.Series, other: pd.Series) -> str:
 
 
 def pairs(found: pd.DataFrame, family: str) -> str:
-    """Pairs of a family and the base that differ by more than chance; how many are ranked rightly.
+    """Pairs of a family and the base that differ in every seed alike; how many are ranked rightly.
 
-    At one learning rate, by the terms. Chance: two standard errors.
+    At one learning rate, by the terms. Runs of one seed have the same first model and samples.
     """
     right = clear = 0
     for _, group in found.groupby("rate", sort=False):
         chosen = records(group[(group["family"] == family) | (group["method"] == BASE)])
         for one, other in combinations(chosen, 2):
-            apart = one["gradient"] - other["gradient"]
-            if abs(apart) > 2 * math.hypot(one["error"], other["error"]):
+            ratios = np.log(one["seeds"] / other["seeds"])
+            if abs(np.sign(ratios).sum()) == len(ratios) and abs(ratios.mean()) > CLEAR:
                 clear += 1
-                right += apart * (one["terms"] - other["terms"]) > 0
+                right += ratios[0] * (one["terms"] - other["terms"]) > 0
     return f"{right} of {clear}"
 
 
@@ -436,48 +451,50 @@ def settings(frame: pd.DataFrame) -> str:
     return table(rows)
 
 
-RIGHT = 1e4
-"""The right edge of the figure."""
-
-
 def draw(frame: pd.DataFrame) -> bytes:
-    """What was measured above what the bound says; hollow: no bound holds, its terms alone."""
+    """Ranks of what was measured above ranks by the terms; filled: a bound holds."""
     with mpl.rc_context(STYLE | GRID | PLAIN_TEXT):
-        panels = list(frame.groupby("panel", sort=False))
-        figure = Figure(figsize=(10.0, 7.6), layout="constrained")
-        axes = figure.subplots(2, 2, squeeze=False).flat
-        for axis, (panel, found) in zip(axes, panels, strict=False):
-            for place, family in enumerate(("", *FAMILIES)):
-                for rate, size in (("low", 22), ("usual", 55)):
-                    chosen = found[(found["family"] == family) & (found["rate"] == rate)]
-                    holds = np.isfinite(chosen["bound"])
-                    says = chosen["bound"].where(holds, chosen["terms"]).clip(upper=RIGHT)
-                    colour = COLOURS[place]
-                    axis.scatter(
-                        says,
-                        chosen["gradient"],
-                        s=size,
-                        marker=MARKERS[place],
-                        facecolors=[colour if one else "none" for one in holds],
-                        edgecolors=colour,
-                        label=(family or "base") if rate == "usual" else None,
-                    )
-            axis.set_xscale("log")
-            axis.set_yscale("log")
-            axis.set_xlim(right=2 * RIGHT)
-            ends = [min(found["gradient"]), max(found["gradient"])]
-            axis.plot(ends, ends, color="#888888", linewidth=1)
-            axis.set_title(f"{panel}: rank correlation {rank(found['terms'], found['gradient'])}")
-            axis.set_xlabel(f"the bound; hollow: none holds, its terms; {RIGHT:g}: that or more")
-            axis.set_ylabel("measured mean of |grad f|^2")
-        handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
-        figure.suptitle("small: low learning rate, large: a usual one; grey: measured = bound")
+        panels = list(frame.groupby(["rate", "panel"], sort=False))
+        rates = frame["rate"].nunique()
+        columns = len(panels) // rates
+        figure = Figure(figsize=(2.7 * columns + 0.5, 3.0 * rates + 0.6), layout="constrained")
+        axes = figure.subplots(rates, columns, squeeze=False, sharex=True, sharey=True)
+        order = [at for rate in range(rates) for at in range(rate, len(panels), rates)]
+        for axis, place in zip(axes.flat, order, strict=True):
+            (rate, panel), found = panels[place]
+            _ranks(axis, found)
+            axis.set_title(
+                f"{panel}, {rate} rate:\n{rank(found['terms'], found['gradient'])}", fontsize=9
+            )
+        figure.supxlabel("rank by the bound's terms (filled: its condition holds)")
+        figure.supylabel("rank by the measured mean of |grad f|^2")
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=6, frameon=False)
         return render(figure, "png")
 
 
+def _ranks(axis: Axes, found: pd.DataFrame) -> None:
+    """One panel; the diagonal is a right ranking."""
+    says, measured = found["terms"].rank(), found["gradient"].rank()
+    axis.plot([1, len(found)], [1, len(found)], color="#888888", linewidth=1)
+    axis.set_xticks(range(1, len(found) + 1, 3))
+    axis.set_yticks(range(1, len(found) + 1, 3))
+    for place, family in enumerate(("", *FAMILIES)):
+        chosen, colour = found["family"] == family, COLOURS[place]
+        holds = np.isfinite(found.loc[chosen, "bound"])
+        axis.scatter(
+            says[chosen],
+            measured[chosen],
+            s=40,
+            marker=MARKERS[place],
+            facecolors=[colour if one else "none" for one in holds],
+            edgecolors=colour,
+            label=family or "base",
+        )
+
+
 def report(
-    frame: pd.DataFrame, constants: Mapping[str, Mapping[str, float]], steps: int, seeds: int
+    frame: pd.DataFrame, constants: Mapping[str, dict[str, float]], steps: int, seeds: int
 ) -> str:
     """The page."""
     known = table(
@@ -496,17 +513,19 @@ def report(
  1/(1 - load) are no bound, but can be ranked by.
 
 **Rank correlation** (Spearman; in brackets, of how many settings). *bound*: where it holds;\
- *broken*: measured above it. By family: of the pairs of settings, base included, that differ by\
- more than two standard errors at one rate, how many the terms order rightly.
+ *broken*: measured above it. *loss*: with f at the last step in the place of the gradient. By\
+ family: of the pairs of settings, base included, that differ at one rate by {CLEAR:.0%} and in\
+ every seed alike, how many the terms order rightly.
 
 {correlations(frame)}
 
 Measured / bound (in brackets: its terms, where no bound holds), and the residual eps in units of\
- one gradient. For AdamW gamma is what its steps were long per gradient.
+ one gradient. For AdamW gamma is how long its steps were per gradient, in the base setting.
 
 {settings(frame)}
 
-Constants, from `realrun train --estimate` with the base setting:
+Constants, from `realrun train --estimate` with the base setting; the bound gets the largest gap\
+ of the task, as a run with a low rate is far from the lowest loss:
 
 {known}
 
