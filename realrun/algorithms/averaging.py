@@ -53,6 +53,9 @@ _BITS: dict[Wire, Bits] = {"int8": 8, "int4": 4}
 _ERROR_BYTES = 8
 """Two numbers of fp32 behind the second message of a bucket: what its roundings took off."""
 
+_PART = 32 * BLOCK
+"""Elements of a row whose rounding errors are summed at once."""
+
 
 @dataclass(eq=False, slots=True)
 class PendingAverage:
@@ -352,10 +355,18 @@ class Average:
 
 
 def _taken_off(rows: Tensor, quantized: Quantized, bits: Bits) -> Tensor:
-    """|rows - what is sent for them|^2."""
-    rounded = dequantize(*quantized, bits, BLOCK, rows.shape[-1])
-    off: Tensor = torch.linalg.vector_norm(rounded.sub_(rows))
-    return off.square()
+    """|rows - what is sent for them|^2; on a CPU in parts that fit into its cache."""
+    size = rows.shape[-1] if rows.is_cuda else _PART
+    squares = []
+    for first in range(0, rows.shape[-1], size):
+        part = rows[..., first : first + size]
+        end = first + part.shape[-1]
+        codes = quantized.codes[..., first * bits // 8 : -(-end * bits // 8)]
+        scales = quantized.scales[..., first // BLOCK : -(-end // BLOCK)]
+        rounded = dequantize(codes, scales, bits, BLOCK, part.shape[-1])
+        off: Tensor = torch.linalg.vector_norm(rounded.sub_(part))
+        squares.append(off.square())
+    return torch.stack(squares).sum()
 
 
 def _event() -> torch.cuda.Event:
