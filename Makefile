@@ -9,7 +9,7 @@ WORKERS = $(shell $(PYTHON) -c "import os; print(os.cpu_count() or 1)")
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 
-.PHONY: run check fast test nightly torch-versions docs bench fidelity verify failures convergence long-study time-to-loss peers overhead \
+.PHONY: run check fast test nightly torch-versions docs bench fidelity verify failures convergence long-study bound-ranking time-to-loss peers overhead \
   checkpoints explore-speed ssp quantization tasks engines chaos torchft-kills mutants faults lock audit golden format lint clean
 
 run: $(STAMP)-report
@@ -97,6 +97,9 @@ convergence: $(STAMP)-dev
 
 long-study: $(STAMP)-dev
 	$(BIN)/python benchmarks/long_study.py $(QUICK)
+
+bound-ranking: $(STAMP)-dev
+	$(BIN)/python benchmarks/bound_ranking.py $(QUICK)
 
 time-to-loss: $(STAMP)-dev
 	$(BIN)/python benchmarks/time_to_loss.py $(QUICK)

@@ -71,7 +71,16 @@ class Attachment(ExitStack):
 
     def stats(self) -> Stats:
         """Nothing."""
-        return Stats(rounds=0, steps=0, penalty=1.0, clipped=0.0, waited=0.0, bytes_sent=0)
+        return Stats(
+            rounds=0,
+            steps=0,
+            penalty=1.0,
+            clipped=0.0,
+            clip_residual=0.0,
+            rounding_residual=0.0,
+            waited=0.0,
+            bytes_sent=0,
+        )
 
 
 @contextmanager

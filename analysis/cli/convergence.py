@@ -46,9 +46,9 @@ AskedGap = Annotated[float | None, _GAP]
 Heterogeneity = Annotated[
     float, number("--heterogeneity", "Zeta squared: mean of |grad f_i - grad f|^2.")
 ]
-Workers = Annotated[int, whole("--workers", "G: workers whose models are averaged.")]
-Rounds = Annotated[int, whole("--rounds", "T: rounds; each ends with an average.")]
-Tau = Annotated[int, whole("--local-steps", "Tau: steps between averages.")]
+Workers = Annotated[int | None, whole("--workers", "G: workers whose models are averaged.")]
+Rounds = Annotated[int | None, whole("--rounds", "T: rounds; each ends with an average.")]
+Tau = Annotated[int | None, whole("--local-steps", "Tau: steps between averages.")]
 InnerStep = Annotated[
     float | None,
     number(
@@ -339,12 +339,12 @@ def verify(
 
 
 def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
-    smoothness: Smoothness,
-    noise: Noise,
-    gap: Gap,
-    workers: Workers,
-    rounds: Rounds,
-    local_steps: Tau,
+    smoothness: AskedSmoothness = None,
+    noise: AskedNoise = None,
+    gap: AskedGap = None,
+    workers: Workers = None,
+    rounds: Rounds = None,
+    local_steps: Tau = None,
     heterogeneity: Heterogeneity = 0.0,
     inner_step: InnerStep = None,
     outer_step: OuterStep = 1.0,
@@ -387,46 +387,97 @@ def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
         ),
     ] = None,
     gradient_bound: GradientBound = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--run",
+            metavar="FOLDER",
+            help="A training: its setting, its constants (--estimate), and its clipping residual.",
+        ),
+    ] = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """The bound of the mean squared gradient for one setting, by term; or "infeasible".
 
-    A delay in local steps is that of averages that are used without a restart. Clipping and
-    quantization are covered by the size of the error that a run recorded (--clip-residual), a clip
-    alone also before a run (--phi).
+    --smoothness, --noise, --gap, --workers, --rounds and --local-steps are required where no --run
+    says them. A delay in local steps is that of averages that are used without a restart. Clipping
+    and quantization are covered by the size of the error that a run recorded (--clip-residual, or
+    --run), a clip alone also before a run (--phi).
     """
     from analysis.convergence.bound_report import (  # noqa: PLC0415 - scipy, only for this command
         answer,
         bound_to_dict,
         print_bound,
     )
+    from analysis.convergence.run_record import print_run, read_run  # noqa: PLC0415
     from analysis.convergence.setting import Setting  # noqa: PLC0415
 
     if allowed_delay is not None:
         validation.at_least("--allowed-delay", allowed_delay, 0)
-    clip = _clip(clip_residual, residual_decay, phi, gradient_bound, inner_step)
-    setting = Setting(
-        smoothness=smoothness,
-        noise=noise,
-        heterogeneity=heterogeneity,
-        gap=gap,
-        workers=workers,
-        rounds=rounds,
-        local_steps=local_steps,
-        inner_step=1.0 if inner_step is None else inner_step,
-        outer_step=outer_step,
-        momentum=momentum,
-        penalty=penalty,
-        most_penalty=most_penalty,
-        delay=delay.rounds,
-        late=lateness(delay, keep, predict),
-        convex=convex,
-    )
-    answered = answer(setting, tune=inner_step is None, price=allowed_delay, clip=clip)
-    if json_:
-        print_json(bound_to_dict(answered))
+    recorded = None if run is None else read_run(run)
+    asked: dict[str, Any] = {
+        "smoothness": smoothness,
+        "noise": noise,
+        "gap": gap,
+        "workers": workers,
+        "rounds": rounds,
+        "local_steps": local_steps,
+        "inner_step": inner_step,
+    }
+    if recorded is None:
+        asked |= {
+            "outer_step": outer_step,
+            "momentum": momentum,
+            "penalty": penalty,
+            "most_penalty": most_penalty,
+            "delay": delay.rounds,
+            "late": lateness(delay, keep, predict),
+        }
     else:
-        print_bound(console(), answered)
+        _refuse_with_run(
+            outer_step=(outer_step, 1.0),
+            momentum=(momentum, 0.0),
+            penalty=(penalty, 1.0),
+            most_penalty=(most_penalty, None),
+            delay=(delay, ONE_ROUND),
+            keep=(keep, None),
+            predict=(predict, None),
+            clip_residual=(clip_residual, None),
+        )
+        asked = recorded.given(asked)
+    _refuse_missing(asked)
+    tune = asked.get("inner_step") is None
+    asked |= {"inner_step": 1.0} if tune else {}
+    setting = Setting(heterogeneity=heterogeneity, convex=convex, **asked)
+    residual = clip_residual if recorded is None else recorded.residual or None
+    clip = _clip(residual, residual_decay, phi, gradient_bound, tune=tune)
+    answered = answer(setting, tune=tune, price=allowed_delay, clip=clip)
+    if json_:
+        of_run = {} if recorded is None else {"run": recorded.to_dict()}
+        print_json(bound_to_dict(answered) | of_run)
+        return
+    print_bound(console(), answered)
+    if recorded is not None:
+        print_run(console(), recorded)
+
+
+def _refuse_with_run(**given: tuple[object, object]) -> None:
+    """Raise OptionError for an option that is not at its default: the training says it."""
+    for name, (value, default) in given.items():
+        if value != default:
+            flag = name.replace("_", "-")
+            raise OptionError(f"--{flag}: with --run the training says it; leave it out")
+
+
+def _refuse_missing(given: Mapping[str, object]) -> None:
+    """Raise OptionError for required numbers that neither an option nor a run says."""
+    names = ("smoothness", "noise", "gap", "workers", "rounds", "local_steps")
+    missing = [f"--{name.replace('_', '-')}" for name in names if given.get(name) is None]
+    if missing:
+        raise OptionError(
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; give numbers, or"
+            " --run FOLDER of a training with --estimate"
+        )
 
 
 def _clip(
@@ -434,14 +485,15 @@ def _clip(
     decay: float,
     phi: float | None,
     largest: float | None,
-    inner_step: float | None,
+    *,
+    tune: bool,
 ) -> Any:
     """What is asked about clipping, as a Clip; None if nothing is."""
     from analysis.convergence.clip_report import Clip  # noqa: PLC0415 - scipy, only for this command
 
     if decay and residual is None:
         raise OptionError("--residual-decay is that of --clip-residual, which is missing")
-    if residual is not None and inner_step is None:
+    if residual is not None and tune:
         raise OptionError(
             "--clip-residual was recorded with one inner step: give it by --inner-step"
         )

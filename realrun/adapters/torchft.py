@@ -300,7 +300,7 @@ class _QuorumLoop(RoundLoop):
         numbers = given["numbers"]
         self.state.numbers = {name: numbers[name] for name in self.state.numbers}
         self.counters.round = numbers["round"] - self._closing
-        for name in ("used", "penalty", "clipped", "missing"):
+        for name in ("used", "penalty", "clipped", "clip_residual", "missing"):
             setattr(self.counters, name, numbers[name])
         self._given = True
 

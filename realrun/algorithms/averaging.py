@@ -8,7 +8,7 @@ On the wire, and what it costs a rank among n, for S bytes of fp32:
   parts with all others (all_to_all), sums in fp32 what it got, quantizes the mean and sends it to
   all (all_gather): two roundings of at most half a scale, and a quarter or an eighth of the bytes
   of fp32. The chain runs on a thread that owns the communicator, beside training; on a GPU, on its
-  own stream.
+  own stream. How much both roundings took off travels along, in 8 bytes of each bucket.
 
 All ranks get the same bits, since every element is summed on one of them only.
 """
@@ -34,7 +34,13 @@ from realrun.algorithms.process_groups import (
     wait_for,
 )
 from realrun.algorithms.quantization import dequantize, quantize, sum_rows
-from realrun.algorithms.quantization_format import Bits, from_wire, to_wire, wire_bytes
+from realrun.algorithms.quantization_format import (
+    Bits,
+    Quantized,
+    from_wire,
+    to_wire,
+    wire_bytes,
+)
 from realrun.torch_compat import all_gather_single
 
 BUCKET_MIB = 25.0
@@ -44,6 +50,11 @@ BLOCK = 2048
 """Quantized elements that share a scale; as in co2sim's `diloco`."""
 
 _BITS: dict[Wire, Bits] = {"int8": 8, "int4": 4}
+_ERROR_BYTES = 8
+"""Two numbers of fp32 behind the second message of a bucket: what its roundings took off."""
+
+_PART = 32 * BLOCK
+"""Elements of a row whose rounding errors are summed at once."""
 
 
 @dataclass(eq=False, slots=True)
@@ -52,6 +63,7 @@ class PendingAverage:
 
     Launched after local step `step`: who left before will not come. It is the mean of `members`
     ranks; None: of all. `given`: the largest element of this rank's; `blame`: whose are not finite.
+    `errors`: for each bucket two sums of squares (see `rounding`), once it has arrived.
     """
 
     round: int
@@ -65,6 +77,19 @@ class PendingAverage:
     members: int | None = None
     given: Tensor | None = None
     blame: str = ""
+    errors: list[Tensor] = field(default_factory=list)
+
+    def rounding(self) -> tuple[float, float]:
+        """What quantization took off, once it was waited for: the same on all ranks.
+
+        The mean over ranks of |v_i - sent_i|^2, and |mean of what was sent - what all got|^2. So
+        the vector is off by at most the sum of their roots (Jensen), both 0 where nothing was
+        quantized.
+        """
+        if not self.errors:
+            return 0.0, 0.0
+        sent, mean = torch.stack([one.double() for one in self.errors]).sum(0).tolist()
+        return sent, mean
 
     def arrived(self) -> bool:
         """Whether nothing is left to wait for, as the host sees it."""
@@ -196,6 +221,11 @@ class Average:
         self._present, self._counting = present, group
 
     @property
+    def quantizes(self) -> bool:
+        """Whether averages are rounded to int8 or int4."""
+        return self._wire in _BITS
+
+    @property
     def weighs(self) -> bool:
         """Whether ranks may be left out."""
         return self._present is not None
@@ -219,7 +249,9 @@ class Average:
             mean()
             flight.members = int(count)
             if flight.members:
-                flight.vector.mul_(self._size / flight.members)
+                more = self._size / flight.members
+                flight.vector.mul_(more)
+                flight.errors = [one.double() * more**2 for one in flight.errors]
 
         flight.finish = finish
         return flight
@@ -232,7 +264,7 @@ class Average:
             return flight
         if self._wire in _BITS:
             for bucket in torch.split(vector, self._elements):
-                wait, poll = self._submit(bucket)
+                wait, poll = self._submit(bucket, flight.errors)
                 flight.waits.append(wait)
                 flight.polls.append(poll)
             return flight
@@ -253,18 +285,20 @@ class Average:
         flight.finish = finish
         return flight
 
-    def _submit(self, bucket: Tensor) -> tuple[Callable[[Seconds], None], Callable[[], bool]]:
+    def _submit(
+        self, bucket: Tensor, errors: list[Tensor]
+    ) -> tuple[Callable[[Seconds], None], Callable[[], bool]]:
         """Hand a bucket to the thread that owns the group; gives how to wait, and how to ask."""
         if self._owner is None:
             self._owner = ThreadPoolExecutor(1, thread_name_prefix="average")
             self._stream = _stream(bucket.device) if bucket.is_cuda else None
         part = -(-len(bucket) // self._size)
-        self.sent += 2 * (self._size - 1) * wire_bytes(part, self._bits, BLOCK)
+        self.sent += (self._size - 1) * (2 * wire_bytes(part, self._bits, BLOCK) + _ERROR_BYTES)
         if self._stream is None:
-            sent = self._owner.submit(self._exchange, bucket, part)
+            sent = self._owner.submit(self._exchange, bucket, part, errors)
             return partial(_result, sent), sent.done
         filled = torch.cuda.current_stream(bucket.device).record_event()
-        done = self._owner.submit(self._beside, bucket, part, filled, self._stream)
+        done = self._owner.submit(self._beside, bucket, part, errors, filled, self._stream)
 
         def wait(seconds: Seconds) -> None:
             event = done.result(seconds)
@@ -276,34 +310,63 @@ class Average:
         return wait, arrived
 
     def _beside(
-        self, bucket: Tensor, part: int, filled: torch.cuda.Event, stream: torch.cuda.Stream
+        self,
+        bucket: Tensor,
+        part: int,
+        errors: list[Tensor],
+        filled: torch.cuda.Event,
+        stream: torch.cuda.Stream,
     ) -> torch.cuda.Event:
         """Exchange on its own stream; gives the event of its end."""
         with torch.cuda.device(bucket.device), torch.cuda.stream(stream):
             stream.wait_event(filled)
-            self._exchange(bucket, part)
+            self._exchange(bucket, part, errors)
             ended: torch.cuda.Event = stream.record_event()
             return ended
 
-    def _exchange(self, bucket: Tensor, part: int) -> None:
-        """`bucket` <- the mean of all ranks' buckets; NaN and infinities spoil their block."""
+    def _exchange(self, bucket: Tensor, part: int, errors: list[Tensor]) -> None:
+        """`bucket` <- the mean of all ranks' buckets; NaN and infinities spoil their block.
+
+        To `errors` goes what both roundings took off, summed over all parts.
+        """
         assert self._group is not None
         n, bits = self._size, self._bits
         rows = bucket.new_zeros(n * part)
         rows[: len(bucket)].copy_(bucket)
-        given = to_wire(quantize(rows.view(n, part), bits, BLOCK, refuse_non_finite=False))
+        quantized = quantize(rows.view(n, part), bits, BLOCK, refuse_non_finite=False)
+        given, first = to_wire(quantized), _taken_off(rows.view(n, part), quantized, bits) / n
         taken = torch.empty_like(given)
         dist.all_to_all_single(taken.view(-1), given.view(-1), group=self._group)
         mean = sum_rows(from_wire(taken, bits, BLOCK, part), bits, BLOCK, part).div_(n)
-        mine = to_wire(quantize(mean, bits, BLOCK, refuse_non_finite=False))
+        quantized = quantize(mean, bits, BLOCK, refuse_non_finite=False)
+        squares = torch.stack((first, _taken_off(mean, quantized, bits))).view(torch.uint8)
+        taken = taken.new_empty(n, taken.shape[1] + _ERROR_BYTES)
+        mine = torch.cat((to_wire(quantized), squares))
         all_gather_single(taken.view(-1), mine, group=self._group)
-        codes, scales = from_wire(taken, bits, BLOCK, part)
+        told = taken[:, -_ERROR_BYTES:].clone(memory_format=torch.contiguous_format)
+        errors.append(told.view(torch.float32).double().sum(0))
+        codes, scales = from_wire(taken[:, :-_ERROR_BYTES], bits, BLOCK, part)
         bucket.copy_(dequantize(codes, scales, bits, BLOCK, part).view(-1)[: len(bucket)])
 
     def close(self) -> None:
         """End the thread. No average may be under way."""
         if self._owner is not None:
             self._owner.shutdown()
+
+
+def _taken_off(rows: Tensor, quantized: Quantized, bits: Bits) -> Tensor:
+    """|rows - what is sent for them|^2; on a CPU in parts that fit into its cache."""
+    size = rows.shape[-1] if rows.is_cuda else _PART
+    squares = []
+    for first in range(0, rows.shape[-1], size):
+        part = rows[..., first : first + size]
+        end = first + part.shape[-1]
+        codes = quantized.codes[..., first * bits // 8 : -(-end * bits // 8)]
+        scales = quantized.scales[..., first // BLOCK : -(-end // BLOCK)]
+        rounded = dequantize(codes, scales, bits, BLOCK, part.shape[-1])
+        off: Tensor = torch.linalg.vector_norm(rounded.sub_(part))
+        squares.append(off.square())
+    return torch.stack(squares).sum()
 
 
 def _event() -> torch.cuda.Event:

@@ -3,14 +3,13 @@
 from dataclasses import dataclass
 from typing import Unpack
 
-import torch
 from torch import Tensor, nn
 
 from co2sim.common.delayed_averaging import even_fragments, kept
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import between, whole
 from realrun import errors
-from realrun.algorithms.delayed import Delay, DelayedAveraging, State, Total
+from realrun.algorithms.delayed import Clip, Clipped, Delay, DelayedAveraging, State, Total
 from realrun.algorithms.local_update import Common, LocalUpdate
 from realrun.algorithms.optimizers import Optimizers
 from realrun.errors import DEFAULT_GAP, GAPS, Gap
@@ -117,32 +116,28 @@ class CO2Rule:
     def _remembers(self) -> bool:
         return self.gap == "gap_aware" and self.staleness > 1
 
-    def absorb(self, state: State, average: Tensor, penalty: float) -> int:
+    def absorb(self, state: State, average: Tensor, penalty: float) -> Clipped:
         """Momentum: m <- beta m + D / Lambda, clipped."""
         if self._at_once:
             return self._absorb_at_once(state, average, penalty)
-        momentum, limit, clipped = state.vectors["momentum"], self.clip, []
+        momentum, clip = state.vectors["momentum"], Clip(self.clip)
         if self._remembers:
             past = state.vectors["past"]
             past[int(state.numbers["absorbed"]) % len(past)].copy_(momentum)
         state.numbers["absorbed"] += 1
         for m, mean in state.chunks(momentum, average):
             m.mul_(self.outer_momentum).add_(mean, alpha=1 / penalty)
-            if limit is not None:
-                clipped.append((m.abs() > limit).sum())
-                m.clamp_(-limit, limit)
-        return int(torch.stack(clipped).sum()) if clipped else 0
+            clip(m)
+        return clip.result()
 
-    def _absorb_at_once(self, state: State, average: Tensor, penalty: float) -> int:
+    def _absorb_at_once(self, state: State, average: Tensor, penalty: float) -> Clipped:
         """Anchor: x_{t+1,0} <- x_{t,0} - alpha D / Lambda, clipped."""
-        clipped = []
+        clip = Clip(self.clip)
         for anchor, mean in state.chunks(state.anchor, average):
             m = mean * (1 / penalty)
-            if self.clip is not None:
-                clipped.append((m.abs() > self.clip).sum())
-                m.clamp_(-self.clip, self.clip)
+            clip(m)
             anchor.add_(m, alpha=-self.outer_lr)
-        return int(torch.stack(clipped).sum()) if clipped else 0
+        return clip.result()
 
     def move(self, state: State) -> None:
         """Anchor: x_{t+1,0} <- x_{t,0} - alpha m."""

@@ -8,10 +8,11 @@ displacement counts from the *rounded* start, as in `flat_parameters`.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import Field, dataclass
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softshrink
 
 from co2sim.common.delayed_averaging import MAX_FRAGMENTS, bounded, check_predict
 from co2sim.common.units import Seconds
@@ -135,6 +136,47 @@ class State:
         return float(square**0.5)
 
 
+class Clipped(NamedTuple):
+    """What a clip did to momentum u: elements it changed, and the sum of squares of u - clip(u).
+
+    The squares are in squared units of parameters, as u is.
+    """
+
+    elements: int
+    squares: float
+
+
+NOT_CLIPPED = Clipped(0, 0.0)
+"""Of rules without a clip."""
+
+
+class Clip:
+    """Clips vectors chunk by chunk to [-limit, limit], and sums up what it took off them."""
+
+    def __init__(self, limit: float | None) -> None:
+        """None: no clip."""
+        self._limit = limit
+        self._counts: list[Tensor] = []
+        self._norms: list[Tensor] = []
+
+    def __call__(self, vector: Tensor) -> None:
+        """Clip in place."""
+        if self._limit is None:
+            return
+        taken = softshrink(vector, self._limit)  # what is beyond the limit, 0 within
+        self._counts.append((taken != 0).sum())  # count_nonzero is slower on CPUs
+        self._norms.append(torch.linalg.vector_norm(taken))
+        vector.clamp_(-self._limit, self._limit)
+
+    def result(self) -> Clipped:
+        """Over all that was clipped; on a GPU this waits for it, once."""
+        if not self._counts:
+            return NOT_CLIPPED
+        squares = torch.stack(self._norms).double().square().sum()
+        count, total = torch.stack((torch.stack(self._counts).sum().double(), squares)).tolist()
+        return Clipped(int(count), total)
+
+
 class Rule(Protocol):
     """One algorithm's outer step.
 
@@ -168,8 +210,8 @@ class Rule(Protocol):
         It may read vectors, and change numbers only.
         """
 
-    def absorb(self, state: State, average: Tensor, penalty: float) -> int:
-        """Take D in; gives how many elements were clipped.
+    def absorb(self, state: State, average: Tensor, penalty: float) -> Clipped:
+        """Take D in; gives what was clipped.
 
         The anchor may only move here if x was launched from the new one (`pull`), or if nothing
         is under way (`staleness` 0); all others move it in `move`.
@@ -208,14 +250,14 @@ class MomentumRule(ABC):
         del state, norm, total
         return 1.0
 
-    def absorb(self, state: State, average: Tensor, penalty: float) -> int:
+    def absorb(self, state: State, average: Tensor, penalty: float) -> Clipped:
         """Both updates at once: no average is in flight."""
         del penalty
         vectors = (state.vectors["momentum"], average, state.anchor)
         for m, mean, anchor in state.chunks(*vectors):
             m.mul_(self.outer_momentum).add_(mean)
             self.step(anchor, m, mean)
-        return 0
+        return NOT_CLIPPED
 
     @abstractmethod
     def step(self, anchor: Tensor, m: Tensor, mean: Tensor) -> None:
@@ -236,12 +278,22 @@ class Stats:
     end of a round.
     `penalty` is the last Lambda_t, 1 before the first average was used. `clipped` is the share of
     elements of the momentum that were clipped, over all averages used and the whole model.
+
+    Two sums over all averages used and the whole model say how far the outer momentum was from the
+    exact one, in squared units of parameters. `clip_residual` is that of |Lambda (u - clip(u))|^2
+    for u = beta m + D / Lambda. `rounding_residual` is one of upper bounds of |D - D'|^2, with the
+    mean D' of int8 or int4 in the place of D; the rounding of bf16 is not measured. With T rounds
+    of tau local steps of size gamma (plain SGD, fp32 parameters),
+    eps <= (sqrt(clip_residual) + sqrt(rounding_residual)) / (gamma tau sqrt(T))
+    in units of one gradient is what `co2analysis bound --clip-residual` takes (docs/theory.md).
     """
 
     rounds: int
     steps: int
     penalty: float
     clipped: float
+    clip_residual: float
+    rounding_residual: float
     waited: Seconds
     bytes_sent: int
     late: int = 0
@@ -253,7 +305,7 @@ class Counters:
     """Rounds, steps of the round that has begun, averages used, and what became of them.
 
     `clipped` counts elements of the whole model over all averages used, `missing` the steps that
-    rounds had less than `tau`, where `finish` ended them.
+    rounds had less than `tau`, where `finish` ended them. For the residuals see Stats.
     """
 
     round: int = 0
@@ -261,6 +313,8 @@ class Counters:
     used: float = 0.0
     penalty: float = 1.0
     clipped: float = 0.0
+    clip_residual: float = 0.0
+    rounding_residual: float = 0.0
     waited: Seconds = 0.0
     late: int = 0
     delay: int | None = None
@@ -274,6 +328,8 @@ class Counters:
             steps=self.round * tau + self.step - self.missing,
             penalty=self.penalty,
             clipped=self.clipped / considered if considered else 0.0,
+            clip_residual=self.clip_residual,
+            rounding_residual=self.rounding_residual,
             waited=self.waited,
             bytes_sent=sent,
             late=self.late,

@@ -20,7 +20,7 @@ from realrun.algorithms.delayed import (
     stand,
 )
 from realrun.algorithms.flat_parameters import Flat
-from realrun.algorithms.outer_loop import OuterLoop
+from realrun.algorithms.outer_loop import OuterLoop, rounding_numbers, rounding_of
 from realrun.algorithms.process_groups import WorkerGroups
 
 SAMPLES = 3
@@ -333,6 +333,7 @@ class DelayedLoop(OuterLoop):
             numbers[f"step{fragment}"] = launch.step
             numbers[f"delay{fragment}"] = launch.delay
             numbers[f"round{fragment}"] = flight.round if flight else -1
+            numbers |= rounding_numbers(fragment, flight)
         return numbers | self._auto.numbers()
 
     def go_on(self, numbers: Mapping[str, float]) -> None:
@@ -343,8 +344,10 @@ class DelayedLoop(OuterLoop):
                 int(numbers[f"{name}{fragment}"]) for name in ("step", "delay", "round")
             )
             if step >= 0:
-                pair = (Launch(fragment, step, delay), PendingAverage(number, self._means[span]))
-                self._under_way.append(pair)
+                flight = PendingAverage(
+                    number, self._means[span], errors=rounding_of(numbers, fragment)
+                )
+                self._under_way.append((Launch(fragment, step, delay), flight))
         self._under_way.sort(key=lambda pair: pair[0].step)
         if self._late.delay == "auto":
             self._auto.go_on(numbers, self._under_way)

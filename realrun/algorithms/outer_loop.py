@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from co2sim.common.units import Seconds
 from realrun.algorithms.averaging import Average, PendingAverage, Stopwatch, beside_training
-from realrun.algorithms.delayed import Counters, Rule, State, Stats
+from realrun.algorithms.delayed import Clipped, Counters, Rule, State, Stats
 from realrun.algorithms.flat_parameters import Flat
 from realrun.algorithms.process_groups import WorkerGroups
 from realrun.errors import NonFiniteError
@@ -88,6 +88,18 @@ def weighted_sum(tensor: Tensor) -> int:
     return (found + 2**63) % 2**64 - 2**63
 
 
+def rounding_numbers(place: int, flight: PendingAverage | None) -> dict[str, float]:
+    """To be saved: what quantization took off an average under way, which has arrived."""
+    sent, mean = flight.rounding() if flight else (0.0, 0.0)
+    return {f"rounding_sent{place}": sent, f"rounding_mean{place}": mean}
+
+
+def rounding_of(numbers: Mapping[str, float], place: int) -> list[Tensor]:
+    """What `rounding_numbers` gave, as the `errors` of an average; none in older states."""
+    names = rounding_numbers(place, None)
+    return [torch.tensor([numbers.get(name, 0.0) for name in names], dtype=torch.float64)]
+
+
 class NobodyLeftError(Exception):
     """An average of which no rank was a member: all have used up their data."""
 
@@ -141,7 +153,7 @@ class OuterLoop(ABC):
         `state` is the part of the whole state that it belongs to: from element `first` on, a
         `share` of the model. Raises NobodyLeftError for the mean of no rank.
         """
-        total, counters = self.links.total, self.counters
+        counters = self.counters
         clock = Stopwatch(flight.vector.device) if flight.waits else None
         with beside_training(flight, self._absorbed):
             was_there = flight.arrived()
@@ -150,7 +162,8 @@ class OuterLoop(ABC):
             if flight.members == 0:
                 raise NobodyLeftError
             norm = finite_norm(flight, counters.round, self.flat, state, self.links, first)
-            counters.penalty = self.rule.weigh(state, norm, total)
+            counters.penalty = self.rule.weigh(state, norm, self.links.total)
+            rounding = flight.rounding()  # here, where a GPU need not do what was issued since
         if clock:
             clock.stop()
             self._clocks.append(clock)
@@ -158,8 +171,18 @@ class OuterLoop(ABC):
         clipped = self.rule.absorb(state, flight.vector, counters.penalty)
         self._mark_absorbed()
         counters.used += share
-        if self.rule.clips:
-            counters.clipped += total([clipped])[0]
+        self._count_residuals(clipped, rounding)
+
+    def _count_residuals(self, clipped: Clipped, rounding: tuple[float, float]) -> None:
+        """Add what clip and quantization took off, over all ranks of a worker."""
+        if not (self.rule.clips or self.average.quantizes):
+            return
+        counters = self.counters
+        numbers = (clipped.elements, clipped.squares, *rounding)
+        count, squares, sent, mean = self.links.total(numbers)
+        counters.clipped += count
+        counters.clip_residual += counters.penalty**2 * squares
+        counters.rounding_residual += (math.sqrt(sent) + math.sqrt(mean)) ** 2
 
     def _mark_absorbed(self) -> None:
         """The vectors of the rule are now those that the next penalty is taken from."""
@@ -334,13 +357,20 @@ class RoundLoop(OuterLoop):
         return {f"average{i}": buffers[i] for i in range(self.rule.staleness)}
 
     def own_numbers(self) -> dict[str, float]:
-        """How many averages are under way."""
-        return {"in_flight": len(self.flights)}
+        """How many averages are under way, and what rounding took off them, by always one name."""
+        waiting = [*self.flights, *[None] * self.rule.staleness][: self.rule.staleness]
+        numbers: dict[str, float] = {"in_flight": len(self.flights)}
+        for place, flight in enumerate(waiting):
+            numbers |= rounding_numbers(place, flight)
+        return numbers
 
     def go_on(self, numbers: Mapping[str, float]) -> None:
         """Averages that are there already."""
         buffers = [*(flight.vector for flight in self.flights), *self.free]
         flying = int(numbers["in_flight"])
         first = self.counters.round - flying
-        self.flights = deque(PendingAverage(first + i, buffers[i]) for i in range(flying))
+        self.flights = deque(
+            PendingAverage(first + i, buffers[i], errors=rounding_of(numbers, i))
+            for i in range(flying)
+        )
         self.free = buffers[flying:]

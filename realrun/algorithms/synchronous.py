@@ -8,7 +8,15 @@ from torch import Tensor, nn
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import whole
 from realrun import errors
-from realrun.algorithms.delayed import Delay, DelayedAveraging, MomentumRule, State, Total
+from realrun.algorithms.delayed import (
+    NOT_CLIPPED,
+    Clipped,
+    Delay,
+    DelayedAveraging,
+    MomentumRule,
+    State,
+    Total,
+)
 from realrun.algorithms.local_update import Common, LocalUpdate
 from realrun.algorithms.optimizers import Optimizers
 
@@ -40,12 +48,12 @@ class LocalSGDRule:
         del state, norm, total
         return 1.0
 
-    def absorb(self, state: State, average: Tensor, penalty: float) -> int:
+    def absorb(self, state: State, average: Tensor, penalty: float) -> Clipped:
         """Nothing is under way, so the anchor may move at once."""
         del penalty
         for anchor, mean in state.chunks(state.anchor, average):
             anchor.sub_(mean)
-        return 0
+        return NOT_CLIPPED
 
     def move(self, state: State) -> None:
         """The anchor has moved."""
@@ -198,14 +206,14 @@ class OverlapLocalSGDRule:
         del state, norm, total
         return 1.0
 
-    def absorb(self, state: State, average: Tensor, penalty: float) -> int:
+    def absorb(self, state: State, average: Tensor, penalty: float) -> Clipped:
         """Anchor: v <- b v - D; z <- z + v."""
         del penalty
         vectors = (state.vectors["momentum"], average, state.anchor)
         for v, mean, anchor in state.chunks(*vectors):
             v.mul_(self.anchor_momentum).sub_(mean)
             anchor.add_(v)
-        return 0
+        return NOT_CLIPPED
 
     def move(self, state: State) -> None:
         """The anchor has moved."""

@@ -14,7 +14,7 @@ from co2sim.strategies import LocalSteps
 from co2sim.strategies.co2 import CO2
 from realrun.train.settings import TrainSettings
 
-_BOUNDED = ("co2", "slowmo", "local_sgd")
+BOUNDED = ("co2", "slowmo", "local_sgd")
 """The strategies with local steps that the bound is about."""
 
 _WITH_OUTER_STEP = ("co2", "slowmo")
@@ -187,13 +187,25 @@ def commands(found: Estimates, settings: TrainSettings, delay: int | None) -> di
             late = f" --delay {delay} --keep {keep:g} --predict {predict:g}"
     name = "co2"
     if isinstance(strategy, LocalSteps):
-        name = strategy.name if strategy.name in _BOUNDED else "local_sgd"
+        name = strategy.name if strategy.name in BOUNDED else "local_sgd"
     return {
         "bound": f"co2analysis bound {given} --workers {found.workers}"
         f" --rounds {max(1, settings.last // settings.round)} --local-steps {settings.round}{late}",
         "tau": f"co2analysis tau {given} --strategy {name} --micro-batch {found.micro_batch}"
         " --cluster CLUSTER --model MODEL",
     }
+
+
+def unlike_sgd(settings: TrainSettings) -> list[str]:
+    """What makes local steps others than those of plain SGD, in words."""
+    steps = ["AdamW"] if settings.optimizer == "adamw" else []
+    if settings.optimizer == "sgd" and settings.momentum:
+        steps.append(f"momentum {settings.momentum:g}")
+    if settings.weight_decay:
+        steps.append(f"weight decay {settings.weight_decay:g}")
+    if settings.clip_grad:
+        steps.append(f"gradients clipped at {settings.clip_grad:g}")
+    return steps
 
 
 def limits(settings: TrainSettings) -> list[str]:
@@ -204,13 +216,7 @@ def limits(settings: TrainSettings) -> list[str]:
         "L of some samples is on average above that of all data; on other samples, with the"
         " direction that was found, it is on average below."
     )
-    steps = ["AdamW"] if settings.optimizer == "adamw" else []
-    if settings.optimizer == "sgd" and settings.momentum:
-        steps.append(f"momentum {settings.momentum:g}")
-    if settings.weight_decay:
-        steps.append(f"weight decay {settings.weight_decay:g}")
-    if settings.clip_grad:
-        steps.append(f"gradients clipped at {settings.clip_grad:g}")
+    steps = unlike_sgd(settings)
     found = [gap, spread, curvature]
     if steps:
         found.append(
@@ -225,7 +231,7 @@ def limits(settings: TrainSettings) -> list[str]:
             "The commands have an outer step of 1 without momentum or penalty: for others add"
             " --outer-step, --momentum, --most-penalty."
         )
-    if isinstance(strategy, LocalSteps) and strategy.name not in _BOUNDED:
+    if isinstance(strategy, LocalSteps) and strategy.name not in BOUNDED:
         found.append(
             f"The bound is not about {strategy.name}: the commands are those of local_sgd."
         )

@@ -32,6 +32,10 @@ class OuterStats(Protocol):
     @property
     def clipped(self) -> float: ...  # noqa: D102
     @property
+    def clip_residual(self) -> float: ...  # noqa: D102
+    @property
+    def rounding_residual(self) -> float: ...  # noqa: D102
+    @property
     def waited(self) -> float: ...  # noqa: D102
     @property
     def bytes_sent(self) -> int: ...  # noqa: D102
@@ -66,6 +70,8 @@ class LogRow:
     bytes_sent: int | None = None
     late: int | None = None
     delay: int | None = None
+    clip_residual: float | None = None
+    rounding_residual: float | None = None
 
     def with_stats(self, stats: OuterStats) -> "LogRow":
         """The row with what an outer step tells."""
@@ -78,10 +84,14 @@ class LogRow:
             bytes_sent=stats.bytes_sent,
             late=stats.late,
             delay=stats.delay,
+            clip_residual=stats.clip_residual,
+            rounding_residual=stats.rounding_residual,
         )
 
 
 _NAMES = tuple(field.name for field in fields(LogRow))
+_ADDED = ("clip_residual", "rounding_residual")
+"""Columns that older logs lack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +203,9 @@ def read(folder: Path) -> tuple[LogRow, ...]:
 
 def _row(texts: Mapping[str, str]) -> LogRow:
     whole = {"step", "tokens", "rounds", "bytes_sent", "late", "delay"}
+    told = {**dict.fromkeys(_ADDED, ""), **texts}
     values: dict[str, Any] = {
-        name: (int(texts[name]) if name in whole else float(texts[name])) if texts[name] else None
+        name: (int(told[name]) if name in whole else float(told[name])) if told[name] else None
         for name in _NAMES
     }
     return LogRow(**values)

@@ -4,6 +4,7 @@ import io
 import json
 import platform
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from co2sim.common.files import write_atomically
 from co2sim.common.units import counted
 from co2sim.common.version import own_version
+from realrun.algorithms import LocalUpdate
 from realrun.execute.world import World, describe
 from realrun.train.folder import ESTIMATE, FIGURE, MODEL
 from realrun.train.log import History, write_record
@@ -21,10 +23,12 @@ from realrun.train.tasks.task import Task
 
 
 def facts(task: Task, method: WrappedModel, world: World) -> Mapping[str, Any]:
-    """Facts about the data, the model and the machine."""
-    layout = world.layout
+    """Facts about the data, the model, the outer step with its defaults, and the machine."""
+    layout, outer = world.layout, method.outer
     return {
         **task.facts,
+        "workers": method.workers,
+        **({"outer_step": asdict(outer.loop.rule)} if isinstance(outer, LocalUpdate) else {}),
         "parameters": sum(p.numel() for p in method.bare.parameters()),
         "nodes": layout.nodes,
         "ranks_per_node": layout.gpus_per_node,

@@ -22,6 +22,7 @@ CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
 TORCHFT = find_spec("torchft") is not None
 BROWSER = CHROMIUM and find_spec("playwright")
 SCRIPTS: dict[str, list[pytest.MarkDecorator]] = {
+    "bound_ranking.py": [pytest.mark.dist],
     "buyer_questions.py": [],
     "chaos.py": [pytest.mark.dist],
     "checkpoints.py": [],

@@ -119,6 +119,7 @@ def follow(world: World, inside: str, cases: list[dict[str, Any]]) -> list[dict[
                 "history": history,
                 "penalties": [one.penalty for one in stats],
                 "clipped": stats[-1].clipped,
+                "residual": stats[-1].clip_residual,
             }
         )
     return found

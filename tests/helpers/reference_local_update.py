@@ -31,7 +31,9 @@ def co2(  # noqa: PLR0913 - the symbols of the algorithm
     seen: list[Any] | None = None,
     held: Callable[[Vector], Vector] = lambda x: x,
 ) -> Vector:
-    """CO2 with staleness k >= 1. `seen` takes (Lambda, clipped elements) of every average used.
+    """CO2 with staleness k >= 1. `seen` takes (Lambda, clipped elements, |Lambda (u - clip(u))|^2).
+
+    That is of every average used; the last is in squared units of parameters.
 
     `held` is what the model's type makes of a point.
     """
@@ -48,12 +50,12 @@ def co2(  # noqa: PLR0913 - the symbols of the algorithm
                 if earlier and max(earlier) > 0:
                     scale = 1 + np.linalg.norm(x[t] - x[t - k]) / max(earlier)
             m = beta * m + displacements[used] / scale
-            clipped = 0
+            clipped, before = 0, m
             if phi is not None:
                 clipped = int((np.abs(m) > phi).sum())
                 m = np.clip(m, -phi, phi)
             if seen is not None:
-                seen.append((scale, clipped))
+                seen.append((scale, clipped, scale**2 * float(((before - m) ** 2).sum())))
         start = held(x[t])
         displacements.append(np.mean([start - local(i, start, t) for i in range(workers)], axis=0))
         x.append(x[t] - alpha * m)

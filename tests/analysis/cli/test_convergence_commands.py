@@ -4,8 +4,9 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import Command
@@ -20,6 +21,9 @@ from co2sim.common.errors import OptionError
 from co2sim.prediction.case import Case
 from co2sim.strategies import parse
 from realrun.record import write
+from realrun.train.folder import ESTIMATE, RECORD
+from realrun.train.log import Log, LogRow
+from realrun.train.settings import TrainSettings
 
 BOUND = (
     *("bound", "--smoothness", "2", "--noise", "1", "--gap", "3"),
@@ -39,11 +43,11 @@ def refuse(name: str) -> None:
     raise AssertionError(name)
 
 
-def answer(command: Command, *arguments: str) -> dict[str, object]:
+def answer(command: Command, *arguments: str) -> dict[str, Any]:
     """What a command prints as JSON."""
     done = command(*arguments, "--json")
     assert (done.code, done.err) == (0, "")
-    found: dict[str, object] = json.loads(done.out, parse_constant=refuse)
+    found: dict[str, Any] = json.loads(done.out, parse_constant=refuse)
     return found
 
 
@@ -54,7 +58,89 @@ def evaluated(setting: Setting) -> Bound:
     return found
 
 
+def trained(folder: Path, *, estimated: bool = True, **changed: object) -> Path:
+    """The folder of a training of 25 rounds that lost (0.3 + 0.1)^2 to clipping and rounding."""
+    constant: dict[str, Any] = {
+        "optimizer": "sgd",
+        "lr": 0.01,
+        "final_lr": 1.0,
+        "warmup": 0,
+        "steps": 100,
+        "momentum": 0.0,
+        "weight_decay": 0.0,
+        "clip_grad": 0.0,
+        "strategy": "co2:tau=4",
+        "outer": {"clip": "0.1", "gap": "constant"},
+        **changed,
+    }
+    rule = {"outer_momentum": 0.5, "outer_lr": 0.7, "penalty": 1.0, "clip": 0.1, "staleness": 1}
+    record = {
+        "settings": TrainSettings(**constant).to_dict(),
+        "facts": {"workers": 2, "outer_step": rule | {"gap": "constant"}},
+    }
+    estimate = {"smoothness": 2.0, "noise": {"value": 1.0}, "gap": {"value": 3.0}}
+    (folder / RECORD).write_text(json.dumps(record))
+    if estimated:
+        (folder / ESTIMATE).write_text(json.dumps(estimate))
+    known = {"step": 100, "tokens": 1, "seconds": 1.0, "train_loss": 1.0, "lr": 0.01, "rounds": 25}
+    log = Log(folder)
+    log.add(LogRow(**known, clip_residual=0.09, rounding_residual=0.01))
+    log.close()
+    return folder
+
+
 # --- bound ---------------------------------------------------------------------------------------
+
+
+def test_bound_takes_setting_constants_and_residual_of_a_training(
+    co2analysis: Command, tmp_path: Path
+) -> None:
+    """The terms are those of its setting; the residual is in units of one gradient."""
+    found = answer(co2analysis, "bound", "--run", str(trained(tmp_path)))
+    setting = Setting(
+        smoothness=2.0,
+        noise=1.0,
+        gap=3.0,
+        workers=2,
+        rounds=25,
+        local_steps=4,
+        inner_step=0.01,
+        outer_step=0.7,
+        momentum=0.5,
+    )
+    assert found["bound"] == pytest.approx(
+        asdict(evaluated(setting)) | {"total": evaluated(setting).total}
+    )
+    unit = 0.01 * 4 * 25**0.5
+    wanted = {"clipping": 0.3 / unit, "rounding": 0.1 / unit, "clip_residual": 0.4 / unit}
+    assert found["run"].pop("notes") == []
+    assert found["run"] == pytest.approx(wanted)
+
+
+def test_bound_says_what_of_a_training_it_does_not_cover(
+    co2analysis: Command, tmp_path: Path
+) -> None:
+    """AdamW, and a learning rate that changes."""
+    folder = trained(tmp_path, optimizer="adamw", warmup=10)
+    done = co2analysis("bound", "--run", str(folder))
+    assert "plain SGD, not about AdamW." in done.out
+    assert "mean learning rate" in done.out
+
+
+def test_bound_refuses_what_a_training_says_and_names_what_it_does_not(
+    co2analysis: Command, tmp_path: Path
+) -> None:
+    """Its own momentum and gamma; constants without --estimate; what is no training."""
+    run = ("bound", "--run", str(trained(tmp_path, estimated=False)))
+    given = ("--smoothness", "2", "--noise", "1", "--gap", "3")
+    assert co2analysis(*run, *given).code == 0
+    for more, words in (
+        ((), "--smoothness, --noise, --gap are missing"),
+        ((*given, "--momentum", "0.3"), "--momentum"),
+        ((*given, "--inner-step", "0.3"), "--inner-step"),
+    ):
+        assert words in co2analysis(*run, *more).err
+    assert "train.json" in co2analysis("bound", "--run", str(tmp_path / "none")).err
 
 
 @pytest.mark.parametrize(

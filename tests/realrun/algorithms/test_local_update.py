@@ -232,7 +232,7 @@ def test_low_precision_on_the_wire_and_in_the_model() -> None:
     assert sent == [
         ring * 4 * sum(parts),
         ring * 2 * sum(parts),
-        ring * sum(part + 4 for part in parts),
+        ring * sum(part + 4 + 4 for part in parts),  # a scale, half of what roundings took off
         ring * 4 * -(-elements // n),
     ]
     wanted = expected(WIRES["tiny"], n, [])
@@ -241,6 +241,17 @@ def test_low_precision_on_the_wire_and_in_the_model() -> None:
     assert np.abs(np.diff(wanted[:, 0], axis=0)).max() < 2 * resolution
     assert np.abs(wanted[-1] - wanted[0]).max() > 5 * resolution
     np.testing.assert_allclose(found, wanted, rtol=2.0**-7, atol=1e-5)
+
+
+def test_what_quantization_takes_off_is_bounded_on_all_ranks_alike() -> None:
+    """The roots of both numbers add up to the error or more, and to about twice as much at most.
+
+    Of independent roundings of n ranks at most sqrt(n + 1), by Cauchy and Schwarz.
+    """
+    answers = three("rounding")
+    assert answers[0] == answers[1] == answers[2]
+    for error, sent, mean in answers[0]:
+        assert 0 < error <= (sent**0.5 + mean**0.5) ** 2 <= 1.2 * (3 + 1) * error
 
 
 def test_ranks_that_differ_are_refused_at_the_start() -> None:
@@ -377,7 +388,7 @@ def test_a_killed_worker_is_told() -> None:
 
 
 def test_every_algorithm_equals_its_published_equations() -> None:
-    """All models after every round, Lambda and clipped share, to float32 rounding."""
+    """All models after every round, Lambda, clipped share and residual, to float32 rounding."""
     answers = three("follow", cases=CASES)
     for index, given in enumerate(CASES):
         seen: list[Any] = []
@@ -389,9 +400,11 @@ def test_every_algorithm_equals_its_published_equations() -> None:
         assert told["counts"] == [ROUNDS, ROUNDS * given["options"]["tau"]]
         if given["algorithm"] == "CO2" and "delay" not in given["options"]:
             k = given["options"].get("staleness", 1)
-            lambdas = [1.0] * k + [scale for scale, _ in seen]
+            lambdas = [1.0] * k + [scale for scale, *_ in seen]
             np.testing.assert_allclose(told["penalties"], lambdas, rtol=1e-4, err_msg=str(given))
-            share = sum(clipped for _, clipped in seen) / (len(seen) * found.shape[-1])
+            share = sum(clipped for _, clipped, _ in seen) / (len(seen) * found.shape[-1])
+            removed = sum(squares for *_, squares in seen)
+            assert told["residual"] == pytest.approx(removed, rel=1e-3), given
             assert told["clipped"] == pytest.approx(share), given
             if "clip" in given["options"]:
                 assert 0.01 < share < 0.9, f"{given} clips {share}"

@@ -37,7 +37,7 @@ CASES = [
 
 
 def check(inside: str, ranks: int, cases: list[dict[str, Any]]) -> None:
-    """The models of both workers, penalties and clipped shares equal those of one process."""
+    """Models of both workers, penalties, clipped shares, residuals equal those of one process."""
     answers = on_ranks("follow", ranks, module=MODULE, inside=inside, cases=cases)
     for index, given in enumerate(cases):
         seen: list[Any] = []
@@ -60,11 +60,13 @@ def check(inside: str, ranks: int, cases: list[dict[str, Any]]) -> None:
                 found, wanted[:, worker], rtol=0, atol=CLOSE, err_msg=f"{inside} {rank} {given}"
             )
             if seen:
-                lambdas = [1.0, *(scale for scale, _ in seen)]
+                lambdas = [1.0, *(scale for scale, *_ in seen)]
                 np.testing.assert_allclose(answer[index]["penalties"], lambdas, rtol=1e-4)
-                share = sum(clipped for _, clipped in seen) / (len(seen) * len(x0))
+                share = sum(clipped for _, clipped, _ in seen) / (len(seen) * len(x0))
                 assert answer[index]["clipped"] == pytest.approx(share)
                 assert 0.01 < share < 0.9
+                removed = sum(squares for *_, squares in seen)
+                assert answer[index]["residual"] == pytest.approx(removed, rel=1e-3)
 
 
 def test_tensor_parallel_workers_under_fsdp2_equal_one_process() -> None:

@@ -1,7 +1,9 @@
 """Rules of algorithms as pure functions, their options, and algorithms on one rank."""
 
+import copy
 import itertools
 import math
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -26,7 +28,7 @@ from realrun.algorithms import (  # noqa: E402 - needs torch
 )
 from realrun.algorithms.averaging import PendingAverage  # noqa: E402 - needs torch
 from realrun.algorithms.co2 import CO2Rule  # noqa: E402 - needs torch
-from realrun.algorithms.delayed import State  # noqa: E402 - needs torch
+from realrun.algorithms.delayed import Clipped, State  # noqa: E402 - needs torch
 from realrun.algorithms.flat_parameters import Flat  # noqa: E402 - needs torch
 from realrun.algorithms.outer_loop import finite_norm, weighted_sum  # noqa: E402 - needs torch
 from realrun.algorithms.process_groups import (  # noqa: E402
@@ -71,10 +73,10 @@ def test_without_momentum_a_late_average_moves_the_anchor_as_with_a_vector_for_i
 
 
 class Told(NamedTuple):
-    """What a rule says of an average: its penalty, and how many elements were clipped."""
+    """What a rule says of an average: its penalty, and what was clipped."""
 
     penalty: float
-    clipped: int
+    clipped: Clipped
 
 
 def drive(rule: CO2Rule, averages: list[list[float]]) -> tuple[list[Any], list[Any], list[Any]]:
@@ -128,7 +130,10 @@ def test_the_gap_reaches_beyond_one() -> None:
 def test_clip_bounds_every_element_and_counts_what_it_changed(
     averages: list[list[float]], beta: float, limit: float
 ) -> None:
-    """The momentum itself is clipped, so that the next round starts from the clipped one."""
+    """The momentum itself is clipped, so that the next round starts from the clipped one.
+
+    What was taken off is told by its sum of squares.
+    """
     rule = CO2Rule(outer_momentum=beta, outer_lr=1.0, clip=limit)
     _, told, _ = drive(rule, averages)
     m = np.zeros(ELEMENTS, np.float32)
@@ -136,8 +141,11 @@ def test_clip_bounds_every_element_and_counts_what_it_changed(
         m = np.float32(beta) * m + np.array(average, np.float32)
         near = np.abs(np.abs(m) - limit) < 1e-4
         low, high = (np.abs(m)[~near] > limit).sum(), (np.abs(m) > limit - 1e-4).sum()
-        assert low <= absorbed.clipped <= high
+        assert low <= absorbed.clipped.elements <= high
+        unclipped = m.astype(np.float64)
         m = np.clip(m, np.float32(-limit), np.float32(limit))
+        squares = ((unclipped - m) ** 2).sum()
+        assert absorbed.clipped.squares == pytest.approx(squares, rel=1e-4, abs=1e-8)
 
 
 def test_options_out_of_range_are_refused() -> None:
@@ -217,7 +225,7 @@ def test_one_worker_needs_no_process_group() -> None:
             co2.finish()
             np.testing.assert_allclose(vector(model).numpy(), wanted[-1][0], atol=2e-6)
         stats = co2.stats()
-        assert stats == Stats(rounds, rounds * tau, stats.penalty, 0.0, 0.0, 0)
+        assert stats == Stats(rounds, rounds * tau, stats.penalty, 0.0, 0.0, 0.0, 0.0, 0)
 
 
 def test_what_saving_waits_for_is_no_wait_of_training() -> None:
@@ -305,7 +313,7 @@ def test_norms_of_large_parts_add_up_in_double_precision() -> None:
 
 
 def test_clipped_elements_are_counted_over_all_shards_of_a_worker() -> None:
-    """The share of one shard, of which there are two: 3 of its 4 elements, none of the other's."""
+    """The share and the residual of one shard, of which there are two: 3 of its 4 elements."""
     model = nn.Linear(2, 2, bias=False)
     nn.init.zeros_(model.weight)
     optim = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -315,6 +323,32 @@ def test_clipped_elements_are_counted_over_all_shards_of_a_worker() -> None:
         model.weight.grad = torch.tensor([[1.0, 1.0], [1.0, 0.1]])
         optim.step()
         assert co2.stats().clipped == 6 / 8
+        assert co2.stats().clip_residual == pytest.approx(2 * 3 * 0.5**2)
+
+
+def test_a_resumed_run_goes_on_with_the_residual() -> None:
+    """Stats of a run that was cut in the middle are those of an uncut one; older states have 0."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer, CO2]:
+        model = network()
+        optim = optimizer(model, "sgd")
+        return model, optim, CO2(model, optim, tau=2, outer_momentum=0.5, clip=0.01)
+
+    model, optim, co2 = made()
+    train(model, optim, 0, range(7))
+    kept = copy.deepcopy([model.state_dict(), optim.state_dict(), co2.state_dict()])
+    train(model, optim, 0, range(7, 14))
+    other, again, resumed = made()
+    for one, state in zip((other, again, resumed), kept, strict=True):
+        one.load_state_dict(state)
+    train(other, again, 0, range(7, 14))
+    assert co2.stats().clip_residual > 0
+    assert replace(resumed.stats(), waited=0.0) == replace(co2.stats(), waited=0.0)
+    del kept[2]["rank0"]["numbers"]["clip_residual"]
+    resumed.load_state_dict(kept[2])
+    assert resumed.stats().clip_residual == 0
+    co2.close()
+    resumed.close()
 
 
 def test_all_buckets_of_an_average_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
