@@ -119,7 +119,7 @@ def _total(found: Bound | Infeasible | None) -> str:
 
 
 def sentences(setting: Setting, found: Clipped) -> Iterator[str]:
-    """What is wrong with a clip, in words."""
+    """What is wrong with a clip, a sentence each."""
     phi, least = found.clip.phi, found.least_phi
     if phi is None or least is None or phi >= least:
         return

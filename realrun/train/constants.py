@@ -197,7 +197,7 @@ def commands(found: Estimates, settings: TrainSettings, delay: int | None) -> di
 
 
 def unlike_sgd(settings: TrainSettings) -> list[str]:
-    """What makes local steps others than those of plain SGD, in words."""
+    """What makes local steps others than those of plain SGD, as texts."""
     steps = ["AdamW"] if settings.optimizer == "adamw" else []
     if settings.optimizer == "sgd" and settings.momentum:
         steps.append(f"momentum {settings.momentum:g}")

@@ -82,7 +82,7 @@ class Paths:
 
 @dataclass
 class Jumps:
-    """Noise that is seldom up, by a jump of its own for every variant; keeps the largest gradient.
+    """Noise that is seldom up, by another jump for every variant; keeps the largest gradient.
 
     With sigma^2 = `noise` it is up by `jump`, else down by noise/jump.
     """
