@@ -64,6 +64,14 @@ class Near:
     run: PublishedRun
     distance: float
 
+    def __str__(self) -> str:
+        """What ran, how far off its prediction was, and its source."""
+        run = self.run
+        return (
+            f"{run.model} on {run.gpus:,} {run.gpu} with {run.strategy}: predicted"
+            f" {run.error:+.0%} from published ({run.source}; {self.distance:.1f} doublings away)"
+        )
+
 
 def shares(strategy: str) -> Shares:
     """What the replicas of a strategy share, by its name: states, parameters, steps or nothing."""

@@ -1,5 +1,6 @@
 """The figures of one configuration."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -110,6 +111,11 @@ class Result:
     assumed: tuple[Fact, ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """The cluster's name; a number of nodes that it begins with is that of the job."""
+        return re.sub(r"^\d+ (?=nodes? |[A-Z])", f"{self.nodes} ", self.cluster)
 
     def __repr__(self) -> str:
         figures = ", ".join(f"{name} {value}" for name, value in self._key_figures().items())

@@ -24,11 +24,7 @@ def surest(one: Answered, *undecided: str) -> list[str]:
 
 def evidence(one: Answered) -> list[str]:
     """The published runs that are most like a case, and how far off their predictions were."""
-    return [
-        f"{near.run.model} on {near.run.gpus:,} {near.run.gpu} with {near.run.strategy}: predicted"
-        f" {near.run.error:+.0%} from published ({near.run.source}; distance {near.distance:.1f})."
-        for near in nearest(one.case, one.result, _NEAREST)
-    ]
+    return [f"{near}." for near in nearest(one.case, one.result, _NEAREST)]
 
 
 def binding(levers: Sequence[Sensitivity], unit: str) -> list[str]:

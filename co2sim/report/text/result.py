@@ -43,11 +43,12 @@ def print_result(
     noise: Noise = QUIET,
     goal: Goal | None = None,
     more: Sequence[tuple[str, str]] = (),
+    near: Sequence[str] = (),
 ) -> None:
     """All figures of one configuration, simulated or measured; `noise` is named in the header.
 
     With a goal, even one without steps, it says what the steps of local updates are worth. `more`
-    are further rows of the table of figures.
+    are further rows of the table of figures, `near` lines on published runs.
     """
     out = console()
     r = result
@@ -56,7 +57,7 @@ def print_result(
     rows = [*_figures(r, measured=measured), *(totals.loss_rows(r, goal) if goal else []), *more]
     print_table(out, "figures", ("figure", "value"), rows)
     if r.interval_source:
-        print_sources(out, [r], "")
+        print_sources(out, [r], *near, "")
     if goal:
         totals.print_remark(out, [r], goal, "")
     rounds = counted(r.rounds_simulated, "round")
@@ -106,16 +107,25 @@ def print_comparison(
         for one in ordered
     ]
     heads = ("strategy", *(figure.headed(first) for figure in shown), "in memory")
-    where = f"{first.model} on {counted(first.gpus, 'GPU')}: {first.cluster}"
+    where = f"{first.model} on {counted(first.gpus, 'GPU')}: {first.place}"
     print_table(out, f"{where}; {shared_batch(results)}, {first.precision}", heads, rows)
     close = not_told_apart([(one.strategy, one) for one in ordered])
-    print_lines(out, *(question(results)[1:] if brief else []), *([close] if close else []), "")
+    lines = question(results)[1:] if brief else []
+    lines += _near(cases[results.index(ordered[0])], ordered[0])
+    print_lines(out, *lines, *([close] if close else []), "")
     totals.print_remark(out, results, goal, "")
     if tokens is not None:
         found = totals.totals_for(cases, results, tokens, goal)
         named = [([one.strategy], total) for one, total in zip(results, found, strict=True)]
         head = f"to train {tokens:.4g} {first.unit}s"
         totals.print_totals(out, head, ("strategy",), named, 1)
+
+
+def _near(case: Case, result: Result) -> list[str]:
+    """The published run that is most like a case, where such runs made its interval."""
+    if result.nearest_published is None:
+        return []
+    return [f"nearest published run: {evidence.nearest(case, result, 1)[0]}"]
 
 
 def _print_memory(out: Console, r: Result) -> None:
@@ -153,7 +163,7 @@ def print_simulated(
     more = [] if tokens is None else totals.rows_of(found, result.unit)
     if tokens is not None:
         totals.print_answer(console(), [(totals.where(result), result, found)])
-    print_result(result, noise=case.noise, goal=goal, more=more)
+    print_result(result, noise=case.noise, goal=goal, more=more, near=_near(case, result))
     if tokens is not None:
         totals.print_basis(console(), [case], [found])
     if not result.fits_in_memory:
@@ -194,7 +204,7 @@ def _print_header(out: Console, r: Result, noise: Noise) -> None:
     print_lines(
         out,
         Text.assemble((r.strategy, "bold"), where),
-        f"cluster  {r.cluster}",
+        f"cluster  {r.place}",
         f"model    {r.model}, {r.precision}, {r.optimizer}",
         f"batch    {batch_words(r)}",
         *([f"stack    {r.stack}"] if r.stack else []),
