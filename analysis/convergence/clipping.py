@@ -269,7 +269,8 @@ def least_phi(setting: Setting, largest: float, share: float = SHARE) -> float:
 def floor(setting: Setting, phi: float) -> float:
     """What A does not stay below in the limit of many rounds, with some noise on some quadratic.
 
-    It holds for any step sizes, and is 0 where the proposition says nothing.
+    It holds for any step sizes that do not change with the rounds, and is 0 where the proposition
+    says nothing.
 
     Source: docs/theory.md, what a fixed clip costs.
     """

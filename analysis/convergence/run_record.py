@@ -186,5 +186,8 @@ def _notes(settings: TrainSettings, rule: Mapping[str, Any]) -> list[str]:
     if rule.get("fragments", 1) > 1:
         found.append("The bound is not about fragments; the whole model counts as one.")
     if rule.get("gap") == "gap_aware" and rule.get("clip") is not None:
-        found.append("The bound is not about a penalty that varies together with a clip.")
+        found.append(
+            "The residual was recorded with the penalty of each round, which the theorem counts as"
+            " 1: it is up to the largest penalty too large."
+        )
     return found
