@@ -72,22 +72,23 @@ def command_page(name: str, command: Any, texts: Iterable[str]) -> str:
     about = (command.help or "").split("\f")[0]
     paragraphs = "\n\n".join(" ".join(part.split()) for part in about.split("\n\n"))
     shown = "".join(f"```sh\n{line}\n```\n\n" for line in found)
-    rows = [_option(one) for one in command.params if not getattr(one, "hidden", False)]
-    return (
-        f"# {name}\n\n{paragraphs}\n\n{shown}"
-        f"## Options\n\n{table(('option', 'value', 'default', 'meaning'), rows)}"
-    )
+    options = [_option(one) for one in command.params if not getattr(one, "hidden", False)]
+    return f"# {name}\n\n{paragraphs}\n\n{shown}## Options\n\n{''.join(options)}"
 
 
-def _option(one: Any) -> tuple[str, str, str, str]:
-    is_option = one.param_type_name == "option"
-    names = ", ".join(f"`{name}`" for name in (one.opts if is_option else [one.name]))
-    default = "" if one.default in {None, False, ""} or callable(one.default) else one.default
-    kind = one.metavar or one.type_descriptor.annotation.__name__
-    repeated = ", repeatable" if one.multiple or one.nargs == -1 else ""
-    needed = "needed" if one.required else default and f"`{default}`"
-    value = "" if getattr(one, "is_flag", False) else f"{kind}{repeated}"
-    return names, value, needed, one.help or ""
+def _option(one: Any) -> str:
+    """A line on an option or an argument: names, value, default and help."""
+    names = one.opts if one.param_type_name == "option" else [one.name]
+    value = "" if getattr(one, "is_flag", False) else one.metavar
+    value = one.type_descriptor.annotation.__name__ if value is None else value
+    given = "" if one.default in {None, False, ""} or callable(one.default) else one.default
+    notes = ["needed"] * one.required + ["repeatable"] * (one.multiple or one.nargs == -1)
+    notes += [f"default `{given}`"] * bool(given)
+    said = f" ({', '.join(notes)})" if notes else ""
+    meaning = " ".join((one.help or "").split()).replace("<", "&lt;")
+    spelled = ", ".join(f"`{name}`" for name in names)
+    head = " ".join(filter(None, (spelled, value)))
+    return f"- {head}{said}: {meaning}\n"
 
 
 def strategies() -> str:
