@@ -489,7 +489,7 @@ def report(
 
 {WORKERS} workers, {BATCH} samples each, {steps} steps, {seeds} seeds, a constant learning rate,\
  low or usual. Measured is the mean of |grad f|^2 at the mean of the workers, every {EVERY} steps.\
- The bound is that of Theorem 1 ([theory](../../docs/theory.md)) with the residual that training\
+ The bound is that of Theorem 1 of docs/theory.md with the residual that training\
  records. Most usual rates are outside its condition; then its *terms* without the factor\
  1/(1 - load) are no bound, but can be ranked by.
 

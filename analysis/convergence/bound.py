@@ -1,6 +1,6 @@
 """The convergence bound of CO2 with explicit constants: four terms, or "infeasible".
 
-The steps are those of docs/theory.md. The largest feasible step has a closed form.
+The steps are those of docs/theory-proofs.md. The largest feasible step has a closed form.
 """
 
 import math
@@ -66,7 +66,7 @@ def gap_constants(setting: Setting) -> tuple[float, float]:
     the rest of its effect from then on, so that weights sum to delay - 1 + 1/(1 - beta) and their
     squares to delay - 1 + 1/(1 - beta^2).
 
-    Source: docs/theory.md, derivation, step 3; for late averages see `late_gap_constants`.
+    Source: docs/theory-proofs.md, derivation, step 3; for late averages see `late_gap_constants`.
     """
     if setting.late is not None:
         return late_gap_constants(setting, setting.late)
@@ -95,7 +95,7 @@ def drift(setting: Setting) -> float:
     map of every f_i and only the second is heterogeneity. Infinite where it is too large for a
     number.
 
-    Source: docs/theory.md, derivation, step 4.
+    Source: docs/theory-proofs.md, derivation, step 4.
     """
     if setting.late is not None:
         return late_drift(setting, setting.late)
@@ -133,7 +133,7 @@ def largest_inner_step(setting: Setting) -> float:
 def evaluate(setting: Setting, condition: float = 1.0) -> Bound | Infeasible:
     """The four terms, or why there are none. `condition` is that of `load`.
 
-    Source: docs/theory.md, bound, and derivation, steps 2 to 5.
+    Source: docs/theory.md, bound, and docs/theory-proofs.md, steps 2 to 5.
     """
     taken = load(setting, condition)
     if not taken < 1:
@@ -305,7 +305,7 @@ def _distances(setting: Setting, keep: float) -> tuple[float, float, float]:
     the same penalty; where two rounds meet, |E x - gamma|/sqrt(x) for x in [1/Lambda, 1] is what
     counts, which rises with x but for its sign.
 
-    Source: docs/theory.md, a penalty that varies.
+    Source: docs/theory-proofs.md, a penalty that varies.
     """
     whole, gamma, most = setting.virtual_step, setting.inner_step, setting.most_penalty or 1.0
     steps = (whole, whole / most)

@@ -4,7 +4,7 @@ With diagonal Hessians every coordinate is its own linear system: a round maps t
 (x, m, 1) to another plus noise, also when workers have different Hessians and centres, because all
 of them start the round at the same x. Second moments of the state then obey a linear recursion.
 
-Source: docs/theory.md, exact oracles; different workers are our extension.
+Source: docs/theory-proofs.md, exact oracles; different workers are our extension.
 """
 
 from dataclasses import dataclass, replace
@@ -104,7 +104,7 @@ def is_stable(progress: float, momentum: float, delay: int = 1) -> bool:
     """Whether a round contracts. `progress` is alpha q/Lambda, with q = 1 - (1 - gamma lambda)^tau.
 
     These are the Jury conditions of s^2 - (1 + beta) s + beta + alpha q (CO2) and of
-    s^2 - (1 + beta - alpha q) s + beta (SlowMo). Source: docs/theory.md, exact oracles.
+    s^2 - (1 + beta - alpha q) s + beta (SlowMo). Source: docs/theory-proofs.md, exact oracles.
     """
     return 0 < progress < edge(momentum, delay)
 
@@ -118,7 +118,7 @@ def stationary(progress: float, momentum: float, jump: float, delay: int = 1) ->
     """The stationary variance of x in one coordinate.
 
     `jump` is the variance of alpha gamma nu/Lambda, the noise of one outer step. Infinite beyond
-    the edge. Source: docs/theory.md, exact oracles.
+    the edge. Source: docs/theory-proofs.md, exact oracles.
     """
     if not is_stable(progress, momentum, delay):
         return float("inf")

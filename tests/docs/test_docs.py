@@ -211,7 +211,8 @@ def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path: Path) 
         site = (tmp_path / f"{page.stem}.html").read_text()
         assert not re.findall(r'(?:<script[^>]*src|<link[^>]*stylesheet[^>]*href)="?http', site)
     assert "cost_of" in (tmp_path / "api.html").read_text()
-    assert "<em>" not in (tmp_path / "theory.html").read_text()  # no subscript read as emphasis
+    for page in ("theory.html", "theory-proofs.html"):
+        assert "<em>" not in (tmp_path / page).read_text()  # no subscript read as emphasis
 
 
 def test_examples_in_docstrings_run() -> None:

@@ -58,7 +58,7 @@ def largest_error(family: str, alpha: float, beta: float, penalty: float, delay:
     (eta - gamma) sum_{j<k} gradient_{t,j}; for delay 1 also that z is the extrapolation
     x_{t+1} + beta/(1 - beta) (x_{t+1} - x_t), of points only, and z_t - x_t = -eta Lambda m_t.
 
-    Source: docs/theory.md, derivation, step 1.
+    Source: docs/theory-proofs.md, derivation, step 1.
     """
     step, size = 0.05, RunSize(workers=4, rounds=24, local_steps=5, seeds=4, delay=delay)
     rounds = size.rounds
@@ -116,7 +116,7 @@ def gap_error(  # noqa: PLR0917 - a row of LATE_CASES
     """The largest error of z - mean at any step, relative to the largest |mean|.
 
     z moves by -E c_k times the averaged gradient. What the gap should be follows from the weights
-    w_n of the page. Source: docs/theory.md, the late average, gap.
+    w_n of the page. Source: docs/theory-proofs.md, the late average, gap.
     """
     step = 0.05
     which = variants(

@@ -129,7 +129,7 @@ def plan(*, quick: bool) -> Iterator[RateTask]:
 def rate_variants(size: RunSize) -> Variants:
     """The steps of the rate form with theta = 1: eta = sqrt(G/(T tau)).
 
-    Source: docs/theory.md, derivation, rate form.
+    Source: docs/theory.md, bound, rate form.
     """
     eta = np.sqrt(size.workers / (size.rounds * size.local_steps))
     alpha, beta = (np.array(part) for part in zip(*PAIRS, strict=True))
