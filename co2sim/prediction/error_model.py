@@ -33,6 +33,8 @@ mean square is 0.28, a part of which any run has."""
 EXPERT_RUNS, EXPERT_ERROR = 19, 0.27
 """Published runs of mixtures of experts, which entered no fit, and the mean of their errors
 (docs/stacks.md). All of them divide the experts of a layer, and are of ZeRO-1."""
+CONTEXT_RUNS, CONTEXT_ERROR, CONTEXT_TORCHTITAN = 51, 0.11, 0.57
+"""The same with context parallelism, and the mean of the three runs of torchtitan among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,8 @@ class Near:
         run = self.run
         return (
             f"{run.model} on {run.gpus:,} {run.gpu} with {run.strategy}: predicted"
-            f" {run.error:+.0%} from published ({run.source}; {self.distance:.1f} doublings away)"
+            f" {run.error:+.0%} from published ({run.source}; distance {self.distance:.1f}, where"
+            " 0 is the same)"
         )
 
 

@@ -100,7 +100,7 @@ def strategies(group: Sequence[Answered]) -> str:
     more = f"; and {len(pairs) - _MAX} pairs more" if len(pairs) > _MAX else ""
     size = counted(group[0].result.gpus, "GPU")
     shown = "; ".join(pairs[:_MAX])
-    return f"undecided at {size}, as they differ by less than may be wrong: {shown}{more}"
+    return f"undecided at {size}, too close to call: {shown}{more}"
 
 
 def _undecided(one: Answered, other: Answered) -> bool:

@@ -79,7 +79,7 @@ def trainings(every: Sequence[Answered]) -> Table | None:
                 ranged(found.cost, found.cost_low, found.cost_high, found.currency or ""),
                 ranged(found.energy_kwh, found.energy_kwh_low, found.energy_kwh_high),
                 ranged(found.co2e_kg, found.co2e_kg_low, found.co2e_kg_high),
-                f"{found.goodput:.1%}",
+                f"{found.goodput:.1%}" if found.goodput < 1 else "not counted",
             ]
         )
     return Table(

@@ -321,9 +321,7 @@ def _check_workers(case: Case) -> None:
     """Refuse local updates of one worker: it averages with none, and is its inner step."""
     strategy = _parsed(case)
     if isinstance(strategy, LocalSteps) and scale_of_case(case).workers == 1:
-        raise OptionError(
-            "one worker averages with none, and takes the steps of its inner strategy"
-        )
+        raise OptionError("local updates need two workers")
 
 
 def _parsed(case: Case) -> Strategy:

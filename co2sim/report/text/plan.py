@@ -10,13 +10,11 @@ from co2sim.report.text.totals import TRADE, amount, in_short, in_words, trade
 from co2sim.studies.candidates import Candidate, Objective, Space, command_of, with_tokens
 from co2sim.studies.grid import display_name, offer_name
 from co2sim.studies.meshes import Mesh
-from co2sim.studies.plan import Recommendation
+from co2sim.studies.plan import Recommendation, overlap
 from co2sim.studies.sensitivity import BreakEven, Sensitivity
 
 _KEEPS = "It keeps"
-_UNDECIDED = (
-    "Between the choice and the runner-up it is undecided: they differ by less than may be wrong."
-)
+_UNDECIDED = "Not certain: the 90 % intervals of the choice and the runner-up overlap."
 
 
 def words(
@@ -36,7 +34,7 @@ def words(
     if held:
         lever = held[0]
         told.append(
-            f"What binds: {lever.change}; a tenth more of it gives {lever.gain:.1%} more"
+            f"Main limit: {lever.change}; a tenth more of it gives {lever.gain:.1%} more"
             f" {choice.result.unit}s/s."
         )
     return [*told, *turning(turns)]
@@ -52,7 +50,8 @@ def _room(choice: Candidate) -> str:
     text = f"It takes {size} of the {room} of a GPU"
     if found.memory_bytes_low is not None and found.memory_bytes_high is not None:
         ends = scaled(found.memory_bytes_low, "B"), scaled(found.memory_bytes_high, "B")
-        text += f" (90 %: {ends[0]} to {ends[1]})"
+        doubt = ", so it may not fit" if found.memory_fit == "tight" else ""
+        text += f" (90 %: {ends[0]} to {ends[1]}{doubt})"
     far = " No published run is near it: test it first." if found.unlike_published else ""
     return f"{text}.{far}"
 
@@ -198,6 +197,8 @@ def _against(found: Recommendation) -> Iterator[str]:
     yield _UNDECIDED if found.undecided else "They differ by more than may be wrong."
     if found.rival and found.rival is not other:
         yield f"The best on another cluster: {_told(found.rival)}."
+        if found.choice and overlap(found.choice, found.rival, want):
+            yield "Not certain: the 90 % intervals of the choice and of it overlap."
 
 
 def nothing(found: Recommendation) -> str:
@@ -229,7 +230,7 @@ def looked(space: Space, found: Recommendation) -> Iterator[str]:
     )
     if found.unsearched:
         pairs = counted(found.unsearched, "pair")
-        yield f"{pairs} of cluster and strategy not shown: not searched to the end, and cannot win"
+        yield f"{pairs} of cluster and strategy not shown: stopped early, as they cannot win"
     source = space.batch_source
     why = f" (assumed: {source}; --global-batch sets it)" if source else ""
     if not space.stacks:

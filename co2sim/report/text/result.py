@@ -290,7 +290,10 @@ def question(results: Sequence[Result]) -> list[str]:
     if not results:
         return []
     taken = "; ".join(
-        dict.fromkeys(f"{one.strategy} takes {figures.brief_batch(one)}" for one in results)
+        dict.fromkeys(
+            f"{one.strategy}: micro-batch x micro-steps {figures.brief_batch(one)}"
+            for one in results
+        )
     )
     batch = f"batch: {figures.shared_batch(results)}, {results[0].precision}; {taken}"
     return [batch, *notes.alike(one.notes for one in results), stacks_of(results)]
@@ -587,4 +590,4 @@ def not_told_apart(named: Sequence[tuple[str, Result]]) -> str:
     size = counted(ranked[0][1].gpus, "GPU")
     more = len(pairs) - _PAIRS
     named_ = "; ".join(pairs[:_PAIRS]) + (f"; and {more} pairs more" if more > 0 else "")
-    return f"undecided at {size}, as they differ by less than may be wrong: {named_}"
+    return f"undecided at {size}, too close to call: {named_}"

@@ -297,7 +297,7 @@ def traded(heads: Mapping[str, tuple[str, Result, Totals | None]]) -> list[str]:
     return [f"The best trade is {trade(best, cheapest)}: {TRADE}."]
 
 
-TRADE = "any other option gains a smaller factor in one of the two than it loses in the other"
+TRADE = "the least product of days and money"
 """What `knee` means."""
 
 

@@ -16,6 +16,9 @@ from analysis.published.stack_fit import SHARED, Linear
 from co2sim.catalog import load_model, load_stack, names
 from co2sim.common.errors import CatalogError
 from co2sim.prediction.error_model import (
+    CONTEXT_ERROR,
+    CONTEXT_RUNS,
+    CONTEXT_TORCHTITAN,
     EXPERT_ERROR,
     EXPERT_RUNS,
     ErrorModel,
@@ -127,6 +130,20 @@ def test_the_errors_of_a_source_change_nothing_in_its_own_model() -> None:
     after = run_errors.models_without(wrong, results)
     assert before["tinyllama"].deviations == after["tinyllama"].deviations
     assert before["llama3_paper"].deviations != after["llama3_paper"].deviations
+
+
+@pytest.mark.nightly
+def test_the_error_with_context_parallelism_is_that_of_its_published_runs() -> None:
+    """What an answer with `--cp` says is what predictions of such runs give."""
+    known = [run for run in training_runs() if run.unfitted and run.case().cp > 1]
+    record = stack_fit.record()
+    values = [record.left_out.get(run.paper, record.values) for run in known]
+    found = stack_fit.predictions(known, values, 1, "")
+    errors = [abs(run_errors.relative(*pair)) for pair in zip(known, found, strict=True)]
+    own = [one for run, one in zip(known, errors, strict=True) if run.paper == "torchtitan_h100"]
+    assert len(errors) == CONTEXT_RUNS
+    assert math.fsum(errors) / len(errors) == pytest.approx(CONTEXT_ERROR, abs=0.005)
+    assert math.fsum(own) / len(own) == pytest.approx(CONTEXT_TORCHTITAN, abs=0.005)
 
 
 @pytest.mark.nightly
