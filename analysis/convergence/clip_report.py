@@ -28,7 +28,7 @@ class Clip:
 class Clipped:
     """The bounds of a clipped setting: None where it was not asked for, or nothing is proved.
 
-    `floor` is what A may stay above with this phi, `least_phi` the one that costs next to nothing.
+    `floor` is what A may stay above with this phi, `least_phi` the one whose bias adds 1 %.
     """
 
     clip: Clip
@@ -59,7 +59,7 @@ def clipped(setting: Setting, clip: Clip) -> Clipped:
 
 
 def recommended(setting: Setting, largest: float) -> float | None:
-    """The least clip that costs next to nothing; None where nothing is proved about any."""
+    """The least clip whose bias alone adds 1 %; None where nothing is proved about any."""
     covered = setting.late is None and setting.most_penalty is None
     if not covered or bound.load(setting) >= 1:
         return None
@@ -102,20 +102,20 @@ def rows(setting: Setting, found: Clipped) -> Iterator[tuple[str, str]]:
     if clip.phi is not None:
         yield "clip phi", f"{clip.phi:.6g}"
         yield "... in units of parameters, gamma phi", f"{setting.inner_step * clip.phi:.6g}"
-        yield "... no gradient is clipped below", f"{found.threshold:.6g}"
+        yield "... mean gradients of a round are not clipped below", f"{found.threshold:.6g}"
         yield "... bound with it", _total(found.prior)
         yield "... floor of the mean of |grad f|^2", f"{found.floor:.6g}"
     if clip.phi is not None or clip.largest is not None:
         origin = "" if clip.largest is not None else " (sqrt(2 L Delta))"
         yield "largest partial derivative M", f"{found.largest:.6g}{origin}"
         if found.least_phi is not None:
-            yield f"phi whose bias adds {clipping.SHARE:.0%} at most", f"{found.least_phi:.6g}"
+            yield f"phi whose bias alone adds {clipping.SHARE:.0%}", f"{found.least_phi:.6g}"
 
 
 def _total(found: Bound | Infeasible | None) -> str:
     if isinstance(found, Bound):
         return f"{found.total:.6g}"
-    return "infeasible" if isinstance(found, Infeasible) else "none: noise and gradients clip"
+    return "infeasible" if isinstance(found, Infeasible) else "none: Theorem 2 needs M below that"
 
 
 def sentences(setting: Setting, found: Clipped) -> Iterator[str]:
@@ -123,7 +123,10 @@ def sentences(setting: Setting, found: Clipped) -> Iterator[str]:
     phi, least = found.clip.phi, found.least_phi
     if phi is None or least is None or phi >= least:
         return
-    words = f"phi = {phi:g} is too small: the bias of {least:.4g} adds {clipping.SHARE:.0%}."
+    words = (
+        f"phi = {phi:g} is too small: it should be {least:.4g} at least, whose bias adds"
+        f" {clipping.SHARE:.0%}."
+    )
     if found.floor:
         words += (
             f" With some noise the mean of |grad f|^2 stays at {found.floor:.3g} or more, however"
@@ -141,6 +144,7 @@ def recommendation(setting: Setting, largest: float | None) -> str:
     least = clipping.least_phi(setting, largest)
     return (
         f"A clip of phi = {least:.3g} (gamma phi = {setting.inner_step * least:.3g} in units of"
-        f" parameters) has a bias that adds {clipping.SHARE:.0%} to the bound at most, if no"
-        f" partial derivative exceeds {largest:.3g}; phi has to grow as T^(1/4)."
+        f" parameters) has a bias that alone adds {clipping.SHARE:.0%} to the bound, if no partial"
+        f" derivative exceeds {largest:.3g}; terms of second order add more, and phi has to grow as"
+        " T^(1/4)."
     )

@@ -78,7 +78,7 @@ class Choice:
         return self.setting.inner_step
 
     def least_phi(self, largest: float | None) -> float | None:
-        """The clip that costs next to nothing, for M = `largest` or else sqrt(2 L Delta)."""
+        """The clip whose bias alone adds 1 %, for M = `largest` or else sqrt(2 L Delta)."""
         start = clipping.start_gradient(self.setting)
         return clip_report.recommended(self.setting, start if largest is None else largest)
 
@@ -170,9 +170,8 @@ def late_of(strategy: object) -> Late | None:
         return None
     if not isinstance(steps, int):
         raise OptionError(f"delay is {steps}; the bound needs a number of local steps")
-    return Late(
-        steps=steps, keep=getattr(strategy, "keep", 1.0), predict=getattr(strategy, "predict", 0.0)
-    )
+    keep, predict = strategy.kept() if isinstance(strategy, CO2) else (1.0, 0.0)
+    return Late(steps=steps, keep=keep, predict=predict)
 
 
 def after(problem: Setting, timings: Sequence[Timing], seconds: Seconds) -> list[Choice]:
@@ -249,8 +248,8 @@ def explain(choices: Sequence[Choice], most: int) -> Iterator[str]:
     if longer:
         other = min(longer, key=_tau)
         yield (
-            f"{_compared(other, chosen, fastest)}: it averages"
-            f" {chosen.rounds / other.rounds:.1f} times as rarely, and its best gamma is"
+            f"{_compared(other, chosen, fastest)}: its rounds are"
+            f" {chosen.rounds / other.rounds:.1f} times longer, and its best gamma is"
             f" {other.inner_step / chosen.inner_step:.2f} times this one."
         )
     if timing.tau == most and len(choices) > 1:

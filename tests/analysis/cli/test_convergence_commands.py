@@ -4,7 +4,7 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -377,18 +377,14 @@ def test_rounds_say_who_averages_when(strategy: str, tau_: int, workers: int, de
 
 def test_late_strategies() -> None:
     """A strategy's own delay counts, if it is a number; without one averages are rounds late."""
-
-    @dataclass(frozen=True)
-    class Delayed:
-        delay: int | str
-        keep: float = 1.0
-        predict: float = 0.0
-
     assert tau.late_of(parse("co2")) is None
-    assert tau.late_of(Delayed(3, 0.5, 0.25)) == Late(steps=3, keep=0.5, predict=0.25)
-    assert tau.late_of(Delayed(2)) == Late(steps=2)
+    given = tau.late_of(parse("co2:tau=12,delay=3,keep=0.5,predict=0.25"))
+    assert given == Late(steps=3, keep=0.5, predict=0.25)
+    open_ = parse("co2:tau=12,delay=3")
+    keep, predict = open_.kept()
+    assert tau.late_of(open_) == Late(steps=3, keep=keep, predict=predict)
     with pytest.raises(OptionError, match="auto"):
-        tau.late_of(Delayed("auto"))
+        tau.late_of(parse("co2:tau=12,delay=auto"))
     for other in ("zero3", "ddp", "overlap_local_sgd"):
         with pytest.raises(OptionError, match=other):
             tau.averaging(parse(other))
