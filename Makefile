@@ -87,6 +87,7 @@ fidelity: $(STAMP)-dev
 
 verify: $(STAMP)-dev
 	$(BIN)/co2analysis verify --out out/verify $(QUICK)
+	$(BIN)/python benchmarks/clip_bound.py $(QUICK)
 
 failures: $(STAMP)-dev
 	$(BIN)/python benchmarks/failures.py $(QUICK)

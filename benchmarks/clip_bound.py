@@ -1,33 +1,41 @@
 """The bounds with clipping on 100,000 exact runs that clip and as many that do not.
 
     python benchmarks/clip_bound.py            # five minutes of one core
+    python benchmarks/clip_bound.py --quick    # the cells of `co2analysis verify --quick`
 
-Writes benchmarks/results/clip_bound.md; `co2analysis verify` has the same cells.
+Writes clip_bound.md; `co2analysis verify` has the same cells.
 """
 
-import time
-from pathlib import Path
+from reports import folder, machine, made_by, parser, table
 
 from analysis.convergence.protocol import checks, clip_checks
 from analysis.convergence.report import clipping_markdown
 
-RESULTS = Path(__file__).parent / "results" / "clip_bound.md"
-
 
 def main() -> None:
     """Measure, judge, write."""
-    began = time.process_time()
-    findings = clip_checks.summary([task.measure() for task in clip_checks.plan(quick=False)])
-    judged = list(checks.clipping_checks(findings, quick=False))
-    verdicts = "".join(
-        f"- {check.claim}: {'holds' if check.passed else 'FAILS'} ({check.measured})\n"
-        for check in judged
-    )
-    minutes = (time.process_time() - began) / 60
-    made = f"By `python benchmarks/clip_bound.py`, {minutes:.0f} minutes of one core."
-    head = f"# Bounds with clipping\n\n{made}\n"
-    RESULTS.write_text(f"{head}\n{verdicts}\n{clipping_markdown(findings)}")
-    print(verdicts)
+    given = parser(__doc__, "fewer runs").parse_args()
+    found = [task.measure() for task in clip_checks.plan(quick=given.quick)]
+    findings = clip_checks.summary(found)
+    rows = [
+        {
+            "must hold": check.claim,
+            "": "holds" if check.passed else "FAILS",
+            "measured": check.measured,
+        }
+        for check in checks.clipping_checks(findings, quick=given.quick)
+    ]
+    parts = [
+        "# Bounds with clipping",
+        table(rows),
+        clipping_markdown(findings),
+        machine(),
+        made_by(),
+    ]
+    text = "\n\n".join(part.strip() for part in parts) + "\n"
+    with folder(given) as out:
+        (out / "clip_bound.md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":

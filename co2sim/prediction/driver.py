@@ -212,10 +212,6 @@ def _of_few_local_steps(case: Case) -> Case:
     return replace(case, strategy=with_options(strategy, short))
 
 
-def _same(prepared: LoadedCase) -> LoadedCase:
-    return prepared
-
-
 def _without_averages(prepared: LoadedCase) -> LoadedCase:
     bare = auto_delay.without_averages(prepared.schedule)
     return replace(prepared, schedule=bare)
@@ -396,7 +392,10 @@ def _resolve_auto(case: Case, done: Done | None) -> tuple[Case, tuple[str, ...]]
     quiet = replace(case, noise=QUIET, rounds=None, fold=True)
 
     def time_of(tried: Strategy, averages: bool) -> Seconds:  # noqa: FBT001
-        change = _same if averages else _without_averages
+        def change(prepared: LoadedCase) -> LoadedCase:
+            even = _even(prepared)  # waiting for slower nodes is no matter of tau
+            return even if averages else _without_averages(even)
+
         return case_figures(replace(quiet, strategy=tried), done, change).result.round_time_s
 
     chosen, notes = auto_delay.resolve(strategy, time_of)

@@ -409,7 +409,7 @@ def test_local_updates_of_one_worker_are_no_candidate() -> None:
     strategies = ("local_sgd:tau=12,worker=node",)
     found = candidates(Space(job=job, clusters=("dgx-h100",), strategies=strategies, gpus="8,16"))
     assert {one.case.gpus for one in found.setups} == {16}
-    assert "one worker" in found.impossible["local_sgd(tau=12, worker=node) on 8 GPUs"]
+    assert "two workers" in found.impossible["local_sgd(tau=12, worker=node) on 8 GPUs"]
 
 
 def test_an_offer_is_called_by_its_name_up_to_a_colon(tmp_path: Path) -> None:
