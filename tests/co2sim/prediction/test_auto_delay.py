@@ -105,3 +105,12 @@ def test_what_is_predicted_is_bounded_where_the_delay_is_chosen() -> None:
     long = chosen("co2(tau=4,delay=auto,fragments=1,keep=0.25,predict=1)", slow(20))
     assert long.strategy == "co2(tau=4, delay=4, keep=0.25, predict=0.75)"
     assert any("0.75" in note for note in long.notes)
+
+
+def test_waiting_for_slower_nodes_makes_no_round_longer() -> None:
+    """It takes the same part of every round, so that no longer round could hide it."""
+    taus = []
+    for spread in (0.0, 0.05):
+        cluster = replace(slow(3.0), node_spread=spread)
+        taus.append(chosen("co2(tau=auto,delay=2)", cluster).strategy)
+    assert taus[0] == taus[1]

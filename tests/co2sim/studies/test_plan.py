@@ -519,3 +519,35 @@ def test_what_no_gpus_fill_is_no_candidate_and_says_why() -> None:
     space = Space(job=case, clusters=("dgx-h100",), strategies=("zero1",), gpus=[64], axes=axes)
     with pytest.raises(OptionError, match="zero1 on 64 GPUs"):
         plan(space, Objective(want="fastest", tokens=1e9))
+
+
+def test_of_several_stacks_the_best_is_that_of_the_best_alone(offers: tuple[str, str]) -> None:
+    """A plan with two of them chooses what the better of two plans chooses."""
+    stacks = ("torchtitan", "megatron-core")
+    job = Case(cluster="", model="gpt2-small", strategy="", global_batch=64)
+    wanted = Objective(want="fastest", tokens=1e10)
+    fields: dict[str, Any] = {"clusters": offers[:1], "strategies": ("ddp", "fsdp"), "gpus": [16]}
+    alone = [plan(Space(job=replace(job, stack=one), **fields), wanted).choice for one in stacks]
+    together = plan(Space(job=job, stacks=stacks, **fields), wanted).choice
+    assert together
+    assert together.totals.days == min(one.totals.days for one in alone if one)
+    assert str(together.case.stack) in stacks
+
+
+def test_the_runner_up_is_another_strategy_not_another_option_of_one() -> None:
+    """Two options of fsdp are one row: the best of both."""
+    job = Case(cluster="", model="gpt2-small", strategy="", global_batch=64)
+    strategies = ("fsdp", "fsdp:reduce=bf16", "ddp")
+    space = Space(job=job, clusters=("a100-tcp80",), strategies=strategies, gpus=[16])
+    found = plan(space, Objective(want="fastest", tokens=1e10))
+    assert found.choice
+    assert found.runner_up
+    kinds = [one.result.strategy.partition("(")[0] for one in (found.choice, found.runner_up)]
+    assert len(set(kinds)) == 2
+
+
+@pytest.mark.parametrize("text", ["50k USD", "$50k", "50000 EUR", "5e4"])
+def test_a_budget_may_name_its_currency(text: str, offers: tuple[str, str], cli: Command) -> None:
+    """It says nothing more: prices have the currency."""
+    found = json.loads(cli(*arguments(offers, "-g", "8", "--budget", text, "--json")).out)
+    assert found["choice"]["totals"]["cost"] < 50_000
