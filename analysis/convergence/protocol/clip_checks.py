@@ -377,7 +377,7 @@ def plan(*, quick: bool) -> Iterator[ClippingTask]:
     """Exact runs, and the long ones."""
     for noisy in (False, True):
         for seed in range(1 if quick else 10):
-            yield ClipTask(seed=seed, calls=48 if quick else 270, noisy=noisy)
+            yield ClipTask(seed=seed, calls=36 if quick else 270, noisy=noisy)
     kinds = ((1, 1, 0.0), (4, 1, 0.0), (1, 4, 0.0), (2, 4, 0.0), (1, 1, 0.5), (1, 1, 0.9))
     for workers, tau, beta in kinds[:1] if quick else kinds:
         yield FloorTask(

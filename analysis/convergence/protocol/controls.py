@@ -132,8 +132,8 @@ def plan(*, quick: bool) -> Iterator[ControlTask]:
     yield TermsTask()
     for family in ("isotropic", "cosine") if quick else ("isotropic", "spread", "cosine", "hill"):
         for delay in (1, 0):
-            yield RescueTask(family=family, delay=delay, seeds=16, rounds=128)
-    yield NegativeTask(seeds=400)
+            yield RescueTask(family=family, delay=delay, seeds=6 if quick else 16, rounds=128)
+    yield NegativeTask(seeds=150 if quick else 400)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

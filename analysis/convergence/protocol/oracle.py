@@ -611,7 +611,7 @@ def plan(*, quick: bool) -> Iterator[OracleTask]:
                     local_steps=tau,
                     rounds=rounds,
                     delay=delay,
-                    seeds=1500 if quick else 4000,
+                    seeds=500 if quick else 4000,
                 )
 
 

@@ -122,7 +122,7 @@ def plan(*, quick: bool) -> Iterator[RateTask]:
                     workers=workers,
                     local_steps=tau,
                     rounds=tuple(2**e for e in exponents if 2**e * tau <= most),
-                    seeds=16 if quick else 32,
+                    seeds=10 if quick else 32,
                 )
 
 
