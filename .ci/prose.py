@@ -1,7 +1,7 @@
-"""`make prose`: the linter proselint, with our vocabulary, on pages and on texts that a user sees.
+"""A part of `make lint`: proselint on pages, and our vocabulary on these and on texts of the code.
 
-Texts are README, docs/ outside of code, docstrings of public names, and the strings of the packages
-that have four words or more: messages, helps, reports. Prints a line for each finding.
+Pages are README, CONTRIBUTING and docs/, outside of code. Texts of the code are the docstrings and
+strings of four words or more: messages, helps, reports. Prints a line for each finding.
 """
 
 import ast
@@ -46,8 +46,8 @@ def strings() -> Iterator[tuple[str, int, str]]:
         for node in ast.walk(tree):
             text = _text(node) if id(node) not in inner else ""
             if len(text.split()) >= _WORDS:
-                blank = text.encode(errors="replace").decode()
-                yield str(file.relative_to(ROOT)), getattr(node, "lineno", 1), blank
+                whole = text.encode(errors="replace").decode()  # without surrogates
+                yield str(file.relative_to(ROOT)), getattr(node, "lineno", 1), whole
 
 
 def _text(node: ast.AST) -> str:

@@ -57,7 +57,7 @@ EXTENSIONS = 2
 """How many factors of 2 the grid may grow beyond either end."""
 
 CLIP = 0.25
-"""Momenta are clipped to so many lr x tau: what a worker moves an element at most is about 1."""
+"""Momenta are clipped to this many lr x tau: what a worker moves an element at most is about 1."""
 
 OUTER = {
     "co2": (

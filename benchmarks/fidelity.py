@@ -4,7 +4,7 @@
     sudo python benchmarks/fidelity.py flops        # real matrix products
     sudo python benchmarks/fidelity.py hiding       # CO2 beside blocking strategies
     sudo python benchmarks/fidelity.py sites        # two sites with a slow link between
-    sudo python benchmarks/fidelity.py invented --seed 7 --labs 8   # 16 that nobody ran before
+    sudo python benchmarks/fidelity.py invented --seed 7 --labs 8   # 16 new ones
     sudo python benchmarks/fidelity.py sleep --quick    # one lab, two strategies
 
 `sleep` predicts twice, from what was measured in the same lab just before: from its stated rates
@@ -260,7 +260,7 @@ def _row(job: LabJob, record: Record, predicted: dict[str, Result]) -> LabRow:
 
 
 def summary(frame: pd.DataFrame, source: str) -> str:
-    """Errors of the predictions from one source, in words: communication first."""
+    """Errors of the predictions from one source, as a text: communication first."""
     busy, rounds = frame[f"{source}_busy_error"].abs(), frame[f"{source}_error"].abs()
     apart = frame[f"{source}_exposed_s"] - frame["measured_exposed_s"]
     exposed = (apart / frame["measured_exposed_s"])[
@@ -277,7 +277,7 @@ def summary(frame: pd.DataFrame, source: str) -> str:
 
 
 def drift(frame: pd.DataFrame) -> str:
-    """What the machine did between the probe and the runs, in words."""
+    """What the machine did between the probe and the runs, as a text."""
     speed = frame["speed"]
     steady = frame[(speed - 1).abs() <= SAME_SPEED]["probed_error"].abs()
     told = (

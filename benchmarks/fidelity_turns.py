@@ -299,7 +299,7 @@ def report(rows: Sequence[Row]) -> str:
     return f"""\
 # Real matrix products, a probe and a run in turns
 
-{len(frame)} configurations on 2 nodes of 1 rank, {rows[0]["model"]} with so many tokens a sequence,
+{len(frame)} configurations on 2 nodes of 1 rank, {rows[0]["model"]} with these tokens a sequence,
 predicted from kernels that were measured just before and after, and from the links of a probe.
 {machine()}
 

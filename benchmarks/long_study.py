@@ -111,7 +111,7 @@ class LongStudy:
         return tuple(sorted({part.steps for part in self.parts}))
 
     def budget(self, steps: int) -> StudyBudget:
-        """The same model, batch and warm-up in a run of so many steps."""
+        """The same model, batch and warm-up in a run of these steps."""
         if steps == self.base.steps:
             return self.base
         return replace(self.base, steps=steps, eval_every=steps // _VALIDATIONS)

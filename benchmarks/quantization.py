@@ -41,7 +41,7 @@ _CLIPS = tuple(1 - 0.05 * number for number in range(15))
 
 
 class Code(NamedTuple):
-    """What rows [rows, elements] of fp32 become on the way, in blocks of so many elements."""
+    """What rows [rows, elements] of fp32 become on the way, in blocks of this size."""
 
     bits: int
     received: Callable[[Tensor, int, Generator], Tensor]
@@ -155,7 +155,7 @@ def averaged(displacements: list[Tensor], send: Send) -> Tensor:
 
 
 def _rows(vector: Tensor, count: int) -> Tensor:
-    """A flat vector as so many equal rows, filled up with zeros."""
+    """A flat vector as equal rows, filled up with zeros."""
     return pad(vector, (0, -len(vector) % count)).view(count, -1)
 
 

@@ -33,7 +33,7 @@ _STRATEGIES = {
 }
 """Strategies that stand for a published method."""
 _TOKENS = 2**20
-"""Of a batch: so many that an optimizer's step takes no time beside the two passes."""
+"""Of a batch: enough that an optimizer's step takes no time beside the two passes."""
 
 
 def main() -> None:

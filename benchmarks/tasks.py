@@ -309,7 +309,7 @@ _SHOW: dict[TaskName, tuple[str, Callable[[SubFigure, Batch, Tensor], None]]] = 
     "segmentation": ("images, their classes, and those that it names", _segmentation),
     "points": ("points as it reads them, as they are, and as it reconstructs them", _points),
 }
-"""By task: what is shown, in words, and how."""
+"""By task: the text that is shown, and how."""
 
 
 def write(

@@ -14,7 +14,7 @@ What goes into a prediction is known before the run begins:
 
 - how many steps the loss takes: from a run of the same training and seed without a lab;
 - the time of a local step: from calibrations in the lab before each seed. In one nothing is sent
-  (also in DDP, and by CO2 whose workers average with nobody); one in which something is sent all
+  (also in DDP, and by CO2 whose workers do not average); one in which something is sent all
   the time tells how much that slows the steps down; one with an average after each step what the
   network attains of its stated rate; one with tensors of hardly any bytes what the cores need for
   the messages of torchft's LocalSGD. Cores and network work at the same time: the slower counts;

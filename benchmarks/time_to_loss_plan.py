@@ -175,7 +175,7 @@ def calibrations(chosen: Collection[Contender]) -> list[Contender]:
 def alone(entry: Contender) -> Contender:
     """The calibration whose step is the local step of a contender.
 
-    CO2 with a delay, whose rounds may be short, runs itself, with workers that average with nobody.
+    CO2 with a delay, whose rounds may be short, runs itself, with workers that do not average.
     """
     if entry.in_ddp:
         return IN_DDP
@@ -310,7 +310,7 @@ class Plan:
         return f"{self.size}-{self.steps}x{self.batch}-{self.nodes} nodes{pace}{target}"
 
     def place(self, rate: str) -> Place:
-        """The lab of a rate, as co2sim is told of it."""
+        """The lab of a rate, as co2sim has it."""
         return Place(self.nodes, rate, self.size, self.batch // self.nodes)
 
 

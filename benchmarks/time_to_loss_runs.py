@@ -87,7 +87,7 @@ class Attachment(ExitStack):
 def always_sending(
     model: nn.Module, optimizer: Optimizer, world: World, *, elements: int
 ) -> Iterator[Attached]:
-    """Local steps, and beside each an all-reduce of so many elements, which ends before it."""
+    """Local steps, and beside each an all-reduce of these elements, which ends before it."""
     group = world.group("calibration", WORLD)
     under_way: list[dist.Work] = []
 
@@ -161,7 +161,7 @@ def build_with(
 
 
 def build_alone(settings: TrainSettings, model: nn.Module, world: World) -> WrappedModel:
-    """Our own method with workers that average with nobody: all arithmetic, and nothing is sent."""
+    """Our own method with workers that do not average: all arithmetic, and nothing is sent."""
     own, _ = dist.new_subgroups(1)
     return build(settings, model, replace(world, _groups={("training", WORLD): own}))
 
@@ -217,7 +217,7 @@ def paced(
 
 
 _SPARE = 1.1
-"""Where training chooses a delay in the lab, so many times the steps of the run without may do."""
+"""Where training chooses a delay in the lab, this times the steps of the run without may do."""
 
 
 def run_ranks(plan: Plan, out: Path, results: Path, where: str) -> None:

@@ -69,7 +69,7 @@ class TrainingError(Co2simError):
 class CheckpointError(Co2simError):
     """A checkpoint cannot be written or read, or is of another training.
 
-    `everywhere`: all ranks raise it alike, so that none needs to be told of it.
+    `everywhere`: all ranks raise it alike, so that none needs a message.
     """
 
     def __init__(self, message: str, *, everywhere: bool = False) -> None:

@@ -26,8 +26,8 @@ class _Round:
     """One round, per variant and coordinate: [C, d], within the round [tau + 1, C, d].
 
     The mean of the workers after k steps is `pull` x + `shift` plus noise of variance `noise`.
-    `squares`, `cross` and `shifts` are the means over workers of each own squares pull, of
-    pull x shift and of shift squared, `own` of the own variance noise.
+    `squares`, `cross` and `shifts` are the means over workers of the squares of a worker's
+    pull, of pull x shift and of shift squared, `own` of the variance of a worker's noise.
     """
 
     pull: Array

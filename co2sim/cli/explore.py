@@ -89,6 +89,8 @@ def explore(  # noqa: PLR0913, PLR0917 - one argument per option
     """Play: a server on this machine that asks the simulator, or a page without one (--out)."""
     goal = options.goal(to_loss_steps, steps_factor)
     if gpus is not None and "," in gpus:
+        if any(one.startswith("gpus=") for one in over or ()):
+            raise OptionError("--gpus has several values, and so has --vary gpus; give one of them")
         over, gpus = [*(over or ()), f"gpus={gpus}"], None
     size = None if gpus is None else options.whole("--gpus")(gpus)
     if out is None:

@@ -41,7 +41,7 @@ def amount(flag: str) -> Callable[[str], float]:
 
 def money(flag: str) -> Callable[[str], float]:
     """The same of an amount of money, that may have `$` before it or a currency behind it."""
-    return lambda text: convert.amount(flag, _CURRENCY.sub("", text.strip()))
+    return lambda text: convert.amount(flag, _CURRENCY.sub("", text.strip()) or text)
 
 
 _CURRENCY = re.compile(r"^\$\s*|\s*(USD|EUR)$")

@@ -157,6 +157,8 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     check("--report", report)
     who = options.engine(context, engine, scheduler, jobs)
     stacks = [part.strip() for part in job.stack.split(",")] if isinstance(job.stack, str) else []
+    if len(stacks) > 1 and not all(stacks):
+        raise OptionError(f"--stack is {job.stack!r}, which has an empty name")
     refuse_twice("stack", stacks)
     space = Space(
         job=replace(job, stack=stacks[0]) if stacks else job,

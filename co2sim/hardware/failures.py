@@ -25,7 +25,7 @@ Writing = Literal["background", "blocking"]
 """background: work stops until the state is in host memory. blocking: until all is written."""
 
 DETECTION: Seconds = 600.0
-"""Source: torch.distributed, the timeout of NCCL: 10 minutes. Whoever watches nodes is faster."""
+"""Source: torch.distributed, the timeout of NCCL: 10 minutes. A monitor of nodes is faster."""
 
 RESTART: Seconds = 750.0
 """Source: Kokolis et al. 2025, arXiv 2410.21680: 5 to 20 minutes; the middle."""

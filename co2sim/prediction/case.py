@@ -444,6 +444,7 @@ class Case:
     stack: str | Stack | Contents = option(
         "",
         "Software stack: the training framework of a year (`co2sim list stacks`), or a TOML file;"
+        " `co2sim plan` tries several, as torchtitan,megatron-core;"
         f" default: the one that the cluster's file names, else {DEFAULT_STACK}.",
         "job",
     )

@@ -247,8 +247,8 @@ DIVIDED_EXPERTS = f"{_EXPERTS}; all of these were ZeRO-1 with --ep"
 WHOLE_EXPERTS = f"{_EXPERTS}; all of these divided their experts (--ep), which this does not"
 CONTEXT = (
     "context parallelism: no run with it entered a fit, and predictions of"
-    f" {CONTEXT_RUNS} published ones are {CONTEXT_ERROR:.0%} off in the mean, of 3 of torchtitan"
-    f" {CONTEXT_TORCHTITAN:.0%}"
+    f" {CONTEXT_RUNS} published ones are {CONTEXT_ERROR:.0%} off in the mean; the 3 of"
+    f" torchtitan are {CONTEXT_TORCHTITAN:.0%} off"
 )
 BATCH_OF = "global batch: "
 """How the note begins that says where it comes from."""

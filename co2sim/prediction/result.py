@@ -114,8 +114,8 @@ class Result:
 
     @property
     def place(self) -> str:
-        """The cluster's name; a number of nodes that it begins with is that of the job."""
-        return re.sub(r"^\d+ (?=nodes? |[A-Z])", f"{self.nodes} ", self.cluster)
+        """The cluster's name; of "8 DGX H100 of 8 ..." the first number is that of the job."""
+        return re.sub(r"^\d+(?= [\w. -]+ of \d)", str(self.nodes), self.cluster)
 
     def __repr__(self) -> str:
         figures = ", ".join(f"{name} {value}" for name, value in self._key_figures().items())

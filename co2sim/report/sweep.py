@@ -154,7 +154,7 @@ class Swept:
         return sorted(fitting, key=lambda one: -one.result.tokens_per_s)
 
     def doubts(self) -> list[str]:
-        """What is missing, what failed, and whether the first two can be told apart."""
+        """What is missing, what failed, and whether the order of the first two is certain."""
         said = [f"This sweep was interrupted: {self.missing}."] if self.missing else []
         if self.failed:
             said.append(f"{len(self.failed):,} of {len(self.cases):,} cases failed.")

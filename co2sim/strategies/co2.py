@@ -84,7 +84,7 @@ class CO2:
                 raise OptionError(f"average=leader does not quantize: dtype={self.dtype}")
 
     def kept(self) -> tuple[float, float]:
-        """How much of the own progress a worker keeps, and how much of the mean it adds."""
+        """How much of its progress a worker keeps, and how much of the mean it adds."""
         return kept(round_steps(self), self.keep, self.predict)
 
     def parts(self) -> int:

@@ -171,7 +171,7 @@ class LocalUpdateStrategy(DDPStrategy):
 
 
 def _leave_signals_to_ranks(trainer: Trainer) -> None:
-    """Let a rank end by its own SIGTERM, after its batch; the others are told as of an exception.
+    """Let a rank end by its own SIGTERM, after its batch; the others see it as an exception.
 
     Lightning (2.6) has all ranks wait for rank 0 before every batch, to ask whether it got one, and
     a rank that got one wait in its handler, until rank 0 asks. It is not public; another version

@@ -312,7 +312,7 @@ class DelayedLoop(OuterLoop):
         return [flight for _, flight in self._under_way]
 
     def drain(self) -> None:
-        """Wait for all averages under way; how long these took cannot be told any more."""
+        """Wait for all averages under way; how long these took is not known any more."""
         self._auto.disturb(self._under_way)
         super().drain()
 

@@ -114,7 +114,7 @@ class PullWatch:
 
     With d how far averages moved some elements, and s the steps behind them: s is about
     - (1 + 1 / tau) d where something unknown holds the parameters once more, and at most about
-    - d / tau where steps continue as before. In short rounds the two cannot be told apart.
+    - d / tau where steps continue as before. In short rounds the two cannot be distinguished.
     """
 
     def __init__(self, now: Callable[[], Tensor], tau: int) -> None:

@@ -209,8 +209,8 @@ class Reduce(ReduceScatter):
         if at.per_node == 1:
             rows = quantize(slices[:, 0], 4, *how, refuse_non_finite=False)
         else:
-            # Rank (node, local) owns slice (node, local). Whoever shares `local` on another node
-            # collects the sums of this node for it, so one row holds the slices of one `local`.
+            # Rank (node, local) owns slice (node, local). A rank with the same `local` on another
+            # node collects the sums of this node for it: one row holds the slices of one `local`.
             reordered = slices.transpose(0, 1).reshape(at.per_node, -1)
             rows = quantize(reordered, 4, *how, refuse_non_finite=False)
             rows = self._exchange(rows, at.nodes * part, at.node_group)

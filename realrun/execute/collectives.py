@@ -387,5 +387,5 @@ def _tagged(step: int, part: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _tag(step: int, number: int) -> int:
-    """Messages of a pair are told apart by step and segment."""
+    """Step and segment distinguish the messages of a pair."""
     return step * 2**20 + number

@@ -72,7 +72,7 @@ class Sleep(Synthetic):
 
     `seconds` holds the time of every work. The virtual device starts an op when its inputs are
     there and ends it exactly that much later: delays of a host that wakes up late do not add up.
-    Whoever sends what the op computes waits until then; others need not wake up.
+    A sender of what the op computes waits until then; others need not wake up.
     """
 
     seconds: Mapping[Compute, Seconds]

@@ -122,7 +122,7 @@ def run_local(
 
 @dataclass(slots=True)
 class _Asked:
-    """Whether the ranks were told to end: by which signal of the launcher, 0: not yet."""
+    """Whether the ranks shall end: by which signal of the launcher, 0: not yet."""
 
     number: int = 0
     ranks: list[RankProcess] = field(default_factory=list)

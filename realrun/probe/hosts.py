@@ -70,7 +70,7 @@ def fit_hosts(samples: Sequence[Sample], stated: Cluster) -> Cluster:
 def _by_kind(small: Sequence[Sample], hosts: Cluster) -> Cluster:
     """The hosts with what kinds take longer than the quickest, by the means of what is left.
 
-    One after the other: steps and calls by kind at once could not be told apart, since each kind
+    One after the other: steps and calls by kind at once could not be distinguished, since each kind
     has its own number of steps.
     """
     left: dict[Kind, list[Seconds]] = {}

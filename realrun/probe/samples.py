@@ -129,8 +129,8 @@ def residuals(predicted: Iterable[Seconds], measured: Iterable[Seconds]) -> Resi
 def fit_line(samples: Sequence[Sample]) -> Line:
     """Least squares of the relative error over a latency and a time per byte, neither below 0.
 
-    The time of a byte, where it cannot be told from 0, is a thousandth of what the fastest and the
-    largest sample would allow. Raises OptionError for fewer than two sizes.
+    Where the time of a byte cannot be distinguished from 0, it is a thousandth of what the fastest
+    and the largest sample would allow. Raises OptionError for fewer than two sizes.
     """
     sizes = np.array([sample.work.bytes for sample in samples])
     times = np.array([sample.seconds for sample in samples])

@@ -188,6 +188,19 @@ def test_scripts_name_targets_extras_and_options_that_exist() -> None:
                 assert given <= options_of(own), line
 
 
+def test_every_command_has_an_example_on_its_page() -> None:
+    """Pages of commands are made from the code; their examples stand in other pages."""
+    module = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+    assert module
+    assert module.loader
+    reference = importlib.util.module_from_spec(module)
+    module.loader.exec_module(reference)
+    made = reference.pages([page.read_text() for page in PAGES])
+    commands = [text for path, text in made.items() if path.startswith("commands/")]
+    assert len(commands) > 30
+    assert [text.splitlines()[0] for text in commands if "```sh" not in text] == []
+
+
 @pytest.mark.nightly
 def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path: Path) -> None:
     """The strict build finds no broken link and no page outside the navigation; nothing is remote.

@@ -42,7 +42,7 @@ def build(
     """Simulate. Raises OptionError for more than `board.MAX_CASES` cases.
 
     Knots are added where random positions are too far off, until new ones are all within
-    `tolerance`, or no more cases may be simulated. `say` is told how long it takes, once the first
+    `tolerance`, or no more cases may be simulated. `say` gets how long it takes, once the first
     positions are known. Raises KeyboardInterrupt at a control-C before these.
     """
     board = Board(question, tuple(controls))

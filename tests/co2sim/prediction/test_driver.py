@@ -206,3 +206,19 @@ def test_the_low_end_of_memory_is_at_least_the_states() -> None:
     states = items["parameters"] + items["gradients"] + items["optimizer"]
     assert found.memory_bytes_low >= states > found.gpu_memory_bytes
     assert found.memory_fit == "does not fit"
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("8 DGX H100 of 8 H100-80GB, 8 x 400 Gbit/s", "2 DGX H100 of 8 H100-80GB, 8 x 400 Gbit/s"),
+        ("16 nodes of 8 A100", "2 nodes of 8 A100"),
+        ("100 Gbit/s, 4 nodes of 8 A100", "100 Gbit/s, 4 nodes of 8 A100"),
+        ("2026 cluster", "2026 cluster"),
+    ],
+)
+def test_a_place_has_the_nodes_of_the_job(name: str, shown: str) -> None:
+    """Where the name of a cluster begins with a number of nodes; other numbers stay."""
+    found = simulate(tiny.cluster(4, 2, name=name), tiny.model(), "ddp", gpus=4)
+    assert found.nodes == 2
+    assert found.place == shown
