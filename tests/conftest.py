@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--update-golden", action="store_true", help="write tests/golden from what the code gives"
     )
     parser.addoption(
-        "--part", metavar="K/N", help="only the K-th of N parts of the test modules, 0 <= K < N"
+        "--part", metavar="K/N", help="only the K-th of N parts of the tests, 0 <= K < N"
     )
 
 
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Choose a part; modules with long tests go first, so that no worker ends alone with one."""
     if part := config.getoption("--part"):
         index, parts = map(int, part.split("/"))
-        chosen = [item for item in items if crc32(item.path.name.encode()) % parts == index % parts]
+        chosen = [item for item in items if crc32(item.nodeid.encode()) % parts == index % parts]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
     long = {

@@ -203,7 +203,7 @@ _LAYOUTS = 2
 """Of a cast operand: rows for one product, and columns for another. Source: Transformer Engine,
 cast_transpose; Hopper multiplies fp8 of one layout only."""
 
-_MAX_SAMPLES = 10_000
+MAX_SAMPLES = 10_000
 """Of a micro-batch, and micro-steps of a step: the schedule holds every micro-step."""
 
 MAX_RANK = 65_536
@@ -300,7 +300,7 @@ class Workload:
         """
         object.__setattr__(self, "recompute", str(recomputation(self.recompute)))
         for name in ("micro_batch", "accumulation", "tp", "ep", "cp"):
-            object.__setattr__(self, name, whole(name, getattr(self, name), 1, _MAX_SAMPLES))
+            object.__setattr__(self, name, whole(name, getattr(self, name), 1, MAX_SAMPLES))
         if self.sequence_parallel and self.tp == 1:
             raise OptionError("sequence_parallel=true needs tp of 2 or more: it divides no more")
         if self.lora is None:

@@ -17,7 +17,7 @@ from co2sim.common import convert, validation
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes
 from co2sim.models.recompute import Recompute
-from co2sim.models.workload import Model, Workload
+from co2sim.models.workload import MAX_SAMPLES, Model, Workload
 from co2sim.prediction.bounds import Shared, StepBound
 from co2sim.prediction.case import AUTO, Case, LoadedCase, tokens_of_batch
 from co2sim.prediction.notes import BATCH_OF, FASTEST
@@ -152,7 +152,7 @@ def settled(case: Case, speed: Callable[[Case], float]) -> tuple[Case, tuple[str
         wanted, source = samples_of(case.global_batch, model, adapters=case.lora is not None)
         unit = 1 if case.micro_batch == AUTO else convert.whole("micro_batch", case.micro_batch)
         unit *= case.pp if case.interleave > 1 else 1  # interleaved stages take turns
-        share = wanted / groups / unit
+        share = min(wanted / groups / unit, MAX_SAMPLES if case.global_batch == AUTO else math.inf)
         each = _easily_divided(share) * unit
         case = replace(case, global_batch=each * groups, accumulation=None)
         lines += (
@@ -164,6 +164,9 @@ def settled(case: Case, speed: Callable[[Case], float]) -> tuple[Case, tuple[str
             lines.append(
                 f"{BATCH_OF}{each * groups:,} samples, {least}: more than {wanted:,}{told}"
             )
+        elif share == MAX_SAMPLES:
+            told = f"{MAX_SAMPLES:,} micro-steps, the most that are simulated"
+            lines.append(f"{BATCH_OF}{each * groups:,} samples, {told}; {wanted:,} are asked")
         elif each * groups != wanted:
             among = f"{groups:,} groups of GPUs that train on the same samples"
             lines.append(f"{each * groups:,} samples: {wanted:,} do not divide among {among}")

@@ -144,6 +144,13 @@ def test_micro_steps_in_place_of_a_batch_give_it() -> None:
     assert (found.global_batch, found.recompute) == (64, "none")
 
 
+def test_a_batch_that_nobody_asked_for_has_as_many_micro_steps_as_are_simulated() -> None:
+    """A published batch has thousands of times the tokens of a tiny model's samples."""
+    found = simulate(tiny.cluster(1, 2), replace(MODEL, tokens=1), "ddp", micro_batch=1)
+    assert found.accumulation == 10_000
+    assert any("the most that are simulated" in note for note in found.notes)
+
+
 @given(st.floats(1, 1e6))
 def test_a_share_of_a_batch_is_easily_divided(share: float) -> None:
     """It is the nearest whole number, or near and without an odd factor but 3."""
