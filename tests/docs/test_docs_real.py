@@ -13,6 +13,7 @@ from pages import (
     PAGES,
     ROOT,
     TOY,
+    WITHOUT_OUTPUT,
     Block,
     applied,
     blocks,
@@ -84,6 +85,18 @@ def changed(script: str, *changes: tuple[str, str]) -> str:
         assert written in script
         script = script.replace(written, here)
     return script
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if WITHOUT_OUTPUT[page]], ids=lambda page: page.stem
+)
+def test_commands_whose_output_is_not_shown_run(page: Path, tmp_path: Path) -> None:
+    """One after the other, beside the table of runs that the page shows."""
+    for block in blocks(page):
+        if block.kind == "csv":
+            (tmp_path / "runs.csv").write_text(block.text)
+    assert shell("\n".join(WITHOUT_OUTPUT[page]), tmp_path)
 
 
 @pytest.mark.dist

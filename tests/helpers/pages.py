@@ -80,6 +80,18 @@ ESTIMATES = [line for line in COMMANDS if re.match("realrun train .* --estimate"
 ON_CORES = [
     line for line in COMMANDS if re.match(r"realrun (probe|run) |co2analysis compare ", line)
 ]
+WITHOUT_OUTPUT = {
+    page: [
+        line
+        for block in blocks(page)
+        if block.kind == "sh"
+        for line in block.text.splitlines()
+        if re.match(r"co2sim |co2analysis (runs|figures|validate)\b", line)
+        and not re.search(r"--scheduler|my-cluster|replay", line)
+    ]
+    for page in PAGES
+}
+"""Of pages that do not show what they print: commands that need neither measurements nor hours."""
 STUDIES = [line for line in COMMANDS if line.startswith("python ")]
 
 
