@@ -168,11 +168,6 @@ def trust(
 ) -> PageSection:
     """How sure it all is; warnings and notes are those of the cases `shown`, once each."""
     found = [Figure("", table=tables.sources(every))]
-    note = (
-        "How far predictions were from published training runs, by what was fitted without their"
-        " source:"
-    )
-    found.append(Figure("", note, table=tables.errors()))
     if shown:
         first = shown[0]
         note = (
@@ -186,6 +181,8 @@ def trust(
     if published:
         note = "Published runs of this study beside their predictions:"
         found.append(Figure("", note, table=published))
+    by_source = "How far predictions were from published runs, each source left out of the fit"
+    found.append(Figure(by_source, table=tables.errors(), folded=True))
     return PageSection(
         "trust",
         "How sure this is",
