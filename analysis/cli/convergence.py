@@ -443,14 +443,17 @@ def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
             keep=(keep, None),
             predict=(predict, None),
             clip_residual=(clip_residual, None),
+            residual_decay=(residual_decay, 0.0),
         )
         asked = recorded.given(asked)
     _refuse_missing(asked)
     tune = asked.get("inner_step") is None
     asked |= {"inner_step": 1.0} if tune else {}
     setting = Setting(heterogeneity=heterogeneity, convex=convex, **asked)
-    residual = clip_residual if recorded is None else recorded.residual or None
-    clip = _clip(residual, residual_decay, phi, gradient_bound, tune=tune)
+    residual, decay = clip_residual, residual_decay
+    if recorded is not None and recorded.residual:
+        residual, decay = recorded.best_residual(setting)
+    clip = _clip(residual, decay, phi, gradient_bound, tune=tune)
     answered = answer(setting, tune=tune, price=allowed_delay, clip=clip)
     if json_:
         of_run = {} if recorded is None else {"run": recorded.to_dict()}

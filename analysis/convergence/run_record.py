@@ -13,7 +13,9 @@ from typing import Any
 
 from rich.console import Console
 
-from analysis.convergence.setting import Late
+from analysis.convergence.bound import Bound
+from analysis.convergence.clipping import with_residual
+from analysis.convergence.setting import Late, Setting
 from co2sim.common.delayed_averaging import bounded
 from co2sim.common.errors import CatalogError, OptionError
 from co2sim.common.files import MAX_RECORD_BYTES, text_of
@@ -31,7 +33,8 @@ class RunRecord:
 
     `clipping` and `rounding` are roots of means over rounds of squares, in units of one gradient:
     of Lambda |u - clip(u)| / (gamma tau), and of an upper bound of |D - D'| / (gamma tau) for the
-    average D' that was used in the place of D. `method` and `constants` are arguments of `Setting`;
+    average D' that was used in the place of D. `running` is that of clipping for the running mean
+    with `decay`, None where none was kept. `method` and `constants` are arguments of `Setting`;
     `constants` has those that the training has measured (`--estimate`), and may be empty. `notes`
     say what of the run the theorem does not cover, in sentences.
     """
@@ -41,6 +44,8 @@ class RunRecord:
     clipping: float
     rounding: float
     notes: tuple[str, ...]
+    running: float | None = None
+    decay: float = 0.0
 
     def given(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of `Setting`: those of `asked` that are not None come before what was measured.
@@ -59,11 +64,26 @@ class RunRecord:
         """An upper bound of eps (Minkowski), in units of one gradient: of one run, not a mean."""
         return self.clipping + self.rounding
 
+    def best_residual(self, setting: Setting) -> tuple[float, float]:
+        """Eps and its decay, 0 for the residual itself: of both the one with the smaller bound.
+
+        The running mean of what is rounded is at most as large as what is rounded (Young).
+        """
+        kept = [] if self.running is None else [(self.running + self.rounding, self.decay)]
+
+        def total(pair: tuple[float, float]) -> float:
+            found = with_residual(setting, pair[0], decay=pair[1])
+            return found.total if isinstance(found, Bound) else math.inf
+
+        return min([(self.residual, 0.0), *kept], key=total)
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "clip_residual": self.residual,
             "clipping": self.clipping,
+            "running": self.running,
+            "decay": self.decay,
             "rounding": self.rounding,
             "notes": list(self.notes),
         }
@@ -92,6 +112,7 @@ def read_run(folder: Path) -> RunRecord:
         raise CatalogError(f"the log of {folder} holds no round with its clip_residual")
     last = rows[-1]
     rounds = max(1, last.step // settings.round)
+    decay = rule.get("residual_decay", 0.0)
     step = sum(map(settings.learning_rate, range(1, last.step + 1))) / last.step
     unit = step * settings.round * math.sqrt(rounds)
     method = {
@@ -107,6 +128,8 @@ def read_run(folder: Path) -> RunRecord:
         clipping=math.sqrt(last.clip_residual or 0.0) / unit,
         rounding=math.sqrt(last.rounding_residual or 0.0) / unit,
         notes=tuple(_notes(settings, rule)),
+        running=math.sqrt(last.running_residual or 0.0) / unit if decay else None,
+        decay=decay,
     )
 
 
@@ -114,6 +137,11 @@ def print_run(out: Console, run: RunRecord) -> None:
     """What a training's momentum lost, and what of it the theorem does not cover."""
     rows = [
         ("by clipping", f"{run.clipping:.6g}"),
+        *(
+            []
+            if run.running is None
+            else [(f"... its running mean, decay {run.decay:g}", f"{run.running:.6g}")]
+        ),
         ("by int8 or int4 averages, at most", f"{run.rounding:.6g}"),
         ("eps, as --clip-residual takes it", f"{run.residual:.6g}"),
     ]

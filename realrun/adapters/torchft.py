@@ -300,7 +300,8 @@ class _QuorumLoop(RoundLoop):
         numbers = given["numbers"]
         self.state.numbers = {name: numbers[name] for name in self.state.numbers}
         self.counters.round = numbers["round"] - self._closing
-        for name in ("used", "penalty", "clipped", "clip_residual", "missing"):
+        names = ("used", "penalty", "clipped", "clip_residual", "running_residual", "missing")
+        for name in names:
             setattr(self.counters, name, numbers[name])
         self._given = True
 

@@ -36,6 +36,7 @@ class CO2Rule:
     gap: Gap = "constant"
     penalty: float = 1.0
     clip: float | None = None
+    residual_decay: float = 0.0
     staleness: int = 1
     pull: None = None
     delay: Delay | None = None
@@ -54,6 +55,9 @@ class CO2Rule:
         object.__setattr__(self, "staleness", whole("staleness", self.staleness))
         if self.clip is not None:
             errors.limit("clip", self.clip)
+        errors.momentum("residual_decay", self.residual_decay)
+        if self.residual_decay and self.clip is None:
+            raise OptionError("residual_decay is of what a clip takes off, and clip is not given")
         for name in ("keep", "predict"):
             if getattr(self, name) is not None:
                 between(name, getattr(self, name), 0, 1)
@@ -94,11 +98,15 @@ class CO2Rule:
         return self.clip is not None
 
     def vectors(self) -> dict[str, int]:
-        """The momentum; for the gap over k > 1 rounds also the k - 1 before it."""
+        """The momentum; for the gap over k > 1 rounds also the k - 1 before it.
+
+        And the running mean of what is clipped, if that is asked for.
+        """
+        clipped = {"residual": 0} if self.residual_decay else {}
         if self._at_once:
-            return {}
+            return clipped
         past = {"past": self.staleness - 1} if self._remembers else {}
-        return {"momentum": 0, **past}
+        return {"momentum": 0, **past, **clipped}
 
     def numbers(self) -> dict[str, float]:
         """The largest |D| so far, and how many averages there were."""
@@ -120,22 +128,29 @@ class CO2Rule:
         """Momentum: m <- beta m + D / Lambda, clipped."""
         if self._at_once:
             return self._absorb_at_once(state, average, penalty)
-        momentum, clip = state.vectors["momentum"], Clip(self.clip)
+        momentum, clip = state.vectors["momentum"], self._clip(penalty)
         if self._remembers:
             past = state.vectors["past"]
             past[int(state.numbers["absorbed"]) % len(past)].copy_(momentum)
         state.numbers["absorbed"] += 1
-        for m, mean in state.chunks(momentum, average):
+        for m, mean, *running in state.chunks(momentum, average, *self._running(state)):
             m.mul_(self.outer_momentum).add_(mean, alpha=1 / penalty)
-            clip(m)
+            clip(m, *running)
         return clip.result()
+
+    def _clip(self, penalty: float) -> Clip:
+        return Clip(self.clip, self.residual_decay, penalty)
+
+    def _running(self, state: State) -> list[Tensor]:
+        """The running mean of what is clipped, if it is kept."""
+        return [state.vectors["residual"]] if self.residual_decay else []
 
     def _absorb_at_once(self, state: State, average: Tensor, penalty: float) -> Clipped:
         """Anchor: x_{t+1,0} <- x_{t,0} - alpha D / Lambda, clipped."""
-        clip = Clip(self.clip)
-        for anchor, mean in state.chunks(state.anchor, average):
+        clip = self._clip(penalty)
+        for anchor, mean, *running in state.chunks(state.anchor, average, *self._running(state)):
             m = mean * (1 / penalty)
-            clip(m)
+            clip(m, *running)
             anchor.add_(m, alpha=-self.outer_lr)
         return clip.result()
 
@@ -207,6 +222,10 @@ class CO2(LocalUpdate):
     it relative to lr * tau, and watch `stats().clipped`: with Adam, 1 to 3 times lr * tau stops
     what runs away, a quarter of it also outliers.
 
+    `residual_decay`, in [0, 1): one more vector keeps a running mean of what is clipped, for
+    `stats().running_residual`. The bound of it is smaller where the clip takes off noise
+    (docs/theory.md, any momentum error). 0 keeps none.
+
     For all other options and what is kept, see LocalUpdate. Raises OptionError.
     """
 
@@ -221,6 +240,7 @@ class CO2(LocalUpdate):
         gap: Gap | None = None,
         penalty: float = 1.0,
         clip: float | None = None,
+        residual_decay: float = 0.0,
         staleness: int = 1,
         delay: Delay | None = None,
         keep: float | None = None,
@@ -236,6 +256,7 @@ class CO2(LocalUpdate):
             gap=(DEFAULT_GAP if delay is None else "constant") if gap is None else gap,
             penalty=penalty,
             clip=clip,
+            residual_decay=residual_decay,
             staleness=staleness,
             delay=delay,
             keep=keep,

@@ -139,11 +139,13 @@ class State:
 class Clipped(NamedTuple):
     """What a clip did to momentum u: elements it changed, and the sum of squares of u - clip(u).
 
-    The squares are in squared units of parameters, as u is.
+    `running` is that of a running mean of Lambda (u - clip(u)), 0 where none is kept. The squares
+    are in squared units of parameters, as u is.
     """
 
     elements: int
     squares: float
+    running: float = 0.0
 
 
 NOT_CLIPPED = Clipped(0, 0.0)
@@ -151,30 +153,38 @@ NOT_CLIPPED = Clipped(0, 0.0)
 
 
 class Clip:
-    """Clips vectors chunk by chunk to [-limit, limit], and sums up what it took off them."""
+    """Clips vectors chunk by chunk to [-limit, limit], and sums up what it took off them.
 
-    def __init__(self, limit: float | None) -> None:
+    With a `decay` it moves running means, r <- decay r + (1 - decay) penalty (what it took off).
+    """
+
+    def __init__(self, limit: float | None, decay: float = 0.0, penalty: float = 1.0) -> None:
         """None: no clip."""
-        self._limit = limit
+        self._limit, self._decay, self._penalty = limit, decay, penalty
         self._counts: list[Tensor] = []
         self._norms: list[Tensor] = []
+        self._running: list[Tensor] = []
 
-    def __call__(self, vector: Tensor) -> None:
-        """Clip in place."""
+    def __call__(self, vector: Tensor, mean: Tensor | None = None) -> None:
+        """Clip in place; `mean` is the running mean of the same elements, where one is kept."""
         if self._limit is None:
             return
         taken = softshrink(vector, self._limit)  # what is beyond the limit, 0 within
         self._counts.append((taken != 0).sum())  # count_nonzero is slower on CPUs
         self._norms.append(torch.linalg.vector_norm(taken))
+        if mean is not None:
+            mean.mul_(self._decay).add_(taken, alpha=(1 - self._decay) * self._penalty)
+            self._running.append(torch.linalg.vector_norm(mean))
         vector.clamp_(-self._limit, self._limit)
 
     def result(self) -> Clipped:
         """Over all that was clipped; on a GPU this waits for it, once."""
         if not self._counts:
             return NOT_CLIPPED
-        squares = torch.stack(self._norms).double().square().sum()
-        count, total = torch.stack((torch.stack(self._counts).sum().double(), squares)).tolist()
-        return Clipped(int(count), total)
+        kept = [norms for norms in (self._norms, self._running) if norms]
+        squares = [torch.stack(norms).double().square().sum() for norms in kept]
+        found = torch.stack([torch.stack(self._counts).sum().double(), *squares]).tolist()
+        return Clipped(int(found[0]), *found[1:])
 
 
 class Rule(Protocol):
@@ -279,11 +289,12 @@ class Stats:
     `penalty` is the last Lambda_t, 1 before the first average was used. `clipped` is the share of
     elements of the momentum that were clipped, over all averages used and the whole model.
 
-    Two sums over all averages used and the whole model say how far the outer momentum was from the
+    Sums over all averages used and the whole model say how far the outer momentum was from the
     exact one, in squared units of parameters. `clip_residual` is that of |Lambda (u - clip(u))|^2
-    for u = beta m + D / Lambda. `rounding_residual` is one of upper bounds of |D - D'|^2, with the
-    mean D' of int8 or int4 in the place of D; the rounding of bf16 is not measured. With T rounds
-    of tau local steps of size gamma (plain SGD, fp32 parameters),
+    for u = beta m + D / Lambda, and `running_residual` that of the running mean of the same, where
+    CO2's `residual_decay` keeps one. `rounding_residual` is one of upper bounds of |D - D'|^2, with
+    the mean D' of int8 or int4 in the place of D; the rounding of bf16 is not measured. With T
+    rounds of tau local steps of size gamma (plain SGD, fp32 parameters),
     eps <= (sqrt(clip_residual) + sqrt(rounding_residual)) / (gamma tau sqrt(T))
     in units of one gradient is what `co2analysis bound --clip-residual` takes (docs/theory.md).
     """
@@ -298,6 +309,7 @@ class Stats:
     bytes_sent: int
     late: int = 0
     delay: int | None = None
+    running_residual: float = 0.0
 
 
 @dataclass(slots=True)
@@ -314,6 +326,7 @@ class Counters:
     penalty: float = 1.0
     clipped: float = 0.0
     clip_residual: float = 0.0
+    running_residual: float = 0.0
     rounding_residual: float = 0.0
     waited: Seconds = 0.0
     late: int = 0
@@ -334,4 +347,5 @@ class Counters:
             bytes_sent=sent,
             late=self.late,
             delay=self.delay,
+            running_residual=self.running_residual,
         )

@@ -178,9 +178,9 @@ class OuterLoop(ABC):
         if not (self.rule.clips or self.average.quantizes):
             return
         counters = self.counters
-        numbers = (clipped.elements, clipped.squares, *rounding)
-        count, squares, sent, mean = self.links.total(numbers)
+        count, squares, running, sent, mean = self.links.total((*clipped, *rounding))
         counters.clipped += count
+        counters.running_residual += running
         counters.clip_residual += counters.penalty**2 * squares
         counters.rounding_residual += (math.sqrt(sent) + math.sqrt(mean)) ** 2
 

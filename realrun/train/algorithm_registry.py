@@ -72,6 +72,7 @@ LOCAL_UPDATES = {
             "gap": Option("gap"),
             "penalty": Option("penalty", partial(errors.penalty, gap="constant")),
             "clip": Option("clip", errors.limit),
+            "residual_decay": Option("residual_decay", errors.momentum),
         },
         passed=("staleness", "delay", "keep", "predict", "fragments", "preview"),
         refused={"average": "every rank averages its share"},

@@ -34,6 +34,8 @@ class OuterStats(Protocol):
     @property
     def clip_residual(self) -> float: ...  # noqa: D102
     @property
+    def running_residual(self) -> float: ...  # noqa: D102
+    @property
     def rounding_residual(self) -> float: ...  # noqa: D102
     @property
     def waited(self) -> float: ...  # noqa: D102
@@ -72,6 +74,7 @@ class LogRow:
     delay: int | None = None
     clip_residual: float | None = None
     rounding_residual: float | None = None
+    running_residual: float | None = None
 
     def with_stats(self, stats: OuterStats) -> "LogRow":
         """The row with what an outer step tells."""
@@ -86,11 +89,12 @@ class LogRow:
             delay=stats.delay,
             clip_residual=stats.clip_residual,
             rounding_residual=stats.rounding_residual,
+            running_residual=stats.running_residual,
         )
 
 
 _NAMES = tuple(field.name for field in fields(LogRow))
-_ADDED = ("clip_residual", "rounding_residual")
+_ADDED = ("clip_residual", "rounding_residual", "running_residual")
 """Columns that older logs lack."""
 
 

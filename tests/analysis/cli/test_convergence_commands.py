@@ -58,7 +58,9 @@ def evaluated(setting: Setting) -> Bound:
     return found
 
 
-def trained(folder: Path, *, estimated: bool = True, **changed: object) -> Path:
+def trained(
+    folder: Path, *, estimated: bool = True, running: float = 0.0, **changed: object
+) -> Path:
     """The folder of a training of 25 rounds that lost (0.3 + 0.1)^2 to clipping and rounding."""
     constant: dict[str, Any] = {
         "optimizer": "sgd",
@@ -74,6 +76,7 @@ def trained(folder: Path, *, estimated: bool = True, **changed: object) -> Path:
         **changed,
     }
     rule = {"outer_momentum": 0.5, "outer_lr": 0.7, "penalty": 1.0, "clip": 0.1, "staleness": 1}
+    rule |= {"residual_decay": 0.9} if running else {}
     record = {
         "settings": TrainSettings(**constant).to_dict(),
         "facts": {"workers": 2, "outer_step": rule | {"gap": "constant"}},
@@ -84,7 +87,7 @@ def trained(folder: Path, *, estimated: bool = True, **changed: object) -> Path:
         (folder / ESTIMATE).write_text(json.dumps(estimate))
     known = {"step": 100, "tokens": 1, "seconds": 1.0, "train_loss": 1.0, "lr": 0.01, "rounds": 25}
     log = Log(folder)
-    log.add(LogRow(**known, clip_residual=0.09, rounding_residual=0.01))
+    log.add(LogRow(**known, clip_residual=0.09, rounding_residual=0.01, running_residual=running))
     log.close()
     return folder
 
@@ -113,8 +116,26 @@ def test_bound_takes_setting_constants_and_residual_of_a_training(
     )
     unit = 0.01 * 4 * 25**0.5
     wanted = {"clipping": 0.3 / unit, "rounding": 0.1 / unit, "clip_residual": 0.4 / unit}
+    wanted |= {"decay": 0.0}
     assert found["run"].pop("notes") == []
+    assert found["run"].pop("running") is None
     assert found["run"] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(("running", "decay"), [(0.0025, 0.9), (0.09, 0.0)])
+def test_bound_takes_the_better_of_both_residuals_of_a_training(
+    co2analysis: Command, tmp_path: Path, running: float, decay: float
+) -> None:
+    """A running mean that is as large as the residual itself gives a larger bound."""
+    folder = trained(tmp_path, running=running)
+    found = answer(co2analysis, "bound", "--run", str(folder))["clipping"]
+    eps = 0.1 + (running if decay else 0.09) ** 0.5
+    assert found["decay"] == decay
+    assert found["residual"] == pytest.approx(eps / (0.01 * 4 * 25**0.5))
+    alone = found["bound_with_residual"]["total"]
+    (tmp_path / "plain").mkdir()
+    plain = answer(co2analysis, "bound", "--run", str(trained(tmp_path / "plain")))["clipping"]
+    assert (alone < plain["bound_with_residual"]["total"]) == bool(decay)
 
 
 def test_bound_says_what_of_a_training_it_does_not_cover(

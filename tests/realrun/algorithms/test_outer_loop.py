@@ -326,13 +326,50 @@ def test_clipped_elements_are_counted_over_all_shards_of_a_worker() -> None:
         assert co2.stats().clip_residual == pytest.approx(2 * 3 * 0.5**2)
 
 
-def test_a_resumed_run_goes_on_with_the_residual() -> None:
+@pytest.mark.parametrize("options", [{"staleness": 1}, {"staleness": 0}, {"delay": 1, "keep": 1.0}])
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_the_running_residual_is_that_of_the_mean_of_what_was_clipped(
+    momentum: float, options: dict[str, Any]
+) -> None:
+    """Of displacements that are known, against the recursion in NumPy; Lambda counts."""
+    model = nn.Linear(3, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optim = torch.optim.SGD(model.parameters(), lr=1.0)
+    rule = {"penalty": 2.0, "clip": 0.3, "residual_decay": 0.8, "gap": "constant"}
+    rounds = np.random.default_rng(3).normal(size=(20, 3))
+    co2 = CO2(model, optim, tau=1, outer_momentum=momentum, outer_lr=1.0, **rule, **options)
+    wanted, m, mean = 0.0, np.zeros(3), np.zeros(3)
+    with co2:
+        for gradient in rounds:
+            model.weight.grad = torch.tensor(gradient[None], dtype=torch.float32)
+            optim.step()
+        found = co2.stats()
+    late = 0 if options.get("staleness") == 0 else 1
+    for gradient in rounds[: len(rounds) - late]:
+        u = momentum * m + gradient / 2
+        m = np.clip(u, -0.3, 0.3)
+        mean = 0.8 * mean + 0.2 * 2 * (u - m)
+        wanted += mean @ mean
+    assert found.running_residual == pytest.approx(wanted, rel=1e-5)
+    assert 0 < found.running_residual < found.clip_residual
+
+
+def test_a_running_residual_needs_a_clip() -> None:
+    """Nothing else takes anything off."""
+    model = nn.Linear(1, 1)
+    with pytest.raises(OptionError, match=r"residual_decay .* clip is not given"):
+        CO2(model, torch.optim.SGD(model.parameters(), lr=1.0), residual_decay=0.9)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.9])
+def test_a_resumed_run_goes_on_with_the_residual(decay: float) -> None:
     """Stats of a run that was cut in the middle are those of an uncut one; older states have 0."""
 
     def made() -> tuple[nn.Module, torch.optim.Optimizer, CO2]:
         model = network()
         optim = optimizer(model, "sgd")
-        return model, optim, CO2(model, optim, tau=2, outer_momentum=0.5, clip=0.01)
+        rule = {"clip": 0.01, "residual_decay": decay}
+        return model, optim, CO2(model, optim, tau=2, outer_momentum=0.5, **rule)
 
     model, optim, co2 = made()
     train(model, optim, 0, range(7))
@@ -343,6 +380,7 @@ def test_a_resumed_run_goes_on_with_the_residual() -> None:
         one.load_state_dict(state)
     train(other, again, 0, range(7, 14))
     assert co2.stats().clip_residual > 0
+    assert bool(co2.stats().running_residual) == bool(decay)
     assert replace(resumed.stats(), waited=0.0) == replace(co2.stats(), waited=0.0)
     del kept[2]["rank0"]["numbers"]["clip_residual"]
     resumed.load_state_dict(kept[2])
