@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from co2sim.common.errors import OptionError
+from co2sim.common.remembered import remembered
 from co2sim.common.units import BytesPerSecond, Flops, Seconds
 from co2sim.common.validation import (
     MAX_NODES,
@@ -481,6 +482,7 @@ class Cluster:
         """Nodes at one site."""
         return self.nodes // self.sites
 
+    @remembered(objects=1, most=256)
     def resized(self, gpus: int) -> "Cluster":
         """The same kind of cluster with `gpus` GPUs: full nodes, or part of a single one.
 

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from co2sim.common.errors import OptionError
+from co2sim.common.remembered import remembered
 from co2sim.common.units import Bytes, Flops
 from co2sim.common.validation import Count, Natural, Quantity, check, whole
 from co2sim.schedule.schedule import Gemm
@@ -861,6 +862,11 @@ def shard_model(
 
     Raises OptionError for a model that cannot be divided so, or whose shape is not known.
     """
+    return _sharded(model, ranks, sequence, experts, context)
+
+
+@remembered(objects=1, most=64)
+def _sharded(model: Model, ranks: int, sequence: bool, experts: int, context: int) -> Model:  # noqa: FBT001
     found = _network(model)
     if found is None:
         names = {"tp": ranks, "ep": experts, "cp": context}

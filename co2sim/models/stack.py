@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
+from co2sim.common.remembered import remembered
 from co2sim.common.validation import Count, Fraction, Multiple, Quantity, Slowdown, Spread, check
 from co2sim.hardware.cluster import GPU, Cluster, KernelTimes
 from co2sim.models.workload import (
@@ -108,6 +109,10 @@ class Stack:
 
     def within(self, cluster: Cluster, asked: Collection[str] = ()) -> Cluster:
         """The cluster as it is when the stack runs on it; paths that were `asked` for stay."""
+        return self._within(cluster, frozenset(asked))
+
+    @remembered(objects=2, most=64)
+    def _within(self, cluster: Cluster, asked: frozenset[str]) -> Cluster:
         gpu, inter = cluster.gpu, cluster.inter
         if gpu.products and self.sustained is not None and "gpu.products.sustained" not in asked:
             gpu = replace(gpu, products=replace(gpu.products, sustained=self.sustained))

@@ -152,29 +152,28 @@ def _waits(body: Sequence[Op], seconds: Sequence[Seconds]) -> Seconds:
     for. Where exchanges of a pass lie between, which take longer with more samples, it is not
     counted. The second of two rounds counts.
     """
-    found: list[Seconds] = []
     behind: dict[tuple[int, str], tuple[int, Seconds]] = {}  # the last main op, and how far behind
-    before: dict[str, tuple[int, str]] = {}  # of each stream, the last op
+    before: dict[str, tuple[int, Seconds]] = {}  # the same of the last op of each stream
+    nothing, found = (-1, 0.0), 0.0
     main, exchanged = -1, False
     for turn in (0, 1):
-        found = []
+        found = 0.0
         for place, op in enumerate(body):
-            key = turn, op.name
-            waits = [(turn - wait.rounds_ago, wait.op) for wait in op.after]
-            waits += [before[op.stream]] if op.stream in before else []
-            chains = [behind[wait] for wait in waits if wait in behind]
-            last = max((anchor for anchor, _ in chains), default=-1)
-            distance = max((far for anchor, far in chains if anchor == last), default=0.0)
+            last, distance = before.get(op.stream, nothing)
+            for wait in op.after:
+                anchor, far = behind.get((turn - wait.rounds_ago, wait.op), nothing)
+                if anchor > last or (anchor == last and far > distance):
+                    last, distance = anchor, far
             if op.stream == COMPUTE:
                 if last == main and not exchanged:
-                    found.append(distance)
+                    found += distance
                 main, exchanged = turn * len(body) + place, False
-                behind[key] = main, 0.0
+                now = main, 0.0
             else:
                 exchanged = exchanged or op.stream == TENSOR
-                behind[key] = last, distance + seconds[place]
-            before[op.stream] = key
-    return sum(found)
+                now = last, distance + seconds[place]
+            behind[turn, op.name] = before[op.stream] = now
+    return found
 
 
 def _chain(body: Sequence[Op], seconds: Sequence[Seconds]) -> Seconds:
