@@ -482,13 +482,16 @@ class Cluster:
         """Nodes at one site."""
         return self.nodes // self.sites
 
-    @remembered(objects=1, most=256)
     def resized(self, gpus: int) -> "Cluster":
         """The same kind of cluster with `gpus` GPUs: full nodes, or part of a single one.
 
         Sizes beyond `nodes` are allowed: that is the what-if. What one site can hold is at one
         site. Raises OptionError when full nodes or equal sites cannot hold `gpus`.
         """
+        return self._resized(gpus)
+
+    @remembered(objects=1, most=256)
+    def _resized(self, gpus: int) -> "Cluster":
         per_node = min(gpus, self.gpus_per_node)
         if gpus < 1 or gpus % per_node:
             raise OptionError(

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -57,15 +58,15 @@ def break_even(choice: Candidate, other: Candidate, wanted: Objective) -> list[B
     return [
         *_prices(choice, other, wanted, ratio),
         *_factors(choice, other, ratio),
-        *_bandwidths(choice, other, wanted),
-        *_failures(choice, other, wanted),
+        *_bandwidths(choice, other, wanted, ratio),
+        *_failures(choice, other, wanted, ratio),
     ]
 
 
 def between_offers(choice: Candidate, rival: Candidate, wanted: Objective) -> list[BreakEven]:
     """Prices, and bandwidths of the chosen cluster, with which the best of another one wins."""
     ratio = rival.score(wanted.want) / choice.score(wanted.want)
-    found = [*_prices(choice, rival, wanted, ratio), *_bandwidths(choice, rival, wanted)]
+    found = [*_prices(choice, rival, wanted, ratio), *_bandwidths(choice, rival, wanted, ratio)]
     return [replace(one, winner=offer_name(rival.case.cluster)) for one in found]
 
 
@@ -106,7 +107,9 @@ def _factors(choice: Candidate, other: Candidate, ratio: float) -> Iterator[Brea
             )
 
 
-def _bandwidths(choice: Candidate, other: Candidate, wanted: Objective) -> Iterator[BreakEven]:
+def _bandwidths(
+    choice: Candidate, other: Candidate, wanted: Objective, ratio: float
+) -> Iterator[BreakEven]:
     """Of the links between nodes, and between sites, of the cluster that was chosen."""
     cluster = choice.cluster
     paths = [
@@ -126,7 +129,7 @@ def _bandwidths(choice: Candidate, other: Candidate, wanted: Objective) -> Itera
             its = _score(other, axis.at(other.case, value), wanted) if both else None
             return math.log(mine / (other.score(wanted.want) if its is None else its))
 
-        for at in _turns(behind, now):
+        for at in _turns(behind, now, -math.log(ratio)):
             yield BreakEven(
                 what=f"{path} of {offer_name(choice.case.cluster)}",
                 now=now,
@@ -137,7 +140,9 @@ def _bandwidths(choice: Candidate, other: Candidate, wanted: Objective) -> Itera
             )
 
 
-def _failures(choice: Candidate, other: Candidate, wanted: Objective) -> Iterator[BreakEven]:
+def _failures(
+    choice: Candidate, other: Candidate, wanted: Objective, ratio: float
+) -> Iterator[BreakEven]:
     """How many times as often parts of the chosen cluster would have to fail, or as seldom."""
     if choice.cluster.failures is None:
         return
@@ -148,7 +153,7 @@ def _failures(choice: Candidate, other: Candidate, wanted: Objective) -> Iterato
         its = _failing(other, times, wanted) if both else other.score(wanted.want)
         return math.log(mine / its)
 
-    for at in _turns(behind, 1.0):
+    for at in _turns(behind, 1.0, -math.log(ratio)):
         yield BreakEven(
             what=f"the rate of failures on {offer_name(choice.case.cluster)}",
             now=1.0,
@@ -173,15 +178,18 @@ def _failing(option: Candidate, times: float, wanted: Objective) -> float:
     return replace(option, totals=found).score(wanted.want)
 
 
-def _turns(behind: Callable[[float], float], now: float) -> Iterator[float]:
-    """The nearest values below and above at which it stops being below 0."""
+def _turns(behind: Callable[[float], float], now: float, here: float) -> Iterator[float]:
+    """The nearest values below and above at which it stops being below 0; it is `here` now."""
+
+    @cache  # each takes two simulations, and the search begins with points that were seen
+    def at(place: float) -> float:
+        return behind(now * math.exp(place)) if place else here
+
     for reach in (1 / _MAX_REACH, _MAX_REACH):
-        points = [now * float(step) for step in np.geomspace(1, reach, _POINTS)]
         try:
-            for near, far in pairwise(points):
-                if behind(far) > 0:
-                    ends = math.log(near), math.log(far)
-                    yield math.exp(brentq(lambda x: behind(math.exp(x)), *ends, xtol=_NEAR))
+            for near, far in pairwise(np.linspace(0, math.log(reach), _POINTS).tolist()):
+                if at(far) > 0:
+                    yield now * math.exp(brentq(at, near, far, xtol=_NEAR))
                     break
         except (Co2simError, ValueError):  # one of them cannot be had there
             continue
