@@ -15,13 +15,13 @@ class Half:
     hidden: int = field(compare=False)
 
 
-CALLS: list[tuple[Half, int]] = []
+asked: list[tuple[Half, int]] = []
 
 
 @remembered(objects=1, most=2)
 def total(one: Half, more: int) -> int:
     """The sum; 0 is refused."""
-    CALLS.append((one, more))
+    asked.append((one, more))
     if not more:
         raise ValueError(more)
     return one.shown + one.hidden + more
@@ -37,10 +37,10 @@ def test_a_result_is_that_of_the_very_object() -> None:
 def test_the_same_question_is_answered_once() -> None:
     """Another argument is another question, and what is refused is asked again."""
     one = Half(2, 3)
-    CALLS.clear()
+    asked.clear()
     assert [total(one, 1), total(one, 1), total(one, 2)] == [6, 6, 7]
-    assert CALLS == [(one, 1), (one, 2)]
+    assert asked == [(one, 1), (one, 2)]
     for _ in range(2):
         with pytest.raises(ValueError, match="0"):
             total(one, 0)
-    assert CALLS[2:] == [(one, 0), (one, 0)]
+    assert asked[2:] == [(one, 0), (one, 0)]
