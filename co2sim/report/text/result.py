@@ -95,8 +95,10 @@ def print_comparison(
 
     With `tokens` also what it takes to train these; `brief`: nothing else is printed.
     """
-    first, out = results[0], console()
-    ordered = sorted(results, key=lambda one: -one.tokens_per_s)
+    out = console()
+    pairs = sorted(zip(cases, results, strict=True), key=lambda pair: -pair[1].tokens_per_s)
+    cases, results = [case for case, _ in pairs], [one for _, one in pairs]
+    first = results[0]
     shown = in_table("page")
     rows = [
         (
@@ -104,14 +106,14 @@ def print_comparison(
             *(figure.shown(one) or "-" for figure in shown),
             one.misfit or one.memory_fit,
         )
-        for one in ordered
+        for one in results
     ]
     heads = ("strategy", *(figure.headed(first) for figure in shown), "in memory")
     where = f"{first.model} on {counted(first.gpus, 'GPU')}: {first.place}"
     print_table(out, f"{where}; {shared_batch(results)}, {first.precision}", heads, rows)
-    close = not_told_apart([(one.strategy, one) for one in ordered])
+    close = not_told_apart([(one.strategy, one) for one in results])
     lines = question(results)[1:] if brief else []
-    lines += _near(cases[results.index(ordered[0])], ordered[0])
+    lines += _near(cases[0], first)
     print_lines(out, *lines, *([close] if close else []), "")
     totals.print_remark(out, results, goal, "")
     if tokens is not None:
