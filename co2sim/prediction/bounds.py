@@ -92,25 +92,30 @@ class Passes(NamedTuple):
 class _Added:
     """What a strategy adds to the passes of a round, in seconds.
 
-    `fixed` is on their stream, `waits` is when that waits for others, `busy` is the longest other
-    stream of collectives. `chain` is from the begin of the last backward pass until the next round
-    computes, if passes took no time. `local` steps are in the round.
+    `fixed` is on their stream, `waits` is when that waits for others, `again` the same where passes
+    are computed again, `busy` is the longest other stream of collectives, and `sends` are its
+    collectives alone, beside which computing is slower. `chain` is from the begin of the last
+    backward pass until the next round computes, if passes took no time. `local` steps are in the
+    round.
     """
 
     fixed: Seconds
     waits: Seconds
+    again: Seconds
     busy: Seconds
+    sends: Seconds
     chain: Seconds = 0.0
     local: int = 1
 
     def more(self, other: "_Added", times: int) -> "_Added":
         """With what `other`, of one micro-step more, has more, several times."""
-        pairs = ((getattr(self, name), getattr(other, name)) for name in ("fixed", "waits", "busy"))
-        fixed, waits, busy = (one + times * max(0.0, two - one) for one, two in pairs)
-        return _Added(fixed, waits, busy, self.chain, self.local)
+        names = "fixed", "waits", "again", "busy", "sends"
+        pairs = ((name, (getattr(self, name), getattr(other, name))) for name in names)
+        grown = {name: one + times * max(0.0, two - one) for name, (one, two) in pairs}
+        return replace(self, **grown)
 
 
-_NOTHING = _Added(0.0, 0.0, 0.0)
+_NOTHING = _Added(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def added(prepared: LoadedCase) -> _Added:
@@ -123,18 +128,24 @@ def added(prepared: LoadedCase) -> _Added:
         sent = traffic(schedule, cluster)
         far = sent.wan / cluster.wan.payload_bandwidth if cluster.wan else 0.0
         busy = max(sent.nic / cluster.inter.payload_bandwidth, far)
-        return _Added(0.0, 0.0, busy, local=schedule.steps)
+        return _Added(0.0, 0.0, 0.0, busy, busy, local=schedule.steps)
     known = [
         0.0 if isinstance(work, Compute) and work.kernel in _PASSES else _alone(work, prepared)
         for work in schedule.works
     ]
     seconds = [known[number] for number in schedule.work_numbers]
     streams: dict[str, Seconds] = {}
+    sends: dict[str, Seconds] = {}
     for op, time in zip(schedule.body, seconds, strict=True):
         streams[op.stream] = streams.get(op.stream, 0.0) + time
-    busy = max((t for name, t in streams.items() if name not in {COMPUTE, TENSOR}), default=0.0)
-    waits, chain = _waits(schedule.body, seconds), _chain(schedule.body, seconds)
-    return _Added(streams[COMPUTE], waits, busy, chain)
+        if isinstance(op.work, Collective):
+            sends[op.stream] = sends.get(op.stream, 0.0) + time
+    busy, beside = (
+        max((t for name, t in found.items() if name not in {COMPUTE, TENSOR}), default=0.0)
+        for found in (streams, sends)
+    )
+    waits, again = _waits(schedule.body, seconds)
+    return _Added(streams[COMPUTE], waits, again, busy, beside, _chain(schedule.body, seconds))
 
 
 def _alone(work: Compute | Collective, prepared: LoadedCase) -> Seconds:
@@ -145,19 +156,21 @@ def _alone(work: Compute | Collective, prepared: LoadedCase) -> Seconds:
     return work_time(work, cluster, prepared.precision)
 
 
-def _waits(body: Sequence[Op], seconds: Sequence[Seconds]) -> Seconds:
+def _waits(body: Sequence[Op], seconds: Sequence[Seconds]) -> tuple[Seconds, Seconds]:
     """How long the stream of the passes waits in a round, between two of its ops in a row.
 
     That is a chain of ops of other streams that begins behind the first and that the second waits
     for. Where exchanges of a pass lie between, which take longer with more samples, it is not
-    counted. The second of two rounds counts.
+    counted. The second of two rounds counts. The second figure is that of passes that are computed
+    again, with their exchanges: behind a backward pass may be one where there was none.
     """
     behind: dict[tuple[int, str], tuple[int, Seconds]] = {}  # the last main op, and how far behind
     before: dict[str, tuple[int, Seconds]] = {}  # the same of the last op of each stream
-    nothing, found = (-1, 0.0), 0.0
-    main, exchanged = -1, False
+    nothing, found, again = (-1, 0.0), 0.0, 0.0
+    main, exchanged, repeats = -1, False, False
+    exchanges = any(op.stream == TENSOR for op in body)
     for turn in (0, 1):
-        found = 0.0
+        found = again = 0.0
         for place, op in enumerate(body):
             last, distance = before.get(op.stream, nothing)
             for wait in op.after:
@@ -167,13 +180,15 @@ def _waits(body: Sequence[Op], seconds: Sequence[Seconds]) -> Seconds:
             if op.stream == COMPUTE:
                 if last == main and not exchanged:
                     found += distance
+                    again += 0.0 if repeats else distance
                 main, exchanged = turn * len(body) + place, False
+                repeats = exchanges and _kernel(op) == "backward"
                 now = main, 0.0
             else:
                 exchanged = exchanged or op.stream == TENSOR
                 now = last, distance + seconds[place]
             behind[turn, op.name] = before[op.stream] = now
-    return found
+    return found, again
 
 
 def _chain(body: Sequence[Op], seconds: Sequence[Seconds]) -> Seconds:
@@ -275,7 +290,7 @@ class StepBound:
         if not self._known:
             return Least(0.0, 0.0)
         stages = self._stages(micro_batch, recompute)
-        first = self._step(stages, steps, _NOTHING)
+        first = self._step(stages, steps, _NOTHING, 0.0)
         longest = ahead = 0.0
         for there, back in zip(stages.forward, stages.backward, strict=True):
             longest = max(longest, ahead + steps * (sum(there) + sum(back)))
@@ -287,7 +302,8 @@ class StepBound:
         if not self._known:
             return Least(0.0, 0.0)
         stages = self._stages(micro_batch, recompute)
-        step = self._step(stages, steps, self._more(steps))
+        more = self._more(steps)
+        step = self._step(stages, steps, more, more.waits if recompute == "none" else more.again)
         if self.case.pp > 1:
             pipeline = Pipeline(self.case.pp, self.case.interleave, steps)
             ended = ends(pipeline, stages.forward, stages.backward, self._between)[0]
@@ -295,16 +311,16 @@ class StepBound:
             step = ended + max(0.0, step - passes)
         return Least(step, steps * stages.computing)
 
-    def _step(self, stages: "_Stages", steps: int, more: _Added) -> Seconds:
+    def _step(self, stages: "_Stages", steps: int, more: _Added, waits: Seconds) -> Seconds:
         """Of the first stage alone."""
         passes = steps * (sum(stages.forward[0]) + sum(stages.backward[0]))
         computing, beside, blocking = (steps * one for one in stages.first)
-        busy = more.busy / more.local
+        busy, sends = more.busy / more.local, more.sends / more.local
         share = self._slower
         main = max(passes, self._slowdown * computing + share * beside + blocking)
-        main += self._slowdown * more.fixed + more.waits
+        main += self._slowdown * more.fixed + waits
         if more.local == 1:
-            main += share * max(0.0, busy - more.waits - blocking - beside)
+            main += share * max(0.0, sends - more.waits - blocking - beside)
         chained = passes - sum(stages.backward[0]) + more.chain
         return max(main, busy, chained)
 

@@ -72,6 +72,32 @@ def result_of(case: Case) -> Result:
         accumulation=7,
     )
 )
+@example(  # quantization beside computing does not slow it, as collectives do
+    Case(
+        cluster="a100-tcp80",
+        model="gpt2-small",
+        strategy="zeropp",
+        gpus=16,
+        accumulation=8,
+        pp=4,
+        interleave=2,
+        recompute="full/2",
+        overrides={"inter.bandwidth": "5 Gbit/s"},
+    )
+)
+@example(  # behind the embedding's backward pass is an exchange only if its forward is repeated
+    Case(
+        cluster="dgx-h100",
+        model="gpt2-small",
+        strategy="ddp",
+        gpus=32,
+        accumulation=1,
+        tp=2,
+        recompute="full",
+        stack="deepspeed-2023",
+        overrides={"inter.bandwidth": "1600 Gbit/s"},
+    )
+)
 def test_no_step_is_shorter(case: Case) -> None:
     """By passes alone, nor with what the strategy adds, which is more."""
     found = result_of(case)
