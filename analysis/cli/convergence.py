@@ -469,7 +469,7 @@ def _refuse_with_run(**given: tuple[object, object]) -> None:
     for name, (value, default) in given.items():
         if value != default:
             flag = name.replace("_", "-")
-            raise OptionError(f"--{flag}: with --run the training says it; leave it out")
+            raise OptionError(f"--{flag} does not go with --run, which takes it from the training")
 
 
 def _refuse_missing(given: Mapping[str, object]) -> None:

@@ -362,6 +362,24 @@ def late_drift(setting: Setting, late: Late) -> float:
     return mean if math.isfinite(mean) else math.inf
 
 
+def bounded_below(setting: Setting) -> float | None:
+    """The gamma below which late drift stays bounded in T; None where it is bounded already.
+
+    Source: docs/theory-proofs.md, the late average, drift.
+    """
+    if setting.late is None or _contraction(setting, setting.late) < 1:
+        return None
+    low, high = 0.0, setting.inner_step
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        contracts = _contraction(replace(setting, inner_step=middle), setting.late) < 1
+        low, high = (middle, high) if contracts else (low, middle)
+    return low
+
+
+_HALVINGS = 60
+
+
 def _growth(setting: Setting) -> float:
     """What a step multiplies distances by, at most: 1 for convex functions and gamma <= 2/L."""
     pull = setting.inner_step * setting.smoothness

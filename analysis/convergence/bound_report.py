@@ -109,7 +109,7 @@ UNCLIPPED = (
 UNCOVERED = ("Local steps other than those of plain SGD, such as AdamW's or with momentum.",)
 """What the theorem never covers."""
 UNCOVERED_LATE = (
-    "Averages that arrive later than after the delay, or not at all workers at the same step.",
+    "Averages that are used later than after the delay, or at other steps by other workers.",
     "Throwing away all that was done since the launch (keep 0): its gradients have no weight.",
     "A penalty that varies, together with prediction.",
 )
@@ -179,6 +179,7 @@ def bound_to_dict(answered: BoundAnswer) -> dict[str, Any]:
         values["drift_over_waiting"] = answered.drift_of_waiting
     if answered.clipped is not None:
         values["clipping"] = clip_report.to_dict(answered.setting, answered.clipped)
+    values["drift_bounded_below"] = bound.bounded_below(answered.setting)
     values["not_covered"] = uncovered(answered)
     if answered.allowed is not None:
         values["allowed_delay"] = _allowed_to_dict(answered.allowed)
@@ -225,13 +226,13 @@ def print_bound(out: Console, answered: BoundAnswer) -> None:
         rows.append(("bound of the mean of E|grad f|^2", f"{terms.total:.6g}"))
         rows += _late_rows(answered)
     else:
-        rows.append(("bound of the mean of E|grad f|^2", "infeasible: no bound holds here"))
+        rows.append(("bound of the mean of E|grad f|^2", "infeasible: the theorem gives no bound"))
     if answered.clipped is not None:
         rows += clip_report.rows(setting, answered.clipped)
-    unbounded = "no bound holds here: the horizon is too short"
+    unbounded = "none: it needs more rounds"
     rows.append(
         (
-            "SlowMo's published bound, at its own step",
+            "for comparison: the bound of SlowMo's paper, without a delay",
             f"{published:.6g}" if isinstance(published, float) else unbounded,
         )
     )
@@ -241,7 +242,14 @@ def print_bound(out: Console, answered: BoundAnswer) -> None:
     if answered.clipped is not None:
         for sentence in clip_report.sentences(setting, answered.clipped):
             out.print(f"{sentence}\n", highlight=False, markup=False)
-    out.print("not covered:", highlight=False)
+    below = bound.bounded_below(setting)
+    if below is not None:
+        out.print(
+            "The drift grows from round to round at this inner step, so that the bound says little"
+            f" of a long run. It stays bounded below gamma = {below:.3g}.\n",
+            highlight=False,
+        )
+    out.print("not covered by the theorem:", highlight=False)
     for sentence in uncovered(answered):
         out.print(f"- {sentence}", highlight=False, markup=False)
 

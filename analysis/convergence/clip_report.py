@@ -123,9 +123,10 @@ def sentences(setting: Setting, found: Clipped) -> Iterator[str]:
     phi, least = found.clip.phi, found.least_phi
     if phi is None or least is None or phi >= least:
         return
+    origin = "" if found.clip.largest is not None else " (--gradient-bound sets it)"
     words = (
-        f"phi = {phi:g} is too small: it should be {least:.4g} at least, whose bias adds"
-        f" {clipping.SHARE:.0%}."
+        f"phi = {phi:g} is too small for M = {found.largest:.4g}{origin}: it should be {least:.4g}"
+        f" at least, whose bias adds {clipping.SHARE:.0%}."
     )
     if found.floor:
         words += (

@@ -143,8 +143,11 @@ def print_run(out: Console, run: RunRecord) -> None:
             else [(f"... its running mean, decay {run.decay:g}", f"{run.running:.6g}")]
         ),
         ("by int8 or int4 averages, at most", f"{run.rounding:.6g}"),
-        ("eps, as --clip-residual takes it", f"{run.residual:.6g}"),
+        ("eps, for --clip-residual", f"{run.residual:.6g}"),
     ]
+    if run.running is not None:
+        name = f"eps, for --clip-residual with --residual-decay {run.decay:g}"
+        rows.append((name, f"{run.running + run.rounding:.6g}"))
     print_table(
         out,
         "what the training's momentum lost, in units of one gradient",
@@ -216,6 +219,6 @@ def _notes(settings: TrainSettings, rule: Mapping[str, Any]) -> list[str]:
     if rule.get("gap") == "gap_aware" and rule.get("clip") is not None:
         found.append(
             "The residual was recorded with the penalty of each round, which the theorem counts as"
-            " 1: it is up to the largest penalty too large."
+            " 1: eps may be too large, at most by the largest penalty as a factor."
         )
     return found

@@ -197,9 +197,10 @@ def _sentences(answer: _Answer) -> list[str]:
     kept += f" for {_years(answer.years)}, used {_share(found.utilization)} of the time"
     lines = [
         f"{first}.",
-        f"{kept} (--utilization): a GPU-hour that is used costs {owned} owning, {rented} renting;",
+        f"{kept} (--utilization):",
+        f"- owned, a GPU-hour that is used costs {owned}, and all {_million(found.total)};",
+        f"- rented, it costs {rented}, and all {_million(used * answer.rent)}.",
     ]
-    lines[-1] += f" in all {_million(found.total)} and {_million(used * answer.rent)}."
     if answer.billion and answer.result:
         owning, renting = answer.billion
         lines.append(
@@ -208,8 +209,8 @@ def _sentences(answer: _Answer) -> list[str]:
         )
     each = found.total / found.gpu_hours
     lines.append(
-        f"A contract that bills all hours, used or not, is dearer than owning above {each:.2f} USD"
-        " for a GPU-hour."
+        f"If a contract bills every hour, used or not, owning is cheaper where it costs more than"
+        f" {each:.2f} USD a GPU-hour."
     )
     return lines
 
@@ -230,8 +231,9 @@ def _made_of(answer: _Answer, part: str) -> str:
         "electricity": f"{found.energy_kwh / 1000:,.0f} MWh at the meter, PUE {bought.pue:g}, at"
         f" {given['electricity']}",
         "staff": f"{number(found.engineers)} at {costs.engineer * 31_557_600:,.0f} USD a year",
-        "interest": f"{_share(costs.capital)} a year on half of what is paid and sold",
-        "sold at the end": f"{_share(costs.resale**answer.years)} of nodes and network",
+        "interest": f"{_share(costs.capital)} a year on the mean of purchase and resale",
+        "sold at the end": f"{_share(costs.resale**answer.years)} of nodes and network:"
+        f" {_share(costs.resale)} is kept each year",
     }[part]
 
 

@@ -68,9 +68,9 @@ class Near:
         """What ran, how far off its prediction was, and its source."""
         run = self.run
         return (
-            f"{run.model} on {run.gpus:,} {run.gpu} with {run.strategy}: predicted"
-            f" {run.error:+.0%} from published ({run.source}; distance {self.distance:.1f}, where"
-            " 0 is the same)"
+            f"{run.model} on {run.gpus:,} {run.gpu} with {run.strategy}, predicted"
+            f" {abs(run.error):.0%} too {'fast' if run.error > 0 else 'slow'} ({run.source};"
+            f" distance {self.distance:.1f}, 0 is the same run, 2 another stack or GPU)"
         )
 
 

@@ -180,7 +180,7 @@ def _print(history: History, out: Path) -> None:
         print(
             f"outer steps {found['rounds']}, waited {duration(found['waited'])} for averages,"
             f" sent {scaled(found['bytes_sent'], 'B')} per rank; last penalty"
-            f" {found['penalty']:.3f}, {found['clipped']:.2%} of elements clipped"
+            f" {found['penalty']:.3f}, {found['clipped']:.3%} of elements clipped"
         )
     print(f"log     {out / LOG}\nfigure  {out / FIGURE}")
     if history.stopped:

@@ -14,7 +14,7 @@ from co2sim.studies.plan import Recommendation, overlap
 from co2sim.studies.sensitivity import BreakEven, Sensitivity
 
 _KEEPS = "It keeps"
-_UNDECIDED = "Not certain: the 90 % intervals of the choice and the runner-up overlap."
+_UNDECIDED = "Undecided: the 90 % intervals of the choice and the runner-up overlap."
 
 
 def words(
@@ -47,13 +47,13 @@ def _room(choice: Candidate) -> str:
         scaled(found.memory_bytes_per_gpu["total"], "B"),
         scaled(found.gpu_memory_bytes, "B"),
     )
-    text = f"It takes {size} of the {room} of a GPU"
+    text = f"Memory: {size} of the {room} of a GPU, {found.misfit or found.memory_fit}"
     if found.memory_bytes_low is not None and found.memory_bytes_high is not None:
         ends = scaled(found.memory_bytes_low, "B"), scaled(found.memory_bytes_high, "B")
-        doubt = ", so it may not fit" if found.memory_fit == "tight" else ""
-        text += f" (90 %: {ends[0]} to {ends[1]}{doubt})"
-    far = " No published run is near it: test it first." if found.unlike_published else ""
-    return f"{text}.{far}"
+        text += f" (90 %: {ends[0]} to {ends[1]})"
+    if found.unlike_published:
+        return f"{text}. No published run is near it: test it first."
+    return f"{text}." if found.memory_fit == "fits" else f"{text}. Test it on one node first."
 
 
 def doubts(found: Recommendation) -> list[str]:
@@ -154,7 +154,7 @@ def traded(found: Recommendation, *, brief: bool = False) -> list[str]:
     else:
         told += trade(best.totals, cheapest.totals)
     head = "The best trade of days against money"
-    return [f"{told}."] if brief else [f"{head}: {told}; {TRADE}."]
+    return [f"{told}."] if brief else [f"{head}: {told}. It has {TRADE}."]
 
 
 def limits(found: Recommendation, choice: Candidate) -> Iterator[str]:
@@ -198,7 +198,8 @@ def _against(found: Recommendation) -> Iterator[str]:
     if found.rival and found.rival is not other:
         yield f"The best on another cluster: {_told(found.rival)}."
         if found.choice and overlap(found.choice, found.rival, want):
-            yield "Not certain: the 90 % intervals of the choice and of it overlap."
+            both = (offer_name(one.case.cluster) for one in (found.choice, found.rival))
+            yield f"Undecided between {' and '.join(both)}: their 90 % intervals overlap."
 
 
 def nothing(found: Recommendation) -> str:
@@ -224,9 +225,9 @@ def nothing(found: Recommendation) -> str:
 def looked(space: Space, found: Recommendation) -> Iterator[str]:
     """What was looked at, and what was taken for granted."""
     yield (
-        f"{found.candidates:,} candidates: {found.large:,} of the most promising do not leave"
-        f" {space.headroom:.0%} of the memory free, {found.simulated:,} were simulated, the others"
-        f" {'were not looked at' if found.interrupted else 'cannot win'}"
+        f"{found.candidates:,} candidates: {found.simulated:,} were simulated, {found.large:,} do"
+        f" not leave {space.headroom:.0%} of the memory free, the others"
+        f" {'were not looked at' if found.interrupted else 'are slower or dearer by a bound'}"
     )
     if found.unsearched:
         pairs = counted(found.unsearched, "pair")

@@ -148,6 +148,19 @@ def test_bound_says_what_of_a_training_it_does_not_cover(
     assert "mean learning rate" in done.out
 
 
+def test_bound_names_the_step_below_which_late_drift_stays_bounded(co2analysis: Command) -> None:
+    """Just below it rounds add up to a limit, just above they do not; None where they do."""
+    words = "bound --smoothness 10 --noise 1 --gap 5 --workers 8 --rounds 1000 --local-steps 16"
+    late = (*words.split(), "--delay", "16", "--keep", "1", "--predict", "0", "--inner-step")
+    below = answer(co2analysis, *late, "0.02")["drift_bounded_below"]
+    assert 0 < below < 0.02
+    assert answer(co2analysis, *late, f"{below * 0.999:.9g}")["drift_bounded_below"] is None
+    again = answer(co2analysis, *late, f"{below * 1.001:.9g}")["drift_bounded_below"]
+    assert again == pytest.approx(below, rel=1e-9)
+    growth = (1 + 10 * below) ** 16 - 1
+    assert growth == pytest.approx(1, rel=1e-9)
+
+
 def test_bound_refuses_what_a_training_says_and_names_what_it_does_not(
     co2analysis: Command, tmp_path: Path
 ) -> None:

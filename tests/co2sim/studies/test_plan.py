@@ -461,11 +461,20 @@ def meshes(model: str, strategy: str, gpus: int, axes: Axes = OPEN, **job: Any) 
 
 def test_published_layouts_are_tried() -> None:
     """NeMo's of Llama 3 70B and 405B, and experts on all GPUs of a node."""
-    assert "tp 4 + sp, cp 2, pp 4 x 5 chunks" in meshes("llama3-70b", "zero1", 128)
+    nemo = {"stack": "megatron-core"}
+    assert "tp 4 + sp, cp 2, pp 4 x 5 chunks" in meshes("llama3-70b", "zero1", 128, **nemo)
     assert "tp 8 + sp, cp 2, pp 9 x 7 chunks" in meshes(
-        "llama3-405b", "zero1", 2304, global_batch=1008
+        "llama3-405b", "zero1", 2304, global_batch=1008, **nemo
     )
     assert "ep 8" in meshes("qwen3-30b-a3b", "fsdp", 64)
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(8192, 1), (32768, 1), (131072, 4)])
+def test_torchtitan_divides_long_sequences_alone(tokens: int, most: int) -> None:
+    """Its published runs leave each GPU 32,768 tokens, and predictions of them are far off."""
+    longer = {"model.seq_len": str(tokens)}
+    found = meshes("llama3-8b", "fsdp", 64, Axes(tp=(1,), pp=(1,)), overrides=longer)
+    assert found == {"", *(f"cp {count}" for count in (2, 4, 8) if count <= most)}
 
 
 def test_what_a_user_gives_is_all_that_is_tried() -> None:
