@@ -98,12 +98,12 @@ def rows(setting: Setting, found: Clipped) -> Iterator[tuple[str, str]]:
         if isinstance(found.measured, Bound):
             yield "... staleness term with it", f"{found.measured.staleness:.6g}"
             yield "... drift term with it", f"{found.measured.drift:.6g}"
-        yield "... bound with it", _total(found.measured)
+        yield "... bound with this error", _total(found.measured)
     if clip.phi is not None:
         yield "clip phi", f"{clip.phi:.6g}"
         yield "... in units of parameters, gamma phi", f"{setting.inner_step * clip.phi:.6g}"
-        yield "... mean gradients of a round are not clipped below", f"{found.threshold:.6g}"
-        yield "... bound with it", _total(found.prior)
+        yield "... a mean gradient of a round is clipped only above Phi =", f"{found.threshold:.6g}"
+        yield "... bound with this clip", _total(found.prior)
         yield "... floor of the mean of |grad f|^2", f"{found.floor:.6g}"
     if clip.phi is not None or clip.largest is not None:
         origin = "" if clip.largest is not None else " (sqrt(2 L Delta))"
@@ -115,7 +115,7 @@ def rows(setting: Setting, found: Clipped) -> Iterator[tuple[str, str]]:
 def _total(found: Bound | Infeasible | None) -> str:
     if isinstance(found, Bound):
         return f"{found.total:.6g}"
-    return "infeasible" if isinstance(found, Infeasible) else "none: Theorem 2 needs M below that"
+    return "infeasible" if isinstance(found, Infeasible) else "none: Theorem 2 needs M below Phi"
 
 
 def sentences(setting: Setting, found: Clipped) -> Iterator[str]:
@@ -130,8 +130,9 @@ def sentences(setting: Setting, found: Clipped) -> Iterator[str]:
     )
     if found.floor:
         words += (
-            f" With some noise the mean of |grad f|^2 stays at {found.floor:.3g} or more, however"
-            " long the training and small the steps: phi has to grow as T^(1/4)."
+            f" There is noise of this variance with which the mean of |grad f|^2 stays at"
+            f" {found.floor:.3g} or more, however long the training and however small the steps:"
+            " phi has to grow as T^(1/4)."
         )
     if setting.noise == 0:
         kappa = clipping.slowdown(setting, found.largest, phi)

@@ -198,8 +198,8 @@ def _sentences(answer: _Answer) -> list[str]:
     lines = [
         f"{first}.",
         f"{kept} (--utilization):",
-        f"- owned, a GPU-hour that is used costs {owned}, and all {_million(found.total)};",
-        f"- rented, it costs {rented}, and all {_million(used * answer.rent)}.",
+        f"- owned, a GPU-hour that is used costs {owned}, in all {_million(found.total)};",
+        f"- rented, it costs {rented}, in all {_million(used * answer.rent)}.",
     ]
     if answer.billion and answer.result:
         owning, renting = answer.billion
@@ -232,7 +232,7 @@ def _made_of(answer: _Answer, part: str) -> str:
         f" {given['electricity']}",
         "staff": f"{number(found.engineers)} at {costs.engineer * 31_557_600:,.0f} USD a year",
         "interest": f"{_share(costs.capital)} a year on the mean of purchase and resale",
-        "sold at the end": f"{_share(costs.resale**answer.years)} of nodes and network:"
+        "sold at the end": f"{_share(costs.resale**answer.years)} of nodes, spares and network:"
         f" {_share(costs.resale)} is kept each year",
     }[part]
 

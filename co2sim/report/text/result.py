@@ -293,7 +293,7 @@ def question(results: Sequence[Result]) -> list[str]:
         return []
     taken = "; ".join(
         dict.fromkeys(
-            f"{one.strategy}: micro-batch x micro-steps {figures.brief_batch(one)}"
+            f"{one.strategy}: {figures.brief_batch(one)} (micro-batch x micro-steps, recomputation)"
             for one in results
         )
     )
