@@ -27,7 +27,7 @@ the loss is taken to fall evenly. Learning rates and outer steps are those of co
 Seconds are rank 0's, without validation; waits are those of the rank that waited least.
 
 Each finished run is a row of time_to_loss-runs.csv; what is there is not run again: remove the file
-to measure anew. Writes time_to_loss.csv, time_to_loss.md and time_to_loss.png.
+to measure again. Writes time_to_loss.csv, time_to_loss.md and time_to_loss.png.
 """
 
 import argparse

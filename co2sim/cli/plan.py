@@ -101,7 +101,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
         typer.Option(
             metavar="N,N",
             help="GPUs that divide every sequence (context parallelism); default: 1, and powers of"
-            " two that leave each 4,096 tokens or more.",
+            " two that leave each 4,096 tokens or more (32,768 with torchtitan).",
         ),
     ] = None,
     ep: Annotated[

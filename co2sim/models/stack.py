@@ -53,6 +53,14 @@ class Setting:
         check(self, "measured")
 
 
+CONTEXT_TOKENS = 4096
+"""Of a sequence that a GPU keeps at least.
+
+NeMo's Llama 3 70B and 405B divide 8,192 between 2 (NVIDIA/dgxc-benchmarking at commit 143b90d,
+llama3.1/README_405b.md). Llama 3 itself had 8,192 of 131,072 (arXiv 2407.21783, table 4).
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
     """A training framework with its libraries and settings.
@@ -68,7 +76,8 @@ class Stack:
     `overlap_experts` whether tokens travel to experts beside other passes, `experts_all_to_all`
     whether they cross the network for every expert or for every node of experts, and
     `keep_gathered` whether they keep what they gathered, or gather it again to go back, and
-    `context` how ranks that divide sequences exchange keys and values. With
+    `context` how ranks that divide sequences exchange keys and values; `plan` leaves each of them
+    `context_tokens` of a sequence at least, unless it is asked for other numbers. With
     `main_gradients` it sums gradients of bf16 up in fp32; a layer keeps `kept` times the
     activations that are needed at least.
 
@@ -92,6 +101,7 @@ class Stack:
     experts_all_to_all: TokenExchange = "flat"
     keep_gathered: bool = False
     context: ContextKind = "all_gather"
+    context_tokens: Count = CONTEXT_TOKENS
     main_gradients: bool = False
     kept: Factor = 1.0
     efficiency: Fraction | None = None

@@ -257,6 +257,7 @@ class _Setups:
         )
         entries = self._job.load()
         self._cluster, self._model = entries[0].value, entries[1].value
+        self._stack = self._job.load_stack().value
         self._axes = space.axes.within(space.job)
         self._divided: set[Mesh] = set()
         self._applying: dict[object, tuple[Recompute, ...] | OptionError] = {}
@@ -272,7 +273,9 @@ class _Setups:
         for strategy in strategies:
             case, left, some = replace(self._job, strategy=strategy, gpus=gpus), "", False
             name = f"{grid.strategy_title(strategy)} on {gpus:,} GPUs"
-            for mesh in self._axes.meshes(_parsed(case), self._cluster, self._model, gpus):
+            for mesh in self._axes.meshes(
+                _parsed(case), self._cluster, self._model, gpus, self._stack
+            ):
                 try:
                     yield self._setup(mesh, mesh.of(case))
                 except Co2simError as error:

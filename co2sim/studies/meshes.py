@@ -13,22 +13,13 @@ from typing import Any
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster
+from co2sim.models.stack import Stack
 from co2sim.models.workload import Model
 from co2sim.prediction.case import Case
 from co2sim.strategies import Strategy
 
 MAX_STAGES = 32
 """Of a pipeline where none are given: published ones have 2 to 35, most of them 4 to 16."""
-_TOKENS = 4096
-"""Of a sequence that a GPU keeps at least, where nothing is given.
-
-NeMo's Llama 3 70B and 405B divide 8,192 between 2 (NVIDIA/dgxc-benchmarking at commit 143b90d,
-llama3.1/README_405b.md). Llama 3 itself had 8,192 of 131,072 (arXiv 2407.21783, table 4).
-"""
-_TORCHTITAN, _TOKENS_OF_TORCHTITAN = "torchtitan", 32_768
-"""How the names of its stacks begin, and the same for them: all published runs of TorchTitan that
-divide sequences keep as many (papers/torchtitan_h100/runs.csv, "4D, CP 1" to "CP 8"). Predictions
-of them are 57 % off."""
 _MOST_EXPERTS = 64
 _MOST_CHUNKS = 8
 _MOST = 1024
@@ -122,16 +113,14 @@ class Axes:
         return any(getattr(self, name) is None for name in ("tp", "cp", "ep", "pp"))
 
     def meshes(
-        self, strategy: Strategy, cluster: Cluster, model: Model, gpus: int
+        self, strategy: Strategy, cluster: Cluster, model: Model, gpus: int, stack: Stack
     ) -> Iterator[Mesh]:
         """All that fill a number of GPUs, the plain one first."""
         divides, stages = strategy.name in DIVIDED, strategy.name in PIPELINED
         layers = len(model.blocks) - 2
         tps = self.tp or (_powers(min(gpus, cluster.gpus_per_node)) if divides else (1,))
-        titan = cluster.gpu.stack.startswith(_TORCHTITAN)
-        least = _TOKENS_OF_TORCHTITAN if titan else _TOKENS
         long = divides and model.unit == "token"
-        cps = self.cp or (_powers(model.tokens // least) if long else (1,))
+        cps = self.cp or (_powers(model.tokens // stack.context_tokens) if long else (1,))
         eps = self.ep or (_powers(_MOST_EXPERTS) if divides and _mixes(model) else (1,))
         pps = self.pp or (tuple(_stages(layers)) if stages and _lines_up(model) else (1,))
         for pp, tp, cp, ep in product(pps, tps, cps, eps):

@@ -234,7 +234,7 @@ def test_without_a_step_the_best_is_taken(co2analysis: Command) -> None:
 
 
 def test_allowed_delay(co2analysis: Command) -> None:
-    """The longest delay that raises the bound by at most that share, in words and as JSON."""
+    """The longest delay that raises the bound by at most that share, as text and as JSON."""
     words = ("--allowed-delay", "0.2")
     found = answer(co2analysis, *BOUND, *words)["allowed_delay"]
     assert isinstance(found, dict)
@@ -270,7 +270,7 @@ def test_allowed_delay_where_the_condition_ends(co2analysis: Command) -> None:
 
 
 def test_the_residual_of_a_run(co2analysis: Command) -> None:
-    """The bound with it is that of the function, in JSON and in words; of a running mean, too."""
+    """The bound with it is that of the function, in JSON and as text; of a running mean, too."""
     words = ("--inner-step", "0.001", "--clip-residual", "0.2")
     setting = replace(SETTING, inner_step=0.001)
     for more, decay in (((), 0.0), (("--residual-decay", "0.9"), 0.9)):
@@ -427,7 +427,7 @@ def test_late_strategies() -> None:
 def test_tau_reads_real_runs(
     co2analysis: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Round times are those of the records, in the order of tau; the bound after so many rounds."""
+    """Round times are those of the records, in the order of tau; the bound after as many rounds."""
     monkeypatch.chdir(tmp_path)
     for steps in (4, 2):
         write(Path(f"run-{steps}"), measured(f"co2(tau={steps},worker=node)"))

@@ -118,7 +118,7 @@ def test_intervals_of_a_source_do_not_know_it(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_errors_of_a_source_change_nothing_in_its_own_model() -> None:
-    """Made anew from predictions that are ten times too fast for one source."""
+    """Made again from predictions that are ten times too fast for one source."""
     known = [run for run in RUNS if run.paper in {"tinyllama", "hf_accelerate", "llama3_paper"}]
     values = [stack_fit.record().left_out[run.paper] for run in known]
     results = stack_fit.predictions(known, values, 1, "predicting")

@@ -26,7 +26,7 @@ def slow(steps: float) -> Cluster:
 
 
 def exposed(tau: int, delay: int, steps: float) -> float:
-    """The fraction of a round that an average of so many steps exposes."""
+    """The fraction of a round that an average exposes, by the steps that it takes."""
     step = tiny.local_step()
     late = max(0.0, steps - delay) * step
     return late / (tau * step + KERNELS + late)
