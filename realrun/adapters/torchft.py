@@ -305,6 +305,18 @@ class _QuorumLoop(RoundLoop):
             setattr(self.counters, name, numbers[name])
         self._given = True
 
+    @contextmanager
+    def consensus(self, *, alone: bool = False) -> Iterator[None]:
+        """Within, the model holds the anchor: a quorum is only asked for at the end of a round."""
+        del alone
+        live = self.flat.empty()
+        self.flat.read(live)
+        self.publish(self.state.anchor)
+        try:
+            yield
+        finally:
+            self.publish(live)
+
     def load_state_dict(self, own: Any) -> None:
         """Refuse: the state of one worker is not that of the others."""
         del own

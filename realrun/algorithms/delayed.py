@@ -84,15 +84,24 @@ def stand(parts: Parts, anchor: Tensor, offset: Tensor, live: Tensor) -> None:
 
 
 def local_progress_since(
-    late: DelayedAveraging, delay: int, tau: int, launched: Tensor, live: Tensor, mean: Tensor
+    late: DelayedAveraging,
+    delay: int,
+    tau: int,
+    launched: Tensor,
+    live: Tensor,
+    mean: Tensor,
+    *,
+    shorter: float = 0.0,
 ) -> None:
     """`launched` <- the offset: what is kept since the launch, and what is predicted for the rest.
 
-    The average was used `delay` steps after it, in rounds of `tau`.
+    The average was used `delay` steps after it, in rounds of `tau`. The first of a fragment is
+    `shorter` by a share of a round; so much less can be predicted from it, and is kept instead.
     """
-    launched.neg_().add_(live).mul_(late.keep)
-    if late.predict:
-        launched.add_(mean, alpha=-late.predicted(delay, tau) * (delay / tau))
+    predict = late.predicted(delay, tau) if late.predict else 0.0
+    launched.neg_().add_(live).mul_(late.keep + predict * shorter)
+    if predict:
+        launched.add_(mean, alpha=-predict * (delay / tau))
 
 
 Total: TypeAlias = Callable[[Sequence[float]], list[float]]

@@ -43,12 +43,14 @@ _MAX_USES = 12
 class Launch:
     """One average: of which fragment, after which step of the run, and how long it may take.
 
-    `began` is when it was launched; 0: not known.
+    It holds the progress of the `covered` local steps before: fewer than a round where it is the
+    first of its fragment. `began` is when it was launched; 0: not known.
     """
 
     fragment: int
     step: int
     delay: int
+    covered: int = 0
     began: Seconds = 0.0
 
     @property
@@ -170,6 +172,8 @@ class DelayedLoop(OuterLoop):
         ends = [flat.elements * (i + 1) // count for i in range(count)]
         self._spans = [slice(*pair) for pair in zip([0, *ends], ends, strict=False)]
         self._starts = [tau * (i + 1) // count for i in range(count)]
+        self._since = [0] * count
+        """The step of each fragment's last launch, or at which all workers stood at one point."""
         self._under_way: list[tuple[Launch, PendingAverage]] = []
         self._auto = AutoDelay(tau, links, measures=late.delay == "auto")
         self.counters.delay = tau if late.delay == "auto" else late.delay
@@ -179,17 +183,25 @@ class DelayedLoop(OuterLoop):
         del last
         counters, delay = self.counters, self.counters.delay
         assert delay is not None
-        now = counters.round * self._tau + counters.step
-        for launch, flight in self._auto.arrived(self._under_way):
-            self._use(replace(launch, delay=now - launch.step), flight)
-            self._under_way.remove((launch, flight))
+        now = self._now()
+        here = [launch for launch, _ in self._auto.arrived(self._under_way)]
+        self._under_way = [
+            (replace(launch, delay=now - launch.step) if launch in here else launch, flight)
+            for launch, flight in self._under_way
+        ]
         self._use_due(now)
         for fragment, start in enumerate(self._starts):
             if counters.step == start:
-                self._launch(Launch(fragment, now, delay, time.monotonic()))
+                self._launch(fragment, now, delay)
         self._use_due(now)  # with a delay of 0
 
-    def _launch(self, launch: Launch) -> None:
+    def _now(self) -> int:
+        """Local steps of the run, as rounds count them."""
+        return self.counters.round * self._tau + self.counters.step
+
+    def _launch(self, fragment: int, now: int, delay: int) -> None:
+        launch = Launch(fragment, now, delay, now - self._since[fragment], time.monotonic())
+        self._since[fragment] = now
         span, flat = self._spans[launch.fragment], self.flat
         part, own, moved = self.state.part(span), self._own[span], self._means[span]
         live = torch.empty_like(own)
@@ -221,10 +233,19 @@ class DelayedLoop(OuterLoop):
         for launch, flight in [pair for pair in self._under_way if pair[0].due <= now]:
             self._use(launch, flight)
             self._under_way.remove((launch, flight))
+            if measured := self._auto.used(launch, launch.delay):
+                self.counters.delay = measured
+                self._say_what_is_predicted(measured)
 
-    def _use(self, launch: Launch, flight: PendingAverage) -> None:
-        """The outer step of a fragment, and what this worker keeps of its progress."""
+    def _use(self, launch: Launch, flight: PendingAverage, *, ends: bool = False) -> None:
+        """The outer step of a fragment, and what this worker keeps of its progress.
+
+        Where training `ends`, workers keep all of it and predict nothing: no next average comes
+        that would make up for what is not kept.
+        """
         span, flat, late = self._spans[launch.fragment], self.flat, self._late
+        if ends:
+            late = replace(late, keep=1.0, predict=0.0)
         part, own = self.state.part(span), self._own[span]
         live = torch.empty_like(own)
         flat.read(live, span.start)
@@ -238,13 +259,13 @@ class DelayedLoop(OuterLoop):
         if late.keeps == "all":
             own.add_(before).sub_(part.anchor).mul_(late.keep)
         else:
-            local_progress_since(late, launch.delay, self._tau, own, live, flight.vector)
+            shorter = 1 - launch.covered / self._tau
+            local_progress_since(
+                late, launch.delay, self._tau, own, live, flight.vector, shorter=shorter
+            )
         if self._alone is not None:
             own.add_(self._alone[span].add_(before).sub_(part.anchor).mul_(0.5))
         self.publish(torch.add(part.anchor, own, out=live), span.start)
-        if measured := self._auto.used(launch, launch.delay):
-            self.counters.delay = measured
-            self._say_what_is_predicted(measured)
 
     def _say_what_is_predicted(self, delay: int) -> None:
         late, tau = self._late, self._tau
@@ -261,51 +282,33 @@ class DelayedLoop(OuterLoop):
         A fragment that was launched after the last step has nothing more to average: with momentum
         another launch would move the anchor once more.
         """
-        self._auto.disturb(self._under_way)
-        counters = self.counters
-        now = counters.round * self._tau + counters.step
-        self._use_due(now + self._tau)
-        for fragment, start in enumerate(self._starts):
-            if self._late.keeps == "all" or (now - start) % self._tau:
-                self._launch(Launch(fragment, now, 0))
-        self._use_due(now)
+        now = self._now()
+        self._use_under_way()
+        for fragment, since in enumerate(self._since):
+            if self._late.keeps == "all" or since < now:
+                self._launch(fragment, now, 0)
+        self._use_under_way()
         self.start_at_anchor()
 
     def use_all(self) -> None:
         """What is under way."""
-        self._auto.disturb(self._under_way)
-        self._use_due((self.counters.round + 2) * self._tau)
+        self._use_under_way()
         self.start_at_anchor()
 
-    def agreed(self) -> Tensor:
-        """The anchor as it will be when all that is under way has been used.
-
-        Waits for it. Nothing that is kept changes. Of other vectors than the anchor only those of
-        one fragment are copied at once.
-        """
-        self.drain()
-        anchor, numbers = self.state.anchor.clone(), dict(self.state.numbers)
-        for launch, flight in self._under_way:
-            span = self._spans[launch.fragment]
-            part = self.state.part(span).copy()
-            part.numbers = numbers
-            norm = part.norm(flight.vector, self.links.total)
-            penalty = self.rule.weigh(part, norm, self.links.total)
-            self.rule.absorb(part, flight.vector, penalty)
-            self.rule.move(part)
-            anchor[span].copy_(part.anchor)
-        return anchor
+    def _use_under_way(self) -> None:
+        """All averages under way, in their order, as the last ones: how long they take is open."""
+        self._auto.disturb(self._under_way)
+        while self._under_way:
+            self._use(*self._under_way[0], ends=True)
+            del self._under_way[0]
 
     def start_at_anchor(self) -> None:
-        """No offset; where a fragment is under way, as if this worker had launched its anchor."""
+        """No offset, and no progress since."""
         super().start_at_anchor()
+        self._since = [self._now()] * len(self._spans)
         self._own.zero_()
         if self._alone is not None:
             self._alone.zero_()
-        if self._late.keeps == "launched":
-            for launch, _ in self._under_way:
-                span = self._spans[launch.fragment]
-                self.flat.read(self._own[span], span.start)
 
     def under_way(self) -> Iterable[PendingAverage]:
         """Averages under way."""
@@ -329,8 +332,10 @@ class DelayedLoop(OuterLoop):
         numbers: dict[str, float] = {}
         flying = {launch.fragment: (launch, flight) for launch, flight in self._under_way}
         for fragment in range(len(self._spans)):
-            launch, flight = flying.get(fragment, (Launch(fragment, -1, 0), None))
+            since = self._now() - self._since[fragment]
+            launch, flight = flying.get(fragment, (Launch(fragment, -1, 0, since), None))
             numbers[f"step{fragment}"] = launch.step
+            numbers[f"covered{fragment}"] = launch.covered
             numbers[f"delay{fragment}"] = launch.delay
             numbers[f"round{fragment}"] = flight.round if flight else -1
             numbers |= rounding_numbers(fragment, flight)
@@ -343,11 +348,13 @@ class DelayedLoop(OuterLoop):
             step, delay, number = (
                 int(numbers[f"{name}{fragment}"]) for name in ("step", "delay", "round")
             )
+            covered = int(numbers.get(f"covered{fragment}", self._tau))
+            self._since[fragment] = step if step >= 0 else self._now() - covered
             if step >= 0:
                 flight = PendingAverage(
                     number, self._means[span], errors=rounding_of(numbers, fragment)
                 )
-                self._under_way.append((Launch(fragment, step, delay), flight))
+                self._under_way.append((Launch(fragment, step, delay, covered), flight))
         self._under_way.sort(key=lambda pair: pair[0].step)
         if self._late.delay == "auto":
             self._auto.go_on(numbers, self._under_way)

@@ -180,32 +180,31 @@ class Ending:
 
     @contextmanager
     def consensus(self, *also: nn.Module, buffers: bool = False) -> Iterator[None]:
-        """Within, the model holds the point that all workers agree on: to evaluate it.
+        """Within, the model holds what `finish` would end with now: to evaluate it, or to save it.
 
-        That is the anchor; where averages are used late without a restart (CO2 with `delay`), it is
-        the anchor as it will be once those under way have been used, which are waited for.
+        Averages under way are waited for, and so is one of the progress that is in none of them.
         With `buffers` the model's buffers (of BatchNorm) are the mean over all ranks within, and
-        so is all that the modules `also` hold, such as a moving average of the model.
-        All ranks enter and leave together; an optimizer step inside raises OptionError, and so do
-        another consensus, an end and a state. Within `join` ranks may have left that would have to
-        average, so that neither `also` nor `buffers` can be given.
+        so is all that the modules `also` hold, such as a moving average of the model. Afterwards
+        all is as before. All ranks enter and leave together, after the same number of steps; an
+        optimizer step inside raises OptionError, and so do another consensus, an end and a state.
+        Within `join` ranks may have left that would have to average: only averages under way count
+        there, and neither `also` nor `buffers` can be given.
         """
         self._ready("consensus()")
         self._refuse_lost("consensus()")
         held = others_of(self._model, also, buffers=buffers)
-        if also or buffers:
-            if not self._closed and not self._joining:
-                held += self._changed_frozen()
-            if self._joining:
-                raise OptionError(
-                    "consensus() within join() averages no buffers and modules: other ranks may"
-                    " have left; evaluate without them, or after the block"
-                )
-            if not self._closed:
-                self._links.meet("consensus()")
+        if (also or buffers) and self._joining:
+            raise OptionError(
+                "consensus() within join() averages no buffers and modules: other ranks may"
+                " have left; evaluate without them, or after the block"
+            )
+        alone = self._closed or self._joining
+        if not alone:
+            self._links.meet("consensus()")
+            held += self._changed_frozen() if also or buffers else []
         self._evaluating = True
         try:
-            with self._outer.consensus(), averaged(held, self._links):
+            with self._outer.consensus(alone=alone), averaged(held, self._links):
                 yield
         finally:
             self._evaluating = False

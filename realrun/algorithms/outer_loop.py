@@ -204,14 +204,24 @@ class OuterLoop(ABC):
             module.reshard()
 
     @contextmanager
-    def consensus(self) -> Iterator[None]:
-        """Within, the model holds the point that all workers agree on."""
+    def consensus(self, *, alone: bool = False) -> Iterator[None]:
+        """Within, the model holds what `settle` would end with; afterwards all is as before.
+
+        `alone`: other ranks may have left, so that only what is under way counts.
+        """
         live = self.flat.empty(on_host=True)
         self.flat.read(live)
-        self.publish(self.agreed())
+        kept = {
+            name: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+            for name, value in self.state_dict().items()
+        }
         try:
+            (self.use_all if alone else self.settle)()
             yield
         finally:
+            kept["numbers"]["bytes_sent"] = self.average.sent
+            self._count_waiting(every=True)
+            self.load_state_dict(kept)
             self.publish(live)
 
     @abstractmethod
@@ -221,10 +231,6 @@ class OuterLoop(ABC):
     @abstractmethod
     def use_all(self) -> None:
         """Use all that is under way, and stand at the anchor, without own progress."""
-
-    def agreed(self) -> Tensor:
-        """The point that all workers agree on."""
-        return self.state.anchor
 
     def drain(self) -> None:
         """Wait for all averages under way, without applying them, as evaluating and saving do.
@@ -333,7 +339,9 @@ class RoundLoop(OuterLoop):
             self.publish(state.anchor)
 
     def settle(self) -> None:
-        """A round that has ended leaves no progress but in averages."""
+        """Close a round that has begun, and use all averages."""
+        if self.counters.step:
+            self.after_step(last=True)
         self.use_all()
 
     def use_all(self) -> None:

@@ -550,18 +550,20 @@ def chosen_delay(world: World) -> dict[str, Any]:
 
 
 def agreed(world: World) -> list[Any]:
-    """The consensus in every step of three rounds, and what the model holds beside it."""
-    model = network()
-    optim = optimizer(model, "sgd")
-    found = []
-    with CO2(model, optim, tau=3, delay=2) as co2:
-        for step in range(9):
-            train(model, optim, world.rank, range(step, step + 1))
-            live = vector(model)
-            with co2.consensus():
-                inside = vector(model)
-            found.append([inside.tolist(), live.tolist(), torch.equal(live, vector(model))])
-    return found
+    """The consensus after every step of three rounds, a run that ends there, and what stays."""
+    seen = []
+    for steps in range(1, 10):
+        model = network()
+        optim = optimizer(model, "sgd")
+        with CO2(model, optim, tau=3, delay=2) as co2:
+            for step in range(steps):
+                train(model, optim, world.rank, range(step, step + 1))
+                live = vector(model)
+                with co2.consensus():
+                    inside = vector(model)
+                same = torch.equal(live, vector(model))
+        seen.append([inside.tolist(), vector(model).tolist(), same])
+    return seen
 
 
 def wrong_state(world: World) -> dict[str, str]:

@@ -86,7 +86,8 @@ def late_co2(  # noqa: PLR0913 - the symbols of the algorithm
     mean has come, and nothing when the next one has.
 
     `step` makes one local step, the third argument is its number in the run. Fragments are shares
-    of the elements; number i launches after step tau (i + 1) // fragments of a round.
+    of the elements; number i launches after step tau (i + 1) // fragments of a round. Its first
+    average holds so many steps only: the rest of what would be predicted is kept.
     """
     x, anchor, m = np.array([x0] * workers), x0.copy(), np.zeros_like(x0)
     ends = [len(x0) * (i + 1) // fragments for i in range(fragments)]
@@ -107,7 +108,8 @@ def late_co2(  # noqa: PLR0913 - the symbols of the algorithm
                 apart[:, span] = (alone[:, span] + alpha * momentum(span, mean)) / 2
             m[span] = momentum(span, mean)
             anchor[span] -= alpha * m[span]
-            x[:, span] = anchor[span] + keep * (x[:, span] - launched) - predict * d / tau * mean
+            share = keep + predict * max(0.0, 1 - (k - d) / tau)
+            x[:, span] = anchor[span] + share * (x[:, span] - launched) - predict * d / tau * mean
             x[:, span] += apart[:, span]
         for i, span in enumerate(spans):
             if (k - tau * (i + 1) // fragments) % tau == 0:
