@@ -286,7 +286,14 @@ def estimate(task: str, inner: str, lr: float, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         command = (
             *("realrun", "train", "--task", task, "--size", SIZE, "--optimizer", inner),
-            *("--strategy", "co2:tau=4", "--outer", "gap=constant,lr=1", "--lr", f"{lr:g}"),
+            *(
+                "--strategy",
+                "co2.published:tau=4",
+                "--outer",
+                "gap=constant,lr=1",
+                "--lr",
+                f"{lr:g}",
+            ),
             *("--steps", str(steps), "--batch", str(BATCH * WORKERS), "--eval-every", "0"),
             *("--warmup", "0", "--final-lr", "1", "--weight-decay", "0", "--clip-grad", "0"),
             *("--momentum", "0" if inner == "sgd" else "0.9", "--estimate", "--out", name),

@@ -179,7 +179,8 @@ QUESTIONS = (
     Question("10", "1.2B on 32 RTX 4090, 10 Gbit/s",
              "sweep -m llama3.2-1b -g 32 -c rtx3090-10x8 --set gpu=rtx4090 --set"
              ' inter.bandwidth="10 Gbit/s" --vary "strategy=ddp; zero2;'
-             ' diloco:tau=100,worker=node; co2:tau=12,worker=node,inner=zero2"', fits, None,
+             ' diloco:tau=100,worker=node; co2.published:tau=12,worker=node,inner=zero2"',
+             fits, None,
              "DDP does not fit with fp32 states: ZeRO-2 or local updates"),
     Question("11", "own or rent 256 H100 for three years", "own -c dgx-h100 -g 256 --years 3",
              used, None, "-"),

@@ -37,7 +37,7 @@ from realrun.train.log import read
 TARGETS = ("run", "train", "sweep", "lab run", "lab train")
 STRATEGIES = (
     *("ddp", "zero1", "zero3", "zeropp", "fsdp", "local_sgd:tau=4", "slowmo:tau=4"),
-    *("diloco:tau=4,fragments=2,delay=2", "overlap_local_sgd:tau=4", "co2:tau=4"),
+    *("diloco:tau=4,fragments=2,delay=2", "overlap_local_sgd:tau=4", "co2.published:tau=4"),
     "co2:tau=4,delay=2,fragments=2",
 )
 SIGNALS = {
@@ -103,7 +103,7 @@ def words_of(target: str, strategy: str, *more: str) -> list[str]:
     train += ["--checkpoint-every", str(EVERY), *limit]
     lab = ["realrun", "lab", "run", "--nodes", "2", "--rate", "1 Gbit/s", "--"]
     sweep = ["co2sim", "sweep", "-c", "dgx-h100", "-m", "gpt2-small", "-g", "8", "--jobs", "2"]
-    sweep += ["--vary", "strategy=ddp, zero3, co2:tau=4", "--out", "out"]
+    sweep += ["--vary", "strategy=ddp, zero3, co2.published:tau=4", "--out", "out"]
     sweep += ["--vary", f"inter.bandwidth={', '.join(f'{n} Gbit/s' for n in range(20, 420, 20))}"]
     found = {
         "run": [*run, "-c", "cluster.toml", "--nproc", "2"],

@@ -194,7 +194,7 @@ def configurations(budget: StudyBudget) -> list[Configuration]:
             ("gap + clip", "gap_aware", True),
         ):
             name = f"CO2 {tau}, {words}"
-            found.append(Configuration(name, f"co2:tau={tau}", {"gap": gap}, clips))
+            found.append(Configuration(name, f"co2.published:tau={tau}", {"gap": gap}, clips))
     alone = "co2:tau=1,delay=1,preview=true"
     found.append(Configuration("CO2 delay 1, tau 1, preview", alone, momentum=0.0))
     short = ((12, 1, 12), (3, 1, 3), (2, 1, 2), (1, 1, 1))

@@ -52,9 +52,12 @@ STRATEGIES = (
     "overlap_local_sgd:tau=4",
     "slowmo:tau=4",
     "diloco:tau=4,dtype=int4",
-    "co2:tau=4",
+    "co2.published:tau=4",
 )
-BY_NODE = {"local_sgd:tau=4": "local_sgd:tau=4,worker=node", "co2:tau=4": "co2:tau=4,worker=node"}
+BY_NODE = {
+    "local_sgd:tau=4": "local_sgd:tau=4,worker=node",
+    "co2.published:tau=4": "co2.published:tau=4,worker=node",
+}
 """On nodes of several ranks these run with one worker per node."""
 
 
@@ -85,21 +88,25 @@ def flops_jobs() -> Iterator[LabJob]:
 def turns_jobs() -> Iterator[LabJob]:
     """Two ranks again; few local steps, so that a round is short."""
     for rate in ("400 Mbit/s", "1.5 Gbit/s"):
-        yield LabJob(Lab(2, 1, rate), "tiny-5m", ("ddp", "zero3", "zeropp", "co2:tau=2"))
+        yield LabJob(Lab(2, 1, rate), "tiny-5m", ("ddp", "zero3", "zeropp", "co2.published:tau=2"))
 
 
 def hiding_jobs() -> Iterator[LabJob]:
     """Enough local steps to hide an average of 0.9 s, and the same without hiding."""
-    yield LabJob(Lab(4, 1, "300 Mbit/s"), "tiny-5m", ("co2:tau=8", "local_sgd:tau=8", "ddp"))
+    yield LabJob(
+        Lab(4, 1, "300 Mbit/s"),
+        "tiny-5m",
+        ("co2.published:tau=8", "local_sgd:tau=8", "ddp"),
+    )
 
 
 SITES = (
-    "co2:tau=8,worker=site",
+    "co2.published:tau=8,worker=site",
     "co2:tau=8,delay=4,worker=site,inner=fsdp",
     "diloco:tau=8,worker=site,inner=zero3",
     "diloco:tau=8,fragments=4,delay=2,worker=site,inner=fsdp",
     "local_sgd:tau=8,worker=site,inner=ddp",
-    "co2:tau=8",
+    "co2.published:tau=8",
     "zero2",
 )
 """With a site, or a GPU, as the worker, and one strategy over both sites."""
@@ -113,7 +120,7 @@ def sites_jobs() -> Iterator[LabJob]:
 
 def quick_jobs() -> Iterator[LabJob]:
     """One small lab."""
-    yield LabJob(Lab(2, 1, "3 Gbit/s"), "tiny-5m", ("ddp", "co2:tau=4"))
+    yield LabJob(Lab(2, 1, "3 Gbit/s"), "tiny-5m", ("ddp", "co2.published:tau=4"))
 
 
 JOBS = {"sleep": sleep_jobs, "flops": flops_jobs, "hiding": hiding_jobs, "sites": sites_jobs}
@@ -131,8 +138,8 @@ INVENTED = (
     "overlap_local_sgd:tau={tau}",
     "diloco:tau={tau},dtype=int8",
     "diloco:tau={tau},fragments=2,delay=1",
-    "co2:tau={tau}",
-    "co2:tau={tau},dtype=int8",
+    "co2.published:tau={tau}",
+    "co2.published:tau={tau},dtype=int8",
 )
 
 

@@ -39,9 +39,9 @@ from co2sim.catalog import load_cluster, load_model
 from co2sim.simulation.noise import Noise
 
 CLUSTER, MODEL = load_cluster("a100-roce800").value, load_model("llama-7b").value
-CO2 = "co2(tau=48, worker=node, inner=zero2)"
+CO2 = "co2.published(tau=48, worker=node, inner=zero2)"
 FOLDED = ("ddp", "zero3", "zeropp", "fsdp")
-DEEP = ("zero1", "fsdp", "co2(tau=4)")
+DEEP = ("zero1", "fsdp", "co2.published(tau=4)")
 LARGE = 16384
 UNEVEN = ("--jitter", "0.05"), ("--straggle", "0.1")
 
@@ -224,7 +224,16 @@ def commands(repeats: int) -> list[SpeedLine]:
     found.append(limited("`co2sim run` from the shell", process(shell, repeats), 0.8, "s"))
     help_ = process([command, "--help"], repeats)
     found.append(limited("`co2sim --help`", help_, 0.3, "s"))
-    uneven = [command, "run", "-c", "a100-tcp80", "-m", "transnormer-7b", "-s", "co2:tau=48"]
+    uneven = [
+        command,
+        "run",
+        "-c",
+        "a100-tcp80",
+        "-m",
+        "transnormer-7b",
+        "-s",
+        "co2.published:tau=48",
+    ]
     for option in UNEVEN:
         times = process([*uneven, "-g", "96", *option], min(repeats, 3))
         found.append(

@@ -56,7 +56,7 @@ METHODS = {
     "LocalSGD": f"local_sgd:tau={TAU}",
     "SlowMo": f"slowmo:tau={TAU}",
     "DiLoCo": f"diloco:tau={TAU}",
-    "CO2, as published": f"co2:tau={TAU}",
+    "CO2, as published": f"co2.published:tau={TAU}",
     LATE: f"co2:tau={TAU},delay=auto",
 }
 

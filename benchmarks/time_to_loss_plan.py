@@ -86,7 +86,11 @@ CONTENDERS = (
     Contender("torchft LocalSGD", _LOCAL, "LocalSGD 12", 1e-2, peer="torchft LocalSGD"),
     Contender("torchft DiLoCo", _DILOCO, "DiLoCo 12", 5e-3, _NESTEROV, peer="torchft DiLoCo"),
     Contender(
-        "CO2 as published", f"co2:tau={TAU}", "CO2 12, ", 1e-2, "momentum=0,lr=0.5,gap=gap_aware"
+        "CO2 as published",
+        f"co2.published:tau={TAU}",
+        "CO2 12, ",
+        1e-2,
+        "momentum=0,lr=0.5,gap=gap_aware",
     ),
     Contender(
         "CO2, delay auto",

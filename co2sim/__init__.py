@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from co2sim.simulation.noise import Noise
     from co2sim.simulation.trace import Span, Trace
     from co2sim.strategies import Strategy
-    from co2sim.strategies.co2 import CO2
+    from co2sim.strategies.co2 import CO2, PublishedCO2
     from co2sim.strategies.diloco import DiLoCo
     from co2sim.strategies.fsdp import FSDP
     from co2sim.strategies.local_sgd import LocalSGD, OverlapLocalSGD, SlowMo
@@ -53,8 +53,8 @@ _EXPORTS = {
     "schedule.schedule": ("Layout", "Schedule"),
     "prediction.step_factors": ("Goal", "ToLoss", "to_loss"),
     "strategies": (
-        *("CO2", "DDP", "DiLoCo", "FSDP", "LocalSGD", "OverlapLocalSGD", "SlowMo", "Strategy"),
-        *("Zero1", "Zero2", "Zero3", "ZeroPP"),
+        *("CO2", "DDP", "DiLoCo", "FSDP", "LocalSGD", "OverlapLocalSGD", "PublishedCO2", "SlowMo"),
+        *("Strategy", "Zero1", "Zero2", "Zero3", "ZeroPP"),
     ),
     "prediction.driver": ("run", "simulate", "trace"),
     "prediction.totals": ("Totals", "totals_of"),
@@ -86,6 +86,7 @@ __all__ = [
     "Noise",
     "OptionError",
     "OverlapLocalSGD",
+    "PublishedCO2",
     "ResourceError",
     "Result",
     "Schedule",

@@ -56,7 +56,7 @@ print(study(["ddp", "zero2", "zero3", "zeropp"]), end="\n\n")
 # which τ on is the average hidden? The 6 % that stay are collectives of ZeRO-2 inside the node.
 
 # %%
-CO2 = "co2(tau={}, worker=node)"
+CO2 = "co2.published(tau={}, worker=node)"
 print(study([CO2.format(tau) for tau in (6, 12, 24, 48)]), end="\n\n")
 
 # %% [markdown]

@@ -17,7 +17,7 @@ from co2sim.common.units import Seconds, duration, percent
 from co2sim.prediction.case import Case, LoadedCase
 from co2sim.prediction.driver import run
 from co2sim.strategies import LocalSteps, Strategy
-from co2sim.strategies.co2 import CO2
+from co2sim.strategies.co2 import CO2, PublishedCO2
 from co2sim.strategies.local import Replica, round_steps
 from co2sim.strategies.local_sgd import LocalSGD, SlowMo
 from co2sim.studies.grid import with_change
@@ -29,7 +29,7 @@ USUAL = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Taus to simulate if none are asked for."""
 LONGEST = 4096
 """Where the search for the best tau ends."""
-Averaging = CO2 | SlowMo | LocalSGD
+Averaging = CO2 | PublishedCO2 | SlowMo | LocalSGD
 """The strategies that the bound is about."""
 
 
@@ -140,7 +140,8 @@ def averaging(strategy: Strategy) -> Averaging:
         return strategy
     local = "" if isinstance(strategy, LocalSteps) else ", which has no local steps"
     raise OptionError(
-        f"the strategy is {strategy.name}{local}; the bound is about co2, slowmo and local_sgd"
+        f"the strategy is {strategy.name}{local}; the bound is about co2, co2.published, slowmo and"
+        " local_sgd"
     )
 
 
@@ -154,7 +155,7 @@ def _timing(
         round_time=round_time,
         exposed=exposed,
         workers=Replica.of(strategy).workers(layout),
-        delay=strategy.staleness if isinstance(strategy, CO2) else 0,
+        delay=getattr(strategy, "staleness", 0),
         source=source,
         late=late_of(strategy),
     )

@@ -79,14 +79,18 @@ COMMUNICATION: dict[str, Callable[[Cell], Cell]] = {
     "4 channels": partial(with_override, path="channels", text="4"),
     "8 channels": partial(with_override, path="channels", text="8"),
     "every rank averages its share": partial(
-        with_strategy_options, strategy="co2", options={"average": "shares"}
+        with_strategy_options, strategy="co2.published", options={"average": "shares"}
     ),
     **{
         f"{one.name} {value:.2f}": partial(with_override, path=one.path, text=f"{value:.6g}")
         for one in GROUPS[GROUP].external
         for value in (one.low, one.high, 1.0)
     },
-    "averages in fp32": partial(with_strategy_options, strategy="co2", options={"dtype": "fp32"}),
+    "averages in fp32": partial(
+        with_strategy_options,
+        strategy="co2.published",
+        options={"dtype": "fp32"},
+    ),
     "zero2 scatters and gathers": partial(
         with_strategy_options, strategy="zero2", options={"owners": "false", "bucket": "500000000"}
     ),

@@ -1,11 +1,23 @@
 """Averages that are used late: what workers keep, and in how many parts they travel."""
 
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self, TypeAlias
 
 from co2sim.common.errors import OptionError
+from co2sim.common.validation import between, whole
 
-_EVEN = 64
+Delay: TypeAlias = int | Literal["auto"]
+"""Local steps; "auto": as many as averages take."""
+
+EVEN = 64
 """Fragments of a long round: more would make the messages small, and the delay no shorter."""
+
+SHORTEST = 2
+"""Steps of the shortest round that is chosen. In the study of benchmarks/convergence.py a round of
+two steps in two fragments learns as much as one of one step, and sends half as much."""
+
+LONGEST = 10_000
+"""Steps of the longest round."""
 
 MAX_FRAGMENTS = 1_000
 
@@ -13,9 +25,78 @@ _LONG = 8
 """Steps of a round from which on it is better to keep half of one's own progress."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateAverage:
+    """How an average is used `delay` local steps after its launch, while workers continue.
+
+    The model is cut into `fragments`, which launch at evenly spread steps of a round of tau steps.
+    When D, the mean displacement of a fragment, arrives, its anchor takes the outer step, and then
+
+    - keeps="launched": x <- anchor + keep (x - l) - predict (delay / tau) D, with l what the worker
+      held at the launch. D points from the models to the anchor, so that - D is progress;
+    - keeps="all": x <- anchor + keep (x - anchor), with the new anchor: a weighted mean of both.
+
+    With `preview` a worker takes the outer step at once, at the launch, with its own displacement
+    in place of the mean. Half of the difference goes when the mean comes, half with the next one.
+
+    None stands for the default: in rounds below 8 steps all is kept, in longer ones half of it;
+    predict is 1 - keep; with delay="auto" there is a fragment for each step of a round, up to 64,
+    else one.
+    """
+
+    delay: Delay = "auto"
+    keep: float | None = None
+    predict: float | None = None
+    fragments: int | None = None
+    preview: bool = False
+    keeps: Literal["launched", "all"] = "launched"
+
+    def __post_init__(self) -> None:
+        """Refuse options out of range, whatever the round."""
+        if isinstance(self.delay, str) and self.delay != "auto":
+            raise OptionError(f"delay is {self.delay!r}; it must be a whole number, or 'auto'")
+        if self.delay != "auto":
+            whole("delay", self.delay, 0 if self.keeps == "all" else 1)
+        for name in ("keep", "predict"):
+            if getattr(self, name) is not None:
+                between(name, getattr(self, name), 0, 1)
+        if self.fragments is not None:
+            whole("fragments", self.fragments, 1, MAX_FRAGMENTS)
+        if not isinstance(self.preview, bool):
+            raise OptionError(f"preview is {self.preview!r}; it must be True or False")
+
+    def of(self, tau: int) -> Self:
+        """The same with numbers for defaults, in rounds of `tau` steps.
+
+        Raises OptionError for a delay or fragments that a round has no steps for, and where what is
+        predicted would be repeated for ever.
+        """
+        if self.delay != "auto":
+            whole("delay", self.delay, 0 if self.keeps == "all" else 1, tau)
+        parts = self.parts(tau)
+        whole("fragments", parts, 1, min(tau, MAX_FRAGMENTS))
+        keep, predict = kept(tau, self.keep, self.predict)
+        check_predict(tau, self.delay, keep, predict)
+        return replace(self, keep=keep, predict=predict, fragments=parts)
+
+    @property
+    def shortest_round(self) -> int:
+        """Steps of the shortest round that these options fit into, where tau is chosen."""
+        if self.delay == "auto":
+            return self.fragments or SHORTEST
+        predicted = int((self.predict or 0.0) * self.delay) + 1
+        return max(self.delay, self.fragments or 1, predicted if self.predict else 1)
+
+    def parts(self, tau: int) -> int:
+        """The number of fragments in rounds of `tau` steps."""
+        if self.fragments is not None:
+            return self.fragments
+        return even_fragments(tau) if self.delay == "auto" else 1
+
+
 def even_fragments(tau: int) -> int:
     """One fragment for each step of a round, as far as that helps."""
-    return min(tau, _EVEN)
+    return min(tau, EVEN)
 
 
 def kept(tau: int, keep: float | None, predict: float | None) -> tuple[float, float]:

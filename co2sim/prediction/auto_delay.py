@@ -8,22 +8,18 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, TypeAlias
 
-from co2sim.common.delayed_averaging import bounded
+from co2sim.common.delayed_averaging import LONGEST, bounded
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
 from co2sim.schedule.schedule import Schedule
 from co2sim.strategies.co2 import CO2
-from co2sim.strategies.local import MAX_STEPS, OUTER, round_steps
+from co2sim.strategies.local import OUTER, round_steps
 
 RoundTime: TypeAlias = Callable[[CO2, bool], Seconds]
 """How long a round takes on the cluster at hand, with its averages (True) or without them."""
 
 _TOLERANCE = 0.01
 """Of a round: what may stay exposed of an average that counts as hidden."""
-
-_HALVES = 2
-"""Steps of the shortest round in fragments. In the study of benchmarks/convergence.py a round of
-two steps in two fragments learns as much as one of one step, and sends half as much."""
 
 
 def has_auto_options(strategy: Any) -> bool:
@@ -50,12 +46,9 @@ def resolve(strategy: CO2, round_time: RoundTime) -> tuple[CO2, tuple[str, ...]]
     """
     times = cache(round_time)
     notes = []
-    keep, predict = strategy.keep, strategy.predict
+    keep, predict, least = strategy.keep, strategy.predict, strategy.late.shortest_round
     strategy = replace(strategy, keep=None, predict=None)  # which change no time
     if strategy.tau == "auto":
-        given = strategy.delay if isinstance(strategy.delay, int) else 1
-        shortest = _HALVES if strategy.delay == "auto" else 1
-        least = max(given, strategy.fragments or shortest)
         tau, note = _shortest_round(strategy, least, times)
         strategy = replace(strategy, tau=tau)
         notes.append(note)
@@ -83,12 +76,12 @@ def _shortest_round(strategy: CO2, least: int, times: RoundTime) -> tuple[int, s
     for _ in range(2):
         tried = round(guess)  # if it is too short, its average takes the whole of the round
         guess = max(least, (1 - _TOLERANCE) * tried / (1 - exposed(tried)))
-        if guess > MAX_STEPS:
+        if guess > LONGEST:
             raise OptionError(
-                f"{strategy.name}: tau=auto: no round of at most {MAX_STEPS} steps hides its"
+                f"{strategy.name}: tau=auto: no round of at most {LONGEST} steps hides its"
                 f" average, which takes as long as about {guess:.0f} steps"
             )
-    tau = least_that_holds(least, MAX_STEPS, round(guess), lambda tau: exposed(tau) <= _TOLERANCE)
+    tau = least_that_holds(least, LONGEST, round(guess), lambda tau: exposed(tau) <= _TOLERANCE)
     note = f"tau {tau} chosen: {exposed(tau):.1%} of a round exposed by the average if delay={tau}"
     return tau, note + (f"; {tau - 1} would leave {exposed(tau - 1):.1%}" if tau > least else "")
 

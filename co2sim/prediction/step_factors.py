@@ -238,7 +238,7 @@ def _published(
 def _wait(strategy: Any) -> int:
     """The local steps before an average is used."""
     delay = getattr(strategy, "delay", None)
-    if delay is None and strategy.name in {"co2", "overlap_local_sgd"}:
+    if delay is None and strategy.name in {"co2.published", "overlap_local_sgd"}:
         return int(getattr(strategy, "staleness", 1) * round_steps(strategy))
     return int(delay or 0)
 

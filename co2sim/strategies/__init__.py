@@ -11,7 +11,7 @@ from co2sim.common.errors import OptionError, nearest
 from co2sim.common.units import Bytes
 from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import DType, Layout, Schedule
-from co2sim.strategies.co2 import CO2
+from co2sim.strategies.co2 import CO2, PublishedCO2
 from co2sim.strategies.diloco import DiLoCo
 from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.local import LocalSteps
@@ -47,7 +47,7 @@ STRATEGIES: dict[str, type[Any]] = {
     kind.name: kind
     for kind in (
         *(DDP, Zero1, Zero2, Zero3, ZeroPP, FSDP),
-        *(LocalSGD, OverlapLocalSGD, SlowMo, DiLoCo, CO2),
+        *(LocalSGD, OverlapLocalSGD, SlowMo, DiLoCo, CO2, PublishedCO2),
     )
 }
 
@@ -67,6 +67,7 @@ _STRATEGIES_ELSEWHERE = {
     "zero": "zero1, zero2 or zero3",
     "zero++": "zeropp",
     "localsgd": "local_sgd",
+    **dict.fromkeys(("co2_published", "co2-published"), "co2.published"),
     **{f"zero-{stage}": f"zero{stage}" for stage in (1, 2, 3)},
 }
 """Strategies of other frameworks and papers, as they are written here."""

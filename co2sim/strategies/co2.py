@@ -1,12 +1,11 @@
-"""CO2: local updates whose average is hidden behind the next round's steps."""
+"""CO2: local updates whose average is hidden behind further steps."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from co2sim.common.delayed_averaging import MAX_FRAGMENTS, check_predict, even_fragments, kept
+from co2sim.common.delayed_averaging import LateAverage, kept
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes
-from co2sim.common.validation import between
 from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import DType, Layout, Schedule
 from co2sim.strategies.local import (
@@ -27,24 +26,21 @@ from co2sim.strategies.step import QUANTIZED, whole_options
 _MAX_STALENESS = 100
 """A rank keeps a buffer for every average in flight: as many rounds pass before a steady one."""
 
+_BUFFER = "displacement"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CO2:
-    """`tau` local steps; the average launched after them is used `staleness` rounds later.
+    """`tau` local steps; the average launched after them is used `delay` steps later.
 
-    With `delay` it is used that many local steps later, and workers continue from where they are: x
-    becomes anchor + `keep` (x - x at the launch) + `predict` (delay / tau) (mean progress). The
-    model is cut into `fragments`, which are averaged at evenly spread steps of a round; their
-    defaults are those of `delayed_averaging`. With a `preview` workers take the outer step at once,
-    by their own displacements, and hold these until the mean has replaced them.
+    Workers continue from where they are: x becomes anchor + `keep` (x - x at the launch) +
+    `predict` (delay / tau) (mean progress). The model is cut into `fragments`, which are averaged
+    at evenly spread steps of a round. With a `preview` workers take the outer step at once, by
+    their own displacements, and hold these until the mean has replaced them. Defaults are those
+    of `LateAverage`.
 
     "auto" is chosen by simulation: the least delay that hides the averages, the shortest such
-    round.
-
-    Where a node is the worker, `average` says who averages: "shares", every rank its share with
-    its peers; "leader", the first rank of each node everything, which it broadcasts inside, as in
-    the authors' code (github.com/weigao266/fairscale-CO2, gossip/co2.py). The outer step itself
-    stays sharded over the ranks of a node.
+    round. The method as published, with a restart, is `co2.published`.
 
     Sources: Sun et al., CO2: Efficient Distributed Training with Full Communication-Computation
     Overlap, ICLR 2024, arXiv 2401.16265; a delay in steps: Zhou et al. 2020, DaSGD, arXiv
@@ -53,9 +49,8 @@ class CO2:
 
     name: ClassVar[str] = "co2"
 
-    tau: int | Auto = 12
-    staleness: int = 1
-    delay: int | Auto | None = None
+    tau: int | Auto = "auto"
+    delay: int | Auto = "auto"
     keep: float | None = None
     predict: float | None = None
     fragments: int | None = None
@@ -68,83 +63,125 @@ class CO2:
     def __post_init__(self) -> None:
         """Refuse options that contradict each other."""
         check(self, quantized=frozenset({DType.INT8}))
-        if self.staleness == 0:
-            raise OptionError("co2: staleness is 0; it must be at least 1 (slowmo is staleness 0)")
-        whole_options(self, "staleness", most=_MAX_STALENESS)
-        self._check_delay()
-        if self.delay is not None and self.tau != "auto":
-            check_predict(self.tau, self.delay, *self.kept())
-        if self.average == "leader":
-            if self.worker != "node" or self.inner in {"zero3", "zeropp", "fsdp"}:
-                raise OptionError(
-                    "average=leader needs worker=node, and an inner strategy that keeps parameters"
-                    " whole: ddp, zero1 or zero2"
-                )
-            if self.dtype in QUANTIZED:
-                raise OptionError(f"average=leader does not quantize: dtype={self.dtype}")
+        _check_average(self)
+        if self.delay != "auto":
+            whole_options(self, "delay", most=None if self.tau == "auto" else self.tau)
+        if self.fragments is not None:
+            whole_options(self, "fragments", most=None if self.tau == "auto" else self.tau)
+        late = self.late
+        if self.tau != "auto":
+            late.of(self.tau)
+
+    @property
+    def late(self) -> LateAverage:
+        """How an average is used. Raises OptionError for options out of range."""
+        try:
+            return LateAverage(
+                delay=self.delay,
+                keep=self.keep,
+                predict=self.predict,
+                fragments=self.fragments,
+                preview=self.preview,
+            )
+        except OptionError as error:
+            raise OptionError(f"{self.name}: {error}") from None
 
     def kept(self) -> tuple[float, float]:
         """How much of its progress a worker keeps, and how much of the mean it adds."""
         return kept(round_steps(self), self.keep, self.predict)
 
     def parts(self) -> int:
-        """The number of fragments; by default one, with delay=auto one for each step of a round."""
-        if self.fragments is not None:
-            return self.fragments
-        return even_fragments(round_steps(self)) if self.delay == "auto" else 1
-
-    def _check_delay(self) -> None:
-        if self.fragments is not None:
-            most = MAX_FRAGMENTS if self.tau == "auto" else min(self.tau, MAX_FRAGMENTS)
-            whole_options(self, "fragments", most=most)
-        for option in ("keep", "predict"):
-            given = getattr(self, option)
-            if given is not None:
-                object.__setattr__(self, option, between(f"co2: {option}", given, 0, 1))
-        if self.delay is None:
-            if (self.keep, self.predict, self.preview) != (None, None, False):
-                raise OptionError(
-                    "co2: keep, predict and preview say how a late average is used: give delay"
-                )
-            if self.fragments not in {None, 1}:
-                raise OptionError("co2: fragments are averaged within a round: give delay")
-            if self.tau == "auto":
-                raise OptionError("co2: tau=auto needs a delay: a number, or auto")
-        elif self.staleness != 1:
-            raise OptionError(f"co2: staleness={self.staleness} does not apply with delay")
-        elif self.delay != "auto":
-            whole_options(self, "delay", most=None if self.tau == "auto" else self.tau)
+        """The number of fragments."""
+        return self.late.parts(round_steps(self))
 
     def schedule(self, job: Workload, layout: Layout) -> Schedule:
-        """Wait for the old average, update momentum and anchor, launch the new average."""
-        if self.delay is None:
-            # the outer step reads x, average, anchor and momentum; writes momentum, anchor, x and
-            # the displacement
-            fill, outer, delay = 0, 8, self.staleness * round_steps(self)
-        else:
-            # filling reads anchor and x; writes the displacement and a copy of x. The outer step
-            # reads average, momentum, anchor, x and the copy; writes momentum, anchor and x.
-            # Stepping alone reads the momentum and writes x; that step is read and written, too
-            fill, outer = (8, 10) if self.preview else (4, 8)
-            delay = settled(self.name, "delay", self.delay)
+        """Fill and launch the average of a fragment; update momentum and anchor with the last."""
+        # filling reads anchor and x; writes the displacement and a copy of x. The outer step reads
+        # average, momentum, anchor, x and the copy; writes momentum, anchor and x. Stepping alone
+        # reads the momentum and writes x; that step is read and written, too
+        fill, outer = (8, 10) if self.preview else (4, 8)
         plan = Averages(
-            buffer="displacement",
+            buffer=_BUFFER,
             fill=fill,
             outer=outer,
-            delay=delay,
+            delay=settled(self.name, "delay", self.delay),
             fragments=self.parts(),
             by=self.average,
         )
         return averaged_rounds(self, job, layout, plan)
 
     def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
-        """The inner strategy, anchor, momentum and averages in flight; x where one is delayed.
+        """The inner strategy, anchor, momentum, an average in flight and x at its launch.
 
         And with a preview the step that a worker took alone.
         """
-        replica = Replica.of(self)
-        whole = replica.ranks(layout) if self.average == "leader" else 1
-        size = 1.0 if self.dtype in QUANTIZED else self.dtype.bytes / DType.FP32.bytes
-        own = (self.delay is not None) + self.preview
-        copies = 2 + self.staleness * whole * size + own
-        return replica.memory(job, layout, copies)
+        return _memory(self, job, layout, flights=1, own=1 + self.preview)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedCO2:
+    """CO2 as published: the average launched after `tau` steps is used `staleness` rounds later.
+
+    All workers then restart from one point.
+
+    Where a node is the worker, `average` says who averages: "shares", every rank its share with
+    its peers; "leader", the first rank of each node everything, which it broadcasts inside, as in
+    the authors' code (github.com/weigao266/fairscale-CO2, gossip/co2.py). The outer step itself
+    stays sharded over the ranks of a node.
+
+    Source: Sun et al., CO2, ICLR 2024, arXiv 2401.16265.
+    """
+
+    name: ClassVar[str] = "co2.published"
+
+    tau: int = 12
+    staleness: int = 1
+    worker: Worker = "gpu"
+    inner: Inner | None = None
+    dtype: Unquantized | Literal[DType.INT8] = DType.FP32
+    average: Averaged = "shares"
+
+    def __post_init__(self) -> None:
+        """Refuse options that contradict each other."""
+        check(self, quantized=frozenset({DType.INT8}))
+        _check_average(self)
+        if self.staleness == 0:
+            raise OptionError(
+                f"{self.name}: staleness is 0; it must be at least 1 (slowmo is staleness 0)"
+            )
+        whole_options(self, "staleness", most=_MAX_STALENESS)
+
+    def schedule(self, job: Workload, layout: Layout) -> Schedule:
+        """Wait for the old average, update momentum and anchor, launch the new average."""
+        # the outer step reads x, average, anchor and momentum; writes momentum, anchor, x and the
+        # displacement
+        plan = Averages(buffer=_BUFFER, outer=8, delay=self.staleness * self.tau, by=self.average)
+        return averaged_rounds(self, job, layout, plan)
+
+    def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
+        """The inner strategy, anchor, momentum and averages in flight."""
+        return _memory(self, job, layout, flights=self.staleness, own=0)
+
+
+def _check_average(strategy: CO2 | PublishedCO2) -> None:
+    """Refuse a leader that has nobody to lead, or would have to quantize."""
+    if strategy.average != "leader":
+        return
+    if strategy.worker != "node" or strategy.inner in {"zero3", "zeropp", "fsdp"}:
+        raise OptionError(
+            "average=leader needs worker=node, and an inner strategy that keeps parameters"
+            " whole: ddp, zero1 or zero2"
+        )
+    if strategy.dtype in QUANTIZED:
+        raise OptionError(f"average=leader does not quantize: dtype={strategy.dtype}")
+
+
+def _memory(
+    strategy: CO2 | PublishedCO2, job: Workload, layout: Layout, *, flights: int, own: int
+) -> dict[str, Bytes]:
+    """The inner strategy, anchor, momentum, averages in flight and a worker's own points."""
+    replica = Replica.of(strategy)
+    whole = replica.ranks(layout) if strategy.average == "leader" else 1
+    quantized = strategy.dtype in QUANTIZED
+    size = 1.0 if quantized else strategy.dtype.bytes / DType.FP32.bytes
+    return replica.memory(job, layout, 2 + flights * whole * size + own)

@@ -10,6 +10,7 @@ inside.
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
+from co2sim.common.delayed_averaging import LONGEST
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes
 from co2sim.models.memory import model_states
@@ -55,9 +56,6 @@ Unquantized: TypeAlias = Literal[DType.FP32, DType.FP16, DType.BF16]
 Auto: TypeAlias = Literal["auto"]
 """A number that is chosen for the cluster at hand."""
 
-MAX_STEPS = 10_000
-"""A schedule holds every local step of a round."""
-
 OUTER = "outer"
 """The stream of the averages: their own communicator, so that local steps do not wait for them."""
 
@@ -92,7 +90,7 @@ class LocalSteps(Protocol):
 def check(strategy: LocalSteps, quantized: frozenset[DType] = frozenset()) -> None:
     """Refuse options out of range, in contradiction, or of a quantized type not among these."""
     if strategy.tau != "auto":
-        whole_options(strategy, "tau", most=MAX_STEPS)
+        whole_options(strategy, "tau", most=LONGEST)
     if strategy.worker == "gpu" and strategy.inner is not None:
         raise OptionError(
             f"inner={strategy.inner} does not apply to worker=gpu; use worker=node or worker=site"

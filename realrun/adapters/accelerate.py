@@ -1,6 +1,7 @@
 """Local updates in a loop of Hugging Face Accelerate, and in its checkpoints."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ _SHARDED = {DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEG
 
 def prepare(
     accelerator: Accelerator,
-    algorithm: type[Algorithm],
+    algorithm: Callable[..., Algorithm],
     model: nn.Module,
     optimizer: Optimizer | list[Optimizer],
     *others: Any,

@@ -2,7 +2,7 @@
 
 import copy
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class LocalUpdateStrategy(DDPStrategy):
 
     def __init__(
         self,
-        algorithm: type[LocalUpdate],
+        algorithm: Callable[..., LocalUpdate],
         *,
         strategy: Mapping[str, Any] | None = None,
         **options: Any,

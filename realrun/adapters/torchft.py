@@ -16,7 +16,7 @@ So all in a quorum hold the same anchor, bit for bit: they used the same average
 from one who did.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -53,14 +53,16 @@ _LEFT_OUT = {
 
 def fault_tolerant(
     manager: Manager,
-    algorithm: type[Algorithm],
+    algorithm: Callable[..., Algorithm],
     model: nn.Module,
     optimizer: Optimizers,
     *,
     state: dict[str, Any] | None = None,
     **options: Any,
 ) -> Algorithm:
-    """Make an algorithm, such as CO2, whose workers may die and come back; `options` are its own.
+    """Make an algorithm, such as CO2.published, whose workers may die and come back.
+
+    `options` are its own.
 
     `manager` is a Manager with use_async_quorum=False. It is asked for a quorum here: afterwards
     the model, its buffers and `stats().rounds` are those of the others. So let the loop run up to a
@@ -114,7 +116,8 @@ def _rounds(loop: OuterLoop) -> RoundLoop:
         raise OptionError(
             f"{type(loop.rule).__name__} has a delay, fragments, a pull, or staleness"
             f" {loop.rule.staleness}; with torchft it must have none of them, and staleness 0 or 1:"
-            " all workers start a round at the anchor, and one average is under way at most"
+            " all workers start a round at the anchor, and one average is under way at most; take"
+            " CO2.published, LocalSGD, SlowMo or DiLoCo"
         )
     return loop
 

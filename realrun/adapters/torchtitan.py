@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import tyro
@@ -22,7 +23,7 @@ STATE = "local_updates"
 """The key, in checkpoints, of what the algorithm keeps and of every worker's own model."""
 
 
-Name: TypeAlias = Literal["CO2", "DiLoCo", "LocalSGD", "OverlapLocalSGD", "SlowMo"]
+Name: TypeAlias = Literal["CO2", "CO2.published", "DiLoCo", "LocalSGD", "OverlapLocalSGD", "SlowMo"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -81,7 +82,7 @@ class LocalUpdateTrainer(Trainer):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         chosen = config.local_updates
-        kind = getattr(algorithms, chosen.algorithm)
+        kind = attrgetter(chosen.algorithm)(algorithms)
         options = (
             dict(chosen.options) if chosen.tau is None else {**chosen.options, "tau": chosen.tau}
         )

@@ -1,5 +1,6 @@
 """Local updates in the Trainer of Hugging Face Transformers."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,7 @@ class LocalUpdateTrainer(Trainer):
     def __init__(
         self,
         *args: Any,
-        algorithm: type[LocalUpdate],
+        algorithm: Callable[..., LocalUpdate],
         algorithm_options: dict[str, Any] | None = None,
         **others: Any,
     ) -> None:

@@ -1,6 +1,6 @@
 """Training algorithms for any PyTorch loop: the local-update family, and ZeRO++ for FSDP2.
 
-with CO2(model, optimizer, tau=12):
+with CO2(model, optimizer):
     for batch in loader:
         ...
         optimizer.step()
@@ -9,8 +9,9 @@ Everything that a training loop needs can be imported from here, the errors incl
 are Co2simErrors.
 """
 
+from co2sim.common.delayed_averaging import LateAverage
 from co2sim.common.errors import Co2simError, OptionError
-from realrun.algorithms.co2 import CO2
+from realrun.algorithms.co2 import CO2, Clipping
 from realrun.algorithms.delayed import Stats
 from realrun.algorithms.local_update import LocalUpdate
 from realrun.algorithms.process_groups import Wire, Worker, Workers
@@ -21,9 +22,11 @@ from realrun.errors import Gap, MismatchError, NonFiniteError, RankFailure
 
 __all__ = [
     "CO2",
+    "Clipping",
     "Co2simError",
     "DiLoCo",
     "Gap",
+    "LateAverage",
     "LocalSGD",
     "LocalUpdate",
     "MismatchError",

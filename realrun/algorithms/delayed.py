@@ -8,61 +8,18 @@ displacement counts from the *rounded* start, as in `flat_parameters`.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import Field, dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softshrink
 
-from co2sim.common.delayed_averaging import MAX_FRAGMENTS, bounded, check_predict
+from co2sim.common.delayed_averaging import LateAverage
 from co2sim.common.units import Seconds
-from co2sim.common.validation import between, whole
 from realrun import errors
-from realrun.errors import one_of
-
-Delay: TypeAlias = int | Literal["auto"]
-"""Local steps; "auto": as many as the first averages take."""
 
 Parts: TypeAlias = Iterable[tuple[torch.dtype, slice]]
 """Slices of a vector, each of one dtype of the model and small enough for a cache."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DelayedAveraging:
-    """How an average is used `delay` local steps after its launch, while workers continue.
-
-    The model is cut into `fragments`, which launch at evenly spread steps of a round. When D, the
-    mean displacement of a fragment, arrives, its anchor takes the outer step, and then
-
-    - keeps="launched": x <- anchor + keep (x - l) - predict (delay / tau) D, with l what the worker
-      held at the launch. D points from the models to the anchor, so that - D is progress;
-    - keeps="all": x <- anchor + keep (x - anchor), with the new anchor: a weighted mean of both.
-
-    With `preview` a worker takes the outer step at once, at the launch, with its own displacement
-    in place of the mean. Half of the difference goes when the mean comes, half with the next one.
-    """
-
-    delay: Delay
-    keep: float = 1.0
-    predict: float = 0.0
-    fragments: int = 1
-    keeps: Literal["launched", "all"] = "launched"
-    preview: bool = False
-
-    def check(self, tau: int) -> None:
-        """Raise OptionError for options out of range, in rounds of `tau` steps."""
-        if isinstance(self.delay, str):
-            one_of("delay", self.delay, ("auto",))
-        else:
-            whole("delay", self.delay, 0 if self.keeps == "all" else 1, tau)
-        between("keep", self.keep, 0, 1)
-        between("predict", self.predict, 0, 1)
-        whole("fragments", self.fragments, 1, min(tau, MAX_FRAGMENTS))
-        check_predict(tau, self.delay, self.keep, self.predict)
-
-    def predicted(self, delay: int, tau: int) -> float:
-        """What is predicted for a delay: `predict`, or less where that was measured too long."""
-        return bounded(tau, delay, self.keep, self.predict)
 
 
 def depart(parts: Parts, anchor: Tensor, offset: Tensor, live: Tensor, moved: Tensor) -> None:
@@ -84,24 +41,15 @@ def stand(parts: Parts, anchor: Tensor, offset: Tensor, live: Tensor) -> None:
 
 
 def local_progress_since(
-    late: DelayedAveraging,
-    delay: int,
-    tau: int,
-    launched: Tensor,
-    live: Tensor,
-    mean: Tensor,
-    *,
-    shorter: float = 0.0,
+    launched: Tensor, live: Tensor, mean: Tensor, *, keep: float, predict: float
 ) -> None:
-    """`launched` <- the offset: what is kept since the launch, and what is predicted for the rest.
+    """`launched` <- the offset: the share that is kept of the progress since the launch, and more.
 
-    The average was used `delay` steps after it, in rounds of `tau`. The first of a fragment is
-    `shorter` by a share of a round; so much less can be predicted from it, and is kept instead.
+    `predict` is the share of the mean displacement that stands for the rest.
     """
-    predict = late.predicted(delay, tau) if late.predict else 0.0
-    launched.neg_().add_(live).mul_(late.keep + predict * shorter)
+    launched.neg_().add_(live).mul_(keep)
     if predict:
-        launched.add_(mean, alpha=-predict * (delay / tau))
+        launched.add_(mean, alpha=-predict)
 
 
 Total: TypeAlias = Callable[[Sequence[float]], list[float]]
@@ -215,7 +163,7 @@ class Rule(Protocol):
     @property
     def clips(self) -> bool: ...  # noqa: D102
     @property
-    def late(self) -> DelayedAveraging | None: ...  # noqa: D102
+    def late(self) -> LateAverage | None: ...  # noqa: D102
 
     def vectors(self) -> dict[str, int]:
         """Names of the vectors it keeps, and how many rows each has (0: a plain vector)."""
@@ -249,7 +197,7 @@ class MomentumRule(ABC):
     staleness: int = 0
     pull: None = None
     clips: bool = False
-    late: DelayedAveraging | None = None
+    late: LateAverage | None = None
 
     def __post_init__(self) -> None:
         """Refuse options out of range."""
@@ -293,8 +241,8 @@ class Stats:
     `late` counts averages that were not there when they were to be used, `waited` the seconds in
     which training stood still for those that were due, not those that an evaluation or a checkpoint
     waited for. `bytes_sent` are the bytes that this rank sent to other workers for averages.
-    `delay` is how many local steps after its launch an average is used, None where that is at the
-    end of a round.
+    `tau` is how many local steps a round has, None until that is chosen. `delay` is how many local
+    steps after its launch an average is used, None where that is at the end of a round.
     `penalty` is the last Lambda_t, 1 before the first average was used. `clipped` is the share of
     elements of the momentum that were clipped, over all averages used and the whole model.
 
@@ -319,6 +267,7 @@ class Stats:
     late: int = 0
     delay: int | None = None
     running_residual: float = 0.0
+    tau: int | None = None
 
 
 @dataclass(slots=True)
@@ -326,7 +275,8 @@ class Counters:
     """Rounds, steps of the round that has begun, averages used, and what became of them.
 
     `clipped` counts elements of the whole model over all averages used, `missing` the steps that
-    rounds had less than `tau`, where `finish` ended them. For the residuals see Stats.
+    rounds had less than `tau`, where `finish` ended them, or tau was chosen. `tau` is 0 until it is
+    chosen. For the residuals see Stats.
     """
 
     round: int = 0
@@ -341,13 +291,14 @@ class Counters:
     late: int = 0
     delay: int | None = None
     missing: int = 0
+    tau: int = 0
 
-    def stats(self, tau: int, elements: float, sent: int) -> Stats:
-        """For users; `elements` are those of the whole model."""
+    def stats(self, steps: int, elements: float, sent: int) -> Stats:
+        """For users, after `steps` local steps; `elements` are those of the whole model."""
         considered = self.used * elements
         return Stats(
             rounds=self.round,
-            steps=self.round * tau + self.step - self.missing,
+            steps=steps,
             penalty=self.penalty,
             clipped=self.clipped / considered if considered else 0.0,
             clip_residual=self.clip_residual,
@@ -357,4 +308,5 @@ class Counters:
             late=self.late,
             delay=self.delay,
             running_residual=self.running_residual,
+            tau=self.tau or None,
         )

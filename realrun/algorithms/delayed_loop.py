@@ -2,146 +2,19 @@
 
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from statistics import median_low
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from co2sim.common.units import Seconds
+from co2sim.common.delayed_averaging import EVEN, LateAverage, bounded
 from realrun.algorithms.averaging import Average, PendingAverage
-from realrun.algorithms.delayed import (
-    DelayedAveraging,
-    Rule,
-    State,
-    depart,
-    local_progress_since,
-    stand,
-)
+from realrun.algorithms.delayed import Rule, State, depart, local_progress_since, stand
 from realrun.algorithms.flat_parameters import Flat
 from realrun.algorithms.outer_loop import OuterLoop, rounding_numbers, rounding_of
+from realrun.algorithms.pacing import AutoDelay, Launch, WaitWatch
 from realrun.algorithms.process_groups import WorkerGroups
-
-SAMPLES = 3
-"""Averages that are measured, each until all ranks have it; the middle one decides.
-
-The first steps of a training may take longer than those that follow. The longest of the three would
-then stay the delay of the whole training, though every later average comes sooner.
-"""
-
-
-_STEADY = 4 / 3
-"""Steps are as long as before if they are not longer or shorter by more."""
-_LOOK_AGAIN = 16
-"""Averages between two looks at how long steps are, once the delay is known."""
-_MAX_USES = 12
-"""Averages that are measured where steps are never steady."""
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One average: of which fragment, after which step of the run, and how long it may take.
-
-    It holds the progress of the `covered` local steps before: fewer than a round where it is the
-    first of its fragment. `began` is when it was launched; 0: not known.
-    """
-
-    fragment: int
-    step: int
-    delay: int
-    covered: int = 0
-    began: Seconds = 0.0
-
-    @property
-    def due(self) -> int:
-        """The step after which it is used."""
-        return self.step + self.delay
-
-
-@dataclass
-class AutoDelay:
-    """Measures how many local steps averages take, until enough were seen.
-
-    Until then ranks ask each other after every local step which averages have come to all of them;
-    these are used at once. The very first is not counted: it opens connections. Nor are those that
-    something else waited for, such as an evaluation: `disturbed` are their launches. `samples` are
-    the steps that the others took, `paces` how long a step was meanwhile. Only averages of steady
-    steps count, not those of a compilation; when steps are no longer what they were, it measures
-    again.
-    """
-
-    tau: int
-    links: WorkerGroups
-    measures: bool
-    uses: int = 0
-    samples: list[int] = field(default_factory=list)
-    paces: list[Seconds] = field(default_factory=list)
-    disturbed: set[int] = field(default_factory=set)
-
-    def arrived(
-        self, under_way: Sequence[tuple[Launch, PendingAverage]]
-    ) -> list[tuple[Launch, PendingAverage]]:
-        """After a local step, while it measures: what has come to all ranks. All call this."""
-        if not self.measures or not under_way:
-            return []
-        vector = under_way[0][1].vector
-        if vector.is_cuda:  # the host may be steps ahead
-            torch.cuda.current_stream(vector.device).synchronize()
-        missing = self.links.largest([float(not flight.arrived()) for _, flight in under_way])
-        return [pair for pair, late in zip(under_way, missing, strict=True) if not late]
-
-    def disturb(self, under_way: Sequence[tuple[Launch, PendingAverage]]) -> None:
-        """Averages under way are about to be waited for."""
-        self.disturbed |= {launch.step for launch, _ in under_way}
-
-    def used(self, launch: Launch, took: int) -> int | None:
-        """An average was used a number of steps after its launch; 0: it was waited for at once.
-
-        All ranks call this; gives the delay when it is known, once.
-        """
-        self.uses += 1
-        disturbed = launch.step in self.disturbed
-        self.disturbed.discard(launch.step)
-        if not self.measures and self.uses % _LOOK_AGAIN:
-            return None
-        own = (time.monotonic() - launch.began) / took if took and launch.began else 0.0
-        unknown, pace = self.links.largest([float(disturbed), own])
-        if not self.measures:
-            if not unknown and _differ(pace, max(self.paces, default=0.0)):
-                self.measures, self.uses, self.samples, self.paces = True, 1, [], []
-            return None
-        if self.uses > 1 and took and not unknown:
-            self.samples.append(took)
-            self.paces.append(pace)
-        steady = [not _differ(pace, before) for before in self.paces]
-        if self.uses <= _MAX_USES:
-            self.samples = [one for one, same in zip(self.samples, steady, strict=True) if same]
-            self.paces = [one for one, same in zip(self.paces, steady, strict=True) if same]
-        self.measures = len(self.samples) < SAMPLES
-        return None if self.measures else min(self.tau, median_low(self.samples[-SAMPLES:]))
-
-    def numbers(self) -> dict[str, float]:
-        """To be saved, always by the same names; 0: no such sample yet."""
-        padded = [*self.samples, *[0] * SAMPLES][:SAMPLES]
-        samples = {f"sample{place}": sample for place, sample in enumerate(padded)}
-        pace = max(self.paces, default=0.0)
-        return {"measures": self.measures, "uses": self.uses, "pace": pace, **samples}
-
-    def go_on(
-        self, numbers: Mapping[str, float], under_way: Sequence[tuple[Launch, PendingAverage]]
-    ) -> None:
-        """Continue from what was saved; averages that were under way then were waited for."""
-        self.measures, self.uses = bool(numbers["measures"]), int(numbers["uses"])
-        saved = [int(numbers[f"sample{place}"]) for place in range(SAMPLES)]
-        self.samples = [sample for sample in saved if sample]
-        self.paces = [numbers.get("pace", 0.0)] * len(self.samples)
-        self.disturbed = {launch.step for launch, _ in under_way}
-
-
-def _differ(one: Seconds, other: Seconds) -> bool:
-    """Whether steps are longer or shorter than they were; False where that is not known."""
-    return min(one, other) > 0 and max(one, other) > _STEADY * min(one, other)
 
 
 class DelayedLoop(OuterLoop):
@@ -157,26 +30,48 @@ class DelayedLoop(OuterLoop):
         self,
         model: nn.Module,
         rule: Rule,
-        late: DelayedAveraging,
+        late: LateAverage,
         flat: Flat,
         links: WorkerGroups,
         average: Average,
-        tau: int,
+        tau: int | None,
     ) -> None:
-        """The state before round 0."""
-        super().__init__(model, rule, flat, links, average)
-        self._late, self._tau = late, tau
+        """The state before round 0; without `tau` that of steps after which it is chosen."""
+        super().__init__(model, rule, flat, links, average, tau or late.shortest_round)
+        self._late, self.least = late, late.shortest_round
         self._means, self._own = flat.empty(), flat.empty()
         self._alone = flat.empty() if late.preview else None
-        count = late.fragments
-        ends = [flat.elements * (i + 1) // count for i in range(count)]
+        self._under_way: list[tuple[Launch, PendingAverage]] = []
+        self._most = 0 if tau else max(EVEN, late.fragments or 0)
+        self._watch = WaitWatch(links)
+        self._divide()
+        self._set_delay()
+        self.counters.tau = tau or 0
+
+    def choose(self, tau: int) -> None:
+        """Rounds have `tau` steps from now on. No average may be under way."""
+        steps = self.steps
+        self.tau = self.counters.tau = tau
+        self.counters.missing += self.steps - steps
+        self._divide()
+        self._set_delay()
+
+    def _divide(self) -> None:
+        """Fragments of a round of `tau` steps. Raises OptionError for options that do not fit."""
+        late, tau = self._late.of(self.tau), self.tau
+        assert late.keep is not None
+        assert late.predict is not None
+        self._keep, self._predict, count = late.keep, late.predict, late.parts(tau)
+        ends = [self.flat.elements * (i + 1) // count for i in range(count)]
         self._spans = [slice(*pair) for pair in zip([0, *ends], ends, strict=False)]
         self._starts = [tau * (i + 1) // count for i in range(count)]
-        self._since = [0] * count
+        self._since = [self._now()] * count
         """The step of each fragment's last launch, or at which all workers stood at one point."""
-        self._under_way: list[tuple[Launch, PendingAverage]] = []
-        self._auto = AutoDelay(tau, links, measures=late.delay == "auto")
-        self.counters.delay = tau if late.delay == "auto" else late.delay
+        automatic = late.delay == "auto"
+        self._auto = AutoDelay(tau, self.links, measures=automatic, fragments=count)
+
+    def _set_delay(self) -> None:
+        self.counters.delay = self.tau if self._late.delay == "auto" else self._late.delay
 
     def after_step(self, *, last: bool) -> None:
         """Use the averages that are due, and launch those whose step this is."""
@@ -184,7 +79,7 @@ class DelayedLoop(OuterLoop):
         counters, delay = self.counters, self.counters.delay
         assert delay is not None
         now = self._now()
-        here = [launch for launch, _ in self._auto.arrived(self._under_way)]
+        here = self._auto.arrived(self._under_way)
         self._under_way = [
             (replace(launch, delay=now - launch.step) if launch in here else launch, flight)
             for launch, flight in self._under_way
@@ -195,9 +90,15 @@ class DelayedLoop(OuterLoop):
                 self._launch(fragment, now, delay)
         self._use_due(now)  # with a delay of 0
 
+    def close_round(self) -> None:
+        """Also where it was shorter: no step was taken that a fragment's next average covers."""
+        missing = self.tau - self.counters.step
+        super().close_round()
+        self._since = [since + missing for since in self._since]
+
     def _now(self) -> int:
         """Local steps of the run, as rounds count them."""
-        return self.counters.round * self._tau + self.counters.step
+        return self.counters.round * self.tau + self.counters.step
 
     def _launch(self, fragment: int, now: int, delay: int) -> None:
         launch = Launch(fragment, now, delay, now - self._since[fragment], time.monotonic())
@@ -230,12 +131,18 @@ class DelayedLoop(OuterLoop):
         self.flat.read(live, span.start)
 
     def _use_due(self, now: int) -> None:
+        counters, count = self.counters, len(self._spans)
         for launch, flight in [pair for pair in self._under_way if pair[0].due <= now]:
+            late = counters.late
             self._use(launch, flight)
             self._under_way.remove((launch, flight))
-            if measured := self._auto.used(launch, launch.delay):
-                self.counters.delay = measured
-                self._say_what_is_predicted(measured)
+            if changed := self._auto.used(launch, late=counters.late > late):
+                counters.delay = changed
+                self._say_what_is_predicted(changed)
+            if self._late.delay != "auto" or (
+                counters.delay == self.tau and not self._auto.measures
+            ):  # else a longer delay is tried first
+                self._watch.used(self.tau, count, counters.delay or 0, counters.waited)
 
     def _use(self, launch: Launch, flight: PendingAverage, *, ends: bool = False) -> None:
         """The outer step of a fragment, and what this worker keeps of its progress.
@@ -243,36 +150,36 @@ class DelayedLoop(OuterLoop):
         Where training `ends`, workers keep all of it and predict nothing: no next average comes
         that would make up for what is not kept.
         """
-        span, flat, late = self._spans[launch.fragment], self.flat, self._late
+        span, flat, tau = self._spans[launch.fragment], self.flat, self.tau
+        keep, predict = self._keep, bounded(tau, launch.delay, self._keep, self._predict)
         if ends:
-            late = replace(late, keep=1.0, predict=0.0)
+            keep, predict = 1.0, 0.0
+        whole = self._late.keeps == "all"
         part, own = self.state.part(span), self._own[span]
         live = torch.empty_like(own)
         flat.read(live, span.start)
-        if late.keeps == "all":
+        if whole:
             stand(flat.parts(span.start, len(own)), part.anchor, own, live)
-        before = part.anchor
-        if late.keeps == "all" or late.preview:
-            before = before.clone()
-        self.use_average(flight, part, first=span.start, share=1 / late.fragments)
+        before = part.anchor.clone() if whole or self._alone is not None else part.anchor
+        self.use_average(flight, part, first=span.start, share=1 / len(self._spans))
         self.rule.move(part)
-        if late.keeps == "all":
-            own.add_(before).sub_(part.anchor).mul_(late.keep)
-        else:
-            shorter = 1 - launch.covered / self._tau
-            local_progress_since(
-                late, launch.delay, self._tau, own, live, flight.vector, shorter=shorter
-            )
+        if whole:
+            own.add_(before).sub_(part.anchor).mul_(keep)
+        else:  # what a shorter round cannot predict is kept
+            keep += predict * (1 - launch.covered / tau)
+            share = predict * (launch.delay / tau)
+            local_progress_since(own, live, flight.vector, keep=keep, predict=share)
         if self._alone is not None:
             own.add_(self._alone[span].add_(before).sub_(part.anchor).mul_(0.5))
         self.publish(torch.add(part.anchor, own, out=live), span.start)
 
     def _say_what_is_predicted(self, delay: int) -> None:
-        late, tau = self._late, self._tau
-        if (less := late.predicted(delay, tau)) != late.predict:
+        less = bounded(self.tau, delay, self._keep, self._predict)
+        if less != self._predict:
             warnings.warn(
-                f"averages take {delay} local steps in rounds of {tau}: predict={late.predict:g}"
-                f" would repeat progress for ever, so that {less:g} is taken",
+                f"averages take {delay} local steps in rounds of {self.tau}:"
+                f" predict={self._predict:g} would repeat progress for ever, so that {less:g} is"
+                " taken",
                 stacklevel=2,
             )
 
@@ -331,24 +238,30 @@ class DelayedLoop(OuterLoop):
         """
         numbers: dict[str, float] = {}
         flying = {launch.fragment: (launch, flight) for launch, flight in self._under_way}
-        for fragment in range(len(self._spans)):
-            since = self._now() - self._since[fragment]
-            launch, flight = flying.get(fragment, (Launch(fragment, -1, 0, since), None))
+        for fragment in range(self._most or len(self._spans)):
+            since = self._since[fragment] if fragment < len(self._spans) else self._now()
+            nothing = Launch(fragment, -1, 0, self._now() - since)
+            launch, flight = flying.get(fragment, (nothing, None))
             numbers[f"step{fragment}"] = launch.step
             numbers[f"covered{fragment}"] = launch.covered
             numbers[f"delay{fragment}"] = launch.delay
             numbers[f"round{fragment}"] = flight.round if flight else -1
             numbers |= rounding_numbers(fragment, flight)
-        return numbers | self._auto.numbers()
+        return numbers | self._auto.numbers(self._most or len(self._spans))
 
     def go_on(self, numbers: Mapping[str, float]) -> None:
         """Averages that are there already."""
         self._under_way = []
+        if self._most:
+            self.tau = self.counters.tau or self.least
+            self._divide()
+        else:
+            self.counters.tau = self.tau
         for fragment, span in enumerate(self._spans):
             step, delay, number = (
                 int(numbers[f"{name}{fragment}"]) for name in ("step", "delay", "round")
             )
-            covered = int(numbers.get(f"covered{fragment}", self._tau))
+            covered = int(numbers.get(f"covered{fragment}", self.tau))
             self._since[fragment] = step if step >= 0 else self._now() - covered
             if step >= 0:
                 flight = PendingAverage(
@@ -357,6 +270,6 @@ class DelayedLoop(OuterLoop):
                 self._under_way.append((Launch(fragment, step, delay, covered), flight))
         self._under_way.sort(key=lambda pair: pair[0].step)
         if self._late.delay == "auto":
-            self._auto.go_on(numbers, self._under_way)
+            self._auto.go_on(numbers, self.counters.delay or self.tau, self._under_way)
         else:
-            self.counters.delay = self._late.delay
+            self._set_delay()

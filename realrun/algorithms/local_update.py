@@ -47,6 +47,7 @@ from realrun.algorithms.optimizers import (
     trainable,
 )
 from realrun.algorithms.outer_loop import NobodyLeftError, OuterLoop, RoundLoop, mark_of
+from realrun.algorithms.pacing import AutoTau, Tau
 from realrun.algorithms.process_groups import (
     Wire,
     Worker,
@@ -113,7 +114,6 @@ class Ending:
     _optimizers: tuple[Optimizer, ...]
     _links: WorkerGroups
     _outer: OuterLoop
-    _tau: int
     _rates: RateWatch
     _hooks: StepHooks
     _watch: ModelWatch
@@ -237,9 +237,7 @@ class Ending:
             if self._stepped:
                 self._stepped.clear()
                 self._count_step()
-            counters = self._outer.counters
-            if counters.step and not self._outer.rule.late:
-                counters.missing += self._tau - counters.step
+            if self._outer.counters.step and not self._outer.rule.late:
                 self._end_round()
             self._outer.settle()
             average_now(held, self._links)
@@ -257,7 +255,7 @@ class Ending:
             self._finish("the end of the block", (), buffers=True)
         except RankFailure:
             steps = self._links.notices.steps_of_all()
-            if len({count // self._tau for count in steps}) != 1:
+            if len({count // self._outer.tau for count in steps}) != 1:
                 raise
             self._failure = None
             self.close()
@@ -287,7 +285,7 @@ class Ending:
             raise self._failure or OptionError("join() is entered once, between two rounds")
         self._ready("join()")
         held = others_of(self._model, also, buffers=buffers)
-        self._outer.average.weigh(lambda: self._idle < self._tau, self._links.counting)
+        self._outer.average.weigh(lambda: self._idle < self._outer.tau, self._links.counting)
         begin, self._joining = self._links.steps, True
         yield
         self._joining = False
@@ -325,7 +323,7 @@ class Ending:
             return
         notices.leave()
         self._outer.drain()
-        notices.compare(self._tau, self._links.deadline + self._outer.lap)
+        notices.compare(self._outer.tau, self._links.deadline + self._outer.lap)
         self._outer.average.close()
         self._rates.close()
         self._links.close()
@@ -365,6 +363,8 @@ class Resumable:
     _outer: OuterLoop
     _layout: str
     _started: bool
+    _choosing: AutoTau | None
+    """While tau is still to be chosen."""
     _failure: Co2simError | None
     _watch: ModelWatch
     _saved_with: float | None = None
@@ -419,10 +419,15 @@ class Resumable:
                 " load_anchor() takes what state_dict() of the algorithm gave"
             )
         self._refuse_other_layout(own["layout"], _one_worker)
-        self._outer.load_state_dict(own)
+        self._load(own)
         self._outer.counters.step = 0
         self._outer.use_all()
         self._agree_on("anchor", mark_of(self._outer.state.anchor))
+
+    def _load(self, own: Mapping[str, Any]) -> None:
+        self._outer.load_state_dict(own)
+        if self._outer.counters.tau:
+            self._choosing = None
 
     def _refuse_other_layout(self, saved: str, form: Callable[[str], str] = str) -> None:
         pairs = zip_longest(form(saved).splitlines(), form(self._layout).splitlines())
@@ -459,7 +464,7 @@ class Resumable:
             )
         own = state[_key()]
         self._refuse_other_layout(own["layout"])
-        self._outer.load_state_dict(own)
+        self._load(own)
         self._saved_with = own["numbers"].get(_MODEL)
         if not self._watch.loaded():  # the model was, before this algorithm was made
             for tensor, before in self._replaced:
@@ -517,7 +522,7 @@ def refuse_wider(model: nn.Module, optimizers: Sequence[Optimizer], workers: Wor
             )
 
 
-def describe(parameters: list[tuple[str, Tensor]], workers: Workers, rule: Rule, tau: int) -> str:
+def describe(parameters: list[tuple[str, Tensor]], workers: Workers, rule: Rule, tau: Tau) -> str:
     """What a saved state must have in common with the run that loads it."""
     lines = [
         f"algorithm = {type(rule).__name__.removesuffix('Rule')}",
@@ -535,7 +540,7 @@ def _late(rule: Rule) -> str:
         return "no"
     late = rule.late
     preview = ", preview" if late.preview else ""
-    return f"{late.fragments} fragments, keeps {late.keeps}{preview}"
+    return f"{late.fragments or 'automatic'} fragments, keeps {late.keeps}{preview}"
 
 
 def describe_others(model: nn.Module, parameters: list[tuple[str, Tensor]]) -> list[str]:
@@ -578,12 +583,20 @@ def connected(
 
 
 def loop_of(
-    model: nn.Module, rule: Rule, flat: Flat, links: WorkerGroups, average: Average, tau: int
+    model: nn.Module, rule: Rule, flat: Flat, links: WorkerGroups, average: Average, tau: Tau
 ) -> OuterLoop:
     """The loop that uses averages as the rule says."""
+    steps = None if tau == "auto" else tau
     if rule.late:
-        return DelayedLoop(model, rule, rule.late, flat, links, average, tau)
-    return RoundLoop(model, rule, flat, links, average)
+        return DelayedLoop(model, rule, rule.late, flat, links, average, steps)
+    return RoundLoop(model, rule, flat, links, average, steps or 1)
+
+
+def tau_of(tau: Tau) -> Tau:
+    """The option `tau`. Raises OptionError."""
+    if isinstance(tau, str) and tau != "auto":
+        raise OptionError(f"tau is {tau!r}; it must be a whole number of local steps, or 'auto'")
+    return tau if tau == "auto" else whole("tau", tau, 1)
 
 
 class Common(TypedDict, total=False):
@@ -677,7 +690,7 @@ class LocalUpdate(Resumable, Ending):
         optimizer: Optimizers,
         rule: Rule,
         *,
-        tau: int,
+        tau: Tau,
         worker: Worker = "gpu",
         dtype: Wire | torch.dtype = "fp32",
         bucket_mib: float = BUCKET_MIB,
@@ -691,7 +704,8 @@ class LocalUpdate(Resumable, Ending):
         """Check the options, compare them with the other ranks, and start from equal parameters."""
         wire, seconds = wire_of(dtype), wait_of(deadline, timeout)
         above("bucket_mib", bucket_mib, 0)
-        self._tau, self._check_every = whole("tau", tau, 1), whole("check_every", check_every)
+        tau = tau_of(tau)
+        self._check_every = whole("check_every", check_every)
         optimizers = optimizers_of(optimizer)
         hooked = [one for each in optimizers for one in (each, *inner_optimizers(each))]
         self._masters = masters_of(master_weights, hooked)
@@ -708,7 +722,7 @@ class LocalUpdate(Resumable, Ending):
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
         holders = holders_of(tensors, self._links)
         flat = Flat.of(parameters, holders, self._masters, offload=offload)
-        layout, parts = describe(parameters, workers, rule, self._tau), "\n".join(flat.describe())
+        layout, parts = describe(parameters, workers, rule, tau), "\n".join(flat.describe())
         self._layout = layout if len(workers.inner_ranks) == 1 else f"{layout}\n{parts}"
         settings = {"dtype": wire, "bucket_mib": bucket_mib, "check_every": self._check_every}
         own = describe_settings(optimizers, rule, settings)
@@ -720,13 +734,14 @@ class LocalUpdate(Resumable, Ending):
         )
         size, notices = int(bucket_mib * 2**20), self._links.notices
         average = Average(self._links.average, wire, seconds, size, notices)
-        self._outer = loop_of(model, rule, flat, self._links, average, self._tau)
+        self._outer = loop_of(model, rule, flat, self._links, average, tau)
+        self._choosing = self._new_choice() if tau == "auto" else None
         self._rates = RateWatch(optimizers, self._links)
         self._note_frozen()
         self._started, self._began = False, time.monotonic()
         self._stepped: dict[Optimizer, int] = {}
         self._said_uneven = False
-        self._watch = ModelWatch(parameters, self._tau)
+        self._watch = ModelWatch(parameters, self._outer.tau)
         self._hooks = StepHooks(optimizers, self._before_step, self._after_step, self._watch)
         self._copies = CopyWatch(self._hooks.all, parameters)
         ATTACHED.update(self._hooks.all)
@@ -802,7 +817,7 @@ class LocalUpdate(Resumable, Ending):
         if len(self._stepped) == len(self._optimizers):
             self._stepped.clear()
             self._count_step()
-        elif self._stepped[optimizer] > self._tau and not self._said_uneven:
+        elif self._stepped[optimizer] > self._outer.tau and not self._said_uneven:
             self._said_uneven = True
             say_idle(self._optimizers, self._stepped, optimizer)
 
@@ -832,7 +847,8 @@ class LocalUpdate(Resumable, Ending):
         counters = self._outer.counters
         counters.step += 1
         self._links.steps += 1
-        last = counters.step >= self._tau
+        choosing = self._choosing
+        last = choosing.ends(self._outer.steps) if choosing else counters.step >= self._outer.tau
         try:
             self._links.notices.poll()
             first = self._links.steps == 1 or (last and not counters.round)
@@ -865,16 +881,37 @@ class LocalUpdate(Resumable, Ending):
             refuse_replaced(self._model, self._parameters)
             if checks or not counters.round:
                 refuse_different_inside(self._outer, self._links)
-        self._outer.after_step(last=last)
+        if not self._choosing:
+            self._outer.after_step(last=last)
+        elif last:
+            self._outer.settle()
         if last:
             now = time.monotonic()
             self._outer.lap, self._began = now - self._began, now
-            counters.step = 0
-            counters.round += 1
+            self._outer.close_round()
+            self._choose_tau()
             if not self._outer.average.weighs:
                 self._rates.end_round()
             if checks:
                 self.check_drift()
+
+    def _new_choice(self) -> AutoTau:
+        """Raises OptionError where averages are waited for: no tau hides these."""
+        if not isinstance(self._outer, DelayedLoop):
+            raise OptionError(
+                f"tau is 'auto', but {type(self).__name__} waits for its averages, which no tau"
+                " hides: give a number"
+            )
+        return AutoTau(self._links, self._outer.least)
+
+    def _choose_tau(self) -> None:
+        if self._choosing is None:
+            return
+        assert isinstance(self._outer, DelayedLoop)
+        tau = self._choosing.averaged()
+        if tau:
+            self._choosing = None
+            self._outer.choose(tau)
 
     def check_drift(self) -> None:
         """Compare a hash of the anchor across workers. All ranks call this.
@@ -893,5 +930,5 @@ class LocalUpdate(Resumable, Ending):
 
     def stats(self) -> Stats:
         """What was done so far; `steps` without those of others for which this rank had no data."""
-        found = self._outer.stats(self._tau)
+        found = self._outer.stats()
         return replace(found, steps=found.steps - self._idle)

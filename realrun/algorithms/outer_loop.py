@@ -17,6 +17,7 @@ from co2sim.common.units import Seconds
 from realrun.algorithms.averaging import Average, PendingAverage, Stopwatch, beside_training
 from realrun.algorithms.delayed import Clipped, Counters, Rule, State, Stats
 from realrun.algorithms.flat_parameters import Flat
+from realrun.algorithms.pacing import WaitWatch
 from realrun.algorithms.process_groups import WorkerGroups
 from realrun.errors import NonFiniteError
 
@@ -108,10 +109,16 @@ class OuterLoop(ABC):
     """What all loops share: the state of a rule, and how a model and averages are handled."""
 
     def __init__(
-        self, model: nn.Module, rule: Rule, flat: Flat, links: WorkerGroups, average: Average
+        self,
+        model: nn.Module,
+        rule: Rule,
+        flat: Flat,
+        links: WorkerGroups,
+        average: Average,
+        tau: int,
     ) -> None:
-        """The state before round 0: the anchor is what the model holds."""
-        self.rule, self.flat, self.links = rule, flat, links
+        """The state before round 0 of `tau` steps: the anchor is what the model holds."""
+        self.rule, self.flat, self.links, self.tau = rule, flat, links, tau
         self.average = average
         # FSDP2 may keep parameters gathered, after a forward without backward.
         self._gathered = [one for one in model.modules() if isinstance(one, FSDPModule)]
@@ -119,7 +126,7 @@ class OuterLoop(ABC):
         self.state = State(flat.empty(), vectors, rule.numbers(), flat.chunk)
         flat.read(self.state.anchor)
         (self._elements,) = links.total([flat.elements])
-        self.counters = Counters()
+        self.counters = Counters(tau=tau)
         self._clocks: deque[Stopwatch] = deque()
         self._absorbed: torch.cuda.Event | None = None
         self.lap: Seconds = 0.0
@@ -211,17 +218,16 @@ class OuterLoop(ABC):
         """
         live = self.flat.empty(on_host=True)
         self.flat.read(live)
-        kept = {
-            name: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
-            for name, value in self.state_dict().items()
-        }
+        state = self.state_dict()
+        numbers = state.pop("numbers")
+        kept = {name: vector.to("cpu", copy=True) for name, vector in state.items()}
         try:
             (self.use_all if alone else self.settle)()
             yield
         finally:
-            kept["numbers"]["bytes_sent"] = self.average.sent
             self._count_waiting(every=True)
-            self.load_state_dict(kept)
+            sent = {"bytes_sent": self.average.sent}
+            self.load_state_dict({**kept, "numbers": numbers | sent})
             self.publish(live)
 
     @abstractmethod
@@ -241,10 +247,21 @@ class OuterLoop(ABC):
             flight.deadline += self.lap
             flight.wait()
 
-    def stats(self, tau: int) -> Stats:
+    @property
+    def steps(self) -> int:
+        """Local steps so far."""
+        return self.counters.round * self.tau + self.counters.step - self.counters.missing
+
+    def stats(self) -> Stats:
         """What was done so far."""
         self._count_waiting(every=True)
-        return self.counters.stats(tau, self._elements, self.average.sent)
+        return self.counters.stats(self.steps, self._elements, self.average.sent)
+
+    def close_round(self) -> None:
+        """Count a round that has ended, after however many steps."""
+        self.counters.missing += self.tau - self.counters.step
+        self.counters.step = 0
+        self.counters.round += 1
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank keeps: anchor, vectors of the rule, averages as they arrived, numbers."""
@@ -310,10 +327,17 @@ class RoundLoop(OuterLoop):
     """
 
     def __init__(
-        self, model: nn.Module, rule: Rule, flat: Flat, links: WorkerGroups, average: Average
+        self,
+        model: nn.Module,
+        rule: Rule,
+        flat: Flat,
+        links: WorkerGroups,
+        average: Average,
+        tau: int,
     ) -> None:
         """The state before round 0."""
-        super().__init__(model, rule, flat, links, average)
+        super().__init__(model, rule, flat, links, average, tau)
+        self._watch = WaitWatch(links)
         self.flights: deque[PendingAverage] = deque()
         self.free = [flat.empty() for _ in range(max(1, rule.staleness))]
 
@@ -353,6 +377,8 @@ class RoundLoop(OuterLoop):
 
     def _use_oldest(self) -> None:
         self.use_average(self.flights[0], self.state)
+        if self.rule.staleness:
+            self._watch.used(self.tau, 1, self.tau, self.counters.waited)
         self.free.append(self.flights.popleft().vector)
 
     def under_way(self) -> Iterable[PendingAverage]:

@@ -5,14 +5,13 @@ from typing import Unpack
 
 from torch import Tensor, nn
 
+from co2sim.common.delayed_averaging import Delay, LateAverage
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import whole
 from realrun import errors
 from realrun.algorithms.delayed import (
     NOT_CLIPPED,
     Clipped,
-    Delay,
-    DelayedAveraging,
     MomentumRule,
     State,
     Total,
@@ -159,8 +158,10 @@ class DiLoCo(LocalUpdate):
         late = None
         if fragments != 1 or delay != 0:
             kept = (0.0 if delay == 0 else 0.5) if keep is None else keep
-            late = DelayedAveraging(delay=delay, keep=kept, fragments=fragments, keeps="all")
-            late.check(whole("tau", tau, 1))
+            late = LateAverage(
+                delay=delay, keep=kept, predict=0.0, fragments=fragments, keeps="all"
+            )
+            late.of(whole("tau", tau, 1))
         elif keep is not None:
             raise OptionError(f"keep={keep} needs fragments or a delay: DiLoCo restarts workers")
         rule = DiLoCoRule(outer_momentum=outer_momentum, outer_lr=outer_lr, late=late)

@@ -27,20 +27,25 @@ class Option:
 
 _MOMENTUM = Option("outer_momentum", errors.momentum)
 _LR = Option("outer_lr", errors.step_size)
+_CLIP = {
+    "clip": Option("clip", errors.limit),
+    "residual_decay": Option("residual_decay", errors.momentum),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class TrainableAlgorithm:
     """How a strategy is trained.
 
-    `algorithm` is a class of `realrun.algorithms`. It takes `tau` and `dtype` of the strategy,
-    those of its options that `passed` names, and `outer`, the options of its outer step.
+    `algorithm` is of `realrun.algorithms`. It takes `tau` and `dtype` of the strategy, the
+    arguments that `passed` maps to other attributes of it, and `outer`, the options of its outer
+    step.
     `refused` are options of the strategy that training does not have, each with the reason.
     """
 
     algorithm: str
     outer: Mapping[str, Option] = field(default_factory=dict)
-    passed: tuple[str, ...] = ()
+    passed: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -61,20 +66,25 @@ LOCAL_UPDATES = {
             "lr": _LR,
             "keep": Option("keep", partial(between, least=0, most=1)),
         },
-        passed=("fragments", "delay"),
+        passed={"fragments": "fragments", "delay": "delay"},
         refused={"scale_block": "its blocks have their own size"},
     ),
     "co2": TrainableAlgorithm(
         "CO2",
+        {"momentum": _MOMENTUM, "lr": _LR, **_CLIP},
+        passed={"delay": "late"},
+        refused={"average": "every rank averages its share"},
+    ),
+    "co2.published": TrainableAlgorithm(
+        "CO2.published",
         {
             "momentum": _MOMENTUM,
             "lr": _LR,
             "gap": Option("gap"),
             "penalty": Option("penalty", partial(errors.penalty, gap="constant")),
-            "clip": Option("clip", errors.limit),
-            "residual_decay": Option("residual_decay", errors.momentum),
+            **_CLIP,
         },
-        passed=("staleness", "delay", "keep", "predict", "fragments", "preview"),
+        passed={"staleness": "staleness"},
         refused={"average": "every rank averages its share"},
     ),
 }

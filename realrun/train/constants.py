@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from co2sim.strategies import LocalSteps
-from co2sim.strategies.co2 import CO2
+from co2sim.strategies.co2 import CO2, PublishedCO2
 from realrun.train.settings import TrainSettings
 
-BOUNDED = ("co2", "slowmo", "local_sgd")
+BOUNDED = ("co2", "co2.published", "slowmo", "local_sgd")
 """The strategies with local steps that the bound is about."""
 
-_WITH_OUTER_STEP = ("co2", "slowmo")
+_WITH_OUTER_STEP = ("co2", "co2.published", "slowmo")
 """Those of them whose averages are not taken as they are."""
 
 _SMALL, _LARGE = 1e-4, 1e4
@@ -180,11 +180,11 @@ def commands(found: Estimates, settings: TrainSettings, delay: int | None) -> di
     )
     strategy = settings.parsed
     late = " --delay 0"
-    if isinstance(strategy, CO2):
+    if isinstance(strategy, PublishedCO2):
         late = "" if strategy.staleness == 1 else f" --delay '{strategy.staleness} rounds'"
-        if delay is not None:
-            keep, predict = strategy.kept()
-            late = f" --delay {delay} --keep {keep:g} --predict {predict:g}"
+    if isinstance(strategy, CO2) and delay is not None:
+        keep, predict = strategy.kept()
+        late = f" --delay {delay} --keep {keep:g} --predict {predict:g}"
     name = "co2"
     if isinstance(strategy, LocalSteps):
         name = strategy.name if strategy.name in BOUNDED else "local_sgd"

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -307,7 +308,12 @@ def _outer(
     update = algorithm_registry.LOCAL_UPDATES[strategy.name]
     options = algorithm_registry.arguments(strategy.name, settings.outer)
     options |= {"tau": strategy.tau, "dtype": str(strategy.dtype)}
-    options |= {name: getattr(strategy, name) for name in update.passed}
-    kind = getattr(algorithms, update.algorithm)
+    options |= {name: getattr(strategy, of) for name, of in update.passed.items()}
+    if "residual_decay" in options:
+        limit, decay = options.pop("clip", None), options.pop("residual_decay")
+        if limit is None:
+            raise OptionError("outer: residual_decay is of what a clip takes off: give clip, too")
+        options["clip"] = algorithms.Clipping(limit=limit, residual_decay=decay)
+    kind = attrgetter(update.algorithm)(algorithms)
     made: OuterStep = kind(model, optimizer, worker=workers, deadline=deadline, **options)
     return made

@@ -8,12 +8,12 @@ import torch
 from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import DataLoaderConfiguration
 from adapter_problem import BATCH, EPOCHS, Network, adam, numbers, own_loop, rows
+from local_problem import co2_of
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from co2sim.common.errors import Co2simError
 from realrun.adapters.accelerate import prepare
-from realrun.algorithms import CO2
 from realrun.execute.world import World
 
 
@@ -29,7 +29,7 @@ class Training:
         schedule = torch.optim.lr_scheduler.LinearLR(optim, 1.0, 0.5, 40)
         given = (network, optim, loader, schedule)
         self.co2, self.model, self.optim, self.loader, self.schedule = prepare(
-            self.accelerator, CO2, *given, **options
+            self.accelerator, co2_of, *given, **options
         )
         self.rates: list[float] = []
 
@@ -102,7 +102,7 @@ def refused(world: World, folder: str) -> list[str]:
         given: Any = SimpleNamespace(distributed_type=state[0], mixed_precision=state[1])
         network = Network()
         try:
-            prepare(given, CO2, network, adam(network), tau=4)
+            prepare(given, co2_of, network, adam(network), tau=4)
         except Co2simError as error:
             told.append(str(error))
     return told

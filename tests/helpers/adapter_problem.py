@@ -5,10 +5,9 @@ from itertools import repeat
 from typing import Any
 
 import torch
+from local_problem import co2_of
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-
-from realrun.algorithms import CO2
 
 ROWS, BATCH, EPOCHS = 48, 4, 3
 """On two ranks six steps an epoch, in no case a multiple of tau=4."""
@@ -58,7 +57,7 @@ def own_loop(
     """Where the same batches lead in plain PyTorch, with the learning rates of the steps."""
     model = Network()
     optim = adam(model)
-    co2 = CO2(model, optim, **options)
+    co2 = co2_of(model, optim, **options)
     for (given, wanted), rate in zip(batches, rates, strict=False):
         optim.param_groups[0]["lr"] = rate
         optim.zero_grad()

@@ -5,25 +5,24 @@ import itertools
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from local_problem import batch, loss, network, optimizer, train, vector
+from local_problem import algorithm_of, batch, co2_of, loss, network, optimizer, train, vector
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from co2sim.common.errors import Co2simError
-from realrun import algorithms
-from realrun.algorithms import CO2, LocalSGD, LocalUpdate, SlowMo, Workers, delayed_loop
+from realrun.algorithms import LocalSGD, LocalUpdate, SlowMo, Workers, pacing
 from realrun.algorithms.averaging import Average, PendingAverage, Stopwatch, beside_training
 from realrun.algorithms.process_groups import Wire
 from realrun.execute.world import World
@@ -41,7 +40,7 @@ def made(case: dict[str, Any], world: World) -> tuple[nn.Module, torch.optim.Opt
     model = network(getattr(torch, case.get("model", "float32")), seed=world.rank)
     model.to(case.get("device", world.device))
     optim = optimizer(model, case["inner"])
-    algorithm = getattr(algorithms, case["algorithm"])(model, optim, **case["options"])
+    algorithm = algorithm_of(case["algorithm"], model, optim, **case["options"])
     return model, optim, algorithm
 
 
@@ -163,7 +162,7 @@ def ahead(world: World) -> list[list[float]]:
     for options in ({}, {"delay": 2}, {"delay": 2, "fragments": 2, "dtype": "int8"}):
         model = network().to(world.device)
         optim = optimizer(model, "sgd")
-        with CO2(model, optim, tau=4, **options) as co2:  # type: ignore[arg-type]
+        with co2_of(model, optim, tau=4, **options) as co2:  # type: ignore[arg-type]
             wire = options.get("dtype", "fp32")
             co2._outer.average = Average(dist.group.WORLD, wire, 10.0, 2**20)  # type: ignore[arg-type]
             longest = 0.0
@@ -191,7 +190,7 @@ def offloaded(world: World) -> list[Any]:
         model = nn.Linear(1024, 1024).cuda()
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         before = torch.cuda.memory_allocated()
-        with CO2(model, optim, tau=2, offload=offload) as co2:
+        with co2_of(model, optim, tau=2, offload=offload) as co2:
             kept.append((torch.cuda.memory_allocated() - before) / 1024**2)
             for step in range(6):
                 x = torch.randn(4, 1024, generator=torch.Generator().manual_seed(step + world.rank))
@@ -207,7 +206,7 @@ def captured(world: World) -> str:
     """What is told when a step is captured into a CUDA graph."""
     model = network().to(world.device)
     optim = torch.optim.Adam(model.parameters(), lr=0.1, capturable=True)
-    algorithm = CO2(model, optim, tau=2)
+    algorithm = co2_of(model, optim, tau=2)
     for step in range(4):
         optim.zero_grad()
         loss(model, world.rank, step).backward()
@@ -226,7 +225,7 @@ def stop_together(world: World) -> list[int]:
     """Steps taken where rank 1 is told to stop after 5: those of every rank."""
     model = network()
     optim = optimizer(model, "sgd")
-    with CO2(model, optim, tau=3) as co2:
+    with co2_of(model, optim, tau=3) as co2:
         for step in range(20):
             train(model, optim, world.rank, range(step, step + 1))
             if co2.any_rank(world.rank == 1 and step == 4):
@@ -238,8 +237,8 @@ def odd_offload(world: World) -> str:
     """What is told where one rank keeps its vectors elsewhere, and where options are not Gloo's."""
     model = network()
     optim = optimizer(model, "sgd")
-    told = error_of(lambda: CO2(model, optim, tau=2, offload=world.rank == 1))
-    return told + error_of(lambda: CO2(model, optim, tau=2, pg_options=object()))
+    told = error_of(lambda: co2_of(model, optim, tau=2, offload=world.rank == 1))
+    return told + error_of(lambda: co2_of(model, optim, tau=2, pg_options=object()))
 
 
 def error_of(action: Callable[[], object]) -> str:
@@ -258,7 +257,7 @@ def refused(world: World) -> dict[str, str]:
     def start(
         model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.SGD, **options: Any
     ) -> None:
-        CO2(model, kind(model.parameters(), lr=0.1), **options)
+        co2_of(model, kind(model.parameters(), lr=0.1), **options)
 
     wider = nn.Linear(3, 4 if odd else 5)
     renamed = nn.ModuleDict({"b" if odd else "a": nn.Linear(2, 2)})
@@ -275,7 +274,7 @@ def refused(world: World) -> dict[str, str]:
 
     def start_trained(model: nn.Module) -> None:
         trained = [one for one in model.parameters() if one.requires_grad]
-        CO2(model, torch.optim.SGD(trained, lr=0.1))
+        co2_of(model, torch.optim.SGD(trained, lr=0.1))
 
     return {
         "frozen": error_of(lambda: start_trained(frozen)),
@@ -298,7 +297,7 @@ def loaded(world: World) -> list[str]:
     for ranks in (range(world.layout.world_size), [1]):
         model = network()
         optim = optimizer(model, "sgd")
-        algorithm = CO2(model, optim, tau=1)
+        algorithm = co2_of(model, optim, tau=1)
         if world.rank in ranks:
             model.load_state_dict(network(seed=5).state_dict())
         told.append(error_of(lambda: train(model, optim, world.rank, range(3))))  # noqa: B023 - called at once
@@ -315,7 +314,7 @@ def _not_finite(world: World, poison: float, dtype: str, staleness: int) -> dict
     """The last rank's model goes wrong in round 1; what everybody is told, and what changed."""
     model = network()
     optim = optimizer(model, "sgd")
-    algorithm = CO2(model, optim, tau=2, dtype=dtype, staleness=staleness, bucket_mib=SMALL)  # type: ignore[arg-type]
+    algorithm = co2_of(model, optim, tau=2, dtype=dtype, staleness=staleness, bucket_mib=SMALL)  # type: ignore[arg-type]
     told, before, after, again = "no error", [], [], ""
     state = algorithm._outer.state
     try:
@@ -353,7 +352,7 @@ def drifted(world: World) -> dict[str, str]:
     optim = optimizer(model, "sgd")
 
     def go_on(*, tampered: bool) -> None:
-        with CO2(model, optim, tau=1, check_every=2) as co2:
+        with co2_of(model, optim, tau=1, check_every=2) as co2:
             train(model, optim, world.rank, range(4))
             if tampered and world.rank == 2:
                 anchor = co2._outer.state.anchor
@@ -372,7 +371,7 @@ def leave(world: World) -> dict[str, Any]:
     optim = optimizer(model, "sgd")
     found: dict[str, Any] = {}
     try:
-        with CO2(model, optim, tau=1):
+        with co2_of(model, optim, tau=1):
             train(model, optim, world.rank, range(1))
             if world.rank == 0:
                 raise KeyError("mine")  # noqa: TRY301 - what a user's loop might do
@@ -383,7 +382,7 @@ def leave(world: World) -> dict[str, Any]:
     dist.barrier()
     model = network()
     optim = optimizer(model, "sgd")
-    co2 = CO2(model, optim, tau=2)
+    co2 = co2_of(model, optim, tau=2)
     train(model, optim, world.rank, range(3))
     under_way = len(co2._outer.flights)
     live = vector(model)
@@ -401,8 +400,8 @@ def misused(world: World) -> dict[str, str]:
     """What is told when a block is entered again, an optimizer shared, or a parameter unfrozen."""
     model = network()
     optim = optimizer(model, "sgd")
-    co2 = CO2(model, optim, tau=1)
-    shared = error_of(lambda: CO2(model, optim, tau=1))
+    co2 = co2_of(model, optim, tau=1)
+    shared = error_of(lambda: co2_of(model, optim, tau=1))
     with co2:
         train(model, optim, world.rank, range(1))
 
@@ -414,7 +413,7 @@ def misused(world: World) -> dict[str, str]:
         late = network()
         late[0].weight.requires_grad_(requires_grad=False)
         every = optimizer(late, "sgd")
-        with CO2(late, every, tau=1):
+        with co2_of(late, every, tau=1):
             late[0].weight.requires_grad_()
             train(late, every, world.rank, range(1))
 
@@ -518,35 +517,32 @@ def rounding(world: World) -> list[list[float]]:
 
 def chosen_delay(world: World) -> dict[str, Any]:
     """Rank r sees averages r + 1 steps after their launch: the delays taken, and after resuming."""
-    arrived, asked = PendingAverage.arrived, Counter[tuple[int, int]]()
-    steady = delayed_loop._STEADY
+    arrived, steady = PendingAverage.arrived, pacing._STEADY
 
     def seen(self: PendingAverage) -> bool:
-        one = (self.round, self.vector.data_ptr())
-        asked[one] += 1
-        return asked[one] > world.rank
+        return self.notices is None or self.notices.now() - self.step > world.rank
 
     PendingAverage.arrived = seen  # type: ignore[method-assign]
-    delayed_loop._STEADY = float("inf")  # whatever else this machine does
+    pacing._STEADY = float("inf")  # whatever else this machine does
     try:
         model = network()
         optim = optimizer(model, "sgd")
         delays = []
-        with CO2(model, optim, tau=4, delay="auto") as co2:
+        with co2_of(model, optim, tau=4, delay="auto") as co2:
             for t in range(7):
                 train(model, optim, world.rank, range(4 * t, 4 * t + 4))
                 delays.append(co2.stats().delay)
             state = copy.deepcopy(co2.state_dict())
         other = network()
         again = optimizer(other, "sgd")
-        with CO2(other, again, tau=4, delay="auto") as resumed:
+        with co2_of(other, again, tau=4, delay="auto") as resumed:
             other.load_state_dict(model.state_dict())
             resumed.load_state_dict(state)
             train(other, again, world.rank, range(8))
             return {"delays": delays, "resumed": resumed.stats().delay}
     finally:
         PendingAverage.arrived = arrived  # type: ignore[method-assign]
-        delayed_loop._STEADY = steady
+        pacing._STEADY = steady
 
 
 def agreed(world: World) -> list[Any]:
@@ -555,7 +551,7 @@ def agreed(world: World) -> list[Any]:
     for steps in range(1, 10):
         model = network()
         optim = optimizer(model, "sgd")
-        with CO2(model, optim, tau=3, delay=2) as co2:
+        with co2_of(model, optim, tau=3, delay=2) as co2:
             for step in range(steps):
                 train(model, optim, world.rank, range(step, step + 1))
                 live = vector(model)
@@ -571,7 +567,7 @@ def wrong_state(world: World) -> dict[str, str]:
 
     def algorithm(tau: int = 3, width: int = 2, **options: Any) -> LocalUpdate:
         model = nn.Linear(2, width)
-        return CO2(model, torch.optim.SGD(model.parameters(), lr=0.1), tau=tau, **options)
+        return co2_of(model, torch.optim.SGD(model.parameters(), lr=0.1), tau=tau, **options)
 
     state = algorithm().state_dict()
     other = {f"rank{world.rank + 1}": state[f"rank{world.rank}"]}
@@ -612,7 +608,7 @@ def _lose(
     optim = optimizer(model, "sgd")
     told = ""
     try:
-        with CO2(model, optim, tau=2, timeout=deadline, dtype=dtype):  # type: ignore[arg-type]
+        with co2_of(model, optim, tau=2, timeout=deadline, dtype=dtype):  # type: ignore[arg-type]
             for step in range(10):
                 if step == 4 and world.rank == 1:
                     fails()
@@ -636,7 +632,7 @@ def _inside(
         model = DistributedDataParallel(model, process_group=workers.inner)
     optim = optimizer(model, case["inner"])
     worker = workers if case.get("explicit") else "node"
-    kind = getattr(algorithms, case["algorithm"])
+    kind = partial(algorithm_of, case["algorithm"])
     return model, optim, kind(model, optim, worker=worker, **case["options"])
 
 
@@ -688,7 +684,7 @@ def wrong_inside(world: World, folder: str) -> dict[str, Any]:
     def bare(steps: int) -> None:
         model = network()
         optim = optimizer(model, "sgd")
-        with CO2(model, optim, tau=2, worker="node"):
+        with co2_of(model, optim, tau=2, worker="node"):
             train(model, optim, world.rank, range(steps))
 
     groups = dist.distributed_c10d._world.pg_map

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from local_problem import network, optimizer, train, vector
+from local_problem import algorithm_of, co2_of, network, optimizer, train, vector
 from torch import nn
 
 from co2sim.common.errors import Co2simError
-from realrun import algorithms
-from realrun.algorithms import CO2, DiLoCo, LocalSGD
+from realrun.algorithms import DiLoCo, LocalSGD
 from realrun.execute.world import World
 
 
@@ -25,7 +24,7 @@ def uneven(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         steps = case["steps"] if world.rank == 1 else 12
         told = ""
         try:
-            with CO2(model, optim, tau=3, **case["options"]):
+            with co2_of(model, optim, tau=3, **case["options"]):
                 train(model, optim, world.rank, range(steps))
                 if world.rank == 1 and case.get("raises"):
                     raise ValueError("bad sample")  # noqa: TRY301 - what a user's loop might do
@@ -42,7 +41,7 @@ def finished(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for case in cases:
         model = network()
         optim = optimizer(model, "sgd")
-        algorithm = getattr(algorithms, case["algorithm"])(model, optim, **case["options"])
+        algorithm = algorithm_of(case["algorithm"], model, optim, **case["options"])
         train(model, optim, world.rank, range(case["steps"]))
         before = vector(model)
         means: list[Any] = [None] * world.layout.world_size
@@ -66,7 +65,7 @@ def evaluated(world: World) -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
     optim = optimizer(model, "sgd")
     ema = copy.deepcopy(model)
-    co2 = CO2(model, optim, tau=2)
+    co2 = co2_of(model, optim, tau=2)
     with torch.no_grad():
         model[1].running_mean.fill_(world.rank)
         model[1].num_batches_tracked.fill_(7 + world.rank)
@@ -118,7 +117,7 @@ def joined(world: World, cases: list[dict[str, Any]]) -> list[list[float]]:
     for case in cases:
         model = network()
         optim = optimizer(model, "sgd")
-        algorithm = getattr(algorithms, case["algorithm"])(model, optim, **case["options"])
+        algorithm = algorithm_of(case["algorithm"], model, optim, **case["options"])
         with algorithm.join():
             train(model, optim, world.rank, range(case["steps"][world.rank]))
         found.append(vector(model).tolist())
@@ -130,7 +129,7 @@ def not_joined(world: World) -> dict[str, str]:
     model = network()
     optim = optimizer(model, "sgd")
     found = {}
-    with CO2(model, optim, tau=2) as co2:
+    with co2_of(model, optim, tau=2) as co2:
         train(model, optim, world.rank, range(1))
         try:
             with co2.join():
@@ -140,7 +139,7 @@ def not_joined(world: World) -> dict[str, str]:
         train(model, optim, world.rank, range(1, 2))
     dist.barrier()
     try:
-        with CO2(model, optim, tau=2) as co2, co2.join():
+        with co2_of(model, optim, tau=2) as co2, co2.join():
             train(model, optim, world.rank, range(3 + world.rank))
             if world.rank == 2:
                 raise ValueError("bad sample")  # noqa: TRY301 - what a user's loop might do
@@ -184,7 +183,7 @@ def unfrozen(world: World) -> dict[str, str]:
     model = network()
     model[0].weight.requires_grad_(requires_grad=False)
     optim = optimizer(model, "sgd")
-    co2 = CO2(model, optim, tau=4, delay=2)
+    co2 = co2_of(model, optim, tau=4, delay=2)
     train(model, optim, world.rank, range(5))
     model[0].weight.requires_grad_(requires_grad=True)
     train(model, optim, world.rank, range(5, 6))
@@ -223,7 +222,7 @@ def elsewhere(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]
         optim = optimizer(model, "sgd")
 
         def end(case: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer) -> None:
-            with CO2(model, optim, tau=4, **case["options"]) as co2:
+            with co2_of(model, optim, tau=4, **case["options"]) as co2:
                 train(model, optim, world.rank, range(6 if world.rank == 1 else case["steps"]))
                 if world.rank != 1 and case["evaluates"]:
                     with co2.consensus(buffers=True):

@@ -9,11 +9,12 @@ import torch.distributed as dist
 from adapter_problem import BATCH, EPOCHS, Network, adam, numbers, own_loop, rows
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
+from local_problem import co2_of
 from torch.utils.data import DataLoader
 
 from co2sim.common.errors import Co2simError
 from realrun.adapters.lightning import LocalUpdateStrategy
-from realrun.algorithms import CO2, LocalSGD
+from realrun.algorithms import LocalSGD
 from realrun.execute.world import World
 
 
@@ -45,7 +46,7 @@ class Module(pl.LightningModule):
 def _trainer(folder: Path, options: dict[str, Any], **others: Any) -> pl.Trainer:
     keep = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_epochs=1, save_last="link")
     chosen: dict[str, Any] = {"max_epochs": EPOCHS, "callbacks": [keep]}
-    chosen |= {"strategy": LocalUpdateStrategy(CO2, **options)} | others
+    chosen |= {"strategy": LocalUpdateStrategy(co2_of, **options)} | others
     return pl.Trainer(
         accelerator="cpu",
         devices=2,

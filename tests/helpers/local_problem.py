@@ -1,7 +1,13 @@
 """A small training problem whose workers differ: the same for ranks and for references."""
 
+from operator import attrgetter
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+from realrun import algorithms
+from realrun.algorithms import CO2, Clipping, LateAverage, LocalUpdate
 
 INNER = ("sgd", "momentum", "adamw")
 RATE = {"sgd": 0.1, "momentum": 0.05, "adamw": 0.02}
@@ -20,6 +26,27 @@ def optimizer(model: nn.Module, inner: str) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=RATE[inner])
     momentum = 0.9 if inner == "momentum" else 0.0
     return torch.optim.SGD(model.parameters(), lr=RATE[inner], momentum=momentum)
+
+
+LATE = ("delay", "keep", "predict", "fragments", "preview")
+
+
+def co2_of(model: nn.Module, optim: Any, **options: Any) -> CO2:
+    """CO2 with options of late averages beside the others; without any of them as published."""
+    late = {name: options.pop(name) for name in LATE if name in options}
+    if "residual_decay" in options:
+        options["clip"] = Clipping(options.pop("clip"), options.pop("residual_decay"))
+    if not late:
+        return CO2.published(model, optim, **options)
+    return CO2(model, optim, delay=LateAverage(**late), **options)
+
+
+def algorithm_of(name: str, model: nn.Module, optim: Any, **options: Any) -> LocalUpdate:
+    """An algorithm by name."""
+    if name == "CO2":
+        return co2_of(model, optim, **options)
+    algorithm: LocalUpdate = attrgetter(name)(algorithms)(model, optim, **options)
+    return algorithm
 
 
 def batch(worker: int, step: int, rows: int = 8) -> tuple[Tensor, Tensor]:

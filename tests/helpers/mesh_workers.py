@@ -1,11 +1,12 @@
 """What ranks of tests do whose workers are parts of a DeviceMesh: FSDP2, tensor parallel, both."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
 from algorithm_workers import error_of
-from local_problem import batch, network, optimizer
+from local_problem import algorithm_of, batch, network, optimizer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,7 +17,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from realrun import algorithms
 from realrun.algorithms import LocalSGD, LocalUpdate, Workers
 from realrun.execute.world import World
 
@@ -63,7 +63,7 @@ def started(
     replica = mesh.get_local_rank("replicate") if "hsdp" in inside else 0
     model = spread(inside, mesh, seed=mesh.get_local_rank("dp") + 2 * replica)
     optim = optimizer(model, case["inner"])
-    kind = getattr(algorithms, case["algorithm"])
+    kind = partial(algorithm_of, case["algorithm"])
     workers = Workers.of_mesh(mesh, "dp")
     return model, optim, kind(model, optim, worker=workers, **case["options"]), mesh
 
@@ -155,7 +155,7 @@ def ended(world: World, inside: str, case: dict[str, Any]) -> dict[str, Any]:
     model = spread(inside, mesh, seed=0)
     model.register_buffer("seen", torch.tensor([float(world.rank)]))
     optim = optimizer(model, case["inner"])
-    kind = getattr(algorithms, case["algorithm"])
+    kind = partial(algorithm_of, case["algorithm"])
     with kind(model, optim, worker=Workers.of_mesh(mesh, "dp"), **case["options"]) as algorithm:
         train_inside(model, optim, mesh, range(3))
         model.seen.fill_(world.rank)

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from local_problem import loss, network, optimizer, train, vector
+from local_problem import co2_of, loss, network, optimizer, train, vector
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 from co2sim.common.errors import Co2simError
-from realrun.algorithms import CO2, Workers
+from realrun.algorithms import Workers
 from realrun.execute.world import World
 
 
@@ -28,7 +28,7 @@ def several(world: World) -> dict[str, Any]:
         ]
         optims = [torch.optim.SGD([one], momentum=0.9) for one in groups]
         one = torch.optim.SGD(groups, momentum=0.9)
-        co2 = CO2(model, optims if split else one, tau=3)
+        co2 = co2_of(model, optims if split else one, tau=3)
         for step in range(7):
             model.zero_grad()
             loss(model, world.rank, step).backward()
@@ -46,7 +46,7 @@ def muon(world: World) -> dict[str, Any]:
     others = [one for one in model.parameters() if one.ndim == 1]
     optims = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
     first = loss(model, 0, 0).item()
-    co2 = CO2(model, optims, tau=4, delay=1)
+    co2 = co2_of(model, optims, tau=4, delay=1)
     for step in range(60):
         model.zero_grad()
         loss(model, world.rank, step).backward()
@@ -62,7 +62,7 @@ def wrapped(world: World) -> int:
     """An optimizer in two wrappers, as libraries put around it."""
     model = network()
     inner = optimizer(model, "sgd")
-    co2 = CO2(model, SimpleNamespace(optimizer=SimpleNamespace(optimizer=inner)), tau=2)  # type: ignore[arg-type]
+    co2 = co2_of(model, SimpleNamespace(optimizer=SimpleNamespace(optimizer=inner)), tau=2)  # type: ignore[arg-type]
     train(model, inner, world.rank, range(4))
     co2.close()
     return co2.stats().rounds
@@ -82,7 +82,7 @@ def refused(world: World) -> list[str]:
     zero = optim.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     for given in ([], [one, one], [one, other], [half], [half, "adam"], post, zero):
         try:
-            CO2(model, given)  # type: ignore[arg-type]
+            co2_of(model, given)  # type: ignore[arg-type]
         except Co2simError as error:
             told.append(str(error))
     return told
@@ -95,7 +95,7 @@ def fewer(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for options in cases:
         model = network()
         optim = optimizer(model, "momentum")
-        co2 = CO2(model, optim, **options)
+        co2 = co2_of(model, optim, **options)
         train(model, optim, world.rank, range(8))
         state = copy.deepcopy(co2.state_dict())
         if options.get("fragments"):  # the progress since a launch is left out
@@ -107,7 +107,7 @@ def fewer(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         other = network(seed=1)
         again = optimizer(other, "momentum")
         mine = Workers(pair) if world.rank < 2 else Workers(None)
-        less = CO2(other, again, **options, worker=mine)
+        less = co2_of(other, again, **options, worker=mine)
         hint = ""
         try:
             less.load_state_dict(state)
@@ -135,7 +135,7 @@ def mixed(world: World) -> list[str]:
     for case in range(6):
         model = network()
         optim = optimizer(model, "sgd")
-        with suppress(Co2simError), CO2(model, optim, tau=2) as co2:
+        with suppress(Co2simError), co2_of(model, optim, tau=2) as co2:
             if case == 0:
                 states.append(copy.deepcopy(co2.state_dict()))
                 for step in range(4):

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from adapter_problem import Network, adam, numbers
-from local_problem import batch
+from local_problem import batch, co2_of
 
 from realrun.adapters import rank_files
-from realrun.algorithms import CO2
 from realrun.execute.world import World
 
 
@@ -16,7 +15,7 @@ def save(world: World, folder: str) -> None:
     """Six steps of rounds of four; the consensus besides, as a library would write it."""
     model = Network()
     optim = adam(model)
-    with CO2(model, optim, tau=4, delay=2) as co2:
+    with co2_of(model, optim, tau=4, delay=2) as co2:
         for step in range(6):
             optim.zero_grad()
             model(*batch(world.rank, step))["loss"].backward()
@@ -32,7 +31,7 @@ def load(world: World, folder: str) -> dict[str, Any]:
     del world
     model = Network(seed=1)
     with (
-        CO2(model, adam(model), tau=4, delay=2) as co2,
+        co2_of(model, adam(model), tau=4, delay=2) as co2,
         warnings.catch_warnings(record=True) as told,
     ):
         warnings.simplefilter("always")

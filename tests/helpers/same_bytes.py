@@ -11,7 +11,7 @@ from pathlib import Path
 PACKAGES = {"co2sim": "co2sim", "realrun": "realrun", "co2analysis": "analysis"}
 
 _CASE = "-m gpt2-small -c examples/my-cluster.toml"
-_TWO = "-s zero3 -s co2:tau=4,worker=node"
+_TWO = "-s zero3 -s co2.published:tau=4,worker=node"
 _OFFERS = "-m gpt2-small -c examples/offer-a.toml -c examples/offer-b.toml --tokens 1e10"
 _PROBLEM = "--smoothness 1 --noise 1 --gap 1"
 
@@ -39,7 +39,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "co2sim plan": (f"{_OFFERS} -s ddp -s zero2 -g 8,16 --jobs {{jobs}} --json --report r.html",),
     "co2sim goodput": (f"{_CASE} {_TWO} --set failures=meta-rsc-1 --json",),
     "co2sim report": (f"{_CASE} {_TWO} -g 8,16 --jobs {{jobs}} --tokens 1e11 -o r.html",),
-    "co2sim export": (f"{_CASE} -s co2:tau=2,worker=node -g 8 --out made",),
+    "co2sim export": (f"{_CASE} -s co2.published:tau=2,worker=node -g 8 --out made",),
     "co2sim replay": ("traces -c a100-roce800 --json",),
     "co2sim explore": (f"{_CASE} -s ddp -g 8 --tolerance 0.3 --jobs {{jobs}} -o e.html",),
     "realrun lab cluster": ("", "--sites 2 --wan '50 Mbit/s'"),

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from local_problem import co2_of
 from torch import Tensor, nn
 
 from realrun import algorithms
-from realrun.algorithms import CO2, LocalSGD
+from realrun.algorithms import LocalSGD
 from realrun.execute.world import World
 
 
@@ -162,7 +163,7 @@ def resumed(world: World) -> list[float]:
     found = []
     for made in (
         lambda model, optimizer: LocalSGD(model, optimizer, tau=4),
-        lambda model, optimizer: CO2(model, optimizer, tau=4, delay=2),
+        lambda model, optimizer: co2_of(model, optimizer, tau=4, delay=2),
     ):
         model = network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

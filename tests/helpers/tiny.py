@@ -34,10 +34,10 @@ VARIANTS = [
     *("diloco(tau=4)", "diloco(tau=4,fragments=2,delay=1,worker=node)"),
     "diloco(tau=4,fragments=4,delay=3,dtype=int4)",
     "diloco(tau=2,dtype=int8,worker=node,inner=zero3)",
-    *("co2(tau=3)", "co2(tau=1)", "co2(tau=2,staleness=2)"),
-    *("co2(tau=2,staleness=3,worker=node,inner=ddp)", "co2(tau=2,worker=node)"),
-    *(f"co2(tau=2,worker=node,inner={inner})" for inner in ("zero1", "zero3", "fsdp")),
-    *("co2(tau=2,worker=node,average=leader)", "co2(tau=2,dtype=int8)"),
+    *("co2.published(tau=3)", "co2.published(tau=1)", "co2.published(tau=2,staleness=2)"),
+    *("co2.published(tau=2,staleness=3,worker=node,inner=ddp)", "co2.published(tau=2,worker=node)"),
+    *(f"co2.published(tau=2,worker=node,inner={inner})" for inner in ("zero1", "zero3", "fsdp")),
+    *("co2.published(tau=2,worker=node,average=leader)", "co2.published(tau=2,dtype=int8)"),
     *("co2(tau=3,delay=1,keep=0.5,predict=0.25)", "co2(tau=3,delay=3)"),
     *("co2(tau=3,delay=2,worker=node)", "co2(tau=2,delay=1,worker=node,inner=ddp,dtype=int8)"),
     "co2(tau=2,delay=2,worker=node,inner=zero1,dtype=bf16)",
@@ -139,7 +139,7 @@ def recorded_run() -> tuple[bytes, bytes]:
     case = Case(
         cluster=replace(built, nodes=2, gpus_per_node=2),
         model=Model("tiny", (block, replace(block, name="head")), 8),
-        strategy="co2(tau=2)",
+        strategy="co2.published(tau=2)",
         precision="bf16",
     )
     _, trace = driver.trace(replace(case, fold=False))

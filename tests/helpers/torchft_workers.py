@@ -60,7 +60,14 @@ def until_killed(number: int, lighthouse: str, out: Path) -> None:
             line = time.time(), training.stats().rounds, manager.num_participants(), anchor
             log.write(f"{json.dumps(line)}\n")
 
-        with fault_tolerant(manager, CO2, model, optim, tau=4, outer_momentum=0.5) as training:
+        with fault_tolerant(
+            manager,
+            CO2.published,
+            model,
+            optim,
+            tau=4,
+            outer_momentum=0.5,
+        ) as training:
             while training.stats().rounds < int((out / "until").read_text()):
                 done = training.stats().steps
                 train(model, optim, number, range(done, done + 4))

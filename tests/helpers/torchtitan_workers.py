@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torchtitan_on_cpu
+from local_problem import algorithm_of
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -236,7 +237,7 @@ def _own_loop(
     optim = torch.optim.AdamW(model.parameters(), 8e-4, (0.9, 0.95), 1e-4, 0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optim, factor)
     dist_utils.set_spmd_backend("partial_dtensor")
-    with getattr(algorithms, algorithm)(model, optim, **options):
+    with algorithm_of(algorithm, model, optim, **options):
         for _ in range(STEPS):
             parts = [next(one) for one in sources for _ in range(PARTS)]
             count = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in parts)

@@ -88,7 +88,7 @@ def stopped(world: World) -> list[int]:
         return world.rank == world.layout.world_size - 1 and len(asked) > 1
 
     steps = []
-    for strategy in ("ddp", "co2:tau=12"):
+    for strategy in ("ddp", "co2.published:tau=12"):
         asked.clear()
         settings = TrainSettings(**{**SMALL, "strategy": strategy, "steps": 600})
         history = train(settings, world, stop=stop)
@@ -130,7 +130,7 @@ def not_a_number(world: World) -> str:
 
     Task.batch = spoiled  # type: ignore[method-assign]
     try:
-        train(TrainSettings(strategy="co2:tau=2", steps=8, **SMALL), world, build=noticed)
+        train(TrainSettings(strategy="co2.published:tau=2", steps=8, **SMALL), world, build=noticed)
     except Co2simError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from adapter_problem import BATCH, Network, adam, numbers, own_loop, rows
+from local_problem import co2_of
 from safetensors.torch import load_file
 from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainingArguments
 
 from co2sim.common.errors import Co2simError
 from realrun.adapters.transformers import LocalUpdateTrainer
-from realrun.algorithms import CO2
 from realrun.execute.world import World
 
 STEPS = 15
@@ -77,7 +77,7 @@ def _trainer(
         eval_dataset=Rows(),
         optimizers=(adam(model), None),
         compute_metrics=metrics,
-        algorithm=CO2,
+        algorithm=co2_of,
         algorithm_options=options,
     )
     made.evaluated = evaluated  # type: ignore[attr-defined]

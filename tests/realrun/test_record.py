@@ -18,7 +18,7 @@ from realrun.record import Record
 @pytest.fixture
 def made() -> Record:
     """A simulated run, as if it had been measured."""
-    case = Case(cluster=cluster(), model=model(), strategy="co2(tau=2)", precision="fp32")
+    case = Case(cluster=cluster(), model=model(), strategy="co2.published(tau=2)", precision="fp32")
     _, trace = driver.trace(replace(case, fold=False))
     return Record(
         case=case,

@@ -88,7 +88,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (TAU, "--cluster"),
         (f"{TAU} --taus 4 --gpus 8 runs/ddp", "--gpus, --taus"),
         ("tau -c a100-tcp80 --noise 1", "--smoothness, --gap"),
-        (f"{ON} -s co2:worker=node,tau=8", "--taus"),
+        (f"{ON} -s co2.published:worker=node,tau=8", "--taus"),
         (f"{ON} -s ddp", "ddp"),
         (f"{ON} --penalty 2 --most-penalty 2", "most_penalty"),
         ("trends --workers 257", "256"),

@@ -71,7 +71,7 @@ def trained(
         "momentum": 0.0,
         "weight_decay": 0.0,
         "clip_grad": 0.0,
-        "strategy": "co2:tau=4",
+        "strategy": "co2.published:tau=4",
         "outer": {"clip": "0.1", "gap": "constant"},
         **changed,
     }
@@ -394,8 +394,8 @@ def test_taus_that_do_not_fit_are_named() -> None:
 @pytest.mark.parametrize(
     ("strategy", "tau_", "workers", "delay"),
     [
-        ("co2:tau=6", 6, 16, 1),
-        ("co2:staleness=2,worker=node", 12, 2, 2),
+        ("co2.published:tau=6", 6, 16, 1),
+        ("co2.published:staleness=2,worker=node", 12, 2, 2),
         ("slowmo:tau=4", 4, 16, 0),
         ("local_sgd:worker=node", 12, 2, 0),
     ],
@@ -430,7 +430,7 @@ def test_tau_reads_real_runs(
     """Round times are those of the records, in the order of tau; the bound after as many rounds."""
     monkeypatch.chdir(tmp_path)
     for steps in (4, 2):
-        write(Path(f"run-{steps}"), measured(f"co2(tau={steps},worker=node)"))
+        write(Path(f"run-{steps}"), measured(f"co2.published(tau={steps},worker=node)"))
     found = answer(co2analysis, *TAU, "run-4", "run-2", "--times", "10 s", "--target", "1")
     timings = tau.measured([Path("run-4"), Path("run-2")])
     assert [one.tau for one in timings] == [2, 4]
@@ -452,7 +452,15 @@ def _plain(one: tau.Timing) -> dict[str, object]:
 def test_tau_depends_on_the_network(co2analysis: Command) -> None:
     """Between sites at 1 Gbit/s the best tau is larger than on 80 Gbit/s, and it is said why."""
     best = {}
-    case = (*TAU, "--model", "gpt2-medium", "--strategy", "co2:worker=node", "--gpus", "64")
+    case = (
+        *TAU,
+        "--model",
+        "gpt2-medium",
+        "--strategy",
+        "co2.published:worker=node",
+        "--gpus",
+        "64",
+    )
     for cluster in ("a100-tcp80", "two-sites-wan"):
         words = ("--cluster", cluster, "--taus", "2,8,32", "--times", "10 h", "--target", "0.1")
         found = answer(co2analysis, *case, *words)

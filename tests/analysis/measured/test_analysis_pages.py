@@ -47,7 +47,7 @@ def three() -> list[RunComparison]:
     return compared(
         {
             "ddp": ("ddp", slower_network),
-            "co2": ("co2(tau=2)", slower_gpu),
+            "co2": ("co2.published(tau=2)", slower_gpu),
             "right": ("zero3", same),
         }
     )

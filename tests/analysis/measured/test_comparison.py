@@ -53,16 +53,16 @@ JITTER = Noise(jitter=0.05, seed=3)
 CHANGED = [
     ("ddp", slower_network, Cause.BANDWIDTH),
     ("zero3", slower_network, Cause.BANDWIDTH),
-    ("co2(tau=4)", slower_network, Cause.BANDWIDTH),
+    ("co2.published(tau=4)", slower_network, Cause.BANDWIDTH),
     ("ddp", more_latency, Cause.LATENCY),
     ("zeropp", more_latency, Cause.LATENCY),
     ("ddp", more_launch, Cause.LAUNCH),
-    ("co2(tau=4)", more_launch, Cause.LAUNCH),
+    ("co2.published(tau=4)", more_launch, Cause.LAUNCH),
     ("zeropp", disturbed, Cause.CONTENTION),
-    ("co2(tau=4)", disturbed, Cause.CONTENTION),
+    ("co2.published(tau=4)", disturbed, Cause.CONTENTION),
     ("ddp", slower_gpu, Cause.COMPUTE),
     ("zero3", slower_gpu, Cause.COMPUTE),
-    ("co2(tau=4)", slower_gpu, Cause.COMPUTE),
+    ("co2.published(tau=4)", slower_gpu, Cause.COMPUTE),
 ]
 
 
@@ -78,7 +78,7 @@ def test_the_one_thing_that_was_changed_is_the_dominant_cause(
         assert next(iter(shares(strategy, change, JITTER))) is cause
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "co2(tau=4)"])
+@pytest.mark.parametrize("strategy", ["zero2", "co2.published(tau=4)"])
 def test_a_slow_node_is_a_straggler_and_others_wait_for_it(strategy: str) -> None:
     """The slow node's computes are named straggler; collectives that err much wait for it."""
     noise = Noise(node_speed={1: 0.8})
@@ -93,7 +93,7 @@ def test_a_slow_node_is_a_straggler_and_others_wait_for_it(strategy: str) -> Non
             assert row.cause is (Cause.WAITING if row.label in waiting else Cause.STRAGGLER)
 
 
-@pytest.mark.parametrize("strategy", ["zeropp", "co2(tau=3,worker=node)"])
+@pytest.mark.parametrize("strategy", ["zeropp", "co2.published(tau=3,worker=node)"])
 def test_traces_that_agree_have_no_errors_and_no_causes(strategy: str) -> None:
     """A simulation beside itself: all errors are 0 and nothing is blamed."""
     comparison = compare("run", measured(strategy))
@@ -306,7 +306,7 @@ def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two runs in a folder, and nothing else."""
     monkeypatch.chdir(tmp_path)
     write(Path("runs/ddp"), measured("ddp", slower_network))
-    write(Path("runs/co2"), measured("co2(tau=2)", slower_gpu))
+    write(Path("runs/co2"), measured("co2.published(tau=2)", slower_gpu))
 
 
 @pytest.mark.usefixtures("runs")

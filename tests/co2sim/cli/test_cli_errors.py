@@ -59,9 +59,9 @@ BAD = [
     ("run -c empty.toml -m gpt2-small -s ddp", "empty.toml"),
     ("run -c /dev/zero -m gpt2-small -s ddp", "not a regular file"),
     # options of strategies
-    (f"run {BASE} -s co2:taw=3", "'tau'"),
-    (f"run {BASE} -s co2:inner=zero2", "worker=node"),
-    (f"run {BASE} -s co2:tau=0", "tau is 0"),
+    (f"run {BASE} -s co2.published:taw=3", "'tau'"),
+    (f"run {BASE} -s co2.published:inner=zero2", "worker=node"),
+    (f"run {BASE} -s co2.published:tau=0", "tau is 0"),
     (f"run {BASE} -s zero2:bucket=1", "10000"),
     # numbers of the cluster and of the model
     (f"run {ON} --set interference", "NAME=VALUE"),
@@ -104,7 +104,7 @@ BAD = [
     (f"run {ON} --node-speed 9=0.5", "0 to 1"),
     (f"run {ON} --rounds 1000000000", "1 to 1000000"),
     (f"run {ON} --rounds 1000000 --no-fold", "16: this needs"),
-    (f"show {BASE} -s co2:tau=10000 -g 16 --accumulation 100", "10000 local steps"),
+    (f"show {BASE} -s co2.published:tau=10000 -g 16 --accumulation 100", "10000 local steps"),
     (f"run {ON} --interval slow", "quick"),
     # totals and losses
     (f"run {ON} --tokens 0", "tokens is 0"),

@@ -93,7 +93,7 @@ def test_scale_json_holds_results_and_comparisons(cli: Run) -> None:
     assert ratio["predicted"] == pytest.approx(last / first)
     assert ratio["error"] == pytest.approx(last / first / 0.82 - 1)
     cells = {(c["strategy"], *c["sizes"]) for c in found["published"]}
-    assert ("co2(tau=12, worker=node, inner=zero2)", 16, 128) in cells
+    assert ("co2.published(tau=12, worker=node, inner=zero2)", 16, 128) in cells
     assert len(cells) == 7
 
 
@@ -145,10 +145,14 @@ def test_files_are_written_together_or_not_at_all(tmp_path: Path) -> None:
 def test_run_ends_with_a_row_for_each_strategy(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest first; --brief prints nothing else, with the batch that was chosen."""
     monkeypatch.setenv("COLUMNS", "200")
-    many = ("-s", "ddp", "-s", "ZeRO3", "-s", "co2:tau=4,worker=node")
+    many = ("-s", "ddp", "-s", "ZeRO3", "-s", "co2.published:tau=4,worker=node")
     code, out, _ = cli("run", *SMALL, *many, "--brief")
     assert code == 0
-    rows = [line for line in out.splitlines() if line.startswith(("ddp ", "zero3 ", "co2(tau=4"))]
+    rows = [
+        line
+        for line in out.splitlines()
+        if line.startswith(("ddp ", "zero3 ", "co2.published(tau=4"))
+    ]
     assert len(rows) == 3
     assert "memory per GPU" not in out
     full = cli("run", *SMALL, *many)[1]

@@ -32,9 +32,11 @@ Inputs = Callable[[Path], None]
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     """Fill a folder with what the commands read."""
     runs = tmp_path_factory.mktemp("measured")
-    for strategy in ("ddp", "zero3", "co2(tau=2)"):
+    for strategy in ("ddp", "zero3", "co2.published(tau=2)"):
         write(runs / strategy, measured(strategy))
-    case = Case(cluster="a100-roce800", model="gpt2-small", strategy="co2:tau=2", gpus=16).prepare()
+    case = Case(
+        cluster="a100-roce800", model="gpt2-small", strategy="co2.published:tau=2", gpus=16
+    ).prepare()
     traces = tmp_path_factory.mktemp("exported") / "traces"
     chakra.write(case.schedule, case.cluster, traces, precision="bf16")
 

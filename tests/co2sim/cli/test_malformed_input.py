@@ -290,7 +290,16 @@ def option(draw: st.DrawFn) -> Input:
 def word(draw: st.DrawFn) -> Input:
     """An odd word in the place of any behind the command, or of what follows its `=`."""
     name = draw(st.sampled_from(sorted(STUDIES)))
-    words = [name, *STUDIES[name], "-c", "dgx-h100", "-m", "small.toml", "-s", "co2:tau=2"]
+    words = [
+        name,
+        *STUDIES[name],
+        "-c",
+        "dgx-h100",
+        "-m",
+        "small.toml",
+        "-s",
+        "co2.published:tau=2",
+    ]
     at = draw(st.integers(1, len(words) - 1))
     key, equals, _ = words[at].rpartition("=")
     odd = draw(st.sampled_from([*NUMBERS, *TEXTS]) | numbers)

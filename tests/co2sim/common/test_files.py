@@ -221,7 +221,7 @@ def refused(compare: Command, folder: Path, run: dict[str, object], lines: list[
 @pytest.fixture
 def recorded(tmp_path: Path) -> tuple[dict[str, object], list[str]]:
     """A run as its files hold it."""
-    record.write(tmp_path / "run", measured("co2(tau=2)", rounds=1))
+    record.write(tmp_path / "run", measured("co2.published(tau=2)", rounds=1))
     lines = (tmp_path / "run/trace.jsonl").read_text().splitlines()
     return json.loads((tmp_path / "run/run.json").read_text()), lines
 

@@ -71,7 +71,7 @@ def test_the_search_for_a_steady_state_ends_where_memory_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What was found before is the answer, marked as not steady; with more memory it is steady."""
-    case = Case(**SMALL, strategy="co2(tau=4)", noise=co2sim.Noise(straggle=0.1))
+    case = Case(**SMALL, strategy="co2.published(tau=4)", noise=co2sim.Noise(straggle=0.1))
     steady = driver.run(case)
     assert steady.steady
     assert steady.rounds_simulated > 4
@@ -85,7 +85,7 @@ def test_the_search_for_a_steady_state_ends_where_memory_does(
     monkeypatch.setattr(resources, "free_memory", lambda: room)
     with pytest.raises(ResourceError, match=r"; take fewer GPUs$"):
         driver.run(case)
-    uneven = Case(**SMALL, strategy="co2(tau=4)", noise=co2sim.Noise(jitter=0.1))
+    uneven = Case(**SMALL, strategy="co2.published(tau=4)", noise=co2sim.Noise(jitter=0.1))
     with pytest.raises(ResourceError, match="no jitter"):
         driver.run(uneven)
 

@@ -181,7 +181,7 @@ def test_hsdp_and_zeropp_reduce_adapters_only() -> None:
     assert moved("zeropp")[Kind.ALL_GATHER] == 2 * (FROZEN + TRAINED)
 
 
-@pytest.mark.parametrize("strategy", ["local_sgd:tau=2", "co2:tau=2", "diloco:tau=2"])
+@pytest.mark.parametrize("strategy", ["local_sgd:tau=2", "co2.published:tau=2", "diloco:tau=2"])
 def test_averages_are_of_adapters(strategy: str) -> None:
     """Of one GPU all; where a node is the worker a share, and shares are gathered in it."""
     assert moved(strategy) == {Kind.ALL_REDUCE: TRAINED}
@@ -275,8 +275,13 @@ def test_experts_keep_their_adapters(ep: int, cp: int, rank: int) -> None:
 
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero2:owners=true", "zero3", "zeropp", "fsdp"]
-STRATEGIES += ["fsdp:shard=node", "fsdp:version=1,sync=last", "local_sgd:tau=2", "co2:tau=3"]
-STRATEGIES += ["diloco:tau=2,worker=node,inner=fsdp", "co2:tau=2,worker=node,inner=zero3"]
+STRATEGIES += [
+    "fsdp:shard=node",
+    "fsdp:version=1,sync=last",
+    "local_sgd:tau=2",
+    "co2.published:tau=3",
+]
+STRATEGIES += ["diloco:tau=2,worker=node,inner=fsdp", "co2.published:tau=2,worker=node,inner=zero3"]
 
 
 @given(st.sampled_from(STRATEGIES), st.integers(1, 4), st.integers(1, 2), st.sampled_from([1, 2]))

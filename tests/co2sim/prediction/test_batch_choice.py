@@ -63,7 +63,9 @@ def test_what_is_no_batch_is_one_line(text: str) -> None:
 
 jobs = st.fixed_dictionaries(
     {
-        "strategy": st.sampled_from(["ddp", "zero1", "zero2", "fsdp", "zero3", "co2(tau=2)"]),
+        "strategy": st.sampled_from(
+            ["ddp", "zero1", "zero2", "fsdp", "zero3", "co2.published(tau=2)"]
+        ),
         "pp": st.sampled_from([1, 2]),
         "global_batch": st.sampled_from([16, 48, 64, 256]),
     }
@@ -101,7 +103,7 @@ def test_none_that_fits_is_faster(job: dict[str, Any], memory: float) -> None:
     [
         {"model": "llama3-8b", "strategy": "fsdp"},
         {"model": "llama-13b", "strategy": "zero1", "tp": 2, "pp": 4, "interleave": 2},
-        {"model": "gpt2-small", "strategy": "co2(tau=4, worker=node)"},
+        {"model": "gpt2-small", "strategy": "co2.published(tau=4, worker=node)"},
     ],
     ids=str,
 )

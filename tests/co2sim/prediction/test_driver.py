@@ -19,7 +19,7 @@ from co2sim.simulation.noise import Noise
 SMALL: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "gpus": 16}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zeropp", "co2(tau=12)", "diloco(tau=20)"])
+@pytest.mark.parametrize("strategy", ["ddp", "zeropp", "co2.published(tau=12)", "diloco(tau=20)"])
 def test_the_figures_of_a_result_agree_with_each_other(strategy: str) -> None:
     """Totals, rates per GPU, steps, rounds and memory are one set of numbers."""
     found = simulate(strategy=strategy, micro_batch=2, accumulation=3, **SMALL)
@@ -91,7 +91,7 @@ def test_noise_is_repeatable_and_averaged() -> None:
 
 def test_in_the_steady_state_the_number_of_rounds_does_not_matter() -> None:
     """Averaging more rounds of a steady state changes nothing, with a straggler too."""
-    for strategy in ("ddp", "co2(tau=2,staleness=2)", "zeropp"):
+    for strategy in ("ddp", "co2.published(tau=2,staleness=2)", "zeropp"):
         case: dict[str, Any] = {**SMALL, "strategy": strategy, "node_speed": {1: 0.5}}
         one = simulate(**case)
         for rounds in (1, 2, 5, 100):
@@ -104,7 +104,10 @@ def test_in_the_steady_state_the_number_of_rounds_does_not_matter() -> None:
 def test_communication_beside_compute_repeats_from_round_to_round(tau: int) -> None:
     """The last average of a run has no steps beside it: it is not what is measured."""
     links = {"inter.busy_efficiency": "0.5", "inter.bandwidth": "3 Gbit/s"}
-    for strategy in (f"co2(tau={tau})", f"co2(tau={tau},worker=node,average=leader)"):
+    for strategy in (
+        f"co2.published(tau={tau})",
+        f"co2.published(tau={tau},worker=node,average=leader)",
+    ):
         case: dict[str, Any] = {**SMALL, "strategy": strategy, "overrides": links}
         one = simulate(**case)
         assert one.steady
@@ -191,7 +194,13 @@ def test_no_result_depends_on_what_was_simulated_before() -> None:
     """Cases in turn give what each gave first, by text or as an object."""
     cases = [
         replace(KEPT, strategy=strategy, gpus=gpus)
-        for strategy in ("ddp(bucket_mib=30)", DDP(bucket_mib=30), "zeropp", "fsdp", "co2(tau=4)")
+        for strategy in (
+            "ddp(bucket_mib=30)",
+            DDP(bucket_mib=30),
+            "zeropp",
+            "fsdp",
+            "co2.published(tau=4)",
+        )
         for gpus in (8, 16)
     ]
     first = [driver.run(case) for case in cases]

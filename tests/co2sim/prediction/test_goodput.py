@@ -43,9 +43,21 @@ JOB = Trained(gpus=64, nodes=8, parameters=7_000_000_000, round_time=1.0)
 HERE = ("goodput", "-c", "a100-tcp80", "-m", "gpt2-small", "-g", "64")
 RSC = ("--set", "failures=meta-rsc-1")
 EVERY = (
-    *("ddp", "zero1", "zero2", "zero3", "zeropp", "fsdp", "local_sgd(tau=3)", "co2(tau=3)"),
+    *(
+        "ddp",
+        "zero1",
+        "zero2",
+        "zero3",
+        "zeropp",
+        "fsdp",
+        "local_sgd(tau=3)",
+        "co2.published(tau=3)",
+    ),
     *("overlap_local_sgd(tau=3)", "slowmo(tau=2,worker=node,inner=ddp)"),
-    *("diloco(tau=4,fragments=2,delay=1,worker=node)", "co2(tau=2,worker=node,average=leader)"),
+    *(
+        "diloco(tau=4,fragments=2,delay=1,worker=node)",
+        "co2.published(tau=2,worker=node,average=leader)",
+    ),
 )
 
 

@@ -28,7 +28,7 @@ from co2sim.prediction.intervals import (
 )
 from co2sim.strategies import parse
 
-CO2 = "co2(tau=12, worker=node, inner=zero2)"
+CO2 = "co2.published(tau=12, worker=node, inner=zero2)"
 KNOWN = {"gpus": (8.0, 512.0), "inter": (2e11, 4e11), "parameters": (1e9, 3e10)}
 ZEROPP = {"cluster": "dgx2-calibrated", "model": "gpt-18b", "strategy": "zeropp", "gpus": 32}
 
@@ -140,7 +140,11 @@ def test_a_probed_cluster_has_the_interval_of_its_probe() -> None:
 def test_hidden_communication_that_may_become_exposed_widens_a_full_interval_below() -> None:
     """CO2 hides its average: quick sees none of it, full sees it come out on a slower network."""
     cluster = replace(probed(0.0, 0.5), inter=replace(probed(0, 0).inter, bandwidth=2e9))
-    job = {"cluster": cluster, "model": "gpt2-xl", "strategy": "co2(tau=4, worker=node, inner=ddp)"}
+    job = {
+        "cluster": cluster,
+        "model": "gpt2-xl",
+        "strategy": "co2.published(tau=4, worker=node, inner=ddp)",
+    }
     quick, full = (one_sample.simulate(**job, interval=how) for how in ("quick", "full"))
     assert full.tokens_per_s_low is not None
     assert quick.tokens_per_s_low is not None

@@ -26,13 +26,18 @@ MODEL = language_model(
     "gpt", Transformer(layers=8, hidden=64, heads=8, ffn=256), vocab=1000, tokens=32, tied=True
 )
 LONG = (
-    *("co2(tau=12)", "co2(tau=13,staleness=2)", "local_sgd(tau=12,worker=node)", "diloco(tau=14)"),
+    *(
+        "co2.published(tau=12)",
+        "co2.published(tau=13,staleness=2)",
+        "local_sgd(tau=12,worker=node)",
+        "diloco(tau=14)",
+    ),
     *(
         "overlap_local_sgd(tau=12)",
         "slowmo(tau=12,worker=node,inner=ddp)",
-        "co2(tau=12,dtype=int8)",
+        "co2.published(tau=12,dtype=int8)",
     ),
-    *("co2(tau=12,worker=node,inner=fsdp)", "diloco(tau=12,fragments=2,delay=1)"),
+    *("co2.published(tau=12,worker=node,inner=fsdp)", "diloco(tau=12,fragments=2,delay=1)"),
     *("co2(tau=18,delay=2,worker=node)", "diloco(tau=16,delay=1)"),
 )
 """Strategies whose local steps are many, too."""
@@ -86,7 +91,7 @@ def test_a_few_micro_steps_give_the_figures_of_all(job: dict[str, Any]) -> None:
     assert few.warnings == whole.warnings
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "co2(tau=2)"])
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "co2.published(tau=2)"])
 def test_a_step_of_more_micro_steps_takes_no_more_ops(strategy: str) -> None:
     """So that time and memory do not grow with them."""
     few, many = (
@@ -100,7 +105,7 @@ def test_a_step_of_more_micro_steps_takes_no_more_ops(strategy: str) -> None:
     assert ops[0] == ops[1]
 
 
-@pytest.mark.parametrize("strategy", ["zero1(bucket=2000)", "co2(tau=2)"])
+@pytest.mark.parametrize("strategy", ["zero1(bucket=2000)", "co2.published(tau=2)"])
 def test_micro_steps_repeat_where_the_last_round_ends_faster_than_others(strategy: str) -> None:
     """Where no exchanges of a next round share links with its collectives: the midst repeats."""
     job: dict[str, Any] = {"strategy": strategy, "pp": 4, "tp": 2, "sequence_parallel": True}
@@ -120,7 +125,7 @@ def test_beside_an_average_that_is_under_way_nothing_repeats() -> None:
         Case(
             cluster=tiny.cluster(8, 4, inter=Link(bandwidth)),
             model=MODEL,
-            strategy="co2(tau=4)",
+            strategy="co2.published(tau=4)",
             pp=4,
             accumulation=8,
         ).stage(1)

@@ -73,7 +73,7 @@ def test_zero3_inside_a_node_is_compared_with_fsdp() -> None:
         simulate(
             "dgx-h100",
             "llama3-8b",
-            f"co2(tau=2,worker=node,inner={inner})",
+            f"co2.published(tau=2,worker=node,inner={inner})",
             gpus=16,
             overrides={"node_spread": "0"},
         )
@@ -83,12 +83,12 @@ def test_zero3_inside_a_node_is_compared_with_fsdp() -> None:
     (line,) = found.warnings
     assert "inner=fsdp" in line
     assert f" {better.tokens_per_s:,.0f} " in line
-    hidden = "co2(tau=12,worker=node,inner=zero3)"
+    hidden = "co2.published(tau=12,worker=node,inner=zero3)"
     found = simulate("h100-3200g", "llama3-8b", hidden, gpus=64, stack="composer-2023")
     assert found.warnings == ()
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "fsdp", "ddp", "co2(worker=node)"])
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp", "ddp", "co2.published(worker=node)"])
 def test_there_is_no_warning_without_a_cause(strategy: str) -> None:
     """Blocks below the budget, other strategies, a GPU that is alone, a network of no cost."""
     assert on_slow(strategy).warnings == ()

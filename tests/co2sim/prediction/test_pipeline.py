@@ -261,7 +261,7 @@ def test_a_step_is_the_longest_path_of_passes_and_what_the_strategy_adds() -> No
     "strategy",
     [
         *("ddp", "zero1", "zero2", "zero3", "fsdp", "zeropp(hpz=false)", "local_sgd(tau=2)"),
-        *("co2(tau=2,worker=node,inner=fsdp)", "diloco(tau=2)"),
+        *("co2.published(tau=2,worker=node,inner=fsdp)", "diloco(tau=2)"),
     ],
 )
 def test_every_family_of_strategies_combines_with_it(strategy: str) -> None:

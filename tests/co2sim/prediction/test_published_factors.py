@@ -104,7 +104,11 @@ def of(strategy: str, parameters: int, workers: int) -> StepFactor:
 @pytest.mark.parametrize("parameters", [158_720, LARGE])
 def test_one_worker_needs_the_steps_of_ddp(parameters: int) -> None:
     """It averages with none; of DiLoCo's outer step with one worker losses are published."""
-    for strategy in ("local_sgd(tau=12)", "co2(tau=100)", "co2(tau=12, staleness=2)"):
+    for strategy in (
+        "local_sgd(tau=12)",
+        "co2.published(tau=100)",
+        "co2.published(tau=12, staleness=2)",
+    ):
         found = of(strategy, parameters, 1)
         assert found.factor == 1
         assert "one worker" in found.source
@@ -117,14 +121,14 @@ def test_the_size_chooses_between_the_toy_and_published_losses() -> None:
     assert (toy.factor, toy.high, toy.measured) == (2.33, None, "diloco(tau=12)")
     assert large.measured is None
     assert large.factor < toy.factor
-    late, own = of("co2(tau=100)", LARGE, 8), of("diloco(tau=100)", LARGE, 8)
+    late, own = of("co2.published(tau=100)", LARGE, 8), of("diloco(tau=100)", LARGE, 8)
     assert late.factor == pytest.approx(own.factor * 1.2)
     assert late.high == 4.21
     assert late.low == own.low
     assert "of co2 none was found" in late.source
     assert "158,720" in late.source
     assert of("local_sgd(tau=12)", LARGE, 2).factor == 1  # no gain that was published of another
-    assert step_factor("co2(staleness=2)", Scale(LARGE, 8)) is None
+    assert step_factor("co2.published(staleness=2)", Scale(LARGE, 8)) is None
     assert of("diloco(tau=100, fragments=3, delay=3)", LARGE, 8) == own
 
 

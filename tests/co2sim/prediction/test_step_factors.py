@@ -57,7 +57,11 @@ def test_the_factors_are_those_of_the_recorded_runs() -> None:
     entries = tomllib.loads(CATALOG.read_text())["factor"]
     held = {(e["source"].split(", ")[-1], e["strategy"]): e["factor"] for e in entries}
     assert len(held) == len(entries)
-    assert {name for _, name in held} >= {"co2(tau=3)", "co2(tau=12)", "co2(tau=48)"}
+    assert {name for _, name in held} >= {
+        "co2.published(tau=3)",
+        "co2.published(tau=12)",
+        "co2.published(tau=48)",
+    }
     assert held == pytest.approx(measured(), abs=0.006)  # two decimals
 
 
@@ -74,21 +78,26 @@ def test_steps_of_data_parallelism_are_those_of_ddp() -> None:
 
 def test_a_given_factor_comes_first_and_the_narrower_before_the_wider() -> None:
     """A strategy with options before its name, and both before what was measured."""
-    goal = Goal(factors={"co2": 1.3, "co2:tau=48": 2, "co2(delay=3)": 1.1})
+    goal = Goal(factors={"co2": 1.3, "co2.published:tau=48": 2, "co2(delay=3)": 1.1})
     factors = {
         strategy: found.factor
-        for strategy in ("co2(tau=12)", "co2(tau=48)", "co2(tau=12, delay=3)", "slowmo(tau=12)")
+        for strategy in (
+            "co2.published(tau=12)",
+            "co2.published(tau=48)",
+            "co2(tau=12, delay=3)",
+            "slowmo(tau=12)",
+        )
         if (found := step_factor(strategy, TOY, goal))
     }
     assert list(factors.values())[:3] == [1.3, 2, 1.1]
     assert factors["slowmo(tau=12)"] == 1.67
-    assert "co2: 1.3 (given)" in remark([("co2(tau=12)", TOY)], goal)
+    assert "co2: 1.3 (given)" in remark([("co2.published(tau=12)", TOY)], goal)
 
 
 def test_time_and_cost_to_a_loss_are_those_of_the_steps_it_takes() -> None:
     """Steps x step time, and steps x GPUs x step time x price; DDP takes the steps themselves."""
     prices = {"price_per_gpu": "2 USD/h"}
-    for strategy, factor in (("ddp", 1.0), ("co2(tau=12)", 1.5)):
+    for strategy, factor in (("ddp", 1.0), ("co2.published(tau=12)", 1.5)):
         result = simulate("a100-tcp80", "gpt2-small", strategy, gpus=16, overrides=prices)
         found = to_loss(result, Goal(steps=1000, factors={"co2": 1.5}))
         assert found is not None
@@ -98,7 +107,7 @@ def test_time_and_cost_to_a_loss_are_those_of_the_steps_it_takes() -> None:
         assert found.currency == "USD"
     free = simulate("a100-tcp80", "gpt2-small", "ddp", gpus=16)
     assert to_loss(free, Goal(steps=10)).cost is None  # type: ignore[union-attr]
-    late = simulate("a100-tcp80", "gpt2-small", "co2(staleness=2)", gpus=16)
+    late = simulate("a100-tcp80", "gpt2-small", "co2.published(staleness=2)", gpus=16)
     assert to_loss(late, Goal(steps=10)) is None
     with pytest.raises(OptionError, match="no steps"):
         to_loss(free, Goal())
@@ -114,7 +123,11 @@ def test_time_and_cost_to_a_loss_are_those_of_the_steps_it_takes() -> None:
         (None, {"co2": math.nan}, "finite"),
         (None, {"co2": 1e7}, "0 to 1"),
         (None, {"co3": 1}, "'co3'"),
-        (None, {"co2:tau=3": 1, "co2(tau=3)": 2}, r"co2\(tau=3\) is given twice"),
+        (
+            None,
+            {"co2.published:tau=3": 1, "co2.published(tau=3)": 2},
+            r"co2\(tau=3\) is given twice",
+        ),
     ],
 )
 def test_goals_out_of_range_are_refused(steps: int, factors: dict[str, float], said: str) -> None:
@@ -129,7 +142,7 @@ def test_every_command_adds_time_and_cost_to_the_loss(
 ) -> None:
     """In its table, in its CSV file, and in JSON."""
     monkeypatch.setenv("COLUMNS", "160")
-    goal = ("--to-loss-steps", "1000000", "--steps-factor", "co2:tau=12=2")
+    goal = ("--to-loss-steps", "1000000", "--steps-factor", "co2.published:tau=12=2")
     price = ("--set", "price_per_gpu=2 USD/h")
     _, shown, _ = cli("run", *ON, "-g", "16", "-s", "co2", *goal, *price)
     assert "(2,000,000 steps)" in shown
@@ -141,10 +154,10 @@ def test_every_command_adds_time_and_cost_to_the_loss(
     with (tmp_path / "out/scale.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [float(row["steps_to_loss"]) for row in rows] == [2e6, 2e6, 1e6, 1e6]
-    varied = ("--vary", "strategy=ddp, co2, slowmo, co2:staleness=2", "--jobs", "1")
+    varied = ("--vary", "strategy=ddp, co2, slowmo, co2.published:staleness=2", "--jobs", "1")
     _, shown, _ = cli("sweep", *ON, "-g", "16", *varied, *goal, "--sort", "to loss")
     table = shown.splitlines()
     head = next(place for place, line in enumerate(table) if line.rstrip().endswith("to loss"))
     lines = [line.split() for line in table[head : head + 5]]
-    assert [line[0] for line in lines[1:]] == ["ddp", "slowmo", "co2", "co2:staleness=2"]
+    assert [line[0] for line in lines[1:]] == ["ddp", "slowmo", "co2", "co2.published:staleness=2"]
     assert lines[4][-1] == "-"

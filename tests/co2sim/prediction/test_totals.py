@@ -148,7 +148,11 @@ def test_solve_has_the_ends_of_totals() -> None:
     ("strategy", "bandwidth"),
     [
         *(("ddp", "10 Gbit/s"), ("zero3", "3200 Gbit/s"), ("fsdp", "10 Gbit/s")),
-        *(("zero1", "3200 Gbit/s"), ("co2(tau=3)", "10 Gbit/s"), ("diloco(tau=2)", "3200 Gbit/s")),
+        *(
+            ("zero1", "3200 Gbit/s"),
+            ("co2.published(tau=3)", "10 Gbit/s"),
+            ("diloco(tau=2)", "3200 Gbit/s"),
+        ),
     ],
 )
 def test_the_power_is_that_of_the_trace_integrated(strategy: str, bandwidth: str) -> None:
@@ -191,8 +195,10 @@ def test_all_grows_with_tokens_and_steps_and_falls_with_goodput(
 ) -> None:
     """Time, money, energy and carbon are in proportion to tokens times factor over goodput."""
     one = known(totals(result(), cluster(), 1e6))
-    goal = Goal(factors={"co2(tau=48)": factor})
-    found = known(totals(result(strategy="co2(tau=48)"), cluster(), tokens, goal, goodput))
+    goal = Goal(factors={"co2.published(tau=48)": factor})
+    found = known(
+        totals(result(strategy="co2.published(tau=48)"), cluster(), tokens, goal, goodput)
+    )
     times = tokens / 1e6 * factor / goodput
     for name in ("days", "gpu_hours", "cost", "energy_kwh", "co2e_kg"):
         assert getattr(found, name) == pytest.approx(times * getattr(one, name), rel=1e-9)
@@ -344,7 +350,7 @@ def test_the_words_name_what_totals_rest_on(cli: Run) -> None:
     usual = " ".join(cli("run", *ON, "-s", "ddp", "--tokens", "1e10")[1].split())
     for token in ("PUE 1.58 (assumed", "481 g/kWh (assumed: world", "--set price_per_gpu="):
         assert token in usual
-    late = ("-s", "co2:staleness=2", "--tokens", "1e9", "--set", "failures=meta-rsc-1")
+    late = ("-s", "co2.published:staleness=2", "--tokens", "1e9", "--set", "failures=meta-rsc-1")
     assert "totals count failures" not in cli("run", *ON, *late)[1]  # there are none
 
 

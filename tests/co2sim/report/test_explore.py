@@ -383,7 +383,14 @@ def command(more: tuple[str, ...]) -> list[str]:
     [
         (("-o", "p.html", "--tolerance", "0"), "--tolerance is 0"),
         (("-o", "p.html", "--tolerance", "nan"), "nan"),
-        (("-o", "p.html", *(part for i in range(2, 15) for part in ("-s", f"co2:tau={i}"))), "12"),
+        (
+            (
+                "-o",
+                "p.html",
+                *(part for i in range(2, 15) for part in ("-s", f"co2.published:tau={i}")),
+            ),
+            "12",
+        ),
         (("-o", "p.html", "--vary", "gpus=8, 8"), "twice"),
         (("-o", "p.html", "--vary", "gpus=12"), "12"),
         (("-o", "p.html", "--vary", "micro_batch=" + ", ".join(map(str, range(1, 66)))), "64"),

@@ -212,7 +212,7 @@ def test_wrong_words_are_answered_as_on_the_command_line(client: TestClient) -> 
         ({"strategies": ["zer03"]}, "'zero3'"),
         ({"strategies": []}, "0 strategies"),
         ({"strategies": ["ddp", "ddp"]}, "twice"),
-        ({"strategies": [f"co2:tau={i}" for i in range(1, 14)]}, "1 to 12"),
+        ({"strategies": [f"co2.published:tau={i}" for i in range(1, 14)]}, "1 to 12"),
         ({"set": {"inter.bandwidth": "25"}}, "no unit"),
         ({"options": {"recompute": "all"}}, "recompute"),
         ({"options": {"cluster": "cloud-25g"}}, "'cluster'"),

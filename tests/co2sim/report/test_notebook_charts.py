@@ -190,7 +190,7 @@ def swept() -> pd.DataFrame:
         *GPT,
         gpus=16,
         vary={
-            "strategy": ["ddp", "co2(tau=4)"],
+            "strategy": ["ddp", "co2.published(tau=4)"],
             "inter.bandwidth": ["1 Tbit/s", "25 Gbit/s", "800 Mbit/s"],
         },
         tokens=1e9,

@@ -33,7 +33,11 @@ def test_the_header_names_speeds_and_the_figures_what_they_cost(cli: Run) -> Non
 @pytest.mark.parametrize(
     ("options", "micro_batch", "offered"),
     [
-        (("-m", "llama-13b", "-s", "co2:tau=4"), "1", ["co2:tau=4,worker=node,inner=zero3"]),
+        (
+            ("-m", "llama-13b", "-s", "co2.published:tau=4"),
+            "1",
+            ["co2.published:tau=4,worker=node,inner=zero3"],
+        ),
         (
             ("-m", "llama-7b", "-s", "zero2", "-g", "16"),
             "16",
@@ -74,7 +78,7 @@ def test_what_would_fit_does_fit_with_the_numbers_that_were_said(
     [
         (("-s", "zero3", "--recompute", "none"), "activations", "--recompute full"),
         (("-s", "ddp", "--recompute", "full"), "optimizer", "shards it"),
-        (("-s", "co2:tau=4,staleness=2", "--recompute", "full"), "outer", "worker=node"),
+        (("-s", "co2.published:tau=4,staleness=2", "--recompute", "full"), "outer", "worker=node"),
         (("-s", "zero3", "-m", "llama-70b", "--recompute", "full"), "optimizer", "more GPUs"),
     ],
 )

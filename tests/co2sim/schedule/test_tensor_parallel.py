@@ -94,7 +94,9 @@ def test_every_strategy_combines_with_it_folded_or_not(
     np.testing.assert_allclose(unfolded.ends[..., alike] - one, 0, atol=1e-14)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zeropp", "co2(tau=2,worker=node,inner=fsdp)"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "zeropp", "co2.published(tau=2,worker=node,inner=fsdp)"]
+)
 @pytest.mark.parametrize(("tp", "sequence"), DIVISIONS)
 def test_each_pass_exchanges_what_megatron_does(strategy: str, tp: int, sequence: bool) -> None:  # noqa: FBT001 - pytest's
     """Forward: the embedding and two sums a layer; backward: two sums a layer and the head's.
@@ -262,9 +264,9 @@ def test_fused_ops_exchange_what_their_parts_do(
 ) -> None:
     """Long rounds end when they do op by op."""
     here, work = cluster(2, 4), job(2, sequence=sequence, accumulation=2)
-    whole = planned("co2(tau=2,worker=node)", work, here.layout)
+    whole = planned("co2.published(tau=2,worker=node)", work, here.layout)
     monkeypatch.setattr(chaining, "FUSED_FROM", 0)
-    fused = planned("co2(tau=2,worker=node)", work, here.layout)
+    fused = planned("co2.published(tau=2,worker=node)", work, here.layout)
     assert fused.body != whole.body
     ends = [
         tiny.makespan(execute(made, here, precision="bf16", rounds=3)) for made in (whole, fused)

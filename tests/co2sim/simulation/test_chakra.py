@@ -456,7 +456,7 @@ def test_what_is_interrupted_or_refused_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control-C amid the files, a disk without room, a folder with files: nothing half-written."""
-    schedule = tiny.schedule("co2(tau=2,staleness=2)")
+    schedule = tiny.schedule("co2.published(tau=2,staleness=2)")
 
     def interrupt(done: int, _: int) -> None:
         if done == 2:

@@ -72,8 +72,8 @@ HOSTS: dict[str, dict[str, Any]] = {
 """What only the reference simulates."""
 
 BY_SITE = [
-    "co2(tau=2,worker=site)",
-    "co2(tau=2,staleness=2,worker=site,inner=ddp)",
+    "co2.published(tau=2,worker=site)",
+    "co2.published(tau=2,staleness=2,worker=site,inner=ddp)",
     "co2(tau=3,delay=2,worker=site,inner=zero1)",
     "co2(tau=2,delay=1,worker=site,inner=zero3,dtype=int8)",
     "diloco(tau=4,fragments=2,delay=1,worker=site,inner=fsdp)",
@@ -242,7 +242,7 @@ def test_one_rank_stands_for_all_of_all_sites(
     st.sampled_from([v for v in tiny.VARIANTS if "hpz_group" not in v]),
     st.sampled_from(["nccl", "gloo"]),
 )
-@example("co2(tau=2,worker=node,average=leader)", "nccl")
+@example("co2.published(tau=2,worker=node,average=leader)", "nccl")
 def test_slow_nodes_unfold_only_what_differs(strategy: str, kind: str) -> None:
     """With two speeds there are two classes of ranks, and they do what all ranks would do."""
     noise = Noise(node_speed={1: 0.5, 3: 0.5})

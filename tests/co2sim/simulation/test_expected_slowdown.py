@@ -132,8 +132,8 @@ STRATEGIES = [
     ("ddp", 5e8),
     ("local_sgd(tau=4)", 1e12),
     ("diloco(tau=12,fragments=4)", 5e8),
-    ("co2(tau=4)", 5e8),
-    ("co2(tau=12)", 1e12),
+    ("co2.published(tau=4)", 5e8),
+    ("co2.published(tau=12)", 1e12),
     ("co2(tau=12,delay=2)", 5e8),
 ]
 """With bytes per second between nodes: fast enough to hide averages, and not."""
@@ -144,7 +144,13 @@ cases = pytest.mark.parametrize(
         *STRATEGIES,
         *(
             pytest.param(strategy, inter, marks=pytest.mark.nightly)
-            for strategy in ("zero1", "zero3", "slowmo(tau=12)", "co2(tau=1)", "co2(tau=48)")
+            for strategy in (
+                "zero1",
+                "zero3",
+                "slowmo(tau=12)",
+                "co2.published(tau=1)",
+                "co2.published(tau=48)",
+            )
             for inter in (1e12, 5e8)
         ),
     ],

@@ -195,10 +195,10 @@ def test_zero3_hides_reductions_behind_the_backward() -> None:
 
 def test_co2_sends_a_tau_th_of_one_all_reduce() -> None:
     """Per step: 2 (n-1)/n x 4 bytes x parameters / tau, on every GPU and NIC."""
-    found = sent("co2(tau=4)", (2, 2))
+    found = sent("co2.published(tau=4)", (2, 2))
     assert found.nic == pytest.approx(2 * 3 / 4 * 8000 / 4)
     assert found.gpu == pytest.approx(2 * 3 / 4 * 8000 / 4)
-    shared = sent("co2(tau=4,worker=node)", (4, 2))
+    shared = sent("co2.published(tau=4,worker=node)", (4, 2))
     assert shared.nic == pytest.approx(2 * 3 / 4 * 8000 / 4)  # two halves, each among four peers
 
 

@@ -145,7 +145,7 @@ def test_a_collective_is_under_way_until_its_last_member_has_ended() -> None:
     assert metrics.communication(trace, SCHEDULE, during) == metrics.Communication(2, 0)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", "local_sgd(tau=3)", "co2(tau=3)"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "local_sgd(tau=3)", "co2.published(tau=3)"])
 def test_a_slow_node_delays_a_round_by_the_time_that_it_adds(strategy: str) -> None:
     """The delay is the round time minus that of the same case with equal nodes, no more."""
     case = (tiny.cluster(4, 2), tiny.model(), strategy)

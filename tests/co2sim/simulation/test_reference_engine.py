@@ -353,10 +353,10 @@ def slow_cluster() -> Cluster:
         ("local_sgd(tau=4)", "outer", 4 * STEP + SLOW + 20e-9),
         ("slowmo(tau=4)", "outer", 4 * STEP + SLOW + 52e-9),
         ("diloco(tau=4)", "outer", 4 * STEP + SLOW + 28e-9 + 52e-9),
-        ("co2(tau=4)", "outer", SLOW + 68e-9),
-        ("co2(tau=10)", "outer", 10 * STEP + 68e-9),
-        ("co2(tau=4,staleness=2)", "outer", SLOW),
-        ("co2(tau=10,staleness=2)", "outer", 10 * STEP + 68e-9),
+        ("co2.published(tau=4)", "outer", SLOW + 68e-9),
+        ("co2.published(tau=10)", "outer", 10 * STEP + 68e-9),
+        ("co2.published(tau=4,staleness=2)", "outer", SLOW),
+        ("co2.published(tau=10,staleness=2)", "outer", 10 * STEP + 68e-9),
         ("overlap_local_sgd(tau=10)", "outer", 10 * STEP + 68e-9),
         ("diloco(tau=10,delay=9)", "outer", 10 * STEP + 28e-9 + 52e-9),
         ("ddp", "optimizer", STEP + SLOW / 2),
@@ -377,7 +377,7 @@ def test_a_round_takes_what_the_algorithm_says(strategy: str, last: str, expecte
 
 
 @given(
-    st.sampled_from(["ddp", "zeropp(hpz_group=4)", "co2(tau=2,worker=node)"]),
+    st.sampled_from(["ddp", "zeropp(hpz_group=4)", "co2.published(tau=2,worker=node)"]),
     st.sampled_from([Noise(), Noise(node_speed={1: 0.5}), Noise(jitter=0.1)]),
     st.booleans(),
 )

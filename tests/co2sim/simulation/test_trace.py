@@ -17,7 +17,7 @@ from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Span, Trace, read_json_lines
 
 
-def correct(strategy: str = "co2(tau=1,worker=node)") -> tuple[Schedule, Trace]:
+def correct(strategy: str = "co2.published(tau=1,worker=node)") -> tuple[Schedule, Trace]:
     """A correct trace of two classes of ranks over three rounds."""
     schedule = tiny.schedule(strategy)
     noise = Noise(node_speed={1: 0.5})

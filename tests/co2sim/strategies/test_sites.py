@@ -23,8 +23,8 @@ from co2sim.simulation.trace import Trace
 LATENT = {"intra": Link(10e9, 1e-7), "inter": Link(1e9, 1e-6)}
 
 VARIANTS = [
-    "co2(tau=2,worker=site)",
-    "co2(tau=2,staleness=2,worker=site,inner=ddp)",
+    "co2.published(tau=2,worker=site)",
+    "co2.published(tau=2,staleness=2,worker=site,inner=ddp)",
     "co2(tau=3,delay=2,worker=site,inner=zero1)",
     "co2(tau=3,delay=1,fragments=3,worker=site,inner=fsdp)",
     "co2(tau=2,delay=1,worker=site,inner=zero3,dtype=int8)",
@@ -103,7 +103,9 @@ def test_where_a_site_is_a_node_it_does_not_matter_which_of_them_is_the_worker(
 # --- what crosses the links between sites ------------------------------------------------------
 
 
-@given(shapes, st.sampled_from(["local_sgd(tau=3,worker=site)", "co2(tau=3,worker=site)"]))
+@given(
+    shapes, st.sampled_from(["local_sgd(tau=3,worker=site)", "co2.published(tau=3,worker=site)"])
+)
 def test_a_site_sends_the_model_once_around_its_peers(
     shape: tuple[int, int, int], strategy: str
 ) -> None:

@@ -39,9 +39,9 @@ GOLDEN = [
     ("slowmo(tau=2)", {}),
     ("diloco(tau=2)", {}),
     ("diloco(tau=2,fragments=2,delay=1,dtype=int4)", {}),
-    ("co2(tau=2)", {}),
-    ("co2(tau=2,worker=node)", {}),
-    ("co2(tau=1,staleness=2,worker=node,inner=zero3)", {}),
+    ("co2.published(tau=2)", {}),
+    ("co2.published(tau=2,worker=node)", {}),
+    ("co2.published(tau=1,staleness=2,worker=node,inner=zero3)", {}),
     ("co2(tau=3,delay=2)", {}),
     ("co2(tau=2,delay=1,worker=node)", {}),
     ("co2(tau=2,delay=2,worker=node,average=leader)", {}),
@@ -258,7 +258,7 @@ def test_a_node_as_worker_averages_shares_among_peers(strategy: str, inner: str)
 
 def test_a_leader_averages_everything_and_broadcasts_it_inside_its_node() -> None:
     """As the authors' code does: one rank of each node, then a broadcast, awaited a round later."""
-    schedule = tiny.schedule("co2(tau=2,worker=node,average=leader)", (3, 2))
+    schedule = tiny.schedule("co2.published(tau=2,worker=node,average=leader)", (3, 2))
     outer = [op for op in schedule.body if op.stream == "outer"]
     works = [op.work for op in outer if isinstance(op.work, Collective)]
     assert [(w.kind, str(w.group), w.elements) for w in works] == [
@@ -267,10 +267,10 @@ def test_a_leader_averages_everything_and_broadcasts_it_inside_its_node() -> Non
     ]
     waits = {op.name: op.after for op in schedule.body}
     assert After("spread", 1) in waits["outer"]
-    shares = traffic(tiny.schedule("co2(tau=2,worker=node)", (3, 2)), tiny.cluster(3, 2))
+    shares = traffic(tiny.schedule("co2.published(tau=2,worker=node)", (3, 2)), tiny.cluster(3, 2))
     assert traffic(schedule, tiny.cluster(3, 2)).nic == pytest.approx(shares.nic)
     for shape in ((3, 1), (1, 2)):  # nobody to broadcast to, or nothing to average
-        alone = tiny.schedule("co2(tau=2,worker=node,average=leader)", shape)
+        alone = tiny.schedule("co2.published(tau=2,worker=node,average=leader)", shape)
         assert all(op.name != "spread" for op in alone.body)
 
 
@@ -324,16 +324,16 @@ def test_the_parts_of_a_backward_pass_add_up_to_the_whole() -> None:
         ("ddpp", "'ddp'"),
         ("", "''"),
         ("hsdp", "fsdp:shard=node"),
-        ("co2(taau=3)", "'tau'"),
+        ("co2.published(taau=3)", "'tau'"),
         ("co2(tau)", "option=value"),
-        ("co2(tau=1,tau=2)", "tau"),
-        ("co2(tau=1", "co2(tau=1"),
+        ("co2.published(tau=1,tau=2)", "tau"),
+        ("co2.published(tau=1", "co2(tau=1"),
         *((f"{name}(tau=0)", "1 to 10000") for name in ("co2", "local_sgd", "slowmo", "diloco")),
         ("overlap_local_sgd(tau=0)", "1 to 10000"),
-        ("co2(staleness=101)", "1 to 100"),
+        ("co2.published(staleness=101)", "1 to 100"),
         ("diloco(fragments=1001)", "1 to 1000"),
-        ("co2(tau=1.5)", "whole number"),
-        ("co2(tau=1e999)", "whole number"),
+        ("co2.published(tau=1.5)", "whole number"),
+        ("co2.published(tau=1e999)", "whole number"),
         ("ddp(bucket_mib=-1)", "-1.0"),
         ("zero1(bucket=0)", "bucket"),
         ("zero3(gathers=0)", "1 to 100"),
@@ -342,14 +342,14 @@ def test_the_parts_of_a_backward_pass_add_up_to_the_whole() -> None:
         ("zeropp(scale_block=0)", "scale_block"),
         ("zeropp(hpz=false,hpz_group=2)", "hpz_group"),
         ("zeropp(qwz=maybe)", "true, false"),
-        ("co2(staleness=0)", "slowmo"),
-        ("co2(inner=zero2)", "worker=node"),
-        ("co2(worker=node,inner=zero9)", "ddp, zero1"),
-        ("co2(worker=site,inner=zeropp)", "worker=node"),
-        ("co2(average=leader)", "worker=node"),
-        ("co2(worker=node,inner=zero3,average=leader)", "worker=node"),
-        ("co2(worker=node,average=leader,dtype=int8)", "average=leader"),
-        ("co2(dtype=int4)", "fp32, fp16, bf16"),
+        ("co2.published(staleness=0)", "slowmo"),
+        ("co2.published(inner=zero2)", "worker=node"),
+        ("co2.published(worker=node,inner=zero9)", "ddp, zero1"),
+        ("co2.published(worker=site,inner=zeropp)", "worker=node"),
+        ("co2.published(average=leader)", "worker=node"),
+        ("co2.published(worker=node,inner=zero3,average=leader)", "worker=node"),
+        ("co2.published(worker=node,average=leader,dtype=int8)", "average=leader"),
+        ("co2.published(dtype=int4)", "fp32, fp16, bf16"),
         ("diloco(tau=4,fragments=5)", "tau=4"),
         ("diloco(tau=4,delay=4)", "tau-1=3"),
         ("diloco(scale_block=0)", "at least 1"),
@@ -360,7 +360,7 @@ def test_the_parts_of_a_backward_pass_add_up_to_the_whole() -> None:
         ("co2(delay=2,keep=1.5)", "0 to 1"),
         ("co2(delay=2,predict=-1)", "0 to 1"),
         ("co2(tau=4,delay=4,keep=0.25,predict=1)", "below"),
-        ("co2(keep=0.5)", "delay"),
+        ("co2.published(keep=0.5)", "delay"),
         ("co2(tau=auto)", "delay"),
         ("co2(tau=auto,delay=2)", "=auto"),
         ("co2(delay=auto)", "=auto"),
@@ -382,7 +382,7 @@ def test_wrong_options_are_refused_in_one_line(text: str, key: str) -> None:
         ("ddp", 10_000, 200),
         ("zero3", 10_000, 30),
         ("zeropp(gathers=100)", 500, 10),
-        ("co2(tau=10000,worker=node,inner=zero3)", 1, 30),
+        ("co2.published(tau=10000,worker=node,inner=zero3)", 1, 30),
     ],
 )
 def test_a_schedule_beyond_memory_is_refused_before_it_is_built(

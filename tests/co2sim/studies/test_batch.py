@@ -17,7 +17,7 @@ from co2sim.common.version import own_identity
 from co2sim.studies.batch import Inputs
 
 CATALOG = Path(co2sim.__file__).parent / "catalog"
-CASE = Case(cluster="a100-tcp80", model="gpt2-small", strategy="co2:tau=2", gpus=16)
+CASE = Case(cluster="a100-tcp80", model="gpt2-small", strategy="co2.published:tau=2", gpus=16)
 
 CONFIG = {
     "model_type": "gpt2",
@@ -80,7 +80,7 @@ def test_a_key_changes_with_every_field_of_a_case_and_with_nothing_else() -> Non
     others: dict[str, Any] = {
         "cluster": "dgx-h100",
         "model": "gpt2-medium",
-        "strategy": "co2:tau=3",
+        "strategy": "co2.published:tau=3",
         "gpus": 8,
         "micro_batch": 2,
         "accumulation": 2,
@@ -111,7 +111,7 @@ def test_a_key_changes_with_every_field_of_a_case_and_with_nothing_else() -> Non
     keys = {key(replace(CASE, **{name: value})) for name, value in others.items()}
     assert len(keys | {key(CASE)}) == len(others) + 1
     assert key(replace(CASE, strategy=CO2(tau=2))) == key(CASE)
-    assert key(replace(CASE, strategy="co2(tau=2)", gpus="16")) == key(CASE)  # type: ignore[arg-type]
+    assert key(replace(CASE, strategy="co2.published(tau=2)", gpus="16")) == key(CASE)  # type: ignore[arg-type]
     assert Inputs(["tokens", 1e9]).key(CASE) != key(CASE)
 
 

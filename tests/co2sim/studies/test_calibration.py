@@ -264,7 +264,7 @@ def test_runs_that_contradict_each_other_narrow_nothing(tmp_path: Path) -> None:
     "changes",
     [
         {"cluster": "dgx-a100"},
-        {"strategy": "co2:tau=12,worker=node"},
+        {"strategy": "co2.published:tau=12,worker=node"},
     ],
 )
 def test_another_gpu_and_local_steps_are_not_known_from_it(

@@ -245,7 +245,7 @@ def test_levers_are_what_a_tenth_more_gives() -> None:
         Case(
             cluster="a100-tcp80",
             model="gpt2-small",
-            strategy="co2(tau=12,worker=node)",
+            strategy="co2.published(tau=12,worker=node)",
             gpus=32,
             micro_batch=2,
             accumulation=3,

@@ -80,13 +80,13 @@ def test_objects_paths_and_fields_can_vary() -> None:
         accumulation=1,
         vary={
             "cluster": ["a100-tcp80", where],
-            "strategy": [DDP(), "co2:tau=2"],
+            "strategy": [DDP(), "co2.published:tau=2"],
             "straggle": "0, 0.1",
             "micro_batch": range(1, 3),
         },
     )
     assert len(found) == 16
-    assert set(found["strategy"]) == {"ddp", "co2(tau=2)"}
+    assert set(found["strategy"]) == {"ddp", "co2.published(tau=2)"}
     assert set(found["cluster_key"]) == {"a100-tcp80", str(where)}
     assert set(found["model_key"]) == {"tiny"}
     slow = found[found["vary straggle"] == "0.1"].reset_index(drop=True)
@@ -95,11 +95,25 @@ def test_objects_paths_and_fields_can_vary() -> None:
 
 
 TEXTS = {
-    "co2:tau=48,worker=node,ddp": ["co2(tau=48, worker=node)", "ddp"],
-    "ddp, co2:tau=48, worker=node, zero3": ["ddp", "co2(tau=48, worker=node)", "zero3"],
-    "co2:tau=4;co2:tau=8,worker=node": ["co2(tau=4)", "co2(tau=8, worker=node)"],
-    "ddp,co2(tau=4, worker=node),zero3": ["ddp", "co2(tau=4, worker=node)", "zero3"],
-    "co2(tau=4),co2:tau=8,worker=node": ["co2(tau=4)", "co2(tau=8, worker=node)"],
+    "co2.published:tau=48,worker=node,ddp": ["co2.published(tau=48, worker=node)", "ddp"],
+    "ddp, co2.published:tau=48, worker=node, zero3": [
+        "ddp",
+        "co2.published(tau=48, worker=node)",
+        "zero3",
+    ],
+    "co2.published:tau=4;co2.published:tau=8,worker=node": [
+        "co2.published(tau=4)",
+        "co2.published(tau=8, worker=node)",
+    ],
+    "ddp,co2.published(tau=4, worker=node),zero3": [
+        "ddp",
+        "co2.published(tau=4, worker=node)",
+        "zero3",
+    ],
+    "co2.published(tau=4),co2.published:tau=8,worker=node": [
+        "co2.published(tau=4)",
+        "co2.published(tau=8, worker=node)",
+    ],
 }
 
 
@@ -153,7 +167,7 @@ FIGURES: dict[str, Callable[[Any], float]] = {
 @pytest.mark.slow
 def test_rows_are_sorted_by_columns_or_by_the_names_of_the_printed_table() -> None:
     """The order is that of the results one by one, falling behind a minus."""
-    strategies = ["ddp", "zero3", "co2(tau=4)"]
+    strategies = ["ddp", "zero3", "co2.published(tau=4)"]
     results = {s: co2sim.simulate(**SMALL, strategy=s) for s in strategies}
     for name, figure in FIGURES.items():
         values = {s: figure(result) for s, result in results.items()}
@@ -179,13 +193,16 @@ def test_scale_gives_clusters_by_strategies_by_counts() -> None:
     """Rows in the order asked for, the default counts double; each is what `simulate` gives."""
     found = co2sim.scale(["a100-tcp80", "dgx-h100"], "gpt2-small", ["ddp", CO2(tau=2)], gpus="16,8")
     assert found["gpus"].tolist() == [8, 16] * 4
-    assert found["strategy"].tolist() == ["ddp", "ddp", "co2(tau=2)", "co2(tau=2)"] * 2
-    alone = co2sim.simulate("dgx-h100", "gpt2-small", "co2:tau=2", gpus=16)
+    assert (
+        found["strategy"].tolist()
+        == ["ddp", "ddp", "co2.published(tau=2)", "co2.published(tau=2)"] * 2
+    )
+    alone = co2sim.simulate("dgx-h100", "gpt2-small", "co2.published:tau=2", gpus=16)
     assert found["tokens_per_s"].iloc[-1] == alone.tokens_per_s
     whole = co2sim.scale(tiny.cluster(4, 2), tiny.model(), "ddp")
     assert whole["gpus"].tolist() == [2, 4, 8]
     with pytest.raises(OptionError, match="given twice"):
-        co2sim.scale("dgx-h100", "gpt2-small", ["co2", "co2(tau=12)"], gpus=[8])
+        co2sim.scale("dgx-h100", "gpt2-small", ["co2", "co2.published(tau=12)"], gpus=[8])
     with pytest.raises(OptionError, match="12 GPUs do not fill"):
         co2sim.scale("dgx-h100", "gpt2-small", "ddp", gpus=[8, 12])
 
@@ -206,7 +223,7 @@ def test_a_case_that_fails_is_a_row_with_its_error() -> None:
 @pytest.mark.slow
 def test_a_killed_worker_costs_its_case_and_no_other() -> None:
     """Whatever was done before and comes after is there, in order; the dead one is named."""
-    strategies = ["ddp", "zero3", Deadly(), "zero1", "co2:tau=2", Deadly(), "zeropp"]
+    strategies = ["ddp", "zero3", Deadly(), "zero1", "co2.published:tau=2", Deadly(), "zeropp"]
     cases = [Case(**SMALL, strategy=strategy) for strategy in strategies]
     outcomes = batch.run_all(cases, 2)
     dead = [isinstance(outcome, batch.Failure) for outcome in outcomes]
@@ -296,7 +313,7 @@ def test_the_command_keeps_what_is_done_and_says_what_is_not(
 
 def test_the_table_shows_what_is_exposed_and_a_price_where_there_is_one(cli: Command) -> None:
     """Of a round; USD needs a price."""
-    vary = ("--vary", "strategy=ddp, co2:tau=8,worker=node", "--jobs", "1")
+    vary = ("--vary", "strategy=ddp, co2.published:tau=8,worker=node", "--jobs", "1")
     code, plain, _ = cli("sweep", *ARGUMENTS[:-2], *vary)
     assert code == 0
     assert "exposed" in plain

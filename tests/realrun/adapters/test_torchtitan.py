@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.nightly]
 
 DELAYED: dict[str, Any] = {"algorithm": "CO2", "tau": 4, "delay": 2}
 CASES: list[dict[str, Any]] = [
-    {"algorithm": "CO2", "tau": 2},
+    {"algorithm": "CO2.published", "tau": 2},
     DELAYED,
     {"algorithm": "LocalSGD", "tau": 3},
     {"algorithm": "DiLoCo", "tau": 2},

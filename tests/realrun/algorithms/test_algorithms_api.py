@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from local_problem import network, optimizer  # noqa: E402 - needs torch
+from local_problem import algorithm_of, network, optimizer  # noqa: E402 - needs torch
 
 from realrun import algorithms  # noqa: E402 - needs torch
 from realrun.algorithms import LocalUpdate  # noqa: E402 - needs torch
@@ -22,7 +22,7 @@ KINDS = ("CO2", "SlowMo", "LocalSGD", "OverlapLocalSGD", "DiLoCo")
 def made(name: str = "CO2", **options: Any) -> LocalUpdate:
     """An algorithm of one worker."""
     model = network()
-    found: LocalUpdate = getattr(algorithms, name)(model, optimizer(model, "sgd"), **options)
+    found: LocalUpdate = algorithm_of(name, model, optimizer(model, "sgd"), **options)
     return found
 
 

@@ -1,7 +1,8 @@
 """CO2 with a delay: averages that are used in the middle of the next round, without a restart."""
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ torch = pytest.importorskip("torch")
 import reference_local_update as reference  # noqa: E402 - needs torch
 from hypothesis import given  # noqa: E402 - needs torch
 from hypothesis import strategies as st  # noqa: E402 - needs torch
-from local_problem import loss, network, optimizer, train, vector  # noqa: E402 - needs torch
+from local_problem import co2_of, loss, network, optimizer, train, vector  # noqa: E402 - needs torch
 
 from realrun.algorithms import (  # noqa: E402 - needs torch
     CO2,
@@ -23,8 +24,14 @@ from realrun.algorithms import (  # noqa: E402 - needs torch
     OptionError,
     SlowMo,
 )
-from realrun.algorithms.delayed import DelayedAveraging, depart, local_progress_since, stand  # noqa: E402 - needs torch
-from realrun.algorithms.delayed_loop import AutoDelay, Launch  # noqa: E402 - needs torch
+from realrun.algorithms.delayed import depart, local_progress_since, stand  # noqa: E402 - needs torch
+from realrun.algorithms.pacing import (  # noqa: E402 - needs torch
+    SAMPLES,
+    AutoDelay,
+    AutoTau,
+    Launch,
+    WaitWatch,
+)
 
 
 def test_one_worker_equals_the_transcription() -> None:
@@ -45,7 +52,7 @@ def test_one_worker_equals_the_transcription() -> None:
         )
         model = network()
         optim = optimizer(model, inner)
-        with CO2(
+        with co2_of(
             model, optim, tau=tau, delay=d, outer_momentum=0.5, outer_lr=0.8, clip=0.05, **options
         ) as co2:
             for t in range(rounds):
@@ -70,7 +77,6 @@ def test_with_all_kept_the_mean_moves_as_in_local_sgd(steps: tuple[int, int], se
     parts = [(torch.float64, slice(0, elements))]
     mean = torch.zeros_like(x0)
     plain, flying = x0.clone(), -1
-    late = DelayedAveraging(delay=d)
     for k in range(1, 5 * tau + 1):
         steps_taken = torch.randn(workers, elements, generator=generator, dtype=torch.float64)
         x = [one - rate * step for one, step in zip(x, steps_taken, strict=True)]
@@ -78,7 +84,7 @@ def test_with_all_kept_the_mean_moves_as_in_local_sgd(steps: tuple[int, int], se
         if k == flying + d and flying > 0:
             anchor = anchor - mean
             for i in range(workers):
-                local_progress_since(late, d, tau, own[i], x[i], mean)
+                local_progress_since(own[i], x[i], mean, keep=1.0, predict=0.0)
                 x[i] = anchor + own[i]
         np.testing.assert_allclose(torch.stack(x).mean(0), plain, rtol=0, atol=1e-12)
         if k % tau == 0:
@@ -174,19 +180,15 @@ def test_options_of_late_averages_out_of_range() -> None:
         ({"delay": 12, "keep": 0.25, "predict": 1}, "predict times delay / tau is"),
         ({"delay": 12, "keep": 0}, "predict=1 with keep=0"),
         ({"delay": "auto", "keep": 0}, "and must be below 1"),
-        ({"delay": 2, "staleness": 2}, "staleness is 2"),
         ({"delay": 2, "fragments": 13}, "fragments is 13"),
-        ({"delay": 2, "fragments": 2, "gap": "gap_aware"}, "needs norms of the whole"),
         ({"delay": 2, "preview": 4}, "preview is 4"),
-        ({"delay": 2, "preview": True, "gap": "gap_aware"}, "preview steps before there"),
-        ({"keep": 0.5}, "keep, predict, fragments and"),
         ({"outer_lr": 1e300}, "outer_lr is 1e+300"),
         ({"clip": 1e39}, "clip is 1e+39"),
-        ({"preview": True}, "keep, predict, fragments and"),
+        ({"tau": "soon"}, "tau is 'soon'"),
     ]:
         model = network()
         with pytest.raises(OptionError) as caught:
-            CO2(model, optimizer(model, "sgd"), tau=12, **options)
+            co2_of(model, optimizer(model, "sgd"), **({"tau": 12} | options))
         assert words in str(caught.value)
 
 
@@ -197,7 +199,7 @@ def test_what_was_evaluated_is_what_is_kept() -> None:
             model = network()
             optim = optimizer(model, "sgd")
             options = {"outer_momentum": 0.9, "outer_lr": 0.1, "preview": preview}
-            with CO2(model, optim, tau=4, delay=2, **options) as co2:
+            with co2_of(model, optim, tau=4, delay=2, **options) as co2:
                 train(model, optim, 0, range(steps))
                 with co2.consensus():
                     shown = vector(model)
@@ -207,15 +209,18 @@ def test_what_was_evaluated_is_what_is_kept() -> None:
 
 def test_what_dies_out_may_be_predicted() -> None:
     """A whole round late with the defaults of short rounds; the choice that learned best."""
-    for more in [{"tau": 1, "delay": 1}, {"tau": 2, "delay": 2}, {"delay": 4}]:
-        recipe = {"keep": 0.25, "predict": 1} if "tau" not in more else {}
-        assert _last_loss(**more, **recipe) < 0.2
+    for more in [
+        {"tau": 1, "delay": 1},
+        {"tau": 2, "delay": 2},
+        {"tau": 12, "delay": 4, "keep": 0.25, "predict": 1},
+    ]:
+        assert _last_loss(**more) < 0.2
 
 
 def test_a_measured_delay_bounds_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Averages that take the whole round: it was repeated for ever, and the loss exploded."""
     measured = iter([4])
-    monkeypatch.setattr(AutoDelay, "used", lambda *_: next(measured, None))
+    monkeypatch.setattr(AutoDelay, "used", lambda *_, **__: next(measured, None))
     with pytest.warns(UserWarning, match=r"predict=1 .*0\.75") as said:
         assert _last_loss(tau=4, delay="auto", keep=0.25, predict=1, fragments=1) < 0.2
     assert len(said) == 1
@@ -224,7 +229,7 @@ def test_a_measured_delay_bounds_what_is_predicted(monkeypatch: pytest.MonkeyPat
 def _last_loss(**options: Any) -> float:
     model = network()
     optim = optimizer(model, "sgd")
-    with CO2(model, optim, **options) as co2:
+    with co2_of(model, optim, **options) as co2:
         train(model, optim, 0, range(80))
         with co2.consensus():
             return loss(model, 0, 0).item()
@@ -233,7 +238,9 @@ def _last_loss(**options: Any) -> float:
 class OfRanks:
     """Links that know what the other ranks say: `others` are their numbers, call by call."""
 
-    def __init__(self, others: list[list[float]]) -> None:
+    rank = 0
+
+    def __init__(self, others: Iterable[list[float]]) -> None:
         self.others = iter(others)
 
     def largest(self, numbers: list[float]) -> list[float]:
@@ -241,55 +248,99 @@ class OfRanks:
         return [max(pair) for pair in zip(numbers, next(self.others), strict=True)]
 
 
-def measuring(others: list[list[float]]) -> AutoDelay:
+def measuring(others: Iterable[list[float]], **more: Any) -> AutoDelay:
     """In rounds of eight steps."""
-    return AutoDelay(8, OfRanks(others), measures=True)  # type: ignore[arg-type]
+    return AutoDelay(8, OfRanks(others), measures=True, **more)  # type: ignore[arg-type]
 
 
-def delay_of(took: list[int], untold: set[int] = frozenset()) -> int | None:  # type: ignore[assignment]
-    """What is chosen where averages take so many steps; other ranks cannot tell those `untold`."""
-    auto = measuring([[float(place in untold), 0.0] for place in range(len(took))])
-    chosen = None
-    for place, steps in enumerate(took):
-        assert chosen is None
-        chosen = auto.used(Launch(0, place, 8), steps)
+def used(auto: AutoDelay, took: list[int], *, late: bool = False) -> list[int | None]:
+    """What is chosen after each of some averages that take so many steps."""
+    start = auto.uses
+    return [
+        auto.used(Launch(0, start + place, steps), late=late) for place, steps in enumerate(took)
+    ]
+
+
+def delay_of(took: list[int], untold: set[int] = frozenset(), **more: Any) -> int | None:  # type: ignore[assignment]
+    """The delay after these averages; other ranks cannot tell those `untold`."""
+    auto = measuring(([float(place in untold), 0.0, 0.0] for place in range(len(took))), **more)
+    *before, chosen = used(auto, took)
+    assert before == [None] * len(before)
     return chosen
 
 
-def test_the_middle_one_of_three_averages_is_the_delay() -> None:
-    """Slow first steps do not decide for the whole training; the very first average is left out."""
-    assert delay_of([7, 1, 1, 1]) == 1
-    assert delay_of([1, 5, 1, 1]) == 1
-    assert delay_of([1, 5, 2, 3]) == 3
-    assert delay_of([1, 5, 5, 1]) == 5
-    assert delay_of([1, 1, 1]) is None
-    assert delay_of([1, 0, 0, 3, 2, 2]) == 2  # those of a finish() are waited for at once
+def test_most_averages_come_within_the_delay() -> None:
+    """Three of four, and at least four of five; the very first average is left out."""
+    assert delay_of([7, 1, 1, 1, 1, 1]) == 1
+    assert delay_of([1, 1, 5, 1, 2, 2]) == 2
+    assert delay_of([1, 5, 5, 1, 1, 1]) == 5
+    assert delay_of([1, 1, 1, 1, 1]) is None
+    assert delay_of([1, 1, 3, 3, 3, 3, 3], untold={1}) == 3
+    assert delay_of([1, 1, 2, 3, 4, 5, 6, 7, 8], fragments=8) == 6  # they queue in a round
+    assert SAMPLES == 5
 
 
 def test_only_steady_steps_are_measured_and_again_when_they_change() -> None:
-    """Steps of a compilation are left out; a third longer later, and three more averages decide."""
-    paces = [9.0, 9.0, 1.0, 1.1, 1.2, 1.2, 1.7, 1.7, 1.7, 1.7]
-    auto = measuring([[0.0, pace] for pace in paces])
-    took = [1, 7, 2, 2, 3]
-    assert [auto.used(Launch(0, step, 8), many) for step, many in enumerate(took)] == [None] * 4 + [
-        2
-    ]
-    for step in range(5, 32):  # the next looks are at the 16th and the 32nd average
-        assert auto.used(Launch(0, step, 8), 2) is None
+    """Steps of a compilation are left out; a third longer later, and averages are measured anew."""
+    paces = [9.0, 9.0, 1.0, 1.1, 1.2, 1.2, 1.2, 1.7, *[1.7] * 5]
+    auto = measuring([0.0, pace, 0.0] for pace in paces)
+    assert used(auto, [1, 7, 2, 2, 3, 2, 2]) == [None] * 6 + [2]
+    *between, looked = used(auto, [2] * 9)  # the next look is at the 16th average
+    assert between == [None] * 8
+    assert looked == 8
     assert auto.measures
-    assert [auto.used(Launch(0, step, 8), 4) for step in range(32, 35)] == [None, None, 4]
+    assert used(auto, [4] * 5) == [None] * 4 + [4]
+
+
+def test_averages_that_come_late_are_measured_again() -> None:
+    """The delay becomes longer, though it seemed long enough, and is tau at most."""
+    auto = measuring([0.0, 1.0, 0.0] for _ in range(40))
+    assert used(auto, [1] * 6)[-1] == 1
+    assert used(auto, [1] * 10, late=True)[-1] == 8
+    assert used(auto, [1] * 5)[-1] == 2
 
 
 def test_what_was_measured_is_kept() -> None:
     """A resumed training counts on; names are the same before and after."""
-    auto, resumed = measuring([[0.0, 1.0]] * 3), measuring([[0.0, 1.1]])
-    for step, took in enumerate([1, 5, 2]):
-        auto.used(Launch(0, step, 8), took)
-    assert resumed.numbers().keys() == auto.numbers().keys()
-    resumed.go_on(auto.numbers(), [])
-    assert (resumed.samples, resumed.uses, resumed.measures) == ([5, 2], 3, True)
-    assert resumed.used(Launch(0, 4, 8), 3) == 3
+    auto = measuring([0.0, 1.0, 0.0] for _ in range(4))
+    resumed = measuring([[0.0, 1.1, 0.0]] * 2)
+    used(auto, [1, 5, 2, 2])
+    assert resumed.numbers(1).keys() == auto.numbers(1).keys()
+    resumed.go_on(auto.numbers(1), 8, [])
+    assert (resumed.samples, resumed.uses, resumed.measures) == ([5, 2, 2], 4, True)
+    assert used(resumed, [3, 3]) == [None, 3]
     assert not resumed.measures
+
+
+@given(st.floats(1e-4, 10), st.floats(1e-4, 10), st.integers(2, 100))
+def test_tau_is_the_shortest_round_that_hides_an_average(
+    step: float, average: float, least: int
+) -> None:
+    """By the slowest rank; no shorter than fragments and a given delay allow."""
+    clock = [0.0]
+    auto = AutoTau(OfRanks([[average, 0.0]]), least, now=lambda: clock[0])  # type: ignore[arg-type]
+    chosen = None
+    for number in range(1, 6):
+        clock[0] += step
+        if auto.ends(number):
+            clock[0] += average / 2  # another rank took longer
+            chosen = auto.averaged()
+    assert chosen == max(least, min(10_000, math.ceil(average / step - 1e-9)))
+
+
+def test_a_link_that_needs_longer_rounds_is_named_once() -> None:
+    """The tau that would hide the averages, from what the rank waits that waits least."""
+    clock = [0.0]
+    watch = WaitWatch(OfRanks([[-0.5]] * 9), now=lambda: clock[0])  # type: ignore[arg-type]
+
+    def steps() -> None:
+        for number in range(1, 129):
+            clock[0] += 1.0
+            watch.used(4, 1, 4, 0.9 * number)
+
+    with pytest.warns(UserWarning, match="tau=8 ") as said:
+        steps()
+    assert len(said) == 1
 
 
 def progress(algorithm: Callable[..., LocalUpdate], steps: int, resumed: int) -> tuple[Any, Any]:
@@ -337,9 +388,10 @@ def test_every_step_counts_once(data: st.DataObject) -> None:
                 partial(DiLoCo, tau=tau, **plain),
                 partial(DiLoCo, tau=tau, fragments=late["fragments"], **plain),
                 partial(DiLoCo, tau=tau, keep=1.0, **late, **plain),
-                partial(CO2, tau=tau, staleness=2, gap="constant", **plain),
-                partial(CO2, tau=tau, **late, keep=draw(st.floats(0.1, 1))),
-                partial(CO2, tau=tau, **late, keep=1.0, preview=True),
+                partial(co2_of, tau=tau, staleness=2, gap="constant", **plain),
+                partial(co2_of, tau=tau, **late, keep=draw(st.floats(0.1, 1))),
+                partial(co2_of, tau=tau, **late, keep=1.0, preview=True),
+                CO2,
             ]
         )
     )
@@ -356,7 +408,7 @@ def test_a_last_step_of_size_zero_moves_nothing() -> None:
         for more in (0, 1):
             model = network()
             optim = torch.optim.SGD(model.parameters(), lr=0.1)
-            with CO2(model, optim, tau=12, delay=delay):
+            with co2_of(model, optim, tau=12, delay=delay):
                 for step in range(48 + more):
                     optim.param_groups[0]["lr"] = 0.1 if step < 48 else 0.0
                     loss(model, 0, step).backward()

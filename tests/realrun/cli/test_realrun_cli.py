@@ -71,7 +71,18 @@ RUN = ("run", "-c", "cluster.toml", "-m", "tiny-5m", "--rounds", "2", "--kernels
 @pytest.mark.dist
 def test_strategies_run_one_after_the_other_and_leave_records(tmp_path: Path) -> None:
     """JSON holds the keys of `co2sim run --json`; sleep kernels take the simulated time."""
-    done = call(tmp_path, *RUN, "--nproc", "2", "-s", "ddp", "-s", "co2:tau=2", "--check", "--json")
+    done = call(
+        tmp_path,
+        *RUN,
+        "--nproc",
+        "2",
+        "-s",
+        "ddp",
+        "-s",
+        "co2.published:tau=2",
+        "--check",
+        "--json",
+    )
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     predicted = driver.run(
@@ -79,7 +90,7 @@ def test_strategies_run_one_after_the_other_and_leave_records(tmp_path: Path) ->
     )
     for found in figures:
         assert found.keys() == predicted.to_dict().keys()
-    assert [found["strategy"] for found in figures] == ["ddp", "co2(tau=2)"]
+    assert [found["strategy"] for found in figures] == ["ddp", "co2.published(tau=2)"]
     kept = record.read(tmp_path / "out" / "ddp")
     assert kept.figures == figures[0]
     assert kept.trace.ranks == {0: 1, 1: 1}

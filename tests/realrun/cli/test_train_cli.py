@@ -91,7 +91,7 @@ def test_a_training_leaves_its_log_figure_parameters_and_record(
     assert [row.rounds for row in rows] == [1, 2, 3, 4, 5, 6]
     assert all(a.seconds < b.seconds for a, b in pairwise(rows))
     record = json.loads((out / folder.RECORD).read_text())
-    assert record["settings"]["strategy"] == "co2(tau=4)"
+    assert record["settings"]["strategy"] == "co2.published(tau=4)"
     assert len(record["facts"]["sha256"]) == 64
     assert record["facts"]["python"] == sys.version.split()[0]
     weights = torch.load(out / folder.MODEL)
@@ -160,7 +160,16 @@ def test_a_killed_rank_is_named_and_the_last_checkpoint_goes_on(
 @pytest.mark.dist
 def test_a_training_that_is_told_to_stop_leaves_a_checkpoint(tmp_path: Path) -> None:
     """The ranks are asked to stop, and do so together; the launcher ends as a shell expects."""
-    words = ("train", *SMALL, "--steps", "100000", "-s", "co2:tau=4", "--checkpoint-every", "0")
+    words = (
+        "train",
+        *SMALL,
+        "--steps",
+        "100000",
+        "-s",
+        "co2.published:tau=4",
+        "--checkpoint-every",
+        "0",
+    )
     done = dying(tmp_path, "stop:1:15", *words)
     assert done.returncode == 143, done.stderr
     stopped = re.search(r"stopped after step (\d+);", done.stdout)
@@ -180,7 +189,7 @@ def test_a_lab_trains_with_one_command(tmp_path: Path) -> None:
     done = call(
         tmp_path,
         *("lab", "run", "--nodes", "2", "--rate", "100 Mbit/s", "--", "realrun"),
-        *(*TRAIN, "-s", "co2:tau=4", "--evaluate", "after", "--json"),
+        *(*TRAIN, "-s", "co2.published:tau=4", "--evaluate", "after", "--json"),
     )
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
@@ -193,7 +202,7 @@ def test_a_lab_trains_with_one_command(tmp_path: Path) -> None:
     ("words", "said"),
     [
         ("--nproc 2 -s dpd", "unknown strategy 'dpd'"),
-        ("--nproc 2 -s co2:tau=3 --tau 4", "--tau 4"),
+        ("--nproc 2 -s co2.published:tau=3 --tau 4", "--tau 4"),
         ("--nproc 2 --lr fast", "--lr is 'fast'"),
         ("--nproc 2 --warmup 25", "warmup is 25"),
         ("--nproc 3", "batch is 8"),

@@ -76,7 +76,7 @@ def test_every_kernel_takes_as_much_longer_as_large_products(scale: float, flops
         assert took == pytest.approx(compute_time(work, gpu, "bf16"))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", "co2(tau=4)"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "co2.published(tau=4)"])
 def test_a_slower_machine_is_told_from_a_wrong_prediction(strategy: str) -> None:
     """With 70 % of the speed the prediction is too fast; at the speed of the run it is right."""
     run = measured(strategy, slower_gpu)

@@ -63,7 +63,7 @@ def test_algorithms_take_sites_from_the_environment() -> None:
 
 def test_training_at_one_site_is_refused() -> None:
     """In one line that says how sites are told; nothing else is asked of them."""
-    settings = TrainSettings(strategy="co2:tau=2,worker=site")
+    settings = TrainSettings(strategy="co2.published:tau=2,worker=site")
     with pytest.raises(OptionError, match="worker=site"):
         check(settings, Layout(2, 2))
     check(settings, Layout(2, 2, 2))
@@ -121,7 +121,7 @@ def test_the_lab_command_predicts_the_link_between_sites_from_its_rate(
     monkeypatch.setattr(measured, "_compared", lambda _: [])
     monkeypatch.setattr(measured, "_report", lambda *_, **__: None)
     asked = ["lab", "--sites", "2", "--wan", "50 Mbit/s", "--model", "tiny-5m"]
-    monkeypatch.setattr(sys, "argv", ["co2analysis", *asked, "-s", "co2:worker=site"])
+    monkeypatch.setattr(sys, "argv", ["co2analysis", *asked, "-s", "co2.published:worker=site"])
     with pytest.raises(SystemExit):
         main()
     (flat, probe), (sited, run) = seen

@@ -19,7 +19,7 @@ from realrun.train import folder, log  # noqa: E402
 from realrun.train.folder import Saved  # noqa: E402
 
 WORDS = (
-    *("train", "--size", "tiny", "--context", "16", "--batch", "8", "-s", "co2:tau=4"),
+    *("train", "--size", "tiny", "--context", "16", "--batch", "8", "-s", "co2.published:tau=4"),
     *("--log-every", "4", "--steps", "24", "--eval-every", "8", "--checkpoint-every", "6"),
 )
 nightly = pytest.mark.nightly

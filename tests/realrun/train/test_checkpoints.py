@@ -33,7 +33,7 @@ from realrun.train import checkpoint, collective_errors, folder, log
 from realrun.train.folder import STATE, Resume, Saved, check_checkpoint, checkpoints
 from realrun.train.settings import TrainSettings
 
-IDENTITY = {"strategy": "co2(tau=4)", "lr": 0.01, "betas": (0.9, 0.95)}
+IDENTITY = {"strategy": "co2.published(tau=4)", "lr": 0.01, "betas": (0.9, 0.95)}
 RANKS = 2
 FILES = ["rank0.safetensors", "rank1.safetensors", STATE]
 BARRIER = threading.Barrier(RANKS)
@@ -440,8 +440,14 @@ def test_a_full_disk_is_told_by_all_ranks_and_leaves_nothing(
     assert whole(before)
 
 
-SETTINGS = TrainSettings(size="tiny", context=16, batch=8, strategy="co2:tau=4")
-OPTIONS = {"--size": "tiny", "--context": "16", "--batch": "8", "-s": "co2:tau=4", "--nproc": "1"}
+SETTINGS = TrainSettings(size="tiny", context=16, batch=8, strategy="co2.published:tau=4")
+OPTIONS = {
+    "--size": "tiny",
+    "--context": "16",
+    "--batch": "8",
+    "-s": "co2.published:tau=4",
+    "--nproc": "1",
+}
 
 
 def held(out: Path) -> ExitStack:

@@ -148,7 +148,13 @@ def test_two_workers_on_a_quadratic() -> None:
 @pytest.mark.dist
 def test_estimates_do_not_disturb_the_training() -> None:
     """All losses of all steps are the same bits as without."""
-    strategies = ["ddp", "zero1", "co2:tau=4", "co2:tau=4,delay=2", "overlap_local_sgd:tau=2"]
+    strategies = [
+        "ddp",
+        "zero1",
+        "co2.published:tau=4",
+        "co2:tau=4,delay=2",
+        "overlap_local_sgd:tau=2",
+    ]
     for found in on_ranks("undisturbed", 2, module="estimate_workers", strategies=strategies):
         assert found
         assert all(found.values()), found
@@ -202,8 +208,8 @@ def test_commands_are_those_of_the_training() -> None:
         ("ddp", None, "--rounds 24 --local-steps 1 --delay 0"),
         ("local_sgd:tau=4", None, "--rounds 6 --local-steps 4 --delay 0"),
         ("slowmo:tau=48", None, "--rounds 1 --local-steps 48 --delay 0"),
-        ("co2:tau=4", None, "--rounds 6 --local-steps 4"),
-        ("co2:tau=4,staleness=2", None, "--local-steps 4 --delay '2 rounds'"),
+        ("co2.published:tau=4", None, "--rounds 6 --local-steps 4"),
+        ("co2.published:tau=4,staleness=2", None, "--local-steps 4 --delay '2 rounds'"),
         ("co2:tau=4,delay=auto,keep=0.5", 3, "--local-steps 4 --delay 3 --keep 0.5 --predict 0.5"),
     ]:
         lines = commands(FOUND, TrainSettings(strategy=strategy, steps=24), delay)
@@ -254,7 +260,16 @@ def test_a_training_leaves_estimates_and_commands_that_run(
 ) -> None:
     """A table with all points, estimate.json, and commands that co2analysis takes."""
     done = realrun(
-        tmp_path, 2, *TINY, "--steps", "6", "--warmup", "2", "-s", "co2:tau=2", "--estimate"
+        tmp_path,
+        2,
+        *TINY,
+        "--steps",
+        "6",
+        "--warmup",
+        "2",
+        "-s",
+        "co2.published:tau=2",
+        "--estimate",
     )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out" / "estimate.json").read_text())
@@ -285,7 +300,7 @@ def test_what_cannot_be_estimated_is_refused(
     """In one line, before anything starts or is written."""
     for arguments, said in [
         (("-s", "zero3"), "--estimate needs whole"),
-        (("-s", "co2:tau=2,worker=node"), "and zero2 shards them"),
+        (("-s", "co2.published:tau=2,worker=node"), "and zero2 shards them"),
         (("--resume",), "--estimate begins at the"),
         (("--steps", "2", "--warmup", "1"), "--estimate needs 3 steps at"),
         (("--stop", "2"), "--estimate needs 3 steps at"),

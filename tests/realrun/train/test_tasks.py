@@ -163,7 +163,8 @@ def test_points_lie_on_their_surface() -> None:
 @pytest.mark.parametrize("name", ["masked_text", "segmentation", "points"])
 def test_the_command_trains_every_task(name: str, tmp_path: Path) -> None:
     """On two ranks with CO2; the log has an accuracy where places have classes."""
-    options = f"-t {name} --size tiny --steps 8 --batch 4 --warmup 2 -s co2:tau=2 --nproc 2 -o o"
+    options = f"-t {name} --size tiny --steps 8 --batch 4 --warmup 2 --nproc 2 -o o"
+    options += " -s co2.published:tau=2"
     done = subprocess.run(
         [sys.executable, "-m", "realrun", "train", *options.split()],
         cwd=tmp_path,

@@ -129,7 +129,7 @@ def test_the_learning_rate_rises_and_falls() -> None:
 
 def test_local_updates_are_validated_at_ends_of_rounds() -> None:
     """At the first one at or after every multiple of `eval_every`, and at the last step."""
-    settings = TrainSettings(strategy="co2:tau=12", steps=100, eval_every=20)
+    settings = TrainSettings(strategy="co2.published:tau=12", steps=100, eval_every=20)
     assert [s for s in range(1, 101) if settings.evaluates(s)] == [24, 48, 60, 84, 100]
     plain = TrainSettings(steps=50, eval_every=20)
     assert [s for s in range(1, 51) if plain.evaluates(s)] == [20, 40, 50]
@@ -186,12 +186,12 @@ def test_options_that_cannot_be_honoured_are_refused() -> None:
         ("zero3:prefetch=10", "zero3: prefetch cannot be"),
         ("zero3:gathers=2", "zero3: gathers cannot be"),
         ("zeropp:max_reuse=9", "max_reuse"),
-        ("co2:worker=node,average=leader", "co2: average cannot be"),
+        ("co2.published:worker=node,average=leader", "co2: average cannot be"),
         ("zeropp:max_live=10", "max_live"),
         ("diloco:scale_block=64,dtype=int8", "scale_block"),
-        ("co2:dtype=fp16", "dtype=fp16 cannot"),
+        ("co2.published:dtype=fp16", "dtype=fp16 cannot"),
         ("co2:tau=auto,delay=auto", "tau=auto is chosen by"),
-        ("co2:worker=node,inner=zero1", "inner=zero1 cannot"),
+        ("co2.published:worker=node,inner=zero1", "inner=zero1 cannot"),
     ]:
         with pytest.raises(OptionError) as caught:
             check(TrainSettings(strategy=strategy), Layout(1, 2))

@@ -20,7 +20,7 @@ OUTER: dict[str, dict[str, str]] = {
     "slowmo:tau=2": GENTLE,
     "diloco:tau=2,dtype=int8": GENTLE,
     "diloco:tau=4,fragments=2,delay=1,dtype=int4": GENTLE,
-    "co2:tau=2": GENTLE,
+    "co2.published:tau=2": GENTLE,
     "co2:tau=4,delay=2,keep=0.5,predict=0.5": {},
 }
 
@@ -35,9 +35,9 @@ QUANTIZED = "local_sgd:tau=2,worker=node,inner=zeropp"
 """Inside a node gradients are int4 and gathered weights int8, between nodes all is fp32."""
 
 RESUMED = [
-    *("ddp", "zeropp", "co2:tau=4", "overlap_local_sgd:tau=4"),
+    *("ddp", "zeropp", "co2.published:tau=4", "overlap_local_sgd:tau=4"),
     "co2:tau=4,delay=3,worker=node,inner=zero2",
-    "co2:tau=4,worker=node,inner=zero2",
+    "co2.published:tau=4,worker=node,inner=zero2",
     *("zero1:shard=node", "zero2:shard=node"),
 ]
 
