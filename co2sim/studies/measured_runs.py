@@ -203,7 +203,10 @@ _KERNEL_NAMES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         # They may have CUTLASS, flash or conv in their names
         ("elementwise", r"layer_?norm|rms_?norm|rotary|cross_entropy|causal_conv1d|depthwise"),
         ("attention", r"flash(?!infer)|fmha|attn|attention|attend_|sdpa|(prefill|decode)With"),
-        ("attention", r"dot_do_o|do_o_dot|convert_dq|(^|\W)_?(fwd|bwd)_kernel(_d[kqv]\w*|_fuse)?\b"),
+        (
+            "attention",
+            r"dot_do_o|do_o_dot|convert_dq|(^|\W)_?(fwd|bwd)_kernel(_d[kqv]\w*|_fuse)?\b",
+        ),
         ("attention", r"^_?bwd_(pre|post)process|_?bwd_(dq|dkdv|dkdvdq)|(^|_)mla_|(^|\W)mha_"),
         ("elementwise", r"im2col|col2im|nchw\w*nhwc|nhwc\w*nchw"),
         ("products", r"gemm|gemv|cijk_|rocblas|hipblas|cublas|nvjet|xmma|wgmma|split_?k|matmul"),
@@ -271,9 +274,7 @@ def _of_steps(
     Where the launch of a kernel is not in the trace, the kernel has to begin within a mark.
     """
     launches = {
-        _argument(one, "correlation"): one["ts"]
-        for one in events
-        if one.get("cat") not in _KERNELS
+        _argument(one, "correlation"): one["ts"] for one in events if one.get("cat") not in _KERNELS
     }
     launches.pop(None, None)
     on_host = _Spans.of(one for one in marks if one.get("cat") != _GPU_MARK)

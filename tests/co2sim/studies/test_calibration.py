@@ -449,7 +449,7 @@ KERNEL_NAMES = {
         "nvjet_sm100_tst_128x256_64x6_2x1_2cta_v_bz_TNN",
         "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>(int)",
         "void gemv2T_kernel_val<int, int, __nv_bfloat16, float, 128, 16, 4, 4, false>(float)",
-        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_nn_align8>",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3>",
         "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int>>>",
         "void deep_gemm::sm90_fp8_gemm_1d2d_impl<0u, 7168u, 2048u, 1u, 128u, 128u>(float*)",
         "void at::cuda::detail::prepare_grouped_gemm_data<cutlass::bfloat16_t>(int)",
@@ -475,7 +475,7 @@ KERNEL_NAMES = {
         "void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4, cutlass::bfloat16_t>>",
         "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits>",
         "void flash_bwd_dot_do_o_kernel<true, Flash_bwd_kernel_traits<128, 64, 128, 8, 4, 4, 4>>",
-        "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::Co>>>",
+        "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<int>>>",
         "void cutlass::device_kernel<flash::FlashAttnBwdPreprocess<cute::tuple<cute::C<128>>>>",
         "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm100FlashAttentionForwardSm100_object_at",
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel",
@@ -495,7 +495,7 @@ KERNEL_NAMES = {
         "_bwd_preprocess_do_o_dot",
         "_fwd_kernel",
         "_attn_bwd_dkdv",
-        "void ck_tile::kentry<256, 2, ck_tile::FmhaFwdKernel<ck_tile::BlockFmhaPipelineQRKSVSAsync>>",
+        "void ck_tile::kentry<256, 2, ck_tile::FmhaFwdKernel<ck_tile::BlockFmhaPipelineQRKSVS>>",
         "void ck_tile::kentry<256, 1, ck_tile::FmhaBwdDQDKDVKernel<ck_tile::BlockGemm>>",
         "void ck_tile::kentry<256, 2, ck_tile::FmhaBwdConvertQGradKernel<ck_tile::Pipeline>>",
         "_ZN5aiter34fmha_bwd_hd128_bf16_a32_rtz_psskddvE",
@@ -510,8 +510,8 @@ KERNEL_NAMES = {
         "triton_fused_addmm_view_7",
         "triton__0d1d2de",
         "void at::native::vectorized_elementwise_kernel<4, at::native::sdpa_gemm_functor<float>>",
-        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::NormTwoOps>>",
-        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::Adam<matmul>>",
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::NormOps>>",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::Adam<mm>>",
         "void at::native::(anonymous namespace)::softmax_warp_forward<float, __nv_bfloat16, 10>",
         "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>(int)",
         "void at::native::split_with_sizes_copy_out_contiguous_no_cast_kernel(char**)",
@@ -548,7 +548,7 @@ KERNEL_NAMES = {
 
 
 def test_kernels_are_told_by_their_names() -> None:
-    """Of libraries of NVIDIA and AMD, of compilers and of attention; copies of the host are none."""
+    """Of libraries of NVIDIA and AMD, of compilers, of attention; copies of the host are none."""
     for part, names in KERNEL_NAMES.items():
         assert {name: part_of_step(name) for name in names} == dict.fromkeys(names, part)
 
