@@ -427,6 +427,7 @@ def _head(config: _Config) -> Tree:
     """The last block of a language model."""
     kind, task = config.kind, _task(config)
     encoder = kind in _ENCODERS
+    found: Tree
     if task == "vocabulary":
         tied = config.flag("tie_word_embeddings", default=config.family.tied)
         if encoder and not tied:
