@@ -8,6 +8,7 @@ further tokens, which transformers does not build.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -28,7 +29,7 @@ class _Family:
 
     `biases` are those of attention: as `attention_bias` says, for all of its matrices or but the
     last, always but the last, or never; `bias_key` is that of all matrices. `heads_norm` is a norm
-    of queries and keys; "option": one for all heads where `use_qk_norm` says so. One layer in
+    of queries and keys; "option": where `use_qk_norm` says so. One layer in
     `full_every` sees all tokens, the others a window. `tied`: embedding and head share weights
     where neither file nor class says it.
     """
@@ -66,13 +67,13 @@ FAMILIES: Mapping[str, _Family] = {
     "qwen3_moe": _Family(heads_norm="head"),
     "glm": _Family(biases="qkv option"),
     "glm4": _Family(biases="qkv option", norms=4),
-    "glm4_moe": _Family(biases="qkv option", heads_norm="option"),
+    "glm4_moe": _Family(biases="qkv option", heads_norm="option head"),
     "deepseek_v3": _Family(biases="no"),
     "gpt_oss": _Family(sinks=True, full_every=2, expert_bias=True),
     "minimax_m2": _Family(biases="no", heads_norm="whole"),
     "exaone4": _Family(biases="no", heads_norm="head", full_every=4),
     "ernie4_5": _Family(bias_key="use_bias"),
-    "cohere": _Family(norms=1),
+    "cohere": _Family(norms=1, heads_norm="option whole"),
     "cohere2": _Family(norms=1, full_every=4),
     "arcee": _Family(gated=False),
     "starcoder2": _Family(gated=False, norm="layernorm", bias_key="use_bias"),
@@ -86,6 +87,28 @@ _ALIASES = {"kimi_k2": "deepseek_v3"}
 """Model types whose code is that of another one."""
 _WRAPPED = {"gemma3": "gemma3_text"}
 """Model types that hold a language model among others, by what that is."""
+_OF_ALL = ("_name_or_path", "architectures", "id2label", "num_labels", "tie_word_embeddings")
+"""What a file of such a type says beside its `text_config`, for all of its parts."""
+
+_HEADS = {
+    "decoder": {
+        **dict.fromkeys(("ForCausalLM", "LMHeadModel"), "vocabulary"),
+        "ForSequenceClassification": "scores",
+        "ForTokenClassification": "labels",
+        "ForQuestionAnswering": "answers",
+        "ForConditionalGeneration": "vocabulary",
+        "Model": "none",
+    },
+    "encoder": {
+        "ForMaskedLM": "vocabulary",
+        "ForSequenceClassification": "pooled labels",
+        **dict.fromkeys(("ForTokenClassification", "ForQuestionAnswering"), "labels"),
+        "Model": "pooled",
+    },
+    "vit": {"ForImageClassification": "labels", "Model": "pooled"},
+}
+"""What a class of transformers computes from its last layer, by the end of its name; the first of
+each is that of a file without `architectures`."""
 
 _ENCODERS = {"bert", "roberta", "xlm-roberta"}
 _FOURFOLD = {"gpt2", "gptj", "gpt_neo", "bloom"}
@@ -104,13 +127,16 @@ _REFUSED = {
     "layers that share keys and values are not modelled": ("num_kv_shared_layers",),
     "attention within chunks of a sequence is not modelled": ("attention_chunk_size",),
     "layers without attention are not modelled": ("linear_num_key_heads", "mamba_d_state"),
+    "norms of queries and keys with biases are not modelled": ("qk_layernorm",),
+    "a model without its last norm is not modelled": ("_remove_final_layer_norm",),
 }
 """What changes the cost of a model in a way that is not modelled, by the reason."""
 
 _USUAL: Mapping[str, Any] = {
     **dict.fromkeys(("positions", "token_types", "head_dim"), 0),
-    "sinks": False,
-    "head_bias": False,
+    **dict.fromkeys(("sinks", "head_bias", "head_transform", "pooler"), False),
+    "final_norm": True,
+    "labels": None,
     "norms": 2,
     "qk_norm": "none",
     "windows": [],
@@ -142,15 +168,22 @@ class _Config:
     def family(self) -> _Family:
         return FAMILIES[self.kind]
 
+    @property
+    def own(self) -> Mapping[str, Any]:
+        """What the class of the type has, with its defaults; None for what it computes."""
+        return _defaults().get(self.kind, {})
+
     def get(self, key: str) -> Any:
         """What the file says, else what the class of its type says; None for nothing."""
-        if key in self.values:
-            return self.values[key]
-        return _defaults().get(self.kind, {}).get(key)
+        return self.values.get(key, self.own.get(key))
 
     def whole(self, *keys: str, default: int | None = None, least: int | None = None) -> int:
-        """The first of the keys that is there."""
-        for key in keys:
+        """The first of the keys that the file has, else that of the class: null is none of it.
+
+        A key that the class of the type lacks stands for nothing where it has another one.
+        """
+        keys = tuple(key for key in keys if key in self.own) or keys
+        for key in [key for key in keys if key in self.values] or keys:
             value = self.get(key)
             if value is not None:
                 if isinstance(value, bool) or not isinstance(value, int):
@@ -186,9 +219,12 @@ def convert(values: Mapping[str, Any], path: str) -> Tree:
     """The model tree of a config. Raises CatalogError for what is not modelled."""
     given = values.get("model_type")
     kind = _ALIASES.get(given, given) if isinstance(given, str) else ""
-    if kind in _WRAPPED and isinstance(values.get("text_config"), Mapping):
-        named = {key: values[key] for key in ("_name_or_path",) if key in values}
-        values, kind = {**values["text_config"], **named}, _WRAPPED[kind]
+    if kind in _WRAPPED:
+        text = values.get("text_config")
+        if not isinstance(text, Mapping | None):
+            raise CatalogError(f"{path}: text_config is {shown(text)}; it must be a table")
+        of_all = {key: values.get(key) for key in _OF_ALL}
+        values, kind = {**(text or {}), **of_all}, _WRAPPED[kind]
     for reason, keys in _REFUSED.items():
         found = [key for key in keys if values.get(key)]
         if found:
@@ -215,21 +251,28 @@ def _name(config: _Config) -> str:
 
 def _body(config: _Config) -> Tree:
     kind, family = config.kind, config.family
-    hidden = config.whole("hidden_size", "n_embd", "d_model")
+    older = kind == "bloom" and config.get("n_embed") is not None
+    hidden = config.whole("n_embed") if older else config.whole("hidden_size", "n_embd", "d_model")
     heads = config.whole("num_attention_heads", "n_head", "num_heads", least=1)
     if config.whole("word_embed_proj_dim", default=hidden) != hidden:
         raise config.error("embeddings narrower than the model (word_embed_proj_dim): not modelled")
     wide = 4 * hidden if kind in _FOURFOLD else None
     experts = _experts(config)
     least_wide = experts["width"] if experts else None  # no layer has another MLP
-    option = "head" if config.flag("use_qk_norm") else "none"
+    norm_of_heads = family.heads_norm.removeprefix("option ")
+    if norm_of_heads != family.heads_norm and not config.flag("use_qk_norm"):
+        norm_of_heads = "none"
+    if norm_of_heads == "whole" and hidden % heads and config.get("head_dim") is None:
+        raise config.error(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     return {
         "name": _name(config),
         "source": f"Hugging Face configuration {config.path}",
         "layers": config.whole("num_hidden_layers", "n_layer", "num_layers"),
         "hidden": hidden,
         "heads": heads,
-        "kv_heads": config.whole("num_key_value_heads", default=heads, least=1),
+        "kv_heads": heads  # latent attention has no others
+        if kind == "deepseek_v3"
+        else config.whole("num_key_value_heads", default=heads, least=1),
         "head_dim": config.whole(
             "head_dim", default=hidden // heads if hidden % heads else 0, least=1
         ),
@@ -238,9 +281,11 @@ def _body(config: _Config) -> Tree:
         "causal": kind not in {*_ENCODERS, "vit"},
         "dropout": _dropout(config),
         "bias": _bias(config),
-        "norm": family.norm,
+        "norm": family.norm
+        if config.flag("layer_norm_elementwise_affine", default=True)
+        else "none",
         "norms": family.norms,
-        "qk_norm": option if family.heads_norm == "option" else family.heads_norm,
+        "qk_norm": norm_of_heads,
         "sinks": family.sinks,
         "latent": _latent(config),
         "experts": experts,
@@ -274,7 +319,7 @@ def _refuse(config: _Config, keys: Iterable[str], what: str) -> None:
 def _experts(config: _Config) -> Tree | None:
     """The mixture of experts; None for a model without."""
     names = "n_routed_experts", "num_local_experts", "num_experts"
-    if not any(name in _defaults().get(config.kind, {}) for name in names):
+    if not any(name in config.own for name in names):
         _refuse(config, names, "experts")
         return None
     count = config.whole(*names, default=0)
@@ -287,8 +332,9 @@ def _experts(config: _Config) -> Tree | None:
             f"mlp_only_layers is {shown(skipped)}; layers without experts are modelled before all"
             " others only (first_k_dense_replace), and in turn (decoder_sparse_step)"
         )
-    width = config.whole("moe_intermediate_size", "intermediate_size")
-    own = _defaults()[config.kind]  # what code of other types ignores
+    own = config.own  # what code of other types ignores
+    narrow = "moe_intermediate_size"
+    width = config.whole(narrow if narrow in own else "intermediate_size")
     wide = "shared_expert_intermediate_size"
     shared = config.whole(wide, default=0) if wide in own else 0
     many = config.whole("n_shared_experts", default=0) if "n_shared_experts" in own else 0
@@ -316,12 +362,13 @@ def _bias(config: _Config) -> bool | str:
     plain = not config.family.gated
     if kind == "vit" and not config.flag("qkv_bias", default=True):
         raise config.error("qkv_bias is false; a vision transformer without it is not modelled")
-    if biases == "qkv":  # has no option for it
-        return "qkv"
+    if biases == "qkv":
+        return "qkv" if "qkv_bias" not in config.own or config.flag("qkv_bias") else False
     attention = biases != "no" and config.flag("attention_bias", default=plain and kind != "gptj")
     if biases == "qkv option" or kind == "seed_oss":
         last = kind == "seed_oss" and config.flag("attention_out_bias")
         if last != attention:
+            _refuse(config, ("mlp_bias",), "biases of an MLP where attention has some of its own")
             return "qkv" if attention else False
     mlp = config.flag("mlp_bias", default=plain)
     if config.family.bias_key:
@@ -340,16 +387,80 @@ def _dropout(config: _Config) -> bool:
     return config.kind in _DROPOUT if given is None else bool(given)
 
 
+def _task(config: _Config) -> str:
+    """What the class that a file names computes from its last layer, as `_HEADS` has it."""
+    kind, given = config.kind, config.values.get("architectures")
+    known = _HEADS["vit" if kind == "vit" else "encoder" if kind in _ENCODERS else "decoder"]
+    if given is None or given == []:
+        return next(iter(known.values()))
+    types = {_letters(kind), _letters(kind.removesuffix("_text"))}
+    tasks = set()
+    for name in given if isinstance(given, list) else [given]:
+        found = re.fullmatch(rf"(.+?)({'|'.join(known)})", str(name), re.ASCII)
+        if found is None or _letters(found[1]) not in types:
+            raise config.error(
+                f"architectures holds {shown(name)}, which is not modelled; modelled are classes of"
+                f" {config.kind} that end with {', '.join(known)} (or write the model as TOML)"
+            )
+        tasks.add(known[found[2]])
+    if len(tasks) > 1:
+        raise config.error(f"architectures is {shown(given)}; give one class")
+    return tasks.pop()
+
+
+def _letters(name: str) -> str:
+    """A model type, or the name of its class, without what they write otherwise."""
+    return re.sub(r"[-_]", "", name).lower()
+
+
+def _labels(config: _Config) -> int:
+    """How many labels a classifier has: those that are named, else their number, else two."""
+    named = config.values.get("id2label")
+    if named is None:
+        return config.whole("num_labels", default=2, least=1)
+    if not isinstance(named, Mapping) or not named:
+        raise config.error(f"id2label is {shown(named)}; it must be a table of labels")
+    return len(named)
+
+
+def _head(config: _Config) -> Tree:
+    """The last block of a language model."""
+    kind, task = config.kind, _task(config)
+    encoder = kind in _ENCODERS
+    found: Tree
+    if task == "vocabulary":
+        tied = config.flag("tie_word_embeddings", default=config.family.tied)
+        if encoder and not tied:
+            raise config.error("tie_word_embeddings is false; it is modelled for decoders only")
+        found = {
+            "tied": tied,
+            "head_transform": encoder,
+            "head_bias": config.family.head_bias,
+        }
+    elif task in {"none", "pooled"}:
+        found = {"labels": 0, "pooler": task == "pooled"}
+    else:
+        two = task == "answers" and kind != "gptj"
+        found = {
+            "labels": 2 if two else _labels(config),
+            "pooler": task == "pooled labels",
+            "head_bias": task != "scores",
+        }
+    normed = not encoder and config.flag("do_layer_norm_before", default=True)
+    return {**found, "final_norm": normed or (task == "vocabulary" and encoder)}
+
+
 def _vision(config: _Config) -> Tree:
-    labels = config.values.get("id2label")
+    if _task(config) == "labels":
+        classes = _labels(config)
+    else:  # a dense layer for the first token
+        classes = config.whole("pooler_output_size", "hidden_size")
     return {
         "kind": "vit",
         "image": config.whole("image_size"),
         "patch": config.whole("patch_size"),
         "channels": config.whole("num_channels", default=3),
-        "classes": config.whole(
-            "num_labels", default=len(labels) if isinstance(labels, dict) else 1000
-        ),
+        "classes": classes,
     }
 
 
@@ -358,10 +469,10 @@ def _language(config: _Config) -> Tree:
     encoder = kind in _ENCODERS
     learned = kind in {"gpt2", "gpt_neo", "opt"} or encoder
     keys = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
-    known = any(config.values.get(key) is not None for key in keys)
+    stated = any(config.values.get(key) is not None for key in keys)
     longest = config.whole(*keys, default=None if learned else 2048)
     why = "the longest that the model allows"
-    if not known:
+    if not stated:
         why = "the configuration does not say how long a sequence may be"
     return {
         "kind": "transformer",
@@ -372,12 +483,10 @@ def _language(config: _Config) -> Tree:
             "assumed": True,
         },
         "windows": _windows(config),
-        "tied": config.flag("tie_word_embeddings", default=config.family.tied),
         "positions": longest + (2 if kind == "opt" else 0) if learned else 0,
         "token_types": config.whole("type_vocab_size", default=1) if encoder else 0,
         "embedding_norm": encoder or kind == "bloom",
-        "head_transform": encoder,
-        "head_bias": config.family.head_bias,
+        **_head(config),
     }
 
 

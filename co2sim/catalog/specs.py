@@ -393,6 +393,9 @@ class TransformerSpec(_LayersSpec):
     embedding_norm: bool = False
     head_transform: bool = False
     head_bias: bool = False
+    final_norm: bool = True
+    pooler: bool = False
+    labels: Natural | None = None
 
     @model_validator(mode="after")
     def _positions_suffice(self) -> "TransformerSpec":
@@ -401,6 +404,16 @@ class TransformerSpec(_LayersSpec):
                 f"seq_len {self.seq_len} exceeds the {self.positions} learned positions; give it"
                 f" as many (positions in its file, or --set model.positions={self.seq_len})"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_head(self) -> "TransformerSpec":
+        if self.head_transform and (self.labels is not None or self.pooler):
+            raise ValueError("head_transform is of a vocabulary; leave labels and pooler out")
+        if self.labels is None and self.pooler:
+            raise ValueError("a pooler needs labels, 0 for a model without a head")
+        if self.labels == 0 and not (self.final_norm or self.pooler):
+            raise ValueError("labels is 0; give final_norm or pooler, or there is nothing to train")
         return self
 
     def build(self) -> Model:

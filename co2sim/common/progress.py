@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeAlias
 
-from co2sim.common.units import Seconds, duration
-
-_SILENCE: Seconds = 5.0
-"""What work takes before it says in a pipe or a file, once, how far it is."""
+from co2sim.common.units import Seconds
 
 Done: TypeAlias = Callable[[int, int], None]
 """To be called with how much is done, and of how much."""
@@ -27,14 +24,11 @@ def progress_bar(
 ) -> Iterator[Bar | None]:
     """A bar that appears `after` some seconds: if `shown`, or if None where stderr is a terminal.
 
-    It is gone when the work is done. Where stderr is no terminal, long work writes one line to it.
-    With `shown` False there is nothing to call: None.
+    It is gone when the work is done. Where none may appear there is nothing to call: None; a line
+    in a pipe or a file would come or not come with the speed of the machine.
     """
-    if shown is False:
+    if shown is False or (shown is None and not sys.stderr.isatty()):
         yield None
-        return
-    if shown is None and not sys.stderr.isatty():
-        yield _one_line(what)
         return
     from rich import progress  # noqa: PLC0415 - 0.1 s that only a terminal needs
     from rich.console import Console  # noqa: PLC0415
@@ -60,21 +54,3 @@ def progress_bar(
         yield update
     finally:
         bar.stop()
-
-
-def _one_line(what: str) -> Bar:
-    """For stderr that is no terminal: how far the work is, once, if it takes long."""
-    began = time.monotonic()
-    told = False
-
-    def update(done: int, total: int, words: str = "") -> None:
-        nonlocal told
-        took = time.monotonic() - began
-        if not told and took >= _SILENCE:
-            told = True
-            where = f", {words}" if words else ""
-            line = f"{what}: {done:,} of {total:,} done after {duration(took)}{where}\n"
-            sys.stderr.write(line)
-            sys.stderr.flush()
-
-    return update

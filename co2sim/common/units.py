@@ -2,7 +2,7 @@
 
 Inside the project every quantity is a plain float in the unit that its alias names; only this
 module converts. A bit and a byte are spelled `bit` and `B`. Of the usual short forms those are read
-that can mean one thing only: Gbps and Gb/s are bits, GBps is bytes; Gb and gb/s are refused.
+that can mean one thing only: Gbps and Gb/s are bits, GBps is bytes; Gb, gb/s and mB are refused.
 """
 
 import math
@@ -60,6 +60,8 @@ _UNITS: dict[str, tuple[str, float]] = {
     **dict.fromkeys(("gram", "g"), ("g", 1.0)),
 }
 """What each unit measures, and how much of it one is."""
+_DIVISIBLE = {*("second", "s"), *("watt", "W"), *("watt_hour", "Wh"), *("gram", "g")}
+"""Units of which there are thousandths: of the others m is refused, as mB may be meant as MB."""
 _PREFIXES: dict[str, float] = {
     "": 1.0,
     **dict.fromkeys(("kilo", "k"), 1e3),
@@ -95,7 +97,7 @@ _UNIT = re.compile(r"[A-Za-z\u00b5]{1,20}(/[A-Za-z]{1,20}){0,2}")
 _BITS = re.compile(
     r"(?P<prefix>[kKmMgGtTpP]?)(?:(?P<size>bits?)|bits?/s|bps)|(?P<large>[kKMGTP]?)b/s"
 )
-_BYTES_PER_SECOND = re.compile(r"(?P<size>(?:[kMGTP]i?)?B)ps")
+_BYTES_PER_SECOND = re.compile(r"(?P<size>(?:[kMGTP]i?|m)?B)ps")
 
 
 def parse(text: str | float, unit: Unit) -> float:
@@ -201,6 +203,11 @@ def _single(name: str) -> tuple[str, float] | None:
         for prefix, factor in _PREFIXES.items():
             unit = bare.removeprefix(prefix) if bare.startswith(prefix) else ""
             if unit in _UNITS and (bare == name or len(unit) > 1):  # no "Bs"
+                if factor < 1 and unit not in _DIVISIBLE:
+                    raise UnitError(
+                        f"unit {shown(name)}: {prefix} is a fraction, and nothing is measured in"
+                        f" fractions of a {unit}; mega is M, as in M{unit}"
+                    )
                 return _UNITS[unit][0], factor * _UNITS[unit][1]
     return None
 

@@ -115,6 +115,7 @@ _PRECISIONS = (DType.BF16, DType.FP16, DType.FP32)
 """Training precisions, the default first."""
 _SPEED = Quantity(unit="FLOP/s", least=1)
 _WORK = Quantity(unit="FLOP", least=1)
+_LARGEST: Flops = 1e27  # more than a step of any training
 _ATTAINED = Quantity(most=1)
 """Of the numbers that stand in tables."""
 
@@ -210,6 +211,11 @@ class AttentionSpeed:
         check(self, "attention")
 
 
+def one_efficiency(attained: float) -> tuple[tuple[Flops, float], ...]:
+    """The table of a GPU whose passes of every size attain the same fraction of peak."""
+    return ((1.0, attained), (_LARGEST, attained))
+
+
 @dataclass(frozen=True, slots=True)
 class GPU:
     """One accelerator.
@@ -264,7 +270,7 @@ class GPU:
         if self.efficiency or self.products is None:
             return self.efficiency
         attained = self.products.efficiency * self.products.sustained
-        return ((1.0, attained), (math.inf, attained))
+        return one_efficiency(attained)
 
     @property
     def precisions(self) -> tuple[str, ...]:

@@ -764,13 +764,18 @@ def language_model(  # noqa: PLR0913 - one keyword per number of a model
     embedding_norm: bool = False,
     head_transform: bool = False,
     head_bias: bool = False,
+    final_norm: bool = True,
+    pooler: bool = False,
+    labels: int | None = None,
     part: TensorParallelShard = WHOLE,
 ) -> Model:
-    """A decoder, or an encoder with a masked-language head: embedding, layers, vocabulary.
+    """A decoder or an encoder: embedding, layers, and a head over the vocabulary or some labels.
 
     `head_transform` is BERT's dense layer and norm before a vocabulary with biases; it stands for
     the final norm. A tied head shares the embedding: its parameters count there, its FLOP here.
-    A `part` of the vocabulary is rounded up.
+    A `part` of the vocabulary is rounded up. With `labels` the head has as many outputs in place
+    of the vocabulary, for every token, and with 0 there is none. `pooler` is a dense layer for the
+    first token, and then only this token has a head.
     """
     shape = _plain(locals())
     body.check(name, tokens, part)
@@ -778,8 +783,13 @@ def language_model(  # noqa: PLR0913 - one keyword per number of a model
     h, s = body.hidden, tokens // part.context
     norm = body.norm_parameters
     lookups = [vocab * h, positions * h, token_types * h, norm if embedding_norm else 0]
-    head = [h * h, h, norm, vocab] if head_transform else [norm]
-    head += [0 if tied else vocab * h, vocab if head_bias else 0]
+    outputs, rows, dense = vocab if labels is None else labels, 1 if pooler else s, pooler
+    if head_transform:
+        dense, head = True, [h * h, h, norm, vocab]
+    else:
+        head = [norm if final_norm else 0, *([h * h, h] if pooler else [])]
+    shared = tied and labels is None
+    head += [0 if shared else outputs * h, outputs if head_bias else 0]
     return Model(
         name=name,
         blocks=(
@@ -795,17 +805,17 @@ def language_model(  # noqa: PLR0913 - one keyword per number of a model
             Block(
                 "head",
                 tuple(size for size in head if size),
-                flops=2.0 * s * h * (vocab + (h if head_transform else 0)),
+                flops=2.0 * rows * h * (outputs + (h if dense else 0)),
                 activation_bytes=4.0 * part.of(s) * h,  # input and norm
-                boundary_bytes=2.0 * part.of(s) * h,
+                boundary_bytes=2.0 * part.of(s) * h if outputs else 0.0,
                 products=(
-                    *([MatMul(s, h, h)] if head_transform else []),
-                    MatMul(s, h, vocab),
+                    *([MatMul(rows, h, h)] if dense else []),
+                    *([MatMul(rows, h, outputs)] if outputs else []),
                 ),
                 calls=HEAD_CALLS,
-                logits=s * vocab,
-                tied=vocab * h if tied else 0,
-                division=part.division(s * h, inputs=1, outputs=0, rows=s),
+                logits=rows * outputs,
+                tied=vocab * h if shared else 0,
+                division=part.division(s * h, inputs=1, outputs=0, rows=s if labels is None else 0),
             ),
         ),
         tokens=tokens,

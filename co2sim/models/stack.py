@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from co2sim.common.remembered import remembered
 from co2sim.common.validation import Count, Fraction, Multiple, Quantity, Slowdown, Spread, check
-from co2sim.hardware.cluster import GPU, Cluster, KernelTimes
+from co2sim.hardware.cluster import GPU, Cluster, KernelTimes, one_efficiency
 from co2sim.models.workload import (
     AttentionKernel,
     Checkpointing,
@@ -143,7 +143,7 @@ class Stack:
         if gpu.kernels is not None or gpu.stack:
             return gpu
         if self.efficiency is not None:
-            return replace(gpu, efficiency=((1.0, self.efficiency),), stack=self.name)
+            return replace(gpu, efficiency=one_efficiency(self.efficiency), stack=self.name)
         fitted = self.kernels.get(gpu.name) or self.kernels.get(gpu.generation or "")
         if fitted is not None:
             return replace(gpu, kernels=fitted, stack=self.name)

@@ -59,8 +59,7 @@ def simulate(
         cluster: Catalog name (`co2sim list clusters`), path of a TOML file, or a `Cluster`.
         model: Catalog name, path of a TOML file or of a Hugging Face config.json, or a `Model`.
         strategy: A text such as "co2(tau=48, worker=node)", or an object such as `CO2(tau=48)`.
-        progress: Show a bar on stderr; default: if it is a terminal, after a second. To a pipe or
-            a file one line says how far it is, after 5 seconds.
+        progress: Show a bar on stderr; default: if it is a terminal, after a second.
         options: The fields of `Case`, such as `gpus=128`, and those of `Noise`, such as
             `jitter=0.05`. What is not given of the batch and of recomputation is chosen, as
             `co2sim run` does: `accumulation=1, micro_batch=1` is one sample per GPU. `overrides`

@@ -185,13 +185,13 @@ def beyond_the_table(gpu: GPU, job: Workload) -> list[Fact]:
     sizes = [pass_.flops for w in works for pass_ in (w.forward, w.backward) if pass_.flops]
     (least, at_least), (most, at_most) = gpu.efficiency[0], gpu.efficiency[-1]
     for size, bound, value, word in (
-        (min(sizes, default=least), least, at_least, "smaller"),
-        (max(sizes, default=most), most, at_most, "larger"),
+        (min(sizes, default=least), least, at_least, "smallest"),
+        (max(sizes, default=most), most, at_most, "largest"),
     ):
-        if (size / bound - 1) * (1 if word == "larger" else -1) > _NEGLIGIBLE:
+        if (size / bound - 1) * (1 if word == "largest" else -1) > _NEGLIGIBLE:
             why = (
-                f"passes of {scaled(size, 'FLOP')} are {word} than any whose efficiency is known"
-                f" ({scaled(bound, 'FLOP')})"
+                f"a pass of the job has {scaled(size, 'FLOP')}; the {word} pass whose efficiency"
+                f" is known has {scaled(bound, 'FLOP')}, and its efficiency is taken"
             )
             found.append(Fact("cluster.gpu.efficiency", str(value), why, assumed=True))
     return found

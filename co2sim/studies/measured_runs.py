@@ -7,11 +7,12 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 from co2sim.common import files
 from co2sim.common.errors import CatalogError, Co2simError, OptionError, given, nearest, visible
@@ -50,7 +51,7 @@ class Profile:
     """What one GPU spent on the kernels of an optimizer step, by PyTorch's profiler.
 
     `step` is how long the step took, and `elementwise` is of all kernels that are not products,
-    attention or NCCL.
+    attention or communication, and of copies within the memory of the GPU.
     """
 
     step: Seconds
@@ -181,17 +182,56 @@ def _above_zero(name: str, text: str) -> float:
 
 
 _STEP_NAME = re.compile(r"ProfilerStep#\d+")
-_COLLECTIVE = re.compile("nccl", re.IGNORECASE)
-_ATTENTION = re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE)
-_PRODUCT = re.compile(r"gemm|nvjet|cublas|cutlass|xmma|wgmma|(^|_)mm(_|$)", re.IGNORECASE)
 _KERNELS = {"kernel", "gpu_memcpy", "gpu_memset"}
+_GPU_MARK = "gpu_user_annotation"
+_PARTS = ("products", "attention", "elementwise", "communication")
+_KERNEL_NAMES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+    (part, re.compile(pattern, re.IGNORECASE))
+    for part, pattern in (
+        # Between memory of the host and of the GPU: no kernel
+        ("", r"^(memcpy|copy).*(HtoD|DtoH|HostToDevice|DeviceToHost)"),
+        ("communication", r"^memcpy.*PtoP"),
+        # TorchInductor: a template is what it is named after; what is fused otherwise is
+        # elementwise whatever operations its name lists
+        ("attention", r"^triton_tem_.*flex_(attention|decoding)"),
+        ("products", r"^triton_tem_"),
+        ("elementwise", r"^triton_([a-z]{3}_)?(fused|_)"),
+        # Kernels of PyTorch, which have their functor as an argument
+        ("elementwise", r"^(void )?at::native::([^<]*::)?\w*(elementwise|reduce|apply)_kernel\b"),
+        ("communication", r"[nr]ccl|msccl|deep_ep::|nvshmem|multimem|userbuffers"),
+        ("communication", r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|cross_device_re"),
+        # They may have CUTLASS, flash or conv in their names
+        ("elementwise", r"layer_?norm|rms_?norm|rotary|cross_entropy|causal_conv1d|depthwise"),
+        ("attention", r"flash(?!infer)|fmha|attn|attention|attend_|sdpa|(prefill|decode)With"),
+        (
+            "attention",
+            r"dot_do_o|do_o_dot|convert_dq|(^|\W)_?(fwd|bwd)_kernel(_d[kqv]\w*|_fuse)?\b",
+        ),
+        ("attention", r"^_?bwd_(pre|post)process|_?bwd_(dq|dkdv|dkdvdq)|(^|_)mla_|(^|\W)mha_"),
+        ("elementwise", r"im2col|col2im|nchw\w*nhwc|nhwc\w*nchw"),
+        ("products", r"gemm|gemv|cijk_|rocblas|hipblas|cublas|nvjet|xmma|wgmma|split_?k|matmul"),
+        ("products", r"(^|[^a-z])(add|badd|b|sp|sdd)?b?mm([^a-z]|$)|fused_moe_kernel|scatter2"),
+        ("products", r"cutlass(_|::(kernel|device_kernel|gemm|conv|reduction))|_(sdd|dsd|dds)_"),
+        ("products", r"conv(?!ert)|winograd|[dw]grad|syrk|trmm|trsm|tensorop"),
+    )
+)
+"""Which part of a step a kernel is, by the first pattern that its name holds; else elementwise."""
+_OVERFULL = 1.1
+"""Kernels of one stream follow each other, but for launches that overlap for some microseconds
+(programmatic dependent launch); beyond this share of the time there are several GPUs in a trace."""
+
+
+def part_of_step(name: str) -> str:
+    """Which part of a step a kernel of this name is, as in `Profile`; "" for none."""
+    return next((part for part, names in _KERNEL_NAMES if names.search(name)), "elementwise")
 
 
 def read_profile(path: Path) -> Profile:
     """The times of an optimizer step in a trace of PyTorch's profiler (`export_chrome_trace`).
 
-    The trace is of one GPU, JSON or JSON in gzip, and holds one step or more, each marked by
-    `profiler.step()`. Raises CatalogError for what is none.
+    The trace is of one process with one GPU, JSON or JSON in gzip, and holds one step or more, each
+    marked by `profiler.step()`. Kernels of no marked step are left out. Raises CatalogError for
+    what is none.
     """
     events = _events(path)
     kernels = [one for one in events if one.get("cat") in _KERNELS]
@@ -201,24 +241,104 @@ def read_profile(path: Path) -> Profile:
             " torch.profiler.ProfilerActivity.CUDA"
         )
     marks = [one for one in events if _STEP_NAME.fullmatch(str(one.get("name")))]
-    steps = {one["name"]: one["dur"] for one in marks if one.get("cat") != "gpu_user_annotation"}
-    if not steps or not median(steps.values()):
+    steps = [one for one in marks if one.get("cat") != _GPU_MARK]
+    if not steps or not median(one["dur"] for one in steps):
         raise CatalogError(
             f"{path}: no step in the trace is marked; call profiler.step() at the end of each"
         )
-    times = dict.fromkeys(("products", "attention", "elementwise", "communication"), 0.0)
+    names = [one["name"] for one in steps]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise CatalogError(
+            f"{path}: {twice} is marked more than once; give the trace of one process"
+        )
+    kernels = _of_steps(kernels, events, marks)
+    if not kernels:
+        raise CatalogError(
+            f"{path}: no kernel of the trace is in a marked step (ProfilerStep#...); call"
+            " profiler.step() at the end of each step, as long as the trace is recorded"
+        )
+    _check_one_gpu(path, kernels)
+    times = dict.fromkeys((*_PARTS, ""), 0.0)
     for one in kernels:
-        times[_class_of(str(one.get("name")))] += one["dur"]
-    each = {name: micro * 1e-6 / len(steps) for name, micro in times.items()}
-    return Profile(step=median(steps.values()) * 1e-6, **each)
+        times[part_of_step(str(one.get("name")))] += one["dur"]
+    each = {name: times[name] * 1e-6 / len(steps) for name in _PARTS}
+    return Profile(step=median(one["dur"] for one in steps) * 1e-6, **each)
 
 
-def _class_of(name: str) -> str:
-    if _COLLECTIVE.search(name):
-        return "communication"
-    if _ATTENTION.search(name):
-        return "attention"
-    return "products" if _PRODUCT.search(name) else "elementwise"
+def _of_steps(
+    kernels: list[dict[str, Any]], events: list[dict[str, Any]], marks: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The kernels that a marked step launched, however much later they ran.
+
+    Where the launch of a kernel is not in the trace, the kernel has to begin within a mark.
+    """
+    launches = {
+        _argument(one, "correlation"): one["ts"] for one in events if one.get("cat") not in _KERNELS
+    }
+    launches.pop(None, None)
+    on_host = _Spans.of(one for one in marks if one.get("cat") != _GPU_MARK)
+    anywhere = _Spans.of(marks)
+    found = []
+    for one in kernels:
+        launch = launches.get(_argument(one, "correlation"))
+        if anywhere.hold(one["ts"]) if launch is None else on_host.hold(launch):
+            found.append(one)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """Times of marks, in order and without overlaps."""
+
+    begins: list[float]
+    ends: list[float]
+
+    @classmethod
+    def of(cls, marks: Iterable[Mapping[str, Any]]) -> Self:
+        begins: list[float] = []
+        ends: list[float] = []
+        for begin, end in sorted((one["ts"], one["ts"] + one["dur"]) for one in marks):
+            if ends and begin <= ends[-1]:
+                ends[-1] = max(ends[-1], end)
+            else:
+                begins.append(begin)
+                ends.append(end)
+        return cls(begins, ends)
+
+    def hold(self, time: float) -> bool:
+        number = bisect_right(self.begins, time) - 1
+        return number >= 0 and time < self.ends[number]
+
+
+def _check_one_gpu(path: Path, kernels: list[dict[str, Any]]) -> None:
+    """Refuse kernels of several devices or processes, or more than a stream has time for."""
+    gpus = {str((one.get("pid"), _argument(one, "device"))) for one in kernels}
+    streams: dict[str, float] = {}
+    for one in kernels:
+        if part_of_step(str(one.get("name"))) != "communication":  # beside others on some queues
+            stream = str(_argument(one, "stream") or one.get("tid"))
+            streams[stream] = streams.get(stream, 0.0) + one["dur"]
+    first = min(one["ts"] for one in kernels)
+    last = max(one["ts"] + one["dur"] for one in kernels)
+    if len(gpus) > 1:
+        raise CatalogError(
+            f"{path}: kernels of {len(gpus)} GPUs in the trace; give the trace of one process with"
+            " one GPU"
+        )
+    if max(streams.values(), default=0.0) > _OVERFULL * (last - first):
+        raise CatalogError(
+            f"{path}: kernels of one stream take longer than the time from the first to the last"
+            " of them, so there are several GPUs in the trace; give the trace of one process with"
+            " one GPU"
+        )
+
+
+def _argument(event: Mapping[str, Any], name: str) -> int | str | None:
+    """What a profiler says of an event besides its times."""
+    held = event.get("args")
+    value = held.get(name) if isinstance(held, Mapping) else None
+    return value if isinstance(value, int | str) else None
 
 
 def _events(path: Path) -> list[dict[str, Any]]:

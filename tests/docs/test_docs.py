@@ -216,7 +216,7 @@ def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path: Path) 
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -24,7 +24,7 @@ AXE = os.environ.get("AXE", "")
 """The path of axe.min.js, from the npm package axe-core."""
 SCHEMES = pytest.mark.parametrize("scheme", ["light", "dark"])
 PHONE = {"width": 360, "height": 740}
-_LONGEST = 20_000
+_LONGEST = 200_000
 """Milliseconds that a page may take for anything."""
 
 marks = [

@@ -1,8 +1,12 @@
 """Hugging Face configurations: published sizes, and what changes the cost is never ignored."""
 
 import json
+import re
 import runpy
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import ROOT
 
+from co2sim import simulate
 from co2sim.catalog import Contents, huggingface, load_model
 from co2sim.common.errors import CatalogError, Co2simError
 
@@ -160,6 +165,7 @@ VIT = {
     "image_size": 224,
     "patch_size": 16,
     "num_channels": 3,
+    "id2label": {str(number): f"class {number}" for number in range(1000)},
 }
 
 
@@ -231,12 +237,12 @@ def test_a_window_costs_nothing_until_sequences_are_longer(tmp_path: Path) -> No
         (MISTRAL, {"layer_types": [["a"], {"b": 1}]}, "['a']"),
         (MISTRAL, {"hidden_size": 10**9}, "at most 1e+15"),
         (MISTRAL, {"hidden_size": "big"}, "'big'"),
-        (MISTRAL, {"hidden_size": None}, "hidden_size or n_embd"),
+        (MISTRAL, {"hidden_size": None}, "hidden_size is missing"),
         (MISTRAL, {"num_hidden_layers": True}, "whole number"),
         (MISTRAL, {"num_hidden_layers": 0}, "layers"),
         (MISTRAL, {"num_attention_heads": 0}, "heads"),
         (MISTRAL, {"sliding_window": "wide"}, "'wide'"),
-        (MISTRAL, {"intermediate_size": None}, "ffn_dim or n_inner"),
+        (MISTRAL, {"intermediate_size": None}, "intermediate_size is missing"),
         (MISTRAL, {"attention_chunk_size": 512}, "attention_chunk_size"),
         (MISTRAL, {"num_key_value_heads": 0}, "at least 1"),
         (MISTRAL, {"head_dim": 0}, "head_dim is 0"),
@@ -336,36 +342,231 @@ def test_layers_without_experts_before_all_others_may_be_listed(tmp_path: Path) 
 
 def test_of_a_model_with_images_the_language_model_is_taken(tmp_path: Path) -> None:
     """Gemma 3 of 4B and more holds its configuration in one of several parts."""
-    text = MISTRAL | {"model_type": "gemma3_text", "head_dim": 256}
+    text = MISTRAL | {"model_type": "gemma3_text", "head_dim": 256, "tie_word_embeddings": True}
     whole = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 9}}
     found, plain = (load_model(written(tmp_path, one)).value for one in (whole, text))
     assert found == plain
 
 
-CAUSAL = sorted({*huggingface.FAMILIES} - {"vit", "bert", "roberta", "xlm-roberta", "internlm2"})
-SIZES_OF_A_FILE = (
-    *("model_type", "hidden_size", "n_embd", "vocab_size", "num_hidden_layers", "n_layer"),
-    *("num_layers", "num_attention_heads", "n_head", "num_heads", "intermediate_size", "ffn_dim"),
-    *("max_position_embeddings", "n_positions", "pad_token_id"),
+@pytest.mark.parametrize(
+    ("config", "names", "more"),
+    [
+        (LLAMA3, ["LlamaForCausalLM"], 0),
+        (LLAMA3, [], 0),
+        (LLAMA3, None, 0),
+        (LLAMA3, ["LlamaModel"], -128256 * 4096),
+        (LLAMA3, ["LlamaForSequenceClassification"], (2 - 128256) * 4096),
+        (LLAMA3 | {"num_labels": 1}, ["LlamaForSequenceClassification"], (1 - 128256) * 4096),
+        (LLAMA3 | {"id2label": {"0": "no"}}, ["LLaMAForTokenClassification"], -128255 * 4096 + 1),
+        (LLAMA3, ["LlamaForQuestionAnswering"], (2 - 128256) * 4096 + 2),
+        (GPT2, ["GPT2LMHeadModel"], 0),
+        (GPT2, ["GPT2Model"], 0),
+        (GPT2 | {"num_labels": 5}, ["GPT2ForSequenceClassification"], 5 * 768),
+        (BERT, ["BertForMaskedLM"], 0),
+        (BERT, ["BertModel"], -30522 - 2 * 768),
+        (BERT, ["BertForTokenClassification"], 2 * 768 + 2 - 30522 - 768**2 - 3 * 768),
+        (VIT, ["ViTForImageClassification"], 0),
+        (VIT, ["ViTModel"], 768**2 + 768 - 1000 * 768 - 1000),
+    ],
 )
+def test_a_head_is_that_of_the_class_that_a_file_names(
+    tmp_path: Path, config: dict[str, Any], names: object, more: int
+) -> None:
+    """`more` parameters than with a head over the vocabulary, or than an image classifier."""
+    plain, named = (
+        load_model(written(tmp_path, one)).value
+        for one in (config, {**config, "architectures": names})
+    )
+    assert named.parameters - plain.parameters == more
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", CAUSAL)
-def test_every_model_type_has_the_parameters_that_transformers_builds(kind: str) -> None:
-    """To the last bias, from a full configuration, and from one that leaves all out it may."""
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["LlamaForRewardModel"],
+        ["LlamaBidirectionalModel"],
+        ["LlamaForCausalLMEagle"],
+        ["LlamaDoubleHeadsModel"],
+        ["MistralForCausalLM"],
+        ["LlamaForCausalLM", "LlamaModel"],
+        ["Model"],
+        [None],
+        7,
+    ],
+)
+def test_classes_that_are_not_known_are_refused(tmp_path: Path, names: object) -> None:
+    """Their code may compute anything."""
+    with pytest.raises(CatalogError, match="architectures"):
+        load_model(written(tmp_path, LLAMA | {"architectures": names}))
+
+
+def test_a_classifier_is_divided_and_predicted_as_other_models(tmp_path: Path) -> None:
+    """A head of few labels costs less than one over the vocabulary, and a missing head nothing."""
+    times = []
+    for name in ("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaModel"):
+        path = written(tmp_path, LLAMA | {"architectures": [name]})
+        result = simulate("dgx-h100", path, "zero3", gpus=16, tp=2, global_batch="16")
+        times.append(result.step_time_s)
+    assert times[0] > times[1] > times[2] > 0
+
+
+TYPES = sorted({*huggingface.FAMILIES} - {"internlm2"})
+CAUSAL = [kind for kind in TYPES if kind not in {"vit", "bert", "roberta", "xlm-roberta"}]
+SMALL = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 1024),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 6),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "vocab_size"), 160),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 300),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 16),
+    **dict.fromkeys(("num_experts_per_tok", "n_group", "num_channels"), 2),
+    "num_key_value_heads": 1,
+    "head_dim": 24,
+    "type_vocab_size": 3,
+    "topk_group": 1,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 20,
+    "sliding_window": 64,
+    "image_size": 64,
+    "patch_size": 8,
+    "first_k_dense_replace": 2,
+    "pad_token_id": 1,
+    "rotary_dim": 8,
+    "attention_types": [[["global", "local"], 3]],
+}
+"""Sizes that no class has as its default, and that fit to those that each has."""
+
+
+def small(kind: str) -> dict[str, Any]:
+    """A configuration of a type with the sizes of `SMALL` that its class has."""
+    transformers = pytest.importorskip("transformers")
+    made = type(transformers.AutoConfig.for_model(kind))
+    names = {one.name for one in fields(made)} - set(made.attribute_map)
+    return {key: value for key, value in SMALL.items() if key in names}
+
+
+def built(kind: str, name: str, values: Mapping[str, Any]) -> int | None:
+    """The parameters of a class of transformers; None where it refuses these values."""
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     transformers.logging.set_verbosity_error()
-    config = transformers.AutoConfig.for_model(kind)
-    given = json.loads(config.to_json_string(use_diff=False))
-    sparse = {key: value for key, value in given.items() if key in SIZES_OF_A_FILE}
-    with torch.device("meta"):
-        built = transformers.AutoModelForCausalLM.from_config(config)
-    count = sum(one.numel() for one in built.parameters())
-    for values in (given, sparse):
-        tree = huggingface.convert(values, kind)
-        assert load_model(Contents(kind, tree)).value.parameters == count
+    try:
+        config = transformers.AutoConfig.for_model(kind, **values)
+        with torch.device("meta"):
+            model = getattr(transformers, name)(config)
+    except Exception:  # noqa: BLE001 - of a library, for values that nobody has
+        return None
+    return sum(one.numel() for one in model.parameters())
+
+
+def parameters(kind: str, values: Mapping[str, Any]) -> int:
+    """What we count for a file of this type."""
+    tree = huggingface.convert({"model_type": kind, **values}, kind)
+    return load_model(Contents(kind, tree)).value.parameters
+
+
+def classes(kind: str) -> list[str]:
+    """Classes of transformers for a model type."""
+    auto = pytest.importorskip("transformers.models.auto.modeling_auto")
+    tables = [one for one in dir(auto) if re.fullmatch("MODEL_.*MAPPING_NAMES", one)]
+    own = [getattr(auto, table).get(kind, ()) for table in tables]
+    return sorted({name for one in own for name in ([one] if isinstance(one, str) else one)})
+
+
+def usual_class(kind: str) -> str:
+    """The class that a file without `architectures` is read as."""
+    ends = ("ForCausalLM", "LMHeadModel", "ForImageClassification")
+    ends = ("ForMaskedLM",) if kind in {"bert", "roberta", "xlm-roberta"} else ends
+    return next(name for name in classes(kind) if name.endswith(ends))
+
+
+NOT_MODELLED = (
+    *("ForMaskedImageModeling", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining"),
+    *("DoubleHeadsModel", "BertLMHeadModel", "RobertaForCausalLM", "JevForDecision"),
+)
+"""Classes that are refused, by the ends of their names."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_class_has_the_parameters_that_transformers_builds(kind: str) -> None:
+    """Of each model type, to the last bias; what is not modelled is refused."""
+    names = [name for name in classes(kind) if not name.endswith(NOT_MODELLED)]
+    assert len(names) >= 2
+    for values in ({}, {"num_labels": 1}, {"id2label": {str(number): "a" for number in range(7)}}):
+        given = small(kind) | values
+        for name in names:
+            assert parameters(kind, given | {"architectures": [name]}) == built(kind, name, given)
+    for name in set(classes(kind)) - set(names):
+        with pytest.raises(CatalogError, match="architectures"):
+            parameters(kind, small(kind) | {"architectures": [name]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TYPES)
+def test_what_a_file_leaves_out_has_the_value_that_transformers_takes(kind: str) -> None:
+    """Each size alone, all but one, none, and null."""
+    given, name = small(kind), usual_class(kind)
+    cases: list[dict[str, Any]] = [{}, given]
+    for key in given:
+        cases += [{key: given[key]}, given | {key: None}]
+        cases.append({other: given[other] for other in given if other != key})
+    refused = []
+    for values in cases:
+        count = built(kind, name, values)
+        if count is None:
+            continue
+        try:
+            assert parameters(kind, values) == count, values
+        except CatalogError as error:
+            refused.append(str(error))
+    words = ("word_embed_proj_dim", "groups", "is missing")
+    assert [one for one in refused if not any(word in one for word in words)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TYPES)
+def test_what_a_file_switches_is_counted_or_refused(kind: str) -> None:
+    """Whatever truth value a class has, such as biases, norms and ties."""
+    pytest.importorskip("transformers")
+    made = type(sys.modules["transformers"].AutoConfig.for_model(kind))
+    switches = {one.name: getattr(made, one.name, None) for one in fields(made)}
+    for key, value in switches.items():
+        values = small(kind) | {key: not value}
+        count = built(kind, usual_class(kind), values) if isinstance(value, bool) else None
+        if count is None:
+            continue
+        try:
+            assert parameters(kind, values) == count, key
+        except CatalogError as error:
+            assert key in str(error)  # noqa: PT017 - both outcomes are right
+
+
+@pytest.mark.slow
+def test_of_a_model_with_images_all_parts_say_what_the_language_model_is() -> None:
+    """The whole file says whether weights are tied, and which class it is; not its text_config."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    text = {"hidden_size": 512, "num_hidden_layers": 3, "intermediate_size": 256}
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for name in ("ForConditionalGeneration", "ForSequenceClassification", "Model"):
+        for outer, inner in product(({}, {"tie_word_embeddings": False}), repeat=2):
+            given = {"text_config": text | inner, "vision_config": vision, **outer}
+            config = transformers.Gemma3Config(**given)
+            with torch.device("meta"):
+                model = getattr(transformers, f"Gemma3{name}")(config)
+            others = ("vision", "multi_modal")
+            count = sum(
+                one.numel()
+                for place, one in model.named_parameters()
+                if not any(word in place for word in others)
+            )
+            assert parameters("gemma3", given | {"architectures": [f"Gemma3{name}"]}) == count
 
 
 @pytest.mark.slow
@@ -378,8 +579,7 @@ def test_layers_of_every_model_type_see_what_they_do_in_transformers(kind: str) 
     if not types or set(types) > {"full_attention", "sliding_attention"}:
         pytest.skip(f"all layers of {kind} are alike")
     given = json.loads(config.to_json_string(use_diff=False))
-    sparse = {key: value for key, value in given.items() if key in SIZES_OF_A_FILE}
-    for values in (given, sparse):
+    for values in (given, {"model_type": kind}):
         tree = huggingface.convert(values, kind)
         tokens = 2 * max(config.sliding_window or 0, config.max_position_embeddings)
         long = {"seq_len": str(tokens)}

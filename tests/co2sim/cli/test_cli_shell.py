@@ -52,7 +52,7 @@ def test_control_c_and_sigterm_keep_what_is_done(tmp_path: Path, how: str, word:
         assert study.stdout
         assert study.stdout.readline()
         study.send_signal(number)
-        said = study.communicate(timeout=60)[1].splitlines()
+        said = study.communicate(timeout=600)[1].splitlines()
     assert study.returncode == 128 + number
     assert (len(said), said[0].split(";")[0]) == (1, word)
     rows = csv.DictReader((tmp_path / "s.csv").read_text().splitlines())
@@ -67,13 +67,13 @@ def test_the_processes_of_a_study_end_with_it(tmp_path: Path) -> None:
     command += ["--jobs", "2", "--vary", f"gpus={sizes}"]
     with subprocess.Popen(command, cwd=tmp_path) as study:
         children: list[psutil.Process] = []
-        limit = time.monotonic() + 60
+        limit = time.monotonic() + 600
         while time.monotonic() < limit and sum(map(_simulates, children)) < 2:
             time.sleep(0.1)
             children = psutil.Process(study.pid).children(recursive=True)
         study.kill()
         study.wait()
-    assert psutil.wait_procs(children, 30)[1] == []
+    assert psutil.wait_procs(children, 300)[1] == []
 
 
 def _simulates(process: psutil.Process) -> bool:

@@ -85,6 +85,27 @@ def test_a_byte_is_eight_bits(number: float, prefix: str) -> None:
     assert parse(f"{number!r} {prefix}bit/s", "B/s") == pytest.approx(in_bytes / 8, rel=1e-12)
 
 
+@pytest.mark.parametrize("prefix", ["m", "u", "µ", "n", "milli", "micro"])
+def test_there_are_no_thousandths_of_what_is_counted(prefix: str) -> None:
+    """mB, mFLOP or mUSD may be meant as mega, so they are refused; ms and mW are not."""
+    units = ("B", "byte", "bytes", "FLOP", "flops", "bit", "bits", "USD", "min", "days")
+    for under in ("", "/s", "/h"):
+        for name in units:
+            if prefix == "m" and name in {"bit", "bits"}:
+                continue  # read as megabits
+            for expected in EXAMPLES:
+                with pytest.raises(UnitError):
+                    parse(f"5 {prefix}{name}{under}", expected)
+    assert parse(f"5 {prefix}s", "s") == parse(f"5 {prefix}W", "W") < 0.01
+
+
+def test_a_small_m_before_a_byte_says_what_mega_is() -> None:
+    """In whichever way a rate of bytes is written."""
+    for text, unit in (("80000 mB", "B"), ("100 mB/s", "B/s"), ("100 mBps", "B/s")):
+        with pytest.raises(UnitError, match="mega is M, as in MB"):
+            parse(text, unit)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("text", "token"),
     [

@@ -15,7 +15,7 @@ from one_sample import simulate
 from co2sim.catalog import DEFAULT_STACK, load_cluster, load_stack, names
 from co2sim.catalog.specs import ClusterSpec, as_file
 from co2sim.common.errors import CatalogError, Co2simError
-from co2sim.hardware.cluster import AttentionSpeed, KernelTimes, ProductSpeed
+from co2sim.hardware.cluster import AttentionSpeed, KernelTimes, ProductSpeed, one_efficiency
 from co2sim.models.stack import Stack
 from co2sim.prediction.case import Case
 from co2sim.prediction.notes import IDLE_STACK
@@ -101,7 +101,7 @@ def test_a_cluster_that_names_a_stack_runs_it_unless_another_is_asked_for() -> N
     stack = load_stack("transnormer-2023").value
     own, asked = case.prepare(), replace(case, stack="torchtitan").prepare()
     assert own.stack == stack.name
-    assert own.cluster.gpu.known_efficiency == ((1.0, stack.efficiency),)
+    assert own.cluster.gpu.known_efficiency == one_efficiency(stack.efficiency)
     assert asked.stack == load_stack("torchtitan").value.name
     assert asked.cluster.gpu.kernels is not None
 

@@ -459,7 +459,7 @@ class Served:
         self.port = urlsplit(self.address).port or 0
         self.token = parse_qs(urlsplit(self.address).query)["token"][0]
 
-    def post(self, name: str, body: object, timeout: float = 60.0) -> tuple[int, Any]:
+    def post(self, name: str, body: object, timeout: float = 600.0) -> tuple[int, Any]:
         """The answer to a question."""
         asking = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
         asking.request("POST", f"/{name}", json.dumps(body), {HEADER: self.token})
@@ -472,7 +472,7 @@ class Served:
         """The exit code; nothing of it may be left."""
         workers = psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(by)
-        self.process.communicate(timeout=60)
+        self.process.communicate(timeout=600)
         assert not any(one.is_running() and one.status() != "zombie" for one in workers)
         assert list(self.folder.iterdir()) == []
         return self.process.returncode

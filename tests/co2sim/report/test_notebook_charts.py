@@ -281,7 +281,7 @@ def test_the_example_runs_and_its_claims_hold() -> None:
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")
     book = nbformat.read(EXAMPLE, as_version=4)
     where = {"metadata": {"path": str(EXAMPLE.parent)}}
-    nbclient.NotebookClient(book, timeout=120, kernel_name="python3", resources=where).execute()
+    nbclient.NotebookClient(book, timeout=600, kernel_name="python3", resources=where).execute()
     first, *cells = [cell for cell in book.cells if cell.cell_type == "code"]
     assert not first.outputs
     for cell in cells:

@@ -22,7 +22,13 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.error_model import DistanceErrors, ErrorModel, Situation, error_model
 from co2sim.prediction.evidence import distance, setting_of
 from co2sim.studies.calibration import NUMBERS, calibrate, kernel_seconds, moved
-from co2sim.studies.measured_runs import MeasuredRun, Profile, measured_runs, read_profile
+from co2sim.studies.measured_runs import (
+    MeasuredRun,
+    Profile,
+    measured_runs,
+    part_of_step,
+    read_profile,
+)
 from co2sim.studies.stack_file import stack_file
 
 JOB = Case(cluster="dgx-h100", model="llama3.2-1b", strategy="fsdp", micro_batch=2)
@@ -430,6 +436,207 @@ def test_a_trace_gives_the_kernels_of_a_step(tmp_path: Path, name: str) -> None:
         elementwise=pytest.approx(0.1e-3),
         communication=pytest.approx(0.45e-3),
     )
+
+
+KERNEL_NAMES = {
+    "products": (
+        # cuBLAS, CUTLASS, cuDNN, DeepGEMM, Triton, TorchInductor
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute",
+        "ampere_bf16_s16816gemm_bf16_128x256_ldg8_f2f_stages_64x3_tn",
+        "ampere_sgemm_128x64_tn",
+        "volta_fp16_s884gemm_fp16_128x128_ldg8_f2f_nn",
+        "nvjet_tst_192x192_64x4_1x2_h_bz_coopB_NTT",
+        "nvjet_sm100_tst_128x256_64x6_2x1_2cta_v_bz_TNN",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>(int)",
+        "void gemv2T_kernel_val<int, int, __nv_bfloat16, float, 128, 16, 4, 4, false>(float)",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3>",
+        "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int>>>",
+        "void deep_gemm::sm90_fp8_gemm_1d2d_impl<0u, 7168u, 2048u, 1u, 128u, 128u>(float*)",
+        "void at::cuda::detail::prepare_grouped_gemm_data<cutlass::bfloat16_t>(int)",
+        "sm80_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64",
+        "void cudnn::cnn::implicit_convolve_sgemm<float, float, 1024, 5, 5, 3, 3, 3, 1>(int)",
+        "_grouped_mm_kernel",
+        "matmul_kernel",
+        "fused_moe_kernel",
+        "triton_mm",
+        "triton_tem_fused_addmm_3",
+        "triton_tem_fused__grouped_mm_5",
+        "triton_tem_fused__scaled_mm_native_layer_norm_gelu_1",
+        "triton_tem_fused_convolution_0",
+        # hipBLASLt, rocBLAS, Composable Kernel, AITER
+        "Cijk_Alik_Bljk_BBS_BH_Bias_HAS_SAV_UserArgs_MT256x256x64_MI16x16x1_SN_LDSB0_AFC1.kd",
+        "Custom_Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x256x64_MI16x16x1",
+        "void rocblas_gemvn_kernel<64, 16, long, float, float const*, float>(int, int)",
+        "void ck::kernel_gemm_xdl_cshuffle_v3<ck::GridwiseGemm_xdl_cshuffle_v3<ck::tensor_layout>>",
+        "void ck_tile::kentry<256, 1, ck_tile::GroupedGemmKernel<ck_tile::TilePartitioner>>",
+        "_ZN5aiter42bf16gemm_fp32bf16_tn_96x64_pf3_splitkE",
+    ),
+    "attention": (
+        "void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4, cutlass::bfloat16_t>>",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits>",
+        "void flash_bwd_dot_do_o_kernel<true, Flash_bwd_kernel_traits<128, 64, 128, 8, 4, 4, 4>>",
+        "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<int>>>",
+        "void cutlass::device_kernel<flash::FlashAttnBwdPreprocess<cute::tuple<cute::C<128>>>>",
+        "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm100FlashAttentionForwardSm100_object_at",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel",
+        "cudnn_generated_fort_native_sdpa_sm80_flash_bprop_f16_knob_3_64x64x64_4x1x1_kernel0_0",
+        "void cudnn::fusion::compute_dot_do_o_specialized<false, __nv_bfloat16, 128>(int)",
+        "void cudnn::fusion::convert_dq_to_16bits<false, __nv_bfloat16, float, 256>(int)",
+        "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<>)",
+        "triton_tem_fused_flex_attention_0",
+        "triton_tem_fused_flex_attention_backward_zeros_7",
+        "attn_fwd",
+        "attn_fwd.kd",
+        "attn_fwd-Sig-F__bf16@16_128_T_F_0_1__P__0_2_128_64_True__CO__wave2_warp4_stg1",
+        "bwd_kernel_dk_dv",
+        "bwd_kernel_dq",
+        "bwd_kernel_fuse",
+        "bwd_preprocess_varlen",
+        "_bwd_preprocess_do_o_dot",
+        "_fwd_kernel",
+        "_attn_bwd_dkdv",
+        "void ck_tile::kentry<256, 2, ck_tile::FmhaFwdKernel<ck_tile::BlockFmhaPipelineQRKSVS>>",
+        "void ck_tile::kentry<256, 1, ck_tile::FmhaBwdDQDKDVKernel<ck_tile::BlockGemm>>",
+        "void ck_tile::kentry<256, 2, ck_tile::FmhaBwdConvertQGradKernel<ck_tile::Pipeline>>",
+        "_ZN5aiter34fmha_bwd_hd128_bf16_a32_rtz_psskddvE",
+    ),
+    "elementwise": (
+        "triton_poi_fused_mm_mul_4",
+        "triton_red_fused__scaled_dot_product_flash_attention_add_5",
+        "triton_per_fused__to_copy_addmm_native_layer_norm_backward_12",
+        "triton_for_fused_bmm_0",
+        "triton_poi_fused_all_gather_into_tensor_wait_tensor_2",
+        "triton_poi_fused_flex_attention_backward_1",
+        "triton_fused_addmm_view_7",
+        "triton__0d1d2de",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::sdpa_gemm_functor<float>>",
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::NormOps>>",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::Adam<mm>>",
+        "void at::native::(anonymous namespace)::softmax_warp_forward<float, __nv_bfloat16, 10>",
+        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>(int)",
+        "void at::native::split_with_sizes_copy_out_contiguous_no_cast_kernel(char**)",
+        "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>",
+        "void at::native::(anonymous namespace)::conv_depthwise2d_forward_kernel<3, float>(int)",
+        "void cudnn::engines_precompiled::nchwToNhwcKernel<__nv_bfloat16, float, false>(int)",
+        "void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel<Kernel_traits>(int)",
+        "void flashinfer::norm::RMSNormKernel<8u, __nv_bfloat16>(__nv_bfloat16*)",
+        "kernel_cutlass_kernel_quackrmsnormRMSNorm_object_at__tensorptrbf16gmem",
+        "void causal_conv1d_fwd_kernel<Causal_conv1d_fwd_kernel_traits<128, 4, true>>(int)",
+        "void selective_scan_fwd_kernel<Selective_Scan_fwd_kernel_traits<128, 16>>(int)",
+        "_rms_norm_backward_kernel",
+        "_layer_norm_bwd_kernel",
+        "liger_cross_entropy_kernel",
+        "rotary_kernel",
+        "__amd_rocclr_copyBuffer",
+        "__amd_rocclr_fillBufferAligned",
+        "Memcpy DtoD (Device -> Device)",
+        "Memset (Device)",
+    ),
+    "communication": (
+        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclKernel_ReduceScatter_RING_LL_Sum_float(ncclDevComm*, unsigned long, ncclWork*)",
+        "ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)",
+        "rccl_main_kernel",
+        "mscclKernel_Sum_half_LL_false(ncclDevComm*)",
+        "void (anonymous namespace)::multimem_one_shot_all_reduce_kernel<c10::BFloat16, 16>(int)",
+        "void vllm::cross_device_reduce_2stage<__nv_bfloat16, 8>(RankData*)",
+        "void deep_ep::internode::dispatch<false, 8, false, 65536, 20>(int4*)",
+        "Memcpy PtoP (Device -> Device)",
+    ),
+    "": ("Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pageable)"),
+}
+
+
+def test_kernels_are_told_by_their_names() -> None:
+    """Of libraries of NVIDIA and AMD, of compilers, of attention; copies of the host are none."""
+    for part, names in KERNEL_NAMES.items():
+        assert {name: part_of_step(name) for name in names} == dict.fromkeys(names, part)
+
+
+def gpu_event(
+    name: str, ts: float, dur: float, *, cat: str = "kernel", **args: object
+) -> dict[str, object]:
+    """An event as the profiler writes it for the kernel, or the launch, of a process."""
+    own = {"pid": args.pop("pid", 0), "tid": args.get("stream", 0)}
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args, **own}
+
+
+def profile_of(folder: Path, events: Sequence[dict[str, object]]) -> Profile:
+    """What is read of a trace of these events."""
+    path = folder / "events.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    return read_profile(path)
+
+
+STEP = gpu_event("ProfilerStep#3", 1000, 1000, cat="user_annotation")
+NEXT = gpu_event("ProfilerStep#4", 2500, 1000, cat="user_annotation")
+"""A step, and another after a gap; the times of both in us."""
+
+
+def test_kernels_outside_of_marked_steps_are_left_out(tmp_path: Path) -> None:
+    """Before the first, after the last, and in the gap between two."""
+    inside = [gpu_event("nvjet_a", begin, 400, device=0) for begin in (1000, 1600, 2500, 3000)]
+    outside = [gpu_event("nvjet_a", begin, 300, device=0) for begin in (0, 2050, 3600)]
+    found = profile_of(tmp_path, [STEP, NEXT, *inside, *outside])
+    assert found.products == pytest.approx(0.8e-3)
+    with pytest.raises(CatalogError, match="no kernel of the trace is in a marked step"):
+        profile_of(tmp_path, [STEP, NEXT, *outside])
+
+
+def test_kernels_are_of_the_step_that_launched_them(tmp_path: Path) -> None:
+    """A GPU is behind its host: kernels of the last step run after its mark ends."""
+    launches = [
+        gpu_event("cudaLaunchKernel", begin, 5, cat="cuda_runtime", correlation=number)
+        for number, begin in enumerate((900, 1100, 1900, 2100))
+    ]
+    kernels = [
+        gpu_event("nvjet_a", begin, 100, device=0, correlation=number)
+        for number, begin in enumerate((1200, 1500, 2300, 2600))
+    ]
+    found = profile_of(tmp_path, [STEP, *launches, *kernels])
+    assert found.products == pytest.approx(0.2e-3)
+
+
+def test_marks_of_the_gpu_are_no_steps_but_hold_kernels(tmp_path: Path) -> None:
+    """They begin and end with the kernels of a step, and each stream has one."""
+    marks = [
+        gpu_event("ProfilerStep#3", 1300, 900, cat="gpu_user_annotation", stream=stream)
+        for stream in (7, 20)
+    ]
+    kernels = [gpu_event("nvjet_a", begin, 300, device=0, stream=7) for begin in (1300, 2100)]
+    found = profile_of(tmp_path, [STEP, *marks, *kernels])
+    assert (found.step, found.products) == (pytest.approx(1e-3), pytest.approx(0.6e-3))
+
+
+def test_communication_beside_computing_is_of_one_gpu(tmp_path: Path) -> None:
+    """Streams overlap; together they may take longer than the step."""
+    kernels = [
+        gpu_event("nvjet_a", 1000, 950, device=3, stream=7),
+        gpu_event("ncclDevKernel_AllGather", 1010, 900, device=3, stream=24),
+        gpu_event("Memset (Device)", 1010, 300, cat="gpu_memset", device=3, stream=30),
+    ]
+    found = profile_of(tmp_path, [STEP, *kernels])
+    assert found.products + found.communication == pytest.approx(1.85e-3)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        [gpu_event("nvjet_a", 1000, 700, device=1, stream=7)],
+        [gpu_event("nvjet_a", 1000, 700, pid=1, device=0, stream=7)],
+        [gpu_event("nvjet_a", 1000, 700, device=0, stream=7)],
+        [STEP | {"pid": 9}],
+    ],
+    ids=["device", "process", "stream that is too full", "marks of two processes"],
+)
+def test_a_trace_of_several_gpus_is_refused(
+    tmp_path: Path, second: list[dict[str, object]]
+) -> None:
+    """By device, by process, by the time that a stream has, or by steps that are marked twice."""
+    first = gpu_event("nvjet_a", 1000, 700, device=0, stream=7)
+    assert profile_of(tmp_path, [STEP, first]).products == pytest.approx(0.7e-3)
+    with pytest.raises(CatalogError, match="give the trace of one process"):
+        profile_of(tmp_path, [STEP, first, *second])
 
 
 def test_a_class_of_kernels_that_a_trace_lacks_says_nothing() -> None:

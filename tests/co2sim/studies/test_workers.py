@@ -29,7 +29,7 @@ from co2sim.studies.workers import flow
 from co2sim.studies.workers.loky_pool import Engine, opened
 
 VARY = {"micro_batch": range(1, 13), "strategy.bucket_mib": [1, 2]}
-PATIENCE = 60.0
+PATIENCE = 600.0
 
 
 def cases(count: int) -> list[Case]:

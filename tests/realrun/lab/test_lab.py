@@ -196,7 +196,7 @@ def test_ranks_see_their_place() -> None:
 MEET = """
 import datetime, os, socket, sys, time
 import torch, torch.distributed as dist
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
 rank, store = dist.get_rank(), dist.TCPStore(
     os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
 )
@@ -277,7 +277,7 @@ def test_nothing_is_left(number: signal.Signals, code: int) -> None:
         until = time.time()  # then another lab may get the numbers of these namespaces
         launched.send_signal(number)
         assert launched.wait(30) == code
-        _, alive = psutil.wait_procs(inside, timeout=20)
+        _, alive = psutil.wait_procs(inside, timeout=300)
         assert not alive
         older = [
             one.pid
