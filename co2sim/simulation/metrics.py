@@ -110,6 +110,39 @@ def communication(
     )
 
 
+def exposed(trace: Trace, schedule: Schedule, during: Window) -> Seconds:
+    """Seconds per round in which a rank communicates and computes nothing; those of the most.
+
+    A part of `Communication.busy` of the same rank, by the same spans: never above it. Waiting for
+    slower ranks, and what communication makes computation slower, are not in it.
+    """
+    grid = trace.grid(schedule)
+    computes = np.flatnonzero([isinstance(op.work, Compute) for op in schedule.body])
+    most = 0.0
+    for index, (_, come, ends) in enumerate(_meetings(trace, schedule, during.start, None)):
+        starts, over = (times[:, computes, index].ravel() for times in grid)
+        kept = over > during.start
+        computing = starts[kept], over[kept]
+        both = (np.concatenate(pair) for pair in zip((come, ends), computing, strict=True))
+        alone = _busy(*both, during) - _busy(*computing, during)
+        most = max(most, min(alone, _busy(come, ends, during)))  # but for rounding
+    return most
+
+
+def exposed_by_difference(busy: Seconds, round_time: Seconds, free: Seconds) -> Seconds:
+    """What a simulated round takes longer than one with free communication, a part of `busy`.
+
+    What communication makes computation slower is in it. The rest of a difference above `busy`, as
+    jitter can make it, is waiting.
+    """
+    return min(busy, max(0.0, round_time - free))
+
+
+def overlap_ratio(busy: Seconds, exposed: Seconds) -> float | None:
+    """The part of communication that is not exposed; None without communication."""
+    return 1 - exposed / busy if busy else None
+
+
 def _meetings(
     trace: Trace, schedule: Schedule, after: Seconds, places: NDArray[np.intp] | None
 ) -> list[_Array]:
