@@ -146,6 +146,11 @@ class RunComparison:
         return self.predicted.round_time_s / float(self.measured["round_time_s"]) - 1
 
     @property
+    def step_times(self) -> tuple[Seconds, Seconds]:
+        """Of an optimizer step: predicted, measured. A round of local updates has several."""
+        return self.predicted.step_time_s, self.measured["round_time_s"] / self.schedule.steps
+
+    @property
     def speed(self) -> float | None:
         """Of large matrix products in the run, as a fraction of what the cluster says."""
         found = self.record.product_speed

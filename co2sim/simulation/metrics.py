@@ -36,12 +36,22 @@ def window(trace: Trace, schedule: Schedule, rounds: int) -> Window:
 
     Where no op computes, the last op of the body stands for the last that does.
     """
+    ends = _round_ends(trace, schedule)
+    return Window(float(ends[max(0, trace.rounds - rounds)]), float(ends[-1]), rounds)
+
+
+def round_times(trace: Trace, schedule: Schedule, rounds: int) -> _Array:
+    """How long each of the last `rounds` rounds took; their mean is that of the window."""
+    return np.diff(_round_ends(trace, schedule)[-1 - rounds :])
+
+
+def _round_ends(trace: Trace, schedule: Schedule) -> _Array:
+    """The start of the trace, and the end of each round; see `window`."""
     body = schedule.body
     backwards = range(len(body) - 1, -1, -1)
     last = next((n for n in backwards if isinstance(body[n].work, Compute)), len(body) - 1)
     ends = np.fmax.reduce(trace.grid(schedule).ends[:, last], axis=-1, initial=0.0)
-    before = trace.rounds - rounds - 1
-    return Window(float(ends[before]) if before >= 0 else 0.0, float(ends[-1]), rounds)
+    return np.concatenate([[0.0], ends])
 
 
 def is_steady(trace: Trace, schedule: Schedule, rounds: int = 1) -> bool:
