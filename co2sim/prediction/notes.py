@@ -177,7 +177,7 @@ def beyond_the_file(stated: Cluster, sized: Cluster) -> list[Fact]:
 
 
 def beyond_the_table(gpu: GPU, job: Workload) -> list[Fact]:
-    """Passes smaller or larger than any whose efficiency is known, and flash attention of none."""
+    """Passes outside of the table of efficiencies, and flash attention without a known speed."""
     found = _unknown_attention(gpu, job)
     if not gpu.efficiency:
         return found
@@ -189,9 +189,12 @@ def beyond_the_table(gpu: GPU, job: Workload) -> list[Fact]:
         (max(sizes, default=most), most, at_most, "larger"),
     ):
         if (size / bound - 1) * (1 if word == "larger" else -1) > _NEGLIGIBLE:
+            end = "smallest" if word == "smaller" else "largest"
             why = (
-                f"passes of {scaled(size, 'FLOP')} are {word} than any whose efficiency is known"
-                f" ({scaled(bound, 'FLOP')})"
+                "the file states one efficiency for passes of every size"
+                if len(gpu.efficiency) == 1
+                else f"passes of {scaled(size, 'FLOP')} are {word} than the {end} in the table of"
+                f" efficiencies, {scaled(bound, 'FLOP')}, and take its efficiency"
             )
             found.append(Fact("cluster.gpu.efficiency", str(value), why, assumed=True))
     return found

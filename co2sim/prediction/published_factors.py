@@ -64,7 +64,7 @@ def of_training(parameters: int, workers: int, tau: int, *, late: bool = False) 
     if tau > longest:
         beyond.append(f"tau={tau}")
     elif tau < shortest:
-        beyond.append(f"tau={tau}, counted as {shortest}")
+        beyond.append(f"tau={tau} (the factor is that of tau={shortest})")
     width = _DEVIATIONS * law["deviation"] * (2 if beyond else 1)
     ends = math.exp(logarithm - width), math.exp(logarithm + width)
     return Published(math.exp(logarithm), *ends, tuple(beyond))

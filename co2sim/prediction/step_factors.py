@@ -228,8 +228,10 @@ def _published(
         high = max(high, toy.factor)
         source += f"; the high end is {toy.measured} of {toy.source}"
     if not own:
-        source = f"of {known.name} none was found for large models: this is {source}"
-        source += "; no less than 1, as its outer step is another"
+        source = (
+            f"no losses of large models were found for {known.name}, so this is the factor of"
+            f" DiLoCo, from {source}; it is at least 1, since {known.name} has another outer step"
+        )
     factor = found.factor if own else max(1.0, found.factor)
     high = max(high, factor)
     return StepFactor(factor=factor, source=source, low=low, high=high, beyond=found.beyond)
@@ -322,7 +324,7 @@ def _told(name: str, all_found: Sequence[tuple[Scale, StepFactor]]) -> Iterator[
             if found.measured is None and not found.certain:
                 text += f" with {counted(scale.workers or 0, 'worker')}"
             if found.beyond:
-                text += f", extrapolated to {' and '.join(found.beyond)}"
+                text += f", beyond the published runs: {' and '.join(found.beyond)}"
             said.append(text)
         yield f"{name}: {' to '.join(dict.fromkeys(said))}", source
 

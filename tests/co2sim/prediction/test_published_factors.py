@@ -121,7 +121,7 @@ def test_the_size_chooses_between_the_toy_and_published_losses() -> None:
     assert late.factor == pytest.approx(own.factor * 1.2)
     assert late.high == 4.21
     assert late.low == own.low
-    assert "of co2 none was found" in late.source
+    assert "were found for co2, so this is the factor of DiLoCo" in late.source
     assert "158,720" in late.source
     assert of("local_sgd(tau=12)", LARGE, 2).factor == 1  # no gain that was published of another
     assert step_factor("co2(staleness=2)", Scale(LARGE, 8)) is None
@@ -136,14 +136,14 @@ def test_what_is_beyond_all_published_trainings_is_said_and_has_a_wider_range() 
         ("diloco(tau=100)", 70 * 10**9, 8, "70 billion parameters"),
         ("diloco(tau=100)", LARGE, 16, "16 workers"),
         ("diloco(tau=500)", LARGE, 8, "tau=500"),
-        ("diloco(tau=12)", LARGE, 8, "tau=12, counted as 30"),
+        ("diloco(tau=12)", LARGE, 8, "tau=12 (the factor is that of tau=30)"),
     ):
         found = of(strategy, parameters, workers)
         assert found.beyond == (said,)
         assert found.high is not None
         assert inside.high is not None
         assert found.high / found.low > inside.high / inside.low
-        assert f"extrapolated to {said}" in remark([(strategy, Scale(parameters, workers))])
+        assert f"beyond the published runs: {said}" in remark([(strategy, Scale(parameters, workers))])
     assert of("diloco(tau=100)", 40 * 10**9, 8).beyond == ()
 
 
