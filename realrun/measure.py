@@ -57,9 +57,7 @@ def measure(
         if progress:
             progress(f"{schedule.name}: round {turn + 1} of {total}")
 
-    seen = execute(
-        schedule, doing, total, world, check=check, progress=tell if progress else None
-    )
+    seen = execute(schedule, doing, total, world, check=check, progress=tell if progress else None)
     timed = dict(doing.timed) if isinstance(doing, Burn) else {}
     products = each_round(seen, schedule, timed, rounds)
     gathered = gather_objects(world, (seen, world.clock.error, products))

@@ -317,8 +317,8 @@ def _verdict(setting: Setting, found: Allowed) -> str:
     tau, most = setting.local_steps, f"{1 + found.price:.4g} times that of waiting for it"
     if found.steps is None or found.feasible is None:
         return (
-            "There is no bound even for waiting for the average, at this inner step; it must be below"
-            f" {bound.largest_inner_step(replace(setting, late=None, delay=0)):.3g}."
+            "There is no bound even for waiting for the average, at this inner step; it must be"
+            f" below {bound.largest_inner_step(replace(setting, late=None, delay=0)):.3g}."
         )
     notes = ""
     if found.feasible < tau:

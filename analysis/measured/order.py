@@ -13,8 +13,8 @@ from co2sim.common.units import percent
 from co2sim.simulation.metrics import round_times
 
 _TIE = 0.006
-"""Predicted speeds that differ by less are equal: the median error of a round in a lab whose kernels
-sleep (`benchmarks/results/fidelity-sleep.md`)."""
+"""Predicted speeds that differ by less are equal: the median error of a round in a lab with kernels
+that sleep (`benchmarks/results/fidelity-sleep.md`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class OrderError:
 
 def order_errors(named: Sequence[tuple[str, RunComparison]]) -> list[OrderError]:
     """All pairs of runs of one question whose order is not as predicted, the certain ones first."""
-    found = []
+    found: list[OrderError] = []
     for one, other in combinations(named, 2):
         if _question(one[1]) != _question(other[1]):
             continue

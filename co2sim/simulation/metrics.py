@@ -132,9 +132,9 @@ def exposed(trace: Trace, schedule: Schedule, during: Window) -> Seconds:
     for index, (_, come, ends) in enumerate(_meetings(trace, schedule, during.start, None)):
         starts, over = (times[:, computes, index].ravel() for times in grid)
         kept = over > during.start
-        computing = starts[kept], over[kept]
-        both = (np.concatenate(pair) for pair in zip((come, ends), computing, strict=True))
-        alone = _busy(*both, during) - _busy(*computing, during)
+        starts, over = starts[kept], over[kept]
+        begin, end = np.concatenate([come, starts]), np.concatenate([ends, over])
+        alone = _busy(begin, end, during) - _busy(starts, over, during)
         most = max(most, min(alone, _busy(come, ends, during)))  # but for rounding
     return most
 

@@ -193,23 +193,23 @@ def check_identity(seen: Mapping[str, Any], identity: Mapping[str, Any], ranks: 
 
 def _remedy(name: str, before: Any) -> str:
     """What to do where a setting is not that of the checkpoint, in which it is `before`."""
-    anew = "another --out begins anew"
+    fresh = "another --out starts again"
     match name:
         case "steps":
             return (
                 f"the learning rate of each step depends on it: continue with --steps {before}, or"
-                " begin anew with another --out; --stop ends a training before its last step, and"
+                " start again with another --out; --stop ends a training before its last step, and"
                 " with --final-lr 1 the rate does not depend on the number of steps"
             )
         case "ranks":
-            return f"continue on as many ranks, or {anew}"
+            return f"continue on as many ranks, or {fresh}"
         case "data":
-            return f"the files that the task reads have changed, and {anew}"
+            return f"the files that the task reads have changed, and {fresh}"
     if isinstance(before, Mapping):
         before = ",".join(f"{key}={value}" for key, value in before.items())
     text = shown(str(before), 60)
     flag = f"--{name.replace('_', '-')} {shlex.quote(text)}"
-    return f"continue with {flag}, or {anew}" if before is not None else anew
+    return f"continue with {flag}, or {fresh}" if before is not None else fresh
 
 
 def check_steps(checkpoint: Path, steps: int) -> None:

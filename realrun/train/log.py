@@ -131,7 +131,6 @@ class History:
             "tokens_per_s": last["tokens"] / last["seconds"] if last["seconds"] else None,
         }
 
-
     def _waiting(self, row: LogRow) -> dict[str, Any]:
         """How many averages there were, and the share of the time that passed waiting for them."""
         if row.rounds is None or row.waited is None:

@@ -613,9 +613,7 @@ def replay(
         round_time_s=during.round_time,
         step_time_s=during.round_time / schedule.steps,
         comm_busy_s=busy,
-        exposed_comm_s=metrics.exposed_by_difference(
-            busy, during.round_time, without.round_time
-        ),
+        exposed_comm_s=metrics.exposed_by_difference(busy, during.round_time, without.round_time),
         wire_bytes_per_gpu_per_step=sent.gpu / schedule.steps,
         nic_bytes_per_node_per_step=sent.nic / schedule.steps,
         breakdown_s=metrics.breakdown(found, schedule),

@@ -338,7 +338,7 @@ def orders(*records: Record) -> list[OrderError]:
 
 
 def test_an_order_that_is_not_the_predicted_one_is_an_error() -> None:
-    """Of CO2, with several steps in a round, and DDP, by the times of a step; else there is none."""
+    """Of CO2, with several steps in a round, and DDP, by the times of a step; else none."""
     assert not orders(measured("ddp"), measured("co2(tau=4)"))
     late, usual = measured("co2(tau=4)", slower_gpu), measured("ddp")
     for pair in ((late, usual), (usual, late)):
@@ -357,9 +357,10 @@ def test_runs_that_are_predicted_equal_have_no_order() -> None:
 
 def test_an_order_within_the_noise_of_rounds_is_not_certain() -> None:
     """The same small difference is certain without noise, and with one round nothing is known."""
-    gap = compare("", measured("ddp")).step_times[0] / compare(
-        "", measured("co2(tau=4)")
-    ).step_times[0]
+    gap = (
+        compare("", measured("ddp")).step_times[0]
+        / compare("", measured("co2(tau=4)")).step_times[0]
+    )
     usual = measured("ddp", rounds=4)
     late = measured("co2(tau=4)", slower(1 - 0.995 / gap), rounds=4)
     (even,), (other,) = orders(usual, late), orders(usual, uneven(late))

@@ -143,7 +143,9 @@ def test_what_is_beyond_all_published_trainings_is_said_and_has_a_wider_range() 
         assert found.high is not None
         assert inside.high is not None
         assert found.high / found.low > inside.high / inside.low
-        assert f"beyond the published runs: {said}" in remark([(strategy, Scale(parameters, workers))])
+        assert f"beyond the published runs: {said}" in remark(
+            [(strategy, Scale(parameters, workers))]
+        )
     assert of("diloco(tau=100)", 40 * 10**9, 8).beyond == ()
 
 

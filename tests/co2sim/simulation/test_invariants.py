@@ -67,21 +67,23 @@ def test_exposed_communication_is_part_of_busy_communication(
     assert -1e-15 <= exposed <= busy * (1 + 1e-9) + 1e-15
 
 
-@given(
-    *(variants, shapes, bandwidths, latencies, backends),
-    *(st.sampled_from([0.5, 1.0]), st.sampled_from([0.0, 0.3]), st.sampled_from([0.0, 0.7])),
+disturbances = st.tuples(
+    st.sampled_from([0.5, 1.0]), st.sampled_from([0.0, 0.3]), st.sampled_from([0.0, 0.7])
 )
+"""Speed of a node, jitter, interference."""
+
+
+@given(variants, shapes, bandwidths, latencies, backends, disturbances)
 def test_exposed_communication_of_a_real_run_is_part_of_busy_communication(
     strategy: str,
     shape: tuple[int, int],
     bandwidth: float,
     latency: float,
     backend: str,
-    speed: float,
-    jitter: float,
-    interference: float,
+    disturbed: tuple[float, float, float],
 ) -> None:
     """Whatever slows ranks down, also where two executions differ by more than communication."""
+    speed, jitter, interference = disturbed
     prepared = Case(
         cluster=replace(
             tiny.cluster(*shape, **links(bandwidth, latency), backend=backend),

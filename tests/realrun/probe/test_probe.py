@@ -282,9 +282,7 @@ def test_calibrate_takes_a_probed_cluster_with_a_gpu_of_the_catalog(tmp_path: Pa
     def calibrated(gpu: str | None) -> Calibrated:
         kernels = seen if gpu is None else replace(seen, compute={}, slowdowns=(), together=None)
         path.write_text(to_toml(kernels, fit.fit(kernels), "probed", gpu))
-        case = Case(
-                cluster=str(path), model="gpt2-small", strategy="ddp", gpus=16, micro_batch=1
-            )
+        case = Case(cluster=str(path), model="gpt2-small", strategy="ddp", gpus=16, micro_batch=1)
         return calibrate([MeasuredRun("row", case, driver.run(case).tokens_per_s_per_gpu / 2)])
 
     with pytest.raises(OptionError, match=r"realrun probe --gpu (?P<gpu>\w+)") as refused:
