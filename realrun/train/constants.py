@@ -203,7 +203,7 @@ def _without_tau(strategy: LocalSteps, delay: int | None) -> str:
     """
     chosen = [
         f"{option.name}={str(value).lower()}"
-        for option in fields(strategy)  # type: ignore[arg-type] - strategies are dataclasses
+        for option in fields(strategy)  # type: ignore[arg-type]
         if option.name not in {"tau", "fragments"}
         and (value := getattr(strategy, option.name)) != option.default
     ]
