@@ -1,4 +1,4 @@
-"""Measure one case: warm up, run, run again without communication, and merge all traces."""
+"""Measure one case: warm up, run, and merge the traces of all ranks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -53,21 +53,17 @@ def measure(
     doing = make_kernels(kernels, prepared, world)
     total = warm_up + rounds
 
-    def steps(what: str) -> Callable[[int], None] | None:
-        if progress is None:
-            return None
-        return lambda turn: progress(f"{schedule.name}: {what}, round {turn + 1} of {total}")
+    def tell(turn: int) -> None:
+        if progress:
+            progress(f"{schedule.name}: round {turn + 1} of {total}")
 
-    seen = execute(schedule, doing, total, world, check=check, progress=steps("run"))
+    seen = execute(schedule, doing, total, world, check=check, progress=tell if progress else None)
     timed = dict(doing.timed) if isinstance(doing, Burn) else {}
     products = each_round(seen, schedule, timed, rounds)
-    alone = execute(
-        schedule, doing, total, world, free_communication=True, progress=steps("baseline")
-    )
-    gathered = gather_objects(world, (seen, alone, world.clock.error, products))
+    gathered = gather_objects(world, (seen, world.clock.error, products))
     if gathered is None:
         return None
-    runs, baselines, errors, ranks = zip(*gathered, strict=True)
+    runs, errors, ranks = zip(*gathered, strict=True)
     trace, tolerance = merge(runs), 2 * max(errors)
     broken = trace.violations(schedule, tolerance, skew=float("inf"))
     if broken:
@@ -78,7 +74,7 @@ def measure(
         rounds=rounds,
         trace=trace,
         clock_error=tolerance,
-        figures=prepared.measure(trace, rounds, False, merge(baselines)).to_dict(),  # noqa: FBT003
+        figures=prepared.measure(trace, rounds, steady=False).to_dict(),
         environment=describe(world.device, world.backend),
         product_speed=(
             slowest(doing.product, ranks, schedule.lag) if isinstance(doing, Burn) else None
@@ -87,12 +83,12 @@ def measure(
 
 
 def computing_time(case: Case, world: World, rounds: int) -> Seconds:
-    """What `measure` takes at least: the kernels of both runs, by the GPU of the case's cluster."""
+    """What `measure` takes at least: the kernels of all rounds, by the GPU of the cluster."""
     prepared = resolve(case, world.layout, world.backend)[0].prepare()
     schedule, each = prepared.schedule, durations(prepared)
     works = (op.work for op in schedule.body)
     once = sum(each[work] for work in works if isinstance(work, Compute))
-    return 2 * (max(schedule.lag, 1) + rounds) * once
+    return (max(schedule.lag, 1) + rounds) * once
 
 
 def make_kernels(name: KernelName, prepared: LoadedCase, world: World) -> KernelSet:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from analysis.convergence.setting import ONE_ROUND, Delay, Late, delay
+from analysis.convergence.setting import ONE_ROUND, Delay, Late, delay, late_average
 from co2sim.cli import options
 from co2sim.cli.options import Report
 from co2sim.common import validation
@@ -20,6 +20,7 @@ from co2sim.common.tables import console, print_table
 from co2sim.prediction.case import Case
 from co2sim.report.bundle import check
 from co2sim.strategies import parse
+from co2sim.strategies.co2 import CO2
 
 
 def number(flag: str, words: str) -> Any:
@@ -74,11 +75,15 @@ AskedDelay = Annotated[
 ]
 Keep = Annotated[
     float | None,
-    number("--keep", "Share of the steps since its launch that a late average leaves; default: 1."),
+    number(
+        "--keep",
+        "Share of the steps since its launch that a late average leaves; default: that of CO2, 1 in"
+        " rounds of less than 8 steps, else 1/2.",
+    ),
 ]
 Predict = Annotated[
     float | None,
-    number("--predict", "Share that the mean displacement predicts instead; default: 0."),
+    number("--predict", "Share that the mean displacement predicts instead; default: 1 - keep."),
 ]
 GradientBound = Annotated[
     float | None,
@@ -89,11 +94,12 @@ GradientBound = Annotated[
 ]
 
 
-def lateness(when: Delay, keep: float | None, predict: float | None) -> Late | None:
+def lateness(
+    when: Delay, local_steps: int, keep: float | None, predict: float | None
+) -> Late | None:
     """How averages are late by local steps; None where they are late by rounds."""
     if when.steps is not None:
-        kept = 1.0 if keep is None else keep
-        return Late(steps=when.steps, keep=kept, predict=predict or 0.0)
+        return late_average(when.steps, local_steps, keep, predict)
     if keep is not None or predict is not None:
         raise OptionError(
             f"--keep and --predict are for a delay in local steps, such as 3; --delay is {when}"
@@ -166,8 +172,9 @@ def tau(  # noqa: PLR0913 - one argument per option
     from analysis.convergence.setting import Setting  # noqa: PLC0415
     from analysis.convergence.tau import print_tau, tau_to_dict  # noqa: PLC0415
 
-    advice.averaging(parse(strategy))
     _refuse_tau(strategy)
+    strategy = _with_room(strategy)
+    advice.averaging(parse(strategy))
     given = {"--cluster": cluster, "--gpus": gpus, "--taus": taus, "--set": overrides}
     _check_source(runs, given)
     if target is not None:
@@ -222,6 +229,15 @@ def _refuse_tau(strategy: str) -> None:
             f"--strategy is {strategy!r}, but tau is what this command chooses; leave it out, or"
             " name the taus to compare with --taus"
         )
+
+
+def _with_room(strategy: str) -> str:
+    """The strategy with a tau that holds its delay: those that are tried begin at the delay."""
+    late = re.search(r"[:(,]\s*delay\s*=\s*(\d+)", strategy)
+    if late is None:
+        return strategy
+    rest = strategy.rstrip().removesuffix(")")
+    return f"{rest},tau={max(CO2().tau, int(late[1]))}{strategy.rstrip()[len(rest) :]}"
 
 
 def _check_source(runs: list[Path] | None, simulation_only: Mapping[str, object]) -> None:
@@ -431,7 +447,7 @@ def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
             "penalty": penalty,
             "most_penalty": most_penalty,
             "delay": delay.rounds,
-            "late": lateness(delay, keep, predict),
+            "late": lateness(delay, local_steps or 1, keep, predict),
         }
     else:
         _refuse_with_run(

@@ -10,8 +10,9 @@ from rich.console import Console
 from analysis.convergence import bound, clip_report
 from analysis.convergence.bound import TERMS, Bound, Infeasible
 from analysis.convergence.clip_report import Clip, Clipped
-from analysis.convergence.setting import Delay, Late, Setting
+from analysis.convergence.setting import Delay, Setting, late_average
 from co2sim.common.tables import print_table
+from co2sim.common.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +48,11 @@ class Allowed:
 def allowed(setting: Setting, price: float, *, tune: bool) -> Allowed:
     """How late averages may be: `setting` says what is kept, its own delay does not count.
 
+    Where it has no late average that is what CO2 keeps.
     With `tune` every delay has its own best inner step. The bound rises with the delay, and so does
     the load; bisection relies on it. Raises OptionError where `bound.tuned` does.
     """
-    mix = setting.late or Late(steps=1)
+    mix = setting.late or late_average(1, setting.local_steps)
     waiting = replace(setting, late=None, delay=0)
     base = _total(_evaluated(waiting, tune=tune)[1])
 
@@ -171,6 +173,7 @@ def bound_to_dict(answered: BoundAnswer) -> dict[str, Any]:
         "largest_inner_step": bound.largest_inner_step(answered.setting),
         "load": bound.load(answered.setting),
         "feasible": isinstance(terms, Bound),
+        "why_infeasible": None if isinstance(terms, Bound) else why_infeasible(answered.setting),
         "bound": {**asdict(terms), "total": terms.total} if isinstance(terms, Bound) else None,
         "slowmo_published": answered.published if isinstance(answered.published, float) else None,
     }
@@ -226,7 +229,7 @@ def print_bound(out: Console, answered: BoundAnswer) -> None:
         rows.append(("bound of the mean of E|grad f|^2", f"{terms.total:.6g}"))
         rows += _late_rows(answered)
     else:
-        rows.append(("bound of the mean of E|grad f|^2", "infeasible: the theorem gives no bound"))
+        rows.append(("bound of the mean of E|grad f|^2", "infeasible, see below"))
     if answered.clipped is not None:
         rows += clip_report.rows(setting, answered.clipped)
     unbounded = "none: it needs more rounds"
@@ -237,6 +240,8 @@ def print_bound(out: Console, answered: BoundAnswer) -> None:
         )
     )
     print_table(out, "bound", ("figure", "value"), rows)
+    if isinstance(terms, Infeasible):
+        out.print(f"{why_infeasible(setting)}\n", highlight=False, markup=False)
     if answered.allowed is not None:
         _print_allowed(out, setting, answered.allowed)
     if answered.clipped is not None:
@@ -254,8 +259,35 @@ def print_bound(out: Console, answered: BoundAnswer) -> None:
         out.print(f"- {sentence}", highlight=False, markup=False)
 
 
+def why_infeasible(setting: Setting) -> str:
+    """The condition that a setting does not meet, and what of it to change, in sentences."""
+    taken, step = bound.load(setting), setting.inner_step
+    text = (
+        f"There is no bound: L eta + 2 L omega is {taken:.3g}, and must be below 1. It is for an"
+        f" inner step (learning rate) below {bound.largest_inner_step(setting):.3g}, if nothing"
+        f" else changes; here it is {step:.3g}."
+    )
+
+    def shorter(tau: int) -> Setting:
+        late = setting.late and replace(setting.late, steps=min(tau, setting.late.steps))
+        return replace(setting, local_steps=tau, late=late)
+
+    longest = _longest(lambda t: not t or bound.load(shorter(t)) < 1, setting.local_steps - 1)
+    if longest:
+        steps = counted(longest, "local step")
+        return f"{text} With this inner step it is below 1 in rounds of up to {steps}."
+    alone = bound.load(replace(shorter(1), late=None, delay=0))
+    return (
+        f"{text} With this inner step no shorter round has a bound, and even one local step with an"
+        f" average that is waited for has {alone:.3g}."
+    )
+
+
 def _late_rows(answered: BoundAnswer) -> list[tuple[str, str]]:
     late, rows = answered.setting.late, []
+    if late is not None:
+        name = "share that a late average keeps; that it predicts"
+        rows.append((name, f"{late.keep:g}; {late.predict:g}"))
     if late is not None and late.keep < 1:
         name = f"with steps before an arrival counted 1, not {late.keep:g}"
         rows.append((name, f"{answered.mean_over_all:.6g}"))
@@ -284,7 +316,10 @@ def _verdict(setting: Setting, found: Allowed) -> str:
     """How late an average may be used, as a text."""
     tau, most = setting.local_steps, f"{1 + found.price:.4g} times that of waiting for it"
     if found.steps is None or found.feasible is None:
-        return "There is no bound even for waiting for the average, at this inner step."
+        return (
+            "There is no bound even for waiting for the average, at this inner step; it must be"
+            f" below {bound.largest_inner_step(replace(setting, late=None, delay=0)):.3g}."
+        )
     notes = ""
     if found.feasible < tau:
         notes = f" The condition of the theorem holds up to {found.feasible} of {tau} local steps."

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from analysis.convergence.objectives.problems import Array
 from co2sim.common import validation
+from co2sim.common.delayed_averaging import kept
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import between, whole
 
@@ -44,6 +45,17 @@ class Late:
     def counted(self, local_steps: int) -> float:
         """The steps of a round, of which those before the arrival count `keep` each."""
         return self.keep * self.steps + local_steps - self.steps
+
+
+def late_average(
+    steps: int, local_steps: int, keep: float | None = None, predict: float | None = None
+) -> Late:
+    """With what CO2 keeps and predicts in rounds of that length, where that is not given.
+
+    Raises OptionError for what is out of range.
+    """
+    share, predicted = kept(local_steps, keep, predict)
+    return Late(steps=steps, keep=share, predict=predicted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +167,10 @@ class Setting:
                 f"delay is {late.steps} steps; it must be at most local_steps, {self.local_steps}"
             )
         if late.predict and self.most_penalty is not None:
-            raise OptionError("a varying penalty with predict above 0 is not covered by the bound")
+            raise OptionError(
+                f"a varying penalty with predict above 0 is not covered by the bound: predict is"
+                f" {late.predict:g}"
+            )
 
     @property
     def virtual_step(self) -> float:

@@ -146,6 +146,11 @@ class RunComparison:
         return self.predicted.round_time_s / float(self.measured["round_time_s"]) - 1
 
     @property
+    def step_times(self) -> tuple[Seconds, Seconds]:
+        """Of an optimizer step: predicted, measured. A round of local updates has several."""
+        return self.predicted.step_time_s, self.measured["round_time_s"] / self.schedule.steps
+
+    @property
     def speed(self) -> float | None:
         """Of large matrix products in the run, as a fraction of what the cluster says."""
         found = self.record.product_speed
@@ -226,31 +231,36 @@ def compare(name: str, record: Record, cluster: Cluster | None = None) -> RunCom
         cluster=prepared.cluster,
         schedule=prepared.schedule,
         predicted=predicted,
-        measured=record.figures,
+        measured=_measured(prepared.schedule, record),
         simulated=simulated,
         differences=differences,
         at_speed=found,
     )
 
 
+def _measured(schedule: Schedule, record: Record) -> dict[str, Any]:
+    """The figures of a run; older ones took exposed communication from two executions."""
+    figures = dict(record.figures)
+    if busy := figures.get("comm_busy_s"):
+        during = metrics.window(record.trace, schedule, record.rounds)
+        figures["exposed_comm_s"] = metrics.exposed(record.trace, schedule, during)
+        figures["overlap_ratio"] = metrics.overlap_ratio(busy, figures["exposed_comm_s"])
+    return figures
+
+
 def _predict(prepared: LoadedCase, record: Record) -> tuple[Trace, Result]:
-    """The same rounds as were run, and their figures."""
+    """The same rounds as were run, and their figures, by the definitions of a measurement."""
     precision, schedule, cluster = prepared.job.precision, prepared.schedule, prepared.cluster
-    slowdown = expected_slowdown(schedule, cluster, precision=precision)
-    simulated, free = (
-        execute(
-            schedule,
-            cluster,
-            precision=precision,
-            rounds=record.trace.rounds,
-            fold=False,
-            free_communication=without,
-            slowdown=slowdown,
-        )
-        for without in (False, True)
+    simulated = execute(
+        schedule,
+        cluster,
+        precision=precision,
+        rounds=record.trace.rounds,
+        fold=False,
+        slowdown=expected_slowdown(schedule, cluster, precision=precision),
     )
     steady = is_steady(simulated, schedule, record.rounds)
-    return simulated, prepared.measure(simulated, record.rounds, steady, free)
+    return simulated, prepared.measure(simulated, record.rounds, steady)
 
 
 def _fitting(name: str, cluster: Cluster, trace: Trace) -> Cluster:

@@ -10,8 +10,9 @@ from rich.console import Console
 
 from analysis.measured.attribution import Cause, Difference, dominant, totals
 from analysis.measured.comparison import AT_SPEED, RunComparison, RunSummary, summarise
-from co2sim.common.tables import print_table
-from co2sim.common.units import Seconds, duration, percent, scaled
+from analysis.measured.order import order_errors
+from co2sim.common.tables import print_lines, print_table
+from co2sim.common.units import Seconds, counted, duration, percent, scaled
 from co2sim.schedule.schedule import Collective, Op, Schedule
 
 
@@ -148,13 +149,27 @@ def print_summary(out: Console, comparisons: Sequence[RunComparison]) -> None:
             str(run.predicted.gpus),
             duration(run.predicted.round_time_s),
             duration(run.measured["round_time_s"]),
+            str(run.schedule.steps),
+            *(duration(step) for step in run.step_times),
             percent(run.round_time_error, 1),
         )
         for run in comparisons
     ]
-    named = ("run", "strategy", "cluster", "GPUs", "round", "measured round", "round error")
-    print_table(out, "rounds: predicted, then measured", named, rounds, left=3)
+    times = ("round", "measured round", "steps per round", "step", "measured step", "error")
+    named = ("run", "strategy", "cluster", "GPUs", *times)
+    print_table(out, "rounds and steps: predicted, then measured", named, rounds, left=3)
+    if lines := [one.sentence for one in order_errors([(run.name, run) for run in comparisons])]:
+        print_lines(out, *_few(lines), "")
     _print_errors(out, summarise(comparisons))
+
+
+_MOST_LINES = 8
+"""Pairs of runs in another order than predicted that are named."""
+
+
+def _few(lines: Sequence[str]) -> list[str]:
+    more = len(lines) - _MOST_LINES
+    return [*lines[:_MOST_LINES], *([f"and {counted(more, 'pair')} more"] if more > 0 else [])]
 
 
 def _print_communication(out: Console, comparisons: Sequence[RunComparison]) -> None:
@@ -256,6 +271,9 @@ def to_dict(comparisons: Sequence[RunComparison]) -> dict[str, Any]:
     return {
         "runs": [_run(run) for run in comparisons],
         "summary": summarise(comparisons).to_dict(),
+        "order_errors": [
+            one.to_dict() for one in order_errors([(run.name, run) for run in comparisons])
+        ],
     }
 
 
@@ -278,6 +296,8 @@ def _run(run: RunComparison) -> dict[str, Any]:
         "exposed_error": run.exposed_error,
         "overlap_difference": run.overlap_difference,
         "round_time_error": run.round_time_error,
+        "steps_per_round": run.schedule.steps,
+        "step_time_s": dict(zip(("predicted", "measured"), run.step_times, strict=True)),
         "speed": run.speed,
         "at_speed_error": run.at_speed_error,
         "spent_s": {"predicted": asdict(before), "measured": asdict(after)},

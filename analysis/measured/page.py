@@ -12,6 +12,7 @@ from analysis.measured.attribution import AGREES, Cause
 from analysis.measured.charts import WAITS, RankWindow, windows
 from analysis.measured.comparison import RunComparison, summarise
 from analysis.measured.op_table import OpError, by_label, causes
+from analysis.measured.order import OrderError, order_errors
 from co2sim.catalog import Fact
 from co2sim.catalog.specs import UNITS
 from co2sim.common.plots import GREY
@@ -139,8 +140,13 @@ def _answer(runs: Sequence[ComparedRun], shown: Sequence[ComparedRun]) -> list[s
             f" {whole.median_round_time_error:.1%} in the median, and by"
             f" {percent(worst.run.round_time_error, 1)} at most ({worst.name})."
         ),
+        *(f"{error.sentence[0].upper()}{error.sentence[1:]}." for error in _orders(runs)),
         *(one.sentence for one in shown),
     ]
+
+
+def _orders(runs: Sequence[ComparedRun]) -> list[OrderError]:
+    return order_errors([(one.name, one.run) for one in runs])[:MAX_RUNS]
 
 
 def _doubts(runs: Sequence[ComparedRun]) -> Iterator[str]:
@@ -184,11 +190,14 @@ def _overview(runs: Sequence[ComparedRun]) -> PageSection:
             str(one.run.predicted.gpus),
             duration(one.run.predicted.round_time_s),
             duration(one.measured),
+            str(one.run.schedule.steps),
+            *(duration(step) for step in one.run.step_times),
             *(_signed(found[one.name].get(what)) for what in _ERRORS),
         ]
         for one in runs
     ]
-    columns = ("run", "strategy", "cluster", "GPUs", "predicted round", "measured", *_ERRORS)
+    times = ("predicted round", "measured", "steps per round", "predicted step", "measured step")
+    columns = ("run", "strategy", "cluster", "GPUs", *times, *_ERRORS)
     note = "0 is a prediction that is right; to the right of it the prediction is too long."
     label = "signed errors of the predicted times, a line for each run"
     figure = Figure("", note, label, charts.errors(found), Table(columns, rows, 3))

@@ -112,13 +112,27 @@ class LoadedCase:
             items = items | overhead(items, self.schedule.groups, self.cluster.layout)
         return items | {"total": sum(items.values())}
 
-    def measure(self, trace: Trace, rounds: int, steady: bool, free: Trace) -> Result:  # noqa: FBT001
-        """The figures of a trace, given the same rounds with free communication."""
+    def measure(
+        self,
+        trace: Trace,
+        rounds: int,
+        steady: bool,  # noqa: FBT001
+        free: Trace | None = None,
+    ) -> Result:
+        """The figures of a trace.
+
+        `free` is the same simulation with free communication. Without it, as in a run that was
+        measured, exposed communication is read from the trace itself: two runs differ in more.
+        """
         cluster, job, schedule = self.cluster, self.job, self.schedule
         during = metrics.window(trace, schedule, rounds)
         round_time = during.round_time
-        exposed = max(0.0, round_time - metrics.window(free, schedule, rounds).round_time)
         comm = metrics.communication(trace, schedule, during)
+        if free is None:
+            exposed = metrics.exposed(trace, schedule, during)
+        else:
+            alone = metrics.window(free, schedule, rounds).round_time
+            exposed = metrics.exposed_by_difference(comm.busy, round_time, alone)
         step_time = round_time / schedule.steps
         sent = traffic(schedule, cluster)
         memory = self.memory()
@@ -144,7 +158,7 @@ class LoadedCase:
             comm_busy_s=comm.busy,
             waiting_s=comm.waiting,
             exposed_comm_s=exposed,
-            overlap_ratio=max(0.0, 1 - exposed / comm.busy) if comm.busy else None,
+            overlap_ratio=metrics.overlap_ratio(comm.busy, exposed),
             breakdown_s=metrics.breakdown(trace, schedule),
             sent_bytes_per_gpu_per_step={
                 label: size / schedule.steps for label, size in sent.by_collective.items()

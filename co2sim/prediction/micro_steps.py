@@ -139,13 +139,13 @@ class StageFigures(NamedTuple):
     def whole(self) -> Result:
         """The figures of a case that has no other stages."""
         prepared, found, free = self
-        exposed = max(0.0, found.round_time_s - free)
         busy = found.comm_busy_s
+        exposed = metrics.exposed_by_difference(busy, found.round_time_s, free)
         return replace(
             found,
             **prepared.rates(found.step_time_s),
             exposed_comm_s=exposed,
-            overlap_ratio=max(0.0, 1 - exposed / busy) if busy else None,
+            overlap_ratio=metrics.overlap_ratio(busy, exposed),
         )
 
 

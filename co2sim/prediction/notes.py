@@ -177,7 +177,7 @@ def beyond_the_file(stated: Cluster, sized: Cluster) -> list[Fact]:
 
 
 def beyond_the_table(gpu: GPU, job: Workload) -> list[Fact]:
-    """Passes smaller or larger than any whose efficiency is known, and flash attention of none."""
+    """Passes outside of the table of efficiencies, and flash attention without a known speed."""
     found = _unknown_attention(gpu, job)
     if not gpu.efficiency:
         return found

@@ -28,8 +28,10 @@ class Result:
     for what was measured).
     `host_load` is what the host needs to issue the operations of passes over what the GPU needs for
     them: from 1 on the GPU waits (None for models without known kernels).
-    `exposed_comm_s` is the round time minus that of the same round with free communication,
-    `waiting_s` what a rank spends in collectives before the last member is there, hidden or
+    `exposed_comm_s` is a part of `comm_busy_s`: the round time minus that of the same round with
+    free communication (in a pipeline also waits for what other stages send); of what was measured,
+    the time in which a rank communicates and computes nothing.
+    `waiting_s` is what a rank spends in collectives before the last member is there, hidden or
     not, `straggler_delay_s` what slower or uneven ranks add to the round (None without any, and
     for what was measured), and `overlap_ratio` 1 - exposed / busy (None without communication).
     `breakdown_s` sums the spans of one rank in the last round by kernel or collective, waiting

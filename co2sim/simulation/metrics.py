@@ -36,12 +36,22 @@ def window(trace: Trace, schedule: Schedule, rounds: int) -> Window:
 
     Where no op computes, the last op of the body stands for the last that does.
     """
+    ends = _round_ends(trace, schedule)
+    return Window(float(ends[max(0, trace.rounds - rounds)]), float(ends[-1]), rounds)
+
+
+def round_times(trace: Trace, schedule: Schedule, rounds: int) -> _Array:
+    """How long each of the last `rounds` rounds took; their mean is that of the window."""
+    return np.diff(_round_ends(trace, schedule)[-1 - rounds :])
+
+
+def _round_ends(trace: Trace, schedule: Schedule) -> _Array:
+    """The start of the trace, and the end of each round; see `window`."""
     body = schedule.body
     backwards = range(len(body) - 1, -1, -1)
     last = next((n for n in backwards if isinstance(body[n].work, Compute)), len(body) - 1)
     ends = np.fmax.reduce(trace.grid(schedule).ends[:, last], axis=-1, initial=0.0)
-    before = trace.rounds - rounds - 1
-    return Window(float(ends[before]) if before >= 0 else 0.0, float(ends[-1]), rounds)
+    return np.concatenate([[0.0], ends])
 
 
 def is_steady(trace: Trace, schedule: Schedule, rounds: int = 1) -> bool:
@@ -108,6 +118,39 @@ def communication(
             if led is None or rank % trace.layout.gpus_per_node < led.stride
         ),
     )
+
+
+def exposed(trace: Trace, schedule: Schedule, during: Window) -> Seconds:
+    """Seconds per round in which a rank communicates and computes nothing; those of the most.
+
+    A part of `Communication.busy` of the same rank, by the same spans: never above it. Waiting for
+    slower ranks, and what communication makes computation slower, are not in it.
+    """
+    grid = trace.grid(schedule)
+    computes = np.flatnonzero([isinstance(op.work, Compute) for op in schedule.body])
+    most = 0.0
+    for index, (_, come, ends) in enumerate(_meetings(trace, schedule, during.start, None)):
+        starts, over = (times[:, computes, index].ravel() for times in grid)
+        kept = over > during.start
+        starts, over = starts[kept], over[kept]
+        begin, end = np.concatenate([come, starts]), np.concatenate([ends, over])
+        alone = _busy(begin, end, during) - _busy(starts, over, during)
+        most = max(most, min(alone, _busy(come, ends, during)))  # but for rounding
+    return most
+
+
+def exposed_by_difference(busy: Seconds, round_time: Seconds, free: Seconds) -> Seconds:
+    """What a simulated round takes longer than one with free communication, a part of `busy`.
+
+    What communication makes computation slower is in it. The rest of a difference above `busy`, as
+    jitter can make it, is waiting.
+    """
+    return min(busy, max(0.0, round_time - free))
+
+
+def overlap_ratio(busy: Seconds, exposed: Seconds) -> float | None:
+    """The part of communication that is not exposed; None without communication."""
+    return 1 - exposed / busy if busy else None
 
 
 def _meetings(

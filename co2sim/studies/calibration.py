@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
+from co2sim.catalog import names
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Cluster
@@ -174,10 +175,7 @@ def _stated(runs: Sequence[MeasuredRun]) -> dict[str, float]:
     """What each number is before; those that no cluster states, or states to be 0, are left out."""
     cluster, stack = runs[0].case.load()[0].value, runs[0].case.load_stack().value
     if cluster.gpu.kernels is None or cluster.gpu.stack != stack.name:
-        raise OptionError(
-            f"no stack changes the kernels of the GPU of {cluster.name}: its file states them, or"
-            " none are known; calibrate on a cluster whose GPU states products, such as dgx-h100"
-        )
+        raise OptionError(_fixed_kernels(cluster))
     if cluster.gpu.name in stack.kernels or cluster.gpu.generation in stack.kernels:
         raise OptionError(
             f"the kernels of {stack.name} on {cluster.gpu.name} are fitted, and nothing moves them;"
@@ -188,6 +186,19 @@ def _stated(runs: Sequence[MeasuredRun]) -> dict[str, float]:
     if all(run.memory is None for run in runs):
         del found["kept"]
     return found
+
+
+def _fixed_kernels(cluster: Cluster) -> str:
+    """Why no stack changes the kernels of a cluster, and which cluster file to take instead."""
+    gpu = cluster.gpu
+    states = "efficiencies by size" if gpu.kernels is None else "the times of its kernels"
+    same = (gpu.generation or "").lower()
+    instead = same if same in names("gpus") else "h100"
+    return (
+        f"no stack changes the kernels of {cluster.name}: its file states {states} of the GPU; take"
+        " a GPU of the catalog that states products: probe with --gpu NAME, such as `realrun probe"
+        f' --gpu {instead}`, or write gpu = "{instead}" into the cluster file'
+    )
 
 
 def _check_likely(runs: Sequence[MeasuredRun], results: Sequence[Result]) -> None:

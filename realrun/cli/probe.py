@@ -179,6 +179,11 @@ def _measure(
     write_atomically({out: text.encode(), figure: draw(measured, fitted, called)})
     _print(measured, fitted, called)
     print(f"cluster file  {out}\nfigure        {figure}")
+    if gpu is None:
+        print(
+            "co2sim calibrate needs a GPU of the catalog instead of measured kernels: probe with"
+            " --gpu NAME for it"
+        )
 
 
 def _name(measured: "Measured", how: str) -> str:

@@ -164,7 +164,7 @@ def _foretell(case: Case, world: World, rounds: int) -> None:
         time_ = duration(expected) if expected < _MINUTES else f"{expected / 60:,.0f} min"
         print(
             f"{case.strategy}: computing alone takes about {time_}, by the GPU of the cluster:"
-            f" {counted(rounds, 'round')} and the warm-up, with and without communication",
+            f" {counted(rounds, 'round')} and the warm-up",
             file=sys.stderr,
             flush=True,
         )

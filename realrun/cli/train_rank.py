@@ -3,7 +3,7 @@
 import json
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from realrun.train.folder import (
     check_checkpoint,
     check_free,
     check_new,
+    check_steps,
     checkpoints,
 )
 from realrun.train.log import History, read
@@ -44,6 +45,7 @@ def check_out(settings: TrainSettings, out: Path, ranks: int, resume: Resume | N
         check_new(out)
     elif last := resume.checkpoint(out):
         check_checkpoint(last, settings.identity(), ranks)
+        check_steps(last, settings.steps)
         if (out / LOG).exists():
             read(out)
 
@@ -157,6 +159,17 @@ def _words(settings: TrainSettings, at: "Standing") -> str:
     return f"loss {at.loss:.4f}{seen}, {scaled(at.tokens_per_s, unit)}/s"
 
 
+def _waiting(found: Mapping[str, Any], outer: Mapping[str, Any]) -> str:
+    """How late averages were used, and what waiting for them took."""
+    share = f"{found['waiting_share']:.1%} of the time waiting ({duration(found['waited'])})"
+    if not (found["delay"] or outer["staleness"]):
+        return f"averages are waited for as soon as they start, {share}"
+    steps, rounds = found["delay"], outer["staleness"]
+    delay = counted(rounds, "round") if steps is None else counted(steps, "step")
+    averages = counted(found["averages"], "average")
+    return f"delay {delay}, {found['late']} of {averages} came late, {share}"
+
+
 def _print(history: History, out: Path) -> None:
     """How it went, and where things are."""
     found, facts = history.figures, history.facts
@@ -178,10 +191,10 @@ def _print(history: History, out: Path) -> None:
         )
     if found["rounds"] is not None:
         print(
-            f"outer steps {found['rounds']}, waited {duration(found['waited'])} for averages,"
-            f" sent {scaled(found['bytes_sent'], 'B')} per rank; last penalty"
-            f" {found['penalty']:.3f}, {found['clipped']:.3%} of elements clipped"
+            f"outer steps {found['rounds']}, sent {scaled(found['bytes_sent'], 'B')} per rank;"
+            f" last penalty {found['penalty']:.3f}, {found['clipped']:.3%} of elements clipped"
         )
+        print(_waiting(found, facts["outer_step"]))
     print(f"log     {out / LOG}\nfigure  {out / FIGURE}")
     if history.stopped:
         print(f"stopped after step {found['step']}; continue with --resume")

@@ -85,8 +85,7 @@ def run_on_gpu(run: Run) -> Trace:
                     stream.wait_event(issued[wait].end)
                 before.record()
                 if isinstance(op.work, Collective):
-                    if not run.free_communication:
-                        _communicate(run, instance, place, buffers)
+                    _communicate(run, instance, place, buffers)
                 else:
                     try:
                         run.kernels.compute(instance, now())

@@ -22,14 +22,12 @@ def execute(
     world: World,
     *,
     check: bool = False,
-    free_communication: bool = False,
     progress: OnRound | None = None,
 ) -> Trace:
     """Run `rounds` rounds of `schedule` on all ranks of `world`; every rank calls this.
 
     Gives the trace of this rank, in seconds since a start that all ranks share. With `check` the
-    members of every collective first compare what they are about to do. With `free_communication`
-    collectives are left out: the baseline of exposed communication.
+    members of every collective first compare what they are about to do.
 
     Raises RankFailure when a rank dies, hangs longer than the world's deadline or raises, and
     MismatchError when ranks do not do the same, or an op did not run or did not wait; both carry
@@ -37,7 +35,7 @@ def execute(
     """
     world.agree("run", f"{schedule}\nfor {rounds} rounds")
     world.connect(schedule)
-    run = Run(schedule, kernels, rounds, world, check, free_communication, progress)
+    run = Run(schedule, kernels, rounds, world, check, progress)
     with short_collections():
         if world.device.type == "cuda":
             from realrun.execute.cuda_streams import run_on_gpu  # noqa: PLC0415 - only where there is one

@@ -32,18 +32,17 @@ class Run:
     rounds: int
     world: World
     check: bool
-    free_communication: bool
     progress: OnRound | None
 
     def buffers(self) -> dict[str, Buffers]:
-        """Buffers of every collective by the name of its op; none with free communication.
+        """Buffers of every collective by the name of its op.
 
         Equal collectives of one stream share them: they never run at once.
         """
         made: dict[tuple[object, ...], Buffers] = {}
         by_op = {}
         for op in self.schedule.body:
-            if not isinstance(op.work, Collective) or self.free_communication:
+            if not isinstance(op.work, Collective):
                 continue
             sent = op.work.bytes, op.work.dtype, op.work.routed
             key = (op.stream, op.work.kind, op.work.group, *sent)

@@ -129,9 +129,9 @@ class _Threads:
         number, turn, op, _ = instance
         if self.failure:
             raise _Stopped
-        at, carried = None, False
-        if isinstance(op.work, Collective) and not self.run.free_communication:
-            at, carried = self.world.communicator(op.stream, op.work.group), True
+        at = None
+        if isinstance(op.work, Collective):
+            at = self.world.communicator(op.stream, op.work.group)
         if at or self.run.reports(instance):
             self._begin_at(ready, op.stream)
         self.run.begin(instance)
@@ -139,7 +139,7 @@ class _Threads:
         self.world.watch.enter(op.stream, place)
         try:
             if isinstance(op.work, Collective):
-                end = self._communicate(instance, at, ready, place) if carried else ready
+                end = self._communicate(instance, at, ready, place)
             else:
                 end = self.run.kernels.compute(instance, ready) or now()
         except (_Stopped, RankFailure, MismatchError) as error:

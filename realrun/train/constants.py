@@ -5,7 +5,7 @@ L, sigma squared, zeta squared and the gap are those of `co2analysis bound` and 
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -187,13 +187,28 @@ def commands(found: Estimates, settings: TrainSettings, delay: int | None) -> di
         late = f" --delay {delay} --keep {keep:g} --predict {predict:g}"
     name = "co2"
     if isinstance(strategy, LocalSteps):
-        name = strategy.name if strategy.name in BOUNDED else "local_sgd"
+        name = _without_tau(strategy, delay) if strategy.name in BOUNDED else "local_sgd"
     return {
         "bound": f"co2analysis bound {given} --workers {found.workers}"
         f" --rounds {max(1, settings.last // settings.round)} --local-steps {settings.round}{late}",
         "tau": f"co2analysis tau {given} --strategy {name} --micro-batch {found.micro_batch}"
         " --cluster CLUSTER --model MODEL",
     }
+
+
+def _without_tau(strategy: LocalSteps, delay: int | None) -> str:
+    """A strategy as `co2analysis tau` takes it: tau is what that chooses, and fragments fit in it.
+
+    `delay` stands for one that was measured.
+    """
+    chosen = [
+        f"{option.name}={str(value).lower()}"
+        for option in fields(strategy)  # type: ignore[arg-type]
+        if option.name not in {"tau", "fragments"}
+        and (value := getattr(strategy, option.name)) != option.default
+    ]
+    texts = [f"delay={delay}" if text == "delay=auto" else text for text in chosen]
+    return f"{strategy.name}:{','.join(texts)}" if texts else strategy.name
 
 
 def unlike_sgd(settings: TrainSettings) -> list[str]:

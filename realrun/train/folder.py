@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -186,8 +187,38 @@ def check_identity(seen: Mapping[str, Any], identity: Mapping[str, Any], ranks: 
         if seen.get(name) != mine:
             raise CheckpointError(
                 f"it is of another training: its {name} is {shown(repr(seen.get(name)), 60)}, not"
-                f" {shown(repr(mine), 60)}"
+                f" {shown(repr(mine), 60)}; {_remedy(name, seen.get(name))}"
             )
+
+
+def _remedy(name: str, before: Any) -> str:
+    """What to do where a setting is not that of the checkpoint, in which it is `before`."""
+    fresh = "another --out starts again"
+    match name:
+        case "steps":
+            return (
+                f"the learning rate of each step depends on it: continue with --steps {before}, or"
+                " start again with another --out; --stop ends a training before its last step, and"
+                " with --final-lr 1 the rate does not depend on the number of steps"
+            )
+        case "ranks":
+            return f"continue on as many ranks, or {fresh}"
+        case "data":
+            return f"the files that the task reads have changed, and {fresh}"
+    if isinstance(before, Mapping):
+        before = ",".join(f"{key}={value}" for key, value in before.items())
+    text = shown(str(before), 60)
+    flag = f"--{name.replace('_', '-')} {shlex.quote(text)}"
+    return f"continue with {flag}, or {fresh}" if before is not None else fresh
+
+
+def check_steps(checkpoint: Path, steps: int) -> None:
+    """Raise OptionError for a checkpoint that is beyond the last step."""
+    if step_of(checkpoint) > steps:
+        raise OptionError(
+            f"steps is {steps}, and the checkpoint is of step {step_of(checkpoint)}: give as many"
+            " steps or more, or an earlier checkpoint by --from-step"
+        )
 
 
 def unread(checkpoint: Path) -> str:

@@ -117,7 +117,8 @@ class History:
         seen = [row for row in self.rows if row.validation_loss is not None]
         if not self.rows:
             return {"step": 0}
-        last = asdict(self.rows[-1])
+        row = self.rows[-1]
+        last = asdict(row) | self._waiting(row)
         if seen:
             last |= {"validation_loss": seen[-1].validation_loss, "accuracy": seen[-1].accuracy}
         return {
@@ -129,6 +130,14 @@ class History:
             ),
             "tokens_per_s": last["tokens"] / last["seconds"] if last["seconds"] else None,
         }
+
+    def _waiting(self, row: LogRow) -> dict[str, Any]:
+        """How many averages there were, and the share of the time that passed waiting for them."""
+        if row.rounds is None or row.waited is None:
+            return {"averages": None, "waiting_share": None}
+        fragments = self.facts.get("outer_step", {}).get("fragments") or 1
+        share = row.waited / row.seconds if row.seconds else 0.0
+        return {"averages": row.rounds * fragments, "waiting_share": share}
 
 
 class Log:

@@ -26,7 +26,7 @@ from realrun.launch.monitor import Place
 from realrun.train import checkpoint, outcome, support
 from realrun.train.collective_errors import run_on_all_ranks
 from realrun.train.estimate import Estimator
-from realrun.train.folder import LOG, Resume
+from realrun.train.folder import LOG, Resume, check_steps
 from realrun.train.log import History, Log, LogRow, read
 from realrun.train.parallelize import WrappedModel, build
 from realrun.train.settings import TrainSettings
@@ -240,7 +240,7 @@ def train(
         support.check_estimate(settings, world.layout, resume=bool(resume))
     task = make_task(settings.task, settings.size, settings.shape, world.device)
     identity = {**settings.identity(), "data": task.facts["sha256"]}
-    world.agree("training", json.dumps(identity, indent=1))
+    world.agree("training", json.dumps({**identity, "steps": settings.steps}, indent=1))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         model = task.model().to(world.device)
@@ -289,6 +289,7 @@ class _Training:
                 last = resume.checkpoint(self.folder)
                 self.world.agree("last checkpoint", str(last))
                 if last:
+                    check_steps(last, self.settings.steps)
                     self._go_on(last)
                     rows = self._known(self.folder)
         self.log = Log(self.folder if self.world.rank == 0 else None, rows)
@@ -402,7 +403,7 @@ class _Training:
         history = History(
             self.settings,
             tuple(self.log.rows),
-            outcome.facts(self.task, self.method, self.world),
+            outcome.facts(self.settings, self.task, self.method, self.world),
             stopped=self.step < self.settings.steps,
             estimates=self.estimator.result() if self.estimator else None,
         )

@@ -160,8 +160,13 @@ class TrainSettings:
         return asdict(self)
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint and the run that resumes it must have in common."""
+        """What a checkpoint and the run that resumes it must have in common.
+
+        The number of steps only where the learning rate of a step depends on it.
+        """
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _HOW}
+        if self.final_lr == 1:
+            del kept["steps"]
         return kept | {
             "strategy": title(self.parsed),
             "context": self.shape.context if self.task in OF_TEXT else 0,

@@ -8,7 +8,6 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.prediction.case import Case
 from co2sim.simulation.noise import QUIET, Noise
 from co2sim.simulation.run import execute
-from co2sim.simulation.trace import Trace
 from realrun.record import Record
 
 Change = Callable[[Cluster], Cluster]
@@ -62,24 +61,15 @@ def measured(strategy: str, change: Change = same, noise: Noise = QUIET, rounds:
     prepared = case.prepare()
     other, whole = change(cluster), rounds + 2
 
-    def run(*, free: bool) -> Trace:
-        return execute(
-            prepared.schedule,
-            other,
-            precision="bf16",
-            rounds=whole,
-            noise=noise,
-            fold=False,
-            free_communication=free,
-        )
-
-    found, free = run(free=False), run(free=True)
+    found = execute(
+        prepared.schedule, other, precision="bf16", rounds=whole, noise=noise, fold=False
+    )
     return Record(
         case=case,
         kernels="simulated",
         rounds=rounds,
         trace=found,
         clock_error=0.0,
-        figures=prepared.measure(found, rounds, steady=True, free=free).to_dict(),
+        figures=prepared.measure(found, rounds, steady=True).to_dict(),
         environment={"host": "none"},
     )

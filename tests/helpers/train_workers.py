@@ -35,17 +35,24 @@ def learn(world: World, strategies: dict[str, dict[str, str]]) -> dict[str, Any]
     return found
 
 
-def resume(world: World, strategies: list[str], folder: str) -> dict[str, list[str]]:
-    """What differs between 24 steps at once, and 11 and the other 13 from a checkpoint."""
+def resume(
+    world: World, strategies: list[str], folder: str, *, longer: bool = False
+) -> dict[str, list[str]]:
+    """What differs between 24 steps at once, and 11 and the other 13 from a checkpoint.
+
+    `longer`: the first training has 11 steps in all, at a constant learning rate.
+    """
     found = {}
+    first = {"steps": 11} if longer else {"stop": 11}
     for number, strategy in enumerate(strategies):
         given = {"strategy": strategy, "steps": 24, "eval_every": 12, **SMALL}
+        given |= {"final_lr": 1.0} if longer else {}
         at_once, parted = Path(folder) / f"{number}a", Path(folder) / f"{number}b"
         whole = train(TrainSettings(**given), world, at_once)
-        half = train(TrainSettings(stop=11, **given), world, parted)
+        half = train(TrainSettings(**{**given, **first}), world, parted)
         rest = train(TrainSettings(**given), world, parted, resume=True)
         wrong = []
-        if (len(half.rows), half.stopped, rest.stopped) != (3, True, False):
+        if (len(half.rows), half.stopped, rest.stopped) != (3, not longer, False):
             wrong.append(f"{len(half.rows)} rows, stopped {half.stopped}, {rest.stopped}")
         if world.rank == 0:
             wrong += _differences(whole, rest)

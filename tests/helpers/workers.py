@@ -177,8 +177,7 @@ def overlap(world: World) -> list[list[Any]]:
         Op("d", replace(work, group=PEERS), "alone", (After("a"),)),
     )
     trace = execute(Schedule("two", body), Sleep({nap: 0.2}), 2, world)
-    free = execute(Schedule("two", body), Sleep({nap: 0.2}), 2, world, free_communication=True)
-    return [list(map(list, trace.spans)), list(map(list, free.spans))]
+    return list(map(list, trace.spans))
 
 
 def other_schedule(world: World) -> str:

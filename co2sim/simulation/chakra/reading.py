@@ -601,6 +601,7 @@ def replay(
         found, rounds, steady = simulator.rounds(1), 1, True
     free = simulator.rounds(found.rounds, free=True)
     during, without = (_window(trace, one, rounds) for one in (found, free))
+    busy = metrics.communication(found, schedule, during).busy
     sent = traffic(schedule, cluster)
     return Replay(
         schedule=schedule.name,
@@ -611,8 +612,8 @@ def replay(
         steps_per_round=schedule.steps,
         round_time_s=during.round_time,
         step_time_s=during.round_time / schedule.steps,
-        comm_busy_s=metrics.communication(found, schedule, during).busy,
-        exposed_comm_s=max(0.0, during.round_time - without.round_time),
+        comm_busy_s=busy,
+        exposed_comm_s=metrics.exposed_by_difference(busy, during.round_time, without.round_time),
         wire_bytes_per_gpu_per_step=sent.gpu / schedule.steps,
         nic_bytes_per_node_per_step=sent.nic / schedule.steps,
         breakdown_s=metrics.breakdown(found, schedule),

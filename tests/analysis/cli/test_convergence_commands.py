@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from analysis.convergence.tau import print_tau
 from co2sim.common.errors import OptionError
 from co2sim.prediction.case import Case
 from co2sim.strategies import parse
+from co2sim.strategies.co2 import CO2
 from realrun.record import write
 from realrun.train.folder import ESTIMATE, RECORD
 from realrun.train.log import Log, LogRow
@@ -32,6 +34,15 @@ BOUND = (
 SETTING = Setting(
     smoothness=2.0, noise=1.0, gap=3.0, workers=8, rounds=10_000, local_steps=8, inner_step=0.01
 )
+
+
+def co2(steps: int, tau: int = 8) -> Late:
+    """A late average as CO2 uses it when nothing but the delay is given."""
+    strategy = CO2(tau=tau, delay=steps)
+    keep, predict = strategy.kept()
+    return Late(steps=steps, keep=keep, predict=predict)
+
+
 TAU = ("tau", "--smoothness", "10", "--noise", "1", "--gap", "5")
 PROBLEM = Setting(
     smoothness=10.0, noise=1.0, gap=5.0, workers=1, rounds=1, local_steps=1, inner_step=1.0
@@ -183,7 +194,8 @@ def test_bound_refuses_what_a_training_says_and_names_what_it_does_not(
         ("", {}),
         ("--delay=2rounds", {"delay": 2}),
         ("--delay=0", {"delay": 0}),
-        ("--delay=8steps --convex", {"late": Late(steps=8), "convex": True}),
+        ("--delay=8steps --convex", {"late": co2(8), "convex": True}),
+        ("--delay=3 --keep=1", {"late": Late(steps=3)}),
         (
             "--delay=3 --keep=0.5 --predict=0.25",
             {"late": Late(steps=3, keep=0.5, predict=0.25)},
@@ -233,9 +245,37 @@ def test_without_a_step_the_best_is_taken(co2analysis: Command) -> None:
     assert answer(co2analysis, *BOUND, "--inner-step", "0.03")["bound"] is None
 
 
+@pytest.mark.parametrize("delay", ["1 round", "0", "3 steps"])
+@pytest.mark.parametrize("times", [1.5, 10.0, 1000.0])
+def test_an_answer_without_a_bound_names_what_has_one(
+    co2analysis: Command, delay: str, times: float
+) -> None:
+    """A smaller learning rate, and the longest round with this one, if any has a bound."""
+
+    def found(tau: int, gamma: float) -> dict[str, Any]:
+        rest = ("--local-steps", str(tau), "--inner-step", f"{gamma:.12g}")
+        late = (f"{min(3, tau)} steps", "--keep", "0.5") if "steps" in delay else (delay,)
+        return answer(co2analysis, *BOUND[:-2], *rest, "--delay", *late)
+
+    step = times * found(64, 1.0)["largest_inner_step"]
+    long = found(64, step)
+    assert not long["feasible"]
+    largest = long["largest_inner_step"]
+    assert f"below {largest:.3g}" in long["why_infeasible"]
+    assert found(64, largest * 0.9999)["feasible"]
+    assert not found(64, largest * 1.0001)["feasible"]
+    shorter = re.search(r"rounds of up to (\d+) local", long["why_infeasible"])
+    if shorter:
+        assert found(int(shorter[1]), step)["feasible"]
+        assert not found(int(shorter[1]) + 1, step)["feasible"]
+    else:
+        assert not found(1, step)["feasible"]
+    assert found(64, largest * 0.9)["why_infeasible"] is None
+
+
 def test_allowed_delay(co2analysis: Command) -> None:
     """The longest delay that raises the bound by at most that share, as text and as JSON."""
-    words = ("--allowed-delay", "0.2")
+    words = ("--allowed-delay", "0.05")
     found = answer(co2analysis, *BOUND, *words)["allowed_delay"]
     assert isinstance(found, dict)
     steps = found["steps"]
@@ -243,11 +283,10 @@ def test_allowed_delay(co2analysis: Command) -> None:
     prices = {line["delay"]: line["price"] for line in found["delays"]}
     assert prices[f"{steps} step{'s' if steps > 1 else ''}"] <= 0.2
     totals = [
-        evaluated(bound.tuned(replace(SETTING, late=Late(steps=d)))).total
-        for d in (steps, steps + 1)
+        evaluated(bound.tuned(replace(SETTING, late=co2(d)))).total for d in (steps, steps + 1)
     ]
     waiting = evaluated(bound.tuned(replace(SETTING, delay=0)))
-    assert totals[0] <= 1.2 * waiting.total < totals[1]
+    assert totals[0] <= 1.05 * waiting.total < totals[1]
     assert f"up to {steps} of 8" in " ".join(co2analysis(*BOUND, *words).out.split())
 
 
@@ -258,8 +297,8 @@ def test_allowed_delay_where_the_condition_ends(co2analysis: Command) -> None:
     assert isinstance(found, dict)
     longest = found["feasible_steps"]
     assert f"up to {longest} of 8" in " ".join(co2analysis(*given).out.split())
-    unbounded = replace(SETTING, inner_step=0.04, outer_step=1.5, late=Late(steps=longest + 1))
-    assert bound.load(unbounded) >= 1 > bound.load(replace(unbounded, late=Late(steps=longest)))
+    unbounded = replace(SETTING, inner_step=0.04, outer_step=1.5, late=co2(longest + 1))
+    assert bound.load(unbounded) >= 1 > bound.load(replace(unbounded, late=co2(longest)))
     lost = co2analysis(*BOUND, "--inner-step", "1", "--allowed-delay", "0.5")
     assert (lost.code, "no bound even for waiting" in lost.out) == (0, True)
     late = ("--delay", "1", "--keep", "0.5", "--allowed-delay", "0")

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import tiny
@@ -23,6 +24,7 @@ from simulated_record import (
 from analysis.measured.attribution import Cause, attribute, interference
 from analysis.measured.comparison import RunComparison, changed, compare, summarise
 from analysis.measured.op_table import by_label, causes, labels
+from analysis.measured.order import OrderError, order_errors
 from analysis.measured.spans import split
 from co2sim.catalog import load_cluster
 from co2sim.common.errors import OptionError
@@ -38,9 +40,10 @@ from co2sim.schedule.schedule import (
     Op,
     Schedule,
 )
+from co2sim.simulation.metrics import round_times, window
 from co2sim.simulation.noise import QUIET, Noise
 from co2sim.simulation.run import execute
-from realrun.record import write
+from realrun.record import Record, write
 
 
 def shares(strategy: str, change: Change = same, noise: Noise = QUIET) -> dict[Cause, float]:
@@ -298,6 +301,95 @@ def test_exposed_communication_is_compared_where_there_is_some(three: list[RunCo
         assert run.exposed_error == (error if error is None else pytest.approx(error))
 
 
+# --- which of two is faster ---------------------------------------------------------------------
+
+
+def slower(share: float) -> Change:
+    """A GPU that is slower by this share."""
+
+    def change(cluster: Cluster) -> Cluster:
+        gpu = cluster.gpu
+        peak = {name: (1 - share) * speed for name, speed in gpu.peak.items()}
+        memory = (1 - share) * gpu.memory_bandwidth
+        return replace(cluster, gpu=replace(gpu, peak=peak, memory_bandwidth=memory))
+
+    return change
+
+
+def uneven(record: Record) -> Record:
+    """The same rounds, by turns longer and shorter by 30 %; their mean is as before."""
+    trace, rounds = record.trace, record.rounds
+    times = round_times(trace, record.case.prepare().schedule, trace.rounds)
+    factors = np.ones(trace.rounds)
+    factors[-rounds::2], factors[-rounds + 1 :: 2] = 1.3, 0.7
+    ends, moved = (np.cumsum([0.0, *lengths]) for lengths in (times, times * factors))
+
+    def at(time: float) -> float:
+        return float(np.interp(time, ends, moved))
+
+    spans = tuple(one._replace(start=at(one.start), end=at(one.end)) for one in trace.spans)
+    return replace(record, trace=replace(trace, spans=spans))
+
+
+def orders(*records: Record) -> list[OrderError]:
+    """The errors of order among these runs, which are named by their strategies."""
+    runs = [compare(str(one.case.strategy), one) for one in records]
+    return order_errors([(run.name, run) for run in runs])
+
+
+def test_an_order_that_is_not_the_predicted_one_is_an_error() -> None:
+    """Of CO2, with several steps in a round, and DDP, by the times of a step; else none."""
+    assert not orders(measured("ddp"), measured("co2.published(tau=4)"))
+    late, usual = measured("co2.published(tau=4)", slower_gpu), measured("ddp")
+    for pair in ((late, usual), (usual, late)):
+        (error,) = orders(*pair)
+        assert (error.first, error.second, error.certain) == ("co2.published(tau=4)", "ddp", True)
+        steps = [compare("", one).step_times for one in (late, usual)]
+        assert error.predicted == pytest.approx(steps[1][0] / steps[0][0] - 1)
+        assert error.measured == pytest.approx(steps[1][1] / steps[0][1] - 1)
+        assert error.predicted > 0 > error.measured
+
+
+def test_runs_that_are_predicted_equal_have_no_order() -> None:
+    """Whatever was measured: one strategy twice."""
+    assert not orders(measured("ddp"), measured("ddp", slower_gpu))
+
+
+def test_an_order_within_the_noise_of_rounds_is_not_certain() -> None:
+    """The same small difference is certain without noise, and with one round nothing is known."""
+    gap = (
+        compare("", measured("ddp")).step_times[0]
+        / compare("", measured("co2.published(tau=4)")).step_times[0]
+    )
+    usual = measured("ddp", rounds=4)
+    late = measured("co2.published(tau=4)", slower(1 - 0.995 / gap), rounds=4)
+    (even,), (other,) = orders(usual, late), orders(usual, uneven(late))
+    assert even.certain
+    assert not other.certain
+    assert other.measured == pytest.approx(even.measured)
+    (single,) = orders(measured("ddp", rounds=1), measured("co2.published(tau=4)", slower_gpu, rounds=1))
+    assert single.low is single.high is None
+    assert not single.certain
+
+
+def test_runs_of_other_batches_or_kernels_have_no_order() -> None:
+    """Their steps are not the same work."""
+    usual, late = measured("ddp"), measured("co2.published(tau=4)", slower_gpu)
+    assert not orders(usual, replace(late, kernels="flops"))
+    more = replace(late, case=replace(late.case, micro_batch=2))
+    assert not orders(usual, more)
+
+
+def test_a_round_time_is_the_mean_of_its_rounds() -> None:
+    """Of the rounds of which an interval is made, with and without rounds before them."""
+    record = measured("co2.published(tau=2)", noise=Noise(jitter=0.2, seed=2), rounds=3)
+    schedule = record.case.prepare().schedule
+    for rounds in (1, 3, record.trace.rounds):
+        times = round_times(record.trace, schedule, rounds)
+        assert len(times) == rounds
+        assert times.mean() == pytest.approx(window(record.trace, schedule, rounds).round_time)
+
+
 # --- the command line ---------------------------------------------------------------------------
 
 
@@ -316,7 +408,7 @@ def test_json_and_csv_hold_every_op(co2analysis: Command) -> None:
     assert code == 0
     (run,) = json.loads(out)["runs"]
     promised = {"predicted", "measured", "comm_busy_error", "exposed_error", "overlap_difference"}
-    promised |= {"round_time_error", "ops", "causes"}
+    promised |= {"round_time_error", "ops", "causes", "step_time_s", "steps_per_round"}
     assert promised <= run.keys()
     assert run["round_time_error"] == pytest.approx(
         run["predicted"]["round_time_s"] / run["measured"]["round_time_s"] - 1

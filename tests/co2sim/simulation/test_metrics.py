@@ -145,6 +145,44 @@ def test_a_collective_is_under_way_until_its_last_member_has_ended() -> None:
     assert metrics.communication(trace, SCHEDULE, during) == metrics.Communication(2, 0)
 
 
+_TIMES = st.tuples(*[st.integers(0, 6)] * 4)
+
+
+@given(st.lists(_TIMES, min_size=2, max_size=2), st.lists(_TIMES, min_size=2, max_size=2))
+def test_communication_is_exposed_while_its_rank_computes_nothing(
+    first: list[tuple[int, ...]], second: list[tuple[int, ...]]
+) -> None:
+    """Counted instant by instant, from the last rank that comes to the last that ends."""
+    spans = []
+    for rank, rounds in enumerate((first, second)):
+        clock, done = 0, 0
+        for turn, (work, pause, again, late) in enumerate(rounds):
+            ends = clock + work, clock + work + pause + again
+            start = max(ends[0], done)
+            done = start + late
+            spans += [
+                Span(rank, turn, "work", "compute", clock, ends[0]),
+                Span(rank, turn, "again", "compute", ends[0] + pause, ends[1]),
+                Span(rank, turn, "x", "comm", start, done),
+            ]
+            clock = ends[1]
+    trace = traced(*spans)
+    during = replace(metrics.window(trace, SCHEDULE, 2), start=0.0)
+    meetings = [[span for span in spans if span.op == "x" and span.round == t] for t in (0, 1)]
+    exposed = []
+    for rank in (0, 1):
+        moving = {
+            t
+            for both in meetings
+            for t in range(int(max(s.start for s in both)), int(max(s.end for s in both)))
+        }
+        for span in spans:
+            if span.rank == rank and span.op != "x":
+                moving -= set(range(int(span.start), int(span.end)))
+        exposed.append(len([t for t in moving if t < during.end]) / 2)
+    assert metrics.exposed(trace, SCHEDULE, during) == max(exposed)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "local_sgd(tau=3)", "co2.published(tau=3)"])
 def test_a_slow_node_delays_a_round_by_the_time_that_it_adds(strategy: str) -> None:
     """The delay is the round time minus that of the same case with equal nodes, no more."""

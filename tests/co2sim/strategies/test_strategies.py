@@ -327,7 +327,7 @@ def test_the_parts_of_a_backward_pass_add_up_to_the_whole() -> None:
         ("co2.published(taau=3)", "'tau'"),
         ("co2(tau)", "option=value"),
         ("co2.published(tau=1,tau=2)", "tau"),
-        ("co2.published(tau=1", "co2(tau=1"),
+        ("co2.published(tau=1", "co2.published(tau=1"),
         *((f"{name}(tau=0)", "1 to 10000") for name in ("co2", "local_sgd", "slowmo", "diloco")),
         ("overlap_local_sgd(tau=0)", "1 to 10000"),
         ("co2.published(staleness=101)", "1 to 100"),

@@ -145,9 +145,11 @@ def test_kernels_of_a_step_take_the_step_of_one_gpu() -> None:
 
 
 def test_kernels_that_a_file_fixes_are_refused() -> None:
-    """No stack changes them, so none can be calibrated there."""
+    """No stack changes them, so none can be calibrated there, nor on a processor that slept."""
     own = load_cluster("dgx-a100", {"gpu.kernels.gemm_efficiency": "0.6"}).value
-    for cluster, why in ((own, "no stack changes the kernels"), ("h100-3200g", "are fitted")):
+    slept = load_cluster("dgx-a100", {"gpu": "virtual"}).value
+    fixed = "no stack changes the kernels"
+    for cluster, why in ((own, fixed), (slept, fixed), ("h100-3200g", "are fitted")):
         stack = "composer-2023" if why == "are fitted" else ""
         case = replace(JOB, cluster=cluster, gpus=8, stack=stack)
         with pytest.raises(OptionError, match=why):

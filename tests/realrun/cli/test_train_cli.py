@@ -84,7 +84,10 @@ def test_a_training_leaves_its_log_figure_parameters_and_record(
         r" tokens,",
         done.stdout,
     ), done.stdout
-    assert re.search(r"^outer steps 6, waited .* for averages, sent", done.stdout, re.MULTILINE)
+    assert re.search(r"^outer steps 6, sent", done.stdout, re.MULTILINE)
+    late = r"^delay 1 round, (\d) of 6 averages came late, (\d+\.\d)% of the time waiting"
+    said = re.search(late, done.stdout, re.MULTILINE)
+    assert said, done.stdout
     rows = log.read(out)
     assert [row.step for row in rows] == [4, 8, 12, 16, 20, 24]
     assert [row.step for row in rows if row.validation_loss] == [8, 16, 24]
@@ -92,6 +95,10 @@ def test_a_training_leaves_its_log_figure_parameters_and_record(
     assert all(a.seconds < b.seconds for a, b in pairwise(rows))
     record = json.loads((out / folder.RECORD).read_text())
     assert record["settings"]["strategy"] == "co2.published(tau=4)"
+    figures = record["figures"]
+    assert figures["late"] == int(said[1])
+    assert 0 <= figures["waited"] / figures["seconds"] == figures["waiting_share"] < 1
+    assert f"{figures['waiting_share']:.1%}" == f"{said[2]}%"
     assert len(record["facts"]["sha256"]) == 64
     assert record["facts"]["python"] == sys.version.split()[0]
     weights = torch.load(out / folder.MODEL)

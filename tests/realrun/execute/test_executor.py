@@ -79,14 +79,12 @@ def test_streams_run_at_the_same_time_and_waits_are_kept() -> None:
 
     That of a rank alone ends there, too, however late the host wakes up: nothing is sent.
     """
-    for spans, free in on_ranks("overlap", 2):
+    for spans in on_ranks("overlap", 2):
         first = {op: (start, end) for _, turn, op, _, start, end in spans if turn == 0}
         assert first["a"] == first["b"] == pytest.approx((0.0, 0.2))
         assert first["c"][0] == pytest.approx(0.2)
         assert first["c"][1] > 0.2
         assert first["d"] == pytest.approx((0.2, 0.2))
-        without = {op: (start, end) for _, turn, op, _, start, end in free if turn == 0}
-        assert without["c"] == pytest.approx((0.2, 0.2))
 
 
 class _Copied(TorchDispatchMode):

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from scipy.special import huber
 from co2sim.catalog import load_cluster
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.hardware.cluster import GPU, Backend, Cluster, HostEffects, Link, TokenBucket
+from co2sim.prediction import driver
+from co2sim.prediction.case import Case
 from co2sim.schedule.schedule import (
     NODE,
     WORLD,
@@ -34,6 +37,8 @@ from co2sim.simulation.collective_cost import cost_of
 from co2sim.simulation.compute_cost import compute_time
 from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Span, Trace
+from co2sim.studies.calibration import Calibrated, calibrate
+from co2sim.studies.measured_runs import MeasuredRun
 from realrun.probe import fit
 from realrun.probe.cluster_file import to_toml
 from realrun.probe.fit import fit_gpu, interference
@@ -267,6 +272,26 @@ def test_what_was_not_measured_is_marked_as_assumed(tmp_path: Path) -> None:
 
 
 INTRA_INTER = ("intra", "inter")
+
+
+def test_calibrate_takes_a_probed_cluster_with_a_gpu_of_the_catalog(tmp_path: Path) -> None:
+    """What refuses a file with measured kernels says the command whose file it takes."""
+    seen = measured(Layout(2, 8), "nccl")
+    path = tmp_path / "probed.toml"
+
+    def calibrated(gpu: str | None) -> Calibrated:
+        kernels = seen if gpu is None else replace(seen, compute={}, slowdowns=(), together=None)
+        path.write_text(to_toml(kernels, fit.fit(kernels), "probed", gpu))
+        case = Case(cluster=str(path), model="gpt2-small", strategy="ddp", gpus=16, micro_batch=1)
+        return calibrate([MeasuredRun("row", case, driver.run(case).tokens_per_s_per_gpu / 2)])
+
+    with pytest.raises(OptionError, match=r"realrun probe --gpu (?P<gpu>\w+)") as refused:
+        calibrated(None)
+    said = re.search(r"realrun probe --gpu (\w+)", str(refused.value))
+    assert said
+    found = calibrated(said[1])
+    assert found.values
+    assert found.last[0].tokens_per_s < found.first[0].tokens_per_s
 
 
 def test_nothing_measured_makes_no_file() -> None:

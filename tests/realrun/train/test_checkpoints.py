@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
@@ -457,12 +458,17 @@ def held(out: Path) -> ExitStack:
     return other
 
 
-def saved(out: Path) -> Path:
+def saved(out: Path, settings: TrainSettings = SETTINGS) -> Path:
     """A checkpoint of this training."""
-    whole = {**SETTINGS.identity(), "ranks": 1}
+    whole = {**settings.identity(), "ranks": 1}
     place = out / folder.CHECKPOINTS / "step-000004"
     on_ranks(lambda world: checkpoint.write(place, {}, whole, 0, world.device), 1)
     return place
+
+
+def constant(out: Path) -> None:
+    """A checkpoint of this training with a learning rate that does not depend on the steps."""
+    saved(out, replace(SETTINGS, final_lr=1.0, warmup=1))
 
 
 def logged(out: Path) -> None:
@@ -490,10 +496,13 @@ def has(name: str, make: Callable[[Path], object] = Path.touch) -> Callable[[Pat
         (lambda out: (saved(out) / STATE).unlink(), "--resume", "step-000004: state.json"),
         (logged, "--resume", "out/log.csv"),
         (saved, "--resume --from-step 7", "are of steps 4"),
-        (saved, "--resume --seed 5", "its seed is"),
-        (saved, "--resume -s ddp", "its strategy is"),
+        (saved, "--resume --seed 5", "its seed is 0, not 5; continue with --seed 0"),
+        (saved, "--resume --steps 700", "its steps is 600, not 700; the learning rate"),
+        (saved, "--resume --outer momentum=0.5", "continue with --outer '', or another"),
+        (saved, "--resume -s ddp", "continue with --strategy 'co2.published(tau=4)'"),
         (saved, "--resume --size mini", "its size is"),
         (saved, "--resume --nproc 2", "its ranks is"),
+        (constant, "--resume --final-lr 1 --warmup 1 --steps 3", "give as many steps or more"),
         (Path.exists, "--resume --from-step 7", "holds none"),
         (Path.exists, "--from-step 7", "--resume"),
     ],

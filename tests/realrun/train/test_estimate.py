@@ -17,6 +17,7 @@ from ranks import on_ranks, realrun
 from torch import Tensor, nn
 
 from analysis.cli import main as co2analysis
+from co2sim.strategies import LocalSteps, parse, with_options
 from realrun.cli import main
 from realrun.train.constants import Estimate, Estimates, Point, commands, limits, moments
 from realrun.train.estimate import RankLoss, measure
@@ -203,7 +204,7 @@ def test_the_bound_gets_the_largest_of_all_points() -> None:
 
 
 def test_commands_are_those_of_the_training() -> None:
-    """Workers, rounds, tau and delay; numbers with four digits."""
+    """Workers, rounds, tau and delay; numbers with four digits. `tau` chooses tau, no more."""
     for strategy, delay, end in [
         ("ddp", None, "--rounds 24 --local-steps 1 --delay 0"),
         ("local_sgd:tau=4", None, "--rounds 6 --local-steps 4 --delay 0"),
@@ -211,14 +212,24 @@ def test_commands_are_those_of_the_training() -> None:
         ("co2.published:tau=4", None, "--rounds 6 --local-steps 4"),
         ("co2.published:tau=4,staleness=2", None, "--local-steps 4 --delay '2 rounds'"),
         ("co2:tau=4,delay=auto,keep=0.5", 3, "--local-steps 4 --delay 3 --keep 0.5 --predict 0.5"),
+        ("co2:tau=12,delay=3,fragments=4", 3, "--delay 3 --keep 0.5 --predict 0.5"),
     ]:
         lines = commands(FOUND, TrainSettings(strategy=strategy, steps=24), delay)
         assert lines["bound"].startswith(
             "co2analysis bound --smoothness 10 --noise 5 --gap 0.9333 --workers 2 "
         )
         assert lines["bound"].endswith(end)
-        name = strategy.partition(":")[0].replace("ddp", "co2")
-        assert f" --strategy {name} --micro-batch 4 --cluster CLUSTER --model MODEL" in lines["tau"]
+        rest = " --micro-batch 4 --cluster CLUSTER --model MODEL"
+        assert lines["tau"].endswith(rest)
+        asked = lines["tau"].removesuffix(rest).partition(" --strategy ")[2]
+        trained = parse(strategy)
+        if not isinstance(trained, LocalSteps):
+            assert asked == "co2"
+            continue
+        said = {"delay": str(delay)} if delay else {}
+        whole = replace(trained, fragments=None) if hasattr(trained, "fragments") else trained
+        with_tau = f"{asked}{',' if ':' in asked else ':'}tau={trained.tau}"
+        assert parse(with_tau) == with_options(whole, said)
 
 
 def test_what_the_numbers_do_not_cover_is_said() -> None:

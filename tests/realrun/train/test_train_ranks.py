@@ -109,6 +109,13 @@ def test_resumed_is_uninterrupted(tmp_path: Path) -> None:
         assert one == {strategy: [] for strategy in RESUMED}
 
 
+def test_a_finished_training_goes_on_to_more_steps(tmp_path: Path) -> None:
+    """As if it had had them from the start, where no learning rate depends on their number."""
+    strategies = ["co2:tau=4,delay=2", "ddp"]
+    for one in two("resume", strategies=strategies, folder=str(tmp_path), longer=True):
+        assert one == {strategy: [] for strategy in strategies}
+
+
 def test_all_ranks_stop_after_the_same_step() -> None:
     """When one of four is asked to; soon, but not at once."""
     found = four("stopped")
