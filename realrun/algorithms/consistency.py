@@ -67,9 +67,9 @@ class RateWatch:
         while self._under_way and self._under_way[0][0].is_completed():
             self._look(*self._under_way.popleft())
         own = rates(self._optimizers)
-        row = torch.full((_ROW,), torch.nan, dtype=torch.float64)
+        row = torch.full((_ROW,), torch.nan, dtype=torch.float64, device="cpu")
         first = [float(crc32(repr(own).encode())), *own][:_ROW]
-        row[: len(first)] = torch.tensor(first, dtype=torch.float64)
+        row[: len(first)] = torch.tensor(first, dtype=torch.float64, device="cpu")
         rows = [torch.empty_like(row) for _ in range(group.size())]
         work = dist.all_gather(rows, row, group, async_op=True)
         assert work is not None

@@ -182,8 +182,9 @@ class Flat:
         """A vector of zeros, or some rows of them."""
         shape = (rows, self.elements) if rows else (self.elements,)
         if not self.offload or self.device.type != "cuda":
-            return torch.zeros(shape, device="cpu" if on_host else self.device)
-        return torch.zeros(shape, pin_memory=True)
+            device = torch.device("cpu") if on_host else self.device
+            return torch.zeros(shape, dtype=torch.float32, device=device)
+        return torch.zeros(shape, dtype=torch.float32, device="cpu", pin_memory=True)
 
     @torch.no_grad()
     def read(self, vector: Tensor, start: int = 0) -> None:

@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
 from datetime import timedelta
 from inspect import signature
@@ -25,10 +25,11 @@ from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.units import Seconds
 from co2sim.common.validation import above, whole
 from realrun.algorithms.averaging import BUCKET_MIB, Average
+from realrun.algorithms.buffers import ExtraState, parts_of, tensor_line, warn_of_opaque, write
 from realrun.algorithms.consistency import RateWatch, refuse_different_inside, refuse_drift
 from realrun.algorithms.delayed import Rule, Stats
 from realrun.algorithms.delayed_loop import DelayedLoop
-from realrun.algorithms.flat_parameters import Flat, memory
+from realrun.algorithms.flat_parameters import Flat
 from realrun.algorithms.master_weights import (
     CopyWatch,
     MasterWeights,
@@ -64,48 +65,6 @@ from realrun.algorithms.step_counting import REMEDY, ModelWatch, StepHooks, inne
 from realrun.errors import RankFailure, flag
 
 
-def others_of(model: nn.Module, also: Sequence[nn.Module], *, buffers: bool) -> list[Tensor]:
-    """Tensors to average: the model's buffers if asked for, and all that other modules hold.
-
-    Raises OptionError for what is no module.
-    """
-    for one in also:
-        if not isinstance(one, nn.Module):
-            raise OptionError(
-                f"what is averaged besides is a {type(one).__name__}; it must be a torch.nn.Module,"
-                " such as torch.optim.swa_utils.AveragedModel: put tensors into its buffers"
-            )
-    own = list(model.buffers()) if buffers else []
-    more = [one for module in also for one in (*module.parameters(), *module.buffers())]
-    return list({id(one): one for one in (*own, *more)}.values())
-
-
-@torch.no_grad()
-def average_now(tensors: Sequence[Tensor], links: WorkerGroups, *, counts: bool = True) -> None:
-    """Every tensor <- its mean over all ranks that hold the same part; integers: the first's.
-
-    A rank that does not count only gets the mean, unless none does. All ranks call it with tensors
-    of the same shapes, and wait for each other.
-    """
-    members = links.of_peers(counts) if tensors else [counts]
-    weight = counts * len(members) / sum(members) if any(members) else 1.0
-    for tensor in tensors:
-        links.mean(memory(tensor), sharded=isinstance(tensor, DTensor), weight=weight)
-
-
-@contextmanager
-def averaged(tensors: Sequence[Tensor], links: WorkerGroups) -> Iterator[None]:
-    """Within, they hold their means; afterwards, what they held."""
-    kept = [memory(one).detach().clone() for one in tensors]
-    average_now(tensors, links)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, before in zip(tensors, kept, strict=True):
-                memory(tensor).copy_(before)
-
-
 class Ending:
     """The part of an algorithm that looks at what all agree on, for a moment or for good."""
 
@@ -117,8 +76,7 @@ class Ending:
     _rates: RateWatch
     _hooks: StepHooks
     _watch: ModelWatch
-    _frozen: list[tuple[Tensor, int]]
-    """Parameters that are not averaged, and their versions at the first step."""
+    _extra: ExtraState
     _failure: Co2simError | None = None
     _closed = False
     _evaluating = False
@@ -146,17 +104,6 @@ class Ending:
         if isinstance(error, Co2simError) or not of_network(error):
             return None
         return self._links.notices.cause("a collective of others", foreign=True)
-
-    def _changed_frozen(self) -> list[Tensor]:
-        """Frozen parameters that were changed since the start, on any rank. All ranks call this.
-
-        Such as a teacher that follows the model, or weights that adapters were merged into.
-        """
-        if not self._frozen:
-            return []
-        own = [float(one._version != first) for one, first in self._frozen]  # noqa: SLF001 - torch has no other
-        changed = self._links.largest(own)
-        return [one for (one, _), found in zip(self._frozen, changed, strict=True) if found]
 
     def _ready(self, what: str) -> None:
         """Raise OptionError where what all ranks do together would be wrong."""
@@ -192,7 +139,7 @@ class Ending:
         """
         self._ready("consensus()")
         self._refuse_lost("consensus()")
-        held = others_of(self._model, also, buffers=buffers)
+        self._extra.check(also)
         if (also or buffers) and self._joining:
             raise OptionError(
                 "consensus() within join() averages no buffers and modules: other ranks may"
@@ -201,10 +148,10 @@ class Ending:
         alone = self._closed or self._joining
         if not alone:
             self._links.meet("consensus()")
-            held += self._changed_frozen() if also or buffers else []
         self._evaluating = True
+        shown = nullcontext() if alone else self._extra.averaged(also, buffers=buffers)
         try:
-            with self._outer.consensus(alone=alone), averaged(held, self._links):
+            with self._outer.consensus(alone=alone), shown:
                 yield
         finally:
             self._evaluating = False
@@ -229,10 +176,9 @@ class Ending:
     @torch.no_grad()
     def _finish(self, what: str, also: Sequence[nn.Module], *, buffers: bool) -> None:
         self._ready(what)
-        held = others_of(self._model, also, buffers=buffers)
+        self._extra.check(also)
         try:
             self._links.meet(what, begun=bool(self._stepped), lap=self._outer.lap)
-            held += self._changed_frozen() if buffers else []
             self._refuse_lost(what, together=True)
             if self._stepped:
                 self._stepped.clear()
@@ -242,7 +188,7 @@ class Ending:
                 counters.missing += self._tau - counters.step
                 self._end_round()
             self._outer.settle()
-            average_now(held, self._links)
+            self._extra.average(also, buffers=buffers)
         except Co2simError as error:
             self._failure = error
             raise
@@ -286,7 +232,7 @@ class Ending:
         if self._failure or self._closed or self._outer.counters.step or self._idle:
             raise self._failure or OptionError("join() is entered once, between two rounds")
         self._ready("join()")
-        held = others_of(self._model, also, buffers=buffers)
+        self._extra.check(also)
         self._outer.average.weigh(lambda: self._idle < self._tau, self._links.counting)
         begin, self._joining = self._links.steps, True
         yield
@@ -301,7 +247,7 @@ class Ending:
                 self._idle_step()
         self._outer.drain()
         self._outer.start_at_anchor()
-        average_now(held, self._links, counts=counts)
+        self._extra.average(also, buffers=buffers, counts=counts)
         self.close()
 
     def close(self) -> None:
@@ -367,6 +313,7 @@ class Resumable:
     _started: bool
     _failure: Co2simError | None
     _watch: ModelWatch
+    _extra: ExtraState
     _saved_with: float | None = None
     """What tells the model with which a loaded state was saved, until the next step."""
     _replaced: list[tuple[Tensor, Tensor]]
@@ -463,7 +410,7 @@ class Resumable:
         self._saved_with = own["numbers"].get(_MODEL)
         if not self._watch.loaded():  # the model was, before this algorithm was made
             for tensor, before in self._replaced:
-                tensor.copy_(before)
+                write(tensor, before)
         self._replaced = []
 
     def agree_on_state(self) -> None:
@@ -474,6 +421,7 @@ class Resumable:
         """All ranks have loaded what belongs together; if not, no step will be taken."""
         self._links.steps, self._started = self.stats().steps, True
         self._watch.forget()
+        self._extra.forget_frozen()
         try:
             self._links.agree(what, "", across=text)
         except Co2simError as error:
@@ -542,7 +490,7 @@ def describe_others(model: nn.Module, parameters: list[tuple[str, Tensor]]) -> l
     """What is sent at the start but not averaged: frozen parameters and buffers."""
     known = {id(one) for _, one in parameters}
     others = [*model.named_parameters(), *model.named_buffers()]
-    return [f"not averaged: {_line(*pair)}" for pair in others if id(pair[1]) not in known]
+    return [f"not averaged: {tensor_line(*pair)}" for pair in others if id(pair[1]) not in known]
 
 
 def describe_settings(
@@ -715,14 +663,16 @@ class LocalUpdate(Resumable, Ending):
         self._described = "\n".join([layout, *describe_others(model, parameters), *own])
         self._links.agree("model, optimizer or setting", self._described, across=parts)
         self._replaced = self._links.share(
-            (memory(one) if isinstance(one, DTensor) else one, holders[name].ranks)
+            (part, holders[name].ranks)
             for name, one in tensors.items()
+            for part in parts_of(one).writable
         )
         size, notices = int(bucket_mib * 2**20), self._links.notices
         average = Average(self._links.average, wire, seconds, size, notices)
         self._outer = loop_of(model, rule, flat, self._links, average, self._tau)
         self._rates = RateWatch(optimizers, self._links)
-        self._note_frozen()
+        self._extra = ExtraState(model, self._trained, self._links)
+        warn_of_opaque(tensors)
         self._started, self._began = False, time.monotonic()
         self._stepped: dict[Optimizer, int] = {}
         self._said_uneven = False
@@ -770,7 +720,7 @@ class LocalUpdate(Resumable, Ending):
         if self._started:
             return
         self._started = True
-        self._note_frozen()
+        self._extra.note_frozen()
         try:
             self._rates.begin()
             loaded = self._outer.restart()
@@ -780,11 +730,6 @@ class LocalUpdate(Resumable, Ending):
         except Co2simError as error:
             self._failure = error
             raise
-
-    def _note_frozen(self) -> None:
-        trained = {id(one) for _, one in self._parameters}
-        others = [one for one in self._model.parameters() if id(one) not in trained]
-        self._frozen = [(one, one._version) for one in others]  # noqa: SLF001 - as in ModelWatch
 
     def _say_other_model(self, saved_with: float) -> None:
         """Say where training continues from another model than the state was saved with."""

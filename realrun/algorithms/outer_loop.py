@@ -97,7 +97,8 @@ def rounding_numbers(place: int, flight: PendingAverage | None) -> dict[str, flo
 def rounding_of(numbers: Mapping[str, float], place: int) -> list[Tensor]:
     """What `rounding_numbers` gave, as the `errors` of an average; none in older states."""
     names = rounding_numbers(place, None)
-    return [torch.tensor([numbers.get(name, 0.0) for name in names], dtype=torch.float64)]
+    values = [numbers.get(name, 0.0) for name in names]
+    return [torch.tensor(values, dtype=torch.float64, device="cpu")]
 
 
 class NobodyLeftError(Exception):

@@ -120,7 +120,7 @@ class PullWatch:
     def __init__(self, now: Callable[[], Tensor], tau: int) -> None:
         self._now, self._left = now, _AVERAGES if tau >= _LONG_ROUND else 0
         self._before: Tensor | None = None
-        self._after = self._moved = torch.zeros(0)
+        self._after = self._moved = torch.zeros(0, device="cpu")
         self._sums: Tensor | None = None
 
     @property
@@ -264,7 +264,7 @@ class ModelWatch:
     def _now(self) -> Tensor:
         """The watched elements."""
         rows = [some(memory(one)) for _, one in self._watched]
-        return torch.cat(rows).float() if rows else torch.zeros(1)
+        return torch.cat(rows).float() if rows else torch.zeros(1, device="cpu")
 
 
 REMEDY = (
