@@ -22,11 +22,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from co2sim.common.errors import OptionError
+from realrun.algorithms.flat_parameters import keeps_elements_elsewhere
 from realrun.algorithms.outer_loop import mark_of
 from realrun.algorithms.process_groups import WorkerGroups
 
@@ -68,7 +69,7 @@ class Parts:
 
 def parts_of(tensor: Tensor) -> Parts:
     """The parts of a tensor of any class, layout and type, as far as they can be read."""
-    if isinstance(tensor, UninitializedTensorMixin):
+    if is_lazy(tensor):
         return Parts("not initialized")
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - no public name
         kind = f"{tuple(tensor.shape) if not tensor.is_nested else 'nested'} {_name(tensor.dtype)}"
@@ -76,11 +77,11 @@ def parts_of(tensor: Tensor) -> Parts:
             inside = parts_of(tensor.to_local())
             kind = f"{kind} {tensor.placements}"
             return Parts(kind, inside.values, inside.structure, inside.copied, inside.opaque)
-        if has_own_storage(tensor):
+        if keeps_elements_elsewhere(tensor):
             return _parts_of_wrapper(tensor, kind)
         if tensor.is_meta:
             return Parts(f"{kind} on meta")
-        return _parts_of_plain(tensor.detach().as_subclass(Tensor), kind)
+        return _parts_of_plain(tensor.detach(), kind)
 
 
 def _parts_of_plain(tensor: Tensor, kind: str) -> Parts:
@@ -96,11 +97,6 @@ def _parts_of_plain(tensor: Tensor, kind: str) -> Parts:
     if once.shape != tensor.shape:
         kind = f"{kind} expanded from {tuple(once.shape)}"
     return Parts(kind, structure=(once,)) if _is_packed(tensor.dtype) else Parts(kind, (once,))
-
-
-def has_own_storage(tensor: Tensor) -> bool:
-    """Whether a subclass of Tensor keeps its elements elsewhere, as quantized ones do."""
-    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def _parts_of_wrapper(tensor: Tensor, kind: str) -> Parts:
@@ -121,12 +117,11 @@ def _parts_of_wrapper(tensor: Tensor, kind: str) -> Parts:
 def _parts_of_quantized(tensor: Tensor, kind: str) -> Parts:
     codes = tensor.int_repr()
     if tensor.qscheme() in {torch.per_tensor_affine, torch.per_tensor_symmetric}:
-        steps = torch.tensor(
-            [tensor.q_scale(), tensor.q_zero_point()], dtype=torch.float64, device=codes.device
-        )
-        return Parts(kind, structure=(codes, steps), copied=True)
-    steps = (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points())
-    return Parts(kind, structure=(codes, *steps), copied=True)
+        numbers = [tensor.q_scale(), tensor.q_zero_point()]
+        scales = [torch.tensor(numbers, dtype=torch.float64, device=codes.device)]
+    else:
+        scales = [tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
+    return Parts(kind, structure=(codes, *scales), copied=True)
 
 
 def _once(tensor: Tensor) -> Tensor:
