@@ -300,6 +300,10 @@ class Ending:
             raise
 
 
+_START = (
+    "start of training (load the same weights on all; a layer that changes its weights does so in"
+    " the forward() of the model)"
+)
 _MODEL = "model"
 """Among the numbers of a state: what tells the model that was saved with it."""
 
@@ -674,9 +678,10 @@ class LocalUpdate(Resumable, Ending):
         self._extra = ExtraState(model, self._trained, self._links)
         warn_of_opaque(tensors)
         self._started, self._began = False, time.monotonic()
+        self._start: tuple[tuple[int, Tensor], str] | None = None
         self._stepped: dict[Optimizer, int] = {}
         self._said_uneven = False
-        self._watch = ModelWatch(parameters, self._tau)
+        self._watch = ModelWatch(model, parameters, self._tau, self._before_forward)
         self._hooks = StepHooks(optimizers, self._before_step, self._after_step, self._watch)
         self._copies = CopyWatch(self._hooks.all, parameters)
         ATTACHED.update(self._hooks.all)
@@ -703,7 +708,7 @@ class LocalUpdate(Resumable, Ending):
 
     def use_loop(self, loop: OuterLoop) -> None:
         """Take another loop, of an adapter, before the first step; the model is as it left it."""
-        self._outer = loop
+        self._outer, self._start = loop, None
         self._watch.mark(counted=False)
 
     def _before_step(self) -> None:
@@ -723,13 +728,30 @@ class LocalUpdate(Resumable, Ending):
         self._extra.note_frozen()
         try:
             self._rates.begin()
-            loaded = self._outer.restart()
+            loaded = self._start_here()
             if self._masters:  # which every rank has made by itself
                 loaded += f", masters with hash {mark_of(self._outer.state.anchor)[:16]}"
-            self._links.agree("start of training (load the same weights on all)", "", across=loaded)
+            self._links.agree(_START, "", across=loaded)
         except Co2simError as error:
             self._failure = error
             raise
+
+    def _before_forward(self) -> bool:
+        """Before a forward pass, which may change weights; gives whether it is of the training."""
+        if not (self._started or self._evaluating or self._failure):
+            self._start_here()
+        return not self._evaluating
+
+    def _start_here(self) -> str:
+        """Begin from what the model holds, outside of forward passes; a text of what that is."""
+        now = self._watch.place()
+        if self._start:
+            (version, values), text = self._start
+            if version == now[0] and torch.allclose(values, now[1], equal_nan=True):
+                return text
+        text = self._outer.restart()
+        self._start = now, text
+        return text
 
     def _say_other_model(self, saved_with: float) -> None:
         """Say where training continues from another model than the state was saved with."""

@@ -123,6 +123,7 @@ class OuterLoop(ABC):
         self.counters = Counters()
         self._clocks: deque[Stopwatch] = deque()
         self._absorbed: torch.cuda.Event | None = None
+        self._loaded = False
         self.lap: Seconds = 0.0
         """What the last round took."""
 
@@ -130,8 +131,9 @@ class OuterLoop(ABC):
         """Take the anchor again from the model; gives a text if that is another one."""
         now = self.flat.empty()
         self.flat.read(now)
-        if self.flat.are_close(now, self.state.anchor):
+        if not self._loaded and self.flat.are_close(now, self.state.anchor):
             return "parameters as they were sent to all"
+        self._loaded = True
         self.state.anchor.copy_(now)
         return f"parameters loaded since, with hash {mark_of(now)[:16]}"
 
