@@ -220,7 +220,7 @@ class ForwardWatch:
 
     def _is_elsewhere(self, module: nn.Module) -> bool:
         capturing = self.moved.is_cuda and torch.cuda.is_current_stream_capturing()
-        capturing |= torch.jit.is_tracing()
+        capturing |= torch._C._get_tracing_state() is not None  # noqa: SLF001 - as torch.jit asks
         return capturing or not any(one is module for one in self._modules)
 
 
