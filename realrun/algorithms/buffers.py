@@ -96,7 +96,9 @@ def _parts_of_plain(tensor: Tensor, kind: str) -> Parts:
     once = _once(tensor)
     if once.shape != tensor.shape:
         kind = f"{kind} expanded from {tuple(once.shape)}"
-    return Parts(kind, structure=(once,)) if _is_packed(tensor.dtype) else Parts(kind, (once,))
+    if _is_packed(tensor.dtype):
+        return Parts(kind, structure=(once.view(torch.uint8),))
+    return Parts(kind, (once,))
 
 
 def _parts_of_wrapper(tensor: Tensor, kind: str) -> Parts:

@@ -24,7 +24,8 @@ def refuse_different_inside(outer: OuterLoop, links: WorkerGroups) -> None:
         raise MismatchError(
             f"after round {outer.counters.round} ranks {list(ranks)} of a worker hold different"
             " values of the same parameters: keep them equal with DDP, FSDP2 or tensor parallelism"
-            " over the worker's ranks, from equal first values, or take worker='gpu'"
+            " over the worker's ranks, from equal first values, or take worker='gpu'; a layer that"
+            " changes its weights in forward, as max_norm does, makes them differ, too"
         )
 
 
