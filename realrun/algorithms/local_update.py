@@ -2,12 +2,11 @@
 
 import math
 import re
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import timedelta
 from inspect import signature
 from itertools import zip_longest
@@ -17,16 +16,22 @@ from typing import Any, Self, TypedDict, Unpack
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.units import Seconds
 from co2sim.common.validation import above, whole
 from realrun.algorithms.averaging import BUCKET_MIB, Average
-from realrun.algorithms.buffers import ExtraState, parts_of, tensor_line, warn_of_opaque, write
-from realrun.algorithms.consistency import RateWatch, refuse_different_inside, refuse_drift
+from realrun.algorithms.buffers import ExtraState, parts_of, warn_of_opaque, write
+from realrun.algorithms.consistency import (
+    RateWatch,
+    describe,
+    describe_others,
+    describe_settings,
+    refuse_different_inside,
+    refuse_drift,
+    refuse_wider,
+)
 from realrun.algorithms.delayed import Rule, Stats
 from realrun.algorithms.delayed_loop import DelayedLoop
 from realrun.algorithms.flat_parameters import Flat
@@ -162,7 +167,7 @@ class Ending:
 
         Steps since the last full round count: they are averaged, too, as a shorter round; so does
         a step that only some of several optimizers have taken. `buffers`, as of BatchNorm, and all
-        that the modules `also` hold are averaged for good; integers become the first rank's. All
+        that the modules `also` hold are averaged for good, see `realrun.algorithms.buffers`. All
         ranks call this after the same number of steps: else all raise RankFailure with the numbers.
         Raises what a step raises, and OptionError, before anything changes, if the model has been
         trained by steps that were not counted.
@@ -221,7 +226,8 @@ class Ending:
         A rank that leaves the block continues with what the others need, until all have left. An
         average is the mean over the ranks that took a step since the one before. In the end all
         ranks hold the anchor with all averages used, and this is closed. `also` and `buffers` are
-        averaged then, as by `finish`, over the ranks that took any step. A worker is one rank.
+        averaged then, as by `finish`, over the ranks that took any step, and integers are those of
+        the first of these. A worker is one rank.
         Raises OptionError, and what a step raises.
         """
         if len(self._links.workers.inner_ranks) > 1:
@@ -442,83 +448,6 @@ def _key() -> str:
     return f"rank{dist.get_rank() if dist.is_initialized() else 0}"
 
 
-def refuse_wider(model: nn.Module, optimizers: Sequence[Optimizer], workers: Workers) -> None:
-    """Raise OptionError for what several workers share: a DDP in the model, or a ZeRO-1."""
-    own = set(workers.inner_ranks)
-    for module in model.modules():
-        if not isinstance(module, DistributedDataParallel):
-            continue
-        ranks = dist.get_process_group_ranks(module.process_group)
-        if set(ranks) - own:
-            raise OptionError(
-                f"the model is DDP over ranks {ranks}, but a worker is ranks {workers.inner_ranks}:"
-                " pass the bare module, or make it DDP over the worker's ranks (worker='node',"
-                " process_group=Workers.per_node().inner)"
-            )
-    zero = sys.modules.get("torch.distributed.optim")  # whose import takes long, and warns
-    for one in optimizers:
-        if zero is None or not isinstance(one, zero.ZeroRedundancyOptimizer):
-            continue
-        ranks = dist.get_process_group_ranks(one.process_group)
-        if set(ranks) - own:
-            raise OptionError(
-                f"the optimizer is a ZeroRedundancyOptimizer over ranks {ranks}, but a worker is"
-                f" ranks {workers.inner_ranks}: it would send every rank's parameters to all; take"
-                " the optimizer inside it, or give it the worker's ranks (worker='node',"
-                " process_group=Workers.per_node().inner)"
-            )
-
-
-def describe(parameters: list[tuple[str, Tensor]], workers: Workers, rule: Rule, tau: int) -> str:
-    """What a saved state must have in common with the run that loads it."""
-    lines = [
-        f"algorithm = {type(rule).__name__.removesuffix('Rule')}",
-        f"staleness = {rule.staleness}",
-        f"tau = {tau}",
-        f"averages used late = {_late(rule)}",
-        f"workers = {len(workers.peer_ranks)} of {len(workers.inner_ranks)} ranks",
-    ]
-    return "\n".join([*lines, *(_line(name, one) for name, one in parameters)])
-
-
-def _late(rule: Rule) -> str:
-    """What must not change while averages are under way."""
-    if rule.late is None:
-        return "no"
-    late = rule.late
-    preview = ", preview" if late.preview else ""
-    return f"{late.fragments} fragments, keeps {late.keeps}{preview}"
-
-
-def describe_others(model: nn.Module, parameters: list[tuple[str, Tensor]]) -> list[str]:
-    """What is sent at the start but not averaged: frozen parameters and buffers."""
-    known = {id(one) for _, one in parameters}
-    others = [*model.named_parameters(), *model.named_buffers()]
-    return [f"not averaged: {tensor_line(*pair)}" for pair in others if id(pair[1]) not in known]
-
-
-def describe_settings(
-    optimizers: Sequence[Optimizer], rule: Rule, settings: Mapping[str, object]
-) -> list[str]:
-    """Settings that must be equal on all ranks; they may change when a run is resumed."""
-    known = {
-        "optimizer": ", ".join(type(one).__name__ for one in optimizers),
-        **{one.name: getattr(rule, one.name) for one in fields(rule)},
-        **settings,
-    }
-    return [f"{name} = {value}" for name, value in known.items()]
-
-
-def _line(name: str, one: Tensor) -> str:
-    """Name, shape, type and order in memory; where a dimension is 1 its stride means nothing."""
-    dtype = str(one.dtype).removeprefix("torch.")
-    placed = f" {one.placements}" if isinstance(one, DTensor) else ""
-    strides = tuple(
-        stride for stride, size in zip(one.stride(), one.shape, strict=True) if size > 1
-    )
-    return f"{name}: {tuple(one.shape)} {dtype}, strides {strides}{placed}"
-
-
 def connected(
     workers: Workers, seconds: Seconds, *, owns: bool, offload: bool, pg_options: Any
 ) -> WorkerGroups:
@@ -562,9 +491,9 @@ class LocalUpdate(Resumable, Ending):
     is made. The optimizer must hold all of these and no others. A list of several optimizers may
     share them out: a local step is over when each has taken one. Unfreezing or adding a parameter
     later raises OptionError, at the latest when a round or the training ends. Frozen parameters and
-    buffers are sent to all workers at the start and are never averaged. Parameters are fp32, bf16
-    or fp16. Anchor, momentum and displacement are fp32 vectors (see `flat_parameters`); the model
-    holds the anchor, rounded to its own type.
+    buffers are sent to all workers at the start, and averaged only at an end (see `buffers`).
+    Parameters are fp32, bf16 or fp16. Anchor, momentum and displacement are fp32 vectors (see
+    `flat_parameters`); the model holds the anchor, rounded to its own type.
 
     *Options.*
     - `worker`: "gpu": every rank is a worker; pass the bare module, not DDP. "node": the
