@@ -65,7 +65,7 @@ def mark_of(*tensors: Tensor) -> str:
         if tensor.is_cuda:
             mark.update(weighted_sum(tensor).to_bytes(8, "little", signed=True))
         else:
-            mark.update(tensor.view(torch.uint8).numpy())
+            mark.update(tensor.view(torch.uint8).numpy().data)
     return mark.hexdigest()
 
 
