@@ -238,7 +238,7 @@ class Average:
         if not here:
             vector.zero_()
         flight = self._launched(vector, number)
-        count = torch.tensor([float(here)])
+        count = torch.tensor([float(here)], dtype=torch.float64, device="cpu")
         work = dist.all_reduce(count, group=self._counting, async_op=True)
         assert work is not None
         flight.waits.append(partial(wait_for, work))

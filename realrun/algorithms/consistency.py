@@ -1,19 +1,27 @@
-"""What must stay equal while workers train, and what is said where it does not."""
+"""What must be equal on all workers, also while they train, and what is said where it is not."""
 
+import sys
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from co2sim.common.errors import OptionError
+from realrun.algorithms.buffers import tensor_line
+from realrun.algorithms.delayed import Rule
 from realrun.algorithms.optimizers import rates
 from realrun.algorithms.outer_loop import OuterLoop, mark_of
-from realrun.algorithms.process_groups import WorkerGroups
+from realrun.algorithms.pacing import Tau
+from realrun.algorithms.process_groups import WorkerGroups, Workers
 from realrun.errors import MismatchError
 
 
@@ -24,7 +32,8 @@ def refuse_different_inside(outer: OuterLoop, links: WorkerGroups) -> None:
         raise MismatchError(
             f"after round {outer.counters.round} ranks {list(ranks)} of a worker hold different"
             " values of the same parameters: keep them equal with DDP, FSDP2 or tensor parallelism"
-            " over the worker's ranks, from equal first values, or take worker='gpu'"
+            " over the worker's ranks, from equal first values, or take worker='gpu'; a layer that"
+            " changes its weights in forward, as max_norm does, makes them differ, too"
         )
 
 
@@ -36,6 +45,83 @@ def refuse_drift(outer: OuterLoop, links: WorkerGroups) -> None:
         who = f"ranks {drifted}" if drifted else "ranks of other shards"
         last = outer.counters.round - 1
         raise MismatchError(f"after round {last} the anchor of {who} is not that of the others")
+
+
+def refuse_wider(model: nn.Module, optimizers: Sequence[Optimizer], workers: Workers) -> None:
+    """Raise OptionError for what several workers share: a DDP in the model, or a ZeRO-1."""
+    own = set(workers.inner_ranks)
+    for module in model.modules():
+        if not isinstance(module, DistributedDataParallel):
+            continue
+        ranks = dist.get_process_group_ranks(module.process_group)
+        if set(ranks) - own:
+            raise OptionError(
+                f"the model is DDP over ranks {ranks}, but a worker is ranks {workers.inner_ranks}:"
+                " pass the bare module, or make it DDP over the worker's ranks (worker='node',"
+                " process_group=Workers.per_node().inner)"
+            )
+    zero = sys.modules.get("torch.distributed.optim")  # whose import takes long, and warns
+    for one in optimizers:
+        if zero is None or not isinstance(one, zero.ZeroRedundancyOptimizer):
+            continue
+        ranks = dist.get_process_group_ranks(one.process_group)
+        if set(ranks) - own:
+            raise OptionError(
+                f"the optimizer is a ZeroRedundancyOptimizer over ranks {ranks}, but a worker is"
+                f" ranks {workers.inner_ranks}: it would send every rank's parameters to all; take"
+                " the optimizer inside it, or give it the worker's ranks (worker='node',"
+                " process_group=Workers.per_node().inner)"
+            )
+
+
+def describe(parameters: list[tuple[str, Tensor]], workers: Workers, rule: Rule, tau: Tau) -> str:
+    """What a saved state must have in common with the run that loads it."""
+    lines = [
+        f"algorithm = {type(rule).__name__.removesuffix('Rule')}",
+        f"staleness = {rule.staleness}",
+        f"tau = {tau}",
+        f"averages used late = {_late(rule)}",
+        f"workers = {len(workers.peer_ranks)} of {len(workers.inner_ranks)} ranks",
+    ]
+    return "\n".join([*lines, *(_line(name, one) for name, one in parameters)])
+
+
+def _late(rule: Rule) -> str:
+    """What must not change while averages are under way."""
+    if rule.late is None:
+        return "no"
+    late = rule.late
+    preview = ", preview" if late.preview else ""
+    return f"{late.fragments or 'automatic'} fragments, keeps {late.keeps}{preview}"
+
+
+def describe_others(model: nn.Module, parameters: list[tuple[str, Tensor]]) -> list[str]:
+    """What is sent at the start but not averaged: frozen parameters and buffers."""
+    known = {id(one) for _, one in parameters}
+    others = [*model.named_parameters(), *model.named_buffers()]
+    return [f"not averaged: {tensor_line(*pair)}" for pair in others if id(pair[1]) not in known]
+
+
+def describe_settings(
+    optimizers: Sequence[Optimizer], rule: Rule, settings: Mapping[str, object]
+) -> list[str]:
+    """Settings that must be equal on all ranks; they may change when a run is resumed."""
+    known = {
+        "optimizer": ", ".join(type(one).__name__ for one in optimizers),
+        **{one.name: getattr(rule, one.name) for one in fields(rule)},
+        **settings,
+    }
+    return [f"{name} = {value}" for name, value in known.items()]
+
+
+def _line(name: str, one: Tensor) -> str:
+    """Name, shape, type and order in memory; where a dimension is 1 its stride means nothing."""
+    dtype = str(one.dtype).removeprefix("torch.")
+    placed = f" {one.placements}" if isinstance(one, DTensor) else ""
+    strides = tuple(
+        stride for stride, size in zip(one.stride(), one.shape, strict=True) if size > 1
+    )
+    return f"{name}: {tuple(one.shape)} {dtype}, strides {strides}{placed}"
 
 
 _ROW = 8
@@ -67,9 +153,9 @@ class RateWatch:
         while self._under_way and self._under_way[0][0].is_completed():
             self._look(*self._under_way.popleft())
         own = rates(self._optimizers)
-        row = torch.full((_ROW,), torch.nan, dtype=torch.float64)
+        row = torch.full((_ROW,), torch.nan, dtype=torch.float64, device="cpu")
         first = [float(crc32(repr(own).encode())), *own][:_ROW]
-        row[: len(first)] = torch.tensor(first, dtype=torch.float64)
+        row[: len(first)] = torch.tensor(first, dtype=torch.float64, device="cpu")
         rows = [torch.empty_like(row) for _ in range(group.size())]
         work = dist.all_gather(rows, row, group, async_op=True)
         assert work is not None

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from co2sim.common.errors import OptionError
 from realrun.algorithms.replicas import ALONE, Holders
@@ -182,8 +183,9 @@ class Flat:
         """A vector of zeros, or some rows of them."""
         shape = (rows, self.elements) if rows else (self.elements,)
         if not self.offload or self.device.type != "cuda":
-            return torch.zeros(shape, device="cpu" if on_host else self.device)
-        return torch.zeros(shape, pin_memory=True)
+            device = torch.device("cpu") if on_host else self.device
+            return torch.zeros(shape, dtype=torch.float32, device=device)
+        return torch.zeros(shape, dtype=torch.float32, device="cpu", pin_memory=True)
 
     @torch.no_grad()
     def read(self, vector: Tensor, start: int = 0) -> None:
@@ -338,6 +340,34 @@ def memory(parameter: Tensor) -> Tensor:
     return local.as_strided((local.numel(),), (1,))
 
 
+def keeps_elements_elsewhere(tensor: Tensor) -> bool:
+    """Whether a subclass of Tensor has no memory itself, as quantized ones: few operations work."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether every operation works on it: strided, with memory that is its own. Shards are."""
+    if isinstance(tensor, DTensor):
+        return is_plain(tensor.to_local())
+    return (
+        not keeps_elements_elsewhere(tensor)
+        and not is_lazy(tensor)
+        and tensor.layout == torch.strided
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+    )
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether what this rank holds of a plain tensor is a row of memory, without holes."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    step = 1
+    for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
+        if size > 1 and stride != step:
+            return False
+        step *= max(1, size)
+    return True
+
+
 def some(values: Tensor) -> Tensor:
     """Some elements of a vector, evenly spread."""
     return values[:: max(1, len(values) // _SOME)][:_SOME]
@@ -348,14 +378,18 @@ def _me() -> int:
 
 
 def _check(name: str, parameter: Tensor) -> None:
+    if not is_plain(parameter):
+        lazy = is_lazy(parameter)
+        what = "not initialized" if lazy else f"{parameter.layout} on {parameter.device}"
+        raise OptionError(
+            f"{name!r} is a {type(parameter).__name__}, {what}; a parameter that is trained must be"
+            " a dense tensor in memory (of a lazy module after its first batch), or a DTensor"
+        )
     if parameter.dtype not in DTYPES:
         raise OptionError(
             f"{name!r} is {parameter.dtype}; averages are in fp32, so parameters must be one of"
             f" {', '.join(str(one).removeprefix('torch.') for one in DTYPES)}"
         )
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    step = 1
-    for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
-        if size > 1 and stride != step:
-            raise OptionError(f"{name!r} is not dense in memory (strides {local.stride()})")
-        step *= max(1, size)
+    if not is_dense(parameter):
+        strides = parameter.stride()
+        raise OptionError(f"{name!r} is not dense in memory (strides {strides})")

@@ -2,12 +2,11 @@
 
 import math
 import re
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import fields, replace
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from inspect import signature
 from itertools import zip_longest
@@ -17,18 +16,25 @@ from typing import Any, Self, TypedDict, Unpack
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.units import Seconds
 from co2sim.common.validation import above, whole
 from realrun.algorithms.averaging import BUCKET_MIB, Average
-from realrun.algorithms.consistency import RateWatch, refuse_different_inside, refuse_drift
+from realrun.algorithms.buffers import ExtraState, parts_of, warn_of_opaque, write
+from realrun.algorithms.consistency import (
+    RateWatch,
+    describe,
+    describe_others,
+    describe_settings,
+    refuse_different_inside,
+    refuse_drift,
+    refuse_wider,
+)
 from realrun.algorithms.delayed import Rule, Stats
 from realrun.algorithms.delayed_loop import DelayedLoop
-from realrun.algorithms.flat_parameters import Flat, memory
+from realrun.algorithms.flat_parameters import Flat
 from realrun.algorithms.master_weights import (
     CopyWatch,
     MasterWeights,
@@ -65,48 +71,6 @@ from realrun.algorithms.step_counting import REMEDY, ModelWatch, StepHooks, inne
 from realrun.errors import RankFailure, flag
 
 
-def others_of(model: nn.Module, also: Sequence[nn.Module], *, buffers: bool) -> list[Tensor]:
-    """Tensors to average: the model's buffers if asked for, and all that other modules hold.
-
-    Raises OptionError for what is no module.
-    """
-    for one in also:
-        if not isinstance(one, nn.Module):
-            raise OptionError(
-                f"what is averaged besides is a {type(one).__name__}; it must be a torch.nn.Module,"
-                " such as torch.optim.swa_utils.AveragedModel: put tensors into its buffers"
-            )
-    own = list(model.buffers()) if buffers else []
-    more = [one for module in also for one in (*module.parameters(), *module.buffers())]
-    return list({id(one): one for one in (*own, *more)}.values())
-
-
-@torch.no_grad()
-def average_now(tensors: Sequence[Tensor], links: WorkerGroups, *, counts: bool = True) -> None:
-    """Every tensor <- its mean over all ranks that hold the same part; integers: the first's.
-
-    A rank that does not count only gets the mean, unless none does. All ranks call it with tensors
-    of the same shapes, and wait for each other.
-    """
-    members = links.of_peers(counts) if tensors else [counts]
-    weight = counts * len(members) / sum(members) if any(members) else 1.0
-    for tensor in tensors:
-        links.mean(memory(tensor), sharded=isinstance(tensor, DTensor), weight=weight)
-
-
-@contextmanager
-def averaged(tensors: Sequence[Tensor], links: WorkerGroups) -> Iterator[None]:
-    """Within, they hold their means; afterwards, what they held."""
-    kept = [memory(one).detach().clone() for one in tensors]
-    average_now(tensors, links)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, before in zip(tensors, kept, strict=True):
-                memory(tensor).copy_(before)
-
-
 class Ending:
     """The part of an algorithm that looks at what all agree on, for a moment or for good."""
 
@@ -117,8 +81,7 @@ class Ending:
     _rates: RateWatch
     _hooks: StepHooks
     _watch: ModelWatch
-    _frozen: list[tuple[Tensor, int]]
-    """Parameters that are not averaged, and their versions at the first step."""
+    _extra: ExtraState
     _failure: Co2simError | None = None
     _closed = False
     _evaluating = False
@@ -146,17 +109,6 @@ class Ending:
         if isinstance(error, Co2simError) or not of_network(error):
             return None
         return self._links.notices.cause("a collective of others", foreign=True)
-
-    def _changed_frozen(self) -> list[Tensor]:
-        """Frozen parameters that were changed since the start, on any rank. All ranks call this.
-
-        Such as a teacher that follows the model, or weights that adapters were merged into.
-        """
-        if not self._frozen:
-            return []
-        own = [float(one._version != first) for one, first in self._frozen]  # noqa: SLF001 - torch has no other
-        changed = self._links.largest(own)
-        return [one for (one, _), found in zip(self._frozen, changed, strict=True) if found]
 
     def _ready(self, what: str) -> None:
         """Raise OptionError where what all ranks do together would be wrong."""
@@ -192,7 +144,7 @@ class Ending:
         """
         self._ready("consensus()")
         self._refuse_lost("consensus()")
-        held = others_of(self._model, also, buffers=buffers)
+        self._extra.check(also)
         if (also or buffers) and self._joining:
             raise OptionError(
                 "consensus() within join() averages no buffers and modules: other ranks may"
@@ -201,10 +153,10 @@ class Ending:
         alone = self._closed or self._joining
         if not alone:
             self._links.meet("consensus()")
-            held += self._changed_frozen() if also or buffers else []
         self._evaluating = True
+        shown = nullcontext() if alone else self._extra.averaged(also, buffers=buffers)
         try:
-            with self._outer.consensus(alone=alone), averaged(held, self._links):
+            with self._outer.consensus(alone=alone), shown:
                 yield
         finally:
             self._evaluating = False
@@ -215,7 +167,7 @@ class Ending:
 
         Steps since the last full round count: they are averaged, too, as a shorter round; so does
         a step that only some of several optimizers have taken. `buffers`, as of BatchNorm, and all
-        that the modules `also` hold are averaged for good; integers become the first rank's. All
+        that the modules `also` hold are averaged for good, see `realrun.algorithms.buffers`. All
         ranks call this after the same number of steps: else all raise RankFailure with the numbers.
         Raises what a step raises, and OptionError, before anything changes, if the model has been
         trained by steps that were not counted.
@@ -229,10 +181,9 @@ class Ending:
     @torch.no_grad()
     def _finish(self, what: str, also: Sequence[nn.Module], *, buffers: bool) -> None:
         self._ready(what)
-        held = others_of(self._model, also, buffers=buffers)
+        self._extra.check(also)
         try:
             self._links.meet(what, begun=bool(self._stepped), lap=self._outer.lap)
-            held += self._changed_frozen() if buffers else []
             self._refuse_lost(what, together=True)
             if self._stepped:
                 self._stepped.clear()
@@ -240,7 +191,7 @@ class Ending:
             if self._outer.counters.step and not self._outer.rule.late:
                 self._end_round()
             self._outer.settle()
-            average_now(held, self._links)
+            self._extra.average(also, buffers=buffers)
         except Co2simError as error:
             self._failure = error
             raise
@@ -273,7 +224,8 @@ class Ending:
         A rank that leaves the block continues with what the others need, until all have left. An
         average is the mean over the ranks that took a step since the one before. In the end all
         ranks hold the anchor with all averages used, and this is closed. `also` and `buffers` are
-        averaged then, as by `finish`, over the ranks that took any step. A worker is one rank.
+        averaged then, as by `finish`, over the ranks that took any step, and integers are those of
+        the first of these. A worker is one rank.
         Raises OptionError, and what a step raises.
         """
         if len(self._links.workers.inner_ranks) > 1:
@@ -284,7 +236,7 @@ class Ending:
         if self._failure or self._closed or self._outer.counters.step or self._idle:
             raise self._failure or OptionError("join() is entered once, between two rounds")
         self._ready("join()")
-        held = others_of(self._model, also, buffers=buffers)
+        self._extra.check(also)
         self._outer.average.weigh(lambda: self._idle < self._outer.tau, self._links.counting)
         begin, self._joining = self._links.steps, True
         yield
@@ -299,7 +251,7 @@ class Ending:
                 self._idle_step()
         self._outer.drain()
         self._outer.start_at_anchor()
-        average_now(held, self._links, counts=counts)
+        self._extra.average(also, buffers=buffers, counts=counts)
         self.close()
 
     def close(self) -> None:
@@ -352,6 +304,10 @@ class Ending:
             raise
 
 
+_START = (
+    "start of training (load the same weights on all; a layer that changes its weights does so in"
+    " the forward() of the model)"
+)
 _MODEL = "model"
 """Among the numbers of a state: what tells the model that was saved with it."""
 
@@ -367,6 +323,7 @@ class Resumable:
     """While tau is still to be chosen."""
     _failure: Co2simError | None
     _watch: ModelWatch
+    _extra: ExtraState
     _saved_with: float | None = None
     """What tells the model with which a loaded state was saved, until the next step."""
     _replaced: list[tuple[Tensor, Tensor]]
@@ -468,7 +425,7 @@ class Resumable:
         self._saved_with = own["numbers"].get(_MODEL)
         if not self._watch.loaded():  # the model was, before this algorithm was made
             for tensor, before in self._replaced:
-                tensor.copy_(before)
+                write(tensor, before)
         self._replaced = []
 
     def agree_on_state(self) -> None:
@@ -479,6 +436,7 @@ class Resumable:
         """All ranks have loaded what belongs together; if not, no step will be taken."""
         self._links.steps, self._started = self.stats().steps, True
         self._watch.forget()
+        self._extra.forget_frozen()
         try:
             self._links.agree(what, "", across=text)
         except Co2simError as error:
@@ -493,83 +451,6 @@ def _one_worker(layout: str) -> str:
 
 def _key() -> str:
     return f"rank{dist.get_rank() if dist.is_initialized() else 0}"
-
-
-def refuse_wider(model: nn.Module, optimizers: Sequence[Optimizer], workers: Workers) -> None:
-    """Raise OptionError for what several workers share: a DDP in the model, or a ZeRO-1."""
-    own = set(workers.inner_ranks)
-    for module in model.modules():
-        if not isinstance(module, DistributedDataParallel):
-            continue
-        ranks = dist.get_process_group_ranks(module.process_group)
-        if set(ranks) - own:
-            raise OptionError(
-                f"the model is DDP over ranks {ranks}, but a worker is ranks {workers.inner_ranks}:"
-                " pass the bare module, or make it DDP over the worker's ranks (worker='node',"
-                " process_group=Workers.per_node().inner)"
-            )
-    zero = sys.modules.get("torch.distributed.optim")  # whose import takes long, and warns
-    for one in optimizers:
-        if zero is None or not isinstance(one, zero.ZeroRedundancyOptimizer):
-            continue
-        ranks = dist.get_process_group_ranks(one.process_group)
-        if set(ranks) - own:
-            raise OptionError(
-                f"the optimizer is a ZeroRedundancyOptimizer over ranks {ranks}, but a worker is"
-                f" ranks {workers.inner_ranks}: it would send every rank's parameters to all; take"
-                " the optimizer inside it, or give it the worker's ranks (worker='node',"
-                " process_group=Workers.per_node().inner)"
-            )
-
-
-def describe(parameters: list[tuple[str, Tensor]], workers: Workers, rule: Rule, tau: Tau) -> str:
-    """What a saved state must have in common with the run that loads it."""
-    lines = [
-        f"algorithm = {type(rule).__name__.removesuffix('Rule')}",
-        f"staleness = {rule.staleness}",
-        f"tau = {tau}",
-        f"averages used late = {_late(rule)}",
-        f"workers = {len(workers.peer_ranks)} of {len(workers.inner_ranks)} ranks",
-    ]
-    return "\n".join([*lines, *(_line(name, one) for name, one in parameters)])
-
-
-def _late(rule: Rule) -> str:
-    """What must not change while averages are under way."""
-    if rule.late is None:
-        return "no"
-    late = rule.late
-    preview = ", preview" if late.preview else ""
-    return f"{late.fragments or 'automatic'} fragments, keeps {late.keeps}{preview}"
-
-
-def describe_others(model: nn.Module, parameters: list[tuple[str, Tensor]]) -> list[str]:
-    """What is sent at the start but not averaged: frozen parameters and buffers."""
-    known = {id(one) for _, one in parameters}
-    others = [*model.named_parameters(), *model.named_buffers()]
-    return [f"not averaged: {_line(*pair)}" for pair in others if id(pair[1]) not in known]
-
-
-def describe_settings(
-    optimizers: Sequence[Optimizer], rule: Rule, settings: Mapping[str, object]
-) -> list[str]:
-    """Settings that must be equal on all ranks; they may change when a run is resumed."""
-    known = {
-        "optimizer": ", ".join(type(one).__name__ for one in optimizers),
-        **{one.name: getattr(rule, one.name) for one in fields(rule)},
-        **settings,
-    }
-    return [f"{name} = {value}" for name, value in known.items()]
-
-
-def _line(name: str, one: Tensor) -> str:
-    """Name, shape, type and order in memory; where a dimension is 1 its stride means nothing."""
-    dtype = str(one.dtype).removeprefix("torch.")
-    placed = f" {one.placements}" if isinstance(one, DTensor) else ""
-    strides = tuple(
-        stride for stride, size in zip(one.stride(), one.shape, strict=True) if size > 1
-    )
-    return f"{name}: {tuple(one.shape)} {dtype}, strides {strides}{placed}"
 
 
 def connected(
@@ -623,9 +504,9 @@ class LocalUpdate(Resumable, Ending):
     is made. The optimizer must hold all of these and no others. A list of several optimizers may
     share them out: a local step is over when each has taken one. Unfreezing or adding a parameter
     later raises OptionError, at the latest when a round or the training ends. Frozen parameters and
-    buffers are sent to all workers at the start and are never averaged. Parameters are fp32, bf16
-    or fp16. Anchor, momentum and displacement are fp32 vectors (see `flat_parameters`); the model
-    holds the anchor, rounded to its own type.
+    buffers are sent to all workers at the start, and averaged only at an end (see `buffers`).
+    Parameters are fp32, bf16 or fp16. Anchor, momentum and displacement are fp32 vectors (see
+    `flat_parameters`); the model holds the anchor, rounded to its own type.
 
     *Options.*
     - `worker`: "gpu": every rank is a worker; pass the bare module, not DDP. "node": the
@@ -729,19 +610,22 @@ class LocalUpdate(Resumable, Ending):
         self._described = "\n".join([layout, *describe_others(model, parameters), *own])
         self._links.agree("model, optimizer or setting", self._described, across=parts)
         self._replaced = self._links.share(
-            (memory(one) if isinstance(one, DTensor) else one, holders[name].ranks)
+            (part, holders[name].ranks)
             for name, one in tensors.items()
+            for part in parts_of(one).writable
         )
         size, notices = int(bucket_mib * 2**20), self._links.notices
         average = Average(self._links.average, wire, seconds, size, notices)
         self._outer = loop_of(model, rule, flat, self._links, average, tau)
         self._choosing = self._new_choice() if tau == "auto" else None
         self._rates = RateWatch(optimizers, self._links)
-        self._note_frozen()
+        self._extra = ExtraState(model, self._trained, self._links)
+        warn_of_opaque(tensors)
         self._started, self._began = False, time.monotonic()
+        self._start: tuple[tuple[int, Tensor], str] | None = None
         self._stepped: dict[Optimizer, int] = {}
         self._said_uneven = False
-        self._watch = ModelWatch(parameters, self._outer.tau)
+        self._watch = ModelWatch(model, parameters, self._outer.tau, self._before_forward)
         self._hooks = StepHooks(optimizers, self._before_step, self._after_step, self._watch)
         self._copies = CopyWatch(self._hooks.all, parameters)
         ATTACHED.update(self._hooks.all)
@@ -768,7 +652,7 @@ class LocalUpdate(Resumable, Ending):
 
     def use_loop(self, loop: OuterLoop) -> None:
         """Take another loop, of an adapter, before the first step; the model is as it left it."""
-        self._outer = loop
+        self._outer, self._start = loop, None
         self._watch.mark(counted=False)
 
     def _before_step(self) -> None:
@@ -785,21 +669,33 @@ class LocalUpdate(Resumable, Ending):
         if self._started:
             return
         self._started = True
-        self._note_frozen()
+        self._extra.note_frozen()
         try:
             self._rates.begin()
-            loaded = self._outer.restart()
+            loaded = self._start_here()
             if self._masters:  # which every rank has made by itself
                 loaded += f", masters with hash {mark_of(self._outer.state.anchor)[:16]}"
-            self._links.agree("start of training (load the same weights on all)", "", across=loaded)
+            self._links.agree(_START, "", across=loaded)
         except Co2simError as error:
             self._failure = error
             raise
 
-    def _note_frozen(self) -> None:
-        trained = {id(one) for _, one in self._parameters}
-        others = [one for one in self._model.parameters() if id(one) not in trained]
-        self._frozen = [(one, one._version) for one in others]  # noqa: SLF001 - as in ModelWatch
+    def _before_forward(self) -> bool:
+        """Before a forward pass, which may change weights; gives whether it is of the training."""
+        if not (self._started or self._evaluating or self._failure):
+            self._start_here()
+        return not self._evaluating
+
+    def _start_here(self) -> str:
+        """Begin from what the model holds, outside of forward passes; a text of what that is."""
+        now = self._watch.place()
+        if self._start:
+            (version, values), text = self._start
+            if version == now[0] and torch.allclose(values, now[1], equal_nan=True):
+                return text
+        text = self._outer.restart()
+        self._start = now, text
+        return text
 
     def _say_other_model(self, saved_with: float) -> None:
         """Say where training continues from another model than the state was saved with."""

@@ -11,10 +11,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from co2sim.common.errors import OptionError
-from realrun.algorithms.flat_parameters import Masters, memory, some
+from realrun.algorithms.flat_parameters import Masters, is_dense, is_plain, memory, some
 from realrun.algorithms.optimizers import held
 
 MasterWeights: TypeAlias = str | Callable[[Tensor], Tensor | None]
@@ -47,9 +48,12 @@ def masters_of(given: MasterWeights | None, optimizers: Sequence[Optimizer]) -> 
 def _asked(function: Callable[[Tensor], Tensor | None], parameter: Tensor) -> Tensor | None:
     """What a function gives; None for a parameter that it does not know."""
     try:
-        return function(parameter)
+        master = function(parameter)
     except (AttributeError, KeyError):
         return None
+    if isinstance(master, Tensor) and not is_plain(master):
+        _floating("what the function gives", master)
+    return master
 
 
 def _named(name: str, optimizers: Sequence[Optimizer], parameter: Tensor) -> Tensor | None:
@@ -83,8 +87,7 @@ def refuse_unlike(masters: Masters, parameters: Sequence[tuple[str, Tensor]]) ->
         master, again = masters(parameter), masters(parameter)
         if master is None or again is None:
             continue
-        same = master.data_ptr() == again.data_ptr() and master.dtype == torch.float32
-        if not same or not bool((memory(master).to(parameter.dtype) == memory(parameter)).all()):
+        if not _is_master(master, again, parameter):
             raise OptionError(
                 f"master_weights: what it gives for {name!r} is not its master: the same fp32"
                 " tensor at every call, whose values are those of the parameter, but for rounding"
@@ -102,7 +105,10 @@ class _Copies:
     @property
     def exact(self) -> bool:
         """Whether the parameters are these, but for rounding."""
-        return all(bool((copy.to(one.dtype) == one).all()) for one, copy in self.pairs)
+        return all(
+            torch.equal(_flat(copy, one).to(one.dtype), _flat(one, one).to(one.dtype))
+            for one, copy in self.pairs
+        )
 
     @property
     def go_back(self) -> bool:
@@ -145,7 +151,7 @@ class CopyWatch:
             for copies, before, published in zip(
                 self._found, self._left_behind, self._published, strict=True
             ):
-                own = [some(memory(copy)).float() for _, copy in copies.pairs]
+                own = [some(_flat(copy, one)) for one, copy in copies.pairs]
                 again = all(map(torch.equal, own, published))
                 followed = copies.exact and _apart(own, published) < _apart(own, before)
                 if not again and not followed and copies.go_back:
@@ -167,9 +173,7 @@ class CopyWatch:
 
     def _now(self) -> list[list[Tensor]]:
         """Some elements of the parameters that have copies."""
-        return [
-            [some(memory(one)).float().clone() for one, _ in each.pairs] for each in self._found
-        ]
+        return [[some(_flat(one, one)).clone() for one, _ in each.pairs] for each in self._found]
 
 
 def _near(optimizer: Optimizer, known: set[int]) -> Iterator[_Copies]:
@@ -224,18 +228,24 @@ def _refuse(copies: _Copies) -> None:
 
 def _follows(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
     """Whether copies are the parameters, or near them."""
-    apart = sum(float((_flat(copy) - _flat(one)).square().sum()) for one, copy in pairs)
-    size = sum(float(_flat(one).square().sum()) for one, _ in pairs)
+    apart = _apart([_flat(copy, one) for one, copy in pairs], [_flat(one, one) for one, _ in pairs])
+    size = sum(float(_flat(one, one).square().sum()) for one, _ in pairs)
     return size > 0 and apart <= _NEAR**2 * size
 
 
 def _is_alike(value: Any, parameter: Tensor) -> bool:
-    """Whether something may be a copy of a parameter, but is not that itself."""
+    """Whether something may be a copy of a parameter, but is not that itself.
+
+    What keeps its elements elsewhere, as quantized state does, or is sparse, is not looked at.
+    """
+    if not isinstance(value, Tensor) or value is parameter or not is_plain(value):
+        return False
+    if isinstance(value, DTensor) != isinstance(parameter, DTensor):
+        return False
     return (
-        isinstance(value, Tensor)
-        and value is not parameter
-        and value.is_floating_point()
+        value.is_floating_point()
         and value.shape == parameter.shape
+        and _local(value).shape == _local(parameter).shape
     )
 
 
@@ -257,10 +267,26 @@ def _apart(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
 
 
 def _floating(name: str, value: Tensor) -> Tensor:
-    if value.dtype != torch.float32:
-        raise OptionError(f"master_weights: {name!r} is {value.dtype}; it must be float32")
+    if value.dtype != torch.float32 or not is_plain(value):
+        what = value.dtype if is_plain(value) else f"a {type(value).__name__}, {value.layout}"
+        raise OptionError(f"master_weights: {name!r} is {what}; it must be a dense float32 tensor")
     return value
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    return memory(tensor).float()
+def _is_master(master: Tensor, again: Tensor, parameter: Tensor) -> bool:
+    """Whether it is the same fp32 tensor at each call, with the values of the parameter."""
+    if master.dtype != torch.float32 or not is_dense(master):
+        return False
+    if master.numel() != parameter.numel() or memory(master).data_ptr() != memory(again).data_ptr():
+        return False
+    return bool((memory(master).to(parameter) == memory(parameter)).all())
+
+
+def _flat(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """The elements that this rank holds, in their logical order, where the parameter is."""
+    return _local(tensor).reshape(-1).to(parameter.device, torch.float32)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    held = tensor.detach()
+    return held.to_local() if isinstance(held, DTensor) else held

@@ -66,7 +66,7 @@ def mark_of(*tensors: Tensor) -> str:
         if tensor.is_cuda:
             mark.update(weighted_sum(tensor).to_bytes(8, "little", signed=True))
         else:
-            mark.update(tensor.view(torch.uint8).numpy().tobytes())
+            mark.update(tensor.view(torch.uint8).numpy().data)
     return mark.hexdigest()
 
 
@@ -98,7 +98,8 @@ def rounding_numbers(place: int, flight: PendingAverage | None) -> dict[str, flo
 def rounding_of(numbers: Mapping[str, float], place: int) -> list[Tensor]:
     """What `rounding_numbers` gave, as the `errors` of an average; none in older states."""
     names = rounding_numbers(place, None)
-    return [torch.tensor([numbers.get(name, 0.0) for name in names], dtype=torch.float64)]
+    values = [numbers.get(name, 0.0) for name in names]
+    return [torch.tensor(values, dtype=torch.float64, device="cpu")]
 
 
 class NobodyLeftError(Exception):
@@ -129,6 +130,7 @@ class OuterLoop(ABC):
         self.counters = Counters(tau=tau)
         self._clocks: deque[Stopwatch] = deque()
         self._absorbed: torch.cuda.Event | None = None
+        self._loaded = False
         self.lap: Seconds = 0.0
         """What the last round took."""
 
@@ -136,8 +138,9 @@ class OuterLoop(ABC):
         """Take the anchor again from the model; gives a text if that is another one."""
         now = self.flat.empty()
         self.flat.read(now)
-        if self.flat.are_close(now, self.state.anchor):
+        if not self._loaded and self.flat.are_close(now, self.state.anchor):
             return "parameters as they were sent to all"
+        self._loaded = True
         self.state.anchor.copy_(now)
         return f"parameters loaded since, with hash {mark_of(now)[:16]}"
 

@@ -600,7 +600,7 @@ class WorkerGroups:
         """Sums of numbers over this worker's ranks."""
         if self._inner is None:
             return list(numbers)
-        sums = torch.tensor(numbers, dtype=torch.float64)
+        sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         with self.together("sum over the ranks of a worker"):
             dist.all_reduce(sums, group=self._inner)
         return [float(one) for one in sums]
@@ -610,7 +610,8 @@ class WorkerGroups:
 
         It is called within a step: one that waits looks for ranks that have left, on GPUs, too.
         """
-        most, what = torch.tensor(numbers, dtype=torch.float64), "comparison between ranks"
+        most = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        what = "comparison between ranks"
         for group in (self._peers, self._inner):
             if group is None:
                 continue
@@ -695,25 +696,49 @@ class WorkerGroups:
             dist.all_gather_object(found, value, group=group)
         return found
 
-    def mean(self, tensor: Tensor, *, sharded: bool, weight: float = 1.0) -> None:
-        """Replace it by its mean over workers, and unless sharded over each one's ranks.
+    @property
+    def has_others(self) -> bool:
+        """Whether there is another rank."""
+        return self._peers is not None or self._inner is not None
 
-        This rank counts `weight` times, 1 on average. Integers and truths, such as counts of
-        batches, become the first one's; complex numbers are averaged by their parts.
+    def of_all(self, value: Any) -> list[list[Any]]:
+        """The value of every rank, worker by worker. All ranks call this, and get the same."""
+        return self.of_peers(self.of_worker(value))
+
+    def mean(
+        self,
+        values: Tensor,
+        *,
+        sharded: bool,
+        counting: Sequence[bool],
+        whole: bool,
+        finite: bool,
+    ) -> Tensor:
+        """The mean over the workers that count, and unless sharded over each one's ranks.
+
+        `values` are on the CPU and contiguous. `whole`: those of the first one, as of numbers
+        without a point. Unless all are `finite`, an element that is not is left out, see `_mean`.
+        Complex numbers are averaged by their parts.
         """
+        inside = [True] * len(self.workers.inner_ranks)
         with self.together("mean of what is not averaged in rounds"):
-            for group in (None if sharded else self._inner, self._peers):
+            for group, present in (
+                (None if sharded else self._inner, inside),
+                (self._peers, counting),
+            ):
                 if group is None:
                     continue
-                sent = tensor.detach().cpu().contiguous()
-                if sent.is_complex():
-                    sent = _mean(torch.view_as_real(sent), group, weight)
-                    tensor.copy_(torch.view_as_complex(sent))
-                elif sent.is_floating_point():
-                    tensor.copy_(_mean(sent, group, weight))
+                if whole:
+                    values = values.clone()
+                    _broadcast(values, group, self.deadline, source=present.index(True))
+                elif values.is_complex():
+                    parts = _mean(
+                        torch.view_as_real(values).double(), group, present, finite=finite
+                    )
+                    values = torch.view_as_complex(parts).to(values.dtype)
                 else:
-                    _broadcast(sent, group, self.deadline)
-                    tensor.copy_(sent)
+                    values = _mean(values.double(), group, present, finite=finite).to(values.dtype)
+        return values
 
     def share(self, tensors: Iterable[tuple[Tensor, Sequence[int]]]) -> list[tuple[Tensor, Tensor]]:
         """Give the first worker's tensors to all; each first among the ranks that hold it inside.
@@ -758,23 +783,42 @@ def wait_for(work: dist.Work, seconds: Seconds) -> None:
     work.wait()
 
 
-def _mean(sent: Tensor, group: dist.ProcessGroup, weight: float) -> Tensor:
-    """The weighted mean, in fp64."""
-    total = sent.double() * weight
-    dist.all_reduce(total, group=group)
-    return total / group.size()
+def _mean(
+    values: Tensor, group: dist.ProcessGroup, present: Sequence[bool], *, finite: bool
+) -> Tensor:
+    """The mean over the ranks of a group that are `present`, in fp64.
+
+    An element that is not finite on some of them is the mean over the others; on all of them it is
+    what all have, or NaN.
+    """
+    members, here = sum(present), present[group.rank()]
+    share = values / members if here else torch.zeros_like(values)
+    if finite:
+        dist.all_reduce(share, group=group)
+        return share
+    kinds = [values.isfinite(), values == torch.inf, values == -torch.inf]
+    sums = torch.stack([share.nan_to_num(0, 0, 0), *(one.double() * here for one in kinds)])
+    dist.all_reduce(sums, group=group)
+    mean, count, above, below = sums
+    mean = torch.where(count > 0, mean * (members / count.clamp(min=1)), torch.nan)
+    mean[above == members], mean[below == members] = torch.inf, -torch.inf
+    return mean
 
 
-def _broadcast(tensor: Tensor, group: dist.ProcessGroup | None, seconds: Seconds) -> None:
-    """Send the first member's tensor as bytes: not every type can be sent as it is."""
+def _broadcast(
+    tensor: Tensor, group: dist.ProcessGroup | None, seconds: Seconds, *, source: int = 0
+) -> None:
+    """Send one member's plain tensor as bytes: not every type can be sent as it is."""
     if not tensor.numel():
         return
-    sent = tensor.detach().contiguous()
-    work = dist.broadcast(sent.view(-1).view(torch.uint8), group_src=0, group=group, async_op=True)
+    sent = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    data = sent.view(-1).view(torch.uint8)
+    work = dist.broadcast(data, group_src=source, group=group, async_op=True)
     assert work is not None
     wait_for(work, seconds)
     if sent.data_ptr() != tensor.data_ptr():
-        tensor.copy_(sent)
+        with torch.inference_mode(tensor.is_inference()):
+            tensor.copy_(sent)
 
 
 def first_difference(one: str, two: str) -> tuple[str, str]:

@@ -11,9 +11,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from inspect import iscode
 from itertools import islice
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -120,7 +122,7 @@ class PullWatch:
     def __init__(self, now: Callable[[], Tensor], tau: int) -> None:
         self._now, self._left = now, _AVERAGES if tau >= _LONG_ROUND else 0
         self._before: Tensor | None = None
-        self._after = self._moved = torch.zeros(0)
+        self._after = self._moved = torch.zeros(0, device="cpu")
         self._sums: Tensor | None = None
 
     @property
@@ -159,14 +161,113 @@ class PullWatch:
             )
 
 
+class ForwardWatch:
+    """Measures what the forward pass of a model changes in its parameters, such as with `max_norm`.
+
+    That is a part of the local step that follows. `changes` counts changes in place, `moved` is how
+    far the watched elements went. A compiled or captured pass is not seen from inside.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        versions: Callable[[], int],
+        now: Callable[[], Tensor],
+        before: Callable[[], bool],
+    ) -> None:
+        """`before` is called before a pass; it gives whether the pass is to be measured."""
+        self._versions, self._now, self._before = versions, now, before
+        self.changes, self.moved = 0, torch.zeros_like(now())
+        self._entered: nn.Module | None = None
+        self._version, self._held = 0, self.moved
+        self._modules = list(_entrances(model))
+        self._handles: list[RemovableHandle] = []
+        for one in self._modules:
+            self._handles.append(one.register_forward_pre_hook(self._enter, prepend=True))
+            self._handles.append(one.register_forward_hook(self._leave, always_call=True))
+
+    def __deepcopy__(self, memo: object) -> "ForwardWatch":
+        """Hooks of a copied module do nothing: `_enter` knows the modules that are watched."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A saved module does without."""
+        return _Unwatched, ()
+
+    def remove(self) -> None:
+        """Let go of the modules."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, module: nn.Module, args: object) -> None:
+        del args
+        if torch.compiler.is_compiling() or self._is_elsewhere(module):
+            return
+        if self._entered not in {None, module}:
+            return
+        self._entered = None
+        if self._before():
+            self._entered = module
+            self._version, self._held = self._versions(), self._now()
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        del args, output
+        if torch.compiler.is_compiling() or module is not self._entered:
+            return
+        self._entered = None
+        self.changes += self._versions() - self._version
+        self.moved += (self._now() - self._held).nan_to_num(0, 0, 0)
+
+    def _is_elsewhere(self, module: nn.Module) -> bool:
+        capturing = self.moved.is_cuda and torch.cuda.is_current_stream_capturing()
+        capturing |= torch._C._get_tracing_state() is not None  # noqa: SLF001 - as torch.jit asks
+        return capturing or not any(one is module for one in self._modules)
+
+
+class _Unwatched:
+    """The hooks of a module that was saved while it was watched."""
+
+    def _enter(self, *_: object) -> None:
+        pass
+
+    _leave = _enter
+
+
+def _entrances(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules whose call is a forward pass: the model, or those in a container without `forward`.
+
+    Embeddings that scale their weights are called alone in some models. FSDP2 is left out, whose
+    parameters are others in a pass.
+    """
+    if any(isinstance(one, FSDPModule) for one in model.modules()):
+        return
+    waiting = [model]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, nn.ModuleDict | nn.ModuleList):
+            waiting += one.children()
+        else:
+            yield one
+            inside = (each for each in one.modules() if each is not one)
+            yield from (each for each in inside if getattr(each, "max_norm", None) is not None)
+
+
 class ModelWatch:
     """Notices that the model moves though no local step is counted.
 
     It counts how often the parameters were changed in place between two backward passes, without a
-    hooked step, and looks at some elements: those of the last counted step, and those of now.
+    hooked step, and looks at some elements: those of the last counted step, and those of now. What
+    the forward pass changes is left out.
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, Tensor]], tau: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[tuple[str, Tensor]],
+        tau: int,
+        before_forward: Callable[[], bool],
+    ) -> None:
+        """`before_forward`: see ForwardWatch."""
         self._parameters = [one for _, one in parameters]
         chosen = [pair for pair in parameters if memory(pair[1]).numel()]
         self._watched = chosen[:: max(1, -(-len(chosen) // _WATCHED))]
@@ -182,6 +283,7 @@ class ModelWatch:
             one.register_post_accumulate_grad_hook(torch.compiler.disable(self._passed))  # type: ignore[no-untyped-call]
             for one in hooked.values()
         ]
+        self.forward = ForwardWatch(model, self._versions, self._now, before_forward)
         self.mark(counted=False)
         self._first = self._versions()
         self.pull = PullWatch(self._now, tau)
@@ -190,6 +292,7 @@ class ModelWatch:
         """Let go of the parameters."""
         for handle in self._handles:
             handle.remove()
+        self.forward.remove()
 
     def stepped(self) -> None:
         """A hooked step has ended, counted or not."""
@@ -203,7 +306,7 @@ class ModelWatch:
             self._seen.clear()
         self._counted |= counted
         self._passes = self._changes = 0
-        self._seen.append(self._now())
+        self._seen.append(self._outside())
 
     def loaded(self) -> bool:
         """Whether parameters were written since this was made."""
@@ -229,7 +332,7 @@ class ModelWatch:
         """
         if not self._seen:
             return ""
-        now, last = self._now(), self._seen[-1]
+        now, last = self._outside(), self._seen[-1]
         apart = (now - last).abs()
         moved = float(apart.max())
         usual = float((last - self._seen[0]).abs().max()) if self._counted else 0.0
@@ -247,7 +350,7 @@ class ModelWatch:
         self._fired = {id(parameter)} if begins else self._fired | {id(parameter)}
         if self.stepping or not begins:  # LBFGS computes gradients within a step
             return
-        version = self._versions()
+        version = self._versions() - self.forward.changes
         if not self._passes:
             if not self._counted:
                 self.mark(counted=False)  # until then weights may be loaded
@@ -261,14 +364,24 @@ class ModelWatch:
         """A number that grows with every change of a parameter in place."""
         return sum(one._version for one in self._parameters)  # noqa: SLF001 - torch has no other
 
+    @torch.no_grad()
+    def place(self) -> tuple[int, Tensor]:
+        """What changes when the model is changed outside of its forward pass."""
+        return self._versions() - self.forward.changes, self._outside()
+
+    def _outside(self) -> Tensor:
+        """The watched elements, without what forward passes have changed."""
+        return self._now() - self.forward.moved
+
     def _now(self) -> Tensor:
         """The watched elements."""
         rows = [some(memory(one)) for _, one in self._watched]
-        return torch.cat(rows).float() if rows else torch.zeros(1)
+        return torch.cat(rows).float() if rows else torch.zeros(1, device="cpu")
 
 
 REMEDY = (
     "its training would be lost; give the algorithm the optimizer whose step() moves the model, and"
     " make a new algorithm where that is another one; weights put in by hand, such as a moving"
-    " average, come after the end of the block"
+    " average, come after the end of the block, and a layer that changes its weights does so in the"
+    " forward() of the model"
 )

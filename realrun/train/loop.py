@@ -403,7 +403,7 @@ class _Training:
         history = History(
             self.settings,
             tuple(self.log.rows),
-            outcome.facts(self.settings, self.task, self.method, self.world),
+            outcome.facts(self.task, self.method, self.world),
             stopped=self.step < self.settings.steps,
             estimates=self.estimator.result() if self.estimator else None,
         )

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from co2sim.common.delayed_averaging import bounded, kept
 from co2sim.common.files import write_atomically
 from co2sim.common.units import counted
 from co2sim.common.version import own_version
@@ -19,19 +20,16 @@ from realrun.execute.world import World, describe
 from realrun.train.folder import ESTIMATE, FIGURE, MODEL
 from realrun.train.log import History, write_record
 from realrun.train.parallelize import WrappedModel
-from realrun.train.settings import TrainSettings
 from realrun.train.tasks.task import Task
 
 
-def facts(
-    settings: TrainSettings, task: Task, method: WrappedModel, world: World
-) -> Mapping[str, Any]:
+def facts(task: Task, method: WrappedModel, world: World) -> Mapping[str, Any]:
     """Facts about the data, the model, the outer step with its defaults, and the machine."""
     layout, outer = world.layout, method.outer
     return {
         **task.facts,
         "workers": method.workers,
-        **({"outer_step": _outer_step(settings, outer)} if isinstance(outer, LocalUpdate) else {}),
+        **({"outer_step": _outer_step(outer)} if isinstance(outer, LocalUpdate) else {}),
         "parameters": sum(p.numel() for p in method.bare.parameters()),
         "nodes": layout.nodes,
         "ranks_per_node": layout.gpus_per_node,
@@ -42,13 +40,15 @@ def facts(
     }
 
 
-def _outer_step(settings: TrainSettings, outer: LocalUpdate) -> dict[str, Any]:
+def _outer_step(outer: LocalUpdate) -> dict[str, Any]:
     """The options of the outer step; of late averages what was used where nothing was given."""
     rule, delay = outer.loop.rule, outer.stats().delay
     found = asdict(rule)
-    if rule.late is not None:
-        whole = rule.late.predict if delay is None else rule.late.predicted(delay, settings.round)
-        found |= {"keep": rule.late.keep, "predict": whole, "fragments": rule.late.fragments}
+    late, tau = rule.late, outer.loop.tau
+    if late is not None:
+        keep, predict = kept(tau, late.keep, late.predict)
+        used = predict if delay is None else bounded(tau, delay, keep, predict)
+        found |= {"keep": keep, "predict": used, "fragments": late.parts(tau)}
     return found
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from local_problem import co2_of
 from torch import Tensor, nn
 
 from realrun import algorithms
-from realrun.algorithms import LocalSGD
+from realrun.algorithms import DiLoCo, LocalSGD
 from realrun.execute.world import World
 
 
@@ -231,3 +231,84 @@ def teacher(world: World) -> list[list[float]]:
             found.append(model["teacher"].weight.flatten().tolist())
         found.append(model["teacher"].weight.flatten().tolist())
     return [*found, model["teacher"].weight.flatten().tolist()]
+
+
+class Rows(nn.Module):
+    """An embedding whose forward pass changes its weights, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.weight = nn.Parameter(torch.randn(8, 6))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Some rows, once they are short."""
+        weight = self.weight
+        match self.way:
+            case "functional":
+                return nn.functional.embedding(rows, weight, max_norm=1.0)
+            case "halved":
+                weight.data.div_(2.0)
+            case "clamp":
+                with torch.no_grad():
+                    weight.clamp_(-0.5, 0.5)
+            case "data":
+                weight.data.clamp_(-0.5, 0.5)
+            case "assigned":
+                weight.data = torch.renorm(weight.data, 2, 0, 1.0)
+            case "drawn rows":
+                with torch.no_grad():
+                    weight[rows] = nn.functional.normalize(weight[rows], dim=-1)
+        return nn.functional.embedding(rows, weight)
+
+
+def _embedding(way: str) -> nn.Module:
+    if way == "max_norm":
+        return nn.Embedding(8, 6, max_norm=1.0)
+    if way == "bag":
+        return nn.EmbeddingBag(8, 6, max_norm=1.0)
+    return Rows(way)
+
+
+def in_forward(world: World, way: str, container: str) -> float:
+    """How far DiLoCo ends from its equations where the forward pass changes weights.
+
+    Batches are accumulated, and the last ones make no step.
+    """
+
+    def trained(model: nn.Module, each: Sequence[nn.Module], ended: Callable[[], None]) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        local = DiLoCo(model, optimizer, tau=2, outer_lr=0.7, outer_momentum=0) if counted else None
+        for batch in range(23):
+            numbers = torch.Generator().manual_seed(100 * world.rank + batch)
+            out = torch.randint(0, 8, (5, 1), generator=numbers)
+            for one in each if container == "dict" else (model,):
+                out = one(out)
+            out.sub(1).square().mean().backward()
+            if batch % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            if batch % 6 == 5:
+                ended()
+        ended()
+        if local:
+            local.finish()
+
+    ends = []
+    for counted in (True, False):
+        torch.manual_seed(0)
+        each = [_embedding(way), nn.Linear(6, 1)]
+        model: nn.Module = nn.Sequential(*each)
+        if container == "dict":
+            model = nn.ModuleDict({str(at): one for at, one in enumerate(each)})
+        anchor = flat(model)
+
+        def average(model: nn.Module = model, anchor: Tensor = anchor) -> None:
+            mean = flat(model)
+            dist.all_reduce(mean)
+            anchor.lerp_(mean / dist.get_world_size(), 0.7)
+            nn.utils.vector_to_parameters(anchor.clone(), model.parameters())
+
+        trained(model, each, (lambda: None) if counted else average)
+        ends.append(flat(model))
+    return float((ends[0] - ends[1]).abs().max())

@@ -367,7 +367,9 @@ def test_an_order_within_the_noise_of_rounds_is_not_certain() -> None:
     assert even.certain
     assert not other.certain
     assert other.measured == pytest.approx(even.measured)
-    (single,) = orders(measured("ddp", rounds=1), measured("co2.published(tau=4)", slower_gpu, rounds=1))
+    (single,) = orders(
+        measured("ddp", rounds=1), measured("co2.published(tau=4)", slower_gpu, rounds=1)
+    )
     assert single.low is single.high is None
     assert not single.certain
 

@@ -55,3 +55,16 @@ def test_frozen_parameters_that_are_changed_by_hand_end_alike() -> None:
     assert one[0] == other[0]
     assert one[1] != other[1]
     assert one[2] == other[2]
+
+
+WAYS = ["max_norm", "bag", "functional", "clamp", "data", "assigned", "drawn rows", "halved"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("container", ["sequential", "dict"])
+def test_layers_that_change_their_weights_in_forward_train_by_the_equations(
+    way: str, container: str
+) -> None:
+    """On each rank's own data, before the first step, and in batches that make no step."""
+    found = on_ranks("in_forward", 2, module=MODULE, way=way, container=container)
+    assert all(apart < 1e-6 for apart in found)
