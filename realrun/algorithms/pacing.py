@@ -32,10 +32,15 @@ _SHARE = 3 / 4
 """Of measured averages that are there in time. Half would mean that every second one is waited for;
 all would let one outlier decide."""
 
+_LATE = 1 / 2
+"""Share of late averages from which on the delay is too short; about a quarter is expected."""
+
 _STEADY = 4 / 3
 """Steps are as long as before if they are not longer or shorter by more."""
 _LOOK_AGAIN = 16
 """Averages between two looks at how long steps are, once the delay is known."""
+_RENEW = 8
+"""Looks after which averages are measured again: a link may have become faster."""
 _UNSTEADY = 4
 """Times as many averages as are wanted are measured where steps are never steady."""
 _WAITING = 0.05
@@ -110,8 +115,8 @@ class AutoDelay:
     steps count, not those of a compilation. It takes a whole round of `fragments` to see how long
     averages queue behind each other.
 
-    It measures again when steps are no longer what they were, and when more than a quarter of the
-    averages come late; then the delay becomes longer, until it is tau.
+    It measures again now and then, when steps are no longer what they were, and when more than half
+    of the averages come late; then the delay becomes longer, until it is tau.
     """
 
     tau: int
@@ -182,8 +187,8 @@ class AutoDelay:
         """Measure again where steps have changed, or a longer delay would have fewer late ones."""
         self.late = 0
         changed = _differ(pace, max(self.paces, default=0.0))
-        longer = late > 1 - _SHARE and self.delay < self.tau
-        if not (changed or longer):
+        longer = late > _LATE and self.delay < self.tau
+        if not (changed or longer or self.uses >= _LOOK_AGAIN * _RENEW):
             return None
         self.delay = self.delay + 1 if longer else 0
         self.measures, self.uses, self.samples, self.paces = True, 1, [], []
