@@ -25,12 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from co2sim.common.units import Seconds
+from realrun.algorithms.departures import DepartureLog, lost
 from realrun.algorithms.process_groups import (
     DEADLINE,
     PERIOD,
-    DepartureLog,
     Wire,
-    lost,
     wait_for,
 )
 from realrun.algorithms.quantization import dequantize, quantize, sum_rows

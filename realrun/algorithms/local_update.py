@@ -34,6 +34,7 @@ from realrun.algorithms.consistency import (
 )
 from realrun.algorithms.delayed import Rule, Stats
 from realrun.algorithms.delayed_loop import DelayedLoop
+from realrun.algorithms.departures import of_network, raised
 from realrun.algorithms.flat_parameters import Flat
 from realrun.algorithms.master_weights import (
     CopyWatch,
@@ -59,8 +60,6 @@ from realrun.algorithms.process_groups import (
     Worker,
     WorkerGroups,
     Workers,
-    of_network,
-    raised,
     refuse_options,
     wait_of,
     wire_of,

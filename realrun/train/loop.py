@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 from co2sim.common.errors import CatalogError, Co2simError, OptionError
 from co2sim.common.units import Seconds
 from co2sim.schedule.schedule import WORLD
-from realrun.algorithms.process_groups import of_network
+from realrun.algorithms.departures import of_network
 from realrun.errors import BAD_INPUT, CheckpointError, DamagedError, RankFailure, TrainingError
 from realrun.execute.threads import short_collections
 from realrun.execute.world import World

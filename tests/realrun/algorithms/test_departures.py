@@ -13,9 +13,9 @@ from torch import distributed as dist  # noqa: E402 - needs torch
 
 from realrun.algorithms import (  # noqa: E402
     LocalSGD,
-    process_groups,
+    departures,
 )
-from realrun.algorithms.process_groups import DepartureLog  # noqa: E402 - needs torch
+from realrun.algorithms.departures import DepartureLog  # noqa: E402 - needs torch
 
 pytestmark = pytest.mark.dist
 
@@ -179,7 +179,7 @@ def test_a_store_that_is_gone_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> 
     """The process that held it has ended well; the deadline of 60 s was waited for."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
-    monkeypatch.setattr(process_groups, "_get_default_store", lambda: client)
+    monkeypatch.setattr(departures, "_get_default_store", lambda: client)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     one = DepartureLog([0, 1], lambda: 12)
     one.leave()
