@@ -42,7 +42,8 @@ class NonFiniteError(Co2simError):
 class RankFailure(Co2simError):  # noqa: N818 - what it is called in the field
     """A rank died, hung or raised an error, so that others could not continue.
 
-    `ranks` are those at fault, empty if unknown. `op` and `round` say what this rank was doing.
+    `ranks` are those at fault, empty if unknown; `cause` is a clause on what became of them. `op`
+    and `round` say what this rank was doing.
     `trace` holds the spans that this rank had finished. `said`: those at fault tell it themselves,
     and it is bad input.
     """
@@ -55,9 +56,11 @@ class RankFailure(Co2simError):  # noqa: N818 - what it is called in the field
         op: str | None = None,
         round: int | None = None,  # noqa: A002 - what it is called everywhere here
         said: bool = False,
+        cause: str = "",
     ) -> None:
         """Keep who failed, and where this rank was."""
         super().__init__(message)
+        self.cause = cause
         self.ranks, self.op, self.round, self.said = ranks, op, round, said
         self.trace: Any = None
 

@@ -16,7 +16,7 @@ All ranks get the same bits, since every element is summed on one of them only.
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 
@@ -99,13 +99,18 @@ class PendingAverage:
         if not self.waits:
             return
         limit = time.monotonic() + self.deadline
-        while self.waits:
-            self._wait_for_first(limit)
+        with self.notices.waiting(self._name) if self.notices else nullcontext():
+            while self.waits:
+                self._wait_for_first(limit)
         self.finish()
+
+    @property
+    def _name(self) -> str:
+        return f"the average of round {self.round}"
 
     def _wait_for_first(self, limit: Seconds) -> None:
         """Wait for one collective, and look now and then whether a rank has left."""
-        what, notices = f"the average of round {self.round}", self.notices
+        what, notices = self._name, self.notices
         left = max(0.001, limit - time.monotonic())
         error = self._error(min(PERIOD, left) if notices else left)
         if error and notices and left > PERIOD:

@@ -1,49 +1,53 @@
 """Notes of departure: who has left a training, after how many steps, and why."""
 
 import atexit
-import itertools
 import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from weakref import WeakSet
+from weakref import WeakSet, finalize, ref
 
 import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import _get_default_store
 
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
+from realrun.algorithms.rank_store import SIGN_INTERVAL, RankStore, Sign, StoreError, common_prefix
 from realrun.errors import MismatchError, NonFiniteError, RankFailure
 
-_POLL_INTERVAL: Seconds = 1.0
-"""How often one that does not wait looks for notes."""
-
 _COUNT = "count"
-_ARRIVED = "arrived"
 _OURS = tuple(
     f"raised {one.__name__}" for one in (OptionError, MismatchError, NonFiniteError, RankFailure)
 )
 _SETTLE: Seconds = 0.4
 """How long after a failed collective a note may still come from the rank that caused it."""
 
+_SILENT: Seconds = 3.0
+_SILENT_SIGNS = 3
+"""A rank is silent if it gives no sign of life for so long, in which this rank gives so many."""
+
+_READ_LIMIT: Seconds = 3 * SIGN_INTERVAL
+"""How long a rank that holds the store stays after an error, so that others may read its note."""
+
 _NETWORK = re.compile(r"gloo|nccl|process ?group|connection|peer|timed? ?out|socket", re.IGNORECASE)
 """What errors of collectives say: Gloo's are RuntimeErrors, as are those of a kernel."""
-
-_NUMBERS = itertools.count()
-"""Ranks make their algorithms in the same order, as making one is collective."""
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """A rank has left after `steps` local steps; `reason` is empty if it closed in good order."""
+    """A rank has left after `steps` local steps; `reason` is empty if it closed in good order.
+
+    One that left because of others names them (`blamed`), and says what became of them (`cause`).
+    """
 
     rank: int
     steps: int
     reason: str
+    blamed: tuple[int, ...] = ()
+    cause: str = ""
 
     @property
     def is_told(self) -> bool:
@@ -63,123 +67,194 @@ class Departure:
 class DepartureLog:
     """The notes of some ranks. `steps` counts the local steps of this one."""
 
-    def __init__(self, ranks: Iterable[int], steps: Callable[[], int]) -> None:
+    def __init__(self, ranks: Iterable[int], steps: Callable[[], int] = lambda: 0) -> None:
         """All ranks of torch.distributed call this, in the same order."""
-        number = next(_NUMBERS)
-        self.ranks, self._steps = sorted(set(ranks)), steps
+        self.ranks, self.steps = sorted(set(ranks)), steps
         self._me, self._left, self._met = 0, False, 0
-        self._polled: Seconds = time.monotonic()
-        self._store: PrefixStore | None = None
+        self._notes: dict[int, Departure] = {}
+        self._waits_for = ""
+        self._store: RankStore | None = None
         if len(self.ranks) > 1:
             self._me = dist.get_rank()
-            own = _get_default_store().clone()  # type: ignore[attr-defined] # of PrefixStore
-            self._store = PrefixStore(f"realrun/left/{number}", own)
+            own = ref(self)
+            self._store = RankStore(
+                common_prefix(),
+                lambda: one._sign() if (one := own()) else (0, ""),  # noqa: SLF001
+                lambda store: one._read(store) if (one := own()) else None,  # noqa: SLF001
+            )
+            finalize(self, self._store.stop).atexit = False
             _OPEN.add(self)
+
+    @classmethod
+    def of_all_ranks(cls) -> "DepartureLog":
+        """Of the ranks of torch.distributed. All call this, in the same order."""
+        return cls(range(dist.get_world_size() if dist.is_initialized() else 1))
+
+    def narrow(self, ranks: Iterable[int]) -> None:
+        """From now on, only these ranks meet. All of them call this."""
+        self.ranks = sorted(set(ranks))
 
     def now(self) -> int:
         """Local steps that this rank has taken."""
-        return self._steps()
+        return self.steps()
 
-    def leave(self, reason: str = "") -> None:
+    def leave(self, error: BaseException | None = None) -> None:
         """Leave a note, once: of a store that is gone no rank is left to read it."""
         if self._store is None or self._left:
             return
         self._left = True
         _OPEN.discard(self)
-        with suppress(Exception):
-            note = Departure(self._me, self._steps(), reason)
-            self._store.set(str(self._me), json.dumps(asdict(note)))
-            self._store.add(_COUNT, 1)
+        reason = raised(error) if error else ""
+        told = (error.ranks, error.cause or reason) if isinstance(error, RankFailure) else ((), "")
+        note = Departure(self._me, self.steps(), reason, *told)
 
-    def meet(self, what: str, patience: Seconds, *, begun: bool = False) -> None:
+        def write(store: PrefixStore) -> None:
+            store.set(str(self._me), json.dumps(asdict(note)))
+            store.add(_COUNT, 1)
+
+        with suppress(StoreError):
+            self._store.ask(write)
+            limit = time.monotonic() + _READ_LIMIT
+            while error and self._store.held_by_rank_0 and not self._me:
+                if len(self.notes()) == len(self.ranks) - 1 or time.monotonic() > limit:
+                    break
+                time.sleep(0.05)
+
+    def end(self) -> None:
+        """Let go of the store, after `leave`."""
+        if self._store:
+            self._store.close()
+
+    def _sign(self) -> tuple[int, str]:
+        return self.steps(), self._waits_for
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Within, this rank waits for others, and says so with its signs of life."""
+        before, self._waits_for = self._waits_for, what
+        try:
+            yield
+        finally:
+            self._waits_for = before
+
+    def meet(self, what: str, patience: Seconds, *, begun: bool = False, needs: str = "") -> None:
         """Wait until all come to `what` after the same number of steps. All ranks call this.
 
-        `begun`: a step that not all optimizers have taken is there besides. Raises RankFailure for
-        one that left, comes to something else, took other steps, or has not come in time.
+        `begun`: a step that not all optimizers have taken is there besides. `needs` says what who
+        has not come should have done. Raises RankFailure for one that left, comes to something
+        else, took other steps, or has not come in time.
         """
         if self._store is None:
             return
         try:
-            odd = self._arrive(what, patience, begun=begun)
-        except RuntimeError as error:
-            raise lost(what, error, patience) from error
+            with self.waiting(what):
+                odd = self._arrive(self._store, what, patience, begun=begun, needs=needs)
+        except StoreError as error:
+            raise self._store_failure(what, error) from error
         if odd:
             raise self._failure(what, odd, None)
         self._met += 1
 
-    def _arrive(self, what: str, patience: Seconds, *, begun: bool) -> list[Departure]:
+    def _arrive(
+        self, store: RankStore, what: str, patience: Seconds, *, begun: bool, needs: str
+    ) -> list[Departure]:
         """Wait for all at a meeting; gives those that are elsewhere."""
-        assert self._store is not None
         reason = f"is at {what}" + (" with a step begun" if begun else "")
-        note = Departure(self._me, self._steps(), reason)
-        alike, everybody = f"{self._met} {reason} {note.steps}", len(self.ranks)
-        self._store.set(f"at {self._me}", json.dumps([self._met, asdict(note)]))
-        self._store.add(alike, 1)
-        self._store.add(_ARRIVED, 1)
-        limit, pause = time.monotonic() + patience, 0.001
+        note = Departure(self._me, self.steps(), reason)
+        alike, everybody = f"{self._arrived} {reason} {note.steps}", len(self.ranks)
+
+        def arrive(store: PrefixStore) -> None:
+            store.set(f"at {self._me}", json.dumps([self._met, asdict(note)]))
+            store.add(alike, 1)
+            store.add(self._arrived, 1)
+
+        store.ask(arrive)
+        limit, pause, came = time.monotonic() + patience, 0.001, 0
         while True:
             left = self.notes()  # before: who has passed this meeting may leave
-            if self._store.add(_ARRIVED, 0) >= everybody * (self._met + 1):
+            late = time.monotonic() > limit
+            try:
+                came = store.ask(lambda one: one.add(self._arrived, 0))
+            except StoreError:
+                if late or store.gone:
+                    raise
+            if came >= everybody:
                 break
             if left:
                 return left
-            if time.monotonic() > limit:
-                raise self._not_come(what, patience)
+            if late:
+                raise self._not_come(what, patience, needs)
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
-        if self._store.add(alike, 0) == everybody:
+        if store.ask(lambda one: one.add(alike, 0)) == everybody:
             return []
         here = (note.steps, reason)
         return [one for one in self._waiting() if (one.steps, one.reason) != here]
 
-    def _not_come(self, what: str, patience: Seconds) -> RankFailure:
+    @property
+    def _arrived(self) -> str:
+        """What counts who has come to the next meeting."""
+        return f"arrived {self.ranks[0]} {self._met}"
+
+    def _not_come(self, what: str, patience: Seconds, needs: str) -> RankFailure:
         there = {one.rank for one in self._waiting()}
-        missing = tuple(rank for rank in self.ranks if rank not in there)
-        return RankFailure(
-            f"{what} failed: rank {', '.join(map(str, missing[:8]))} has not come within"
-            f" {patience:g} s; rank {self._me} has taken {self._steps()} steps",
-            ranks=missing,
-            op=what,
-        )
+        missing = [rank for rank in self.ranks if rank not in there]
+        silent, signs = self._watch(missing)
+        have = "has" if len(missing) == 1 else "have"
+        cause = f"{_ranks(missing)} {have} not come to {what} within {patience:.3g} s"
+        if silent and not needs:
+            cause += f": {_said_of_silent(silent, signs)}"
+        elif alive := [rank for rank in missing if rank in signs]:
+            cause += f": {_said_of_late(alive, signs)}"
+        return self._blame(what, missing, cause + needs, None)
 
     def _waiting(self) -> list[Departure]:
         """Who is at a meeting that this rank has not passed."""
         assert self._store is not None
-        if self._store.add(_ARRIVED, 0) <= len(self.ranks) * self._met:
-            return []
-        found = []
-        for rank in self.ranks:
-            if self._store.check([f"at {rank}"]):
-                number, note = json.loads(self._store.get(f"at {rank}"))
-                found += [Departure(**note)] if number == self._met else []
-        return found
+
+        def read(store: PrefixStore) -> list[Departure]:
+            if not store.add(self._arrived, 0):
+                return []
+            found = []
+            for rank in self.ranks:
+                if store.check([f"at {rank}"]):
+                    number, note = json.loads(store.get(f"at {rank}"))
+                    found += [Departure(**note)] if number == self._met else []
+            return found
+
+        return self._store.ask(read)
 
     def steps_of_all(self) -> list[int]:
         """The steps of all ranks, if all are at a meeting that this one has not passed."""
-        found = self._waiting()
-        return [note.steps for note in found] if len(found) == len(self.ranks) else []
+        with suppress(StoreError):
+            found = self._waiting()
+            return [note.steps for note in found] if len(found) == len(self.ranks) else []
+        return []
 
     def notes(self) -> list[Departure]:
         """Those that others have left so far."""
-        return self._read() or []
+        with suppress(StoreError):
+            if self._store:
+                self._store.ask(self._read)
+        return self._known()
 
-    def _read(self) -> list[Departure] | None:
-        """Those that others have left; None if the store is gone, or is another one by now."""
-        if self._store is None:
-            return []
-        with suppress(Exception):
-            if not self._store.add(_COUNT, 0):
-                return None if self._left else []
-            others = [rank for rank in self.ranks if rank != self._me]
-            left = [rank for rank in others if self._store.check([str(rank)])]
-            return [Departure(**json.loads(self._store.get(str(rank)))) for rank in left]
-        return None
+    def _known(self) -> list[Departure]:
+        return [self._notes[rank] for rank in self.ranks if rank in self._notes]
+
+    def _read(self, store: PrefixStore) -> None:
+        """Read new notes of others; on the thread of the store alone."""
+        known = self._notes
+        if store.add(_COUNT, 0) <= len(known) + self._left:
+            return
+        for rank in self.ranks:
+            if rank != self._me and rank not in known and store.check([str(rank)]):
+                note = json.loads(store.get(str(rank)))
+                known[rank] = Departure(**note | {"blamed": tuple(note["blamed"])})
 
     def _absent(self, behind: Callable[[int], bool]) -> list[Departure]:
         """Who has left and raised, or has left or waits elsewhere after steps that are behind."""
-        notes = [note for note in self.notes() if not note.is_told]
-        absent = [note for note in notes if note.reason or behind(note.steps)]
-        with suppress(Exception):
+        absent = [note for note in self.notes() if note.reason or behind(note.steps)]
+        with suppress(StoreError):
             absent += (
                 [note for note in self._waiting() if behind(note.steps)] if self._store else []
             )
@@ -189,17 +264,15 @@ class DepartureLog:
         """Raise RankFailure if someone left who will not come to what was launched after `step`."""
         if absent := self._absent(lambda steps: steps < step):
             raise self._failure(what, absent, round)
+        if self._store and self._store.gone and self._store.held_by_rank_0:
+            raise self._store_failure(what, StoreError("it is gone"), round)
 
     def poll(self) -> None:
-        """Raise RankFailure if someone has raised; once a second, as between two averages.
+        """Raise RankFailure if someone has raised, as between two averages; it asks nobody.
 
         Not for errors of this package, which others find themselves, or at the next average.
         """
-        now = time.monotonic()
-        if self._store is None or now < self._polled + _POLL_INTERVAL:
-            return
-        self._polled = now
-        if absent := [one for one in self.notes() if one.reason and not one.is_ours]:
+        if absent := [one for one in self._known() if one.reason and not one.is_ours]:
             raise self._failure("training", absent, None)
 
     def cause(
@@ -209,46 +282,139 @@ class DepartureLog:
         round: int | None = None,  # noqa: A002 - what it is called everywhere here
         foreign: bool = False,
     ) -> RankFailure | None:
-        """The error for a collective that failed, if the note of another rank explains it.
+        """The error for a collective that failed, if a rank is to blame for it.
 
-        One of others, `foreign`, needs ranks that are elsewhere after the same steps, too.
+        That is one that left a note, gives no sign of life, or does not wait for others. One of
+        others, `foreign`, needs ranks that are elsewhere after the same steps, too.
         """
-        limit = time.monotonic() + _SETTLE
-        while self._store is not None:
-            here = self._steps()
-            if absent := self._absent(lambda steps: foreign or steps != here):  # noqa: B023 - used at once
-                return self._failure(what, absent, round)
-            if time.monotonic() > limit:
-                break
+        if self._store is None:
+            return None
+        limit, here = time.monotonic() + _SETTLE, self.steps()
+
+        def absent() -> list[Departure]:
+            return self._absent(lambda steps: foreign or steps != here)
+
+        while not (left := absent()) and time.monotonic() < limit:
             time.sleep(_SETTLE / 10)
+        if left:
+            return self._failure(what, left, round)
+        others = [rank for rank in self.ranks if rank != self._me]
+        try:
+            before = self._store.signs_of(others)
+            silent, signs = self._watch(others)
+        except StoreError as error:
+            return self._store_failure(what, error, round)
+        if left := absent():
+            return self._failure(what, left, round)
+        late = [rank for rank in signs if not signs[rank].waits_for]
+        late = late or [rank for rank in before if not before[rank].waits_for]
+        if silent or (late and not foreign):
+            said = _said_of_silent(silent, signs) if silent else _said_of_late(late, before)
+            return self._blame(what, silent or late, said, round)
         return None
 
-    def compare(self, tau: int, patience: Seconds) -> None:
+    def _watch(self, ranks: list[int]) -> tuple[list[int], dict[int, Sign]]:
+        """Which of some ranks give no sign of life, and the last signs. Raises StoreError.
+
+        It ends early where all give signs, or a rank leaves a note. Who has never given a sign is
+        not waited for.
+        """
+        assert self._store is not None
+        begin, number, left = time.monotonic(), self._store.signs, len(self._notes)
+        first = signs = self._store.signs_of(ranks)
+        while True:
+            silent = [rank for rank in ranks if rank in first and signs[rank] == first[rank]]
+            never = [rank for rank in ranks if rank not in signs]
+            long = time.monotonic() - begin > _SILENT
+            if not silent or (long and self._store.signs >= number + _SILENT_SIGNS):
+                return sorted(silent + never), signs
+            if len(self.notes()) > left:
+                return [], signs
+            time.sleep(0.05)
+            signs = self._store.signs_of(ranks)
+
+    def compare(self, tau: int, patience: Seconds) -> list[int]:
         """Wait until all have left; raise RankFailure for one that raised or took other rounds.
 
-        A store that is gone has been taken away by a process that ended: no rank is left.
+        Gives who has not left in time. A store that is gone has been taken away by a process that
+        ended: no rank is left.
         """
         limit = time.monotonic() + patience
         while self._store is not None:
-            notes = self._read()
-            if notes is None:
+            try:
+                self._store.ask(self._read)
+            except StoreError:
                 break
-            rounds = self._steps() // tau
+            notes = self._known()
+            rounds = self.steps() // tau
             other = [note for note in notes if note.reason or note.steps // tau != rounds]
             if other:
                 raise self._failure("closing", other, rounds)
-            if len(notes) == len(self.ranks) - 1 or time.monotonic() > limit:
-                break
+            missing = {*self.ranks} - {self._me} - {note.rank for note in notes}
+            if not missing or time.monotonic() > limit:
+                return sorted(missing)
             time.sleep(0.01)
+        return []
 
     def _failure(self, what: str, absent: list[Departure], round: int | None) -> RankFailure:  # noqa: A002
+        """The error for ranks that left, or are elsewhere: the first cause, and who left for it."""
         first = min(absent, key=lambda note: (note.is_told, not note.reason, note.rank))
-        return RankFailure(
-            f"{what} failed: {first}; rank {self._me} has taken {self._steps()}",
-            ranks=(first.rank,),
-            op=what,
-            round=round,
-        )
+        if not first.is_told:
+            return self._blame(what, [first.rank], str(first), round)
+        return self._blame(what, list(first.blamed), first.cause, round)
+
+    def _blame(
+        self,
+        what: str,
+        ranks: list[int],
+        cause: str,
+        round: int | None,  # noqa: A002 - what it is called everywhere here
+    ) -> RankFailure:
+        left = [note.rank for note in self._notes.values() if note.is_told]
+        because = "because of this rank" if self._me in ranks else "for the same reason"
+        also = f"; {_ranks(left)} left {because}" if left else ""
+        text = f"{what} failed: {cause}; rank {self._me} has taken {self.steps()}{also}"
+        return RankFailure(text, ranks=tuple(ranks), op=what, round=round, cause=cause)
+
+    def _store_failure(
+        self,
+        what: str,
+        error: StoreError,
+        round: int | None = None,  # noqa: A002 - what it is called everywhere here
+    ) -> RankFailure:
+        assert self._store is not None
+        ranks = [0] if self._store.held_by_rank_0 else []
+        where = "rank 0, which holds" if ranks else "the launcher, which holds"
+        fate = "has ended" if self._store.gone else "is stopped or cut off"
+        cause = f"{where} the store of torch.distributed, {fate} ({error})"
+        return self._blame(what, ranks, cause, round)
+
+
+def _ranks(ranks: list[int]) -> str:
+    """As in "ranks 1, 2"."""
+    more = ", ..." if len(ranks) > 8 else ""  # noqa: PLR2004 - a line holds so many
+    listed = ", ".join(map(str, sorted(ranks)[:8]))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}{more}"
+
+
+def _said_of_silent(ranks: list[int], signs: dict[int, Sign]) -> str:
+    verb = "gives" if len(ranks) == 1 else "give"
+    known = [rank for rank in ranks if rank in signs]
+    return (
+        f"{_ranks(ranks)} {verb} no sign of life (killed, stopped or cut off){_steps(known, signs)}"
+    )
+
+
+def _said_of_late(ranks: list[int], signs: dict[int, Sign]) -> str:
+    verb = "is" if len(ranks) == 1 else "are"
+    known = [rank for rank in ranks if rank in signs]
+    return f"{_ranks(ranks)} {verb} alive, and late{_steps(known, signs)}"
+
+
+def _steps(ranks: list[int], signs: dict[int, Sign]) -> str:
+    """As in ", after 7 steps"."""
+    counts = sorted({signs[rank].steps for rank in ranks})
+    return f", last seen after {' or '.join(map(str, counts[:3]))} steps" if counts else ""
 
 
 _OPEN: WeakSet[DepartureLog] = WeakSet()
@@ -258,14 +424,14 @@ _OPEN: WeakSet[DepartureLog] = WeakSet()
 def _end() -> None:
     """The process ends, and algorithms were not closed."""
     error = getattr(sys, "last_value", None)
-    reason = raised(error) if error is not None else ""
     for one in list(_OPEN):
-        if not reason and one.now():
+        if error is None and one.now():
             sys.stderr.write(
                 "a training ended without finish(): its last steps are not averaged, and every rank"
                 " holds another model; call finish(), or train within a `with` block\n"
             )
-        one.leave(reason)
+        one.leave(error)
+        one.end()
 
 
 def of_network(error: BaseException) -> bool:

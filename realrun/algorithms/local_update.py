@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import wraps
 from inspect import signature
 from itertools import zip_longest
 from types import TracebackType
@@ -34,7 +35,7 @@ from realrun.algorithms.consistency import (
 )
 from realrun.algorithms.delayed import Rule, Stats
 from realrun.algorithms.delayed_loop import DelayedLoop
-from realrun.algorithms.departures import of_network, raised
+from realrun.algorithms.departures import DepartureLog, of_network
 from realrun.algorithms.flat_parameters import Flat
 from realrun.algorithms.master_weights import (
     CopyWatch,
@@ -76,6 +77,7 @@ class Ending:
     _model: nn.Module
     _optimizers: tuple[Optimizer, ...]
     _links: WorkerGroups
+    _notices: DepartureLog
     _outer: OuterLoop
     _rates: RateWatch
     _hooks: StepHooks
@@ -269,12 +271,20 @@ class Ending:
         self._watch.remove()
         ATTACHED.difference_update(self._hooks.all)
         notices = self._links.notices
-        if error:
-            notices.leave(raised(error))
-            return
-        notices.leave()
-        self._outer.drain()
-        notices.compare(self._outer.tau, self._links.deadline + self._outer.lap)
+        notices.leave(error)
+        try:
+            if error:
+                return
+            self._outer.drain()
+            patience = self._links.deadline + self._outer.lap
+            if missing := notices.compare(self._outer.tau, patience):
+                warnings.warn(
+                    f"ranks {missing} have not closed within {patience:g} s; this rank needs"
+                    " nothing more from them",
+                    stacklevel=3,
+                )
+        finally:
+            notices.end()
         self._outer.average.close()
         self._rates.close()
         self._links.close()
@@ -453,13 +463,20 @@ def _key() -> str:
 
 
 def connected(
-    workers: Workers, seconds: Seconds, *, owns: bool, offload: bool, pg_options: Any
+    workers: Workers,
+    seconds: Seconds,
+    notices: DepartureLog,
+    *,
+    owns: bool,
+    offload: bool,
+    pg_options: Any,
 ) -> WorkerGroups:
     """The communicators; averages of what is on the host go over Gloo. Raises OptionError."""
     flag("offload", offload)
     over = "gloo" if offload else None
     refuse_options(pg_options, over)
-    return WorkerGroups(workers, seconds, owns=owns, average_over=over, pg_options=pg_options)
+    options = {"owns": owns, "average_over": over, "pg_options": pg_options}
+    return WorkerGroups(workers, seconds, notices=notices, **options)
 
 
 def loop_of(
@@ -491,6 +508,28 @@ class Common(TypedDict, total=False):
     master_weights: MasterWeights | None
     offload: bool
     pg_options: Any
+
+
+def _with_notices(make: Callable[..., None]) -> Callable[..., None]:
+    """Of a constructor: others hear of an error in it."""
+
+    @wraps(make)
+    def begin(self: "LocalUpdate", *args: Any, **options: Any) -> None:
+        self._notices = DepartureLog.of_all_ranks()
+        try:
+            make(self, *args, **options)
+        except BaseException as error:
+            self._notices.leave(error)
+            self._notices.end()
+            raise
+
+    return begin
+
+
+_ALL_RANKS = (
+    ": all ranks of torch.distributed must make the algorithm, in the same order; a rank with other"
+    " work needs a torch.distributed without it"
+)
 
 
 class LocalUpdate(Resumable, Ending):
@@ -564,6 +603,7 @@ class LocalUpdate(Resumable, Ending):
             named[-1:] = [shared[name] for name in Common.__annotations__]
             cls.__init__.__signature__ = own.replace(parameters=named)  # type: ignore[attr-defined]
 
+    @_with_notices
     def __init__(  # noqa: PLR0913 - one argument per option
         self,
         model: nn.Module,
@@ -590,10 +630,13 @@ class LocalUpdate(Resumable, Ending):
         hooked = [one for each in optimizers for one in (each, *inner_optimizers(each))]
         self._masters = masters_of(master_weights, hooked)
         parameters = trainable(model, optimizers, self._masters)
+        self._notices.meet("the start of averaging", seconds, needs=_ALL_RANKS)
         workers = workers_of(worker)
         refuse_wider(model, optimizers, workers)
-        owns = worker in {"node", "site"}
-        self._links = connected(workers, seconds, owns=owns, offload=offload, pg_options=pg_options)
+        owns, notices = worker in {"node", "site"}, self._notices
+        self._links = connected(
+            workers, seconds, notices, owns=owns, offload=offload, pg_options=pg_options
+        )
         self._trained = {id(one) for _, one in parameters}
         if self._masters:
             self._trained |= {id(one) for one in held(optimizers)}
@@ -613,7 +656,7 @@ class LocalUpdate(Resumable, Ending):
             for name, one in tensors.items()
             for part in parts_of(one).writable
         )
-        size, notices = int(bucket_mib * 2**20), self._links.notices
+        size = int(bucket_mib * 2**20)
         average = Average(self._links.average, wire, seconds, size, notices)
         self._outer = loop_of(model, rule, flat, self._links, average, tau)
         self._choosing = self._new_choice() if tau == "auto" else None

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias, get_args
@@ -231,16 +232,19 @@ class WorkerGroups:
         owns: bool,
         average_over: str | None = None,
         pg_options: Any = None,
+        notices: DepartureLog | None = None,
     ) -> None:
         """Connect. All ranks of torch.distributed call this, in the same order.
 
         `owns`: the groups of `workers` were made for this alone; `close` destroys them, too.
         Averages go `average_over` a backend, by default torch.distributed's, with `pg_options`.
+        `notices` are those of all ranks, if they were made before.
         """
         self._average_over, self._options = average_over, pg_options
         self.workers, self.deadline, self.rank = workers, deadline, _me()
         self.steps = 0
-        self.notices = DepartureLog((*workers.peer_ranks, *workers.inner_ranks), lambda: self.steps)
+        self.notices = notices or DepartureLog.of_all_ranks()
+        self.notices.steps = lambda: self.steps
         self._own = (workers.inner, workers.peers) if owns else ()
         self._made: dict[tuple[tuple[int, ...], Kind], dist.ProcessGroup] = {}
         peers, inner = tuple(workers.peer_ranks), tuple(workers.inner_ranks)
@@ -267,6 +271,7 @@ class WorkerGroups:
         if len({over for _, _, over in everybody}) > 1:
             raise MismatchError("offload is True on some ranks and False on others")
         limit, behind = timedelta(seconds=self.deadline), _behind(self.deadline)
+        self.notices.narrow(_joined({self.rank}, [{*one[0], *one[1]} for one in everybody]))
         averaging = {peers for peers, _, _ in everybody}
         every = {ranks for one in everybody for ranks in one[:2] if len(ranks) > 1}
         for ranks in sorted(every):
@@ -476,11 +481,18 @@ class WorkerGroups:
     @contextlib.contextmanager
     def together(self, what: str, *, round: int | None = None) -> Iterator[None]:  # noqa: A002
         """Something that needs other ranks. Raises RankFailure if they are lost."""
-        try:
-            yield
-        except (RuntimeError, TimeoutError) as error:
-            found = self.notices.cause(what, round=round)
-            raise found or lost(what, error, self.deadline, round=round) from error
+        with self.notices.waiting(what):
+            try:
+                yield
+            except (RuntimeError, TimeoutError) as error:
+                cause = self.notices.cause(what, round=round)
+                raise cause or lost(what, error, self.deadline, round=round) from error
+
+
+def _joined(ranks: set[int], sets: Sequence[set[int]]) -> set[int]:
+    """Some ranks, and all that sets join to them."""
+    more = ranks.union(*(one for one in sets if one & ranks))
+    return ranks if more == ranks else _joined(more, sets)
 
 
 def wait_for(work: dist.Work, seconds: Seconds) -> None:
@@ -554,7 +566,7 @@ WIRES: dict[torch.dtype, Wire] = {
 }
 
 DEADLINE: Seconds = default_pg_timeout.total_seconds()
-"""How long a worker waits for another, unless it is said: as long as torch.distributed."""
+"""How long collectives of torch.distributed may take, unless `init_process_group` is told."""
 
 
 def wire_of(dtype: Wire | torch.dtype) -> Wire:
@@ -578,5 +590,15 @@ def wait_of(deadline: Seconds | None, timeout: Seconds | timedelta | None) -> Se
         timeout = timeout.total_seconds()
     name, given = ("deadline", deadline) if timeout is None else ("timeout", timeout)
     if given is None:
-        return DEADLINE
+        return _timeout_of_default_group()
     return above(name, given, 0)
+
+
+def _timeout_of_default_group() -> Seconds:
+    """What `init_process_group(timeout=...)` was given: torch has no public way to ask."""
+    world, found = dist.group.WORLD, [0.0]
+    for device in world._device_types if world else ():  # noqa: SLF001
+        with suppress(RuntimeError, AttributeError):  # of a backend without options
+            options = world._get_backend(device).options  # type: ignore[union-attr] # noqa: SLF001
+            found.append(options._timeout.total_seconds())  # noqa: SLF001
+    return max(found) or DEADLINE
