@@ -1,5 +1,7 @@
 """Errors of real runs. All are `Co2simError`s with a message of one line."""
 
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -63,6 +65,19 @@ class RankFailure(Co2simError):  # noqa: N818 - what it is called in the field
         self.cause = cause
         self.ranks, self.op, self.round, self.said = ranks, op, round, said
         self.trace: Any = None
+
+
+def warn_user(text: str) -> None:
+    """Warn, with the line of the first caller that is neither torch's nor of this package."""
+    level, frame = 2, sys._getframe(1)  # noqa: SLF001 - as `warnings` does
+    while frame.f_back is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_OF_USERS:
+            break
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
+
+
+_NOT_OF_USERS = ("torch", "realrun", "contextlib")
 
 
 class TrainingError(Co2simError):

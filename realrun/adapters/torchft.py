@@ -43,6 +43,7 @@ _LEFT_OUT = {
     "worker": "a worker is a replica group of one rank",
     "dtype": "averages travel in fp32",
     "check_every": "who has missed an average is given the anchor of the others",
+    "on_nonfinite": "who is not finite is given the anchor of the others by a new start",
     "offload": "what averages is torchft's",
     "pg_options": "what averages is torchft's",
     "deadline": _LIMITS,

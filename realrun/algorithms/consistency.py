@@ -1,11 +1,11 @@
 """What must be equal on all workers, also while they train, and what is said where it is not."""
 
 import sys
-import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from types import FrameType
 from zlib import crc32
 
 import torch
@@ -22,7 +22,7 @@ from realrun.algorithms.optimizers import rates
 from realrun.algorithms.outer_loop import OuterLoop, mark_of
 from realrun.algorithms.pacing import Tau
 from realrun.algorithms.process_groups import WorkerGroups, Workers
-from realrun.errors import MismatchError
+from realrun.errors import MismatchError, warn_user
 
 
 def refuse_different_inside(outer: OuterLoop, links: WorkerGroups) -> None:
@@ -45,6 +45,36 @@ def refuse_drift(outer: OuterLoop, links: WorkerGroups) -> None:
         who = f"ranks {drifted}" if drifted else "ranks of other shards"
         last = outer.counters.round - 1
         raise MismatchError(f"after round {last} the anchor of {who} is not that of the others")
+
+
+def say_mixed_models(parameters: Sequence[Tensor], algorithm: str) -> None:
+    """Warn if torch.distributed.checkpoint saves this rank's model beside the algorithm.
+
+    It keeps one rank's copy of a plain tensor. It has no public sign of a save: the frame that
+    collects the states holds all that is saved.
+    """
+    plain = {one.untyped_storage().data_ptr() for one in parameters if not isinstance(one, DTensor)}
+    if not plain or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    saved: object = None
+    while frame and saved is None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict_saver":
+            saved = frame.f_locals.get("state_dict")
+        frame = frame.f_back
+    for key, value in saved.items() if isinstance(saved, Mapping) else ():
+        tensors = value.state_dict() if isinstance(value, nn.Module) else value
+        if str(dist.get_rank()) in str(key) or not isinstance(tensors, Mapping):
+            continue
+        own = [one for one in tensors.values() if type(one) in {Tensor, nn.Parameter}]
+        if plain & {one.untyped_storage().data_ptr() for one in own}:
+            warn_user(
+                f"torch.distributed.checkpoint saves {key!r} of one rank only, and within a round"
+                f" every rank has another model: save it by a key of each rank,"
+                f" {{f'{key}{{rank}}': ...}}, and the optimizer, too; or load {algorithm} alone,"
+                " with load_anchor()"
+            )
+            return
 
 
 def refuse_wider(model: nn.Module, optimizers: Sequence[Optimizer], workers: Workers) -> None:
@@ -178,10 +208,9 @@ class RateWatch:
         for rank, (differs, other) in zip(self._links.workers.peer_ranks, others, strict=True):
             if differs and not self._said:
                 self._said = True
-                warnings.warn(
+                warn_user(
                     f"rank {rank} {verb} the learning rates {other}, this rank with {own}: the"
-                    " average weights workers alike, so those with larger ones count for more",
-                    stacklevel=5,
+                    " average weights workers alike, so those with larger ones count for more"
                 )
 
 

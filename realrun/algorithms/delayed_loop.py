@@ -96,6 +96,11 @@ class DelayedLoop(OuterLoop):
         super().close_round()
         self._since = [since + missing for since in self._since]
 
+    def launches(self, *, last: bool) -> bool:
+        """Whether a fragment begins its average after this step."""
+        del last
+        return self.counters.step in self._starts
+
     def _now(self) -> int:
         """Local steps of the run, as rounds count them."""
         return self.counters.round * self.tau + self.counters.step
@@ -216,6 +221,17 @@ class DelayedLoop(OuterLoop):
         self._own.zero_()
         if self._alone is not None:
             self._alone.zero_()
+
+    def drop_progress(self) -> None:
+        """No offset; where a fragment is under way, as if this worker had launched its anchor."""
+        super().drop_progress()
+        self._own.zero_()
+        if self._alone is not None:
+            self._alone.zero_()
+        if self._late.keeps == "launched":
+            for launch, _ in self._under_way:
+                span = self._spans[launch.fragment]
+                self.flat.read(self._own[span], span.start)
 
     def under_way(self) -> Iterable[PendingAverage]:
         """Averages under way."""

@@ -27,7 +27,7 @@ _SETTLE: Seconds = 0.4
 
 _SILENT: Seconds = 3.0
 _SILENT_SIGNS = 3
-"""A rank is silent if it gives no sign of life for so long, in which this rank gives so many."""
+"""A rank is silent if it gives no sign of life for this time, and for this many signs of ours."""
 
 _READ_LIMIT: Seconds = 3 * SIGN_INTERVAL
 """How long a rank that holds the store stays after an error, so that others may read its note."""
@@ -41,6 +41,7 @@ class Departure:
     """A rank has left after `steps` local steps; `reason` is empty if it closed in good order.
 
     One that left because of others names them (`blamed`), and says what became of them (`cause`).
+    One that `settles` is at its end, and takes part in what others still launch.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class Departure:
     reason: str
     blamed: tuple[int, ...] = ()
     cause: str = ""
+    settles: bool = False
 
     @property
     def is_told(self) -> bool:
@@ -155,6 +157,81 @@ class DepartureLog:
             raise self._failure(what, odd, None)
         self._met += 1
 
+    def settle(
+        self, what: str, patience: Seconds, own: int, advance: Callable[[int], None]
+    ) -> list[int]:
+        """Wait until all come to `what`; gives the steps of each. All ranks call this.
+
+        This rank took `own` steps. Where another one waits for an average that is launched after
+        more steps, `advance` takes this rank there. Raises RankFailure as `meet` does.
+        """
+        if self._store is None:
+            return [own]
+        try:
+            with self.waiting(what):
+                steps = self._settle(self._store, what, patience, own, advance)
+        except StoreError as error:
+            raise self._store_failure(what, error) from error
+        self._met += 1
+        return steps
+
+    def _settle(
+        self,
+        store: RankStore,
+        what: str,
+        patience: Seconds,
+        own: int,
+        advance: Callable[[int], None],
+    ) -> list[int]:
+        note = Departure(self._me, own, f"is at {what}", settles=True)
+        ended = f"{self._arrived} ended"
+        alike = f"{ended} after {own}"
+
+        def arrive(one: PrefixStore) -> None:
+            one.set(f"at {self._me}", json.dumps([self._met, asdict(note)]))
+            one.set(f"{ended} by {self._me}", str(own))
+            for key in (self._arrived, alike, ended):
+                one.add(key, 1)
+
+        store.ask(arrive)
+        limit, pause, needed = time.monotonic() + patience, 0.001, 0
+        while True:
+            left = self.notes()  # before: who has passed this meeting may leave
+            if self._count(store, ended, limit) >= len(self.ranks):
+                break
+            with suppress(StoreError):
+                needed = store.ask(self._needed)
+                left = left or [one for one in self._waiting() if not one.settles]
+            if left:
+                raise self._failure(what, left, None)
+            if time.monotonic() > limit:
+                raise self._not_come(what, patience, "")
+            if needed > max(own, self.steps()):
+                advance(needed)
+                limit = time.monotonic() + patience
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        if store.ask(lambda one: one.add(alike, 0)) == len(self.ranks):
+            return [own] * len(self.ranks)
+        keys = [f"{ended} by {rank}" for rank in self.ranks]
+        return [int(steps) for steps in store.ask(lambda one: one.multi_get(keys))]
+
+    def _needed(self, store: PrefixStore) -> int:
+        """After how many steps the average is launched that a rank waits for."""
+        key = f"needed {self.ranks[0]}"
+        return int(store.get(key)) if store.check([key]) else 0
+
+    def need(self, steps: int) -> None:
+        """Ask ranks that are at their end to take part in what is launched after these steps."""
+
+        def write(store: PrefixStore) -> None:
+            if self._needed(store) < steps:
+                store.set(f"needed {self.ranks[0]}", str(steps))
+
+        if self._store:
+            with suppress(StoreError):
+                self._store.ask(write)
+
     def _arrive(
         self, store: RankStore, what: str, patience: Seconds, *, begun: bool, needs: str
     ) -> list[Departure]:
@@ -169,20 +246,14 @@ class DepartureLog:
             store.add(self._arrived, 1)
 
         store.ask(arrive)
-        limit, pause, came = time.monotonic() + patience, 0.001, 0
+        limit, pause = time.monotonic() + patience, 0.001
         while True:
             left = self.notes()  # before: who has passed this meeting may leave
-            late = time.monotonic() > limit
-            try:
-                came = store.ask(lambda one: one.add(self._arrived, 0))
-            except StoreError:
-                if late or store.gone:
-                    raise
-            if came >= everybody:
+            if self._count(store, self._arrived, limit) >= everybody:
                 break
             if left:
                 return left
-            if late:
+            if time.monotonic() > limit:
                 raise self._not_come(what, patience, needs)
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
@@ -190,6 +261,15 @@ class DepartureLog:
             return []
         here = (note.steps, reason)
         return [one for one in self._waiting() if (one.steps, one.reason) != here]
+
+    def _count(self, store: RankStore, key: str, limit: float) -> int:
+        """A counter; 0 until `limit` where the store does not answer. Raises StoreError."""
+        try:
+            return store.ask(lambda one: one.add(key, 0))
+        except StoreError:
+            if store.gone or time.monotonic() > limit:
+                raise
+            return 0
 
     @property
     def _arrived(self) -> str:
@@ -224,13 +304,6 @@ class DepartureLog:
 
         return self._store.ask(read)
 
-    def steps_of_all(self) -> list[int]:
-        """The steps of all ranks, if all are at a meeting that this one has not passed."""
-        with suppress(StoreError):
-            found = self._waiting()
-            return [note.steps for note in found] if len(found) == len(self.ranks) else []
-        return []
-
     def notes(self) -> list[Departure]:
         """Those that others have left so far."""
         with suppress(StoreError):
@@ -255,9 +328,10 @@ class DepartureLog:
         """Who has left and raised, or has left or waits elsewhere after steps that are behind."""
         absent = [note for note in self.notes() if note.reason or behind(note.steps)]
         with suppress(StoreError):
-            absent += (
-                [note for note in self._waiting() if behind(note.steps)] if self._store else []
-            )
+            waiting = self._waiting() if self._store else []
+            absent += [note for note in waiting if behind(note.steps) and not note.settles]
+            if any(note.settles for note in waiting):
+                self.need(self.steps())
         return absent
 
     def check(self, what: str, step: int, *, round: int | None = None) -> None:  # noqa: A002
@@ -268,7 +342,7 @@ class DepartureLog:
             raise self._store_failure(what, StoreError("it is gone"), round)
 
     def poll(self) -> None:
-        """Raise RankFailure if someone has raised, as between two averages; it asks nobody.
+        """Raise RankFailure if someone has raised, as between two averages, without a wait.
 
         Not for errors of this package, which others find themselves, or at the next average.
         """
@@ -298,12 +372,24 @@ class DepartureLog:
             time.sleep(_SETTLE / 10)
         if left:
             return self._failure(what, left, round)
-        others = [rank for rank in self.ranks if rank != self._me]
         try:
-            before = self._store.signs_of(others)
-            silent, signs = self._watch(others)
+            return self._from_signs(what, round, absent, foreign=foreign)
         except StoreError as error:
             return self._store_failure(what, error, round)
+
+    def _from_signs(
+        self,
+        what: str,
+        round: int | None,  # noqa: A002 - what it is called everywhere here
+        absent: Callable[[], list[Departure]],
+        *,
+        foreign: bool,
+    ) -> RankFailure | None:
+        """The error for ranks that give no sign of life, are late, or are at their end."""
+        assert self._store is not None
+        others = [rank for rank in self.ranks if rank != self._me]
+        before = self._store.signs_of(others)
+        silent, signs = self._watch(others)
         if left := absent():
             return self._failure(what, left, round)
         late = [rank for rank in signs if not signs[rank].waits_for]
@@ -311,7 +397,8 @@ class DepartureLog:
         if silent or (late and not foreign):
             said = _said_of_silent(silent, signs) if silent else _said_of_late(late, before)
             return self._blame(what, silent or late, said, round)
-        return None
+        ended = [note for note in self._waiting() if note.settles]
+        return self._failure(what, ended, round) if ended else None
 
     def _watch(self, ranks: list[int]) -> tuple[list[int], dict[int, Sign]]:
         """Which of some ranks give no sign of life, and the last signs. Raises StoreError.

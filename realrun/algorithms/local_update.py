@@ -3,7 +3,6 @@
 import math
 import re
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -12,7 +11,7 @@ from functools import wraps
 from inspect import signature
 from itertools import zip_longest
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Literal, Self, TypeAlias, TypedDict, Unpack, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from co2sim.common.errors import Co2simError, OptionError
-from co2sim.common.units import Seconds
+from co2sim.common.units import Seconds, counted
 from co2sim.common.validation import above, whole
 from realrun.algorithms.averaging import BUCKET_MIB, Average
 from realrun.algorithms.buffers import ExtraState, parts_of, warn_of_opaque, write
@@ -32,6 +31,7 @@ from realrun.algorithms.consistency import (
     refuse_different_inside,
     refuse_drift,
     refuse_wider,
+    say_mixed_models,
 )
 from realrun.algorithms.delayed import Rule, Stats
 from realrun.algorithms.delayed_loop import DelayedLoop
@@ -47,6 +47,7 @@ from realrun.algorithms.master_weights import (
 from realrun.algorithms.optimizers import (
     ATTACHED,
     Optimizers,
+    count_nonfinite,
     held,
     optimizers_of,
     refuse_others,
@@ -68,7 +69,7 @@ from realrun.algorithms.process_groups import (
 )
 from realrun.algorithms.replicas import holders_of
 from realrun.algorithms.step_counting import REMEDY, ModelWatch, StepHooks, inner_optimizers
-from realrun.errors import RankFailure, flag
+from realrun.errors import NonFiniteError, RankFailure, flag, one_of, warn_user
 
 
 class Ending:
@@ -87,6 +88,10 @@ class Ending:
     _closed = False
     _evaluating = False
     _joining = False
+    _leaving = False
+    """Whether this rank has used up its data, and only takes part."""
+    _dropped = False
+    """Whether what this worker learned in this round is left out, as it is not finite."""
     _idle = 0
     """Steps that were only counted, since this rank's data are used up."""
     _stepped: dict[Optimizer, int]
@@ -131,6 +136,10 @@ class Ending:
         """Close the round, however many steps it has had."""
         raise NotImplementedError
 
+    def _drop_nonfinite(self) -> None:
+        """Stand at the anchor, if this worker's parameters are not finite and that is asked for."""
+        raise NotImplementedError
+
     @contextmanager
     def consensus(self, *also: nn.Module, buffers: bool = False) -> Iterator[None]:
         """Within, the model holds what `finish` would end with now: to evaluate it, or to save it.
@@ -154,6 +163,7 @@ class Ending:
         alone = self._closed or self._joining
         if not alone:
             self._links.meet("consensus()")
+            self._drop_nonfinite()
         self._evaluating = True
         shown = nullcontext() if alone else self._extra.averaged(also, buffers=buffers)
         try:
@@ -169,7 +179,9 @@ class Ending:
         Steps since the last full round count: they are averaged, too, as a shorter round; so does
         a step that only some of several optimizers have taken. `buffers`, as of BatchNorm, and all
         that the modules `also` hold are averaged for good, see `realrun.algorithms.buffers`. All
-        ranks call this after the same number of steps: else all raise RankFailure with the numbers.
+        ranks call this. They should have taken as many steps. Where a worker is one rank, those
+        with fewer take part in the averages that others still launch, as if they took steps that
+        move nothing, and all are warned; where it is several, all raise RankFailure.
         Raises what a step raises, and OptionError, before anything changes, if the model has been
         trained by steps that were not counted.
         """
@@ -184,39 +196,59 @@ class Ending:
         self._ready(what)
         self._extra.check(also)
         try:
-            self._links.meet(what, begun=bool(self._stepped), lap=self._outer.lap)
+            steps = self._settle(what)
             self._refuse_lost(what, together=True)
-            if self._stepped:
-                self._stepped.clear()
-                self._count_step()
+            self._advance(max(steps))
             if self._outer.counters.step and not self._outer.rule.late:
                 self._end_round()
+            self._drop_nonfinite()
             self._outer.settle()
             self._extra.average(also, buffers=buffers)
+        except RankFailure as error:
+            self._failure = RankFailure(
+                f"{error}; the model of this rank can be used and saved: it holds what its own last"
+                " step, or the last average, has left",
+                ranks=error.ranks,
+                op=error.op,
+                round=error.round,
+                cause=error.cause,
+            )
+            raise self._failure from error
+        except NobodyLeftError as error:
+            self._failure = _no_mean(self._outer.counters.round)
+            raise self._failure from error
         except Co2simError as error:
             self._failure = error
             raise
         self.close()
-
-    def _finish_or_close(self) -> None:
-        """Finish, if all ranks have taken as many steps; else close, and say how many they took.
-
-        Raises RankFailure for a rank that has left, or has taken another number of rounds.
-        """
-        try:
-            self._finish("the end of the block", (), buffers=True)
-        except RankFailure:
-            steps = self._links.notices.steps_of_all()
-            if len({count // self._outer.tau for count in steps}) != 1:
-                raise
-            self._failure = None
-            self.close()
-            warnings.warn(
-                f"ranks have taken {min(steps)} to {max(steps)} steps, so that the last ones are"
-                " not averaged: every rank holds another model; finish() needs equal numbers,"
-                " join() does not",
-                stacklevel=3,
+        if min(steps) < max(steps):
+            warn_user(
+                f"ranks took {min(steps)} to {max(steps)} steps: at {what} those with fewer took"
+                " part in the last averages without further steps, so that all hold one model;"
+                " where numbers of steps differ, train within join()"
             )
+
+    def _settle(self, what: str) -> list[int]:
+        """Wait for all to end; the steps of each. Where workers are single ranks they may differ.
+
+        A step that only some of several optimizers have taken counts.
+        """
+        lap, begun = self._outer.lap, bool(self._stepped)
+        own = self._links.steps + begun
+        if not self._links.single:  # whose DDP or FSDP2 needs all ranks
+            self._links.meet(what, begun=begun, lap=lap)
+            return [own]
+        patience = self._links.deadline + lap
+        return self._links.notices.settle(what, patience, own, self._advance)
+
+    def _advance(self, steps: int) -> None:
+        """Continue to the `steps` that others took, without moving the model by own ones."""
+        if self._stepped:
+            self._stepped.clear()
+            self._count_step()
+        while self._links.steps < steps:
+            self._idle += 1
+            self._idle_step()
 
     @contextmanager
     def join(self, *also: nn.Module, buffers: bool = True) -> Iterator[None]:
@@ -238,14 +270,16 @@ class Ending:
             raise self._failure or OptionError("join() is entered once, between two rounds")
         self._ready("join()")
         self._extra.check(also)
-        self._outer.average.weigh(lambda: self._idle < self._outer.tau, self._links.counting)
+        self._outer.average.weigh(
+            lambda: self._idle < self._outer.tau and not self._dropped, self._links.counting
+        )
         begin, self._joining = self._links.steps, True
         yield
         self._joining = False
         if self._links.counting is None:
             self.finish(*also, buffers=buffers)
             return
-        counts = self._links.steps > begin
+        counts, self._leaving = self._links.steps > begin, True
         with suppress(NobodyLeftError):
             while True:
                 self._idle += 1
@@ -278,10 +312,9 @@ class Ending:
             self._outer.drain()
             patience = self._links.deadline + self._outer.lap
             if missing := notices.compare(self._outer.tau, patience):
-                warnings.warn(
+                warn_user(
                     f"ranks {missing} have not closed within {patience:g} s; this rank needs"
-                    " nothing more from them",
-                    stacklevel=3,
+                    " nothing more from them"
                 )
         finally:
             notices.end()
@@ -304,10 +337,13 @@ class Ending:
     ) -> None:
         """Finish; after an exception only close, without waiting for others."""
         if error or self._failure or self._closed:
-            self._close(error or self._failure)
+            cause = None if self._closed or error is None else self.cause_of(error)
+            self._close(cause or error or self._failure)
+            if cause:
+                raise cause from error
             return
         try:
-            self._finish_or_close()
+            self._finish("the end of the block", (), buffers=True)
         except BaseException as failure:
             self._close(failure)
             raise
@@ -333,6 +369,7 @@ class Resumable:
     _failure: Co2simError | None
     _watch: ModelWatch
     _extra: ExtraState
+    _parameters: list[tuple[str, Tensor]]
     _saved_with: float | None = None
     """What tells the model with which a loaded state was saved, until the next step."""
     _replaced: list[tuple[Tensor, Tensor]]
@@ -362,6 +399,7 @@ class Resumable:
         """
         self._ready("state_dict()")
         self._refuse_lost("state_dict()")
+        say_mixed_models([one for _, one in self._parameters], type(self).__name__)
         own = self._outer.state_dict()
         own["numbers"][_MODEL] = self._watch.total()
         return {_key(): {"layout": self._layout, **own}}
@@ -496,6 +534,10 @@ def tau_of(tau: Tau) -> Tau:
     return tau if tau == "auto" else whole("tau", tau, 1)
 
 
+OnNonFinite: TypeAlias = Literal["raise", "anchor"]
+"""What becomes of a worker whose parameters are NaN or infinite where an average begins."""
+
+
 class Common(TypedDict, total=False):
     """Options of every algorithm; LocalUpdate says what they mean."""
 
@@ -505,9 +547,18 @@ class Common(TypedDict, total=False):
     check_every: int
     deadline: Seconds | None
     timeout: Seconds | timedelta | None
+    on_nonfinite: OnNonFinite
     master_weights: MasterWeights | None
     offload: bool
     pg_options: Any
+
+
+def _no_mean(now: int) -> NonFiniteError:
+    return NonFiniteError(
+        f"parameters of all workers were NaN or infinite in round {now}, so that there is no mean;"
+        " anchor and momentum are as before",
+        round=now,
+    )
 
 
 def _with_notices(make: Callable[..., None]) -> Callable[..., None]:
@@ -555,9 +606,13 @@ class LocalUpdate(Resumable, Ending):
     - `bucket_mib`: MiB of fp32 in one collective, above 0.
     - `check_every`: rounds between comparisons of a hash of the anchor over all workers; 0: none.
       Different hardware may round differently.
-    - `deadline`: seconds that a worker waits for another before RankFailure; by default as long as
-      torch.distributed does.
+    - `deadline`: seconds that a worker waits for another before RankFailure; by default the
+      `timeout` of `init_process_group`. Who gives no sign of life then, or is late, is named.
       `timeout` is the same under torch's name, in seconds or as a datetime.timedelta. Give one.
+    - `on_nonfinite`: "raise" NonFiniteError on all ranks before a NaN or an infinity reaches an
+      average; or continue from the "anchor": a worker with such parameters loses its steps since
+      its last average, does not count in the mean, and is warned. Its optimizer's state is left,
+      and may hold NaN, too. On a GPU the host then waits for the steps before each launch.
     - `master_weights`: where the optimizer keeps the parameters once more in fp32, and each step
       begins from these: the key of its state ("master_param"), the name of its attribute, or a
       function of a parameter (`lambda p: p.main_param`). They are averaged, and the model follows.
@@ -573,9 +628,9 @@ class LocalUpdate(Resumable, Ending):
     compare it; a difference raises MismatchError. Later changes from outside are taken for
     progress of that worker.
 
-    *Steps.* All workers must take the same number of rounds, but within `join`. Otherwise all raise
-    RankFailure with the numbers of steps, at the latest in `close`. A GradScaler must therefore
-    skip a step on all workers or on none: reduce its found_inf, or train in bf16.
+    *Steps.* All workers must take the same number of rounds, but within `join`. Otherwise `finish`
+    settles it with a warning, and `close` raises RankFailure with the numbers of steps. So a
+    GradScaler must skip a step on all workers or on none: reduce its found_inf, or train in bf16.
 
     *Errors* come out of `optimizer.step()`: RankFailure, MismatchError, and NonFiniteError before a
     NaN or an infinity reaches parameters, anchor or momentum. Every later step raises it again.
@@ -583,6 +638,9 @@ class LocalUpdate(Resumable, Ending):
     *Several ranks in a worker* average their local shards. Where several hold the same part, each
     averages a share of it and gathers the rest; DDP, FSDP2 or tensor parallelism must keep them
     equal between. Without, the end of the first round and every check raise MismatchError.
+
+    The optimizer's own state, such as the moments of Adam, stays local to a worker: it is neither
+    averaged nor sent.
 
     *End.* `finish`, and leaving the `with` block, ends alike on all ranks: with the same parameters
     and buffers. `close` waits for averages under way without applying them and lets go of the
@@ -617,6 +675,7 @@ class LocalUpdate(Resumable, Ending):
         check_every: int = 0,
         deadline: Seconds | None = None,
         timeout: Seconds | timedelta | None = None,
+        on_nonfinite: OnNonFinite = "raise",
         master_weights: MasterWeights | None = None,
         offload: bool = False,
         pg_options: Any = None,
@@ -647,7 +706,14 @@ class LocalUpdate(Resumable, Ending):
         flat = Flat.of(parameters, holders, self._masters, offload=offload)
         layout, parts = describe(parameters, workers, rule, tau), "\n".join(flat.describe())
         self._layout = layout if len(workers.inner_ranks) == 1 else f"{layout}\n{parts}"
-        settings = {"dtype": wire, "bucket_mib": bucket_mib, "check_every": self._check_every}
+        one_of("on_nonfinite", on_nonfinite, get_args(OnNonFinite))
+        self._drops = on_nonfinite == "anchor"
+        settings: dict[str, object] = {
+            "dtype": wire,
+            "bucket_mib": bucket_mib,
+            "check_every": self._check_every,
+        }
+        settings["on_nonfinite"] = on_nonfinite
         own = describe_settings(optimizers, rule, settings)
         self._described = "\n".join([layout, *describe_others(model, parameters), *own])
         self._links.agree("model, optimizer or setting", self._described, across=parts)
@@ -658,6 +724,8 @@ class LocalUpdate(Resumable, Ending):
         )
         size = int(bucket_mib * 2**20)
         average = Average(self._links.average, wire, seconds, size, notices)
+        if self._drops:
+            average.weigh(lambda: not self._dropped, self._links.counting)
         self._outer = loop_of(model, rule, flat, self._links, average, tau)
         self._choosing = self._new_choice() if tau == "auto" else None
         self._rates = RateWatch(optimizers, self._links)
@@ -666,7 +734,7 @@ class LocalUpdate(Resumable, Ending):
         self._started, self._began = False, time.monotonic()
         self._start: tuple[tuple[int, Tensor], str] | None = None
         self._stepped: dict[Optimizer, int] = {}
-        self._said_uneven = False
+        self._said_uneven, self._drops_so_far = False, 0
         self._watch = ModelWatch(model, parameters, self._outer.tau, self._before_forward)
         self._hooks = StepHooks(optimizers, self._before_step, self._after_step, self._watch)
         self._copies = CopyWatch(self._hooks.all, parameters)
@@ -712,6 +780,7 @@ class LocalUpdate(Resumable, Ending):
             return
         self._started = True
         self._extra.note_frozen()
+        self._links.notices.need(self._links.steps + 1)  # of ranks that end without a step
         try:
             self._rates.begin()
             loaded = self._start_here()
@@ -743,10 +812,10 @@ class LocalUpdate(Resumable, Ending):
         """Say where training continues from another model than the state was saved with."""
         self._saved_with = None
         if not math.isclose(self._watch.total(), saved_with, rel_tol=1e-9, abs_tol=1e-12):
-            warnings.warn(
+            warn_user(
                 f"the model is not the one with which the state of {type(self).__name__} was saved:"
-                " load this rank's own model and optimizer, too",
-                stacklevel=5,
+                " load this rank's own model and optimizer, too, or take load_anchor(), which needs"
+                " neither"
             )
 
     def _after_step(self, optimizer: Optimizer) -> None:
@@ -803,12 +872,36 @@ class LocalUpdate(Resumable, Ending):
             if self._copies.found:
                 self._copies.averaged()
             self._watch.mark()
+        except NobodyLeftError as error:
+            if self._leaving:
+                raise
+            self._failure = _no_mean(counters.round)
+            raise self._failure from error
         except Co2simError as error:
             self._failure = error
             raise
 
     def _end_round(self) -> None:
         self._after_local_step(last=True)
+
+    def _drop_nonfinite(self) -> None:
+        self._dropped = self._drops and not self._outer.is_finite()
+        if not self._dropped:
+            return
+        self._outer.drop_progress()
+        self._drops_so_far += 1
+        bad = count_nonfinite(self._optimizers)
+        warn_user(
+            f"rank {self._links.rank}: parameters were NaN or infinite in round"
+            f" {self._outer.counters.round}; this worker continues from the anchor, without its"
+            f" steps since the last average, {counted(self._drops_so_far, 'time')} so far"
+            + (
+                f"; {counted(bad, 'tensor')} of the optimizer's state hold them still: clear it"
+                " (optimizer.state.clear()), or it spoils every step"
+                if bad
+                else ""
+            )
+        )
 
     @torch.no_grad()
     def _after_local_step(self, *, last: bool) -> None:
@@ -819,6 +912,8 @@ class LocalUpdate(Resumable, Ending):
             refuse_replaced(self._model, self._parameters)
             if checks or not counters.round:
                 refuse_different_inside(self._outer, self._links)
+        if last or self._outer.launches(last=last):
+            self._drop_nonfinite()
         if not self._choosing:
             self._outer.after_step(last=last)
         elif last:

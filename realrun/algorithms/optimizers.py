@@ -1,6 +1,5 @@
 """The optimizers of a model, and what they must hold: one of them mostly, or several."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 from weakref import WeakSet
@@ -10,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from co2sim.common.errors import OptionError
+from realrun.errors import warn_user
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
 """One optimizer, or several that share out the parameters, such as Muon and AdamW."""
@@ -136,12 +136,18 @@ def say_idle(
     """Warn of optimizers that take no step while another one has taken those of a round."""
     names = {one: f"optimizer {at} ({type(one).__name__})" for at, one in enumerate(optimizers)}
     idle = next(one for one in optimizers if one not in stepped)
-    warnings.warn(
+    warn_user(
         f"{names[busy]} has taken {stepped[busy]} steps since {names[idle]} took its last: a local"
         " step is over when each has taken one, so that no round ends and nothing is averaged"
-        " meanwhile",
-        stacklevel=5,
+        " meanwhile"
     )
+
+
+def count_nonfinite(optimizers: Sequence[Optimizer]) -> int:
+    """How many tensors of the optimizers' states hold a NaN or an infinity."""
+    states = [state for one in optimizers for state in one.state.values()]
+    tensors = [one for state in states for one in state.values() if isinstance(one, Tensor)]
+    return sum(not bool(one.isfinite().all()) for one in tensors if one.is_floating_point())
 
 
 def rates(optimizers: Sequence[Optimizer]) -> list[float]:

@@ -45,8 +45,8 @@ def finite_norm(
     flight.blame = flight.blame or _blame(flight.given, links)
     raise NonFiniteError(
         f"the average of round {flight.round}, used in round {now}, has {count:g} elements that"
-        f" are NaN or infinite, {where}; {flight.blame}; parameters, anchor and momentum are as"
-        " before",
+        f" are NaN or infinite, {where}; {flight.blame}; anchor and momentum are as before"
+        " (on_nonfinite='anchor' continues without such workers)",
         round=flight.round,
     )
 
@@ -55,7 +55,8 @@ def _blame(given: Tensor | None, links: WorkerGroups) -> str:
     """Who gave what is not finite, as a text. All ranks call this."""
     ranks = links.which(here=given is not None and not bool(given.isfinite()))
     if ranks:
-        return f"from {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+        which = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+        return f"from {which}, whose parameters held them at the launch; those of others did not"
     return "what ranks gave to it was finite, or is not known any more"
 
 
@@ -147,6 +148,17 @@ class OuterLoop(ABC):
     @abstractmethod
     def after_step(self, *, last: bool) -> None:
         """What is to be done after a local step; `last` of a round."""
+
+    def launches(self, *, last: bool) -> bool:
+        """Whether `after_step` launches an average."""
+        return last
+
+    def is_finite(self) -> bool:
+        """Whether this worker's parameters are finite: the same on all of its ranks."""
+        live = self.flat.empty()
+        self.flat.read(live)
+        (bad,) = self.links.total([float(not bool(live.isfinite().all()))])
+        return not bad
 
     def launch(self, vector: Tensor) -> PendingAverage:
         """Start averaging `vector` in place, for this round."""
@@ -303,6 +315,10 @@ class OuterLoop(ABC):
 
     def start_at_anchor(self) -> None:
         """Stand where all stand, with no progress of one's own; all of it is in the state."""
+        self.publish(self.state.anchor)
+
+    def drop_progress(self) -> None:
+        """Stand at the anchor, while averages under way are used as always."""
         self.publish(self.state.anchor)
 
     @abstractmethod

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import math
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -242,7 +243,7 @@ class WorkerGroups:
         """
         self._average_over, self._options = average_over, pg_options
         self.workers, self.deadline, self.rank = workers, deadline, _me()
-        self.steps = 0
+        self.steps, self._several = 0, len(workers.inner_ranks) > 1
         self.notices = notices or DepartureLog.of_all_ranks()
         self.notices.steps = lambda: self.steps
         self._own = (workers.inner, workers.peers) if owns else ()
@@ -271,6 +272,7 @@ class WorkerGroups:
         if len({over for _, _, over in everybody}) > 1:
             raise MismatchError("offload is True on some ranks and False on others")
         limit, behind = timedelta(seconds=self.deadline), _behind(self.deadline)
+        self._several = any(len(inner) > 1 for _, inner, _ in everybody)
         self.notices.narrow(_joined({self.rank}, [{*one[0], *one[1]} for one in everybody]))
         averaging = {peers for peers, _, _ in everybody}
         every = {ranks for one in everybody for ranks in one[:2] if len(ranks) > 1}
@@ -307,6 +309,11 @@ class WorkerGroups:
             for made in (*self._made.values(), *own):
                 dist.destroy_process_group(made)
         self._made, self._own = {}, ()
+
+    @property
+    def single(self) -> bool:
+        """Whether every worker is one rank."""
+        return not self._several
 
     def meet(self, what: str, *, begun: bool = False, lap: Seconds = 0.0) -> None:
         """Wait until all ranks come here after the same steps; see DepartureLog.meet.
@@ -548,12 +555,28 @@ def _broadcast(
 
 
 def first_difference(one: str, two: str) -> tuple[str, str]:
-    """The first lines in which two texts differ, which they do; "nothing" where one has no more."""
+    """The first lines by one name in which two texts differ, which they do.
+
+    A line is "name: ..." or "name = ..."; "nothing" where one text has none by a name.
+    """
     lines, others = one.splitlines(), two.splitlines()
-    length = max(len(lines), len(others))
-    lines += ["nothing"] * (length - len(lines))
-    others += ["nothing"] * (length - len(others))
-    return next(pair for pair in zip(lines, others, strict=True) if pair[0] != pair[1])
+    only = [line for line in lines if line not in others]
+    only_others = [line for line in others if line not in lines]
+    first = [
+        (each.index(odd[0]), odd[0]) for each, odd in ((lines, only), (others, only_others)) if odd
+    ]
+    if not first:  # in another order
+        return next(pair for pair in zip(lines, others, strict=False) if pair[0] != pair[1])
+    name = _name(min(first)[1])
+    mine, theirs = (
+        next((line for line in odd if _name(line) == name), "nothing")
+        for odd in (only, only_others)
+    )
+    return mine, theirs
+
+
+def _name(line: str) -> str:
+    return re.split(r": | = ", line.removeprefix("not averaged: "))[0]
 
 
 Wire: TypeAlias = Literal["fp32", "bf16", "int8", "int4"]
@@ -566,7 +589,7 @@ WIRES: dict[torch.dtype, Wire] = {
 }
 
 DEADLINE: Seconds = default_pg_timeout.total_seconds()
-"""How long collectives of torch.distributed may take, unless `init_process_group` is told."""
+"""How long collectives of torch.distributed may take, unless `init_process_group` says it."""
 
 
 def wire_of(dtype: Wire | torch.dtype) -> Wire:

@@ -6,7 +6,6 @@ What moves the model without a counted step would be lost at the end of a round,
 """
 
 import sys
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from inspect import iscode
@@ -23,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from co2sim.common.errors import OptionError
 from realrun.algorithms.flat_parameters import memory, some
 from realrun.algorithms.optimizers import held
+from realrun.errors import warn_user
 
 _WATCHED = 4
 """Parameters of which some elements are watched."""
@@ -153,11 +153,10 @@ class PullWatch:
             return
         back, moved, steps = self._sums.tolist()
         if _BACK[0] * moved < back < _BACK[1] * moved and back**2 > _ALIKE * moved * steps:
-            warnings.warn(
+            warn_user(
                 f"steps take back {100 * back / moved:.0f} % of what averages change: an optimizer"
                 " keeps the parameters once more (name these by master_weights=), or workers come"
-                " to their own optimum within a round (take shorter rounds)",
-                stacklevel=7,
+                " to their own optimum within a round (take shorter rounds)"
             )
 
 

@@ -1,8 +1,13 @@
 """What ranks of the tests of how algorithms end do."""
 
 import copy
+import os
+import signal
+import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,12 +16,13 @@ from local_problem import algorithm_of, co2_of, network, optimizer, train, vecto
 from torch import nn
 
 from co2sim.common.errors import Co2simError
-from realrun.algorithms import DiLoCo, LocalSGD
+from realrun.algorithms import DiLoCo, LocalSGD, RankFailure
+from realrun.algorithms.departures import DepartureLog
 from realrun.execute.world import World
 
 
-def uneven(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rank 1 leaves after fewer steps than all others: what everybody is told, and when."""
+def raised(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rank 1 raises after fewer steps than all others take: what everybody is told."""
     found = []
     for case in cases:
         model = network()
@@ -26,7 +32,7 @@ def uneven(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         try:
             with co2_of(model, optim, tau=3, **case["options"]):
                 train(model, optim, world.rank, range(steps))
-                if world.rank == 1 and case.get("raises"):
+                if world.rank == 1:
                     raise ValueError("bad sample")  # noqa: TRY301 - what a user's loop might do
         except (Co2simError, ValueError) as error:
             told = f"{type(error).__name__}: {error}"
@@ -214,21 +220,141 @@ def within(world: World) -> dict[str, str]:
     return found
 
 
-def elsewhere(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rank 1 comes to `finish` after 6 steps; the others take more, and do something."""
+def settled(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Ranks take other numbers of steps of a constant gradient: what each ends with, and is told.
+
+    The gradient is -1 on all ranks, so that a step of rate 1 adds 1 to the parameters.
+    """
     found = []
     for case in cases:
-        model = network()
-        optim = optimizer(model, "sgd")
-
-        def end(case: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer) -> None:
-            with co2_of(model, optim, tau=4, **case["options"]) as co2:
-                train(model, optim, world.rank, range(6 if world.rank == 1 else case["steps"]))
-                if world.rank != 1 and case["evaluates"]:
-                    with co2.consensus(buffers=True):
-                        pass
-                co2.finish()
-
-        found.append({"told": told(lambda: end(case, model, optim))})  # noqa: B023 - called at once
-        dist.barrier()
+        model = nn.Linear(3, 1)
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+        optim = torch.optim.SGD(model.parameters(), lr=1.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with algorithm_of(
+                case["algorithm"], model, optim, timeout=60, **case["options"]
+            ) as training:
+                for _ in range(case["steps"][world.rank]):
+                    optim.zero_grad()
+                    (-sum(one.sum() for one in model.parameters())).backward()  # type: ignore[arg-type]
+                    optim.step()
+        said = [str(one.message) for one in caught if "steps" in str(one.message)]
+        found.append(
+            {
+                "end": vector(model).tolist(),
+                "said": said,
+                "line": [Path(one.filename).name for one in caught],
+                "steps": training.stats().steps,
+            }
+        )
     return found
+
+
+def not_finite(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rank 1 has a NaN in a parameter after one step, with on_nonfinite='anchor'.
+
+    A step of rate 1 adds 1 to the parameters of every rank.
+    """
+    found = []
+    for case in cases:
+        model = nn.Linear(3, 1)
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+        optim = torch.optim.SGD(model.parameters(), lr=1.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with algorithm_of(
+                case["algorithm"], model, optim, on_nonfinite="anchor", **case["options"]
+            ):
+                for step in range(case["steps"]):
+                    optim.zero_grad()
+                    (-sum(one.sum() for one in model.parameters())).backward()  # type: ignore[arg-type]
+                    if step == case["nan"] and world.rank in case["ranks"]:
+                        model.bias.grad.fill_(torch.nan)  # type: ignore[union-attr]
+                    optim.step()
+        found.append({"end": vector(model).tolist(), "said": [str(one.message) for one in caught]})
+    return found
+
+
+def nobody_finite(world: World) -> str:
+    """All ranks have a NaN, with on_nonfinite='anchor'."""
+    model = network()
+    optim = optimizer(model, "sgd")
+
+    def end() -> None:
+        with LocalSGD(model, optim, tau=2, on_nonfinite="anchor"):
+            with torch.no_grad():
+                model[0].bias[0] = torch.nan
+            train(model, optim, world.rank, range(2))
+
+    return told(end)
+
+
+def outside(world: World) -> dict[str, Any]:
+    """Rank 1 makes no algorithm at first, and raises in a constructor later."""
+    if world.rank != 1:
+        model = network()
+        before = time.monotonic()
+        absent = told(lambda: LocalSGD(model, optimizer(model, "sgd"), timeout=2))
+        waited = time.monotonic() - before
+    dist.barrier()
+    model = network()
+    optim = optimizer(model, "sgd")
+    if world.rank == 1:
+        optim.param_groups[0]["params"].pop()
+        DepartureLog.of_all_ranks().end()  # of the algorithm that it has not made
+    raises = told(lambda: LocalSGD(model, optim, timeout=60))
+    if world.rank == 1:
+        return {"raises": raises}
+    return {"absent": absent, "waited": waited, "raises": raises}
+
+
+def again(world: World) -> list[list[float]]:
+    """Several algorithms in one process, also after the default group was made anew."""
+    found = []
+    store = dist.distributed_c10d._get_default_store()
+    for time_ in range(2):
+        for _ in range(2):
+            model = network()
+            optim = optimizer(model, "sgd")
+            with LocalSGD(model, optim, tau=2, timeout=60):
+                train(model, optim, world.rank, range(3))
+            found.append(vector(model).tolist())
+        dist.destroy_process_group()
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"again{time_}", store),
+            rank=world.rank,
+            world_size=world.layout.world_size,
+            timeout=timedelta(seconds=41),
+        )
+    model = network()
+    with LocalSGD(model, optimizer(model, "sgd")) as last:
+        found.append([last._links.deadline])
+    return found
+
+
+def lose(world: World, phase: str, victims: list[int], how: str) -> dict[str, Any]:
+    """Ranks are killed or stopped in a phase of a training: what the others are told."""
+    model = network()
+    optim = optimizer(model, "sgd")
+
+    def fails(now: str) -> None:
+        if now == phase and world.rank in victims:
+            os.kill(os.getpid(), getattr(signal, how))
+
+    try:
+        fails("start")
+        with LocalSGD(model, optim, tau=2, timeout=4) as local:
+            train(model, optim, world.rank, range(3))
+            fails("step")
+            train(model, optim, world.rank, range(3, 5))
+            fails("consensus")
+            with local.consensus(buffers=True):
+                pass
+            fails("end")
+    except RankFailure as error:
+        return {"ranks": list(error.ranks), "said": str(error)}
+    return {"ranks": [], "said": "no error"}

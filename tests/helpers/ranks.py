@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -122,13 +122,13 @@ class _Pool:
         for one in theirs:
             one.close()
 
-    def call(self, given: tuple[Any, ...], dies: int | None, limit: float) -> list[Any]:
-        """What a function gives on every rank; None for the one that `dies`."""
+    def call(self, given: tuple[Any, ...], dies: Sequence[int], limit: float) -> list[Any]:
+        """What a function gives on every rank; None for those of `dies`."""
         for connection in self._calls:
             connection.send(given)
         end, answers = time.monotonic() + limit, []
         for rank, connection in enumerate(self._calls):
-            if rank == dies:
+            if rank in dies:
                 answers.append(None)
                 continue
             assert connection.poll(max(0.0, end - time.monotonic())), f"rank {rank} hangs"
@@ -168,14 +168,14 @@ def on_ranks(
     gpus_per_node: int = 0,
     backend: str = "gloo",
     module: str = "workers",
-    dies: int | None = None,
+    dies: int | Sequence[int] = (),
     last: bool = False,
     limit: float = 300.0,
     **arguments: Any,
 ) -> list[Any]:
     """What `MODULE.FUNCTION(world, **arguments)` gives on every rank; it must be JSON.
 
-    The rank that `dies` gives None. Ranks stay for the next call, unless one fails or `last` says
+    A rank that `dies` gives None. Ranks stay for the next call, unless one fails or `last` says
     that they cannot go on. All have `limit` seconds.
     """
     key = (nproc, backend)
@@ -187,8 +187,9 @@ def on_ranks(
     stays = False
     try:
         given = (module, function, gpus_per_node or nproc, arguments)
-        answers = pool.call(given, dies, limit)
-        stays = dies is None and not last
+        lost = (dies,) if isinstance(dies, int) else dies
+        answers = pool.call(given, lost, limit)
+        stays = not lost and not last
         return answers
     finally:
         if stays:

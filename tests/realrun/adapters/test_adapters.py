@@ -72,8 +72,14 @@ def test_an_exception_on_one_rank_ends_all(library: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("library", ["lightning", "transformers"])
 def test_an_early_stop_on_one_rank_ends_all(library: str, tmp_path: Path) -> None:
-    """Long before the deadline; both sides name rank 1, and the numbers of steps of both."""
+    """Long before the deadline: both sides name rank 1, and the numbers of steps of both.
+
+    Where ranks do nothing together but averages, the rank takes part in them, and both end well.
+    """
     other, own = two(library, "stopped", tmp_path)
+    if library == "transformers":
+        assert other["told"] == own["told"] == ""
+        return
     assert other["told"].startswith("RankFailure: ")
     assert "rank 1 is at " in other["told"]
     assert "rank 1 has taken 5" in own["told"]

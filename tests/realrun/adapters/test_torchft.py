@@ -27,7 +27,7 @@ pytest.importorskip("torchft", reason="the extra `torchft` is not installed")
 
 import reference_local_update as reference  # noqa: E402 - needs torch
 import torch.distributed as dist  # noqa: E402
-from local_problem import RATE, loss, network, optimizer, train, vector  # noqa: E402
+from local_problem import RATE, network, optimizer, train, vector  # noqa: E402
 from pages import blocks  # noqa: E402
 from places import ROOT  # noqa: E402
 from torch import nn  # noqa: E402

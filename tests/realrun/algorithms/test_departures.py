@@ -1,5 +1,8 @@
 """Local-update algorithms end alike on all ranks, and who leaves is named to the others."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,14 +23,44 @@ from realrun.algorithms.departures import DepartureLog  # noqa: E402 - needs tor
 
 pytestmark = pytest.mark.dist
 
-UNEVEN = [
-    {"steps": 6, "options": {}},
-    {"steps": 6, "options": {"dtype": "int8"}},
-    {"steps": 6, "options": {"delay": 1}},
-    {"steps": 4, "options": {}, "raises": True},
-    {"steps": 12, "options": {}, "raises": True},
+RAISED = [{"steps": 4, "options": {}}, {"steps": 12, "options": {"dtype": "int8"}}]
+"""Rank 1 takes these steps and raises, all others take 12, in rounds of 3."""
+
+SETTLED: list[dict[str, Any]] = [
+    {"algorithm": "LocalSGD", "steps": [4, 7, 4], "options": {"tau": 3}},
+    {"algorithm": "LocalSGD", "steps": [0, 3, 2], "options": {"tau": 2}},
+    {"algorithm": "CO2", "steps": [5, 8, 9], "options": {"tau": 3, "delay": 2, "keep": 1}},
+    {
+        "algorithm": "CO2",
+        "steps": [5, 8, 9],
+        "options": {"tau": 4, "delay": 1, "fragments": 2, "keep": 1},
+    },
+    {
+        "algorithm": "CO2",
+        "steps": [5, 8, 12],
+        "options": {"tau": 3, "outer_lr": 1.0, "gap": "constant"},
+    },
 ]
-"""Rank 1 takes these steps, all others 12, in rounds of 3."""
+"""Steps of three ranks, with a gain of 1: the mean of all workers moves as they do."""
+
+NOT_FINITE: list[dict[str, Any]] = [
+    {"algorithm": "LocalSGD", "steps": 6, "nan": 1, "ranks": [1], "options": {"tau": 3}},
+    {
+        "algorithm": "CO2",
+        "steps": 9,
+        "nan": 4,
+        "ranks": [1],
+        "options": {"tau": 3, "outer_lr": 1.0, "gap": "constant"},
+    },
+    {
+        "algorithm": "CO2",
+        "steps": 9,
+        "nan": 4,
+        "ranks": [0, 1],
+        "options": {"tau": 3, "delay": 2, "keep": 1},
+    },
+]
+"""Some ranks have a NaN in the step `nan`."""
 
 FINISHED: list[dict[str, Any]] = [
     {"algorithm": "CO2", "steps": 6, "options": {"tau": 3}},
@@ -62,26 +95,119 @@ def three(function: str, **arguments: Any) -> list[Any]:
     return on_ranks(function, 3, module="ending_workers", **arguments)
 
 
-def test_uneven_steps_are_told_at_once_with_counts() -> None:
-    """Those that wait name the rank and both counts, and the one that left learns of it, too.
-
-    An exception is told by its name, also where all others only close.
-    """
-    found = three("uneven", cases=UNEVEN)
-    for case, given in enumerate(UNEVEN):
+def test_an_exception_is_told_at_once_with_counts() -> None:
+    """Those that wait, and those that only close, name the rank, its exception and its steps."""
+    found = three("raised", cases=RAISED)
+    for case, given in enumerate(RAISED):
         answers = [answer[case] for answer in found]
         for rank in (0, 2):
             told = answers[rank]["told"]
             assert told.startswith("RankFailure: ")
-            gone = (
-                "raised ValueError (bad sample)"
-                if "raises" in given
-                else "is at the end of the block"
-            )
-            assert f"rank 1 {gone} after {given['steps']} steps" in told
+            assert f"rank 1 raised ValueError (bad sample) after {given['steps']} steps" in told
             assert f"rank {rank} has taken " in told
-        own = "ValueError: bad sample" if "raises" in given else "; rank 1 has taken 6"
-        assert own in answers[1]["told"]
+        assert answers[1]["told"] == "ValueError: bad sample"
+
+
+def test_uneven_ends_lose_no_progress() -> None:
+    """With a constant gradient all ranks end with the mean of their numbers of steps."""
+    found = three("settled", cases=SETTLED)
+    for case, given in enumerate(SETTLED):
+        for rank, answers in enumerate(found):
+            answer, steps = answers[case], given["steps"]
+            assert np.allclose(answer["end"], np.mean(steps), atol=1e-5), given
+            assert answer["steps"] == steps[rank]
+
+
+def test_uneven_ends_are_warned_of_where_they_happen() -> None:
+    """One warning on every rank, which names join() and points to the line of the user."""
+    for (answer,) in three("settled", cases=SETTLED[:1]):
+        (said,) = answer["said"]
+        assert "join()" in said
+        assert set(answer["line"]) == {"ending_workers.py"}
+
+
+def test_a_worker_that_is_not_finite_continues_from_the_anchor() -> None:
+    """Its steps since the last average are lost, and it does not count in that mean.
+
+    With the same gradient everywhere all ranks end as if nothing had happened.
+    """
+    found = three("not_finite", cases=NOT_FINITE)
+    for case, given in enumerate(NOT_FINITE):
+        for rank, answers in enumerate(found):
+            assert np.allclose(answers[case]["end"], given["steps"], atol=1e-5), given
+            assert len(answers[case]["said"]) == (rank in given["ranks"])
+
+
+def test_a_mean_of_no_finite_worker_is_refused() -> None:
+    """On all ranks, also with on_nonfinite='anchor'."""
+    assert all(said.startswith("NonFiniteError: ") for said in three("nobody_finite"))
+
+
+def test_a_rank_that_makes_no_algorithm_is_named_in_time() -> None:
+    """And so is one whose constructor raises, at once."""
+    answers = three("outside")
+    for answer in (answers[0], answers[2]):
+        assert "rank 1 has not come" in answer["absent"]
+        assert "all ranks" in answer["absent"]
+        assert "rank 1 raised OptionError" in answer["raises"]
+    assert answers[1]["raises"].startswith("OptionError")
+
+
+def test_a_process_may_train_several_times() -> None:
+    """Also after its default group was destroyed and made once more, whose timeout counts then."""
+    answers = three("again", last=True)
+    assert answers[0] == answers[1] == answers[2]
+    assert answers[0][0] == answers[0][1] == answers[0][2] == answers[0][3]
+    assert answers[0][4] == [41.0]
+
+
+LOST = [
+    ("step", [3], "SIGKILL"),
+    ("step", [0], "SIGSTOP"),
+    ("start", [2], "SIGKILL"),
+    ("consensus", [1], "SIGSTOP"),
+    ("end", [2, 3], "SIGKILL"),
+]
+"""Phase of the training, ranks of four, and what is done to them."""
+
+
+@pytest.mark.parametrize(("phase", "victims", "how"), LOST)
+def test_every_survivor_names_the_lost_ranks(phase: str, victims: list[int], how: str) -> None:
+    """No other rank is blamed, though others leave, too."""
+    answers = on_ranks(
+        "lose", 4, module="ending_workers", dies=victims, phase=phase, victims=victims, how=how
+    )
+    for rank, answer in enumerate(answers):
+        if rank not in victims:
+            assert answer["ranks"] == victims, answer["said"]
+
+
+def test_a_restarted_training_reads_no_notes_of_the_attempt_before(tmp_path: Path) -> None:
+    """A rank raises in the first attempt of torchrun, and the second one resumes to its end."""
+    script = Path(__file__).parents[2] / "helpers" / "restarted_rank.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node=2", "--max-restarts=1", script, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (first, model), (again, other) = (torch.load(tmp_path / f"final-{rank}") for rank in (0, 1))
+    assert (first, again) == (2, 2)
+    assert all(torch.equal(model[name], other[name]) for name in model)
+
+
+def test_notes_of_another_attempt_or_group_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one store that all of them share, as with `init_method="tcp://..."`."""
+    store, prefixes = dist.HashStore(), []
+    for attempt in ("0", "0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        prefixes += [rank_store.common_prefix(), rank_store.common_prefix()]
+        dist.destroy_process_group()
+    assert len(set(prefixes)) == 6
 
 
 def test_all_ranks_finish_alike() -> None:

@@ -318,7 +318,7 @@ def test_blocks_end_in_good_order() -> None:
     for rank in (1, 2):
         at, told = answers[rank]["told"].split(" failed: ")
         assert at in {"the end of the block", "training"}  # on a slow machine within the step, too
-        assert told == f"rank 0 raised KeyError ('mine') after 1 steps; rank {rank} has taken 1"
+        assert told.startswith("rank 0 raised KeyError ('mine') after 1 steps")
     for answer in answers:
         assert answer["under way"] == 1
         assert answer["not applied"]

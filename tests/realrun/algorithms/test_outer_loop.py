@@ -35,6 +35,7 @@ from realrun.algorithms.outer_loop import finite_norm, weighted_sum  # noqa: E40
 from realrun.algorithms.process_groups import (  # noqa: E402
     WorkerGroups,
     Workers,
+    first_difference,
 )
 
 ELEMENTS = 5
@@ -43,6 +44,13 @@ AVERAGES = st.lists(
     min_size=1,
     max_size=8,
 )
+
+
+def test_a_line_that_one_rank_lacks_is_the_difference() -> None:
+    """Not the lines behind it, which are in other places then."""
+    whole, without = "1.weight: (3,)\n1.bias: (1,)\ntau = 4", "1.weight: (3,)\ntau = 4"
+    assert first_difference(whole, without) == ("1.bias: (1,)", "nothing")
+    assert first_difference(without, whole) == ("nothing", "1.bias: (1,)")
 
 
 @given(AVERAGES, st.floats(0.01, 10), st.floats(0.01, 1), st.none() | st.floats(0.01, 1))
