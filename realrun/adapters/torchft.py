@@ -30,7 +30,13 @@ from torchft import Manager
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
 from realrun.algorithms import LocalUpdate
-from realrun.algorithms.averaging import BUCKET_MIB, Average, PendingAverage, Stopwatch
+from realrun.algorithms.averaging import (
+    BUCKET_MIB,
+    Average,
+    PendingAverage,
+    Stopwatch,
+    Transport,
+)
 from realrun.algorithms.optimizers import Optimizers
 from realrun.algorithms.outer_loop import OuterLoop, RoundLoop
 from realrun.algorithms.process_groups import DEADLINE, Workers, first_difference
@@ -45,8 +51,6 @@ _LEFT_OUT = {
     "check_every": "who has missed an average is given the anchor of the others",
     "on_nonfinite": "who is not finite is given the anchor of the others by a new start",
     "offload": "what averages is torchft's",
-    "pg_options": "what averages is torchft's",
-    "deadline": _LIMITS,
     "timeout": _LIMITS,
 }
 """Options of algorithms that mean nothing here, and why."""
@@ -59,11 +63,12 @@ def fault_tolerant(
     optimizer: Optimizers,
     *,
     state: dict[str, Any] | None = None,
+    bucket_mib: float = BUCKET_MIB,
     **options: Any,
 ) -> Algorithm:
     """Make an algorithm, such as CO2.published, whose workers may die and come back.
 
-    `options` are its own.
+    `options` are its own; one collective has `bucket_mib` MiB.
 
     `manager` is a Manager with use_async_quorum=False. It is asked for a quorum here: afterwards
     the model, its buffers and `stats().rounds` are those of the others. So let the loop run up to a
@@ -100,8 +105,8 @@ def fault_tolerant(
     try:
         if state is not None:
             made.load_anchor(state)
-        bucket = int(options.get("bucket_mib", BUCKET_MIB) * 2**20)
-        loop = _QuorumLoop(_rounds(made.loop), manager, made, bucket)
+        transport = Transport(bucket_mib=bucket_mib)
+        loop = _QuorumLoop(_rounds(made.loop), manager, made, transport.bucket)
         manager.register_state_dict_fn("realrun", loop.take, loop.give)
         loop.start()
         made.use_loop(loop)

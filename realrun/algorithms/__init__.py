@@ -11,6 +11,7 @@ are Co2simErrors.
 
 from co2sim.common.delayed_averaging import LateAverage
 from co2sim.common.errors import Co2simError, OptionError
+from realrun.algorithms.averaging import Transport
 from realrun.algorithms.co2 import CO2, Clipping
 from realrun.algorithms.delayed import Stats
 from realrun.algorithms.local_update import LocalUpdate
@@ -39,6 +40,7 @@ __all__ = [
     "Sent",
     "SlowMo",
     "Stats",
+    "Transport",
     "Wire",
     "Worker",
     "Workers",

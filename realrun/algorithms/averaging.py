@@ -19,18 +19,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from co2sim.common.units import Seconds
+from co2sim.common.validation import above
 from realrun.algorithms.departures import DepartureLog, lost
 from realrun.algorithms.process_groups import (
     DEADLINE,
     PERIOD,
     Wire,
     wait_for,
+    wire_of,
 )
 from realrun.algorithms.quantization import dequantize, quantize, sum_rows
 from realrun.algorithms.quantization_format import (
@@ -130,6 +133,35 @@ class PendingAverage:
         except (RuntimeError, TimeoutError) as error:
             return error
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """How averages travel. Raises OptionError for what is out of range.
+
+    `dtype`: "fp32", "bf16", "int8", "int4", or torch.bfloat16. `bucket_mib`: MiB of fp32 in one
+    collective, above 0. `pg_options`: of the communicators over NCCL, such as
+    ProcessGroupNCCL.Options of few CTAs (`config.max_ctas`), or with `is_high_priority_stream`.
+    """
+
+    dtype: Wire | torch.dtype = "fp32"
+    bucket_mib: float = BUCKET_MIB
+    pg_options: Any = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        wire_of(self.dtype)
+        above("bucket_mib", self.bucket_mib, 0)
+
+    @property
+    def wire(self) -> Wire:
+        """The type, by name."""
+        return wire_of(self.dtype)
+
+    @property
+    def bucket(self) -> int:
+        """Bytes of fp32 in one collective."""
+        return int(self.bucket_mib * 2**20)
 
 
 class Stopwatch:

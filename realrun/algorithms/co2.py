@@ -155,9 +155,9 @@ class CO2(LocalUpdate):
 
     - `tau`: local steps of a round; "auto": the shortest round that hides an average of the model
       here, after five steps that are averaged as by LocalSGD (`stats().tau`).
-    - `delay`: local steps after its launch an average is used, 1 to tau; "auto": as many as most
-      averages take, measured again when they come late (`stats().delay`, `.late`, `.waited`). Or a
-      LateAverage, which also says what workers keep, and in how many parts the model travels.
+    - `delay`: local steps after its launch an average is used, 1 to tau; "auto": as many as
+      averages take here, measured again when they come late (`stats().delay`, `.late`, `.waited`).
+      Or a LateAverage, which also says what workers keep, and in how many parts the model travels.
     - `outer_momentum`, `outer_lr`: m <- outer_momentum m + D, x <- x - outer_lr m, with D the mean
       of what workers moved away from x. By default x becomes the mean of the workers.
     - `clip`: elements of m are at most this large; a Clipping also measures what is taken off. With

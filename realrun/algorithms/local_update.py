@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.units import Seconds, counted
-from co2sim.common.validation import above, whole
-from realrun.algorithms.averaging import BUCKET_MIB, Average
+from co2sim.common.validation import whole
+from realrun.algorithms.averaging import Average, Transport
 from realrun.algorithms.buffers import ExtraState, parts_of, warn_of_opaque, write
 from realrun.algorithms.consistency import (
     RateWatch,
@@ -64,7 +64,6 @@ from realrun.algorithms.process_groups import (
     Workers,
     refuse_options,
     wait_of,
-    wire_of,
     workers_of,
 )
 from realrun.algorithms.replicas import holders_of
@@ -542,15 +541,12 @@ class Common(TypedDict, total=False):
     """Options of every algorithm; LocalUpdate says what they mean."""
 
     worker: Worker
-    dtype: Wire | torch.dtype
-    bucket_mib: float
+    dtype: Wire | torch.dtype | Transport
     check_every: int
-    deadline: Seconds | None
     timeout: Seconds | timedelta | None
     on_nonfinite: OnNonFinite
     master_weights: MasterWeights | None
     offload: bool
-    pg_options: Any
 
 
 def _no_mean(now: int) -> NonFiniteError:
@@ -602,13 +598,13 @@ class LocalUpdate(Resumable, Ending):
       LOCAL_WORLD_SIZE ranks of a node are, with DDP or FSDP2 over `Workers.per_node().inner`, and
       each rank averages its share. "site": so are those of REALRUN_SITES sites. Or a Workers, as
       Workers.of_mesh gives for FSDP2, tensor parallelism, both and HSDP on parts of a DeviceMesh.
-    - `dtype`: what averages travel as: "fp32", "bf16", "int8", "int4", or torch.bfloat16.
-    - `bucket_mib`: MiB of fp32 in one collective, above 0.
+    - `dtype`: what averages travel as: "fp32", "bf16", "int8", "int4", or torch.bfloat16; or a
+      Transport, which also says how large their collectives are, and has options of NCCL.
     - `check_every`: rounds between comparisons of a hash of the anchor over all workers; 0: none.
       Different hardware may round differently.
-    - `deadline`: seconds that a worker waits for another before RankFailure; by default the
-      `timeout` of `init_process_group`. Who gives no sign of life then, or is late, is named.
-      `timeout` is the same under torch's name, in seconds or as a datetime.timedelta. Give one.
+    - `timeout`: seconds, or a datetime.timedelta, that a worker waits for another before
+      RankFailure; by default that of `init_process_group`. Who gives no sign of life then, or is
+      late, is named.
     - `on_nonfinite`: "raise" NonFiniteError on all ranks before a NaN or an infinity reaches an
       average; or continue from the "anchor": a worker with such parameters loses its steps since
       its last average, does not count in the mean, and is warned. Its optimizer's state is left,
@@ -618,8 +614,6 @@ class LocalUpdate(Resumable, Ending):
       function of a parameter (`lambda p: p.main_param`). They are averaged, and the model follows.
     - `offload`: of a model on a GPU, anchor, momentum and averages are in pinned host memory, which
       are 12 to 16 bytes a parameter, and averages go over Gloo.
-    - `pg_options`: of the communicators of averages over NCCL, such as ProcessGroupNCCL.Options of
-      few CTAs (`config.max_ctas`), or with `is_high_priority_stream`.
 
     *Start.* Ranks compare parameters and buffers (names, shapes, types, memory order), the class of
     the optimizer and all settings; a difference raises MismatchError. Then the first worker's
@@ -670,19 +664,16 @@ class LocalUpdate(Resumable, Ending):
         *,
         tau: Tau,
         worker: Worker = "gpu",
-        dtype: Wire | torch.dtype = "fp32",
-        bucket_mib: float = BUCKET_MIB,
+        dtype: Wire | torch.dtype | Transport = "fp32",
         check_every: int = 0,
-        deadline: Seconds | None = None,
         timeout: Seconds | timedelta | None = None,
         on_nonfinite: OnNonFinite = "raise",
         master_weights: MasterWeights | None = None,
         offload: bool = False,
-        pg_options: Any = None,
     ) -> None:
         """Check the options, compare them with the other ranks, and start from equal parameters."""
-        wire, seconds = wire_of(dtype), wait_of(deadline, timeout)
-        above("bucket_mib", bucket_mib, 0)
+        transport = dtype if isinstance(dtype, Transport) else Transport(dtype)
+        seconds = wait_of(timeout)
         tau = tau_of(tau)
         self._check_every = whole("check_every", check_every)
         optimizers = optimizers_of(optimizer)
@@ -694,7 +685,12 @@ class LocalUpdate(Resumable, Ending):
         refuse_wider(model, optimizers, workers)
         owns, notices = worker in {"node", "site"}, self._notices
         self._links = connected(
-            workers, seconds, notices, owns=owns, offload=offload, pg_options=pg_options
+            workers,
+            seconds,
+            notices,
+            owns=owns,
+            offload=offload,
+            pg_options=transport.pg_options,
         )
         self._trained = {id(one) for _, one in parameters}
         if self._masters:
@@ -709,8 +705,8 @@ class LocalUpdate(Resumable, Ending):
         one_of("on_nonfinite", on_nonfinite, get_args(OnNonFinite))
         self._drops = on_nonfinite == "anchor"
         settings: dict[str, object] = {
-            "dtype": wire,
-            "bucket_mib": bucket_mib,
+            "dtype": transport.wire,
+            "bucket_mib": transport.bucket_mib,
             "check_every": self._check_every,
         }
         settings["on_nonfinite"] = on_nonfinite
@@ -722,8 +718,7 @@ class LocalUpdate(Resumable, Ending):
             for name, one in tensors.items()
             for part in parts_of(one).writable
         )
-        size = int(bucket_mib * 2**20)
-        average = Average(self._links.average, wire, seconds, size, notices)
+        average = Average(self._links.average, transport.wire, seconds, transport.bucket, notices)
         if self._drops:
             average.weigh(lambda: not self._dropped, self._links.counting)
         self._outer = loop_of(model, rule, flat, self._links, average, tau)

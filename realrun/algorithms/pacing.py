@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, median_low
 from typing import Literal, TypeAlias
 
 import torch
@@ -28,12 +28,9 @@ _TIMED = 3
 
 SAMPLES = 5
 """Averages that are measured at least: one of them may be an outlier."""
-_SHARE = 3 / 4
-"""Of measured averages that are there in time. Half would mean that every second one is waited for;
-all would let one outlier decide."""
 
-_LATE = 1 / 2
-"""Share of late averages from which on the delay is too short; about a quarter is expected."""
+_LATE = 3 / 4
+"""Share of late averages from which on the delay is too short; up to a half is expected."""
 
 _STEADY = 4 / 3
 """Steps are as long as before if they are not longer or shorter by more."""
@@ -115,8 +112,9 @@ class AutoDelay:
     steps count, not those of a compilation. It takes a whole round of `fragments` to see how long
     averages queue behind each other.
 
-    It measures again now and then, when steps are no longer what they were, and when more than half
-    of the averages come late; then the delay becomes longer, until it is tau.
+    The middle one decides: a longer delay is waited for less, and learns less. It measures again now
+    and then, when steps are no longer what they were, and when three of four averages come late;
+    then the delay becomes longer, until it is tau.
     """
 
     tau: int
@@ -178,8 +176,7 @@ class AutoDelay:
         if len(self.samples) < self.wanted:
             return None
         self.measures, self.late = False, 0
-        last = sorted(self.samples[-self.wanted :])
-        seen = last[math.ceil(_SHARE * self.wanted) - 1]
+        seen = median_low(self.samples[-self.wanted :])
         self.delay = min(self.tau, max(self.delay, seen))
         return self.delay
 

@@ -603,18 +603,12 @@ def wire_of(dtype: Wire | torch.dtype) -> Wire:
     return dtype
 
 
-def wait_of(deadline: Seconds | None, timeout: Seconds | timedelta | None) -> Seconds:
-    """Seconds that a worker waits for another: one option under two names."""
-    if deadline is not None and timeout is not None:
-        raise OptionError(
-            f"deadline={deadline} and timeout={timeout} are the same option; give one of them"
-        )
-    if isinstance(timeout, timedelta):
-        timeout = timeout.total_seconds()
-    name, given = ("deadline", deadline) if timeout is None else ("timeout", timeout)
-    if given is None:
+def wait_of(timeout: Seconds | timedelta | None) -> Seconds:
+    """Seconds that a worker waits for another; None: as long as torch.distributed's own group."""
+    if timeout is None:
         return _timeout_of_default_group()
-    return above(name, given, 0)
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    return above("timeout", seconds, 0)
 
 
 def _timeout_of_default_group() -> Seconds:

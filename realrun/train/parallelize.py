@@ -315,5 +315,5 @@ def _outer(
             raise OptionError("outer: residual_decay is of what a clip takes off: give clip, too")
         options["clip"] = algorithms.Clipping(limit=limit, residual_decay=decay)
     kind = attrgetter(update.algorithm)(algorithms)
-    made: OuterStep = kind(model, optimizer, worker=workers, deadline=deadline, **options)
+    made: OuterStep = kind(model, optimizer, worker=workers, timeout=deadline, **options)
     return made

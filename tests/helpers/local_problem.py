@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from realrun import algorithms
-from realrun.algorithms import CO2, Clipping, LateAverage, LocalUpdate
+from realrun.algorithms import CO2, Clipping, LateAverage, LocalUpdate, Transport
 
 INNER = ("sgd", "momentum", "adamw")
 RATE = {"sgd": 0.1, "momentum": 0.05, "adamw": 0.02}
@@ -31,8 +31,17 @@ def optimizer(model: nn.Module, inner: str) -> torch.optim.Optimizer:
 LATE = ("delay", "keep", "predict", "fragments", "preview")
 
 
+def with_transport(options: dict[str, Any]) -> dict[str, Any]:
+    """The options, with those of a Transport in one."""
+    parts = {name: options.pop(name) for name in ("bucket_mib", "pg_options") if name in options}
+    if parts:
+        options["dtype"] = Transport(options.pop("dtype", "fp32"), **parts)
+    return options
+
+
 def co2_of(model: nn.Module, optim: Any, **options: Any) -> CO2:
     """CO2 with options of late averages beside the others; without any of them as published."""
+    options = with_transport(options)
     late = {name: options.pop(name) for name in LATE if name in options}
     if "residual_decay" in options:
         options["clip"] = Clipping(options.pop("clip"), options.pop("residual_decay"))
@@ -45,7 +54,7 @@ def algorithm_of(name: str, model: nn.Module, optim: Any, **options: Any) -> Loc
     """An algorithm by name."""
     if name == "CO2":
         return co2_of(model, optim, **options)
-    algorithm: LocalUpdate = attrgetter(name)(algorithms)(model, optim, **options)
+    algorithm: LocalUpdate = attrgetter(name)(algorithms)(model, optim, **with_transport(options))
     return algorithm
 
 

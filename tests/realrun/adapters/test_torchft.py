@@ -321,7 +321,6 @@ def test_a_training_goes_on_from_a_saved_state(tmp_path: Path) -> None:
         ("CO2", {"dtype": "int8"}, "dtype is 'int8'; with torchft leave it out"),
         ("CO2", {"worker": "node"}, "worker is 'node'; with torchft leave it out"),
         ("CO2", {"check_every": 2}, "check_every is 2; with torchft leave it out"),
-        ("CO2", {"deadline": 9.0}, "deadline is 9.0; with torchft leave it out"),
         ("CO2", {"timeout": 9.0}, "timeout is 9.0; with torchft leave it out"),
     ],
 )

@@ -14,7 +14,7 @@ from realrun import algorithms  # noqa: E402 - needs torch
 from realrun.algorithms import LocalUpdate  # noqa: E402 - needs torch
 
 FOLDER = Path(algorithms.__file__).parent
-INSIDE = {"IndexError", "TimeoutError"}
+INSIDE = {"IndexError", "StoreError", "TimeoutError"}
 """Raised for the package itself."""
 KINDS = ("CO2", "SlowMo", "LocalSGD", "OverlapLocalSGD", "DiLoCo")
 

@@ -269,14 +269,15 @@ def delay_of(took: list[int], untold: set[int] = frozenset(), **more: Any) -> in
     return chosen
 
 
-def test_most_averages_come_within_the_delay() -> None:
-    """Three of four, and at least four of five; the very first average is left out."""
+def test_the_delay_is_that_of_the_middle_average() -> None:
+    """As many as the middle one takes; the very first average is left out."""
     assert delay_of([7, 1, 1, 1, 1, 1]) == 1
     assert delay_of([1, 1, 5, 1, 2, 2]) == 2
-    assert delay_of([1, 5, 5, 1, 1, 1]) == 5
+    assert delay_of([1, 5, 5, 1, 1, 1]) == 1
+    assert delay_of([1, 5, 5, 1, 5, 1]) == 5
     assert delay_of([1, 1, 1, 1, 1]) is None
     assert delay_of([1, 1, 3, 3, 3, 3, 3], untold={1}) == 3
-    assert delay_of([1, 1, 2, 3, 4, 5, 6, 7, 8], fragments=8) == 6  # they queue in a round
+    assert delay_of([1, 1, 2, 3, 4, 5, 6, 7, 8], fragments=8) == 4  # they queue in a round
     assert SAMPLES == 5
 
 
@@ -296,7 +297,7 @@ def test_averages_that_come_late_are_measured_again() -> None:
     """The delay becomes longer, though it seemed long enough, and is tau at most."""
     auto = measuring([0.0, 1.0, 0.0] for _ in range(40))
     assert used(auto, [1] * 6)[-1] == 1
-    assert used(auto, [1] * 10, late=True)[-1] == 8
+    assert used(auto, [1] * 26, late=True)[-1] == 8
     assert used(auto, [1] * 5)[-1] == 2
 
 
