@@ -1,20 +1,15 @@
 """The engine of the local-update family: counts steps, closes rounds, keeps state."""
 
 import math
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import wraps
 from inspect import signature
-from itertools import zip_longest
-from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias, TypedDict, Unpack, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,7 +17,7 @@ from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.units import Seconds, counted
 from co2sim.common.validation import whole
 from realrun.algorithms.averaging import Average, Transport
-from realrun.algorithms.buffers import ExtraState, parts_of, warn_of_opaque, write
+from realrun.algorithms.buffers import ExtraState, parts_of, warn_of_opaque
 from realrun.algorithms.consistency import (
     RateWatch,
     describe,
@@ -31,11 +26,11 @@ from realrun.algorithms.consistency import (
     refuse_different_inside,
     refuse_drift,
     refuse_wider,
-    say_mixed_models,
 )
 from realrun.algorithms.delayed import Rule, Stats
 from realrun.algorithms.delayed_loop import DelayedLoop
-from realrun.algorithms.departures import DepartureLog, of_network
+from realrun.algorithms.departures import DepartureLog
+from realrun.algorithms.ending import Ending, no_mean
 from realrun.algorithms.flat_parameters import Flat
 from realrun.algorithms.master_weights import (
     CopyWatch,
@@ -67,436 +62,9 @@ from realrun.algorithms.process_groups import (
     workers_of,
 )
 from realrun.algorithms.replicas import holders_of
+from realrun.algorithms.resuming import Resumable
 from realrun.algorithms.step_counting import REMEDY, ModelWatch, StepHooks, inner_optimizers
-from realrun.errors import NonFiniteError, RankFailure, flag, one_of, warn_user
-
-
-class Ending:
-    """The part of an algorithm that looks at what all agree on, for a moment or for good."""
-
-    _model: nn.Module
-    _optimizers: tuple[Optimizer, ...]
-    _links: WorkerGroups
-    _notices: DepartureLog
-    _outer: OuterLoop
-    _rates: RateWatch
-    _hooks: StepHooks
-    _watch: ModelWatch
-    _extra: ExtraState
-    _failure: Co2simError | None = None
-    _closed = False
-    _evaluating = False
-    _joining = False
-    _leaving = False
-    """Whether this rank has used up its data, and only takes part."""
-    _dropped = False
-    """Whether what this worker learned in this round is left out, as it is not finite."""
-    _idle = 0
-    """Steps that were only counted, since this rank's data are used up."""
-    _stepped: dict[Optimizer, int]
-    """Steps of each optimizer since the last local step."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether it has ended, and averages nothing any more."""
-        return self._closed
-
-    @property
-    def evaluating(self) -> bool:
-        """Whether the model holds the consensus, for a moment."""
-        return self._evaluating
-
-    def cause_of(self, error: BaseException) -> RankFailure | None:
-        """The rank to blame, where an error is of a collective of others that failed with it.
-
-        None for other errors, and where no rank has told why it left.
-        """
-        if isinstance(error, Co2simError) or not of_network(error):
-            return None
-        return self._links.notices.cause("a collective of others", foreign=True)
-
-    def _ready(self, what: str) -> None:
-        """Raise OptionError where what all ranks do together would be wrong."""
-        raise NotImplementedError
-
-    def _refuse_lost(self, what: str, *, together: bool = False) -> None:
-        """Raise OptionError where steps were taken that were not counted; `together`: on all."""
-        raise NotImplementedError
-
-    def _idle_step(self) -> None:
-        """Count a step that this rank does not take, and do what comes after it."""
-        raise NotImplementedError
-
-    def _count_step(self) -> None:
-        """Count a step, and do what comes after it."""
-        raise NotImplementedError
-
-    def _end_round(self) -> None:
-        """Close the round, however many steps it has had."""
-        raise NotImplementedError
-
-    def _drop_nonfinite(self) -> None:
-        """Stand at the anchor, if this worker's parameters are not finite and that is asked for."""
-        raise NotImplementedError
-
-    @contextmanager
-    def consensus(self, *also: nn.Module, buffers: bool = False) -> Iterator[None]:
-        """Within, the model holds what `finish` would end with now: to evaluate it, or to save it.
-
-        Averages under way are waited for, and so is one of the progress that is in none of them.
-        With `buffers` the model's buffers (of BatchNorm) are the mean over all ranks within, and
-        so is all that the modules `also` hold, such as a moving average of the model. Afterwards
-        all is as before. All ranks enter and leave together, after the same number of steps; an
-        optimizer step inside raises OptionError, and so do another consensus, an end and a state.
-        Within `join` ranks may have left that would have to average: only averages under way count
-        there, and neither `also` nor `buffers` can be given.
-        """
-        self._ready("consensus()")
-        self._refuse_lost("consensus()")
-        self._extra.check(also)
-        if (also or buffers) and self._joining:
-            raise OptionError(
-                "consensus() within join() averages no buffers and modules: other ranks may"
-                " have left; evaluate without them, or after the block"
-            )
-        alone = self._closed or self._joining
-        if not alone:
-            self._links.meet("consensus()")
-            self._drop_nonfinite()
-        self._evaluating = True
-        shown = nullcontext() if alone else self._extra.averaged(also, buffers=buffers)
-        try:
-            with self._outer.consensus(alone=alone), shown:
-                yield
-        finally:
-            self._evaluating = False
-
-    @torch.no_grad()
-    def finish(self, *also: nn.Module, buffers: bool = True) -> None:
-        """End the training: use all averages, and close. All ranks end with the same parameters.
-
-        Steps since the last full round count: they are averaged, too, as a shorter round; so does
-        a step that only some of several optimizers have taken. `buffers`, as of BatchNorm, and all
-        that the modules `also` hold are averaged for good, see `realrun.algorithms.buffers`. All
-        ranks call this. They should have taken as many steps. Where a worker is one rank, those
-        with fewer take part in the averages that others still launch, as if they took steps that
-        move nothing, and all are warned; where it is several, all raise RankFailure.
-        Raises what a step raises, and OptionError, before anything changes, if the model has been
-        trained by steps that were not counted.
-        """
-        if self._failure or self._closed:
-            raise self._failure or OptionError("finish() comes before close(), once")
-        if self._joining:
-            raise OptionError("finish() within join(): the end of that block does it")
-        self._finish("finish()", also, buffers=buffers)
-
-    @torch.no_grad()
-    def _finish(self, what: str, also: Sequence[nn.Module], *, buffers: bool) -> None:
-        self._ready(what)
-        self._extra.check(also)
-        try:
-            steps = self._settle(what)
-            self._refuse_lost(what, together=True)
-            self._advance(max(steps))
-            if self._outer.counters.step and not self._outer.rule.late:
-                self._end_round()
-            self._drop_nonfinite()
-            self._outer.settle()
-            self._extra.average(also, buffers=buffers)
-        except RankFailure as error:
-            self._failure = RankFailure(
-                f"{error}; the model of this rank can be used and saved: it holds what its own last"
-                " step, or the last average, has left",
-                ranks=error.ranks,
-                op=error.op,
-                round=error.round,
-                cause=error.cause,
-            )
-            raise self._failure from error
-        except NobodyLeftError as error:
-            self._failure = _no_mean(self._outer.counters.round)
-            raise self._failure from error
-        except Co2simError as error:
-            self._failure = error
-            raise
-        self.close()
-        if min(steps) < max(steps):
-            warn_user(
-                f"ranks took {min(steps)} to {max(steps)} steps: at {what} those with fewer took"
-                " part in the last averages without further steps, so that all hold one model;"
-                " where numbers of steps differ, train within join()"
-            )
-
-    def _settle(self, what: str) -> list[int]:
-        """Wait for all to end; the steps of each. Where workers are single ranks they may differ.
-
-        A step that only some of several optimizers have taken counts.
-        """
-        lap, begun = self._outer.lap, bool(self._stepped)
-        own = self._links.steps + begun
-        if not self._links.single:  # whose DDP or FSDP2 needs all ranks
-            self._links.meet(what, begun=begun, lap=lap)
-            return [own]
-        patience = self._links.deadline + lap
-        return self._links.notices.settle(what, patience, own, self._advance)
-
-    def _advance(self, steps: int) -> None:
-        """Continue to the `steps` that others took, without moving the model by own ones."""
-        if self._stepped:
-            self._stepped.clear()
-            self._count_step()
-        while self._links.steps < steps:
-            self._idle += 1
-            self._idle_step()
-
-    @contextmanager
-    def join(self, *also: nn.Module, buffers: bool = True) -> Iterator[None]:
-        """For data that are used up at different times: train within, with any number of steps.
-
-        A rank that leaves the block continues with what the others need, until all have left. An
-        average is the mean over the ranks that took a step since the one before. In the end all
-        ranks hold the anchor with all averages used, and this is closed. `also` and `buffers` are
-        averaged then, as by `finish`, over the ranks that took any step, and integers are those of
-        the first of these. A worker is one rank.
-        Raises OptionError, and what a step raises.
-        """
-        if len(self._links.workers.inner_ranks) > 1:
-            raise OptionError(
-                f"a worker is ranks {self._links.workers.inner_ranks}, whose DDP or FSDP2 needs"
-                " equal numbers of steps; join() is for worker='gpu'"
-            )
-        if self._failure or self._closed or self._outer.counters.step or self._idle:
-            raise self._failure or OptionError("join() is entered once, between two rounds")
-        self._ready("join()")
-        self._extra.check(also)
-        self._outer.average.weigh(
-            lambda: self._idle < self._outer.tau and not self._dropped, self._links.counting
-        )
-        begin, self._joining = self._links.steps, True
-        yield
-        self._joining = False
-        if self._links.counting is None:
-            self.finish(*also, buffers=buffers)
-            return
-        counts, self._leaving = self._links.steps > begin, True
-        with suppress(NobodyLeftError):
-            while True:
-                self._idle += 1
-                self._idle_step()
-        self._outer.drain()
-        self._outer.start_at_anchor()
-        self._extra.average(also, buffers=buffers, counts=counts)
-        self.close()
-
-    def close(self) -> None:
-        """Wait for averages under way, without applying them, and let go of the optimizer.
-
-        Waits until all ranks have closed or ended, a deadline at most. Raises RankFailure, with the
-        numbers of steps, for one that took more or fewer rounds, and for one that raised an error.
-        """
-        self._close(self._failure)
-
-    def _close(self, error: BaseException | None) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._hooks.remove()
-        self._watch.remove()
-        ATTACHED.difference_update(self._hooks.all)
-        notices = self._links.notices
-        notices.leave(error)
-        try:
-            if error:
-                return
-            self._outer.drain()
-            patience = self._links.deadline + self._outer.lap
-            if missing := notices.compare(self._outer.tau, patience):
-                warn_user(
-                    f"ranks {missing} have not closed within {patience:g} s; this rank needs"
-                    " nothing more from them"
-                )
-        finally:
-            notices.end()
-        self._outer.average.close()
-        self._rates.close()
-        self._links.close()
-
-    def __enter__(self) -> Self:
-        """The hook is there from the start. Raises OptionError once this is closed."""
-        if self._closed:
-            name = type(self).__name__
-            raise OptionError(f"this {name} is closed and averages nothing; make a new one")
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Finish; after an exception only close, without waiting for others."""
-        if error or self._failure or self._closed:
-            cause = None if self._closed or error is None else self.cause_of(error)
-            self._close(cause or error or self._failure)
-            if cause:
-                raise cause from error
-            return
-        try:
-            self._finish("the end of the block", (), buffers=True)
-        except BaseException as failure:
-            self._close(failure)
-            raise
-
-
-_START = (
-    "start of training (load the same weights on all; a layer that changes its weights does so in"
-    " the forward() of the model)"
-)
-_MODEL = "model"
-"""Among the numbers of a state: what tells the model that was saved with it."""
-
-
-class Resumable:
-    """The part of an algorithm that is saved and loaded, rank by rank."""
-
-    _links: WorkerGroups
-    _outer: OuterLoop
-    _layout: str
-    _started: bool
-    _choosing: AutoTau | None
-    """While tau is still to be chosen."""
-    _failure: Co2simError | None
-    _watch: ModelWatch
-    _extra: ExtraState
-    _parameters: list[tuple[str, Tensor]]
-    _saved_with: float | None = None
-    """What tells the model with which a loaded state was saved, until the next step."""
-    _replaced: list[tuple[Tensor, Tensor]]
-    """What other ranks' first parameters and buffers took the place of, until the first step."""
-
-    def stats(self) -> Stats:
-        """What was done so far."""
-        raise NotImplementedError
-
-    def _ready(self, what: str) -> None:
-        """Raise OptionError where what all ranks do together would be wrong."""
-        raise NotImplementedError
-
-    def _refuse_lost(self, what: str, *, together: bool = False) -> None:
-        """Raise OptionError where steps were taken that were not counted."""
-        raise NotImplementedError
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that is kept, this rank's part under the key `rankR`. All ranks call this.
-
-        Averages under way are waited for and saved as they arrived, so a resumed run does what the
-        uninterrupted one does, bit for bit. Within a round workers hold different models: every
-        rank must save its own model and optimizer, too (torch.distributed.checkpoint keeps one copy
-        of what is not sharded: give those a key per rank). Every key is one rank's own, so that
-        torch.distributed.checkpoint keeps all of them: `dcp.save({"co2": co2, ...})`. Tensors are
-        the live ones, as in optimizers: copy what is not written at once.
-        """
-        self._ready("state_dict()")
-        self._refuse_lost("state_dict()")
-        say_mixed_models([one for _, one in self._parameters], type(self).__name__)
-        own = self._outer.state_dict()
-        own["numbers"][_MODEL] = self._watch.total()
-        return {_key(): {"layout": self._layout, **own}}
-
-    @torch.no_grad()
-    def load_anchor(self, state: Mapping[str, Any]) -> None:
-        """Continue with another number of workers than saved `state`. All ranks call this.
-
-        `state` is what `state_dict` gave on any rank that held the same part of the parameters: any
-        at all where a worker is one rank. Averages that were under way are used. What workers had
-        learned since they launched their last ones is lost; so are the states of their optimizers,
-        unless you load one of them everywhere. A mean of more or fewer workers is less or more
-        noisy: think of the learning rate. Raises OptionError, and MismatchError where ranks load
-        different anchors.
-        """
-        self._ready("load_anchor()")
-        own = next(iter(state.values()), None)
-        if not isinstance(own, Mapping) or "layout" not in own:
-            raise OptionError(
-                f"the saved state holds {', '.join(sorted(map(str, state))) or 'nothing'};"
-                " load_anchor() takes what state_dict() of the algorithm gave"
-            )
-        self._refuse_other_layout(own["layout"], _one_worker)
-        self._load(own)
-        self._outer.counters.step = 0
-        self._outer.use_all()
-        self._agree_on("anchor", mark_of(self._outer.state.anchor))
-
-    def _load(self, own: Mapping[str, Any]) -> None:
-        self._outer.load_state_dict(own)
-        if self._outer.counters.tau:
-            self._choosing = None
-
-    def _refuse_other_layout(self, saved: str, form: Callable[[str], str] = str) -> None:
-        pairs = zip_longest(form(saved).splitlines(), form(self._layout).splitlines())
-        for line, here in pairs:
-            if line != here:
-                other = str(line).startswith("workers = ")
-                raise OptionError(
-                    f"the saved state is of another run: {line!r}, here {here!r}"
-                    + (": load it on as many ranks, or take load_anchor()" if other else "")
-                )
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` gave on this rank. All ranks call this.
-
-        The model and the optimizer are yours to load, before this is made or after. Algorithm, tau,
-        staleness, parameters and workers must be those that were saved (OptionError), and all ranks
-        must load what was saved after the same step (MismatchError); other settings may change.
-        """
-        self.take_state(state)
-        self.agree_on_state()
-
-    @torch.no_grad()
-    def take_state(self, state: Mapping[str, Any]) -> None:
-        """The first part of `load_state_dict`, on this rank alone.
-
-        For loops that tell all ranks when one of them cannot load; `agree_on_state` comes after.
-        """
-        self._ready("load_state_dict()")
-        if _key() not in state:
-            raise OptionError(
-                f"the saved state holds {', '.join(sorted(state)) or 'nothing'}, not {_key()}:"
-                " load it on as many ranks as saved it, or take load_anchor()"
-            )
-        own = state[_key()]
-        self._refuse_other_layout(own["layout"])
-        self._load(own)
-        self._saved_with = own["numbers"].get(_MODEL)
-        if not self._watch.loaded():  # the model was, before this algorithm was made
-            for tensor, before in self._replaced:
-                write(tensor, before)
-        self._replaced = []
-
-    def agree_on_state(self) -> None:
-        """The second part: all ranks have loaded what was saved after the same step."""
-        self._agree_on("saved state", f"of step {self.stats().steps}")
-
-    def _agree_on(self, what: str, text: str) -> None:
-        """All ranks have loaded what belongs together; if not, no step will be taken."""
-        self._links.steps, self._started = self.stats().steps, True
-        self._watch.forget()
-        self._extra.forget_frozen()
-        try:
-            self._links.agree(what, "", across=text)
-        except Co2simError as error:
-            self._failure = error
-            raise
-
-
-def _one_worker(layout: str) -> str:
-    """What is saved in common by any number of workers."""
-    return re.sub(r"^workers = \d+ of ", "workers of ", layout, flags=re.MULTILINE)
-
-
-def _key() -> str:
-    return f"rank{dist.get_rank() if dist.is_initialized() else 0}"
+from realrun.errors import flag, one_of, warn_user
 
 
 def connected(
@@ -549,12 +117,10 @@ class Common(TypedDict, total=False):
     offload: bool
 
 
-def _no_mean(now: int) -> NonFiniteError:
-    return NonFiniteError(
-        f"parameters of all workers were NaN or infinite in round {now}, so that there is no mean;"
-        " anchor and momentum are as before",
-        round=now,
-    )
+_START = (
+    "start of training (load the same weights on all; a layer that changes its weights does so in"
+    " the forward() of the model)"
+)
 
 
 def _with_notices(make: Callable[..., None]) -> Callable[..., None]:
@@ -870,7 +436,7 @@ class LocalUpdate(Resumable, Ending):
         except NobodyLeftError as error:
             if self._leaving:
                 raise
-            self._failure = _no_mean(counters.round)
+            self._failure = no_mean(counters.round)
             raise self._failure from error
         except Co2simError as error:
             self._failure = error

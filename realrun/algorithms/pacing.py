@@ -112,9 +112,9 @@ class AutoDelay:
     steps count, not those of a compilation. It takes a whole round of `fragments` to see how long
     averages queue behind each other.
 
-    The middle one decides: a longer delay is waited for less, and learns less. It measures again now
-    and then, when steps are no longer what they were, and when three of four averages come late;
-    then the delay becomes longer, until it is tau.
+    The middle one decides: a longer delay is waited for less, and learns less. It measures again
+    now and then, when steps are no longer what they were, and when three of four averages come
+    late; then the delay becomes longer, until it is tau.
     """
 
     tau: int
