@@ -368,7 +368,7 @@ def _bias(config: _Config) -> bool | str:
     if biases == "qkv option" or kind == "seed_oss":
         last = kind == "seed_oss" and config.flag("attention_out_bias")
         if last != attention:
-            _refuse(config, ("mlp_bias",), "biases of an MLP where attention has some of its own")
+            _refuse(config, ("mlp_bias",), "biases of an MLP where attention has some too")
             return "qkv" if attention else False
     mlp = config.flag("mlp_bias", default=plain)
     if config.family.bias_key:

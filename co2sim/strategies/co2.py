@@ -164,7 +164,7 @@ class PublishedCO2:
 
 
 def _check_average(strategy: CO2 | PublishedCO2) -> None:
-    """Refuse a leader that has nobody to lead, or would have to quantize."""
+    """Refuse a leader without ranks to lead, or would have to quantize."""
     if strategy.average != "leader":
         return
     if strategy.worker != "node" or strategy.inner in {"zero3", "zeropp", "fsdp"}:

@@ -144,10 +144,9 @@ class DelayedLoop(OuterLoop):
             if changed := self._auto.used(launch, late=counters.late > late):
                 counters.delay = changed
                 self._say_what_is_predicted(changed)
-            if self._late.delay != "auto" or (
-                counters.delay == self.tau and not self._auto.measures
-            ):  # else a longer delay is tried first
-                self._watch.used(self.tau, count, counters.delay or 0, counters.waited)
+            if not self._auto.measures:
+                fixed = 0 if self._late.delay == "auto" else self._late.delay
+                self._watch.used(self.tau, count, fixed, counters.waited)
 
     def _use(self, launch: Launch, flight: PendingAverage, *, ends: bool = False) -> None:
         """The outer step of a fragment, and what this worker keeps of its progress.

@@ -5,7 +5,6 @@ All ranks decide the same, from the largest of what they measured, in collective
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, median_low
@@ -17,6 +16,7 @@ from co2sim.common.delayed_averaging import LONGEST
 from co2sim.common.units import Seconds
 from realrun.algorithms.averaging import PendingAverage
 from realrun.algorithms.process_groups import WorkerGroups
+from realrun.errors import warn_user
 
 Tau: TypeAlias = int | Literal["auto"]
 """Local steps of a round; "auto": the shortest round that hides its averages."""
@@ -40,7 +40,9 @@ _RENEW = 8
 """Looks after which averages are measured again: a link may have become faster."""
 _UNSTEADY = 4
 """Times as many averages as are wanted are measured where steps are never steady."""
-_WAITING = 0.05
+_WINDOWS = 3
+"""Two rounds each, before the first is judged."""
+_WAITING = 0.1
 """Share of the time that is spent waiting, from which on it is said."""
 
 
@@ -223,28 +225,32 @@ class WaitWatch:
     def used(self, tau: int, fragments: int, delay: int, waited: Seconds) -> None:
         """An average was used; `waited` is the time spent waiting so far. All ranks call this.
 
-        What counts is the rank that waits least: others wait for it, and not for the link.
+        `delay` is 0 where it is measured: then it is not what is too short.
+
+        What counts is the rank that waits least, as others wait for it and not for the link, and
+        some rounds: where the delay changes, averages that are under way are waited for at once.
         """
         self.uses += 1
         window = max(_LOOK_AGAIN, 2 * fragments)
         if self.said or self.uses % window:
             return
         now = self.now()
-        share, self.began = (waited - self.waited) / (now - self.began), now
-        self.waited = waited
-        (least,) = self.links.largest([-share])
-        if self.uses == window or -least < _WAITING:  # the first ones opened connections
+        if self.uses == window:  # the first ones opened connections
+            self.began, self.waited = now, waited
+            return
+        (opposite,) = self.links.largest([-(waited - self.waited) / (now - self.began)])
+        share = -opposite
+        if self.uses < _WINDOWS * window or share < _WAITING:
             return
         self.said = True
         if self.links.rank == 0:
             remedy = f"a longer delay than {delay}, or delay='auto', hides more"
-            if delay >= tau:
-                needed = math.ceil(tau / max(1 + least, tau / LONGEST))
+            if not 0 < delay < tau:
+                needed = math.ceil(tau / max(1 - share, tau / LONGEST))
                 remedy = f"this link needs rounds of about tau={needed} local steps"
-            warnings.warn(
-                f"training waits for averages {-least:.0%} of the time, in rounds of"
-                f" tau={tau}: {remedy}",
-                stacklevel=2,
+            warn_user(
+                f"training waits for averages {share:.0%} of the time, in rounds of tau={tau}:"
+                f" {remedy}"
             )
 
 
