@@ -201,13 +201,13 @@ def _without_tau(strategy: LocalSteps, delay: int | None) -> str:
 
     `delay` stands for one that was measured.
     """
-    chosen = [
+    measured = {"delay": delay} if isinstance(strategy, CO2) and delay else {}
+    texts = [
         f"{option.name}={str(value).lower()}"
         for option in fields(strategy)  # type: ignore[arg-type]
         if option.name not in {"tau", "fragments"}
-        and (value := getattr(strategy, option.name)) != option.default
+        and (value := measured.get(option.name, getattr(strategy, option.name))) != option.default
     ]
-    texts = [f"delay={delay}" if text == "delay=auto" else text for text in chosen]
     return f"{strategy.name}:{','.join(texts)}" if texts else strategy.name
 
 

@@ -162,13 +162,16 @@ def test_settings_refuse_in_words() -> None:
         ({"strategy": "co2", "outer": {"momentum": "1"}}, "outer: momentum is 1.0; it"),
         ({"strategy": "co2", "outer": {"clip": "0"}}, "clip is 0.0"),
         ({"strategy": "co2", "outer": {"clip": "x"}}, "clip is 'x'"),
-        ({"strategy": "co2", "outer": {"gap": "aware"}}, "gap is 'aware'"),
+        ({"strategy": "co2.published", "outer": {"gap": "aware"}}, "gap is 'aware'"),
         (
-            {"strategy": "co2", "outer": {"gap": "gap_aware", "penalty": "2"}},
+            {"strategy": "co2.published", "outer": {"gap": "gap_aware", "penalty": "2"}},
             "gap='gap_aware' compute",
         ),
-        ({"strategy": "co2", "outer": {"penalty": "2"}}, "outer: penalty is 2.0, but"),
-        ({"strategy": "co2", "outer": {"gap": "constant", "penalty": "0.5"}}, "penalty is 0.5; it"),
+        ({"strategy": "co2.published", "outer": {"penalty": "2"}}, "outer: penalty is 2.0, but"),
+        (
+            {"strategy": "co2.published", "outer": {"gap": "constant", "penalty": "0.5"}},
+            "penalty is 0.5; it",
+        ),
         ({"strategy": "overlap_local_sgd", "outer": {"pull": "1"}}, "pull is 1.0"),
     ]:
         with pytest.raises(OptionError) as caught:
@@ -186,7 +189,7 @@ def test_options_that_cannot_be_honoured_are_refused() -> None:
         ("zero3:prefetch=10", "zero3: prefetch cannot be"),
         ("zero3:gathers=2", "zero3: gathers cannot be"),
         ("zeropp:max_reuse=9", "max_reuse"),
-        ("co2.published:worker=node,average=leader", "co2: average cannot be"),
+        ("co2.published:worker=node,average=leader", "co2.published: average cannot be"),
         ("zeropp:max_live=10", "max_live"),
         ("diloco:scale_block=64,dtype=int8", "scale_block"),
         ("co2.published:dtype=fp16", "dtype=fp16 cannot"),
