@@ -5,7 +5,7 @@ L, sigma squared, zeta squared and the gap are those of `co2analysis bound` and 
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -201,13 +201,14 @@ def _without_tau(strategy: LocalSteps, delay: int | None) -> str:
 
     `delay` stands for one that was measured.
     """
-    chosen = [
+    if isinstance(strategy, CO2) and strategy.delay == "auto" and delay is not None:
+        strategy = replace(strategy, tau="auto", delay=delay)
+    texts = [
         f"{option.name}={str(value).lower()}"
         for option in fields(strategy)  # type: ignore[arg-type]
         if option.name not in {"tau", "fragments"}
         and (value := getattr(strategy, option.name)) != option.default
     ]
-    texts = [f"delay={delay}" if text == "delay=auto" else text for text in chosen]
     return f"{strategy.name}:{','.join(texts)}" if texts else strategy.name
 
 
