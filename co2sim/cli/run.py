@@ -11,10 +11,12 @@ from co2sim.cli import options
 from co2sim.common.cli import refuse_twice
 from co2sim.common.errors import OptionError
 from co2sim.common.files import write_atomically
+from co2sim.common.tables import console
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
 from co2sim.prediction.evidence import nearest
 from co2sim.prediction.totals import result_to_dict
+from co2sim.prediction.verdict import verdicts
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
 from co2sim.strategies import parse
@@ -37,7 +39,11 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     steps_factor: options.StepsFactor = None,
     tokens: totals.Tokens = None,
     evidence: Annotated[  # noqa: FBT002
-        bool, typer.Option("--evidence", help="Add the published runs that are most like it.")
+        bool,
+        typer.Option(
+            "--evidence",
+            help="Add the published runs that are most like it, and where step factors are from.",
+        ),
     ] = False,
     brief: Annotated[  # noqa: FBT002
         bool, typer.Option("--brief", help="Only the table that compares strategies.")
@@ -54,22 +60,27 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     goal = options.goal(to_loss_steps, steps_factor)
     check("--report", report)
     results = [driver.run(case, progress=None) for case in cases]
+    judged = verdicts(cases, results, goal)
     if report:
         from co2sim.cli import report_page  # noqa: PLC0415 - only then
 
-        write_atomically({report: report_page.page(cases, results, goal, tokens)})
+        page = report_page.page(cases, results, goal, tokens, verdicts=judged)
+        write_atomically({report: page})
     pairs = list(zip(cases, results, strict=True))
     if json_:
-        found = [result_to_dict(case, result, goal, tokens) for case, result in pairs]
-        if evidence:
-            for (case, result), row in zip(pairs, found, strict=True):
-                row["evidence"] = [asdict(one) for one in nearest(case, result)]
+        found = [
+            result_to_dict(case, result, goal, tokens)
+            | ({"verdict": asdict(verdict)} if verdict else {})
+            | ({"evidence": [asdict(e) for e in nearest(case, result)]} if evidence else {})
+            for (case, result), verdict in zip(pairs, judged, strict=True)
+        ]
         print(json.dumps(found[0] if len(found) == 1 else found, indent=2))
         return
     from co2sim.report.text.result import (  # noqa: PLC0415 - rich
         print_comparison,
         print_evidence,
         print_simulated,
+        print_verdicts,
     )
 
     for case, result in pairs if not brief else []:
@@ -78,6 +89,9 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
             print_evidence(case, result)
     if brief or len(pairs) > 1:
         print_comparison(cases, results, goal, tokens, brief=brief)
+    if evidence:
+        totals.print_remark(console(), results, goal)
+    print_verdicts([one for one in judged if one])
     if report:
         print(f"report  {report}")
 
