@@ -1,6 +1,7 @@
 """`co2sim show`, `run` and `trace`: their options, and what they print."""
 
 import json
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +27,19 @@ from co2sim.strategies.step import title
 @options.case_options
 def show(case: Case) -> None:
     """Print the schedule: what every rank does in one round."""
-    print(driver.resolve_auto(case).prepare().schedule)
+    print(_with_numbers(case).prepare().schedule)
+
+
+def _with_numbers(case: Case) -> Case:
+    """The case with numbers for "auto"; says of which batch they are, as `run` has another one."""
+    found = driver.resolve_auto(case)
+    if found.strategy != case.strategy:
+        print(
+            f"chosen for micro-batch {found.micro_batch} x {found.accumulation or 1}, recompute"
+            f" {found.recompute}; `co2sim run` has another batch unless you give it the same",
+            file=sys.stderr,
+        )
+    return found
 
 
 @options.job_options
@@ -60,7 +73,7 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     goal = options.goal(to_loss_steps, steps_factor)
     check("--report", report)
     results = [driver.run(case, progress=None) for case in cases]
-    judged = verdicts(cases, results, goal)
+    judged = verdicts(cases, results, driver.run, goal)
     if report:
         from co2sim.cli import report_page  # noqa: PLC0415 - only then
 
@@ -109,7 +122,7 @@ def trace(
     """Simulate, and write the timeline of every traced rank."""
     if out.suffix not in {".json", ".jsonl"}:
         raise OptionError(f"--out {out}: the file must end in .json (Perfetto) or .jsonl")
-    schedule, found = driver.trace(case, progress=None)
+    schedule, found = driver.trace(_with_numbers(case), progress=None)
     if out.suffix == ".jsonl":
         text = "".join(f"{line}\n" for line in found.to_json_lines())
     else:

@@ -1,13 +1,12 @@
 """Whether a local-update method is worth it: the speed of its steps against how many it needs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from co2sim.common.errors import Co2simError
 from co2sim.common.units import figures
-from co2sim.prediction import driver
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, StepFactor, scale_of, step_factor
@@ -23,7 +22,8 @@ class Verdict:
     """A local-update method against a synchronous one, with the same batch and to the same loss.
 
     Its steps are `step_time_ratio` times as fast as those of `against`, and it needs `factor` times
-    as many, `low` to `high` (None: not known; a `high` of None alone: `low` or more). `sooner` is
+    as many, `low` to `high` (None: not known; a `high` of None alone: `low` or more). `against_fits`
+    says whether that one fits in memory. `sooner` is
     by how much it is faster to the loss: 0.07 for 7 %, below 0 where it is slower. `certain` says
     that this sign holds at both ends of the factor. `source` is where the factor comes from.
     `python` is the line that trains so; None where nothing does, for the reason `untrainable`.
@@ -31,6 +31,7 @@ class Verdict:
 
     strategy: str
     against: str | None
+    against_fits: bool
     step_time_ratio: float | None
     factor: float | None
     low: float | None
@@ -46,6 +47,7 @@ class Verdict:
         if self.step_time_ratio is None:
             return "not known, as no synchronous strategy could be simulated with this batch"
         head = f"steps {figures(self.step_time_ratio)} times as fast as {self.against}"
+        head += "" if self.against_fits else " (which does not fit in memory)"
         if self.factor is None or self.sooner is None:
             name = self.strategy.partition("(")[0]
             return (
@@ -73,16 +75,21 @@ class Verdict:
 
 
 def verdicts(
-    cases: Sequence[Case], results: Sequence[Result], goal: Goal = NO_GOAL
+    cases: Sequence[Case],
+    results: Sequence[Result],
+    simulate: Callable[[Case], Result],
+    goal: Goal = NO_GOAL,
 ) -> list[Verdict | None]:
     """On each result, None where it is of no local-update method.
 
     It is compared with the fastest synchronous strategy among the results that has as many GPUs and
-    the same batch, of those that fit in memory where any does; else with what its worker runs
-    inside, which takes a simulation.
+    the same batch, and fits in memory; else with what its worker runs inside, which takes a
+    simulation: `driver.run`.
     """
     return [
-        _verdict(case, result, results, goal) if isinstance(_parsed(result), LocalSteps) else None
+        _verdict(case, result, results, simulate, goal)
+        if isinstance(_parsed(result), LocalSteps)
+        else None
         for case, result in zip(cases, results, strict=True)
     ]
 
@@ -94,12 +101,17 @@ def _parsed(result: Result) -> object:
         return None
 
 
-def _verdict(case: Case, result: Result, others: Sequence[Result], goal: Goal) -> Verdict:
+def _verdict(
+    case: Case,
+    result: Result,
+    others: Sequence[Result],
+    simulate: Callable[[Case], Result],
+    goal: Goal,
+) -> Verdict:
     strategy = _parsed(result)
-    asked = _synchronous(result, others)
-    if asked is None or not asked.fits_in_memory:
-        asked = _simulated(case, result, strategy) or asked
-    other = asked
+    other = _synchronous(result, others)
+    if other is None:
+        other = _simulated(case, result, strategy, simulate)
     found = step_factor(result.strategy, scale_of(result), goal)
     line, untrainable = python_line(strategy)
     ratio = None if other is None else other.step_time_s / result.step_time_s
@@ -117,6 +129,7 @@ def _verdict(case: Case, result: Result, others: Sequence[Result], goal: Goal) -
     return Verdict(
         strategy=result.strategy,
         against=None if other is None else other.strategy,
+        against_fits=other is not None and other.fits_in_memory,
         step_time_ratio=ratio,
         factor=found.factor if found else None,
         low=found.low if found else None,
@@ -152,18 +165,20 @@ def _synchronous(result: Result, others: Sequence[Result]) -> Result | None:
         and not isinstance(known, LocalSteps)
         and _comparable(result, other)
     ]
-    fitting = [other for other in found if other.fits_in_memory] or found
+    fitting = [other for other in found if other.fits_in_memory]
     return min(fitting, key=lambda other: other.step_time_s, default=None)
 
 
-def _simulated(case: Case, result: Result, strategy: Any) -> Result | None:
+def _simulated(
+    case: Case, result: Result, strategy: Any, simulate: Callable[[Case], Result]
+) -> Result | None:
     """What its worker runs inside, on all GPUs, with as many samples in a step."""
     inside = "ddp" if strategy.worker == "gpu" else strategy.inner or "zero2"
     tried = replace(case, strategy=inside)
     try:
-        found = driver.run(tried)
+        found = simulate(tried)
         if not _comparable(result, found):
-            found = driver.run(
+            found = simulate(
                 replace(
                     tried,
                     global_batch=None,

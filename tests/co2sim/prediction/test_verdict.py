@@ -40,7 +40,9 @@ def simulated() -> dict[str, Result]:
 def judged(results: dict[str, Result], factor: str, *names: str) -> Verdict:
     """The verdict on the first of these strategies, with a factor of one's own."""
     goal = Goal(factors={"co2.published": float(factor)})
-    found = verdicts([case(name) for name in names], [results[name] for name in names], goal)[0]
+    found = verdicts(
+        [case(name) for name in names], [results[name] for name in names], driver.run, goal
+    )[0]
     assert found is not None
     return found
 
@@ -55,7 +57,7 @@ def test_it_is_compared_with_the_fastest_synchronous_strategy_that_was_asked(
     assert found.against == simulated[fastest].strategy
     ratio = simulated[fastest].step_time_s / simulated[asked[0]].step_time_s
     assert found.step_time_ratio == pytest.approx(ratio)
-    every = verdicts([case(one) for one in asked], [simulated[one] for one in asked])
+    every = verdicts([case(one) for one in asked], [simulated[one] for one in asked], driver.run)
     assert [one is None for one in every] == [False, True, True]
 
 
@@ -69,7 +71,7 @@ def test_without_any_it_is_compared_with_what_a_worker_runs_inside(
     """With the same batch, simulated in addition."""
     asked = case(f"local_sgd:tau=12,worker={worker}")
     result = driver.run(asked)
-    found = verdicts([asked], [result])[0]
+    found = verdicts([asked], [result], driver.run)[0]
     assert found is not None
     other = driver.run(replace(asked, strategy=inside))
     assert found.against == other.strategy
@@ -80,7 +82,7 @@ def test_another_batch_is_not_compared(simulated: dict[str, Result]) -> None:
     """A step of more samples is no step of the same training."""
     larger = driver.run(replace(case("zero2"), micro_batch=2))
     cases = [case("co2.published:tau=12"), replace(case("zero2"), micro_batch=2)]
-    found = verdicts(cases, [simulated["co2.published:tau=12"], larger])[0]
+    found = verdicts(cases, [simulated["co2.published:tau=12"], larger], driver.run)[0]
     assert found is not None
     assert found.against == simulated["ddp"].strategy
 
@@ -102,7 +104,7 @@ def test_what_an_end_of_the_factor_contradicts_is_not_certain(simulated: dict[st
     """A published factor has a range; certain is what holds at the end that speaks against it."""
     name = "co2.published:tau=12"
     result = simulated[name]
-    plain = verdicts([case(name), case("ddp")], [result, simulated["ddp"]])[0]
+    plain = verdicts([case(name), case("ddp")], [result, simulated["ddp"]], driver.run)[0]
     assert plain is not None
     assert plain.low is not None
     assert plain.high is not None
@@ -114,7 +116,7 @@ def test_what_an_end_of_the_factor_contradicts_is_not_certain(simulated: dict[st
         (plain.high * 1.01, True),
     ):
         slower = replace(simulated["ddp"], step_time_s=ratio * result.step_time_s)
-        found = verdicts([case(name), case("ddp")], [result, slower])[0]
+        found = verdicts([case(name), case("ddp")], [result, slower], driver.run)[0]
         assert found is not None
         assert found.certain == certain
 
@@ -126,7 +128,7 @@ def test_a_lower_bound_of_the_factor_never_makes_it_certainly_sooner(
     name = "co2.published:tau=12"
     toy = replace(simulated[name], parameters=158_720)
     slow = replace(simulated["ddp"], parameters=158_720, step_time_s=100 * toy.step_time_s)
-    found = verdicts([case(name), case("ddp")], [toy, slow])[0]
+    found = verdicts([case(name), case("ddp")], [toy, slow], driver.run)[0]
     assert found is not None
     assert found.high is None
     assert found.sooner is not None
@@ -140,7 +142,7 @@ def test_where_no_factor_is_known_the_verdict_says_what_it_would_have_to_be(
     """A strategy that nobody measured has a ratio of step times, and no more."""
     odd = replace(simulated["co2.published:tau=12"], strategy="co2.published(tau=12, staleness=9)")
     found = verdicts(
-        [case("co2.published:tau=12,staleness=9"), case("ddp")], [odd, simulated["ddp"]]
+        [case("co2.published:tau=12,staleness=9"), case("ddp")], [odd, simulated["ddp"]], driver.run
     )[0]
     assert found is not None
     assert (found.factor, found.sooner, found.certain) == (None, None, False)
