@@ -22,8 +22,8 @@ class Verdict:
     """A local-update method against a synchronous one, with the same batch and to the same loss.
 
     Its steps are `step_time_ratio` times as fast as those of `against`, and it needs `factor` times
-    as many, `low` to `high` (None: not known; a `high` of None alone: `low` or more). `against_fits`
-    says whether that one fits in memory. `sooner` is
+    as many, `low` to `high` (None: not known; a `high` of None alone: `low` or more).
+    `against_fits` says whether that one fits in memory. `sooner` is
     by how much it is faster to the loss: 0.07 for 7 %, below 0 where it is slower. `certain` says
     that this sign holds at both ends of the factor. `source` is where the factor comes from.
     `python` is the line that trains so; None where nothing does, for the reason `untrainable`.
