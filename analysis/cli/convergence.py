@@ -17,10 +17,9 @@ from co2sim.common.errors import OptionError
 from co2sim.common.files import check_writable, write_atomically
 from co2sim.common.progress import progress_bar
 from co2sim.common.tables import console, print_table
-from co2sim.prediction.case import Case
+from co2sim.prediction.case import OPEN_BATCH, Case
 from co2sim.report.bundle import check
 from co2sim.strategies import parse
-from co2sim.strategies.co2 import CO2
 
 
 def number(flag: str, words: str) -> Any:
@@ -142,10 +141,19 @@ def tau(  # noqa: PLR0913 - one argument per option
     ] = None,
     model: Annotated[str, typer.Option("--model", "-m", help="As in `co2sim run`.")] = "gpt2-xl",
     strategy: Annotated[
-        str, typer.Option("--strategy", "-s", help="co2, slowmo or local_sgd with options.")
+        str,
+        typer.Option(
+            "--strategy",
+            "-s",
+            help="co2, co2.published, slowmo or local_sgd with options, but no tau. delay=auto: of"
+            " each tau, the least delay that hides its averages.",
+        ),
     ] = "co2",
     gpus: Annotated[int | None, options.flag("gpus")] = None,
-    micro_batch: Annotated[int, options.flag("micro_batch")] = 1,
+    micro_batch: Annotated[Any, options.flag("micro_batch")] = OPEN_BATCH["micro_batch"],
+    accumulation: Annotated[int | None, options.flag("accumulation")] = None,
+    global_batch: Annotated[Any, options.flag("global_batch")] = OPEN_BATCH["global_batch"],
+    recompute: Annotated[Any, options.flag("recompute")] = OPEN_BATCH["recompute"],
     overrides: Annotated[list[str] | None, options.flag("overrides")] = None,
     taus: Annotated[
         str | None,
@@ -166,14 +174,15 @@ def tau(  # noqa: PLR0913 - one argument per option
 ) -> None:
     """Find the best tau: round times, simulated or measured, joined with the bound of the error.
 
-    --smoothness, --noise and --gap are required, and either folders of runs or --cluster.
+    --smoothness, --noise and --gap are required, and either folders of runs or --cluster. The best
+    tau has the least bound after a time of training. The shortest one that hides its averages,
+    which `co2sim run` takes for tau=auto, is named beside it. The batch is that of `co2sim run`.
     """
     from analysis.convergence import tau as advice  # noqa: PLC0415 - scipy, only for this command
     from analysis.convergence.setting import Setting  # noqa: PLC0415
     from analysis.convergence.tau import print_tau, tau_to_dict  # noqa: PLC0415
 
     _refuse_tau(strategy)
-    strategy = _with_room(strategy)
     advice.averaging(parse(strategy))
     given = {"--cluster": cluster, "--gpus": gpus, "--taus": taus, "--set": overrides}
     _check_source(runs, given)
@@ -197,17 +206,24 @@ def tau(  # noqa: PLR0913 - one argument per option
         most_penalty=most_penalty,
     )
     lengths = [options.seconds("--times", text) for text in times.split(",")]
+    hides = None
     if cluster is None:
         timings = advice.measured(runs or [])
     else:
-        case = Case(
-            cluster=cluster,
-            model=model,
-            strategy=strategy,
-            gpus=gpus,
-            micro_batch=micro_batch,
-            overrides=options.pairs(overrides, "--set"),
+        case = advice.settled(
+            Case(
+                cluster=cluster,
+                model=model,
+                strategy=strategy,
+                gpus=gpus,
+                micro_batch=micro_batch,
+                accumulation=accumulation,
+                global_batch=global_batch,
+                recompute=recompute,
+                overrides=options.pairs(overrides, "--set"),
+            )
         )
+        hides = advice.hiding(case)
         timings = (
             advice.searched(problem, case, lengths)
             if taus is None
@@ -217,9 +233,9 @@ def tau(  # noqa: PLR0913 - one argument per option
     reached = [] if target is None else [advice.until(problem, t, target) for t in timings]
     assumed = advice.assumptions(problem, timings)
     if json_:
-        print_json(tau_to_dict(timings, advices, reached, assumed, gradient_bound))
+        print_json(tau_to_dict(timings, advices, reached, assumed, gradient_bound, hides=hides))
         return
-    print_tau(console(), timings, advices, target, reached, assumed, gradient_bound)
+    print_tau(console(), timings, advices, target, reached, assumed, gradient_bound, hides=hides)
 
 
 def _refuse_tau(strategy: str) -> None:
@@ -229,15 +245,6 @@ def _refuse_tau(strategy: str) -> None:
             f"--strategy is {strategy!r}, but tau is what this command chooses; leave it out, or"
             " name the taus to compare with --taus"
         )
-
-
-def _with_room(strategy: str) -> str:
-    """The strategy with a tau that holds its delay: those that are tried begin at the delay."""
-    late = re.search(r"[:(,]\s*delay\s*=\s*(\d+)", strategy)
-    if late is None:
-        return strategy
-    rest = strategy.rstrip().removesuffix(")")
-    return f"{rest},tau={max(CO2().tau, int(late[1]))}{strategy.rstrip()[len(rest) :]}"
 
 
 def _check_source(runs: list[Path] | None, simulation_only: Mapping[str, object]) -> None:

@@ -111,6 +111,7 @@ def read_run(folder: Path) -> RunRecord:
     if not rows or rows[-1].rounds is None or rows[-1].clip_residual is None:
         raise CatalogError(f"the log of {folder} holds no round with its clip_residual")
     last = rows[-1]
+    settings = settings.chosen(last.tau)
     rounds = max(1, last.step // settings.round)
     decay = rule.get("residual_decay", 0.0)
     step = sum(map(settings.learning_rate, range(1, last.step + 1))) / last.step

@@ -14,9 +14,9 @@ from analysis.convergence.setting import Delay, Late, Setting
 from co2sim.common.errors import OptionError
 from co2sim.common.tables import print_table
 from co2sim.common.units import Seconds, duration, percent
+from co2sim.prediction import driver
 from co2sim.prediction.case import Case, LoadedCase
-from co2sim.prediction.driver import run
-from co2sim.strategies import LocalSteps, Strategy
+from co2sim.strategies import LocalSteps, Strategy, parse
 from co2sim.strategies.co2 import CO2, PublishedCO2
 from co2sim.strategies.local import Replica, round_steps
 from co2sim.strategies.local_sgd import LocalSGD, SlowMo
@@ -88,7 +88,7 @@ def simulated(case: Case, taus: Sequence[int]) -> list[Timing]:
 
     Raises OptionError for a strategy that the bound is not about.
     """
-    averaging(case.prepare().strategy)
+    case = settled(case)
     ordered = sorted(set(taus), reverse=True)
     timings = Parallel(n_jobs=-1)(delayed(_simulated)(case, tau) for tau in ordered)
     return sorted(timings, key=lambda timing: timing.tau)
@@ -97,11 +97,15 @@ def simulated(case: Case, taus: Sequence[int]) -> list[Timing]:
 def searched(problem: Setting, case: Case, lengths: Sequence[Seconds]) -> list[Timing]:
     """Rounds with the usual taus; tau is doubled further while the largest is best at some time.
 
-    The search begins at the delay, if averages are late by local steps. It ends at LONGEST, and
-    where a round is longer than all lengths. Raises OptionError as `simulated` does.
+    The search begins at the shortest round that holds the delay and the fragments. It ends at
+    LONGEST, and where a round is longer than all lengths. Raises OptionError as `simulated` does.
     """
-    late = late_of(averaging(case.prepare().strategy))
-    timings = simulated(case, [tau for tau in USUAL if late is None or tau >= late.steps])
+    case = settled(case)
+    strategy, least = _averaging_of(case), 1
+    if isinstance(strategy, CO2):
+        automatic = strategy.delay == "auto"
+        least = (strategy.fragments or 1) if automatic else strategy.late.shortest_round
+    timings = simulated(case, [tau for tau in USUAL if tau >= least])
     while timings[-1].tau < LONGEST and any(
         choices and best(choices).timing is timings[-1]
         for choices in (after(problem, timings, length) for length in lengths)
@@ -110,10 +114,44 @@ def searched(problem: Setting, case: Case, lengths: Sequence[Seconds]) -> list[T
     return timings
 
 
+def settled(case: Case) -> Case:
+    """The case with numbers for what it leaves open of its batch: those of `co2sim run`.
+
+    Raises OptionError for a strategy that the bound is not about.
+    """
+    _averaging_of(case)
+    return driver.settled(case)[0]
+
+
+def hiding(case: Case) -> int | None:
+    """The tau that `co2sim run` takes: the shortest round that hides its averages.
+
+    None where none does, or the strategy has no tau=auto.
+    """
+    strategy = _averaging_of(case)
+    if not isinstance(strategy, CO2):
+        return None
+    try:
+        found = driver.resolve_auto(replace(case, strategy=replace(strategy, tau="auto")))
+    except OptionError:  # the link is too slow
+        return None
+    return round_steps(averaging(found.strategy))  # type: ignore[arg-type]
+
+
+def _averaging_of(case: Case) -> Averaging:
+    strategy = case.strategy
+    return averaging(parse(strategy) if isinstance(strategy, str) else strategy)
+
+
 def _simulated(case: Case, tau: int) -> Timing:
-    mine = with_change(case, "strategy.tau", str(tau))
-    result = run(mine)
-    timing = _timing(mine.prepare(), result.round_time_s, result.exposed_comm_s, "simulated")
+    """A round; with delay=auto its averages are used as soon as that hides them."""
+    mine = driver.resolve_auto(with_change(case, "strategy.tau", str(tau)))
+    result, prepared = driver.run(mine), mine.prepare()
+    source = (
+        f"simulated with micro-batch {result.micro_batch} x {result.accumulation} of"
+        f" {prepared.job.model.tokens:,} {result.unit}s, recompute {result.recompute}"
+    )
+    timing = _timing(prepared, result.round_time_s, result.exposed_comm_s, source)
     return replace(timing, fits_in_memory=result.fits_in_memory)
 
 
@@ -313,26 +351,32 @@ def print_tau(
     reached: Sequence[Seconds | None],
     assumed: Sequence[str],
     largest: float | None = None,
+    *,
+    hides: int | None = None,
 ) -> None:
     """Rounds and predicted errors by tau, the best of each time, why, and what is assumed.
 
-    `largest` is the largest partial derivative, for the clip that is recommended.
+    `hides` is the tau that hides its averages, where that is known. `largest` is the largest
+    partial derivative, for the clip that is recommended.
     """
-    titles = [_title(timing) for timing in timings]
-    alike = len(set(titles)) == 1
+    title, columns, heads = _heads(timings)
     rows = []
     for place, timing in enumerate(timings):
         cells = [_cell(timing, choices) for _, choices in advices]
         if target is not None:
             until = reached[place]
             cells.append("-" if until is None else _time(until))
-        head = (f"{timing.tau}", duration(timing.round_time), timing.share)
-        rows.append((*head, *cells) if alike else (titles[place], *head, *cells))
-    columns = ["tau", "round", "exposed", *(f"bound after {_time(time)}" for time, _ in advices)]
+        rows.append((*heads[place], duration(timing.round_time), timing.share, *cells))
+    columns += ["round", "exposed", *(f"bound after {_time(time)}" for time, _ in advices)]
     if target is not None:
         columns.append(f"time to {target:g}")
-    title = f"{titles[0]}; * least bound" if alike else "* least bound"
-    print_table(out, title, columns if alike else ["rounds", *columns], rows)
+    print_table(out, title, columns, rows)
+    least = ", ".join(
+        f"{best(choices).timing.tau} after {_time(time)}" for time, choices in advices if choices
+    )
+    if least and hides is not None:
+        hiding_ = f"tau that hides its averages, as `co2sim run` takes it: {hides}"
+        out.print(f"{hiding_}; tau with the least bound: {least}\n", highlight=False, markup=False)
     large = [str(timing.tau) for timing in timings if timing.fits_in_memory is False]
     if large:
         which = "" if len(large) == len(timings) else f"tau {', '.join(large)}: "
@@ -353,6 +397,19 @@ def _clip(choices: Sequence[Choice], largest: float | None) -> Iterator[str]:
         yield clip_report.recommendation(chosen.setting, largest)
 
 
+def _heads(timings: Sequence[Timing]) -> tuple[str, list[str], list[tuple[str, ...]]]:
+    """The title, and the first columns: what rounds have in common is in the title."""
+    first, titles = timings[0], [_title(timing) for timing in timings]
+    taus = [f"{timing.tau}" for timing in timings]
+    if len({(timing.workers, timing.source) for timing in timings}) > 1:
+        return "* least bound", ["rounds", "tau"], list(zip(titles, taus, strict=True))
+    if len(set(titles)) == 1:
+        return f"{titles[0]}; * least bound", ["tau"], [(tau,) for tau in taus]
+    delays = [f"{timing.lateness}" for timing in timings]
+    title = f"{first.workers} workers; rounds {first.source}; * least bound"
+    return title, ["tau", "delay"], list(zip(taus, delays, strict=True))
+
+
 def _title(timing: Timing) -> str:
     return f"{timing.workers} workers, averages {timing.lateness} late; rounds {timing.source}"
 
@@ -367,9 +424,12 @@ def tau_to_dict(
     reached: Sequence[Seconds | None],
     assumed: Sequence[str],
     largest: float | None = None,
+    *,
+    hides: int | None = None,
 ) -> dict[str, Any]:
     """The same as plain values."""
     return {
+        "tau_that_hides": hides,
         "timings": [asdict(timing) for timing in timings],
         "after": [
             {

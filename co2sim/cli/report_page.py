@@ -16,6 +16,7 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.published import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
+from co2sim.prediction.verdict import Verdict
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
 from co2sim.strategies import parse
@@ -76,9 +77,10 @@ def page(
     goal: Goal,
     tokens: float | None,
     comparisons: Sequence[SpeedComparison] = (),
+    verdicts: Sequence[Verdict | None] = (),
 ) -> bytes:
     """The page about these."""
-    return render(study_of(cases, results, goal, tokens, comparisons))
+    return render(study_of(cases, results, goal, tokens, comparisons, verdicts=verdicts))
 
 
 def render(study: "Study") -> bytes:
@@ -109,6 +111,7 @@ def study_of(
     tokens: float | None,
     comparisons: Sequence[SpeedComparison] = (),
     panels: Sequence[str] = (),
+    verdicts: Sequence[Verdict | None] = (),
 ) -> "Study":
     """What a page is about, with the command line of this process."""
     from co2sim.report.study_page import Study  # noqa: PLC0415 - rich
@@ -120,6 +123,7 @@ def study_of(
         tokens=tokens,
         comparisons=comparisons,
         panels=panels,
+        verdicts=verdicts,
         command=command_line("co2sim"),
     )
 

@@ -1,6 +1,7 @@
 """`co2sim show`, `run` and `trace`: their options, and what they print."""
 
 import json
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -11,10 +12,12 @@ from co2sim.cli import options
 from co2sim.common.cli import refuse_twice
 from co2sim.common.errors import OptionError
 from co2sim.common.files import write_atomically
+from co2sim.common.tables import console
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
 from co2sim.prediction.evidence import nearest
 from co2sim.prediction.totals import result_to_dict
+from co2sim.prediction.verdict import verdicts
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
 from co2sim.strategies import parse
@@ -24,7 +27,19 @@ from co2sim.strategies.step import title
 @options.case_options
 def show(case: Case) -> None:
     """Print the schedule: what every rank does in one round."""
-    print(driver.resolve_auto(case).prepare().schedule)
+    print(_with_numbers(case).prepare().schedule)
+
+
+def _with_numbers(case: Case) -> Case:
+    """The case with numbers for "auto"; says of which batch they are, as `run` has another one."""
+    found = driver.resolve_auto(case)
+    if found.strategy != case.strategy:
+        print(
+            f"chosen for micro-batch {found.micro_batch} x {found.accumulation or 1}, recompute"
+            f" {found.recompute}; `co2sim run` has another batch unless you give it the same",
+            file=sys.stderr,
+        )
+    return found
 
 
 @options.job_options
@@ -37,7 +52,11 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     steps_factor: options.StepsFactor = None,
     tokens: totals.Tokens = None,
     evidence: Annotated[  # noqa: FBT002
-        bool, typer.Option("--evidence", help="Add the published runs that are most like it.")
+        bool,
+        typer.Option(
+            "--evidence",
+            help="Add the published runs that are most like it, and where step factors are from.",
+        ),
     ] = False,
     brief: Annotated[  # noqa: FBT002
         bool, typer.Option("--brief", help="Only the table that compares strategies.")
@@ -54,22 +73,27 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     goal = options.goal(to_loss_steps, steps_factor)
     check("--report", report)
     results = [driver.run(case, progress=None) for case in cases]
+    judged = verdicts(cases, results, driver.run, goal)
     if report:
         from co2sim.cli import report_page  # noqa: PLC0415 - only then
 
-        write_atomically({report: report_page.page(cases, results, goal, tokens)})
+        page = report_page.page(cases, results, goal, tokens, verdicts=judged)
+        write_atomically({report: page})
     pairs = list(zip(cases, results, strict=True))
     if json_:
-        found = [result_to_dict(case, result, goal, tokens) for case, result in pairs]
-        if evidence:
-            for (case, result), row in zip(pairs, found, strict=True):
-                row["evidence"] = [asdict(one) for one in nearest(case, result)]
+        found = [
+            result_to_dict(case, result, goal, tokens)
+            | ({"verdict": asdict(verdict)} if verdict else {})
+            | ({"evidence": [asdict(e) for e in nearest(case, result)]} if evidence else {})
+            for (case, result), verdict in zip(pairs, judged, strict=True)
+        ]
         print(json.dumps(found[0] if len(found) == 1 else found, indent=2))
         return
     from co2sim.report.text.result import (  # noqa: PLC0415 - rich
         print_comparison,
         print_evidence,
         print_simulated,
+        print_verdicts,
     )
 
     for case, result in pairs if not brief else []:
@@ -78,6 +102,9 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
             print_evidence(case, result)
     if brief or len(pairs) > 1:
         print_comparison(cases, results, goal, tokens, brief=brief)
+    if evidence:
+        totals.print_remark(console(), results, goal)
+    print_verdicts([one for one in judged if one])
     if report:
         print(f"report  {report}")
 
@@ -95,7 +122,7 @@ def trace(
     """Simulate, and write the timeline of every traced rank."""
     if out.suffix not in {".json", ".jsonl"}:
         raise OptionError(f"--out {out}: the file must end in .json (Perfetto) or .jsonl")
-    schedule, found = driver.trace(case, progress=None)
+    schedule, found = driver.trace(_with_numbers(case), progress=None)
     if out.suffix == ".jsonl":
         text = "".join(f"{line}\n" for line in found.to_json_lines())
     else:

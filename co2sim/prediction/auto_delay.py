@@ -1,6 +1,7 @@
 """How late an average has to be used to be hidden: "auto" options of CO2 become numbers.
 
-What an average exposes is the time that a round takes beyond the same round without averages.
+What an average exposes is the time that a round takes beyond the same round without averages,
+where communication slows no computing down: training measures its own tau by waiting alone, too.
 """
 
 from collections.abc import Callable

@@ -392,7 +392,10 @@ def _resolve_auto(case: Case, done: Done | None) -> tuple[Case, tuple[str, ...]]
 
     def time_of(tried: Strategy, averages: bool) -> Seconds:  # noqa: FBT001
         def change(prepared: LoadedCase) -> LoadedCase:
-            even = _even(prepared)  # waiting for slower nodes is no matter of tau
+            # neither waiting for slower nodes nor computing more slowly beside an average is
+            # waiting for the average: no longer round would hide it
+            even = _even(prepared)
+            even = replace(even, cluster=replace(even.cluster, interference=0.0))
             return even if averages else _without_averages(even)
 
         return case_figures(replace(quiet, strategy=tried), done, change).result.round_time_s

@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 from co2sim.common.errors import Co2simError
 from co2sim.common.units import counted
@@ -14,12 +14,14 @@ from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, remark, scale_of
 from co2sim.prediction.totals import Totals, result_to_dict
+from co2sim.prediction.verdict import Verdict
 from co2sim.report import bar_charts, comparison, line_charts, sections, tables
 from co2sim.report.chart_style import picking
 from co2sim.report.html import MAX_ROUNDS, Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import last_round
 from co2sim.report.tables import Answered
 from co2sim.report.text import totals
+from co2sim.report.text.result import verdict_lines
 from co2sim.studies.grid import display_name, offer_names, strategy_title
 from co2sim.studies.one_node import efficiencies
 from co2sim.studies.sensitivity import Sensitivity, levers
@@ -34,8 +36,8 @@ class Study:
     """Cases with their results, in order; those of one cluster follow each other.
 
     `panels` names the cluster of each case, with what was varied; without, it is as it was given.
-    `tokens` are those to train, None if not asked for. `command` is what a user types to repeat
-    it all.
+    `verdicts` are those on the cases, None on what is no local-update method. `tokens` are those to
+    train, None if not asked for. `command` is what a user types to repeat it all.
     """
 
     cases: Sequence[Case]
@@ -45,6 +47,7 @@ class Study:
     comparisons: Sequence[SpeedComparison]
     command: str
     panels: Sequence[str] = ()
+    verdicts: Sequence[Verdict | None] = ()
 
     @cached_property
     def all(self) -> tuple[Answered, ...]:
@@ -132,15 +135,22 @@ class Study:
         about = f"{self.best.strategy} on {counted(self.best.result.gpus, 'GPU')}"
         told = {
             "The answer": said[:_MOST],
+            "Is it worth it": self._worth(),
             "How sure": sections.surest(self.best, *self._undecided()),
             f"What would change it ({about})": sections.binding(found, self.best.result.unit),
             "Evidence": sections.evidence(self.best),
         }
         return {name: lines for name, lines in told.items() if lines}
 
+    def _worth(self) -> list[str]:
+        found = [one for one in self.verdicts if one]
+        return [line for one in found for line in verdict_lines(one, named=len(found) > 1)]
+
     def doubts(self) -> list[str]:
         """What the intervals do not tell apart, by cluster, and what steps are worth."""
         found = self._undecided()
+        if self.verdicts and self.tokens is None:
+            return found
         worth = remark(((one.result.strategy, scale_of(one.result)) for one in self.all), self.goal)
         if worth and self.tokens is None:
             found.append(f"Speed is not progress: {worth}. With --tokens the answer counts it.")
@@ -210,8 +220,12 @@ def page(study: Study) -> Page:
 def _files(study: Study) -> dict[str, tuple[str, str]]:
     frame = to_frame(study.cases, study.results, goal=study.goal, tokens=study.tokens)
     results = [
-        {"cluster_key": key, **result_to_dict(one.case, one.result, study.goal, study.tokens)}
-        for key, one in zip(study.keys, study.all, strict=True)
+        {
+            "cluster_key": key,
+            **result_to_dict(one.case, one.result, study.goal, study.tokens),
+            **({"verdict": asdict(verdict)} if verdict else {}),
+        }
+        for key, one, verdict in zip_longest(study.keys, study.all, study.verdicts)
     ]
     return {
         "study.csv": ("text/csv", frame.to_csv(index=False)),

@@ -106,6 +106,7 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     means = launching.known_backend(backend)
     limit = launching.checked_deadline(deadline)
     launching.checked_nproc(nproc)
+    launching.refuse_auto(sys.argv[2:], strategy, cluster=cluster, ranks=nproc)
     for case in cases:  # what is wrong is better said once than by every rank
         if nproc is None:
             case.load()

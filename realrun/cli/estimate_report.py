@@ -24,7 +24,7 @@ def print_estimates(history: History, out: Path) -> None:
         _rows(found),
     )
     print_lines(shown, *limits(history.settings))
-    lines = commands(found, history.settings, history.rows[-1].delay)
+    lines = commands(found, history.chosen, history.rows[-1].delay)
     print("\nWith the CLUSTER and the MODEL that you ask about:\n")  # whole lines, to copy
     print("\n".join(f"$ {line}" for line in lines.values()))
     print(f"\nestimates  {out / ESTIMATE}")

@@ -5,6 +5,8 @@ from typing import Annotated
 import typer
 
 from co2sim.cli import options
+from realrun.cli import options as launching
+from realrun.cli.options import strategies_in
 from realrun.lab.lab import INTRA_RATE, Lab, run_lab, stated_cluster
 from realrun.lab.time_dilation import SLEEPING, chosen
 from realrun.launch.launcher import Dilation, GpusPerNode, IntraRate, Nodes, Rate, Sites, Wan, cores
@@ -45,9 +47,22 @@ def run(  # noqa: PLR0917 - one argument per option
     before kernels (SCHED_FIFO), as a network card does; REALRUN_REALTIME=0 leaves them as they are.
     """
     time = options.seconds("--grace", grace)
+    if command and command[:2] == ["realrun", "run"]:
+        _refuse_auto(command[2:])
     slower = chosen(dilation, command or [], nodes * gpus_per_node, cores(), sites)
     built = Lab(nodes, gpus_per_node, rate, intra_rate, sites, wan, slower)
     raise typer.Exit(run_lab(command or [], built, grace=time))
+
+
+def _refuse_auto(words: list[str]) -> None:
+    """Raise OptionError before the lab is built, for what its ranks would refuse."""
+    own = None
+    for place, word in enumerate(words):
+        if word in {"-c", "--cluster"}:
+            own = next(iter(words[place + 1 :]), None)
+        elif word.startswith(("-c", "--cluster=")):
+            own = word
+    launching.refuse_auto(words, list(strategies_in(words)), cluster=own, ranks=None)
 
 
 @lab.command()

@@ -40,11 +40,11 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
         typer.Option("--strategy", "-s", help="As in `co2sim run`: ddp, co2:tau=12, zeropp ..."),
     ] = "ddp",
     tau: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            parser=options.whole("--tau"),
-            metavar="N",
-            help="Steps between averages: sets tau of the strategy.",
+            metavar="N|auto",
+            help="Steps between averages: sets tau of the strategy. auto: of co2, the shortest"
+            " round that hides its averages, measured.",
         ),
     ] = None,
     outer: Annotated[
@@ -260,10 +260,12 @@ def _check_clock() -> None:
         )
 
 
-def _with_tau(strategy: str, tau: int | None) -> str:
+def _with_tau(strategy: str, tau: str | None) -> str:
     """The strategy with another tau. Raises OptionError when it has none, or its own one."""
     if tau is None:
         return strategy
+    if tau != "auto":
+        options.whole("--tau")(tau)
     if "tau" in strategy:
         raise OptionError(f"--tau {tau}, and --strategy {strategy} gives another one")
-    return title(with_options(parse(strategy), {"tau": str(tau)}))
+    return title(with_options(parse(strategy), {"tau": tau}))

@@ -87,7 +87,8 @@ def _say(settings: TrainSettings, out: Path, resume: Resume | None) -> None:
         check_new(out)
     elif not checkpoints(out):
         print(f"no checkpoint in {out}: starting at step 0", file=sys.stderr)
-    if left := settings.last % settings.round:
+    chooses = getattr(settings.parsed, "tau", None) == "auto"
+    if not chooses and (left := settings.last % settings.round):
         print(
             f"{settings.last} steps are no multiple of tau, {settings.round}: what workers"
             f" learn in the last {left} enters only the final mean",
@@ -111,7 +112,7 @@ def _estimates(history: History) -> dict[str, Any]:
     if history.estimates is None:
         return {}
     delay = history.rows[-1].delay
-    return {"estimates": history.estimates.to_dict(history.settings, delay)}
+    return {"estimates": history.estimates.to_dict(history.chosen, delay)}
 
 
 @contextmanager
@@ -165,9 +166,10 @@ def _waiting(found: Mapping[str, Any], outer: Mapping[str, Any]) -> str:
     if not (found["delay"] or outer["staleness"]):
         return f"averages are waited for as soon as they start, {share}"
     steps, rounds = found["delay"], outer["staleness"]
+    tau = f"tau {outer['tau']}" if outer["tau"] else "tau not chosen yet"
     delay = counted(rounds, "round") if steps is None else counted(steps, "step")
     averages = counted(found["averages"], "average")
-    return f"delay {delay}, {found['late']} of {averages} came late, {share}"
+    return f"{tau}, delay {delay}, {found['late']} of {averages} came late, {share}"
 
 
 def _print(history: History, out: Path) -> None:

@@ -192,7 +192,7 @@ def commands(found: Estimates, settings: TrainSettings, delay: int | None) -> di
         "bound": f"co2analysis bound {given} --workers {found.workers}"
         f" --rounds {max(1, settings.last // settings.round)} --local-steps {settings.round}{late}",
         "tau": f"co2analysis tau {given} --strategy {name} --micro-batch {found.micro_batch}"
-        " --cluster CLUSTER --model MODEL",
+        " --accumulation 1 --cluster CLUSTER --model MODEL",
     }
 
 

@@ -45,6 +45,8 @@ class OuterStats(Protocol):
     def late(self) -> int: ...  # noqa: D102
     @property
     def delay(self) -> int | None: ...  # noqa: D102
+    @property
+    def tau(self) -> int | None: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,7 @@ class LogRow:
     clip_residual: float | None = None
     rounding_residual: float | None = None
     running_residual: float | None = None
+    tau: int | None = None
 
     def with_stats(self, stats: OuterStats) -> "LogRow":
         """The row with what an outer step tells."""
@@ -90,11 +93,12 @@ class LogRow:
             clip_residual=stats.clip_residual,
             rounding_residual=stats.rounding_residual,
             running_residual=stats.running_residual,
+            tau=stats.tau,
         )
 
 
 _NAMES = tuple(field.name for field in fields(LogRow))
-_ADDED = ("clip_residual", "rounding_residual", "running_residual")
+_ADDED = ("clip_residual", "rounding_residual", "running_residual", "tau")
 """Columns that older logs lack."""
 
 
@@ -110,6 +114,11 @@ class History:
     facts: Mapping[str, Any]
     stopped: bool = False
     estimates: Estimates | None = None
+
+    @property
+    def chosen(self) -> TrainSettings:
+        """The settings, with the tau that the training has chosen."""
+        return self.settings.chosen(self.rows[-1].tau if self.rows else None)
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -215,7 +224,7 @@ def read(folder: Path) -> tuple[LogRow, ...]:
 
 
 def _row(texts: Mapping[str, str]) -> LogRow:
-    whole = {"step", "tokens", "rounds", "bytes_sent", "late", "delay"}
+    whole = {"step", "tokens", "rounds", "bytes_sent", "late", "delay", "tau"}
     told = {**dict.fromkeys(_ADDED, ""), **texts}
     values: dict[str, Any] = {
         name: (int(told[name]) if name in whole else float(told[name])) if told[name] else None

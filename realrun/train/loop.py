@@ -157,22 +157,27 @@ class LocalStep:
 
 
 class Votes:
-    """A vote every `every` steps; its result, which is that of all, counts at the next one.
+    """Votes with some steps between; the result of one, which is that of all, counts at the next.
 
     Ranks of local updates may be at different steps; a rank that stopped at once would leave the
     others waiting. Each vote is 4 bytes that travel while the steps continue.
     """
 
-    def __init__(self, world: World, every: int, wish: Callable[[], bool]) -> None:
-        self._every, self._wish = every, wish
+    def __init__(self, world: World, first: int, wish: Callable[[], bool]) -> None:
+        """The `first` vote is after this step, or a later one."""
+        self._next, self._wish = first, wish
         self._group = world.group("votes", WORLD)
         self._given = torch.zeros(1, dtype=torch.int32, device=world.device)
         self._work: dist.Work | None = None
 
-    def take(self, step: int) -> bool:
-        """Vote, if it is time to; whether the vote before was to stop. All ranks call it."""
-        if step % self._every:
+    def take(self, step: int, between: int) -> bool:
+        """Vote, if it is time to; whether the vote before was to stop. All ranks call it.
+
+        There are `between` steps to the next one.
+        """
+        if step < self._next:
             return False
+        self._next = step + between
         stop = self.close()
         if not stop:
             self._given.fill_(int(self._wish()))
@@ -270,6 +275,9 @@ class _Training:
     folder: Path | None
     estimator: Estimator | None
     step: int = 0
+    rounds: int = 0
+    ended: int = 0
+    """The last step that ended a round."""
     seconds: Seconds = 0.0
     losses: list[float] = field(default_factory=list)
     log: Log = field(default_factory=lambda: Log(None))
@@ -317,6 +325,7 @@ class _Training:
                 self.method.load_state(state["method"])
                 self.step, self.seconds = state["step"], state["seconds"]
                 self.losses = state["losses"]
+                self.ended = state.get("ended", self.step)
             except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
                 raise DamagedError("it holds no state of this training") from error
             except OptionError as error:
@@ -324,24 +333,26 @@ class _Training:
 
         checkpoint.reading(last, self.world, take)
         self.method.agree()
+        self.rounds = self._rounds_so_far()
 
     def go(self, progress: OnStep | None, stop: Callable[[], bool] | None) -> History:
         """All steps that are left."""
         settings = self.settings
         with self._place("start of the steps after"):
-            votes = Votes(self.world, max(settings.round, _VOTE), stop) if stop else None
+            votes = Votes(self.world, self.step + self._between_votes(), stop) if stop else None
         while self.step < settings.last:
             self._estimate()
             self.step += 1
             with self._place("local step" if settings.local else "step"):
                 began = time.monotonic()
                 self.losses.append(self.local.take(self.step))
-                stopping = votes is not None and votes.take(self.step)
-                if settings.evaluate == "after" and settings.evaluates(self.step):
+                stopping = votes is not None and votes.take(self.step, self._between_votes())
+                evaluates = settings.evaluates(self.step, self._count_round())
+                if settings.evaluate == "after" and evaluates:
                     self.validation.keep(self.step)
                 self.seconds += time.monotonic() - began
             with self._place("validation"):
-                self._note(last=stopping or self.step == settings.last)
+                self._note(evaluates=evaluates, last=stopping or self.step == settings.last)
             if progress:
                 progress(self._standing())
             every = settings.checkpoint_every
@@ -357,10 +368,26 @@ class _Training:
                 votes.close()
             return self._end()
 
-    def _note(self, *, last: bool) -> None:
+    def _rounds_so_far(self) -> int:
+        """Rounds that have ended: steps, where every step ends with an average."""
+        return self.method.outer.stats().rounds if self.method.outer else self.step
+
+    def _count_round(self) -> int | None:
+        """After a step: the one before the round that it has ended; None within a round."""
+        began, before, self.rounds = self.ended, self.rounds, self._rounds_so_far()
+        if self.rounds == before:
+            return None
+        self.ended = self.step
+        return began
+
+    def _between_votes(self) -> int:
+        """Steps: at least a round, since ranks within one may be at different steps."""
+        outer = self.method.outer
+        return max(_VOTE, outer.stats().tau or 0) if outer else _VOTE
+
+    def _note(self, *, evaluates: bool, last: bool) -> None:
         """Add a row to the log, if one is due."""
         settings, stats = self.settings, None
-        evaluates = settings.evaluates(self.step)
         if not (evaluates or last or self.step % settings.log_every == 0):
             return
         found: tuple[float | None, float | None] = (None, None)
@@ -394,6 +421,7 @@ class _Training:
             "step": self.step,
             "seconds": self.seconds,
             "losses": self.losses,
+            "ended": self.ended,
         }
         checkpoint.save(self.folder, self.step, state, self.identity, self.world)
 
@@ -419,6 +447,6 @@ class _Training:
 
     @contextmanager
     def _place(self, what: str) -> Iterator[None]:
-        place = Place(self.step, self.step // self.settings.round, f"{what} {self.step}")
+        place = Place(self.step, self.rounds, f"{what} {self.step}")
         with report_rank_errors(self.world, place):
             yield

@@ -43,7 +43,8 @@ def facts(task: Task, method: WrappedModel, world: World) -> Mapping[str, Any]:
 def _outer_step(outer: LocalUpdate) -> dict[str, Any]:
     """The options of the outer step; of late averages what was used where nothing was given."""
     rule, delay = outer.loop.rule, outer.stats().delay
-    found = asdict(rule)
+    waits = rule.late is None
+    found = asdict(rule) | {"tau": outer.loop.tau if waits else outer.stats().tau}
     late, tau = rule.late, outer.loop.tau
     if late is not None:
         keep, predict = kept(tau, late.keep, late.predict)
@@ -67,8 +68,7 @@ def write(folder: Path, history: History, task: Task, method: WrappedModel, worl
     title = f"{task.name}, {parameters}, {counted(world.layout.world_size, 'rank')}"
     files = {MODEL: out.getvalue(), FIGURE: draw(runs, title, task.unit, task.loss)}
     if history.estimates:
-        delay = history.rows[-1].delay
-        found = history.estimates.to_dict(history.settings, delay)
+        found = history.estimates.to_dict(history.chosen, history.rows[-1].delay)
         files[ESTIMATE] = f"{json.dumps(found, indent=2)}\n".encode()
     write_atomically({folder / name: data for name, data in files.items()})
     write_record(folder, history)

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import between, whole
 from co2sim.strategies import Strategy, parse
+from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local import LocalSteps, round_steps
 from co2sim.strategies.step import title
 from realrun.errors import one_of
@@ -124,9 +125,17 @@ class TrainSettings:
 
     @property
     def round(self) -> int:
-        """Steps between averages: tau, or 1."""
+        """Steps between averages: tau, or 1. Raises OptionError where tau is to be chosen."""
         strategy = self.parsed
         return round_steps(strategy) if isinstance(strategy, LocalSteps) else 1
+
+    def chosen(self, tau: int | None) -> "TrainSettings":
+        """The same with `tau` in place of "auto"; None: it ended before one was chosen."""
+        strategy = self.parsed
+        if not isinstance(strategy, CO2) or strategy.tau != "auto":
+            return self
+        steps = tau or strategy.late.shortest_round
+        return replace(self, strategy=title(replace(strategy, tau=steps)))
 
     @property
     def last(self) -> int:
@@ -147,13 +156,16 @@ class TrainSettings:
         cosine = (1 + math.cos(math.pi * done)) / 2
         return self.lr * (self.final_lr + (1 - self.final_lr) * cosine)
 
-    def evaluates(self, step: int) -> bool:
-        """Whether the validation loss is taken after this step."""
+    def evaluates(self, step: int, began: int | None) -> bool:
+        """Whether the validation loss is taken after this step.
+
+        It ends the round of the steps after `began`; None: it ends no round.
+        """
         if step == self.steps:
             return True
-        if not self.eval_every or step % self.round:
+        if not self.eval_every or began is None:
             return False
-        return step // self.eval_every > (step - self.round) // self.eval_every
+        return step // self.eval_every > began // self.eval_every
 
     def to_dict(self) -> dict[str, Any]:
         """For a record."""

@@ -103,11 +103,6 @@ def _check_options(strategy: Strategy) -> None:
             raise OptionError(f"{strategy.name}: {name} cannot be trained with: {why}")
     if not isinstance(strategy, LocalSteps):
         return
-    if strategy.tau == "auto":
-        raise OptionError(
-            "tau=auto is chosen by simulation, not by training: `co2sim run` with the same strategy"
-            " names it"
-        )
     if strategy.dtype is DType.FP16:
         raise OptionError("dtype=fp16 cannot be trained with; use fp32, bf16, int8 or int4")
     if strategy.inner == "zero1":

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from co2sim.common.errors import Co2simError
+from realrun.algorithms.pacing import AutoTau
 from realrun.execute.world import World
 from realrun.train import History, TrainSettings, parallelize, train
 from realrun.train.folder import MODEL
@@ -59,6 +60,21 @@ def resume(
             one, other = (torch.load(path / MODEL) for path in (at_once, parted))
             wrong += [name for name in one if not torch.equal(one[name], other[name])]
         found[strategy] = wrong
+    return found
+
+
+def measured_tau(world: World, folder: str) -> dict[str, Any]:
+    """A training that finds tau to be 7, and its resumption, which would find 9."""
+    kept, found = AutoTau.averaged, {}
+    try:
+        for tau, given in ((7, {"stop": 22}), (9, {})):
+            AutoTau.averaged = lambda self, tau=tau: tau if self.steps else None  # type: ignore[method-assign, misc]
+            settings = TrainSettings(strategy="co2", steps=40, eval_every=10, **SMALL, **given)
+            history = train(settings, world, Path(folder), resume=True)
+            found["tau"] = history.rows[-1].tau, history.facts["outer_step"]["tau"]
+            found["seen"] = [row.step for row in history.rows if row.validation_loss]
+    finally:
+        AutoTau.averaged = kept  # type: ignore[method-assign]
     return found
 
 

@@ -25,6 +25,7 @@ from co2sim.prediction.order import undecided
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
 from co2sim.prediction.totals import totals_of
+from co2sim.prediction.verdict import Verdict
 from co2sim.report.text import totals
 from co2sim.schedule.schedule import Layout, Schedule
 from co2sim.simulation.noise import QUIET, Noise
@@ -47,8 +48,8 @@ def print_result(
 ) -> None:
     """All figures of one configuration, simulated or measured; `noise` is named in the header.
 
-    With a goal, even one without steps, it says what the steps of local updates are worth. `more`
-    are further rows of the table of figures, `near` lines on published runs.
+    With a goal it says what it takes to get to that loss. `more` are further rows of the table of
+    figures, `near` lines on published runs.
     """
     out = console()
     r = result
@@ -58,8 +59,6 @@ def print_result(
     print_table(out, "figures", ("figure", "value"), rows)
     if r.interval_source:
         print_sources(out, [r], *near, "")
-    if goal:
-        totals.print_remark(out, [r], goal, "")
     rounds = counted(r.rounds_simulated, "round")
     if measured:
         out.print(f"measured: averages over the last of {rounds}")
@@ -115,7 +114,6 @@ def print_comparison(
     lines = question(results)[1:] if brief else []
     lines += _near(cases[0], first)
     print_lines(out, *lines, *([close] if close else []), "")
-    totals.print_remark(out, results, goal, "")
     if tokens is not None:
         found = totals.totals_for(cases, results, tokens, goal)
         named = [([one.strategy], total) for one, total in zip(results, found, strict=True)]
@@ -177,6 +175,20 @@ def print_simulated(
             recompute=result.recompute,
         )
         print_fitting(console(), taken, settle)
+
+
+def print_verdicts(found: Sequence[Verdict]) -> None:
+    """Whether each local-update method is worth it, and the Python that trains so."""
+    for one in found:
+        said, how = verdict_lines(one, named=len(found) > 1)
+        print_lines(console(), said)
+        print(how)  # a whole line, to copy
+
+
+def verdict_lines(one: Verdict, *, named: bool) -> tuple[str, str]:
+    """The verdict, and the Python that trains so."""
+    how = f"train so: {one.python}" if one.python else f"no training code: {one.untrainable}"
+    return f"verdict: {f'{one.strategy}: ' if named else ''}{one}", how
 
 
 def print_evidence(case: Case, result: Result) -> None:

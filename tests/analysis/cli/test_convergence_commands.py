@@ -487,6 +487,45 @@ def _plain(one: tau.Timing) -> dict[str, object]:
     return {name: getattr(one, name) for name in names}
 
 
+@pytest.mark.parametrize(
+    ("strategy", "batch"),
+    [
+        ("co2", ()),
+        ("co2:delay=3", ("--micro-batch", "1")),
+        ("co2:fragments=1", ("--recompute", "full")),
+    ],
+)
+def test_tau_answers_one_question_as_run_does(
+    co2analysis: Command, cli: Command, strategy: str, batch: tuple[str, ...]
+) -> None:
+    """With the same batch the tau that hides is that of `co2sim run`, and so is the batch said."""
+    case = ("-c", "a100-tcp80", "-m", "gpt2-small", "-g", "16", "-s", strategy, *batch)
+    found = answer(co2analysis, *TAU, *case, "--taus", "64", "--times", "10 h")
+    code, out, _ = cli("run", *case, "--json")
+    run = json.loads(out)
+    assert code == 0
+    chosen = parse(run["strategy"])
+    assert isinstance(chosen, CO2)
+    assert found["tau_that_hides"] == chosen.tau
+    (one,) = found["timings"]  # type: ignore[misc]
+    taken = f"micro-batch {run['micro_batch']} x {run['accumulation']} of 1,024 tokens"
+    assert one["source"].endswith(f"{taken}, recompute {run['recompute']}")
+    if "delay" in strategy:
+        assert one["late"]["steps"] == 3
+
+
+def test_the_tau_that_hides_and_the_best_tau_are_told_apart(co2analysis: Command) -> None:
+    """On one line; of a strategy without tau=auto only the best one is known."""
+    case = ("-c", "a100-tcp80", "-m", "gpt2-small", "-g", "16", "--taus", "1,64", "--times", "10 h")
+    found = answer(co2analysis, *TAU, *case)
+    text = " ".join(co2analysis(*TAU, *case).out.split())
+    best = found["after"][0]["best_tau"]  # type: ignore[index]
+    hides = found["tau_that_hides"]
+    said = f"tau that hides its averages, as `co2sim run` takes it: {hides}; tau with the least"
+    assert f"{said} bound: {best} after" in text
+    assert answer(co2analysis, *TAU, *case, "-s", "slowmo")["tau_that_hides"] is None
+
+
 @pytest.mark.slow
 def test_tau_depends_on_the_network(co2analysis: Command) -> None:
     """Between sites at 1 Gbit/s the best tau is larger than on 80 Gbit/s, and it is said why."""

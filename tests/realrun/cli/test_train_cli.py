@@ -85,7 +85,7 @@ def test_a_training_leaves_its_log_figure_parameters_and_record(
         done.stdout,
     ), done.stdout
     assert re.search(r"^outer steps 6, sent", done.stdout, re.MULTILINE)
-    late = r"^delay 1 round, (\d) of 6 averages came late, (\d+\.\d)% of the time waiting"
+    late = r"^tau 4, delay 1 round, (\d) of 6 averages came late, (\d+\.\d)% of the time waiting"
     said = re.search(late, done.stdout, re.MULTILINE)
     assert said, done.stdout
     rows = log.read(out)

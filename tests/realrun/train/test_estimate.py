@@ -219,7 +219,7 @@ def test_commands_are_those_of_the_training() -> None:
             "co2analysis bound --smoothness 10 --noise 5 --gap 0.9333 --workers 2 "
         )
         assert lines["bound"].endswith(end)
-        rest = " --micro-batch 4 --cluster CLUSTER --model MODEL"
+        rest = " --micro-batch 4 --accumulation 1 --cluster CLUSTER --model MODEL"
         assert lines["tau"].endswith(rest)
         asked = lines["tau"].removesuffix(rest).partition(" --strategy ")[2]
         trained = parse(strategy)

@@ -1,6 +1,7 @@
 """What is trained: data, models, the schedule of the learning rate, and what may be asked."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from co2sim.catalog import load_model
+from co2sim.common.delayed_averaging import SHORTEST
 from co2sim.common.errors import CatalogError, OptionError
 from co2sim.schedule.schedule import Layout
+from co2sim.strategies.co2 import CO2
 from realrun.train import folder, log
 from realrun.train.log import Log, LogRow, draw
 from realrun.train.settings import TrainSettings
@@ -130,11 +133,25 @@ def test_the_learning_rate_rises_and_falls() -> None:
 def test_local_updates_are_validated_at_ends_of_rounds() -> None:
     """At the first one at or after every multiple of `eval_every`, and at the last step."""
     settings = TrainSettings(strategy="co2.published:tau=12", steps=100, eval_every=20)
-    assert [s for s in range(1, 101) if settings.evaluates(s)] == [24, 48, 60, 84, 100]
-    plain = TrainSettings(steps=50, eval_every=20)
-    assert [s for s in range(1, 51) if plain.evaluates(s)] == [20, 40, 50]
-    never = replace(plain, eval_every=0)
-    assert [s for s in range(1, 51) if never.evaluates(s)] == [50]
+    rounds = [None if s % 12 else s - 12 for s in range(1, 101)]
+    assert evaluated(settings, rounds) == [24, 48, 60, 84, 100]
+    plain, steps = TrainSettings(steps=50, eval_every=20), list(range(50))
+    assert evaluated(plain, steps) == [20, 40, 50]
+    assert evaluated(replace(plain, eval_every=0), steps) == [50]
+
+
+def evaluated(settings: TrainSettings, began: Sequence[int | None]) -> list[int]:
+    """Steps with a validation; of each step, the one before the round that it ends."""
+    return [s for s, start in enumerate(began, start=1) if settings.evaluates(s, start)]
+
+
+def test_the_tau_that_was_measured_stands_for_auto() -> None:
+    """In the settings that later commands read; other strategies are as they were."""
+    auto = TrainSettings(strategy="co2:keep=0.5")
+    assert auto.chosen(7).parsed == CO2(tau=7, keep=0.5)
+    assert auto.chosen(None).round == SHORTEST
+    fixed = TrainSettings(strategy="co2:tau=3")
+    assert fixed.chosen(7) is fixed
 
 
 def test_settings_refuse_in_words() -> None:
@@ -193,7 +210,6 @@ def test_options_that_cannot_be_honoured_are_refused() -> None:
         ("zeropp:max_live=10", "max_live"),
         ("diloco:scale_block=64,dtype=int8", "scale_block"),
         ("co2.published:dtype=fp16", "dtype=fp16 cannot"),
-        ("co2:tau=auto,delay=auto", "tau=auto is chosen by"),
         ("co2.published:worker=node,inner=zero1", "inner=zero1 cannot"),
     ]:
         with pytest.raises(OptionError) as caught:

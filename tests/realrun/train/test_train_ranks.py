@@ -116,6 +116,13 @@ def test_a_finished_training_goes_on_to_more_steps(tmp_path: Path) -> None:
         assert one == {strategy: [] for strategy in strategies}
 
 
+def test_a_resumption_keeps_the_tau_that_was_measured(tmp_path: Path) -> None:
+    """And validates at the ends of its rounds: after 2 and 5 steps, then every 7 steps."""
+    first, other = two("measured_tau", folder=str(tmp_path))
+    assert first["tau"] == other["tau"] == [7, 7]
+    assert first["seen"] == [12, 26, 33, 40]
+
+
 def test_all_ranks_stop_after_the_same_step() -> None:
     """When one of four is asked to; soon, but not at once."""
     found = four("stopped")

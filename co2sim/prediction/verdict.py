@@ -1,0 +1,238 @@
+"""Whether a local-update method is worth it: the speed of its steps against how many it needs."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from co2sim.common.errors import Co2simError
+from co2sim.common.units import figures
+from co2sim.prediction.case import Case
+from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import NO_GOAL, Goal, StepFactor, scale_of, step_factor
+from co2sim.schedule.schedule import DType
+from co2sim.strategies import LocalSteps, parse
+from co2sim.strategies.co2 import CO2, PublishedCO2
+from co2sim.strategies.diloco import DiLoCo
+from co2sim.strategies.local_sgd import LocalSGD, OverlapLocalSGD, SlowMo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A local-update method against a synchronous one, with the same batch and to the same loss.
+
+    Its steps are `step_time_ratio` times as fast as those of `against`, and it needs `factor` times
+    as many, `low` to `high` (None: not known; a `high` of None alone: `low` or more).
+    `against_fits` says whether that one fits in memory. `sooner` is
+    by how much it is faster to the loss: 0.07 for 7 %, below 0 where it is slower. `certain` says
+    that this sign holds at both ends of the factor. `source` is where the factor comes from.
+    `python` is the line that trains so; None where nothing does, for the reason `untrainable`.
+    """
+
+    strategy: str
+    against: str | None
+    against_fits: bool
+    step_time_ratio: float | None
+    factor: float | None
+    low: float | None
+    high: float | None
+    sooner: float | None
+    certain: bool
+    source: str
+    python: str | None
+    untrainable: str = ""
+
+    def __str__(self) -> str:
+        """The verdict in a line, without the name of the strategy."""
+        if self.step_time_ratio is None:
+            return "not known, as no synchronous strategy could be simulated with this batch"
+        head = f"steps {figures(self.step_time_ratio)} times as fast as {self.against}"
+        head += "" if self.against_fits else " (which does not fit in memory)"
+        if self.factor is None or self.sooner is None:
+            name = self.strategy.partition("(")[0]
+            return (
+                f"{head}; how many more it needs is not known: worth it if fewer than"
+                f" {figures(self.step_time_ratio)} times as many (--steps-factor {name}=1.3)"
+            )
+        return f"{head}, {self._needed()} needed: {self._outcome()}"
+
+    def _needed(self) -> str:
+        assert self.factor is not None
+        if self.high is None:
+            return f"{self.factor:.3g} times as many or more"
+        ends = f" ({self.low:.3g} to {self.high:.3g})" if self.low != self.high else ""
+        return f"{self.factor:.3g}{ends} times as many"
+
+    def _outcome(self) -> str:
+        assert self.sooner is not None
+        if self.sooner >= 0:
+            return f"{self.sooner:.0%} sooner".replace("%", " %") + self._doubt()
+        later = f"{1 / (1 + self.sooner) - 1:.0%} longer".replace("%", " %")
+        return f"not worth it, {later}" if self.certain else f"{later}{self._doubt()}"
+
+    def _doubt(self) -> str:
+        return "" if self.certain else ", not certain"
+
+
+def verdicts(
+    cases: Sequence[Case],
+    results: Sequence[Result],
+    simulate: Callable[[Case], Result],
+    goal: Goal = NO_GOAL,
+) -> list[Verdict | None]:
+    """On each result, None where it is of no local-update method.
+
+    It is compared with the fastest synchronous strategy among the results that has as many GPUs and
+    the same batch, and fits in memory; else with what its worker runs inside, which takes a
+    simulation: `driver.run`.
+    """
+    return [
+        _verdict(case, result, results, simulate, goal)
+        if isinstance(_parsed(result), LocalSteps)
+        else None
+        for case, result in zip(cases, results, strict=True)
+    ]
+
+
+def _parsed(result: Result) -> object:
+    try:
+        return parse(result.strategy)
+    except Co2simError:  # a strategy of a user
+        return None
+
+
+def _verdict(
+    case: Case,
+    result: Result,
+    others: Sequence[Result],
+    simulate: Callable[[Case], Result],
+    goal: Goal,
+) -> Verdict:
+    strategy = _parsed(result)
+    other = _synchronous(result, others)
+    if other is None:
+        other = _simulated(case, result, strategy, simulate)
+    found = step_factor(result.strategy, scale_of(result), goal)
+    line, untrainable = python_line(strategy)
+    ratio = None if other is None else other.step_time_s / result.step_time_s
+    sooner, certain = None, False
+    if other is not None and found is not None:
+        base = step_factor(other.strategy, scale_of(other), goal)
+        if base is not None and base.factor != 1:  # a user says so
+            found = replace(
+                found,
+                factor=found.factor / base.factor,
+                low=found.low / base.factor,
+                high=None if found.high is None else found.high / base.factor,
+            )
+        sooner, certain = _judged(result, other, found)
+    return Verdict(
+        strategy=result.strategy,
+        against=None if other is None else other.strategy,
+        against_fits=other is not None and other.fits_in_memory,
+        step_time_ratio=ratio,
+        factor=found.factor if found else None,
+        low=found.low if found else None,
+        high=found.high if found else None,
+        sooner=sooner,
+        certain=certain,
+        source=found.source if found else "neither published nor measured",
+        python=line,
+        untrainable=untrainable,
+    )
+
+
+def _judged(result: Result, other: Result, found: StepFactor) -> tuple[float, bool]:
+    """By how much it is faster to the loss, and whether the sign of that is certain."""
+    ratio = other.step_time_s / result.step_time_s
+    sooner = ratio / found.factor - 1
+    end = found.low if sooner < 0 else found.high
+    return sooner, end is not None and (end < ratio if sooner >= 0 else end >= ratio)
+
+
+def _comparable(one: Result, other: Result) -> bool:
+    batches = [r.gpus * r.tokens_per_gpu_per_step for r in (one, other)]
+    same = (one.gpus, one.cluster, one.model) == (other.gpus, other.cluster, other.model)
+    return same and math.isclose(*batches)
+
+
+def _synchronous(result: Result, others: Sequence[Result]) -> Result | None:
+    """The fastest of those that were asked."""
+    found = [
+        other
+        for other in others
+        if (known := _parsed(other)) is not None
+        and not isinstance(known, LocalSteps)
+        and _comparable(result, other)
+    ]
+    fitting = [other for other in found if other.fits_in_memory]
+    return min(fitting, key=lambda other: other.step_time_s, default=None)
+
+
+def _simulated(
+    case: Case, result: Result, strategy: Any, simulate: Callable[[Case], Result]
+) -> Result | None:
+    """What its worker runs inside, on all GPUs, with as many samples in a step."""
+    inside = "ddp" if strategy.worker == "gpu" else strategy.inner or "zero2"
+    tried = replace(case, strategy=inside)
+    try:
+        found = simulate(tried)
+        if not _comparable(result, found):
+            found = simulate(
+                replace(
+                    tried,
+                    global_batch=None,
+                    micro_batch=result.micro_batch,
+                    accumulation=result.accumulation,
+                )
+            )
+    except Co2simError:  # such as more GPUs than it can divide anything over
+        return None
+    return found if _comparable(result, found) else None
+
+
+_CLASSES: dict[type, str] = {
+    CO2: "CO2",
+    PublishedCO2: "CO2.published",
+    LocalSGD: "LocalSGD",
+    OverlapLocalSGD: "OverlapLocalSGD",
+    SlowMo: "SlowMo",
+    DiLoCo: "DiLoCo",
+}
+"""The algorithm of `realrun.algorithms` that trains by a strategy."""
+_LATE = ("keep", "predict", "fragments", "preview")
+"""Options of CO2 that are those of a LateAverage."""
+_UNTRAINABLE = {
+    "average": "every rank averages its share",
+    "scale_block": "blocks of quantized averages have their own size",
+}
+"""Options that change what is simulated alone, with what is trained instead."""
+
+
+def python_line(strategy: Any) -> tuple[str | None, str]:
+    """The Python that trains by a strategy; or None, and why nothing does."""
+    name = _CLASSES.get(type(strategy))
+    if name is None:
+        return None, "no algorithm of realrun.algorithms is this strategy"
+    options = {one.name: getattr(strategy, one.name) for one in fields(strategy)}
+    changed = {one.name for one in fields(strategy) if options[one.name] != one.default}
+    for option, why in _UNTRAINABLE.items():
+        if option in changed:
+            return None, f"{option}={options[option]} is not trained: {why}"
+    if strategy.dtype is DType.FP16:
+        return None, "dtype=fp16 is not trained: averages travel as fp32, bf16, int8 or int4"
+    kept = {"tau": options["tau"]}
+    late = {one: options[one] for one in _LATE if one in changed}
+    if isinstance(strategy, CO2):
+        given = _arguments({"delay": strategy.delay, **late})
+        kept["delay"] = f"LateAverage({given})" if late else strategy.delay
+    else:
+        kept |= {one: options[one] for one in ("fragments", "delay", "staleness") if one in changed}
+    kept |= {one: f'"{options[one]}"' for one in ("worker", "dtype") if one in changed}
+    inside = f"  # {strategy.inner or 'zero2'} inside of a {strategy.worker}"
+    line = f"{name}(model, optimizer, {_arguments(kept)})"
+    return line + (inside if strategy.worker != "gpu" else ""), ""
+
+
+def _arguments(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())

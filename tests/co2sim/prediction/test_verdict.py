@@ -1,0 +1,255 @@
+"""Whether a local-update method is worth it: the verdict, and the Python that trains so."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from co2sim.prediction import driver
+from co2sim.prediction.case import Case
+from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import Goal
+from co2sim.prediction.verdict import Verdict, python_line, verdicts
+from co2sim.strategies import LocalSteps, Strategy, parse
+
+torch = pytest.importorskip("torch")
+
+from realrun import algorithms  # noqa: E402 - needs torch
+
+Run = Callable[..., tuple[int, str, str]]
+ONE = ("--micro-batch", "1", "--accumulation", "1")
+ON = ("-c", "a100-tcp80", "-m", "gpt2-small", "-g", "16", *ONE)
+
+
+def case(strategy: str) -> Case:
+    """On two nodes."""
+    return Case(cluster="a100-tcp80", model="gpt2-small", strategy=strategy, gpus=16)
+
+
+@pytest.fixture(scope="module")
+def simulated() -> dict[str, Result]:
+    """Results by strategy."""
+    names = ("co2.published:tau=12", "ddp", "zero2", "zero3")
+    return {name: driver.run(case(name)) for name in names}
+
+
+def judged(results: dict[str, Result], factor: str, *names: str) -> Verdict:
+    """The verdict on the first of these strategies, with a factor of one's own."""
+    goal = Goal(factors={"co2.published": float(factor)})
+    found = verdicts(
+        [case(name) for name in names], [results[name] for name in names], driver.run, goal
+    )[0]
+    assert found is not None
+    return found
+
+
+def test_it_is_compared_with_the_fastest_synchronous_strategy_that_was_asked(
+    simulated: dict[str, Result],
+) -> None:
+    """By the times of steps; others have no verdict."""
+    asked = ("co2.published:tau=12", "zero3", "zero2")
+    found = judged(simulated, "1", *asked)
+    fastest = min(("zero2", "zero3"), key=lambda name: simulated[name].step_time_s)
+    assert found.against == simulated[fastest].strategy
+    ratio = simulated[fastest].step_time_s / simulated[asked[0]].step_time_s
+    assert found.step_time_ratio == pytest.approx(ratio)
+    every = verdicts([case(one) for one in asked], [simulated[one] for one in asked], driver.run)
+    assert [one is None for one in every] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("worker", "inside"),
+    [("gpu", "ddp"), ("node", "zero2"), ("node,inner=ddp", "ddp"), ("node,inner=zero3", "zero3")],
+)
+def test_without_any_it_is_compared_with_what_a_worker_runs_inside(
+    worker: str, inside: str
+) -> None:
+    """With the same batch, simulated in addition."""
+    asked = case(f"local_sgd:tau=12,worker={worker}")
+    result = driver.run(asked)
+    found = verdicts([asked], [result], driver.run)[0]
+    assert found is not None
+    other = driver.run(replace(asked, strategy=inside))
+    assert found.against == other.strategy
+    assert found.step_time_ratio == pytest.approx(other.step_time_s / result.step_time_s)
+
+
+def test_another_batch_is_not_compared(simulated: dict[str, Result]) -> None:
+    """A step of more samples is no step of the same training."""
+    larger = driver.run(replace(case("zero2"), micro_batch=2))
+    cases = [case("co2.published:tau=12"), replace(case("zero2"), micro_batch=2)]
+    found = verdicts(cases, [simulated["co2.published:tau=12"], larger], driver.run)[0]
+    assert found is not None
+    assert found.against == simulated["ddp"].strategy
+
+
+@pytest.mark.parametrize("share", [0.5, 0.99, 1.01, 2.0])
+def test_sooner_is_the_speed_of_steps_over_the_steps_that_are_needed(
+    simulated: dict[str, Result], share: float
+) -> None:
+    """A factor without a range is certain, on either side of the ratio of the step times."""
+    pair = ("co2.published:tau=12", "ddp")
+    ratio = simulated[pair[1]].step_time_s / simulated[pair[0]].step_time_s
+    found = judged(simulated, f"{share * ratio}", *pair)
+    assert found.sooner == pytest.approx(1 / share - 1)
+    assert found.certain
+    assert ("not worth it" in str(found)) == (share > 1)
+
+
+def test_what_an_end_of_the_factor_contradicts_is_not_certain(simulated: dict[str, Result]) -> None:
+    """A published factor has a range; certain is what holds at the end that speaks against it."""
+    name = "co2.published:tau=12"
+    result = simulated[name]
+    plain = verdicts([case(name), case("ddp")], [result, simulated["ddp"]], driver.run)[0]
+    assert plain is not None
+    assert plain.low is not None
+    assert plain.high is not None
+    assert plain.low < plain.high
+    middle = (plain.low * plain.high) ** 0.5
+    for ratio, certain in (
+        (plain.low / 1.01, True),
+        (middle, False),
+        (plain.high * 1.01, True),
+    ):
+        slower = replace(simulated["ddp"], step_time_s=ratio * result.step_time_s)
+        found = verdicts([case(name), case("ddp")], [result, slower], driver.run)[0]
+        assert found is not None
+        assert found.certain == certain
+
+
+def test_a_lower_bound_of_the_factor_never_makes_it_certainly_sooner(
+    simulated: dict[str, Result],
+) -> None:
+    """How many steps are needed at the most is not known of a toy."""
+    name = "co2.published:tau=12"
+    toy = replace(simulated[name], parameters=158_720)
+    slow = replace(simulated["ddp"], parameters=158_720, step_time_s=100 * toy.step_time_s)
+    found = verdicts([case(name), case("ddp")], [toy, slow], driver.run)[0]
+    assert found is not None
+    assert found.high is None
+    assert found.sooner is not None
+    assert found.sooner > 0
+    assert not found.certain
+
+
+def test_where_no_factor_is_known_the_verdict_says_what_it_would_have_to_be(
+    simulated: dict[str, Result],
+) -> None:
+    """A strategy that nobody measured has a ratio of step times, and no more."""
+    odd = replace(simulated["co2.published:tau=12"], strategy="co2.published(tau=12, staleness=9)")
+    found = verdicts(
+        [case("co2.published:tau=12,staleness=9"), case("ddp")], [odd, simulated["ddp"]], driver.run
+    )[0]
+    assert found is not None
+    assert (found.factor, found.sooner, found.certain) == (None, None, False)
+    assert "not known" in str(found)
+
+
+def test_json_text_and_page_have_the_same_verdict(cli: Run, tmp_path: Path) -> None:
+    """The last lines of the answer are the verdict and the Python of the JSON."""
+    words = ("run", *ON, "-s", "co2:tau=12,delay=3", "-s", "zero2")
+    code, out, err = cli(*words, "--json")
+    assert (code, err) == (0, "")
+    told = json.loads(out)
+    assert "verdict" not in told[1]
+    page = tmp_path / "page.html"
+    code, out, _ = cli(*words, "--report", str(page))
+    lines = out.splitlines()
+    assert lines[-2] == f"train so: {told[0]['verdict']['python']}"
+    whole = " ".join(" ".join(lines).split())
+    assert f"verdict: {Verdict(**told[0]['verdict'])}" in whole
+    assert "CO2(model, optimizer, tau=12, delay=3)" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "line"),
+    [
+        (
+            "co2:tau=12,delay=1,worker=node,inner=ddp",
+            'CO2(model, optimizer, tau=12, delay=1, worker="node")',
+        ),
+        (
+            "co2.published:tau=48,staleness=2",
+            "CO2.published(model, optimizer, tau=48, staleness=2)",
+        ),
+        ("diloco:tau=100,dtype=int4", 'DiLoCo(model, optimizer, tau=100, dtype="int4")'),
+        ("local_sgd", "LocalSGD(model, optimizer, tau=12)"),
+    ],
+)
+def test_the_line_names_the_algorithm_and_what_is_not_its_default(strategy: str, line: str) -> None:
+    """As a user would write it."""
+    found, why = python_line(parse(strategy))
+    assert found is not None
+    assert (found.partition("  #")[0], why) == (line, "")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "local_sgd:dtype=fp16",
+        "co2.published:worker=node,average=leader",
+        "diloco:dtype=int8,scale_block=64",
+    ],
+)
+def test_what_nothing_trains_has_a_reason_and_no_line(strategy: str) -> None:
+    """Options of the simulator alone."""
+    line, why = python_line(parse(strategy))
+    assert line is None
+    assert "not trained" in why
+
+
+@st.composite
+def trainable(draw: st.DrawFn) -> Strategy:
+    """Any strategy with local steps on GPUs that the simulator takes."""
+    tau = draw(st.integers(1, 40))
+    name = draw(
+        st.sampled_from(
+            ["co2", "co2.published", "diloco", "local_sgd", "slowmo", "overlap_local_sgd"]
+        )
+    )
+    options: dict[str, object] = {"tau": tau}
+    if name == "co2":
+        options["delay"] = draw(st.integers(1, tau))
+        options |= draw(
+            st.fixed_dictionaries(
+                {},
+                optional={
+                    "keep": st.floats(0, 1),
+                    "predict": st.floats(0, 0.99),
+                    "fragments": st.integers(1, tau),
+                    "preview": st.booleans(),
+                },
+            )
+        )
+    if name == "co2.published":
+        options["staleness"] = draw(st.integers(1, 3))
+    if name == "diloco":
+        options |= {"fragments": draw(st.integers(1, tau)), "delay": draw(st.integers(0, tau - 1))}
+    wires = {"diloco": ["fp32", "bf16", "int8", "int4"], "co2": ["fp32", "bf16", "int8"]}
+    options["dtype"] = draw(st.sampled_from(wires.get(name, ["fp32", "bf16"])))
+    text = ",".join(f"{option}={str(value).lower()}" for option, value in options.items())
+    return parse(f"{name}:{text}")
+
+
+@given(trainable())
+def test_the_line_makes_an_algorithm_with_the_numbers_of_the_strategy(strategy: LocalSteps) -> None:
+    """Whatever the options, it runs as printed where the names of the package are imported."""
+    line, _ = python_line(strategy)
+    assert line is not None
+    model = torch.nn.Linear(50, 2)
+    names = {name: getattr(algorithms, name) for name in algorithms.__all__}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = eval(line, names | {"model": model, "optimizer": optimizer})  # noqa: S307 - it is ours
+    try:
+        assert type(made).__name__ == line.partition("(")[0].partition(".")[0]
+        assert made.loop.tau == strategy.tau
+        delay = getattr(strategy, "delay", None)
+        if delay:
+            assert made.stats().delay == delay
+        assert made.loop.rule.staleness == getattr(strategy, "staleness", made.loop.rule.staleness)
+    finally:
+        made.close()
