@@ -80,8 +80,11 @@ def test_a_given_factor_comes_first_and_the_narrower_before_the_wider() -> None:
     """A strategy with options before its name, and both before what was measured."""
     goal = Goal(
         factors={
-            "co2": 1.3, "co2.published": 1.9, "co2.published:tau=48": 2,
-            "co2(tau=12,delay=3)": 1.1, "co2:tau=12": 1.2,
+            "co2": 1.3,
+            "co2.published": 1.9,
+            "co2.published:tau=48": 2,
+            "co2(tau=12,delay=3)": 1.1,
+            "co2:tau=12": 1.2,
         }
     )
     factors = {
