@@ -241,7 +241,7 @@ def one_run(ask: Ask, task: Task, world: World) -> dict[str, Any]:
     if method.clip is not None:
         options["clip"] = CLIPS[ask.inner][method.clip] * method.tau * float(unit)
     lengths = Lengths(model, optimizer)
-    co2, found = CO2(model, optimizer, **options), [probe(model)]
+    co2, found = CO2.published(model, optimizer, **options), [probe(model)]
     for step in range(1, ask.steps + 1):
         slope(step)
         optimizer.step()
@@ -286,14 +286,8 @@ def estimate(task: str, inner: str, lr: float, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         command = (
             *("realrun", "train", "--task", task, "--size", SIZE, "--optimizer", inner),
-            *(
-                "--strategy",
-                "co2.published:tau=4",
-                "--outer",
-                "gap=constant,lr=1",
-                "--lr",
-                f"{lr:g}",
-            ),
+            *("--strategy", "co2.published:tau=4", "--outer", "gap=constant,lr=1"),
+            *("--lr", f"{lr:g}"),
             *("--steps", str(steps), "--batch", str(BATCH * WORKERS), "--eval-every", "0"),
             *("--warmup", "0", "--final-lr", "1", "--weight-decay", "0", "--clip-grad", "0"),
             *("--momentum", "0" if inner == "sgd" else "0.9", "--estimate", "--out", name),

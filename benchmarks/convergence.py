@@ -60,7 +60,7 @@ CLIP = 0.25
 """Momenta are clipped to this many lr x tau: what a worker moves an element at most is about 1."""
 
 OUTER = {
-    "co2": (
+    "co2.published": (
         *("momentum=0.5,lr=0.5", "momentum=0.2,lr=0.8", "momentum=0,lr=1"),
         *("momentum=0.5,lr=1", "momentum=0,lr=0.5"),
     ),
@@ -73,7 +73,8 @@ OUTER = {
 }
 """Outer steps to choose from; the first while the learning rate is tuned.
 
-The gain of CO2's, lr / (1 - momentum), is 1, 2 or 1/2: a delayed step may need to be a smaller one.
+The gain of the published CO2, lr / (1 - momentum), is 1, 2 or 1/2: a delayed step may need to be a
+smaller one.
 """
 
 KEPT = (
@@ -81,7 +82,7 @@ KEPT = (
     "keep=0.25,predict=1",
     *(f"{kept},momentum=0.2,lr=0.9" for kept in ("keep=1", "keep=0.25,predict=1")),
 )
-"""What CO2 with a delay keeps and predicts, to choose from, and outer steps other than x <- mean.
+"""What CO2 keeps and predicts, to choose from, and outer steps other than x <- mean.
 
 The rate is tuned with what CO2 takes by itself in rounds of that length.
 """
@@ -164,9 +165,8 @@ class Configuration:
 
     @property
     def keeps(self) -> bool:
-        """Whether a choice is part of the strategy: CO2 with a delay."""
-        strategy = parse(self.strategy)
-        return isinstance(strategy, CO2) and strategy.delay is not None
+        """Whether a choice is part of the strategy: CO2, but for the published one."""
+        return isinstance(parse(self.strategy), CO2)
 
     def trained(self, choice: str) -> str:
         """The strategy with what of a choice is part of it."""

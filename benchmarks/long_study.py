@@ -46,7 +46,7 @@ from analysis.convergence.bound import Bound
 from analysis.convergence.setting import Late, Setting
 from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from co2sim.strategies import parse
-from co2sim.strategies.co2 import CO2
+from co2sim.strategies.co2 import CO2, PublishedCO2
 from realrun.launch.launcher import run_local
 from realrun.train.algorithm_registry import pairs
 from realrun.train.log import MARKERS
@@ -238,7 +238,7 @@ def bounded(ask: Ask, constants: Mapping[str, Any]) -> float:
         inner_step=1.0,
         outer_step=options.get("lr", 1.0),
         momentum=options.get("momentum", 0.0),
-        delay=int(isinstance(strategy, CO2)),
+        delay=int(isinstance(strategy, PublishedCO2)),
         late=late,
     )
     found = bound.evaluate(bound.tuned(setting))

@@ -232,7 +232,7 @@ PEERS: dict[str, Attach] = {
     "our LocalSGD": ours(LocalSGD),
     "our DiLoCo": ours(DiLoCo, **_STEP),
     "our Streaming DiLoCo": ours(DiLoCo, **_STEP, fragments=FRAGMENTS, delay="auto"),
-    "our CO2": ours(CO2, outer_lr=0.5, outer_momentum=0.0, gap="gap_aware"),
+    "our CO2": ours(CO2.published),
     LATE: ours(CO2, delay="auto"),
     "torchft LocalSGD": torchft_local,
     "torchft DiLoCo": torchft_diloco,
@@ -325,7 +325,7 @@ def report(frame: pd.DataFrame, rate: str, steps: int, nodes: int) -> str:
 
 {nodes} nodes at {rate}, a GPT of {GPTS[SIZE].parameters:,} parameters, {steps} steps of {BATCH} x\
  {GPTS[SIZE].context} characters, AdamW at {LR:g}, tau {TAU}; outer lr {OUTER_LR:g} and momentum\
- {OUTER_MOMENTUM:g} (CO2: its defaults, 0.5 and 0, with a delay 1 and 0). torchft-nightly:\
+ {OUTER_MOMENTUM:g} (CO2: its defaults, 1 and 0, as published 0.5 and 0). torchft-nightly:\
  {installed("torchft-nightly")}. {machine()}
 
 {table(rows)}

@@ -224,16 +224,8 @@ def commands(repeats: int) -> list[SpeedLine]:
     found.append(limited("`co2sim run` from the shell", process(shell, repeats), 0.8, "s"))
     help_ = process([command, "--help"], repeats)
     found.append(limited("`co2sim --help`", help_, 0.3, "s"))
-    uneven = [
-        command,
-        "run",
-        "-c",
-        "a100-tcp80",
-        "-m",
-        "transnormer-7b",
-        "-s",
-        "co2.published:tau=48",
-    ]
+    uneven = [command, "run", "-c", "a100-tcp80", "-m", "transnormer-7b"]
+    uneven += ["-s", "co2.published:tau=48"]
     for option in UNEVEN:
         times = process([*uneven, "-g", "96", *option], min(repeats, 3))
         found.append(

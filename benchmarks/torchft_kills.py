@@ -33,7 +33,7 @@ from torch import nn
 
 from realrun.algorithms import CO2, DiLoCo, LocalUpdate
 
-ALGORITHMS: dict[str, Callable[..., LocalUpdate]] = {"CO2": CO2, "DiLoCo": DiLoCo}
+ALGORITHMS: dict[str, Callable[..., LocalUpdate]] = {"CO2": CO2.published, "DiLoCo": DiLoCo}
 OPTIONS: dict[str, Any] = {"tau": 8, "outer_momentum": 0.5, "outer_lr": 0.5}
 WORKERS, KILLS = 4, 20
 HIDDEN = 1024

@@ -53,10 +53,11 @@ print(study(["ddp", "zero2", "zero3", "zeropp"]), end="\n\n")
 # ## Another strategy
 #
 # A node as a worker of CO2: ZeRO-2 inside the node, an average between nodes every τ steps. From
-# which τ on is the average hidden? The 6 % that stay are collectives of ZeRO-2 inside the node.
+# which τ on is the average hidden? Without a tau, CO2 chooses it. The 6 % that stay are collectives
+# of ZeRO-2 inside the node.
 
 # %%
-CO2 = "co2.published(tau={}, worker=node)"
+CO2 = "co2(tau={}, worker=node)"
 print(study([CO2.format(tau) for tau in (6, 12, 24, 48)]), end="\n\n")
 
 # %% [markdown]

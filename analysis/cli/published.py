@@ -222,7 +222,6 @@ def figures(
     from analysis.published.figures.paper_figures import paper_figures  # noqa: PLC0415 - matplotlib
 
     with progress_bar("predicting published cells", after=1.0) as progress:
-        assert progress is not None
         found, left_out = paper_figures(papers, only or (), done=progress)
     files = {figure.mirror.name: figure.files(kinds) for figure in found}
     write_atomically({out / name: made for one in files.values() for name, made in one.items()})

@@ -87,9 +87,7 @@ COMMUNICATION: dict[str, Callable[[Cell], Cell]] = {
         for value in (one.low, one.high, 1.0)
     },
     "averages in fp32": partial(
-        with_strategy_options,
-        strategy="co2.published",
-        options={"dtype": "fp32"},
+        with_strategy_options, strategy="co2.published", options={"dtype": "fp32"}
     ),
     "zero2 scatters and gathers": partial(
         with_strategy_options, strategy="zero2", options={"owners": "false", "bucket": "500000000"}

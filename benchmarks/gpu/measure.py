@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias, get_args
@@ -35,7 +36,8 @@ from transformer import Decoder, Layer, Product, as_fp8
 
 from co2sim.catalog import load_model
 from co2sim.common.files import write_atomically
-from realrun.algorithms import CO2, LocalSGD, quantization
+from realrun import algorithms
+from realrun.algorithms import LateAverage, LocalUpdate, quantization
 from realrun.algorithms.averaging import Average
 from realrun.algorithms.outer_loop import mark_of
 from realrun.algorithms.process_groups import DEADLINE, Wire
@@ -401,15 +403,26 @@ def averages(*, quick: bool) -> Rows:
         runs: list[tuple[str, dict[str, Any] | None]] = [
             ("no algorithm", None),
             ("LocalSGD", {"tau": 12}),
-            ("CO2", {"tau": 12}),
-            ("CO2", {"tau": 12, "clip": 1.0}),
+            ("CO2.published", {"tau": 12}),
+            ("CO2.published", {"tau": 12, "clip": 1.0}),
             ("CO2", {"tau": 12, "delay": 6}),
             ("CO2", {"tau": 12, "delay": 6, "fragments": 12}),
             ("CO2", {"tau": 12, "delay": 6, "fragments": 12, "dtype": "int8"}),
-            ("CO2", {"tau": 12, "dtype": "int8"}),
+            ("CO2.published", {"tau": 12, "dtype": "int8"}),
             ("no algorithm", None),
         ]
         return [_averaged(name, options, quick=quick) for name, options in runs]
+
+
+def attached(
+    name: str, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+) -> LocalUpdate:
+    """An algorithm by its name; `delay` and `fragments` say how late averages are used."""
+    late = {key: options.pop(key) for key in ("delay", "fragments") if key in options}
+    if late:
+        options["delay"] = LateAverage(**late)
+    make: Callable[..., LocalUpdate] = attrgetter(name)(algorithms)
+    return make(model, optimizer, **options)
 
 
 @contextmanager
@@ -431,7 +444,7 @@ def _averaged(name: str, options: dict[str, Any] | None, *, quick: bool) -> dict
     tokens = torch.randint(shape["vocab"], (8, shape["tokens"]), device=DEVICE)
     algorithm = None
     if options is not None:
-        algorithm = {"CO2": CO2, "LocalSGD": LocalSGD}[name](model, optimizer, **options)
+        algorithm = attached(name, model, optimizer, **options)
         wire = options.get("dtype", "fp32")
         assert wire in get_args(Wire)
         # One rank alone has no average: here it goes through a communicator all the same.

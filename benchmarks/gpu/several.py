@@ -21,12 +21,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
-from measure import DEVICE, GPU, machine, synchronize, timed
+from measure import DEVICE, GPU, attached, machine, synchronize, timed
 from reports import commit
 from torch import nn
 
 from co2sim.common.files import write_atomically
-from realrun.algorithms import CO2, LocalSGD
 
 Rows: TypeAlias = list[dict[str, Any]]
 
@@ -78,7 +77,7 @@ def training(*, quick: bool) -> Rows:
     width, steps = (32, 12) if quick else (4096, 300)
     for name, options in (
         ("LocalSGD", {"tau": 4}),
-        ("CO2", {"tau": 4}),
+        ("CO2.published", {"tau": 4}),
         ("CO2", {"tau": 1, "delay": 1}),
         ("CO2", {"tau": 4, "delay": 2, "fragments": 4, "dtype": "int8"}),
     ):
@@ -86,9 +85,7 @@ def training(*, quick: bool) -> Rows:
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4))).to(DEVICE)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         x = torch.randn(512, width, device=DEVICE)
-        algorithm = {"CO2": CO2, "LocalSGD": LocalSGD}[name](
-            model, optimizer, check_every=50, **options
-        )
+        algorithm = attached(name, model, optimizer, check_every=50, **options)
         with algorithm:
             for step in range(-_WARM_UP, steps):
                 if step == 0:  # what is done for the first time takes longer

@@ -17,10 +17,10 @@ from co2sim.common.units import number, percent
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import Goal, remark, scale_of_case
+from co2sim.prediction.step_factors import Goal, remark
 from co2sim.prediction.totals import tokens_of
 from co2sim.report.text.result import print_assumed, print_warnings, question
-from co2sim.report.text.solve import best, checks, plain, remarks, told, words
+from co2sim.report.text.solve import best, checks, plain, remarks, told, trainings, words
 from co2sim.studies.grid import strategy_title
 from co2sim.studies.sensitivity import MORE, Sensitivity, levers
 from co2sim.studies.solve import Solved, check, solve
@@ -46,7 +46,7 @@ def solving(  # noqa: PLR0917 - one argument per option
     _check(cases[0], path)
     for case in cases:
         for target in wanted:
-            check(case, target, tokens)
+            check(case, path, target, tokens)
     found: list[Solved] = []
     for case in cases:
         axis = axis_of(case, path, low, high)
@@ -77,8 +77,7 @@ def solving(  # noqa: PLR0917 - one argument per option
     for target in wanted:
         _print_target(out, [solved for solved in found if solved.target == target])
     _print_levers(out, moved)
-    asked = zip(titles, map(scale_of_case, cases), strict=True)
-    if line := remark(asked, goal):
+    if line := remark(trainings(cases, results), goal):
         print_lines(out, line, "")
     print_assumed(out, results.values())
     _print_checks(out, found, tokens, goal)

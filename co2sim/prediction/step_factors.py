@@ -164,14 +164,31 @@ def step_factor(strategy: str, scale: Scale, goal: Goal = NO_GOAL) -> StepFactor
     1 for what makes the steps of DDP; None for what was neither published nor measured.
     """
     known = _parsed(strategy)
-    for name in (strategy, known.name if known else strategy):
-        if name in goal.factors:
-            return _certain(goal.factors[name], _GIVEN)
+    name = _stated(strategy, known, goal)
+    if name is not None:
+        return _certain(goal.factors[name], _GIVEN)
     if known is not None and not isinstance(known, LocalSteps):
         return _certain(1.0, "its steps are those of ddp")
     if known is None or "auto" in {known.tau, getattr(known, "delay", None)}:
         return None  # not ours, or not yet a method
     return _of_local_updates(known, scale)
+
+
+def _stated(strategy: str, known: Any, goal: Goal) -> str | None:
+    """The name by which the goal states the factor of a strategy, the narrowest of several.
+
+    A strategy whose "auto" options became numbers is also named as it was before.
+    """
+    if strategy in goal.factors:
+        return strategy
+    for name in goal.factors if isinstance(known, CO2) else ():
+        asked = parse(name)
+        if name != asked.name and isinstance(asked, CO2) and "auto" in {asked.tau, asked.delay}:
+            chosen = [option for option in ("tau", "delay") if getattr(asked, option) == "auto"]
+            chosen += ["fragments"] if asked.delay == "auto" and asked.fragments is None else []
+            if asked == replace(known, **{option: getattr(asked, option) for option in chosen}):
+                return name
+    return known.name if known and known.name in goal.factors else None
 
 
 def _of_local_updates(known: Any, scale: Scale) -> StepFactor | None:
@@ -293,7 +310,7 @@ def remark(trainings: Iterable[tuple[str, Scale]], goal: Goal = NO_GOAL) -> str:
         if found is None:
             others.setdefault(_kind(known), f"{strategy}: not measured")
         elif found.source == _GIVEN:
-            name = strategy if strategy in goal.factors else known.name
+            name = _stated(strategy, known, goal) or known.name
             others[name] = f"{name}: {found.factor:g} ({_GIVEN})"
         else:
             by_name.setdefault(found.measured or strategy, []).append((scale, found))

@@ -11,7 +11,7 @@ from co2sim.common.units import counted
 from co2sim.prediction.case import Case
 from co2sim.prediction.figures import shared_batch
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import Goal, remark, scale_of_case
+from co2sim.prediction.step_factors import Goal, remark
 from co2sim.report import decision_charts, sections
 from co2sim.report.html import Figure, Page, PageSection
 from co2sim.report.tables import Answered, Table
@@ -67,10 +67,7 @@ def page(answers: AllSolved) -> Page:
         facts=_facts(answers),
         doubts=sections.predicted_with(shown),
         sections=[
-            *(
-                _reached(group, place, answers.goal)
-                for place, group in enumerate(answers.by_target)
-            ),
+            *(_reached(group, place, answers) for place, group in enumerate(answers.by_target)),
             sections.gains({f"{name}, as it is": each for name, each in answers.levers.items()}),
             sections.trust(shown, shown) if shown else PageSection("trust", "How sure this is"),
             sections.inputs_of(
@@ -112,11 +109,9 @@ _MOST = 4
 """Answers on the first screen."""
 
 
-def _reached(group: Sequence[Solved], place: int, goal: Goal) -> PageSection:
+def _reached(group: Sequence[Solved], place: int, answers: AllSolved) -> PageSection:
     """The figure over the number, and the answers."""
-    said = remark(
-        ((strategy_title(one.case.strategy), scale_of_case(one.case)) for one in group), goal
-    )
+    said = remark(solve.trainings([one.case for one in group], answers.results), answers.goal)
     target, axis = group[0].target, group[0].axis
     metric = target.metric
     limits = [metric.shown(answer.value, group[0].currency) for answer in group[0].answers]
@@ -138,11 +133,11 @@ def _reached(group: Sequence[Solved], place: int, goal: Goal) -> PageSection:
         for solved in group
     ]
     columns = ("strategy", *limits, "best")
-    answers = Figure(f"{axis.path} for {target.name}", table=Table(columns, rows, len(columns)))
+    reached = Figure(f"{axis.path} for {target.name}", table=Table(columns, rows, len(columns)))
     return PageSection(
         key=f"target-{place}",
         title=f"{metric.words[0].upper()}{metric.words[1:]}, by {axis.path}",
-        figures=[chart, answers],
+        figures=[chart, reached],
         notes=[*solve.remarks(group), *([said] if said else [])],
     )
 

@@ -98,10 +98,20 @@ def parse(text: str) -> Strategy:
     return with_options(STRATEGIES[name](), dict(pairs))
 
 
+def _family(name: str) -> str:
+    """What variants of a method have in common: "co2" of "co2.published"."""
+    return name.partition(".")[0]
+
+
+def _names(kind: type[Any]) -> list[str]:
+    """The options of a strategy."""
+    return [option.name for option in fields(kind)]
+
+
 def with_options(strategy: Strategy, options: Mapping[str, str]) -> Strategy:
     """The strategy with some options changed, given as texts."""
     hints = _hints(type(strategy))
-    known = [option.name for option in fields(strategy)]  # type: ignore[arg-type]
+    known = _names(type(strategy))
     values = {}
     for option, text in options.items():
         if option not in known:
@@ -110,6 +120,13 @@ def with_options(strategy: Strategy, options: Mapping[str, str]) -> Strategy:
                 allowed = (
                     f"it is one of the job: --{option.replace('_', '-')}, or in Python {option}="
                 )
+            has_it = [
+                kind.name
+                for kind in STRATEGIES.values()
+                if _family(kind.name) == _family(strategy.name) and option in _names(kind)
+            ]
+            if has_it:
+                allowed = f"{has_it[0]} has it"
             raise OptionError(f"{strategy.name} has no option {option!r}; {allowed}")
         values[option] = _value(f"{strategy.name}: {option}", text, hints[option])
     return replace(strategy, **values)  # type: ignore[type-var]

@@ -281,7 +281,7 @@ def solve(
     that DDP would train; local updates need more, as `goal` or the measured step factors say.
     Raises the error of the first point where none can be simulated.
     """
-    check(case, target, tokens)
+    check(case, axis.path, target, tokens)
     curve = Curve(case, axis, target, tokens, goal)
     points = axis.points()
     for place, point in enumerate(points, 1):
@@ -328,8 +328,8 @@ def _uncertain(curve: Curve, target: Target) -> bool:
     return curve.has_interval and target.name != "memory"
 
 
-def check(case: Case, target: Target, tokens: float | None) -> None:
-    """Refuse a target that lacks something, and a strategy whose rounds are still to be chosen."""
+def check(case: Case, path: str, target: Target, tokens: float | None) -> None:
+    """Refuse a target that lacks something, and rounds that every value of `path` would change."""
     together, node = case.tp * case.cp * case.pp, case.load()[0].value.gpus_per_node
     if target.metric.needs == "alone" and together > node:
         raise OptionError(
@@ -341,7 +341,7 @@ def check(case: Case, target: Target, tokens: float | None) -> None:
     if target.metric.needs == "failures" and case.load()[0].value.failures is None:
         raise OptionError(f"{target.name} needs failures: --set failures=meta-rsc-1, say")
     strategy = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
-    if getattr(strategy, "tau", None) == "auto":
+    if getattr(strategy, "tau", None) == "auto" and path != "strategy.tau":
         raise OptionError(
             f"{strategy.name}: tau=auto is chosen again for every value, which takes too long; give"
             " a number, or solve for strategy.tau"

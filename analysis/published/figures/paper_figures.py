@@ -360,7 +360,7 @@ def paper_figures(
     folder: Path,
     only: Sequence[str] = (),
     known: Mapping[Cell, CellPrediction] | None = None,
-    done: Done = lambda _done, _total: None,
+    done: Done | None = None,
 ) -> tuple[list[PaperFigure], list[NotDrawn]]:
     """All figures that the folder has cells for, or those of some names; and what is in none.
 
@@ -381,7 +381,8 @@ def paper_figures(
     for number, cell in enumerate(cells, start=1):
         if cell not in rows:
             rows[cell] = validate([cell])[0]
-        done(number, len(cells))
+        if done:
+            done(number, len(cells))
     figures = [
         PaperFigure(
             one, tuple(rows[cell] for cell in contents[one].cells), tuple(contents[one].alone)

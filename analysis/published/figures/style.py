@@ -79,6 +79,7 @@ _NAMES = {
     "zero3": "ZeRO-3",
     "zeropp": "ZeRO++",
     "co2": "CO2",
+    "co2.published": "CO2",
     "co2:penalty=off": "CO2 without penalty",
     "sgd": "SGD",
     "adamw": "AdamW",

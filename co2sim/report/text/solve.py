@@ -1,13 +1,13 @@
 """What `co2sim solve` says: sentences, commands and plain values."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from co2sim.prediction.case import Case
 from co2sim.prediction.figures import asked
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import NO_GOAL, Goal
+from co2sim.prediction.step_factors import NO_GOAL, Goal, Scale, scale_of_case
 from co2sim.studies.candidates import command_of, with_tokens
 from co2sim.studies.grid import strategy_title
 from co2sim.studies.sensitivity import Sensitivity
@@ -16,6 +16,13 @@ from co2sim.studies.targets import Axis
 
 _USUAL = 0.9
 """Of several values, that which the words are about."""
+
+
+def trainings(cases: Iterable[Case], results: Mapping[str, Result]) -> Iterator[tuple[str, Scale]]:
+    """For `remark`: strategies with the options that were chosen for the cases as they are."""
+    for case in cases:
+        title = strategy_title(case.strategy)
+        yield results[title].strategy if title in results else title, scale_of_case(case)
 
 
 def words(solved: Solved) -> str:

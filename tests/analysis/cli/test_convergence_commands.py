@@ -450,7 +450,7 @@ def test_rounds_say_who_averages_when(strategy: str, tau_: int, workers: int, de
 
 def test_late_strategies() -> None:
     """A strategy's own delay counts, if it is a number; without one averages are rounds late."""
-    assert tau.late_of(parse("co2")) is None
+    assert tau.late_of(parse("co2.published")) is None
     given = tau.late_of(parse("co2:tau=12,delay=3,keep=0.5,predict=0.25"))
     assert given == Late(steps=3, keep=0.5, predict=0.25)
     open_ = parse("co2:tau=12,delay=3")
@@ -553,7 +553,7 @@ def test_the_search_for_tau_doubles_while_the_longest_is_best(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With rounds of 1,000 s up to a tau of 512: past the usual ones, and it ends."""
-    case = Case(cluster="a100-tcp80", model="gpt2-small", strategy="co2", gpus=16)
+    case = Case(cluster="a100-tcp80", model="gpt2-small", strategy="co2.published", gpus=16)
 
     def simulated(_case: Case, steps: int) -> tau.Timing:
         return timing(steps, 1000.0 * max(1, steps / 512))

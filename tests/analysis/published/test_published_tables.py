@@ -106,7 +106,7 @@ REFUSED = {
     ],
     "co2": [
         (CO2.replace("network", "net"), "network"),
-        (CO2.replace("IP,48", "IP,99999"), "line 3: co2: tau"),
+        (CO2.replace("IP,48", "IP,99999"), "line 3: co2.published: tau"),
         (CO2.replace("adamw_zero2", "adamw"), "adamw_zero2, co2_zero2"),
         (CO2.replace("zero2,80 Gbit/s TCP/IP", "zero2,800 Gbit/s RoCE"), "80 Gbit/s TCP/IP"),
         (CO2.replace("IP,48", "IP,"), "line 3: tau is ''"),

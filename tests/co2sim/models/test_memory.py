@@ -85,7 +85,8 @@ def test_zero2_keeps_the_bucket_that_is_reduced() -> None:
         ("slowmo", 3),
         ("overlap_local_sgd", 3),
         ("diloco", 3),
-        ("co2", 3),
+        ("co2", 4),
+        ("co2.published", 3),
         ("co2.published(staleness=2)", 4),
         ("co2.published(dtype=bf16)", 2.5),
         ("diloco(dtype=int8)", 3),
@@ -93,7 +94,7 @@ def test_zero2_keeps_the_bucket_that_is_reduced() -> None:
     ],
 )
 def test_outer_states_are_copies_of_the_parameters(strategy: str, copies: float) -> None:
-    """CO2 adds anchor, momentum and one buffer in fp32: three copies, sharded inside a node."""
+    """Anchor, momentum and a buffer in fp32, sharded inside a node; late averages keep x, too."""
     alone = strategies.parse(strategy).memory(big(), Layout(4, 8))
     assert alone["outer"] == pytest.approx(copies * 4 * PARAMETERS)
     text = strategy.replace("(", "(worker=node,") if "(" in strategy else f"{strategy}(worker=node)"

@@ -78,20 +78,31 @@ def test_steps_of_data_parallelism_are_those_of_ddp() -> None:
 
 def test_a_given_factor_comes_first_and_the_narrower_before_the_wider() -> None:
     """A strategy with options before its name, and both before what was measured."""
-    goal = Goal(factors={"co2": 1.3, "co2.published:tau=48": 2, "co2(delay=3)": 1.1})
+    goal = Goal(
+        factors={
+            "co2": 1.3,
+            "co2.published": 1.9,
+            "co2.published:tau=48": 2,
+            "co2(tau=12,delay=3)": 1.1,
+            "co2:tau=12": 1.2,
+        }
+    )
     factors = {
         strategy: found.factor
         for strategy in (
+            "co2(tau=6, delay=1)",
             "co2.published(tau=12)",
             "co2.published(tau=48)",
             "co2(tau=12, delay=3)",
+            "co2(tau=12, delay=1, fragments=12)",
             "slowmo(tau=12)",
         )
         if (found := step_factor(strategy, TOY, goal))
     }
-    assert list(factors.values())[:3] == [1.3, 2, 1.1]
+    assert list(factors.values())[:5] == [1.3, 1.9, 2, 1.1, 1.2]
     assert factors["slowmo(tau=12)"] == 1.67
-    assert "co2: 1.3 (given)" in remark([("co2.published(tau=12)", TOY)], goal)
+    assert "co2: 1.3 (given)" in remark([("co2(tau=6, delay=1)", TOY)], goal)
+    assert "co2(tau=12): 1.2 (given)" in remark([("co2(tau=12, delay=1)", TOY)], goal)
 
 
 def test_time_and_cost_to_a_loss_are_those_of_the_steps_it_takes() -> None:
@@ -99,7 +110,7 @@ def test_time_and_cost_to_a_loss_are_those_of_the_steps_it_takes() -> None:
     prices = {"price_per_gpu": "2 USD/h"}
     for strategy, factor in (("ddp", 1.0), ("co2.published(tau=12)", 1.5)):
         result = simulate("a100-tcp80", "gpt2-small", strategy, gpus=16, overrides=prices)
-        found = to_loss(result, Goal(steps=1000, factors={"co2": 1.5}))
+        found = to_loss(result, Goal(steps=1000, factors={"co2.published": 1.5}))
         assert found is not None
         assert found.steps == 1000 * factor
         assert found.time_s == pytest.approx(1000 * factor * result.step_time_s)
@@ -126,7 +137,7 @@ def test_time_and_cost_to_a_loss_are_those_of_the_steps_it_takes() -> None:
         (
             None,
             {"co2.published:tau=3": 1, "co2.published(tau=3)": 2},
-            r"co2\(tau=3\) is given twice",
+            r"co2.published\(tau=3\) is given twice",
         ),
     ],
 )
@@ -141,23 +152,33 @@ def test_every_command_adds_time_and_cost_to_the_loss(
     cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In its table, in its CSV file, and in JSON."""
-    monkeypatch.setenv("COLUMNS", "160")
-    goal = ("--to-loss-steps", "1000000", "--steps-factor", "co2.published:tau=12=2")
+    monkeypatch.setenv("COLUMNS", "200")
+    goal = ("--to-loss-steps", "1000000", "--steps-factor", "co2:tau=12=2")
     price = ("--set", "price_per_gpu=2 USD/h")
-    _, shown, _ = cli("run", *ON, "-g", "16", "-s", "co2", *goal, *price)
+    _, shown, _ = cli("run", *ON, "-g", "16", "-s", "co2:tau=12", *goal, *price)
     assert "(2,000,000 steps)" in shown
-    _, text, _ = cli("run", *ON, "-g", "16", "-s", "co2", *goal, *price, "--json")
+    _, text, _ = cli("run", *ON, "-g", "16", "-s", "co2:tau=12", *goal, *price, "--json")
     found = json.loads(text)
     assert found["to_loss"]["time_s"] == pytest.approx(2e6 * found["step_time_s"])
-    _, shown, _ = cli("scale", *ON, "-g", "8,16", "-s", "co2", "-s", "ddp", *goal, *price)
+    _, shown, _ = cli("scale", *ON, "-g", "8,16", "-s", "co2:tau=12", "-s", "ddp", *goal, *price)
     assert "to loss at 16  cost to loss at 16" in shown
     with (tmp_path / "out/scale.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [float(row["steps_to_loss"]) for row in rows] == [2e6, 2e6, 1e6, 1e6]
-    varied = ("--vary", "strategy=ddp, co2, slowmo, co2.published:staleness=2", "--jobs", "1")
+    varied = (
+        "--vary",
+        "strategy=ddp, co2:tau=12, slowmo, co2.published:staleness=2",
+        "--jobs",
+        "1",
+    )
     _, shown, _ = cli("sweep", *ON, "-g", "16", *varied, *goal, "--sort", "to loss")
     table = shown.splitlines()
     head = next(place for place, line in enumerate(table) if line.rstrip().endswith("to loss"))
     lines = [line.split() for line in table[head : head + 5]]
-    assert [line[0] for line in lines[1:]] == ["ddp", "slowmo", "co2", "co2.published:staleness=2"]
+    assert [line[0] for line in lines[1:]] == [
+        "ddp",
+        "slowmo",
+        "co2:tau=12",
+        "co2.published:staleness=2",
+    ]
     assert lines[4][-1] == "-"

@@ -33,11 +33,7 @@ def test_the_header_names_speeds_and_the_figures_what_they_cost(cli: Run) -> Non
 @pytest.mark.parametrize(
     ("options", "micro_batch", "offered"),
     [
-        (
-            ("-m", "llama-13b", "-s", "co2.published:tau=4"),
-            "1",
-            ["co2.published:tau=4,worker=node,inner=zero3"],
-        ),
+        (("-m", "llama-13b", "-s", "co2:tau=4"), "1", ["co2:tau=4,worker=node,inner=zero3"]),
         (
             ("-m", "llama-7b", "-s", "zero2", "-g", "16"),
             "16",

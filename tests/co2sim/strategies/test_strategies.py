@@ -243,7 +243,7 @@ def test_the_exposed_time_of_a_delay_is_what_its_steps_do_not_cover(
 
 
 @given(
-    st.sampled_from(["co2", "slowmo", "local_sgd", "overlap_local_sgd", "diloco"]),
+    st.sampled_from(["co2.published", "slowmo", "local_sgd", "overlap_local_sgd", "diloco"]),
     st.sampled_from(["ddp", "zero1", "zero2", "zero3", "zeropp", "fsdp"]),
 )
 def test_a_node_as_worker_averages_shares_among_peers(strategy: str, inner: str) -> None:
@@ -353,14 +353,14 @@ def test_the_parts_of_a_backward_pass_add_up_to_the_whole() -> None:
         ("diloco(tau=4,fragments=5)", "tau=4"),
         ("diloco(tau=4,delay=4)", "tau-1=3"),
         ("diloco(scale_block=0)", "at least 1"),
-        ("co2(delay=0)", "1 to 12"),
+        ("co2(tau=12,delay=0)", "1 to 12"),
         ("co2(tau=4,delay=5)", "1 to 4"),
         ("co2(delay=soon)", "auto"),
-        ("co2(delay=2,staleness=2)", "staleness=2"),
+        ("co2(delay=2,staleness=2)", "co2.published has it"),
         ("co2(delay=2,keep=1.5)", "0 to 1"),
         ("co2(delay=2,predict=-1)", "0 to 1"),
         ("co2(tau=4,delay=4,keep=0.25,predict=1)", "below"),
-        ("co2.published(keep=0.5)", "delay"),
+        ("co2.published(keep=0.5)", "co2 has it"),
         ("co2(tau=auto)", "delay"),
         ("co2(tau=auto,delay=2)", "=auto"),
         ("co2(delay=auto)", "=auto"),

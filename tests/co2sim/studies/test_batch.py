@@ -11,7 +11,7 @@ import pytest
 import tiny
 
 import co2sim
-from co2sim import CO2, DDP, Case, Noise, OptionError, run
+from co2sim import DDP, Case, Noise, OptionError, PublishedCO2, run
 from co2sim.catalog import Contents
 from co2sim.common.version import own_identity
 from co2sim.studies.batch import Inputs
@@ -110,7 +110,7 @@ def test_a_key_changes_with_every_field_of_a_case_and_with_nothing_else() -> Non
     key = Inputs().key
     keys = {key(replace(CASE, **{name: value})) for name, value in others.items()}
     assert len(keys | {key(CASE)}) == len(others) + 1
-    assert key(replace(CASE, strategy=CO2(tau=2))) == key(CASE)
+    assert key(replace(CASE, strategy=PublishedCO2(tau=2))) == key(CASE)
     assert key(replace(CASE, strategy="co2.published(tau=2)", gpus="16")) == key(CASE)  # type: ignore[arg-type]
     assert Inputs(["tokens", 1e9]).key(CASE) != key(CASE)
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from one_sample import numbers
 
 import co2sim
-from co2sim import CO2, DDP, Case, Co2simError, Layout, OptionError, Schedule
+from co2sim import CO2, DDP, Case, Co2simError, Layout, OptionError, PublishedCO2, Schedule
 from co2sim.common import convert
 from co2sim.common.resources import free_memory, require_memory
 from co2sim.models.workload import Workload
@@ -191,18 +191,17 @@ def test_every_field_of_a_case_and_of_a_cluster_can_vary() -> None:
 
 def test_scale_gives_clusters_by_strategies_by_counts() -> None:
     """Rows in the order asked for, the default counts double; each is what `simulate` gives."""
-    found = co2sim.scale(["a100-tcp80", "dgx-h100"], "gpt2-small", ["ddp", CO2(tau=2)], gpus="16,8")
+    strategies = ["ddp", PublishedCO2(tau=2)]
+    found = co2sim.scale(["a100-tcp80", "dgx-h100"], "gpt2-small", strategies, gpus="16,8")
     assert found["gpus"].tolist() == [8, 16] * 4
-    assert (
-        found["strategy"].tolist()
-        == ["ddp", "ddp", "co2.published(tau=2)", "co2.published(tau=2)"] * 2
-    )
+    names = ["ddp", "ddp", "co2.published(tau=2)", "co2.published(tau=2)"]
+    assert found["strategy"].tolist() == names * 2
     alone = co2sim.simulate("dgx-h100", "gpt2-small", "co2.published:tau=2", gpus=16)
     assert found["tokens_per_s"].iloc[-1] == alone.tokens_per_s
     whole = co2sim.scale(tiny.cluster(4, 2), tiny.model(), "ddp")
     assert whole["gpus"].tolist() == [2, 4, 8]
     with pytest.raises(OptionError, match="given twice"):
-        co2sim.scale("dgx-h100", "gpt2-small", ["co2", "co2.published(tau=12)"], gpus=[8])
+        co2sim.scale("dgx-h100", "gpt2-small", ["co2", "co2(tau=auto)"], gpus=[8])
     with pytest.raises(OptionError, match="12 GPUs do not fill"):
         co2sim.scale("dgx-h100", "gpt2-small", "ddp", gpus=[8, 12])
 
