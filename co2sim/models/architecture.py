@@ -752,6 +752,18 @@ def _plain(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, "body": asdict(given["body"])} if given.pop("part") == WHOLE else {}
 
 
+def _embedding(lookups: list[int], rows: int, hidden: int, part: TensorParallelShard) -> Block:
+    """What is looked up for each of some rows."""
+    return Block(
+        "embedding",
+        tuple(size for size in lookups if size),
+        0.0,
+        float(part.of(rows) * hidden),
+        calls=START_CALLS,
+        division=part.division(rows * hidden, inputs=0, outputs=1),
+    )
+
+
 def language_model(  # noqa: PLR0913 - one keyword per number of a model
     name: str,
     body: Transformer,
@@ -783,24 +795,15 @@ def language_model(  # noqa: PLR0913 - one keyword per number of a model
     h, s = body.hidden, tokens // part.context
     norm = body.norm_parameters
     lookups = [vocab * h, positions * h, token_types * h, norm if embedding_norm else 0]
-    outputs, rows, dense = vocab if labels is None else labels, 1 if pooler else s, pooler
-    if head_transform:
-        dense, head = True, [h * h, h, norm, vocab]
-    else:
-        head = [norm if final_norm else 0, *([h * h, h] if pooler else [])]
-    shared = tied and labels is None
+    outputs, rows = vocab if labels is None else labels, 1 if pooler else s
+    dense, shared = pooler or head_transform, tied and labels is None
+    plain = [norm if final_norm else 0, *([h * h, h] if pooler else [])]
+    head = [h * h, h, norm, vocab] if head_transform else plain
     head += [0 if shared else outputs * h, outputs if head_bias else 0]
     return Model(
         name=name,
         blocks=(
-            Block(
-                "embedding",
-                tuple(size for size in lookups if size),
-                0.0,
-                float(part.of(s) * h),
-                calls=START_CALLS,
-                division=part.division(s * h, inputs=0, outputs=1),
-            ),
+            _embedding(lookups, s, h, part),
             *body.blocks(s, part),
             Block(
                 "head",

@@ -50,7 +50,7 @@ from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import DType, Layout, Schedule
 from co2sim.schedule.tensor_parallel import apply_tensor_parallelism, data_parallel_layout
 from co2sim.simulation import metrics
-from co2sim.simulation.collective_cost import traffic
+from co2sim.simulation.collective_cost import Traffic, traffic
 from co2sim.simulation.compute_cost import compute_time, kernel_parts, peak_flops
 from co2sim.simulation.noise import QUIET, Noise, RunOptions
 from co2sim.simulation.trace import Trace
@@ -134,7 +134,6 @@ class LoadedCase:
             alone = metrics.window(free, schedule, rounds).round_time
             exposed = metrics.exposed_by_difference(comm.busy, round_time, alone)
         step_time = round_time / schedule.steps
-        sent = traffic(schedule, cluster)
         memory = self.memory()
         return Result(
             **self.rates(step_time),
@@ -160,12 +159,7 @@ class LoadedCase:
             exposed_comm_s=exposed,
             overlap_ratio=metrics.overlap_ratio(comm.busy, exposed),
             breakdown_s=metrics.breakdown(trace, schedule),
-            sent_bytes_per_gpu_per_step={
-                label: size / schedule.steps for label, size in sent.by_collective.items()
-            },
-            wire_bytes_per_gpu_per_step=sent.gpu / schedule.steps,
-            nic_bytes_per_node_per_step=sent.nic / schedule.steps,
-            wan_bytes_per_site_per_step=sent.wan / schedule.steps,
+            **_sent(traffic(schedule, cluster), schedule.steps),
             memory_bytes_per_gpu=memory,
             allocated_bytes_per_gpu=allocated(memory),
             gpu_memory_bytes=cluster.gpu.memory,
@@ -194,6 +188,18 @@ class LoadedCase:
             "cost_per_billion_tokens": cost,
             "currency": cluster.currency if cost is not None else None,
         }
+
+
+def _sent(sent: Traffic, steps: int) -> dict[str, Any]:
+    """The fields of a result that say what is sent in a step."""
+    return {
+        "sent_bytes_per_gpu_per_step": {
+            label: size / steps for label, size in sent.by_collective.items()
+        },
+        "wire_bytes_per_gpu_per_step": sent.gpu / steps,
+        "nic_bytes_per_node_per_step": sent.nic / steps,
+        "wan_bytes_per_site_per_step": sent.wan / steps,
+    }
 
 
 def _described(job: Workload) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import wraps
@@ -71,10 +71,10 @@ def connected(
     workers: Workers,
     seconds: Seconds,
     notices: DepartureLog,
+    pg_options: Any,
     *,
     owns: bool,
     offload: bool,
-    pg_options: Any,
 ) -> WorkerGroups:
     """The communicators; averages of what is on the host go over Gloo. Raises OptionError."""
     flag("offload", offload)
@@ -242,6 +242,8 @@ class LocalUpdate(Resumable, Ending):
         seconds = wait_of(timeout)
         tau = tau_of(tau)
         self._check_every = whole("check_every", check_every)
+        one_of("on_nonfinite", on_nonfinite, get_args(OnNonFinite))
+        self._drops = on_nonfinite == "anchor"
         optimizers = optimizers_of(optimizer)
         hooked = [one for each in optimizers for one in (each, *inner_optimizers(each))]
         self._masters = masters_of(master_weights, hooked)
@@ -249,15 +251,8 @@ class LocalUpdate(Resumable, Ending):
         self._notices.meet("the start of averaging", seconds, needs=_ALL_RANKS)
         workers = workers_of(worker)
         refuse_wider(model, optimizers, workers)
-        owns, notices = worker in {"node", "site"}, self._notices
-        self._links = connected(
-            workers,
-            seconds,
-            notices,
-            owns=owns,
-            offload=offload,
-            pg_options=transport.pg_options,
-        )
+        notices, kind = self._notices, {"owns": worker in {"node", "site"}, "offload": offload}
+        self._links = connected(workers, seconds, notices, transport.pg_options, **kind)
         self._trained = {id(one) for _, one in parameters}
         if self._masters:
             self._trained |= {id(one) for one in held(optimizers)}
@@ -266,19 +261,13 @@ class LocalUpdate(Resumable, Ending):
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
         holders = holders_of(tensors, self._links)
         flat = Flat.of(parameters, holders, self._masters, offload=offload)
-        layout, parts = describe(parameters, workers, rule, tau), "\n".join(flat.describe())
-        self._layout = layout if len(workers.inner_ranks) == 1 else f"{layout}\n{parts}"
-        one_of("on_nonfinite", on_nonfinite, get_args(OnNonFinite))
-        self._drops = on_nonfinite == "anchor"
-        settings: dict[str, object] = {
+        settings = {
             "dtype": transport.wire,
             "bucket_mib": transport.bucket_mib,
             "check_every": self._check_every,
+            "on_nonfinite": on_nonfinite,
         }
-        settings["on_nonfinite"] = on_nonfinite
-        own = describe_settings(optimizers, rule, settings)
-        self._described = "\n".join([layout, *describe_others(model, parameters), *own])
-        self._links.agree("model, optimizer or setting", self._described, across=parts)
+        self._agree_on_all(flat, rule, tau, settings)
         self._replaced = self._links.share(
             (part, holders[name].ranks)
             for name, one in tensors.items()
@@ -289,15 +278,31 @@ class LocalUpdate(Resumable, Ending):
             average.weigh(lambda: not self._dropped, self._links.counting)
         self._outer = loop_of(model, rule, flat, self._links, average, tau)
         self._choosing = self._new_choice() if tau == "auto" else None
-        self._rates = RateWatch(optimizers, self._links)
         self._extra = ExtraState(model, self._trained, self._links)
         warn_of_opaque(tensors)
+        self._count_steps()
+
+    def _agree_on_all(
+        self, flat: Flat, rule: Rule, tau: Tau, settings: Mapping[str, object]
+    ) -> None:
+        """Compare model, optimizer and settings with the other ranks."""
+        workers, parameters = self._links.workers, self._parameters
+        layout, parts = describe(parameters, workers, rule, tau), "\n".join(flat.describe())
+        self._layout = layout if len(workers.inner_ranks) == 1 else f"{layout}\n{parts}"
+        own = describe_settings(self._optimizers, rule, settings)
+        self._described = "\n".join([layout, *describe_others(self._model, parameters), *own])
+        self._links.agree("model, optimizer or setting", self._described, across=parts)
+
+    def _count_steps(self) -> None:
+        """Hook into the optimizers' steps, and watch what else moves the model."""
+        self._rates = RateWatch(self._optimizers, self._links)
         self._started, self._began = False, time.monotonic()
         self._start: tuple[tuple[int, Tensor], str] | None = None
         self._stepped: dict[Optimizer, int] = {}
         self._said_uneven, self._drops_so_far = False, 0
+        model, parameters = self._model, self._parameters
         self._watch = ModelWatch(model, parameters, self._outer.tau, self._before_forward)
-        self._hooks = StepHooks(optimizers, self._before_step, self._after_step, self._watch)
+        self._hooks = StepHooks(self._optimizers, self._before_step, self._after_step, self._watch)
         self._copies = CopyWatch(self._hooks.all, parameters)
         ATTACHED.update(self._hooks.all)
 
