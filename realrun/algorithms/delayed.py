@@ -240,7 +240,8 @@ class Stats:
 
     `late` counts averages that were not there when they were to be used, `waited` the seconds in
     which training stood still for those that were due, not those that an evaluation or a checkpoint
-    waited for. `bytes_sent` are the bytes that this rank sent to other workers for averages.
+    waited for. `seconds` are those of all rounds, `waiting_share` is the part of them that was
+    waited. `bytes_sent` are the bytes that this rank sent to other workers for averages.
     `tau` is how many local steps a round has, None until that is chosen. `delay` is how many local
     steps after its launch an average is used, None where that is at the end of a round.
     `penalty` is the last Lambda_t, 1 before the first average was used. `clipped` is the share of
@@ -268,6 +269,12 @@ class Stats:
     delay: int | None = None
     running_residual: float = 0.0
     tau: int | None = None
+    seconds: Seconds = 0.0
+
+    @property
+    def waiting_share(self) -> float:
+        """Of the time of all rounds, 0 to 1: how much of it training stood still for averages."""
+        return min(1.0, self.waited / self.seconds) if self.seconds else 0.0
 
 
 @dataclass(slots=True)
@@ -292,6 +299,7 @@ class Counters:
     delay: int | None = None
     missing: int = 0
     tau: int = 0
+    seconds: Seconds = 0.0
 
     def stats(self, steps: int, elements: float, sent: int) -> Stats:
         """For users, after `steps` local steps; `elements` are those of the whole model."""
@@ -309,4 +317,5 @@ class Counters:
             delay=self.delay,
             running_residual=self.running_residual,
             tau=self.tau or None,
+            seconds=self.seconds,
         )

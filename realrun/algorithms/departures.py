@@ -27,7 +27,7 @@ _SETTLE: Seconds = 0.4
 
 _SILENT: Seconds = 3.0
 _SILENT_SIGNS = 3
-"""A rank is silent if it gives no sign of life for this time, and for this many signs of ours."""
+"""A rank is silent if it gives no sign of life for this time, and for this many of its signs."""
 
 _READ_LIMIT: Seconds = 3 * SIGN_INTERVAL
 """How long a rank that holds the store stays after an error, so that others may read its note."""
@@ -479,7 +479,7 @@ class DepartureLog:
 
 def _ranks(ranks: list[int]) -> str:
     """As in "ranks 1, 2"."""
-    more = ", ..." if len(ranks) > 8 else ""  # noqa: PLR2004 - a line holds so many
+    more = ", ..." if len(ranks) > 8 else ""  # noqa: PLR2004 - as many as a line holds
     listed = ", ".join(map(str, sorted(ranks)[:8]))
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}{more}"
 

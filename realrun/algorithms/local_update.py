@@ -487,6 +487,7 @@ class LocalUpdate(Resumable, Ending):
         if last:
             now = time.monotonic()
             self._outer.lap, self._began = now - self._began, now
+            counters.seconds += self._outer.lap
             self._outer.close_round()
             self._choose_tau()
             if not self._outer.average.weighs:

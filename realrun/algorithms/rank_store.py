@@ -122,7 +122,7 @@ class RankStore:
             call, answer = asked
             try:
                 answer.set_result(call(self._store))
-            except Exception as error:  # noqa: BLE001 - who asked is told
+            except Exception as error:  # noqa: BLE001 - it is raised where the question was asked
                 self.gone |= isinstance(error, RuntimeError)
                 answer.set_exception(error)
 
