@@ -51,7 +51,7 @@ from realrun.algorithms.optimizers import (
     trainable,
 )
 from realrun.algorithms.outer_loop import NobodyLeftError, OuterLoop, RoundLoop, mark_of
-from realrun.algorithms.pacing import AutoTau, Tau
+from realrun.algorithms.pacing import AutoTau, Tau, clock_of
 from realrun.algorithms.process_groups import (
     Wire,
     Worker,
@@ -502,7 +502,7 @@ class LocalUpdate(Resumable, Ending):
                 f"tau is 'auto', but {type(self).__name__} waits for its averages, which no tau"
                 " hides: give a number"
             )
-        return AutoTau(self._links, self._outer.least)
+        return AutoTau(self._links, self._outer.least, clock_of(self._outer.flat.device))
 
     def _choose_tau(self) -> None:
         if self._choosing is None:

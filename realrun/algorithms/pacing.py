@@ -69,6 +69,17 @@ class Launch:
 UnderWay: TypeAlias = Sequence[tuple[Launch, PendingAverage]]
 
 
+def clock_of(device: torch.device) -> Callable[[], Seconds]:
+    """Seconds when a device has done what it was given: the host may be steps ahead of a GPU."""
+
+    def now() -> Seconds:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return time.monotonic()
+
+    return now
+
+
 @dataclass
 class AutoTau:
     """Chooses tau after the first steps: as many as one average of the whole model takes.
@@ -80,7 +91,7 @@ class AutoTau:
 
     links: WorkerGroups
     least: int
-    now: Callable[[], Seconds] = time.monotonic
+    now: Callable[[], Seconds]
     began: Seconds = 0.0
     steps: list[Seconds] = field(default_factory=list)
 
