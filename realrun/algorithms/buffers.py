@@ -131,7 +131,10 @@ def _once(tensor: Tensor) -> Tensor:
     for dim, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
         if not stride and size > 1:
             tensor = tensor.narrow(dim, 0, 1)
-    return tensor
+    strides = [
+        1 if size == 1 else one for one, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ]
+    return tensor.as_strided(tensor.shape, strides)
 
 
 def _is_packed(dtype: torch.dtype) -> bool:

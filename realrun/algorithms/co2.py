@@ -14,6 +14,9 @@ from realrun.algorithms.optimizers import Optimizers
 from realrun.algorithms.pacing import Tau
 from realrun.errors import DEFAULT_GAP, GAPS, Gap
 
+_LATEST = 100
+"""Rounds that an average may be late: each has a buffer. As in co2sim."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CO2Rule:
@@ -47,7 +50,7 @@ class CO2Rule:
         errors.step_size("outer_lr", self.outer_lr)
         errors.one_of("gap", self.gap, GAPS)
         errors.penalty("penalty", self.penalty, self.gap)
-        object.__setattr__(self, "staleness", whole("staleness", self.staleness))
+        object.__setattr__(self, "staleness", whole("staleness", self.staleness, 0, _LATEST))
 
     @property
     def clips(self) -> bool:

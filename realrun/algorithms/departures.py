@@ -25,6 +25,9 @@ _OURS = tuple(
 _SETTLE: Seconds = 0.4
 """How long after a failed collective a note may still come from the rank that caused it."""
 
+_IS_AT = "is at "
+"""Begins the reason of a rank that waits for others."""
+
 _SILENT: Seconds = 3.0
 _SILENT_SIGNS = 3
 """A rank is silent if it gives no sign of life for this time, and for this many of its signs."""
@@ -183,7 +186,7 @@ class DepartureLog:
         own: int,
         advance: Callable[[int], None],
     ) -> list[int]:
-        note = Departure(self._me, own, f"is at {what}", settles=True)
+        note = Departure(self._me, own, f"{_IS_AT}{what}", settles=True)
         ended = f"{self._arrived} ended"
         alike = f"{ended} after {own}"
 
@@ -236,7 +239,7 @@ class DepartureLog:
         self, store: RankStore, what: str, patience: Seconds, *, begun: bool, needs: str
     ) -> list[Departure]:
         """Wait for all at a meeting; gives those that are elsewhere."""
-        reason = f"is at {what}" + (" with a step begun" if begun else "")
+        reason = f"{_IS_AT}{what}" + (" with a step begun" if begun else "")
         note = Departure(self._me, self.steps(), reason)
         alike, everybody = f"{self._arrived} {reason} {note.steps}", len(self.ranks)
 
@@ -447,7 +450,10 @@ class DepartureLog:
         """The error for ranks that left, or are elsewhere: the first cause, and who left for it."""
         first = min(absent, key=lambda note: (note.is_told, not note.reason, note.rank))
         if not first.is_told:
-            return self._blame(what, [first.rank], str(first), round)
+            cause = str(first)
+            if first.reason.startswith(_IS_AT) and first.steps != self.steps():
+                cause += " (for unequal numbers of steps train within join())"
+            return self._blame(what, [first.rank], cause, round)
         return self._blame(what, list(first.blamed), first.cause, round)
 
     def _blame(

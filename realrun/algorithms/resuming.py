@@ -130,6 +130,8 @@ class Resumable:
         For loops that tell all ranks when one of them cannot load; `agree_on_state` comes after.
         """
         self._ready("load_state_dict()")
+        if not isinstance(state, Mapping):
+            raise OptionError(f"the saved state is a {type(state).__name__}; it must be a dict")
         if _key() not in state:
             raise OptionError(
                 f"the saved state holds {', '.join(sorted(state)) or 'nothing'}, not {_key()}:"

@@ -79,7 +79,7 @@ class StepHooks:
 
     def _pre(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         del args, kwargs
-        self._watch.stepping = True
+        self._watch.begin_step()
         if held([optimizer])[0].is_cuda and torch.cuda.is_current_stream_capturing():
             raise OptionError(
                 "a CUDA graph is captured, which replays the step but not what comes after it, such"
@@ -274,6 +274,8 @@ class ModelWatch:
         self._limit = max(_MIN_CHANGES, 4 * tau)
         self._passes, self._changes, self._version = 0, 0, -1
         self._counted = self.stepping = False
+        self._by_hand = torch.zeros((), dtype=torch.float64, device="cpu")
+        """The largest change by hand before a step."""
         self._seen: deque[Tensor] = deque(maxlen=2)
         every = [one for one in self._parameters if not isinstance(one, DTensor)]
         hooked = {id(one): one for one in (*every[:: max(1, len(every) // _HOOKED)], *every[-2:])}
@@ -297,6 +299,14 @@ class ModelWatch:
         """A hooked step has ended, counted or not."""
         self.stepping = False
         self._passes = self._changes = 0
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        """What was changed by hand since the last step, such as a clamp, is part of this one."""
+        if self._counted and self._seen and not self.stepping:
+            changed = (self._outside() - self._seen[-1]).abs().max()
+            self._by_hand = torch.maximum(self._by_hand, changed.to(self._by_hand))
+        self.stepping = True
 
     @torch.no_grad()
     def mark(self, *, counted: bool = True) -> None:
@@ -326,8 +336,8 @@ class ModelWatch:
         """What has moved without a counted step, and would be lost; or nothing.
 
         A model may be changed after a step, such as clamped. That is taken for progress, unless it
-        changes from one backward pass to the next, or has moved far `at_the_end`. Weights that were
-        loaded before the first step are lost only then.
+        changes from one backward pass to the next, or has moved farther `at_the_end` than it did
+        between steps. Weights that were loaded before the first step are lost only then.
         """
         if not self._seen:
             return ""
@@ -335,6 +345,7 @@ class ModelWatch:
         apart = (now - last).abs()
         moved = float(apart.max())
         usual = float((last - self._seen[0]).abs().max()) if self._counted else 0.0
+        usual = max(usual, float(self._by_hand))
         if not (self._changes or (at_the_end and moved > _LARGE * usual)):
             return ""
         since = "since the last counted step" if self._counted else "and no step was counted"

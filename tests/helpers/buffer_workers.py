@@ -99,6 +99,7 @@ def layouts(rank: int) -> dict[str, Tensor]:
         "holes": table[::2, 3::2],
         "transposed": torch.arange(6.0).add(100 * rank).view(2, 3).t(),
         "expanded": torch.arange(3.0).add(100 * rank).expand(4, 3),
+        "repeated": torch.full((1,), 5.0 + 100 * rank).expand(4),
         "overlapping": torch.arange(5.0).add(100 * rank).as_strided((3, 3), (1, 1)),
         "scalar": torch.tensor(5.0 + 100 * rank),
         "empty": torch.zeros(0, 3),
@@ -128,7 +129,7 @@ def of_every_layout(world: World) -> dict[str, list[Any]]:
         train(model, algorithm.optimizers[0], world)
         for name, one in layouts(world.rank).items():
             with torch.inference_mode(one.is_inference()):
-                if name == "expanded":
+                if name in {"expanded", "repeated"}:
                     buffers[name][0] = one[0]
                 elif one.layout == torch.sparse_csr:
                     buffers[name].values().copy_(one.values())

@@ -187,7 +187,10 @@ def print_verdicts(found: Sequence[Verdict]) -> None:
 
 def verdict_lines(one: Verdict, *, named: bool) -> tuple[str, str]:
     """The verdict, and the Python that trains so."""
-    how = f"train so: {one.python}" if one.python else f"no training code: {one.untrainable}"
+    how = f"no training code: {one.untrainable}"
+    if one.python:
+        names = sorted(set(re.findall(r"\b[A-Z]\w+(?=[(.])", one.python)))
+        how = f"train so, with {' and '.join(names)} of realrun.algorithms: {one.python}"
     return f"verdict: {f'{one.strategy}: ' if named else ''}{one}", how
 
 

@@ -159,7 +159,7 @@ def test_json_text_and_page_have_the_same_verdict(cli: Run, tmp_path: Path) -> N
     page = tmp_path / "page.html"
     code, out, _ = cli(*words, "--report", str(page))
     lines = out.splitlines()
-    assert lines[-2] == f"train so: {told[0]['verdict']['python']}"
+    assert lines[-2].endswith(f": {told[0]['verdict']['python']}")
     whole = " ".join(" ".join(lines).split())
     assert f"verdict: {Verdict(**told[0]['verdict'])}" in whole
     assert "CO2(model, optimizer, tau=12, delay=3)" in page.read_text()

@@ -417,3 +417,17 @@ def test_a_last_step_of_size_zero_moves_nothing() -> None:
                     optim.zero_grad()
             ends.append(vector(model))
         assert torch.allclose(*ends, rtol=0, atol=1e-6)
+
+
+def test_a_clamp_by_hand_after_every_step_is_part_of_the_training() -> None:
+    """Also where it moves weights farther than steps do, wherever training ends."""
+    for algorithm in (partial(LocalSGD, tau=4), partial(co2_of, tau=4, delay=2)):
+        for steps in (8, 9):
+            model = network()
+            optim = torch.optim.SGD(model.parameters(), lr=0.5)
+            with algorithm(model, optim) as trained:
+                for step in range(steps):
+                    train(model, optim, 0, range(step, step + 1))
+                    for one in model.parameters():
+                        one.data.clamp_(-0.02, 0.02)
+            assert trained.stats().steps == steps

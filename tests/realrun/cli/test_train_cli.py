@@ -57,7 +57,7 @@ def here(
     return in_process("realrun", main, monkeypatch, capsys)
 
 
-CO2 = (*TRAIN, "-s", "co2", "--tau", "4", "--outer", "momentum=0.2,clip=1")
+CO2 = (*TRAIN, "-s", "co2.published", "--tau", "4", "--outer", "momentum=0.2,clip=1")
 CHECKPOINTS = ("--checkpoint-every", "6")
 
 
@@ -80,8 +80,8 @@ def test_a_training_leaves_its_log_figure_parameters_and_record(
     place, done = trained
     out = place / "out"
     assert re.search(
-        r"^co2\(tau=4\) with momentum=0.2, clip=1 on 2 ranks: 61,248 parameters, 24 steps, 3,072"
-        r" tokens,",
+        r"^co2\.published\(tau=4\) with momentum=0.2, clip=1 on 2 ranks: 61,248 parameters,"
+        r" 24 steps, 3,072 tokens,",
         done.stdout,
     ), done.stdout
     assert re.search(r"^outer steps 6, sent", done.stdout, re.MULTILINE)
