@@ -238,8 +238,6 @@ class LocalUpdate(Resumable, Ending):
         offload: bool = False,
     ) -> None:
         """Check the options, compare them with the other ranks, and start from equal parameters."""
-        if not isinstance(model, nn.Module):
-            raise OptionError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
         transport = dtype if isinstance(dtype, Transport) else Transport(dtype)
         seconds = wait_of(timeout)
         tau = tau_of(tau)

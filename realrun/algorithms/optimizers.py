@@ -55,6 +55,8 @@ def trainable(
 
     One may hold `masters` of a parameter instead of the parameter.
     """
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
     which = "the optimizer does not" if len(optimizers) == 1 else "none of the optimizers does"
     each = [id(one) for one in held(optimizers)]
     named = list(model.named_parameters())

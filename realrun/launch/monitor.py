@@ -131,6 +131,10 @@ class Watch:
         reason = f"raised {type(error).__name__} in {place}: {_one_line(error)}"
         return self._fail([self._rank], reason, place, said=said)
 
+    def reported(self) -> RankFailure | None:
+        """The first failure that any rank has reported."""
+        return self.failure if self.failure or self._told() else None
+
     def said(self) -> bool:
         """Whether the first failure that was reported is of a rank that tells it itself."""
         return bool((self.failure or self._told()) and self.failure and self.failure.said)

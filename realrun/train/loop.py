@@ -89,6 +89,8 @@ def report_rank_errors(world: World, place: Place) -> Iterator[None]:
     try:
         yield
     except RankFailure as error:
+        if reported := world.watch.reported():  # which says where that rank was
+            raise reported from error
         if error.ranks:
             raise
         raise world.watch.lost(place, everybody, error) from error
