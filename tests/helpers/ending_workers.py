@@ -358,3 +358,17 @@ def lose(world: World, phase: str, victims: list[int], how: str) -> dict[str, An
     except RankFailure as error:
         return {"ranks": list(error.ranks), "said": str(error)}
     return {"ranks": [], "said": "no error"}
+
+
+def unequal_consensus(world: World) -> str:
+    """What a rank hears that evaluates inside the block, after fewer steps than the other."""
+    model = network()
+    optim = optimizer(model, "sgd")
+    try:
+        with co2_of(model, optim, tau=4, delay=2) as co2:
+            train(model, optim, world.rank, range(20 - 6 * world.rank))
+            with co2.consensus():
+                pass
+    except RankFailure as error:
+        return str(error)
+    return ""

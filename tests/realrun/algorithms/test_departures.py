@@ -313,3 +313,10 @@ def test_a_store_that_is_gone_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> 
     one.leave()
     del store
     one.compare(4, 1e6)  # which would be waited for
+
+
+def test_a_consensus_after_unequal_numbers_of_steps_names_join() -> None:
+    """On all ranks, with the rank that has taken fewer."""
+    for heard in on_ranks("unequal_consensus", 2, module="ending_workers"):
+        assert "rank 1 is at consensus() after 14 steps" in heard
+        assert "join()" in heard
