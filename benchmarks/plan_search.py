@@ -15,7 +15,6 @@ from reports import folder, machine, made_by, parser, table
 from co2sim import Case
 from co2sim.prediction import driver
 from co2sim.studies.candidates import Candidate, Objective, Space, candidates
-from co2sim.studies.meshes import Mesh
 from co2sim.studies.plan import plan
 
 TOKENS = 1e12
@@ -59,7 +58,7 @@ QUESTIONS = (
 def told(option: Candidate) -> str:
     """An option in a cell."""
     case = option.case
-    parts = [option.result.strategy, str(Mesh.read(case))]
+    parts = [option.result.strategy, case.mesh_words()]
     parts.append(f"micro-batch {case.micro_batch} x {option.result.accumulation}")
     parts += [f"recompute {case.recompute}"] * (case.recompute != "none")
     return ", ".join(filter(None, parts))

@@ -9,8 +9,9 @@ from analysis.published.papers import PAPERS, Paper, papers
 from analysis.published.parameters import GROUPS, cluster_of, model_of
 from co2sim.common.errors import CatalogError, Co2simError, OptionError, nearest
 from co2sim.hardware.cluster import Cluster
+from co2sim.models.framework import AttentionKernel, Checkpointing, Loss
 from co2sim.models.recompute import Recompute
-from co2sim.models.workload import AttentionKernel, Checkpointing, Loss, Workload
+from co2sim.models.workload import Workload
 from co2sim.prediction.calibrations import figures_of, replaced
 from co2sim.prediction.case import Case
 from co2sim.prediction.intervals import RunKind, kind_of

@@ -15,8 +15,8 @@ from co2sim.common import files
 from co2sim.common.errors import CatalogError, OptionError
 from co2sim.common.files import text_of
 from co2sim.common.validation import first_problem
+from co2sim.models.framework import AttentionKernel, Checkpointing, Loss
 from co2sim.models.recompute import recomputation
-from co2sim.models.workload import AttentionKernel, Checkpointing, Loss
 from co2sim.prediction.published import add_options
 
 _PACKAGE = Path(__file__).parents[1]

@@ -19,13 +19,8 @@ from co2sim.common import files
 from co2sim.common.errors import CatalogError, OptionError, given, visible
 from co2sim.common.files import is_below, text_of
 from co2sim.common.validation import first_problem
-from co2sim.models.workload import (
-    NARROW,
-    AttentionKernel,
-    Checkpointing,
-    Loss,
-    Optimizer,
-)
+from co2sim.models.framework import AttentionKernel, Checkpointing, Loss
+from co2sim.models.workload import NARROW, Optimizer
 from co2sim.prediction.case import Case
 
 Row: TypeAlias = Mapping[str, str]

@@ -13,9 +13,8 @@ from co2sim.common.units import parse as quantity
 from co2sim.prediction.batch import RECOMPUTES
 from co2sim.prediction.case import Case
 from co2sim.report.bundle import check
-from co2sim.studies.candidates import STRATEGIES, Objective, Space
+from co2sim.studies.candidates import STRATEGIES, Axes, Objective, Space
 from co2sim.studies.grid import offer_name
-from co2sim.studies.meshes import Axes
 
 _DAY = 86400.0
 _WANTS = ("cheapest", "fastest", "least-energy")

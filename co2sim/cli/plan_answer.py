@@ -20,7 +20,6 @@ from co2sim.report.text.plan import commands, looked, nothing, plain, words
 from co2sim.report.text.result import print_assumed, question
 from co2sim.studies.candidates import Candidate, Objective, Space
 from co2sim.studies.grid import offer_name
-from co2sim.studies.meshes import Mesh
 from co2sim.studies.plan import Recommendation, plan
 from co2sim.studies.sensitivity import BreakEven, Sensitivity, between_offers, break_even, levers
 from co2sim.studies.workers.loky_pool import Engine
@@ -53,7 +52,7 @@ def print_options(out: Console, title: str, options: Sequence[Candidate]) -> Non
         ends = (total.days_low, total.days_high)
         row = [
             *(offer_name(case.cluster), option.result.strategy),
-            *(str(Mesh.read(case)) or "-", case.recompute),
+            *(case.mesh_words() or "-", case.recompute),
             *(f"{option.result.gpus:,}", f"{case.micro_batch} x {option.result.accumulation}"),
             f"{total.days:,.3g}",
             "-" if None in ends else " to ".join(f"{end:,.3g}" for end in ends),

@@ -20,6 +20,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.remembered import remembered
 from co2sim.common.units import Bytes, Flops
 from co2sim.common.validation import Count, Natural, Quantity, check, whole
+from co2sim.schedule.mesh import Mesh
 from co2sim.schedule.schedule import Gemm
 from co2sim.schedule.token_routing import TokenRouting, most_load
 
@@ -399,36 +400,23 @@ class LatentAttention:
         check(self, "latent")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorParallelShard:
-    """What one of `ranks` tensor-parallel ranks has of a model, or of the `sequence`, too.
-
-    Of the experts a rank has those of one of as many as `experts` ranks, each of them whole; of
-    every sequence the part of one of `context` ranks: equal parts of its begin and of its end, so
-    that all see equally many tokens.
-    """
-
-    ranks: int = 1
-    sequence: bool = False
-    experts: int = 1
-    context: int = 1
-
-    def of(self, tokens: int) -> int:
-        """The tokens of a sample that a rank has between products."""
-        return tokens // self.ranks if self.sequence else tokens
-
-    def division(
-        self, elements: int, inputs: int, outputs: int, rows: int = 0
-    ) -> TensorParallelCommunication | None:
-        """Of a block; None where nothing is divided."""
-        if self.ranks == 1:
-            return None
-        return TensorParallelCommunication(
-            self.ranks, self.sequence, elements, inputs, outputs, rows
-        )
+def _tokens(part: Mesh, tokens: int) -> int:
+    """The tokens of a sample that a rank has between products."""
+    return tokens // part.tp if part.sequence_parallel else tokens
 
 
-WHOLE = TensorParallelShard()
+def _division(
+    part: Mesh, elements: int, inputs: int, outputs: int, rows: int = 0
+) -> TensorParallelCommunication | None:
+    """Of a block; None where nothing is divided."""
+    if part.tp == 1:
+        return None
+    return TensorParallelCommunication(
+        part.tp, part.sequence_parallel, elements, inputs, outputs, rows
+    )
+
+
+WHOLE = Mesh()
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,13 +488,13 @@ class Transformer:
     def _norm(self, width: int) -> int:
         return {"layernorm": 2, "rmsnorm": 1, "none": 0}[self.norm] * width
 
-    def blocks(self, tokens: int, part: TensorParallelShard = WHOLE) -> tuple[Block, ...]:
+    def blocks(self, tokens: int, part: Mesh = WHOLE) -> tuple[Block, ...]:
         """The layers on samples of `tokens` tokens, or the part of them that a rank has."""
         made: dict[tuple[bool, int], Block] = {}
         found = []
         for number in range(self.layers):
             window = self.windows[number % len(self.windows)] if self.windows else 0
-            kind = self._routes(number), 0 if window >= tokens * part.context else window
+            kind = self._routes(number), 0 if window >= tokens * part.cp else window
             if kind not in made:
                 made[kind] = self._layer(tokens, part, *kind)
             found.append(replace(made[kind], name=f"layer{number}"))
@@ -515,7 +503,7 @@ class Transformer:
     def _routes(self, layer: int) -> bool:
         return self.experts is not None and self.experts.of(layer)
 
-    def check(self, name: str, tokens: int, part: TensorParallelShard) -> None:
+    def check(self, name: str, tokens: int, part: Mesh) -> None:
         """Raise OptionError for a number of ranks that does not divide the model `name`."""
         counts = {"heads": self.heads, "heads of keys": self.kv_heads or self.heads}
         if self.latent:
@@ -524,68 +512,68 @@ class Transformer:
             counts["columns of the MLP"] = self.ffn
         if self.experts:
             counts["columns of the shared experts"] = self.experts.shared
-            if part.experts == 1:
+            if part.ep == 1:
                 counts["columns of an expert"] = self.experts.width
-        if part.sequence:
-            counts["positions of a sequence"] = tokens // part.context
-        if tokens % (2 * part.context) and part.context > 1:
+        if part.sequence_parallel:
+            counts["positions of a sequence"] = tokens // part.cp
+        if tokens % (2 * part.cp) and part.cp > 1:
             raise OptionError(
-                f"cp={part.context} does not divide the {tokens} positions of {name} into two"
+                f"cp={part.cp} does not divide the {tokens} positions of {name} into two"
                 " parts for each"
             )
         for what, count in counts.items():
-            if count % part.ranks:
-                raise OptionError(f"tp={part.ranks} does not divide the {count} {what} of {name}")
-        if part.experts > 1:
+            if count % part.tp:
+                raise OptionError(f"tp={part.tp} does not divide the {count} {what} of {name}")
+        if part.ep > 1:
             self._check_experts(name, part)
 
-    def _check_experts(self, name: str, part: TensorParallelShard) -> None:
+    def _check_experts(self, name: str, part: Mesh) -> None:
         if self.experts is None:
-            raise OptionError(f"ep={part.experts} needs a model with experts, and {name} has none")
-        if self.experts.count % part.experts:
+            raise OptionError(f"ep={part.ep} needs a model with experts, and {name} has none")
+        if self.experts.count % part.ep:
             raise OptionError(
-                f"ep={part.experts} does not divide the {self.experts.count} experts of {name}"
+                f"ep={part.ep} does not divide the {self.experts.count} experts of {name}"
             )
         to = self.experts
-        most = most_load(to.active, to.count, part.experts)
+        most = most_load(to.active, to.count, part.ep)
         if to.load > most:
             raise OptionError(
-                f"experts.load is {to.load:g}; with ep={part.experts} one GPU gets at most {most:g}"
+                f"experts.load is {to.load:g}; with ep={part.ep} one GPU gets at most {most:g}"
                 f" times the mean of {name}'s tokens"
             )
-        if part.ranks > 1 and not part.sequence:
+        if part.tp > 1 and not part.sequence_parallel:
             raise OptionError(
-                f"ep={part.experts} with tp={part.ranks} needs sequence_parallel=true: each GPU"
+                f"ep={part.ep} with tp={part.tp} needs sequence_parallel=true: each GPU"
                 " sends its own tokens"
             )
 
-    def _layer(self, tokens: int, part: TensorParallelShard, routed: bool, window: int) -> Block:  # noqa: FBT001
+    def _layer(self, tokens: int, part: Mesh, routed: bool, window: int) -> Block:  # noqa: FBT001
         h, s = self.hidden, tokens
         attend = self._latent if self.latent else self._attention
         first = attend(tokens, part, window)
-        then = self._experts(tokens, part) if routed else self._mlp(tokens, part.ranks)
+        then = self._experts(tokens, part) if routed else self._mlp(tokens, part.tp)
         norms = [self.norm_parameters] * self.norms
         # inputs of norms, of attention and MLP, two masks of a byte
         inputs = min(self.norms, 2)
         # tokens go to whole experts as they are; a shared one is divided
         exchanged = 2 if then.routing is None or (self.experts and self.experts.shared) else 1
-        around = part.of(s) * (2 * h * (self.norms + inputs) + (2 * h if self.dropout else 0))
+        around = _tokens(part, s) * (2 * h * (self.norms + inputs) + (2 * h if self.dropout else 0))
         return Block(
             name="layer",
             tensors=tuple(size for size in (*first.tensors, *then.tensors, *norms) if size),
             flops=first.flops + then.flops + first.mixing,
             activation_bytes=float(first.kept + then.kept + around),
             scores=first.scores,
-            boundary_bytes=2.0 * part.of(s) * h,
+            boundary_bytes=2.0 * _tokens(part, s) * h,
             products=(*first.products, *then.products),
             calls=LAYER_CALLS + then.calls,
             idle=then.idle,
             passing_bytes=float(then.passing),
-            division=part.division(s * h, inputs=exchanged, outputs=exchanged),
+            division=_division(part, s * h, inputs=exchanged, outputs=exchanged),
             experts=then.experts,
             routing=then.routing,
             context=first.context,
-            operators=self._operators(then, part.of(s)),
+            operators=self._operators(then, _tokens(part, s)),
         )
 
     def _operators(self, then: _Part, tokens: int) -> Operators:
@@ -601,8 +589,8 @@ class Transformer:
             mlp_calls=MLP_CALLS + then.calls,
         )
 
-    def _attention(self, tokens: int, part: TensorParallelShard, window: int) -> _Part:
-        ranks, seen = part.ranks, tokens * part.context
+    def _attention(self, tokens: int, part: Mesh, window: int) -> _Part:
+        ranks, seen = part.tp, tokens * part.cp
         h, s, heads = self.hidden, tokens, self.heads // ranks
         head_dim = self.head_dim or h // self.heads
         q, kv = heads * head_dim, (self.kv_heads or self.heads) // ranks * head_dim
@@ -624,7 +612,7 @@ class Transformer:
         )
         kept = 2 * q + 4 * kv + 2 * q + 2 * len(gates) * q
         kept += 2 * (q + kv) if self.qk_norm != "none" else 0
-        mixing = 4.0 * q * (_pairs(seen, window) / part.context if softmax else s * head_dim)
+        mixing = 4.0 * q * (_pairs(seen, window) / part.cp if softmax else s * head_dim)
         return _Part(
             tensors=[rows * columns for rows, columns in matrices] + biases + norms,
             products=products,
@@ -637,17 +625,17 @@ class Transformer:
             context=_context(part, 2 * kv * seen, s * q),
         )
 
-    def _latent(self, tokens: int, part: TensorParallelShard, window: int) -> _Part:
+    def _latent(self, tokens: int, part: Mesh, window: int) -> _Part:
         """Ranks divide the heads, and all have the latent vectors (Megatron-Core, MLA)."""
         assert self.latent is not None
-        seen, heads = tokens * part.context, self.heads // part.ranks
+        seen, heads = tokens * part.cp, self.heads // part.tp
         h, s, to = self.hidden, tokens, self.latent
         wide = to.nope + to.rope
         q, kv, out = heads * wide, heads * (to.nope + to.value), heads * to.value
         queries = [(h, to.q_rank), (to.q_rank, q)] if to.q_rank else [(h, q)]
         matrices = [*queries, (h, to.kv_rank + to.rope), (to.kv_rank, kv), (out, h)]
         weighted = [MatMul(s, rows, columns) for rows, columns in matrices]
-        mixing = 2.0 * heads * (wide + to.value) * _pairs(seen, window) / part.context
+        mixing = 2.0 * heads * (wide + to.value) * _pairs(seen, window) / part.cp
         products = (
             *weighted[:-1],
             MatMul(s, wide, seen, heads),
@@ -676,7 +664,7 @@ class Transformer:
         kept = s * (2 + 2 * up) * f
         return _Part(tensors, products, kept, product_flops(products), activated=s * f)
 
-    def _experts(self, tokens: int, part: TensorParallelShard) -> _Part:
+    def _experts(self, tokens: int, part: Mesh) -> _Part:
         """Tokens are sorted by their experts, which keep the sorted ones; weights are fp32.
 
         Results are weighed before the last product, so that they need not be kept: Megatron-Core
@@ -684,10 +672,10 @@ class Transformer:
         those of the shared ones only, where each has some of the experts.
         """
         assert self.experts is not None
-        to, h, s, many = self.experts, self.hidden, tokens, part.experts
+        to, h, s, many = self.experts, self.hidden, tokens, part.ep
         up, n, k = 2 if self.gated else 1, to.count, to.active
-        f, shared = to.width // (part.ranks if many == 1 else 1), to.shared // part.ranks
-        own = s if many == 1 else part.of(s)
+        f, shared = to.width // (part.tp if many == 1 else 1), to.shared // part.tp
+        own = s if many == 1 else _tokens(part, s)
         routed = math.ceil(own * k * (to.load if many > 1 else 1.0))
         biases = up * f + h if to.bias else 0
         each = (up + 1) * h * f + biases
@@ -721,25 +709,25 @@ class Transformer:
     def _scores(
         self,
         tokens: int,
-        part: TensorParallelShard,
+        part: Mesh,
         flops: float,
         window: int,
         shape: tuple[int, int, int],
     ) -> AttentionScores:
         """Those of `shape`: heads, and the widths of a query and of a value."""
         heads, wide, value = shape
-        seen = tokens * part.context
+        seen = tokens * part.cp
         kept = (5.0 if self.dropout else 2.0) * heads * tokens * seen
         output = tokens * heads * value
         operands = (tokens + seen) * heads * wide + seen * heads * value + output
-        rows = tokens if part.context > 1 else 0
+        rows = tokens if part.cp > 1 else 0
         return AttentionScores(
             flops, kept, heads, seen, self.causal, window, operands, output, rows
         )
 
 
-def _context(part: TensorParallelShard, keys: int, queries: int) -> ContextExchange | None:
-    return ContextExchange(part.context, keys, queries) if part.context > 1 else None
+def _context(part: Mesh, keys: int, queries: int) -> ContextExchange | None:
+    return ContextExchange(part.cp, keys, queries) if part.cp > 1 else None
 
 
 def _pairs(tokens: int, window: int) -> float:
@@ -752,15 +740,15 @@ def _plain(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, "body": asdict(given["body"])} if given.pop("part") == WHOLE else {}
 
 
-def _embedding(lookups: list[int], rows: int, hidden: int, part: TensorParallelShard) -> Block:
+def _embedding(lookups: list[int], rows: int, hidden: int, part: Mesh) -> Block:
     """What is looked up for each of some rows."""
     return Block(
         "embedding",
         tuple(size for size in lookups if size),
         0.0,
-        float(part.of(rows) * hidden),
+        float(_tokens(part, rows) * hidden),
         calls=START_CALLS,
-        division=part.division(rows * hidden, inputs=0, outputs=1),
+        division=_division(part, rows * hidden, inputs=0, outputs=1),
     )
 
 
@@ -779,7 +767,7 @@ def language_model(  # noqa: PLR0913 - one keyword per number of a model
     final_norm: bool = True,
     pooler: bool = False,
     labels: int | None = None,
-    part: TensorParallelShard = WHOLE,
+    part: Mesh = WHOLE,
 ) -> Model:
     """A decoder or an encoder: embedding, layers, and a head over the vocabulary or some labels.
 
@@ -791,8 +779,8 @@ def language_model(  # noqa: PLR0913 - one keyword per number of a model
     """
     shape = _plain(locals())
     body.check(name, tokens, part)
-    vocab = -(-vocab // part.ranks)
-    h, s = body.hidden, tokens // part.context
+    vocab = -(-vocab // part.tp)
+    h, s = body.hidden, tokens // part.cp
     norm = body.norm_parameters
     lookups = [vocab * h, positions * h, token_types * h, norm if embedding_norm else 0]
     outputs, rows = vocab if labels is None else labels, 1 if pooler else s
@@ -809,8 +797,8 @@ def language_model(  # noqa: PLR0913 - one keyword per number of a model
                 "head",
                 tuple(size for size in head if size),
                 flops=2.0 * rows * h * (outputs + (h if dense else 0)),
-                activation_bytes=4.0 * part.of(s) * h,  # input and norm
-                boundary_bytes=2.0 * part.of(s) * h if outputs else 0.0,
+                activation_bytes=4.0 * _tokens(part, s) * h,  # input and norm
+                boundary_bytes=2.0 * _tokens(part, s) * h if outputs else 0.0,
                 products=(
                     *([MatMul(rows, h, h)] if dense else []),
                     *([MatMul(rows, h, outputs)] if outputs else []),
@@ -818,7 +806,9 @@ def language_model(  # noqa: PLR0913 - one keyword per number of a model
                 calls=HEAD_CALLS,
                 logits=rows * outputs,
                 tied=vocab * h if shared else 0,
-                division=part.division(s * h, inputs=1, outputs=0, rows=s if labels is None else 0),
+                division=_division(
+                    part, s * h, inputs=1, outputs=0, rows=s if labels is None else 0
+                ),
             ),
         ),
         tokens=tokens,
@@ -834,7 +824,7 @@ def vision_transformer(
     patch: int,
     channels: int,
     classes: int,
-    part: TensorParallelShard = WHOLE,
+    part: Mesh = WHOLE,
 ) -> Model:
     """ViT (Dosovitskiy et al. 2021, arXiv 2010.11929): patches, class token, layers, head.
 
@@ -868,28 +858,28 @@ def vision_transformer(
     )
 
 
-def shard_model(
-    model: Model, ranks: int, *, sequence: bool, experts: int = 1, context: int = 1
-) -> Model:
-    """What one of some tensor-parallel ranks has of a model, of its experts, and of sequences.
+def shard_model(model: Model, mesh: Mesh) -> Model:
+    """What one GPU of a stage has of a model: of its layers, its experts, and of sequences.
 
+    Of the experts it has as many as any other of `ep` GPUs, each of them whole; of every sequence
+    equal parts of its begin and of its end, so that all of `cp` GPUs see equally many tokens.
     Raises OptionError for a model that cannot be divided so, or whose shape is not known.
     """
-    return _sharded(model, ranks, sequence, experts, context)
+    inside = Mesh(tp=mesh.tp, sequence_parallel=mesh.sequence_parallel, ep=mesh.ep, cp=mesh.cp)
+    return _sharded(model, inside)
 
 
 @remembered(objects=1, most=64)
-def _sharded(model: Model, ranks: int, sequence: bool, experts: int, context: int) -> Model:  # noqa: FBT001
-    found = _network(model)
-    if found is None:
-        names = {"tp": ranks, "ep": experts, "cp": context}
-        what = next(f"{name}={count}" for name, count in names.items() if count > 1)
-        raise OptionError(f"{what} does not apply to {model.name}: only transformers divide")
-    if sequence and model.unit == "image":
+def _sharded(model: Model, mesh: Mesh) -> Model:
+    make = _network(model)
+    if make is None:
+        named = next(f"{name}={n}" for name in ("tp", "ep", "cp") if (n := getattr(mesh, name)) > 1)
+        raise OptionError(f"{named} does not apply to {model.name}: only transformers divide")
+    if mesh.sequence_parallel and model.unit == "image":
         raise OptionError(f"sequence_parallel=true does not apply to {model.name}, of images")
-    if context > 1 and model.unit == "image":
-        raise OptionError(f"cp={context} does not apply to {model.name}, of images")
-    return found(part=TensorParallelShard(ranks, sequence, experts, context))
+    if mesh.cp > 1 and model.unit == "image":
+        raise OptionError(f"cp={mesh.cp} does not apply to {model.name}, of images")
+    return make(part=mesh)
 
 
 def _body(given: dict[str, Any]) -> Transformer:

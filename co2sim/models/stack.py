@@ -7,14 +7,7 @@ from typing import Annotated, Literal
 from co2sim.common.remembered import remembered
 from co2sim.common.validation import Count, Fraction, Multiple, Quantity, Slowdown, Spread, check
 from co2sim.hardware.cluster import GPU, Cluster, KernelTimes, one_efficiency
-from co2sim.models.workload import (
-    AttentionKernel,
-    Checkpointing,
-    ContextKind,
-    Loss,
-    Selective,
-    TokenExchange,
-)
+from co2sim.models.framework import Factor, Framework
 
 Flash = Literal["flash1", "flash2", "cudnn", "triton", ""]
 """An implementation of flash attention; files of GPUs say how fast each is."""
@@ -22,7 +15,6 @@ Flash = Literal["flash1", "flash2", "cudnn", "triton", ""]
 Shares = Literal["nothing", "states", "parameters", "steps"]
 """What replicas share: nothing, optimizer states, parameters too, or the outcome of steps."""
 
-Factor = Annotated[float, Quantity(least=1, most=100)]
 Overhead = Annotated[float, Quantity(unit="s", least=0, most=0.1)]
 Sustained = Annotated[float, Quantity(least=0.01, most=1)]
 Misfit = Annotated[float, Quantity(least=0, most=10)]
@@ -61,25 +53,16 @@ llama3.1/README_405b.md). Llama 3 itself had 8,192 of 131,072 (arXiv 2407.21783,
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
+@dataclass(frozen=True, kw_only=True)
+class Stack(Framework):
     """A training framework with its libraries and settings.
 
     `flash` names its implementation of flash attention, as files of GPUs do. Its elementwise
     kernels move `elementwise` times the least memory traffic, and its host needs `call_overhead`
     to issue an operation. `kernels` are fitted constants by the generation or the name of a GPU,
     where there are some: they stand for all of these; so does `efficiency`, the fraction of peak
-    that all passes attain, where no more was published. `attention`, `loss` and `checkpointing` are
-    what it does unless a job says another, `selective` what it repeats of a layer on request.
-    `overlap` says whether it reduces gradients while the backward pass continues, `overlap_tensor`
-    whether tensor-parallel GPUs exchange activations beside the products that need them,
-    `overlap_experts` whether tokens travel to experts beside other passes, `experts_all_to_all`
-    whether they cross the network for every expert or for every node of experts, and
-    `keep_gathered` whether they keep what they gathered, or gather it again to go back, and
-    `context` how ranks that divide sequences exchange keys and values; `plan` leaves each of them
-    `context_tokens` of a sequence at least, unless it is asked for other numbers. With
-    `main_gradients` it sums gradients of bf16 up in fp32; a layer keeps `kept` times the
-    activations that are needed at least.
+    that all passes attain, where no more was published. `plan` leaves each of the ranks that divide
+    sequences `context_tokens` of one at least, unless it is asked for other numbers.
 
     A stack that was calibrated on a cluster also has numbers of that: the fraction of the speed of
     products that is `sustained`, `network_efficiency` and `ring_loss` of the links between nodes,
@@ -91,19 +74,7 @@ class Stack:
     flash: Flash
     elementwise: Factor
     call_overhead: Overhead
-    attention: AttentionKernel = "flash"
-    loss: Loss = "fused"
-    checkpointing: Checkpointing = "non_reentrant"
-    selective: Selective = "scores"
-    overlap: bool = True
-    overlap_tensor: bool = False
-    overlap_experts: bool = False
-    experts_all_to_all: TokenExchange = "flat"
-    keep_gathered: bool = False
-    context: ContextKind = "all_gather"
     context_tokens: Count = CONTEXT_TOKENS
-    main_gradients: bool = False
-    kept: Factor = 1.0
     efficiency: Fraction | None = None
     kernels: Mapping[str, KernelTimes] = field(default_factory=dict)
     sustained: Sustained | None = None

@@ -29,7 +29,9 @@ from co2sim.models.architecture import (
     product_flops,
     shard_model,
 )
+from co2sim.models.framework import Framework, Loss
 from co2sim.models.recompute import Recomputation, Recompute, layers, recomputation
+from co2sim.schedule.mesh import Mesh
 from co2sim.schedule.schedule import (
     Collective,
     Compute,
@@ -127,50 +129,22 @@ def _of_pass(
 
 
 __all__ = [
-    "AttentionKernel",
     "AttentionScores",
     "Block",
     "BlockWork",
-    "Checkpointing",
-    "Loss",
     "MatMul",
     "Model",
     "Offload",
     "Optimizer",
     "Recompute",
-    "Selective",
     "Workload",
 ]
-
-AttentionKernel = Literal["flash", "eager"]
-"""flash: one kernel that never writes the scores. eager: products and softmax, scores kept."""
-
-Selective = Literal["scores", "products"]
-"""What a framework repeats selectively. scores: those of eager attention (Megatron-LM). products:
-all of a layer but attention and every second product with weights, whose results are kept
-(torchtitan, torchtitan/distributed/activation_checkpoint.py, op)."""
-
-Checkpointing = Literal["non_reentrant", "reentrant"]
-"""How "full" runs a layer again, and "mlp" an MLP. non_reentrant: until the last tensor that the
-backward pass needs is there, so not the last product, and not the head (PyTorch,
-torch.utils.checkpoint, `set_checkpoint_early_stop`). reentrant: every block, or MLP, as a whole
-(Megatron-LM, DeepSpeed)."""
-
-Loss = Literal["fused", "eager"]
-"""fused: the cross entropy in one kernel on 16-bit logits. eager: PyTorch's, in fp32."""
 
 Optimizer = Literal["adamw", "adamw_8bit", "sgd"]
 
 Offload = Literal["none", "optimizer"]
 """optimizer: its states are in the host's memory, and the host's processors update them (Ren et al.
 2021, ZeRO-Offload, arXiv 2101.06840)."""
-
-ContextKind = Literal["all_gather", "ring", "all_to_all"]
-"""How ranks that divide sequences attend to all of them; see `ContextExchange`."""
-
-TokenExchange = Literal["flat", "hierarchical"]
-"""How tokens travel to experts. flat: to each expert apart. hierarchical: over the network once for
-every node with some of their experts, and inside it to these; see `TokenRouting`."""
 
 Narrow = Literal["fp8", "mxfp8", "nvfp4"]
 """Types of matrix products below 16 bits. fp8: one scale for a tensor, from its own maximum. mxfp8:
@@ -243,53 +217,27 @@ class BlockWork:
 
 
 @dataclass(frozen=True)
-class Workload:
-    """A model with its batch and precision.
+class Workload(Mesh, Framework):
+    """A model with its batch and precision, how GPUs divide it, and what the framework does.
 
     `micro_batch` is samples per GPU and micro-step, `accumulation` micro-steps per optimizer step.
-    `attention`, `recompute`, `checkpointing` and `loss` are what the training framework does; the
-    defaults are those of most of them today. With `overlap` gradients are reduced while the
-    backward pass continues, with `overlap_tensor` activations are exchanged beside products, with
-    `overlap_experts` tokens beside passes, and with `keep_gathered` they are not gathered a second
-    time. `main_gradients` says that replicas sum gradients of bf16 up in fp32. A layer keeps `kept`
-    times the activations that its backward pass needs at least. `tp` tensor-parallel GPUs hold the
-    model together, and count as one for the batch; with `sequence_parallel` they divide the
-    sequence between products. `ep` consecutive GPUs divide the experts of a layer, to which tokens
-    go by `experts_all_to_all`; `cp` data-parallel ones in a row divide every sequence and exchange
-    by `context` what attention needs of the others. Products with weights of layers are of the type
-    `narrow`, if any: their operands are cast, their results and all else are of `precision`.
-    Weights stay cast for `cast_steps` micro-steps: for those of a step. What is `offload`-ed is in
-    the host's memory. One that is `divided` is the share of one GPU already. With `lora` layers get
-    adapters of that rank, and only these are trained (`adapters`): `bare` is the model without
-    them.
+    Products with weights of layers are of the type `narrow`, if any: their operands are cast, their
+    results and all else are of `precision`. Weights stay cast for `cast_steps` micro-steps: for
+    those of a step. What is `offload`-ed is in the host's memory. One that is `divided_already` is
+    the share of one GPU. With `lora` layers get adapters of that rank, and only these are trained
+    (`adapters`): `bare` is the model without them.
     """
 
     model: Model
     micro_batch: int = 1
     accumulation: int = 1
     precision: DType = DType.BF16
-    attention: AttentionKernel = "flash"
     recompute: Recompute = "none"
-    checkpointing: Checkpointing = "non_reentrant"
-    loss: Loss = "fused"
     optimizer: Optimizer = "adamw"
-    selective: Selective = "scores"
-    overlap: bool = True
-    overlap_tensor: bool = False
-    overlap_experts: bool = False
-    experts_all_to_all: TokenExchange = "flat"
-    keep_gathered: bool = False
-    main_gradients: bool = False
-    kept: float = 1.0
-    tp: int = 1
-    sequence_parallel: bool = False
-    ep: int = 1
-    cp: int = 1
-    context: ContextKind = "all_gather"
     narrow: Narrow | None = None
     cast_steps: int = 1
     offload: Offload = "none"
-    divided: bool = False
+    divided_already: bool = False
     lora: int | None = None
     bare: Model | None = field(default=None, compare=False, repr=False)
 
@@ -299,10 +247,10 @@ class Workload:
         Gives the model adapters.
         """
         object.__setattr__(self, "recompute", str(recomputation(self.recompute)))
-        for name in ("micro_batch", "accumulation", "tp", "ep", "cp"):
+        super().__post_init__()
+        for name in ("micro_batch", "accumulation"):
             object.__setattr__(self, name, whole(name, getattr(self, name), 1, MAX_SAMPLES))
-        if self.sequence_parallel and self.tp == 1:
-            raise OptionError("sequence_parallel=true needs tp of 2 or more: it divides no more")
+        self.check()
         if self.lora is None:
             return
         object.__setattr__(self, "lora", whole("lora", self.lora, 1, MAX_RANK))
@@ -372,15 +320,13 @@ class Workload:
 
         Raises OptionError for a model that cannot be divided so.
         """
-        if self.divided or self.tp * self.ep * self.cp == 1:
+        if self.divided_already or self.is_plain:
             return self
         bare = self.bare or self.model
-        part = shard_model(
-            bare, self.tp, sequence=self.sequence_parallel, experts=self.ep, context=self.cp
-        )
+        part = shard_model(bare, self)
         if self.lora is not None:
             part = with_adapters(part, self.lora, bare)
-        return replace(self, model=part, divided=True)
+        return replace(self, model=part, divided_already=True)
 
     def works(self) -> tuple[BlockWork, ...]:
         """Forward and backward work of every block; equal blocks share their works.

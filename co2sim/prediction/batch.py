@@ -146,7 +146,7 @@ def settled(case: Case, speed: Callable[[Case], float]) -> tuple[Case, tuple[str
     loaded = case.load()
     cluster, model = loaded[0].value, loaded[1].value
     gpus = cluster.layout.world_size if case.gpus is None else case.gpus
-    groups = max(1, gpus // (case.tp * case.cp * case.pp))
+    groups = max(1, gpus // case.together)
     lines = []
     if isinstance(case.global_batch, str):
         wanted, source = samples_of(case.global_batch, model, adapters=case.lora is not None)
@@ -172,7 +172,7 @@ def settled(case: Case, speed: Callable[[Case], float]) -> tuple[Case, tuple[str
             lines.append(f"{each * groups:,} samples: {wanted:,} do not divide among {among}")
     if isinstance(case.global_batch, int) and case.global_batch % groups:
         near = max(1, round(case.global_batch / groups)) * groups
-        together = case.tp * case.cp * case.pp
+        together = case.together
         who = "GPUs" if together == 1 else f"groups of {together} GPUs"
         raise OptionError(
             f"global_batch={case.global_batch} is not a multiple of {groups} {who}; {near} is"

@@ -37,9 +37,9 @@ from co2sim.prediction.pipeline import (
     pass_times,
     sent_on,
 )
-from co2sim.prediction.pipeline_order import layer_counts, stage_cluster, stage_of
+from co2sim.prediction.pipeline_order import stage_cluster, stage_of
+from co2sim.schedule.exchanges import TENSOR
 from co2sim.schedule.schedule import Collective, Compute, Op
-from co2sim.schedule.tensor_parallel import TENSOR, data_parallel_layout
 from co2sim.simulation.collective_cost import cost_of, traffic
 from co2sim.simulation.compute_cost import work_time
 from co2sim.simulation.expected_slowdown import expected_slowest
@@ -266,8 +266,9 @@ class StepBound:
         self.case, self._shared = case, shared
         whole = case.load()[0].value
         self._whole = whole.resized(case.gpus) if case.gpus is not None else whole
-        self._cluster = stage_cluster(self._whole, case.pp) if case.pp > 1 else self._whole
-        self._job = shared.job(case, self._cluster, self._whole)
+        self._cluster = stage_cluster(self._whole, case) if case.pp > 1 else self._whole
+        shared_job = shared.job(case, self._cluster, self._whole)
+        self._job = replace(shared_job, pp=case.pp, interleave=case.interleave)
         self._layers = len(self._job.model.blocks) - 2
         strategy = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
         self._strategy = strategy
@@ -280,7 +281,7 @@ class StepBound:
         self._slower = beside / (1 + beside)
         self._between = 0.0
         if case.pp > 1:
-            self._counts = layer_counts(self._layers, case.pp, case.interleave)
+            self._counts = case.layer_counts(self._layers)
             self._between = between_stages(self._whole, self._cluster, sent_on(case, self._job))
         self._stages_of: dict[tuple[int, str], _Stages] = {}
         self._adds: dict[int, _Added] = {}
@@ -406,7 +407,7 @@ class StepBound:
         if case.pp > 1:
             pipeline = Pipeline(case.pp, case.interleave, steps)
             held = pipeline.held(0, self._counts[:: case.pp])
-        layout = data_parallel_layout(self._cluster.layout, case.tp)
+        layout = case.ranks(self._cluster.layout)
         items = of_strategy(self._strategy, self._strategy.memory, job, layout)
         return sum(items.values()) + sum(activations(job, held).values())
 
@@ -415,7 +416,7 @@ class StepBound:
         case = self.case
         if case.pp == 1:
             return self._job
-        return stage_of(self._job, 0, case.pp, case.interleave)
+        return stage_of(self._job, 0)
 
 
 _ALL_KINDS = 3

@@ -28,15 +28,13 @@ from co2sim.common.errors import Co2simError, OptionError, ScheduleError, neares
 from co2sim.common.resources import LruCache
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import GPU, Cluster
+from co2sim.models.framework import AttentionKernel, Checkpointing, Loss
 from co2sim.models.memory import activations, allocated, overhead
 from co2sim.models.recompute import Recompute, check_applies, recomputation
 from co2sim.models.stack import UNNAMED, Setting, Stack
 from co2sim.models.workload import (
     MAX_RANK,
     NARROW,
-    AttentionKernel,
-    Checkpointing,
-    Loss,
     Model,
     Narrow,
     Offload,
@@ -47,8 +45,9 @@ from co2sim.prediction.intervals import Thoroughness
 from co2sim.prediction.notes import assumed, beyond_the_file, beyond_the_table
 from co2sim.prediction.pipeline_order import stage_cluster, stage_of
 from co2sim.prediction.result import Result
+from co2sim.schedule.exchanges import apply_tensor_parallelism
+from co2sim.schedule.mesh import Mesh
 from co2sim.schedule.schedule import DType, Layout, Schedule
-from co2sim.schedule.tensor_parallel import apply_tensor_parallelism, data_parallel_layout
 from co2sim.simulation import metrics
 from co2sim.simulation.collective_cost import Traffic, traffic
 from co2sim.simulation.compute_cost import compute_time, kernel_parts, peak_flops
@@ -102,7 +101,7 @@ class LoadedCase:
     @property
     def layout(self) -> Layout:
         """Of data parallelism: tensor-parallel GPUs count as one rank."""
-        return data_parallel_layout(self.cluster.layout, self.job.tp)
+        return self.job.ranks(self.cluster.layout)
 
     def memory(self) -> dict[str, Bytes]:
         """Bytes on one GPU by item, and in all."""
@@ -147,8 +146,8 @@ class LoadedCase:
             **_described(job),
             parameters=job.parameters,
             workers=workers_of(self.strategy, self.layout),
-            global_batch=cluster.layout.world_size // (job.tp * job.cp) * job.samples_per_gpu,
-            tokens_per_gpu_per_step=each(job.samples_per_gpu * job.model.tokens, job.tp * job.cp),
+            global_batch=cluster.layout.world_size // job.in_stage * job.samples_per_gpu,
+            tokens_per_gpu_per_step=each(job.samples_per_gpu * job.model.tokens, job.in_stage),
             precision=job.narrow or str(job.precision),
             steps_per_round=schedule.steps,
             round_time_s=round_time,
@@ -173,7 +172,7 @@ class LoadedCase:
         """The fields of a result that follow from how long a step takes."""
         cluster, job = self.cluster, self.job
         gpus = cluster.layout.world_size
-        samples = gpus // (job.tp * job.cp) * job.samples_per_gpu / step_time
+        samples = gpus // job.in_stage * job.samples_per_gpu / step_time
         tokens = samples * job.model.tokens
         model_flops = samples * job.model.flops_per_sample / gpus
         cost = cluster.price_per_gpu and cluster.price_per_gpu * gpus / tokens * 1e9
@@ -205,8 +204,9 @@ def _sent(sent: Traffic, steps: int) -> dict[str, Any]:
 def _described(job: Workload) -> dict[str, Any]:
     """What a result repeats of its job."""
     names = (
-        *("micro_batch", "accumulation", "tp", "sequence_parallel", "ep", "cp", "lora"),
+        *("micro_batch", "accumulation", "lora"),
         *("recompute", "optimizer", "offload", "attention"),
+        *("tp", "sequence_parallel", "ep", "cp"),
     )
     trained = {"trained_parameters": job.trained} if job.lora else {}
     return {name: getattr(job, name) for name in names} | trained
@@ -256,7 +256,7 @@ def each(tokens: int, gpus: int) -> float:
 
 def schedule_of(strategy: Strategy, job: Workload, layout: Layout) -> Schedule:
     """What every rank does in a round of a job on GPUs of a layout."""
-    among = data_parallel_layout(layout, job.tp)
+    among = job.ranks(layout)
     try:
         found = of_strategy(strategy, strategy.schedule, job.share, among)
     except OptionError as error:
@@ -286,11 +286,6 @@ def of_strategy(
 
 
 _MAX_GPUS = 10_000_000
-_MAX_TP = 1024
-_MAX_EP = 1024
-_MAX_CP = 1024
-_MAX_PP = 1024
-_MAX_CHUNKS = 128
 _MAX_SAMPLES = 10**12
 """Of a global batch: beyond any training, and still exact as a float."""
 AUTO = "auto"
@@ -348,7 +343,7 @@ _MAX_ROUNDS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(Mesh):
     """One configuration. Clusters and models are catalog names, paths of files, or objects.
 
     `Contents` stand for a name, or a file that was read before.
@@ -379,34 +374,6 @@ class Case:
     )
     accumulation: int | None = option(
         None, "Micro-steps per optimizer step; default: what the global batch gives, else 1.", "job"
-    )
-    tp: Annotated[int, Within((1, _MAX_TP))] = option(
-        1,
-        "GPUs of a node that share every layer (tensor parallelism), and train on the same"
-        " samples.",
-        "job",
-    )
-    sequence_parallel: bool = option(
-        False,  # noqa: FBT003
-        "Let GPUs that share layers divide the sequence between matrix products, too.",
-        "job",
-    )
-    ep: Annotated[int, Within((1, _MAX_EP))] = option(
-        1,
-        "GPUs that divide the experts of a layer (expert parallelism), and send each other the"
-        " tokens for them, as the stack's `experts_all_to_all` says.",
-        "job",
-    )
-    cp: Annotated[int, Within((1, _MAX_CP))] = option(
-        1,
-        "GPUs that divide every sequence (context parallelism), and count as one for the batch.",
-        "job",
-    )
-    pp: Annotated[int, Within((1, _MAX_PP))] = option(
-        1, "Stages of a pipeline (1F1B), each with a part of the layers.", "pipeline"
-    )
-    interleave: Annotated[int, Within((1, _MAX_CHUNKS))] = option(
-        1, "Chunks of layers of each stage of a pipeline.", "pipeline"
     )
     global_batch: Annotated[int | str | None, Reader(read_global_batch)] = option(
         None,
@@ -603,8 +570,6 @@ class Case:
                 " schedule to show or to execute; co2sim run, scale, sweep, solve and plan give"
                 " its figures"
             )
-        if self.interleave > 1:
-            raise OptionError(f"interleave={self.interleave} needs pp of 2 or more")
 
     def stage(
         self, number: int, microbatches_in_flight: float = 1.0, micro_steps: int | None = None
@@ -618,7 +583,7 @@ class Case:
     def stage_jobs(self) -> list[Workload]:
         """What each stage of a pipeline has to do, without its schedule."""
         job = self.job()
-        return [stage_of(job, number, self.pp, self.interleave) for number in range(self.pp)]
+        return [stage_of(job, number) for number in range(self.pp)]
 
     def job(self) -> Workload:
         """What all stages have to do together."""
@@ -630,13 +595,7 @@ class Case:
         sized = cluster.resized(self.gpus) if self.gpus is not None else cluster
         if self.pp == 1:
             return sized
-        sized = stage_cluster(sized, self.pp)
-        if sized.gpus_per_node % self.tp:
-            raise OptionError(
-                f"tp={self.tp} does not divide the {sized.gpus_per_node} GPUs of a node that"
-                f" one of the pp={self.pp} stages has"
-            )
-        return sized
+        return stage_cluster(sized, self)
 
     def _prepared(
         self,
@@ -648,7 +607,7 @@ class Case:
         sized = self._sized(cluster.value)
         job = self._workload(model.value, sized)
         if self.pp > 1:
-            job = stage_of(job, number, self.pp, self.interleave)
+            job = stage_of(job, number)
         strategy = self.strategy
         if isinstance(strategy, str):
             strategy = strategies.parse(strategy)
@@ -688,7 +647,7 @@ class Case:
         stack = self._used_stack(cluster.gpu)
         gathered = stack.keep_gathered and self.sequence_parallel
         check_applies(self.recompute, model, self.pp, gathered=gathered)
-        ranks = data_parallel_layout(cluster.layout, self.tp).world_size
+        ranks = self.ranks(cluster.layout).world_size
         if ranks % self.cp:
             raise OptionError(f"cp={self.cp} does not divide {ranks} data-parallel GPUs")
         groups = ranks // self.cp
@@ -700,26 +659,17 @@ class Case:
             cast_steps=accumulation if narrow else 1,
             precision=precision,
             narrow=narrow,
-            attention=self.attention or stack.attention,
             recompute=self.recompute,
-            checkpointing=self.checkpointing or stack.checkpointing,
-            loss=self.loss or stack.loss,
             optimizer=self.optimizer,
             offload=self.offload,
-            selective=stack.selective,
-            overlap=stack.overlap,
-            overlap_tensor=stack.overlap_tensor,
-            overlap_experts=stack.overlap_experts,
-            experts_all_to_all=self.load_stack().value.experts_all_to_all,  # whatever the GPU
-            keep_gathered=stack.keep_gathered,
-            main_gradients=stack.main_gradients,
-            kept=stack.kept,
-            tp=self.tp,
-            sequence_parallel=self.sequence_parallel,
-            ep=self.ep,
-            cp=self.cp,
-            context=stack.context,
             lora=self.lora,
+            **self.mesh_values(),
+            **stack.habits(
+                attention=self.attention,
+                checkpointing=self.checkpointing,
+                loss=self.loss,
+                experts_all_to_all=self.load_stack().value.experts_all_to_all,  # whatever the GPU
+            ),
         )
 
     def _types(self, gpu: GPU) -> tuple[DType, Narrow | None]:
@@ -753,7 +703,7 @@ class Case:
                 "give accumulation or global_batch, not both: one follows from the other"
             )
         per_micro_step = groups * micro_batch
-        together = self.tp * self.cp
+        together = self.in_stage
         who = "GPUs" if together == 1 else f"groups of {together} GPUs"
         if per_micro_step < 1 or global_batch % per_micro_step:
             raise OptionError(

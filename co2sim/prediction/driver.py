@@ -28,7 +28,6 @@ from co2sim.prediction.micro_steps import case_figures
 from co2sim.prediction.notes import host_limits, offloaded
 from co2sim.prediction.notes import remarks as remarks_on
 from co2sim.prediction.notes import warnings as warnings_of
-from co2sim.prediction.pipeline_order import split_words
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, scale_of, step_factor
 from co2sim.schedule.schedule import Schedule
@@ -241,7 +240,7 @@ def _of_pipeline(case: Case, done: Done | None) -> Result:
         return pipeline.measured(replace(case, strategy=other), done).step_time_s
 
     blocks = [job.share.model.blocks for job in case.stage_jobs()]
-    split = split_words(len(model.value.blocks) - 2, case.pp, case.interleave)
+    split = case.uneven_split(len(model.value.blocks) - 2)
     return replace(
         result,
         **_ends(found, result, first.cluster),

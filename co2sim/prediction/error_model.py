@@ -73,7 +73,7 @@ class Situation:
         return cls(
             exposed=result.exposed_share,
             nodes=result.nodes,
-            divided=result.tp * result.pp,
+            divided=result.layer_gpus,
             host=result.host_load or 0.0,
             known=known,
             apart=apart,

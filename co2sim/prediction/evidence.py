@@ -115,7 +115,7 @@ def setting_of(cluster: Cluster, model: Model, result: Result, kernels: str = ""
         gpus=result.gpus,
         parameters=model.parameters,
         shares=shares(result.strategy),
-        divided=result.tp * result.pp,
+        divided=result.layer_gpus,
         tokens=result.tokens_per_gpu_per_step * result.pp / result.accumulation,
     )
 
@@ -145,7 +145,7 @@ def between(one: Result, other: Result) -> float:
             gpus=result.gpus,
             parameters=1,
             shares=shares(result.strategy),
-            divided=result.tp * result.pp,
+            divided=result.layer_gpus,
             tokens=result.tokens_per_gpu_per_step * result.pp / result.accumulation,
         )
         for result in (one, other)

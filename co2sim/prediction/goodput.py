@@ -20,7 +20,6 @@ from co2sim.hardware.failures import PARTS, READ_PER_NODE, WRITE_PER_NODE, Failu
 from co2sim.models.workload import OPTIMIZER_BYTES, Model, Optimizer
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Layout
-from co2sim.schedule.tensor_parallel import data_parallel_layout
 from co2sim.strategies import Strategy, parse
 from co2sim.strategies.local import LocalSteps, Replica
 
@@ -533,7 +532,7 @@ def trained_of(
     if isinstance(strategy, LocalSteps):
         nodes, each = max(1, result.nodes // result.pp), result.gpus // result.pp
         sites = cluster.resized(result.gpus).sites if cluster.sites > 1 and nodes > 1 else 1
-        layout = data_parallel_layout(Layout(nodes, each // nodes, sites), result.tp)
+        layout = result.ranks(Layout(nodes, each // nodes, sites))
         workers = Replica.of(strategy).workers(layout)
     link = cluster.inter if result.nodes > 1 else cluster.intra
     if cluster.wan is not None and workers == cluster.sites > 1:

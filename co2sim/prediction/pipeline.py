@@ -21,8 +21,9 @@ from co2sim.models.workload import Workload
 from co2sim.prediction.auto_delay import has_auto_options
 from co2sim.prediction.case import Case, LoadedCase, each
 from co2sim.prediction.micro_steps import stage_figures
-from co2sim.prediction.pipeline_order import chunks_of, first_alike, layer_counts, stage_of
+from co2sim.prediction.pipeline_order import chunks_of, first_alike, stage_of
 from co2sim.prediction.result import Result
+from co2sim.schedule.mesh import Mesh
 from co2sim.schedule.schedule import Collective, Compute, Kind, tensor
 from co2sim.simulation.collective_cost import cost_of
 from co2sim.simulation.compute_cost import compute_time, peak_flops
@@ -210,7 +211,7 @@ class StageMemory:
 
     def __init__(self, case: Case) -> None:
         few = replace(case, global_batch=None, accumulation=1, micro_batch=1)
-        alike = first_alike(few.job(), case.pp, case.interleave)
+        alike = first_alike(few.job())
         self._stages = {number: few.stage(number) for number in sorted(set(alike))}
         self._layers = {number: _layers(few, number) for number in self._stages}
         self._case = case
@@ -239,7 +240,7 @@ def _check(case: Case) -> None:
 
 def _stages(case: Case, pipeline: Pipeline, done: Done | None) -> list[tuple["_Stage", "_Stage"]]:
     """Every stage, and the same with free communication; of those alike the first holds most."""
-    alike = first_alike(case.job(), pipeline.stages, pipeline.chunks)
+    alike = first_alike(case.job())
     found = {number: _stage(case, pipeline, number, done) for number in sorted(set(alike))}
     return [found[number] for number in alike]
 
@@ -247,7 +248,7 @@ def _stages(case: Case, pipeline: Pipeline, done: Done | None) -> list[tuple["_S
 def _stage(
     case: Case, pipeline: Pipeline, number: int, done: Done | None
 ) -> tuple["_Stage", "_Stage"]:
-    parts = chunks_of(case.job().share, number, pipeline.stages, pipeline.chunks)
+    parts = chunks_of(case.job().share, number)
     counts = list(map(len, parts))
     held = pipeline.held(number, _layers(case, number))
     prepared, result, free_round = stage_figures(case, number, held, pipeline.micros, done)
@@ -273,7 +274,7 @@ def _stage(
 def _layers(case: Case, number: int) -> list[int]:
     """The layers of each chunk of a stage."""
     layers = len(case.job().model.blocks) - 2
-    return layer_counts(layers, case.pp, case.interleave)[number :: case.pp]
+    return case.layer_counts(layers)[number :: case.pp]
 
 
 def _by_chunk(times: Sequence[Seconds], counts: Sequence[int]) -> tuple[Seconds, ...]:
@@ -357,8 +358,9 @@ def _result(case: Case, whole: Cluster, line: _Line, free: _Line, sent: _Sent) -
     result, job = stage.result, stage.prepared.job
     model, steps, gpus = case.load()[1].value, result.steps_per_round, whole.layout.world_size
     step = line.step
-    samples = gpus // (case.pp * case.tp * case.cp) * job.samples_per_gpu / step
-    full = replace(job, model=model, bare=None, tp=1, sequence_parallel=False, ep=1, cp=1)
+    samples = gpus // case.together * job.samples_per_gpu / step
+    undivided = Mesh(pp=job.pp, interleave=job.interleave)
+    full = replace(job, model=model, bare=None, **undivided.mesh_values(), divided_already=False)
     flops = full.model.flops_per_sample
     tokens, trained = samples * model.tokens, job.samples_per_gpu * model.tokens
     exposed = max(0.0, step - free.step) * steps
@@ -381,14 +383,14 @@ def _result(case: Case, whole: Cluster, line: _Line, free: _Line, sent: _Sent) -
         interleave=case.interleave,
         trained_parameters=full.trained if case.lora else None,
         parameters=full.parameters,
-        tokens_per_gpu_per_step=each(trained, case.tp * case.cp * case.pp),
+        tokens_per_gpu_per_step=each(trained, case.together),
         round_time_s=step * steps,
         step_time_s=step,
         samples_per_s=samples,
         tokens_per_s=tokens,
         tokens_per_s_per_gpu=tokens / gpus,
         model_tflops_per_gpu=samples * flops / gpus / 1e12,
-        hardware_tflops_per_gpu=samples * _hardware_flops(case, full) / gpus / 1e12,
+        hardware_tflops_per_gpu=samples * _hardware_flops(full) / gpus / 1e12,
         mfu=samples * flops / gpus / peak_flops(whole.gpu, job.peak),
         comm_busy_s=busy,
         exposed_comm_s=exposed,
@@ -406,12 +408,11 @@ def _result(case: Case, whole: Cluster, line: _Line, free: _Line, sent: _Sent) -
     )
 
 
-def _hardware_flops(case: Case, full: Workload) -> float:
+def _hardware_flops(full: Workload) -> float:
     """Of a sample over all stages: which layers a stage repeats depends on what it has."""
-    alike = first_alike(full, case.pp, case.interleave)
+    alike = first_alike(full)
     return sum(
-        alike.count(number)
-        * stage_of(full, number, case.pp, case.interleave).hardware_flops_per_sample
+        alike.count(number) * stage_of(full, number).hardware_flops_per_sample
         for number in set(alike)
     )
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from co2sim.catalog import Fact
 from co2sim.common.html_card import card
 from co2sim.common.units import Bytes, Seconds, counted, duration, scaled
+from co2sim.schedule.mesh import Mesh
 
 FAR = 6.0
 """From this distance on a published run says little: stack, GPU and strategy differ, say."""
@@ -17,7 +18,7 @@ _NAMED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Result:
+class Result(Mesh):
     """Figures of one configuration. Times are of the steady state; a step is an optimizer step.
 
     `stack` is the software stack; empty for what was measured, and where the GPU's file says
@@ -58,12 +59,6 @@ class Result:
     nodes: int
     micro_batch: int
     accumulation: int
-    tp: int = 1
-    sequence_parallel: bool = False
-    ep: int = 1
-    cp: int = 1
-    pp: int = 1
-    interleave: int = 1
     global_batch: int | None = None
     recompute: str = "none"
     optimizer: str = "adamw"

@@ -19,7 +19,6 @@ from co2sim.prediction import published_factors
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Layout
-from co2sim.schedule.tensor_parallel import data_parallel_layout
 from co2sim.strategies import LocalSteps, Strategy, parse
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local import round_steps, workers_of
@@ -111,7 +110,7 @@ def scale_of_case(case: Case) -> Scale:
     nodes = max(1, cluster.nodes // case.pp)
     sites = cluster.sites if nodes % cluster.sites == 0 else 1
     layout = Layout(nodes, cluster.layout.world_size // case.pp // nodes, sites)
-    return Scale(model.parameters, workers_of(strategy, data_parallel_layout(layout, case.tp)))
+    return Scale(model.parameters, workers_of(strategy, case.ranks(layout)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

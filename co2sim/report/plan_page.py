@@ -20,7 +20,6 @@ from co2sim.report.text import plan, totals
 from co2sim.report.text.result import question
 from co2sim.studies.candidates import Candidate, Space
 from co2sim.studies.grid import display_name, offer_name
-from co2sim.studies.meshes import Mesh
 from co2sim.studies.plan import Recommendation
 from co2sim.studies.sensitivity import BreakEven, Sensitivity
 from co2sim.studies.table import to_frame
@@ -50,7 +49,7 @@ def spent(options: Sequence[Candidate]) -> Table:
 def _option(option: Candidate, money: bool, energy: bool) -> list[str]:  # noqa: FBT001
     case, found, result = option.case, option.totals, option.result
     row = [
-        *(offer_name(case.cluster), result.strategy, str(Mesh.read(case)) or "-"),
+        *(offer_name(case.cluster), result.strategy, case.mesh_words() or "-"),
         case.recompute,
         *(f"{result.gpus:,}", f"{case.micro_batch} x {result.accumulation}"),
         ranged(found.days, found.days_low, found.days_high),

@@ -168,7 +168,7 @@ def _speed(case: Case, kind: str, text: str, seconds: Seconds | None) -> float:
     step = parse(text, "s") if seconds is None else seconds
     if not 0 < step < math.inf:
         raise OptionError(f"step_time is {given(text)}; it must be above 0 s")
-    return job.samples_per_gpu * job.model.tokens / (job.tp * job.cp * case.pp) / step
+    return job.samples_per_gpu * job.model.tokens / case.together / step
 
 
 def _above_zero(name: str, text: str) -> float:

@@ -330,7 +330,7 @@ def _uncertain(curve: Curve, target: Target) -> bool:
 
 def check(case: Case, path: str, target: Target, tokens: float | None) -> None:
     """Refuse a target that lacks something, and rounds that every value of `path` would change."""
-    together, node = case.tp * case.cp * case.pp, case.load()[0].value.gpus_per_node
+    together, node = case.together, case.load()[0].value.gpus_per_node
     if target.metric.needs == "alone" and together > node:
         raise OptionError(
             f"{target.name} is relative to one node, and tp x cp x pp = {together} GPUs are more"

@@ -5,8 +5,8 @@ from typing import Any
 from small_gpt import job, planned, routed_job
 from workers import sleeping
 
+from co2sim.schedule.exchanges import TENSOR
 from co2sim.schedule.schedule import Compute
-from co2sim.schedule.tensor_parallel import TENSOR
 from realrun.execute.executor import execute
 from realrun.execute.world import World
 

@@ -9,7 +9,6 @@ from co2sim.prediction.totals import Totals, knee, spent
 from co2sim.report.text.totals import TRADE, amount, in_short, in_words, trade
 from co2sim.studies.candidates import Candidate, Objective, Space, command_of, with_tokens
 from co2sim.studies.grid import display_name, offer_name
-from co2sim.studies.meshes import Mesh
 from co2sim.studies.plan import Recommendation, overlap
 from co2sim.studies.sensitivity import BreakEven, Sensitivity
 
@@ -129,7 +128,7 @@ def turning(turns: Sequence[BreakEven]) -> list[str]:
 def _told(option: Candidate) -> str:
     case, found = option.case, option.totals
     text = f"{named(option)}, micro-batch {case.micro_batch} x {option.result.accumulation}"
-    divided = str(Mesh.read(case))
+    divided = case.mesh_words()
     text += f", {divided}" if divided else ""
     text += f", recompute {case.recompute}" if case.recompute != "none" else ""
     return f"{text}: {in_words(found, option.result.unit)}"
@@ -268,7 +267,7 @@ def trial(choice: Candidate) -> str:
     if case.pp > 1:
         return ""
     nodes = min(2, cluster.nodes)
-    groups = nodes * cluster.gpus_per_node // (case.tp * case.cp)
+    groups = nodes * cluster.gpus_per_node // case.in_stage
     batch = groups * case.micro_batch * choice.result.accumulation
     asked = command_of(case, "run").replace("co2sim run", "-m realrun run --backend nccl", 1)
     asked = asked.replace(f" --gpus {case.gpus}", "")
@@ -316,7 +315,7 @@ def _option(option: Candidate, wanted: Objective) -> dict[str, Any]:
         "micro_batch": case.micro_batch,
         "accumulation": option.result.accumulation,
         "recompute": case.recompute,
-        **asdict(Mesh.read(case)),
+        **case.mesh_values(),
         "totals": asdict(option.totals),
         "command": in_full(option, wanted),
         "result": option.result.to_dict(),

@@ -15,8 +15,8 @@ from co2sim.catalog import Fact
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import Bytes, counted, duration, percent, scaled
+from co2sim.models.framework import AttentionKernel
 from co2sim.models.memory import GIB, OVERHEAD, model_states
-from co2sim.models.workload import AttentionKernel
 from co2sim.prediction import evidence, figures, notes
 from co2sim.prediction.case import Case, LoadedCase, schedule_of
 from co2sim.prediction.error_model import error_model

@@ -13,12 +13,12 @@ from co2sim.models.architecture import (
     Experts,
     LatentAttention,
     Model,
-    TensorParallelShard,
     Transformer,
     language_model,
     shard_model,
 )
 from co2sim.models.workload import Workload
+from co2sim.schedule.mesh import Mesh
 
 TOKENS = 64
 BODY = Transformer(layers=4, hidden=64, heads=4, ffn=128, gated=True, bias=False, norm="rmsnorm")
@@ -85,7 +85,7 @@ def test_rows_divide_among_experts(tokens: int, count: int, data: st.DataObject)
 def test_tensor_parallel_ranks_divide_experts_and_heads(changes: dict[str, object]) -> None:
     """Of a part the FLOP of experts and scores are a part, and norms and routers stay whole."""
     whole = model(**changes)
-    part = shard_model(whole, 4, sequence=True)
+    part = shard_model(whole, Mesh(tp=4, sequence_parallel=True))
     for one, all_ in zip(part.blocks[2:-1], whole.blocks[2:-1], strict=True):
         assert one.scores is not None
         assert all_.scores is not None
@@ -97,13 +97,13 @@ def test_tensor_parallel_ranks_divide_experts_and_heads(changes: dict[str, objec
 def test_a_width_that_ranks_do_not_divide_is_refused() -> None:
     """In one line that names it."""
     with pytest.raises(OptionError, match="tp=4 does not divide the 18 columns of an expert"):
-        shard_model(model(experts=replace(EXPERTS, width=18)), 4, sequence=False)
+        shard_model(model(experts=replace(EXPERTS, width=18)), Mesh(tp=4))
 
 
 def test_a_model_comes_back_from_its_plain_values() -> None:
     """What a page or a file holds of it makes the same blocks."""
     whole = model(latent=LATENT, experts=EXPERTS, windows=(8, 0), qk_norm="none")
-    assert shard_model(whole, 1, sequence=False).blocks == whole.blocks
+    assert shard_model(whole, Mesh()).blocks == whole.blocks
     assert whole.blocks[1].idle == 0
     assert whole.blocks[2].idle == 6 * 3 * 64 * 32
 
@@ -135,4 +135,4 @@ def test_activations_of_experts_grow_with_the_experts_of_a_token() -> None:
 def test_a_part_of_the_whole_is_the_whole() -> None:
     """A shard of one rank changes nothing."""
     body = replace(BODY, experts=EXPERTS)
-    assert body.blocks(TOKENS, TensorParallelShard(1)) == body.blocks(TOKENS)
+    assert body.blocks(TOKENS, Mesh()) == body.blocks(TOKENS)

@@ -167,7 +167,7 @@ def test_memory_of_a_part_is_that_of_kept_layers_and_inputs(every: int) -> None:
 
 def test_stages_count_their_own_layers() -> None:
     """Each rank counts from 1: 7 layers in two stages of 4 and 3 give two, and one."""
-    found = [stage_of(job("full/2"), number, 2, 1) for number in (0, 1)]
+    found = [stage_of(job("full/2", pp=2), number) for number in (0, 1)]
     names = [[one.name for one in part.model.blocks if part.repeats(one)] for part in found]
     assert names == [["layer1", "layer3"], ["layer5"]]
 

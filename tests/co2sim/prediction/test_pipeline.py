@@ -15,7 +15,8 @@ from co2sim.hardware.cluster import Cluster, Link
 from co2sim.models.architecture import Transformer, language_model
 from co2sim.models.workload import Workload
 from co2sim.prediction.pipeline import Pipeline, ends
-from co2sim.prediction.pipeline_order import layer_counts, stage_of
+from co2sim.prediction.pipeline_order import stage_of
+from co2sim.schedule.mesh import Mesh
 from co2sim.simulation.collective_cost import traffic
 
 LAYERS = 8
@@ -162,12 +163,12 @@ def test_every_stage_runs_every_pass_once_and_holds_what_it_says(
 @given(st.sampled_from([2, 3, 4, 5]), st.sampled_from([1, 2]), st.sampled_from([1, 2]))
 def test_stages_have_the_model_together(pp: int, chunks: int, tp: int) -> None:
     """Every layer once; where head and embedding share weights, both ends hold them."""
-    job = Workload(MODEL, tp=tp)
+    job = Workload(MODEL, tp=tp, pp=pp, interleave=chunks)
     if pp * chunks == 10:  # embedding and head count as layers
-        assert [len(stage_of(job, n, pp, chunks).model.blocks) for n in range(pp)] == [2] * pp
+        assert [len(stage_of(job, n).model.blocks) for n in range(pp)] == [2] * pp
     elif pp * chunks > LAYERS:
         return
-    stages = [stage_of(job, number, pp, chunks) for number in range(pp)]
+    stages = [stage_of(job, number) for number in range(pp)]
     share = job.share.model
     names = [block.name for stage in stages for block in stage.model.blocks]
     assert sorted(names) == sorted(block.name for block in share.blocks)
@@ -182,19 +183,19 @@ def test_chunks_differ_by_a_layer_at_most(layers: int, pp: int, chunks: int) -> 
     """Together they have all layers; where there are fewer layers than chunks they are refused."""
     if layers < pp * chunks and layers + 2 != pp * chunks:
         with pytest.raises(Co2simError, match=f"{layers} layers"):
-            layer_counts(layers, pp, chunks)
+            Mesh(pp=pp, interleave=chunks).layer_counts(layers)
         return
-    counts = layer_counts(layers, pp, chunks)
+    counts = Mesh(pp=pp, interleave=chunks).layer_counts(layers)
     assert (sum(counts), len(counts)) == (layers, pp * chunks)
     assert max(counts) - min(counts) <= 1
 
 
 def test_embedding_and_head_count_as_layers_where_that_divides() -> None:
     """As Llama 3.1 405B was trained: 126 layers on 16 stages. Else the first have one more."""
-    assert layer_counts(126, 16, 1) == [7, *[8] * 14, 7]
-    assert layer_counts(126, 8, 2) == [7, *[8] * 14, 7]
-    assert layer_counts(11, 4, 1) == [3, 3, 3, 2]
-    assert layer_counts(9, 2, 2) == [3, 2, 2, 2]
+    assert Mesh(pp=16, interleave=1).layer_counts(126) == [7, *[8] * 14, 7]
+    assert Mesh(pp=8, interleave=2).layer_counts(126) == [7, *[8] * 14, 7]
+    assert Mesh(pp=4, interleave=1).layer_counts(11) == [3, 3, 3, 2]
+    assert Mesh(pp=2, interleave=2).layer_counts(9) == [3, 2, 2, 2]
 
 
 @given(shapes, st.data())
@@ -219,7 +220,7 @@ def test_an_answer_says_how_layers_are_split(pp: int, chunks: int, runs: str) ->
     found = run(one)
     assert any(f"8 layers are split unevenly on {pp} stages" in note for note in found.notes)
     assert any(note.endswith(runs) for note in found.notes)
-    pipeline, counts = Pipeline(pp, chunks, 6), layer_counts(LAYERS, pp, chunks)
+    pipeline, counts = Pipeline(pp, chunks, 6), one.layer_counts(LAYERS)
     assert found.memory_bytes_per_gpu["total"] == max(
         one.stage(n, pipeline.held(n, counts[n::pp])).memory()["total"] for n in range(pp)
     )
@@ -240,11 +241,11 @@ def test_a_step_is_the_longest_path_of_passes_and_what_the_strategy_adds() -> No
     fast = cluster(intra=Link(1e18), inter=Link(1e18))
     found = simulate(fast, MODEL, "ddp", pp=4, accumulation=8)
     alone = [
-        simulate(fast, stage_of(Workload(MODEL), number, 4, 1).model, "ddp", gpus=1)
+        simulate(fast, stage_of(Workload(MODEL, pp=4), number).model, "ddp", gpus=1)
         for number in range(4)
     ]
     two = [
-        simulate(fast, stage_of(Workload(MODEL), number, 4, 1).model, "ddp", gpus=1, accumulation=2)
+        simulate(fast, stage_of(Workload(MODEL, pp=4), number).model, "ddp", gpus=1, accumulation=2)
         for number in range(4)
     ]
     passes = [b.step_time_s - a.step_time_s for a, b in zip(alone, two, strict=True)]

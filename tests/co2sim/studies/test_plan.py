@@ -24,7 +24,9 @@ from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import totals, totals_of
 from co2sim.studies import plan as search_module
 from co2sim.studies.candidates import (
+    OPEN,
     OVER_SITES,
+    Axes,
     Candidate,
     Objective,
     Space,
@@ -32,7 +34,6 @@ from co2sim.studies.candidates import (
     candidates,
 )
 from co2sim.studies.grid import display_name, offer_name, offer_names, strategy_title
-from co2sim.studies.meshes import OPEN, Axes, Mesh
 from co2sim.studies.plan import Recommendation, front, plan
 from co2sim.studies.sensitivity import break_even
 
@@ -456,7 +457,7 @@ def meshes(model: str, strategy: str, gpus: int, axes: Axes = OPEN, **job: Any) 
     given = {"global_batch": 512} | job
     case = Case(cluster="dgx-h100", model=model, strategy=strategy, **given)
     space = Space(job=case, clusters=("dgx-h100",), strategies=(strategy,), gpus=[gpus], axes=axes)
-    return {str(Mesh.read(one.case)) for one in candidates(space).setups}
+    return {one.case.mesh_words() for one in candidates(space).setups}
 
 
 def test_published_layouts_are_tried() -> None:
@@ -505,7 +506,7 @@ def test_gpus_that_do_not_divide_a_batch_in_words_take_one_near() -> None:
     """96 GPUs do not divide 512 samples, and take 576; a number of samples stays as it is."""
     job = Case(cluster="dgx-h100", model="llama3-8b", strategy="", global_batch="auto")
     space = Space(job=job, clusters=("dgx-h100",), strategies=("fsdp",), gpus=[64, 96])
-    alone = [one for one in candidates(space).setups if not str(Mesh.read(one.case))]
+    alone = [one for one in candidates(space).setups if not one.case.mesh_words()]
     assert {(one.case.gpus, one.global_batch) for one in alone} == {(64, 512), (96, 576)}
     given = replace(space, job=replace(job, global_batch=512), gpus=[96])
     with pytest.raises(OptionError, match="--global-batch 480"):

@@ -18,8 +18,8 @@ from co2sim.models.architecture import Transformer, language_model
 from co2sim.models.memory import activations
 from co2sim.models.workload import Workload
 from co2sim.schedule import schedule as sched
+from co2sim.schedule.exchanges import TENSOR
 from co2sim.schedule.schedule import WORLD, Collective, Group, Kind, Layout, Schedule, tensor
-from co2sim.schedule.tensor_parallel import TENSOR
 from co2sim.simulation.collective_cost import costs_of, traffic
 from co2sim.simulation.run import execute
 from co2sim.strategies import chaining

@@ -1,4 +1,4 @@
-"""Tensor parallelism: how a schedule of data parallelism becomes one in which ranks share layers.
+"""What ranks that divide a model exchange: from a schedule of data parallelism to one of a mesh.
 
 `tp` consecutive ranks of a node hold a model together. A strategy knows nothing of it: it is asked
 for the schedule of one rank's part (`Workload.share`) in a layout where a tensor-parallel group
@@ -16,13 +16,11 @@ the pass they come changes a time only through what else is under way on the sam
 from collections.abc import Iterator
 from dataclasses import replace
 
-from co2sim.common.errors import OptionError
 from co2sim.schedule.schedule import (
     OF_EXPERTS,
     After,
     Collective,
     Compute,
-    Layout,
     Op,
     Schedule,
     Work,
@@ -32,17 +30,6 @@ TENSOR = "tensor"
 """The stream of exchanges among tensor-parallel ranks: their own communicator."""
 
 _NAME = "exchange"
-
-
-def data_parallel_layout(layout: Layout, tp: int) -> Layout:
-    """The layout in which `tp` GPUs of a node count as one. Raises OptionError if they are none."""
-    g = layout.gpus_per_node
-    if g % tp:
-        raise OptionError(
-            f"tp={tp} does not divide the {g} GPUs of a node: tensor-parallel GPUs are those of one"
-            " node"
-        )
-    return layout.strided(tp)
 
 
 def apply_tensor_parallelism(schedule: Schedule, tp: int) -> Schedule:
