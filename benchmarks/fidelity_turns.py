@@ -31,7 +31,9 @@ from fidelity import SHORT_PROBE, LabJob, as_ranks, quick_jobs, turns_jobs
 from reports import folder, machine, made_by, parser, table
 
 from co2sim.common.units import Seconds
-from co2sim.prediction.case import Case, LoadedCase
+from co2sim.prediction.case import Case
+from co2sim.prediction.job import Stage
+from co2sim.prediction.measure import measured
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Compute
 from co2sim.simulation.compute_cost import compute_time
@@ -74,7 +76,7 @@ class Job:
     """One configuration as its ranks run it."""
 
     case: Case
-    prepared: LoadedCase
+    prepared: Stage
     warm_up: int
     rounds: int
     jitter: float = 0.0
@@ -97,7 +99,7 @@ class Job:
     @classmethod
     def of(cls, case: Case) -> "Job":
         """As many rounds as `SECONDS` need, by the GPU of its cluster."""
-        prepared = case.prepare()
+        prepared = case.stage()
         once = cls(case, prepared, max(prepared.schedule.lag, 1), 1)
         return replace(once, rounds=math.ceil(SECONDS / once.predicted()[0].round_time_s))
 
@@ -115,7 +117,7 @@ class Job:
 
     def figures(self, trace: Trace) -> Result:
         """Of the rounds that count; what is exposed is not asked."""
-        return self.prepared.measure(trace, self.rounds, False, trace)  # noqa: FBT003
+        return measured(self.prepared, trace, self.rounds, free=trace)
 
     def on(self, kernels: Sequence[Sequence[Times]]) -> "Job":
         """With the GPU that is fitted to the kernels of all sides of all ranks, and their jitter.
@@ -147,7 +149,7 @@ class Job:
         gpu = fit_gpu(measured)
         assert gpu is not None
         case = replace(self.case, cluster=replace(cluster, gpu=gpu))
-        return replace(self, case=case, prepared=case.prepare(), jitter=jitter(kernels))
+        return replace(self, case=case, prepared=case.stage(), jitter=jitter(kernels))
 
 
 def jitter(kernels: Sequence[Sequence[Times]]) -> float:
@@ -219,7 +221,7 @@ def row(job: Job, turn: int, seen: Sequence[tuple[Trace, tuple[Times, Times]]]) 
     there = on.predicted()
     return {
         "strategy": found.strategy,
-        "length": job.prepared.job.model.tokens,
+        "length": job.prepared.workload.model.tokens,
         "turn": turn,
         "rounds": job.rounds,
         "kernel_s": compute_time(WORKS[0], on.prepared.cluster.gpu, "fp32"),

@@ -8,7 +8,9 @@ import torch
 
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.units import Seconds
-from co2sim.prediction.case import Case, LoadedCase
+from co2sim.prediction.case import Case
+from co2sim.prediction.job import Stage
+from co2sim.prediction.measure import measured
 from co2sim.schedule.schedule import Compute, DType
 from co2sim.simulation.compute_cost import work_time
 from co2sim.simulation.trace import Span, Trace
@@ -45,12 +47,12 @@ def measure(
     MismatchError when the trace breaks a rule of the schedule.
     """
     case, assumed = resolve(case, world.layout, world.backend)
-    prepared = case.prepare()
-    prepared = replace(prepared, assumed=(*assumed, *prepared.assumed))
-    schedule = prepared.schedule
-    world.place(prepared.cluster.layout)
+    job = case.job()
+    stage = replace(job, assumed=(*assumed, *job.assumed)).stage()
+    schedule = stage.schedule
+    world.place(stage.cluster.layout)
     warm_up = max(schedule.lag, 1)
-    doing = make_kernels(kernels, prepared, world)
+    doing = make_kernels(kernels, stage, world)
     total = warm_up + rounds
 
     def tell(turn: int) -> None:
@@ -74,7 +76,7 @@ def measure(
         rounds=rounds,
         trace=trace,
         clock_error=tolerance,
-        figures=prepared.measure(trace, rounds, steady=False).to_dict(),
+        figures=measured(stage, trace, rounds).to_dict(),
         environment=describe(world.device, world.backend),
         product_speed=(
             slowest(doing.product, ranks, schedule.lag) if isinstance(doing, Burn) else None
@@ -84,38 +86,38 @@ def measure(
 
 def computing_time(case: Case, world: World, rounds: int) -> Seconds:
     """What `measure` takes at least: the kernels of all rounds, by the GPU of the cluster."""
-    prepared = resolve(case, world.layout, world.backend)[0].prepare()
-    schedule, each = prepared.schedule, durations(prepared)
+    stage = resolve(case, world.layout, world.backend)[0].stage()
+    schedule, each = stage.schedule, durations(stage)
     works = (op.work for op in schedule.body)
     once = sum(each[work] for work in works if isinstance(work, Compute))
     return (max(schedule.lag, 1) + rounds) * once
 
 
-def make_kernels(name: KernelName, prepared: LoadedCase, world: World) -> KernelSet:
+def make_kernels(name: KernelName, stage: Stage, world: World) -> KernelSet:
     """Synthetic kernels for a case."""
     if name == "flops":
-        if prepared.job.offload != "none":
+        if stage.workload.offload != "none":
             raise OptionError(
-                f"offload={prepared.job.offload} is predicted only; --kernels sleep takes the"
+                f"offload={stage.workload.offload} is predicted only; --kernels sleep takes the"
                 " predicted times of the host"
             )
-        if prepared.job.narrow:
+        if stage.workload.narrow:
             raise OptionError(
-                f"precision={prepared.job.narrow} is predicted only; --kernels sleep takes the"
-                f" predicted times, {prepared.job.precision} runs products"
+                f"precision={stage.workload.narrow} is predicted only; --kernels sleep takes the"
+                f" predicted times, {stage.workload.precision} runs products"
             )
-        return Burn(world.device, TORCH_DTYPE[prepared.job.precision])
+        return Burn(world.device, TORCH_DTYPE[stage.workload.precision])
     if world.device.type == "cuda":
         from realrun.execute.cuda_streams import GpuSleep  # noqa: PLC0415 - only where there is one
 
-        return GpuSleep(durations(prepared))
-    return Sleep(durations(prepared))
+        return GpuSleep(durations(stage))
+    return Sleep(durations(stage))
 
 
-def durations(prepared: LoadedCase) -> dict[Compute, Seconds]:
+def durations(stage: Stage) -> dict[Compute, Seconds]:
     """Seconds that every compute work takes in the simulation."""
-    cluster, precision = prepared.cluster, prepared.job.precision
-    works = dict.fromkeys(op.work for op in prepared.schedule.body)
+    cluster, precision = stage.cluster, stage.workload.precision
+    works = dict.fromkeys(op.work for op in stage.schedule.body)
     return {
         work: work_time(work, cluster, precision) for work in works if isinstance(work, Compute)
     }

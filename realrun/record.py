@@ -78,7 +78,7 @@ def write(folder: Path, record: Record) -> list[Path]:
     """Write a run's files, all or none. Raises OptionError when they cannot be written."""
     case = record.case
     strategy = case.strategy if isinstance(case.strategy, str) else title(case.strategy)
-    schedule = case.prepare().schedule
+    schedule = case.stage().schedule
     run = {
         "cluster": TypeAdapter(Cluster).dump_python(case.cluster, mode="json"),  # type: ignore[arg-type]
         "model": TypeAdapter(Model).dump_python(case.model, mode="json"),  # type: ignore[arg-type]

@@ -15,7 +15,9 @@ from co2sim.common.errors import OptionError
 from co2sim.common.tables import print_table
 from co2sim.common.units import Seconds, duration, percent
 from co2sim.prediction import driver
-from co2sim.prediction.case import Case, LoadedCase
+from co2sim.prediction.case import Case
+from co2sim.prediction.choose import choose_batch
+from co2sim.prediction.job import Stage
 from co2sim.strategies import LocalSteps, Strategy, parse
 from co2sim.strategies.co2 import CO2, PublishedCO2
 from co2sim.strategies.local import Replica, round_steps
@@ -120,7 +122,7 @@ def settled(case: Case) -> Case:
     Raises OptionError for a strategy that the bound is not about.
     """
     _averaging_of(case)
-    return driver.settled(case)[0]
+    return choose_batch(case)[0]
 
 
 def hiding(case: Case) -> int | None:
@@ -146,12 +148,12 @@ def _averaging_of(case: Case) -> Averaging:
 def _simulated(case: Case, tau: int) -> Timing:
     """A round; with delay=auto its averages are used as soon as that hides them."""
     mine = driver.resolve_auto(with_change(case, "strategy.tau", str(tau)))
-    result, prepared = driver.run(mine), mine.prepare()
+    result, stage = driver.run(mine), mine.stage()
     source = (
         f"simulated with micro-batch {result.micro_batch} x {result.accumulation} of"
-        f" {prepared.job.model.tokens:,} {result.unit}s, recompute {result.recompute}"
+        f" {stage.workload.model.tokens:,} {result.unit}s, recompute {result.recompute}"
     )
-    timing = _timing(prepared, result.round_time_s, result.exposed_comm_s, source)
+    timing = _timing(stage, result.round_time_s, result.exposed_comm_s, source)
     return replace(timing, fits_in_memory=result.fits_in_memory)
 
 
@@ -163,7 +165,7 @@ def measured(folders: Sequence[Path]) -> list[Timing]:
         exposed = kept.figures.get("exposed_comm_s")
         timings.append(
             _timing(
-                kept.case.prepare(),
+                kept.case.stage(),
                 float(kept.figures["round_time_s"]),
                 None if exposed is None else float(exposed),
                 f"measured in {folder.name}",
@@ -183,11 +185,9 @@ def averaging(strategy: Strategy) -> Averaging:
     )
 
 
-def _timing(
-    prepared: LoadedCase, round_time: Seconds, exposed: Seconds | None, source: str
-) -> Timing:
-    strategy = averaging(prepared.strategy)
-    layout = prepared.layout
+def _timing(stage: Stage, round_time: Seconds, exposed: Seconds | None, source: str) -> Timing:
+    strategy = averaging(stage.strategy)
+    layout = stage.layout
     return Timing(
         tau=round_steps(strategy),
         round_time=round_time,

@@ -16,7 +16,8 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
 from co2sim.common.validation import Place, first_problem, names_at
 from co2sim.hardware.cluster import Cluster
-from co2sim.prediction.case import LoadedCase
+from co2sim.prediction.job import Stage
+from co2sim.prediction.measure import measured
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation import metrics
@@ -210,16 +211,16 @@ def compare(name: str, record: Record, cluster: Cluster | None = None) -> RunCom
     case = record.case
     if cluster is not None:
         case = replace(case, cluster=_fitting(name, cluster, record.trace))
-    prepared = case.prepare()
-    _check(name, record, prepared)
-    simulated, predicted = _predict(prepared, record)
+    stage = case.stage()
+    _check(name, record, stage)
+    simulated, predicted = _predict(stage, record)
     found = None
     if record.product_speed is not None:
-        _, found = _predict(at_speed(case, record.product_speed).prepare(), record)
+        _, found = _predict(at_speed(case, record.product_speed).stage(), record)
     differences = attribute(
-        prepared.schedule,
-        prepared.cluster,
-        prepared.job.precision,
+        stage.schedule,
+        stage.cluster,
+        stage.workload.precision,
         simulated,
         record.trace,
         rounds=record.rounds,
@@ -228,10 +229,10 @@ def compare(name: str, record: Record, cluster: Cluster | None = None) -> RunCom
     return RunComparison(
         name=name,
         record=record,
-        cluster=prepared.cluster,
-        schedule=prepared.schedule,
+        cluster=stage.cluster,
+        schedule=stage.schedule,
         predicted=predicted,
-        measured=_measured(prepared.schedule, record),
+        measured=_measured(stage.schedule, record),
         simulated=simulated,
         differences=differences,
         at_speed=found,
@@ -248,9 +249,9 @@ def _measured(schedule: Schedule, record: Record) -> dict[str, Any]:
     return figures
 
 
-def _predict(prepared: LoadedCase, record: Record) -> tuple[Trace, Result]:
+def _predict(stage: Stage, record: Record) -> tuple[Trace, Result]:
     """The same rounds as were run, and their figures, by the definitions of a measurement."""
-    precision, schedule, cluster = prepared.job.precision, prepared.schedule, prepared.cluster
+    precision, schedule, cluster = stage.workload.precision, stage.schedule, stage.cluster
     simulated = execute(
         schedule,
         cluster,
@@ -260,7 +261,7 @@ def _predict(prepared: LoadedCase, record: Record) -> tuple[Trace, Result]:
         slowdown=expected_slowdown(schedule, cluster, precision=precision),
     )
     steady = is_steady(simulated, schedule, record.rounds)
-    return simulated, prepared.measure(simulated, record.rounds, steady)
+    return simulated, measured(stage, simulated, record.rounds, steady=steady)
 
 
 def _fitting(name: str, cluster: Cluster, trace: Trace) -> Cluster:
@@ -279,20 +280,20 @@ def _fitting(name: str, cluster: Cluster, trace: Trace) -> Cluster:
     return sized
 
 
-def _check(name: str, record: Record, prepared: LoadedCase) -> None:
+def _check(name: str, record: Record, stage: Stage) -> None:
     trace = record.trace
     if not 1 <= record.rounds <= trace.rounds:
         raise OptionError(
             f"{name} says that {record.rounds} rounds were measured;"
             f" it must be 1 to {trace.rounds}, the rounds of its trace"
         )
-    known = {op.name for op in prepared.schedule.body}
+    known = {op.name for op in stage.schedule.body}
     unknown = next((span.op for span in trace.spans if span.op not in known), None)
     if unknown is not None:
         raise OptionError(
-            f"{name}: its trace has an op {unknown!r}, which {prepared.schedule.name} does not have"
+            f"{name}: its trace has an op {unknown!r}, which {stage.schedule.name} does not have"
         )
-    if trace.layout != prepared.cluster.layout:
+    if trace.layout != stage.cluster.layout:
         raise OptionError(f"{name}: its trace has another layout than its cluster")
     if not isinstance(record.figures.get("round_time_s"), int | float):
         raise OptionError(f"{name}: its figures hold no round_time_s")

@@ -10,7 +10,7 @@ from analysis.published.cells import Cell, RunSetup, run_figures, with_values
 from analysis.published.predict import memory_of, phases, predict
 from co2sim.common.progress import Done
 from co2sim.prediction import driver
-from co2sim.prediction.calibrations import Calibration, calibrations
+from co2sim.prediction.calibrations import Calibration, calibrations, squares
 from co2sim.prediction.intervals import beyond_fit, interval_halfwidths
 
 
@@ -95,7 +95,8 @@ def _predicted(cell: Cell, calibration: Calibration | None) -> CellPrediction:
     rounded = cell.rounding / predicted / math.sqrt(12)
     reach = calibration.factor * math.hypot(scatter, rounded)
     gpu = cell.setup.whole_cluster().gpu.name
-    down, up = interval_halfwidths(calibration.moves(gpu, moved), reach)
+    pairs = [[(moved(values), times) for values, times in p] for p in calibration.moves(gpu)]
+    down, up = interval_halfwidths(squares(moved({}), pairs), reach)
     return CellPrediction(cell, predicted, predicted * math.exp(-down), predicted * math.exp(up))
 
 

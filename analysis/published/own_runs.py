@@ -100,5 +100,4 @@ def _result(case: Case) -> Result:
 
 def _setting(case: Case, result: Result) -> Setting:
     cluster, model = case.load()
-    prepared = case.stage(0, micro_steps=1) if case.pp > 1 else case.prepare()
-    return setting_of(cluster.value, model.value, result, prepared.kernels)
+    return setting_of(cluster.value, model.value, result, case.job().kernels)

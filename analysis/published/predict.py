@@ -13,7 +13,7 @@ from analysis.published.parameters import model_of
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import driver
-from co2sim.prediction.case import LoadedCase
+from co2sim.prediction.job import Stage
 from co2sim.schedule.schedule import Collective, Compute, Kind, Schedule
 from co2sim.simulation import metrics
 from co2sim.simulation.collective_cost import cost_of
@@ -71,7 +71,7 @@ def _value(term: Term, step_time: Callable[[RunSetup], Seconds]) -> float:
     samples = setup.micro_batch * setup.accumulation / step
     if term.quantity == "tokens_per_s":
         return samples * model_of(setup.model, setup.model_overrides).tokens * setup.gpus
-    return samples * _prepared(_plain(setup)).job.hardware_flops_per_sample / 1e12
+    return samples * _prepared(_plain(setup)).workload.hardware_flops_per_sample / 1e12
 
 
 def _volume(setup: RunSetup, part: str) -> float:
@@ -85,7 +85,7 @@ def _volume(setup: RunSetup, part: str) -> float:
         for op in prepared.schedule.body
         if isinstance(op.work, Collective) and part in {"total", _part(op.name, op.work)}
     )
-    return sent / (prepared.job.parameters * prepared.job.precision.bytes)
+    return sent / (prepared.workload.parameters * prepared.workload.precision.bytes)
 
 
 def _part(name: str, work: Collective) -> str:
@@ -150,13 +150,13 @@ def _shorter(stated: RunSetup, layers: int, micro_steps: int) -> Schedule:
     """The schedule of a smaller run: it does not depend on the fitted constants."""
     shape = (*stated.model_overrides, ("layers", str(layers)))
     shorter = replace(stated, model_overrides=shape, accumulation=micro_steps)
-    return shorter.case().prepare().schedule
+    return shorter.case().stage().schedule
 
 
 @lru_cache(_MANY_SCHEDULES)
-def _prepared(stated: RunSetup) -> LoadedCase:
+def _prepared(stated: RunSetup) -> Stage:
     """Job and schedule, which do not depend on the fitted constants either."""
-    return stated.case().prepare()
+    return stated.case().stage()
 
 
 def _plain(setup: RunSetup) -> RunSetup:
@@ -181,7 +181,7 @@ def _is_serial(setup: RunSetup) -> bool:
 def _works(stated: RunSetup) -> list[tuple[Compute | Collective, int]]:
     """Different works of a schedule, and how often each runs."""
     counted: dict[Compute | Collective, int] = {}
-    for op in stated.case().prepare().schedule.body:
+    for op in stated.case().stage().schedule.body:
         counted[op.work] = counted.get(op.work, 0) + 1
     return list(counted.items())
 

@@ -38,7 +38,7 @@ def export(
     from co2sim.simulation import chakra  # noqa: PLC0415 - of an extra
 
     case = replace(job, cluster=cluster, strategy=strategy, gpus=gpus)
-    prepared = driver.resolve_auto(case).prepare()
+    prepared = driver.resolve_auto(case).stage()
     with progress_bar("writing ranks", after=1.0) as done:
         found = chakra.write(
             prepared.schedule,

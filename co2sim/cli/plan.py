@@ -10,8 +10,8 @@ from co2sim.common import convert
 from co2sim.common.cli import refuse_twice
 from co2sim.common.errors import OptionError, UnitError
 from co2sim.common.units import parse as quantity
-from co2sim.prediction.batch import RECOMPUTES
 from co2sim.prediction.case import Case
+from co2sim.prediction.choose import RECOMPUTES
 from co2sim.report.bundle import check
 from co2sim.studies.candidates import STRATEGIES, Axes, Objective, Space
 from co2sim.studies.grid import offer_name

@@ -27,7 +27,7 @@ from co2sim.strategies.step import title
 @options.case_options
 def show(case: Case) -> None:
     """Print the schedule: what every rank does in one round."""
-    print(_with_numbers(case).prepare().schedule)
+    print(_with_numbers(case).stage().schedule)
 
 
 def _with_numbers(case: Case) -> Case:

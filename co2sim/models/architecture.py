@@ -806,9 +806,7 @@ def language_model(  # noqa: PLR0913 - one keyword per number of a model
                 calls=HEAD_CALLS,
                 logits=rows * outputs,
                 tied=vocab * h if shared else 0,
-                division=_division(
-                    part, s * h, inputs=1, outputs=0, rows=s if labels is None else 0
-                ),
+                division=_division(part, s * h, 1, 0, s if labels is None else 0),
             ),
         ),
         tokens=tokens,

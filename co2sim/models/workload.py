@@ -423,6 +423,11 @@ class Workload(Mesh, Framework):
         }
         return [name for name, holds in found.items() if holds]
 
+    @property
+    def repeats_some(self) -> bool:
+        """Whether selective recomputation is other than none."""
+        return any(self.repeats_products(b) or self.repeats_attention(b) for b in self.model.blocks)
+
     def _repeated_flops(self, block: Block) -> Flops:
         """Of a sample: those that a backward pass computes again, as published figures count."""
         if self.again.kind == "full":

@@ -28,24 +28,17 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.models.memory import activations
 from co2sim.models.recompute import recomputation
 from co2sim.models.workload import Workload
-from co2sim.prediction.case import Case, LoadedCase, of_strategy
-from co2sim.prediction.pipeline import (
-    PassTimes,
-    Pipeline,
-    between_stages,
-    ends,
-    pass_times,
-    sent_on,
-)
-from co2sim.prediction.pipeline_order import stage_cluster, stage_of
+from co2sim.prediction.job import Job, Stage, call_strategy, stage_of
+from co2sim.prediction.measure import PassTimes, between_stages, pass_times, sent_on
 from co2sim.schedule.exchanges import TENSOR
+from co2sim.schedule.pipeline import Pipeline, ends
 from co2sim.schedule.schedule import Collective, Compute, Op
 from co2sim.simulation.collective_cost import cost_of, traffic
 from co2sim.simulation.compute_cost import work_time
 from co2sim.simulation.expected_slowdown import expected_slowest
 from co2sim.simulation.noise import QUIET
 from co2sim.simulation.token_bucket import shapers
-from co2sim.strategies import STRATEGIES, LocalSteps, parse
+from co2sim.strategies import LocalSteps, is_built_in
 from co2sim.strategies.step import COMPUTE
 
 _PASSES = {"forward", "backward", "recompute"}
@@ -118,19 +111,18 @@ class _Added:
 _NOTHING = _Added(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def added(prepared: LoadedCase) -> _Added:
+def added(stage: Stage) -> _Added:
     """Of a schedule, whatever its micro-steps have: see the module."""
-    schedule, cluster = prepared.schedule, prepared.cluster
-    own = type(prepared.strategy) in STRATEGIES.values()
-    if not own or cluster.host is not None or any(shapers(cluster)[1:]):
+    schedule, cluster = stage.schedule, stage.cluster
+    if not is_built_in(stage.strategy) or cluster.host is not None or any(shapers(cluster)[1:]):
         return _NOTHING
-    if isinstance(prepared.strategy, LocalSteps):
+    if isinstance(stage.strategy, LocalSteps):
         sent = traffic(schedule, cluster)
         far = sent.wan / cluster.wan.payload_bandwidth if cluster.wan else 0.0
         busy = max(sent.nic / cluster.inter.payload_bandwidth, far)
         return _Added(0.0, 0.0, 0.0, busy, busy, local=schedule.steps)
     known = [
-        0.0 if isinstance(work, Compute) and work.kernel in _PASSES else _alone(work, prepared)
+        0.0 if isinstance(work, Compute) and work.kernel in _PASSES else _alone(work, stage)
         for work in schedule.works
     ]
     seconds = [known[number] for number in schedule.work_numbers]
@@ -148,12 +140,12 @@ def added(prepared: LoadedCase) -> _Added:
     return _Added(streams[COMPUTE], waits, again, busy, beside, _chain(schedule.body, seconds))
 
 
-def _alone(work: Compute | Collective, prepared: LoadedCase) -> Seconds:
+def _alone(work: Compute | Collective, stage: Stage) -> Seconds:
     """Of an op that no other slows down."""
-    cluster = prepared.cluster
+    cluster = stage.cluster
     if isinstance(work, Collective):
         return cost_of(work, cluster).duration_alone(cluster)
-    return work_time(work, cluster, prepared.precision)
+    return work_time(work, cluster, stage.precision)
 
 
 def _waits(body: Sequence[Op], seconds: Sequence[Seconds]) -> tuple[Seconds, Seconds]:
@@ -227,68 +219,63 @@ class Shared:
         self._passes: dict[object, Passes] = {}
         self._jobs: dict[object, Workload] = {}
 
-    def job(self, case: Case, cluster: Cluster, whole: Cluster) -> Workload:
+    def share(self, job: Job) -> Workload:
         """What a GPU does in a micro-step of one sample, in all stages of a pipeline together."""
-        key = whole.name, case.tp, case.sequence_parallel, case.cp, case.ep, _far(case, cluster)
+        work = job.workload
+        key = job.cluster.name, *_inside(job)
         if key not in self._jobs:
-            self._jobs[key] = case.job().share
-        return self._jobs[key]
+            self._jobs[key] = work.share
+        share = self._jobs[key]
+        if (share.pp, share.interleave) == (work.pp, work.interleave):
+            return share
+        return replace(share, pp=work.pp, interleave=work.interleave)
 
-    def passes(
-        self, case: Case, job: Workload, cluster: Cluster, micro_batch: int, recompute: str
-    ) -> Passes:
+    def passes(self, job: Job, share: Workload, micro_batch: int, recompute: str) -> Passes:
         """Of all blocks; exchanges inside a node are the same on any number of nodes."""
-        key = (
-            *(cluster.name, case.tp, case.sequence_parallel, case.cp, case.ep),
-            *(_far(case, cluster), micro_batch, recompute),
-        )
+        cluster = job.stage_cluster
+        key = cluster.name, *_inside(job), micro_batch, recompute
         if key not in self._passes:
-            one = replace(job, micro_batch=micro_batch, recompute=recompute)
-            self._passes[key] = Passes.of(one, cluster)
+            sized = replace(share, micro_batch=micro_batch, recompute=recompute)
+            self._passes[key] = Passes.of(sized, cluster)
         return self._passes[key]
 
 
-def _far(case: Case, cluster: Cluster) -> object:
-    """What the exchanges of a pass depend on besides the kind of cluster."""
-    g = cluster.gpus_per_node
-    inside = max(case.tp * case.cp, case.ep) <= g
-    return g if inside else cluster.layout
+def _inside(job: Job) -> tuple[object, ...]:
+    """What a pass depends on besides the kind of cluster and the batch."""
+    work, layout = job.workload, job.stage_cluster.layout
+    g = layout.gpus_per_node
+    in_node = max(work.in_stage, work.ep) <= g
+    return work.tp, work.sequence_parallel, work.cp, work.ep, g if in_node else layout
 
 
 class StepBound:
     """The least time of steps of one layout: cluster, GPUs, strategy and what these divide.
 
-    The case has one micro-step of one sample, without recomputation, and no global batch. Raises
-    Co2simError for a case that cannot be.
+    The job has one micro-step of one sample, without recomputation. Raises Co2simError for a job
+    that cannot be.
     """
 
-    def __init__(self, case: Case, shared: Shared) -> None:
-        self.case, self._shared = case, shared
-        whole = case.load()[0].value
-        self._whole = whole.resized(case.gpus) if case.gpus is not None else whole
-        self._cluster = stage_cluster(self._whole, case) if case.pp > 1 else self._whole
-        shared_job = shared.job(case, self._cluster, self._whole)
-        self._job = replace(shared_job, pp=case.pp, interleave=case.interleave)
-        self._layers = len(self._job.model.blocks) - 2
-        strategy = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
-        self._strategy = strategy
-        own = type(strategy) in STRATEGIES.values() and self._whole.host is None
-        spreads = own and self._cluster.nodes > 1
-        spread, nodes = self._cluster.node_spread, self._cluster.nodes
-        self._slowdown = expected_slowest(spread, nodes) if spreads else 1.0
-        self._known = case.noise == QUIET
-        beside = self._whole.interference if own else 0.0
+    def __init__(self, job: Job, shared: Shared) -> None:
+        self.job, self._shared = job, shared
+        self._work = shared.share(job)
+        built_in = is_built_in(job.strategy) and job.cluster.host is None
+        stage = job.stage_cluster
+        spreads = built_in and stage.nodes > 1
+        self._slowdown = expected_slowest(stage.node_spread, stage.nodes) if spreads else 1.0
+        self._quiet = job.options.noise == QUIET
+        beside = job.cluster.interference if built_in else 0.0
         self._slower = beside / (1 + beside)
+        self._counts = [len(self._work.model.blocks) - 2]
         self._between = 0.0
-        if case.pp > 1:
-            self._counts = case.layer_counts(self._layers)
-            self._between = between_stages(self._whole, self._cluster, sent_on(case, self._job))
+        if self._work.pp > 1:
+            self._counts = self._work.layer_counts(self._counts[0])
+            self._between = between_stages(job, sent_on(self._work))
         self._stages_of: dict[tuple[int, str], _Stages] = {}
         self._adds: dict[int, _Added] = {}
 
     def quick(self, micro_batch: int, steps: int, recompute: str) -> Least:
         """Of the passes alone, those of a pipeline one after the other."""
-        if not self._known:
+        if not self._quiet:
             return Least(0.0, 0.0)
         stages = self._stages(micro_batch, recompute)
         first = self._step(stages, steps, _NOTHING, 0.0)
@@ -300,13 +287,13 @@ class StepBound:
 
     def close(self, micro_batch: int, steps: int, recompute: str) -> Least:
         """With what the strategy adds. Raises Co2simError where it cannot be used."""
-        if not self._known:
+        if not self._quiet:
             return Least(0.0, 0.0)
         stages = self._stages(micro_batch, recompute)
         more = self._more(steps)
         step = self._step(stages, steps, more, more.waits if recompute == "none" else more.again)
-        if self.case.pp > 1:
-            pipeline = Pipeline(self.case.pp, self.case.interleave, steps)
+        if self._work.pp > 1:
+            pipeline = Pipeline(self._work.pp, self._work.interleave, steps)
             ended = ends(pipeline, stages.forward, stages.backward, self._between)[0]
             passes = steps * (sum(stages.forward[0]) + sum(stages.backward[0]))
             step = ended + max(0.0, step - passes)
@@ -333,35 +320,35 @@ class StepBound:
         return self._stages_of[key]
 
     def _made(self, micro_batch: int, recompute: str) -> "_Stages":
-        case, every = self.case, recomputation(recompute).every
-        cuts = [0, len(self._job.model.blocks)]
-        if case.pp > 1:  # the embedding comes first, the head last
+        work, every = self._work, recomputation(recompute).every
+        cuts = [0, len(work.model.blocks)]
+        if work.pp > 1:  # the embedding comes first, the head last
             cuts = [0, *(1 + count for count in accumulate(self._counts[:-1])), cuts[-1]]
             if every > 1:
                 return self._one_by_one(micro_batch, every, cuts)
-        all_ = self._shared.passes(case, self._job, self._cluster, micro_batch, recompute)
+        all_ = self._shared.passes(self.job, work, micro_batch, recompute)
         parts = list(pairwise(cuts))
         there, back, computing, beside, blocking = (
             [column[end] - column[start] for start, end in parts] for column in all_
         )
         chunks = [
-            (tuple(there[stage :: case.pp]), tuple(back[stage :: case.pp]))
-            for stage in range(case.pp)
+            (tuple(there[stage :: work.pp]), tuple(back[stage :: work.pp]))
+            for stage in range(work.pp)
         ]
-        first = tuple(sum(column[:: case.pp]) for column in (computing, beside, blocking))
+        first = tuple(sum(column[:: work.pp]) for column in (computing, beside, blocking))
         return _Stages([one[0] for one in chunks], [one[1] for one in chunks], first)
 
     def _one_by_one(self, micro_batch: int, every: int, cuts: Sequence[int]) -> "_Stages":
         """Where every second layer, say, of a stage is made again, as if it were a model."""
         again, plain = (
-            self._shared.passes(self.case, self._job, self._cluster, micro_batch, recompute)
+            self._shared.passes(self.job, self._work, micro_batch, recompute)
             for recompute in ("full", "none")
         )
-        blocks, parts = self._job.model.blocks, list(pairwise(cuts))
+        blocks, parts = self._work.model.blocks, list(pairwise(cuts))
         sums = list[list[list[Seconds]]]()
-        for stage in range(self.case.pp):
+        for stage in range(self._work.pp):
             layer, of_stage = 0, list[list[Seconds]]()
-            for start, end in parts[stage :: self.case.pp]:
+            for start, end in parts[stage :: self._work.pp]:
                 of_chunk = [0.0] * len(plain)
                 for place in range(start, end):
                     inside = bool(blocks[place].boundary_bytes) and not blocks[place].logits
@@ -386,37 +373,25 @@ class StepBound:
 
     def _added_of(self, steps: int) -> _Added:
         if steps not in self._adds:
-            one = self.first if steps == 1 else self.case.stage(0, micro_steps=steps)
-            self._adds[steps] = added(one)
+            self._adds[steps] = added(self.job.stage(0, steps))
         return self._adds[steps]
-
-    @cached_property
-    def first(self) -> LoadedCase:
-        """The case with one micro-step; of a pipeline its first stage."""
-        return self.case.stage(0, micro_steps=1)
 
     def memory(self, micro_batch: int, steps: int, recompute: str) -> Bytes:
         """The least that a GPU of the first stage takes: states and activations.
 
         Raises Co2simError for what the strategy, or the order of passes, does not allow.
         """
-        case, held = self.case, 1.0
-        job = replace(
-            self._first_job, micro_batch=micro_batch, accumulation=steps, recompute=recompute
-        )
-        if case.pp > 1:
-            pipeline = Pipeline(case.pp, case.interleave, steps)
-            held = pipeline.held(0, self._counts[:: case.pp])
-        layout = case.ranks(self._cluster.layout)
-        items = of_strategy(self._strategy, self._strategy.memory, job, layout)
-        return sum(items.values()) + sum(activations(job, held).values())
+        work, held, strategy = self._first, 1.0, self.job.strategy
+        sized = replace(work, micro_batch=micro_batch, accumulation=steps, recompute=recompute)
+        if work.pp > 1:
+            pipeline = Pipeline(work.pp, work.interleave, steps)
+            held = pipeline.held(0, self._counts[:: work.pp])
+        items = call_strategy(strategy, strategy.memory, sized, self.job.layout)
+        return sum(items.values()) + sum(activations(sized, held).values())
 
     @cached_property
-    def _first_job(self) -> Workload:
-        case = self.case
-        if case.pp == 1:
-            return self._job
-        return stage_of(self._job, 0)
+    def _first(self) -> Workload:
+        return stage_of(self._work, 0)
 
 
 _ALL_KINDS = 3

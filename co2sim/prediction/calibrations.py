@@ -240,12 +240,10 @@ class Calibration:
             for value, fitted in found
         )
 
-    def moves(
-        self, gpu: str, predicted: Callable[[Mapping[str, float]], float]
-    ) -> tuple[float, float]:
-        """Sums of squares by which log(prediction) falls and rises within the uncertainty.
+    def moves(self, gpu: str) -> list[list[Move]]:
+        """Pairs of values by path, to simulate: see `squares`.
 
-        `predicted` takes values by path, and gives a positive number. The constants of the GPU move
+        The constants of the GPU move
         along each axis of their covariance, both ways, as far as the interval's level asks, but not
         beyond their bounds. The covariance is that of a linear model: where it would move a
         constant by more than a fifth, which it says little about, the effect of a fifth is
@@ -267,20 +265,19 @@ class Calibration:
             pairs.append([(dict(zip(paths, map(float, v), strict=True)), times) for v in both])
         for path, (least, most) in self.external.items():
             pairs.append([({path: least + share * (most - least)}, 1.0) for share in _MIDDLE])
-        return squares(math.log(predicted({})), pairs, predicted)
+        return pairs
 
 
-def squares(
-    base: float,
-    pairs: list[list[Move]],
-    predicted: Callable[[dict[str, float]], float],
-) -> tuple[float, float]:
-    """Sums over pairs of changes of the squares by which log(prediction) falls and rises most."""
+def squares(base: float, pairs: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, float]:
+    """Sums over pairs of the squares by which log(prediction) falls and rises most, from `base`.
+
+    Each of a pair is a prediction, and how many times its effect counts.
+    """
     down = up = 0.0
     for pair in pairs:
-        found = [0.0, *((math.log(predicted(new)) - base) * times for new, times in pair)]
-        down += min(found) ** 2
-        up += max(found) ** 2
+        effects = [0.0, *((math.log(value) - math.log(base)) * times for value, times in pair)]
+        down += min(effects) ** 2
+        up += max(effects) ** 2
     return down, up
 
 

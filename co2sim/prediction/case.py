@@ -1,19 +1,16 @@
-"""One configuration: cluster, model, strategy and batch, by names, files or objects."""
+"""A question: cluster, model, strategy and batch of one configuration, as a person types them."""
 
 import os
 import re
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypedDict, TypeVar, cast
+from typing import Annotated, Any, TypedDict, cast
 
 from co2sim import strategies
 from co2sim.catalog import (
     DEFAULT_STACK,
     Contents,
     Entry,
-    Fact,
     cluster_contents,
     load_cluster,
     load_model,
@@ -24,14 +21,11 @@ from co2sim.catalog import (
 from co2sim.catalog.facts import is_file
 from co2sim.common import convert, validation
 from co2sim.common.convert import Count, Number, Reader, Within, option
-from co2sim.common.errors import Co2simError, OptionError, ScheduleError, nearest
-from co2sim.common.resources import LruCache
-from co2sim.common.units import Bytes, Seconds
+from co2sim.common.errors import OptionError, nearest
 from co2sim.hardware.cluster import GPU, Cluster
 from co2sim.models.framework import AttentionKernel, Checkpointing, Loss
-from co2sim.models.memory import activations, allocated, overhead
 from co2sim.models.recompute import Recompute, check_applies, recomputation
-from co2sim.models.stack import UNNAMED, Setting, Stack
+from co2sim.models.stack import UNNAMED, Stack
 from co2sim.models.workload import (
     MAX_RANK,
     NARROW,
@@ -42,254 +36,20 @@ from co2sim.models.workload import (
     Workload,
 )
 from co2sim.prediction.intervals import Thoroughness
-from co2sim.prediction.notes import assumed, beyond_the_file, beyond_the_table
-from co2sim.prediction.pipeline_order import stage_cluster, stage_of
-from co2sim.prediction.result import Result
-from co2sim.schedule.exchanges import apply_tensor_parallelism
+from co2sim.prediction.job import Job, Stage, stage_cluster
+from co2sim.prediction.notes import assumed, beyond_the_file
 from co2sim.schedule.mesh import Mesh
-from co2sim.schedule.schedule import DType, Layout, Schedule
-from co2sim.simulation import metrics
-from co2sim.simulation.collective_cost import Traffic, traffic
-from co2sim.simulation.compute_cost import compute_time, kernel_parts, peak_flops
+from co2sim.schedule.schedule import DType
+from co2sim.simulation.compute_cost import peak_flops
 from co2sim.simulation.noise import QUIET, Noise, RunOptions
-from co2sim.simulation.trace import Trace
-from co2sim.strategies import STRATEGIES, LocalSteps, Strategy
-from co2sim.strategies.local import workers_of
+from co2sim.strategies import LocalSteps, Strategy
 from co2sim.strategies.step import title
-
-_T = TypeVar("_T")
-
-_Scheduled: TypeAlias = tuple[str, Strategy, Workload, Model, Layout]
-"""What a schedule depends on: two models with equal blocks may have different parts."""
-_MAX_OPS = 10_000
-"""Of a schedule that is kept: about 10 MB."""
-_SCHEDULES: LruCache[_Scheduled, tuple[Workload, Schedule]] = LruCache(8)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedCase:
-    """A case with everything loaded and sized.
-
-    Of a stage of a pipeline these are its GPUs and its part of the model; it holds the activations
-    of `microbatches_in_flight`. `stack` is the name of that whose kernels run; empty where the file
-    of the GPU says itself how fast it is. `measured` are the runs that it was calibrated by, and
-    `call_overhead` is what its host needs for an operation.
-    """
-
-    cluster: Cluster
-    job: Workload
-    strategy: Strategy
-    schedule: Schedule
-    assumed: tuple[Fact, ...]
-    microbatches_in_flight: float = 1.0
-    stack: str = ""
-    measured: tuple[Setting, ...] = ()
-    call_overhead: Seconds = 0.0
-
-    @property
-    def precision(self) -> str:
-        """Of the job."""
-        return self.job.precision
-
-    @property
-    def kernels(self) -> str:
-        """What its kernels do, besides the model: precision, attention, recomputation, adapters."""
-        kind = self.job.narrow or self.job.precision
-        more = ", adapters" if self.job.lora else ""
-        return f"{kind}, {self.job.attention}, {self.job.recompute}{more}"
-
-    @property
-    def layout(self) -> Layout:
-        """Of data parallelism: tensor-parallel GPUs count as one rank."""
-        return self.job.ranks(self.cluster.layout)
-
-    def memory(self) -> dict[str, Bytes]:
-        """Bytes on one GPU by item, and in all."""
-        items = of_strategy(self.strategy, self.strategy.memory, self.job.share, self.layout)
-        items = items | activations(self.job.share, self.microbatches_in_flight)
-        if self.cluster.backend == "nccl":  # Gloo is for processors, which have no context
-            items = items | overhead(items, self.schedule.groups, self.cluster.layout)
-        return items | {"total": sum(items.values())}
-
-    def measure(
-        self,
-        trace: Trace,
-        rounds: int,
-        steady: bool,  # noqa: FBT001
-        free: Trace | None = None,
-    ) -> Result:
-        """The figures of a trace.
-
-        `free` is the same simulation with free communication. Without it, as in a run that was
-        measured, exposed communication is read from the trace itself: two runs differ in more.
-        """
-        cluster, job, schedule = self.cluster, self.job, self.schedule
-        during = metrics.window(trace, schedule, rounds)
-        round_time = during.round_time
-        comm = metrics.communication(trace, schedule, during)
-        if free is None:
-            exposed = metrics.exposed(trace, schedule, during)
-        else:
-            alone = metrics.window(free, schedule, rounds).round_time
-            exposed = metrics.exposed_by_difference(comm.busy, round_time, alone)
-        step_time = round_time / schedule.steps
-        memory = self.memory()
-        return Result(
-            **self.rates(step_time),
-            cluster=cluster.name,
-            model=job.model.name,
-            stack=self.stack,
-            unit=job.model.unit,
-            strategy=title(self.strategy),
-            gpus=cluster.layout.world_size,
-            nodes=cluster.nodes,
-            **_described(job),
-            parameters=job.parameters,
-            workers=workers_of(self.strategy, self.layout),
-            global_batch=cluster.layout.world_size // job.in_stage * job.samples_per_gpu,
-            tokens_per_gpu_per_step=each(job.samples_per_gpu * job.model.tokens, job.in_stage),
-            precision=job.narrow or str(job.precision),
-            steps_per_round=schedule.steps,
-            round_time_s=round_time,
-            step_time_s=step_time,
-            host_load=host_load(job.share, cluster.gpu, self.call_overhead),
-            comm_busy_s=comm.busy,
-            waiting_s=comm.waiting,
-            exposed_comm_s=exposed,
-            overlap_ratio=metrics.overlap_ratio(comm.busy, exposed),
-            breakdown_s=metrics.breakdown(trace, schedule),
-            **_sent(traffic(schedule, cluster), schedule.steps),
-            memory_bytes_per_gpu=memory,
-            allocated_bytes_per_gpu=allocated(memory),
-            gpu_memory_bytes=cluster.gpu.memory,
-            fits_in_memory=memory["total"] <= cluster.gpu.memory,
-            steady=steady,
-            rounds_simulated=trace.rounds,
-            assumed=self.assumed,
-        )
-
-    def rates(self, step_time: Seconds) -> dict[str, Any]:
-        """The fields of a result that follow from how long a step takes."""
-        cluster, job = self.cluster, self.job
-        gpus = cluster.layout.world_size
-        samples = gpus // job.in_stage * job.samples_per_gpu / step_time
-        tokens = samples * job.model.tokens
-        model_flops = samples * job.model.flops_per_sample / gpus
-        cost = cluster.price_per_gpu and cluster.price_per_gpu * gpus / tokens * 1e9
-        return {
-            "samples_per_s": samples,
-            "tokens_per_s": tokens,
-            "tokens_per_s_per_gpu": tokens / gpus,
-            "model_tflops_per_gpu": model_flops / 1e12,
-            "hardware_tflops_per_gpu": samples * job.hardware_flops_per_sample / gpus / 1e12,
-            "mfu": model_flops / peak_flops(cluster.gpu, job.peak),
-            "usd_per_billion_tokens": cost if cluster.currency == "USD" else None,
-            "cost_per_billion_tokens": cost,
-            "currency": cluster.currency if cost is not None else None,
-        }
-
-
-def _sent(sent: Traffic, steps: int) -> dict[str, Any]:
-    """The fields of a result that say what is sent in a step."""
-    return {
-        "sent_bytes_per_gpu_per_step": {
-            label: size / steps for label, size in sent.by_collective.items()
-        },
-        "wire_bytes_per_gpu_per_step": sent.gpu / steps,
-        "nic_bytes_per_node_per_step": sent.nic / steps,
-        "wan_bytes_per_site_per_step": sent.wan / steps,
-    }
-
-
-def _described(job: Workload) -> dict[str, Any]:
-    """What a result repeats of its job."""
-    names = (
-        *("micro_batch", "accumulation", "lora"),
-        *("recompute", "optimizer", "offload", "attention"),
-        *("tp", "sequence_parallel", "ep", "cp"),
-    )
-    trained = {"trained_parameters": job.trained} if job.lora else {}
-    return {name: getattr(job, name) for name in names} | trained
-
-
-def host_load(job: Workload, gpu: GPU, call_overhead: Seconds) -> float | None:
-    """What the host needs for all passes over what the GPU needs; None where they have no kernels.
-
-    `call_overhead` is that of the stack, for a GPU of whose kernels nothing is known.
-    """
-    overhead = gpu.kernels.call_overhead if gpu.kernels else call_overhead
-    host = device = 0.0
-    for work in job.works():
-        for one in (work.forward, work.backward):
-            if one.kernels is None:
-                continue
-            host += one.kernels.calls * overhead
-            if gpu.kernels is None:
-                device += compute_time(one, gpu, str(job.precision))
-            else:
-                parts = kernel_parts(one.kernels, gpu, gpu.kernels, str(job.precision))
-                device += parts.products + parts.attention + parts.elementwise
-    return host / device if device else None
-
-
-def scheduled(strategy: Strategy, job: Workload, layout: Layout) -> tuple[Workload, Schedule]:
-    """The schedule of a strategy, and the job: an equal one, if it is kept from another case.
-
-    What changes in a sweep is mostly the cluster, which no schedule depends on but for its layout.
-    A strategy of the user's own is asked each time.
-    """
-    if type(strategy) not in STRATEGIES.values():
-        return job, schedule_of(strategy, job, layout)
-    given = title(strategy), strategy, job, job.share.model, layout
-    known = _SCHEDULES.get(given)
-    if known is None:
-        known = job, schedule_of(strategy, job, layout)
-        if len(known[1].body) <= _MAX_OPS:
-            _SCHEDULES.put(given, known)
-    return known
-
-
-def each(tokens: int, gpus: int) -> float:
-    """What each of some GPUs has of tokens: a whole number wherever it is one."""
-    return tokens // gpus if tokens % gpus == 0 else tokens / gpus
-
-
-def schedule_of(strategy: Strategy, job: Workload, layout: Layout) -> Schedule:
-    """What every rank does in a round of a job on GPUs of a layout."""
-    among = job.ranks(layout)
-    try:
-        found = of_strategy(strategy, strategy.schedule, job.share, among)
-    except OptionError as error:
-        if job.tp == 1:
-            raise
-        raise OptionError(f"{error} ({job.tp} GPUs that share layers count as one)") from error
-    return apply_tensor_parallelism(found, job.tp)
-
-
-def of_strategy(
-    strategy: Strategy, ask: Callable[[Workload, Layout], _T], job: Workload, layout: Layout
-) -> _T:
-    """What a strategy answers. An error in its own code is one line, with its place in that code.
-
-    Raises ScheduleError for it.
-    """
-    try:
-        return ask(job, layout)
-    except (Co2simError, MemoryError):
-        raise
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise ScheduleError(
-            f"{title(strategy)} cannot be used here: {type(error).__name__}: {error}"
-            f" ({Path(place.filename).name}, line {place.lineno})"
-        ) from error
-
 
 _MAX_GPUS = 10_000_000
 _MAX_SAMPLES = 10**12
 """Of a global batch: beyond any training, and still exact as a float."""
 AUTO = "auto"
-"""To be chosen: `prediction.batch` does."""
+"""To be chosen: `prediction.choose` does."""
 OPEN_BATCH = {"micro_batch": AUTO, "global_batch": AUTO, "recompute": AUTO}
 """What a question leaves open unless it says it; who executes a case needs numbers."""
 _TOKENS = re.compile(r"([0-9.]+(?:e[+]?[0-9]+)?) *([km]?)[ -]*tok(?:en)?s?", re.IGNORECASE)
@@ -491,11 +251,6 @@ class Case(Mesh):
         given = {name for name in names if getattr(self, name) is not None}
         return frozenset(given | ({"stack"} if self.stack else set()))
 
-    @property
-    def run_options(self) -> RunOptions:
-        """What the simulation of its schedule needs to know."""
-        return RunOptions(self.noise, self.rounds, self.fold)
-
     def load(self) -> tuple[Entry[Cluster], Entry[Model]]:
         """The cluster, with what the stack makes of its GPU, and the model."""
         cluster = self._bare_cluster()
@@ -557,61 +312,13 @@ class Case(Mesh):
             k.removeprefix(prefix): v for k, v in self.overrides.items() if k.startswith(prefix)
         }
 
-    def prepare(self) -> LoadedCase:
-        """Load everything and build the schedule. Raises Co2simError when anything is wrong."""
-        self.check_single_stage()
-        return self._prepared()
-
-    def check_single_stage(self) -> None:
-        """Refuse the stages of a pipeline, which have no schedule together."""
-        if self.pp > 1:
-            raise OptionError(
-                f"pp={self.pp}: stages of a pipeline are simulated one by one, and it has no"
-                " schedule to show or to execute; co2sim run, scale, sweep, solve and plan give"
-                " its figures"
-            )
-
-    def stage(
-        self, number: int, microbatches_in_flight: float = 1.0, micro_steps: int | None = None
-    ) -> LoadedCase:
-        """A stage of a pipeline, as if it were alone. Raises as `prepare` does.
-
-        Its schedule is that of `micro_steps` micro-steps; default: all of a step.
-        """
-        return self._prepared(number, microbatches_in_flight, micro_steps)
-
-    def stage_jobs(self) -> list[Workload]:
-        """What each stage of a pipeline has to do, without its schedule."""
-        job = self.job()
-        return [stage_of(job, number) for number in range(self.pp)]
-
-    def job(self) -> Workload:
-        """What all stages have to do together."""
+    def job(self) -> Job:
+        """What is simulated. Raises Co2simError when anything is wrong."""
         cluster, model = self.load()
-        return self._workload(model.value, self._sized(cluster.value))
-
-    def _sized(self, cluster: Cluster) -> Cluster:
-        """The GPUs of the case, or of one of its stages."""
-        sized = cluster.resized(self.gpus) if self.gpus is not None else cluster
-        if self.pp == 1:
-            return sized
-        return stage_cluster(sized, self)
-
-    def _prepared(
-        self,
-        number: int = 0,
-        microbatches_in_flight: float = 1.0,
-        micro_steps: int | None = None,
-    ) -> LoadedCase:
-        cluster, model = self.load()
-        sized = self._sized(cluster.value)
-        job = self._workload(model.value, sized)
-        if self.pp > 1:
-            job = stage_of(job, number)
-        strategy = self.strategy
-        if isinstance(strategy, str):
-            strategy = strategies.parse(strategy)
-        _check_sites(strategy, cluster.value)
+        stated = cluster.value
+        sized = stated.resized(self.gpus) if self.gpus is not None else stated
+        strategy = self.parsed
+        _check_sites(strategy, stated)
         if self.ep > 1 and not getattr(strategy, "divides_experts", False):
             raise OptionError(
                 f"ep={self.ep} combines with ddp, zero1, zero2 and fsdp; not with {strategy.name}"
@@ -621,24 +328,39 @@ class Case(Mesh):
                 f"offload={self.offload} combines with ddp, zero1, zero2, zero3 and fsdp; not with"
                 f" {strategy.name}"
             )
-        few = replace(job, accumulation=micro_steps or job.accumulation)
-        known, schedule = scheduled(strategy, few, sized.layout)
-        job = replace(known, accumulation=job.accumulation) if micro_steps else known
-        return LoadedCase(
+        stack = self.load_stack().value
+        return Job(
             cluster=sized,
-            job=job,
+            workload=self._workload(model.value, stage_cluster(sized, self)),
             strategy=strategy,
-            schedule=schedule,
+            options=RunOptions(self.noise, self.rounds, self.fold),
+            stack=self._used_stack(sized.gpu).name,
+            measured=stack.measured,
+            call_overhead=stack.call_overhead,
             assumed=(
                 *assumed(cluster, model, offload=self.offload != "none"),
-                *beyond_the_file(cluster.value, sized),
-                *beyond_the_table(sized.gpu, job.share),
+                *beyond_the_file(stated, sized),
             ),
-            microbatches_in_flight=microbatches_in_flight,
-            stack=self._used_stack(sized.gpu).name,
-            measured=self.load_stack().value.measured,
-            call_overhead=self.load_stack().value.call_overhead,
         )
+
+    def stage(self) -> Stage:
+        """The job with its schedule, which stages of a pipeline have not together.
+
+        Raises Co2simError when anything is wrong.
+        """
+        if self.pp > 1:
+            raise OptionError(
+                f"pp={self.pp}: stages of a pipeline are simulated one by one, and it has no"
+                " schedule to show or to execute; co2sim run, scale, sweep, solve and plan give"
+                " its figures"
+            )
+        return self.job().stage()
+
+    @property
+    def parsed(self) -> Strategy:
+        """The strategy as an object."""
+        given = self.strategy
+        return strategies.parse(given) if isinstance(given, str) else given
 
     def _workload(self, model: Model, cluster: Cluster) -> Workload:
         if self.recompute == AUTO:
@@ -647,6 +369,7 @@ class Case(Mesh):
         stack = self._used_stack(cluster.gpu)
         gathered = stack.keep_gathered and self.sequence_parallel
         check_applies(self.recompute, model, self.pp, gathered=gathered)
+        self.check()
         ranks = self.ranks(cluster.layout).world_size
         if ranks % self.cp:
             raise OptionError(f"cp={self.cp} does not divide {ranks} data-parallel GPUs")

@@ -6,28 +6,22 @@ from dataclasses import MISSING, fields, replace
 from inspect import Parameter, Signature, signature
 from typing import Any, Unpack, get_type_hints
 
-from co2sim import strategies
 from co2sim.common import convert
 from co2sim.common.convert import Reference
 from co2sim.common.errors import Co2simError, OptionError, nearest
 from co2sim.common.progress import Done, progress_bar
 from co2sim.common.units import Seconds, counted, figures
 from co2sim.hardware.cluster import Cluster
+from co2sim.models.stack import Setting
 from co2sim.models.workload import Model
-from co2sim.prediction import auto_delay, batch, pipeline
-from co2sim.prediction.case import AUTO, OPEN_BATCH, Case, LoadedCase, Options
+from co2sim.prediction.case import AUTO, OPEN_BATCH, Case, Options
+from co2sim.prediction.choose import choose, choose_batch, even
 from co2sim.prediction.error_model import Situation, error_model
-from co2sim.prediction.evidence import (
-    from_measured,
-    nearest_to,
-    published_gpus,
-    setting_of,
-)
-from co2sim.prediction.intervals import Interval, Predicted
-from co2sim.prediction.micro_steps import case_figures
-from co2sim.prediction.notes import host_limits, offloaded
-from co2sim.prediction.notes import remarks as remarks_on
-from co2sim.prediction.notes import warnings as warnings_of
+from co2sim.prediction.evidence import from_measured, nearest_to, published_gpus, setting_of
+from co2sim.prediction.intervals import Predicted
+from co2sim.prediction.job import Job
+from co2sim.prediction.notes import budget_limit, host_limits, offloaded, remarks
+from co2sim.prediction.predict import predict, step_time
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, scale_of, step_factor
 from co2sim.schedule.schedule import Schedule
@@ -35,8 +29,7 @@ from co2sim.simulation import metrics
 from co2sim.simulation.noise import QUIET, Noise
 from co2sim.simulation.steady_state import Simulator
 from co2sim.simulation.trace import Trace
-from co2sim.strategies import STRATEGIES, LocalSteps, Strategy, parse, with_options
-from co2sim.strategies.co2 import CO2
+from co2sim.strategies import LocalSteps, Strategy, parse
 
 _ROUNDS = "simulating rounds"
 _ASKED = {"cluster", "model", "strategy"}
@@ -135,150 +128,103 @@ def _noise(node_speed: Any, others: Mapping[str, Any]) -> Noise:
     return Noise(node_speed=speeds, **convert.declared(Noise, others))
 
 
-def run(case: Case, *, progress: bool | None = False) -> Result:
-    """Simulate and measure. `progress` as in `simulate`."""
-    with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
-        case, chosen = settled(case.inlined(), done)
-        if case.pp > 1:
-            result = _of_pipeline(case, done)
-            return replace(result, notes=(*chosen, *result.notes))
-        case, notes = _resolve_auto(case, done)
-        notes = (*chosen, *notes)
-        found = case_figures(case, done)
-        prepared, result = found.prepared, found.whole
-        cluster, nominal = prepared.cluster, result.round_time_s
-        blocks = prepared.job.share.model.blocks
-        remarks = remarks_on(cluster, prepared.job, blocks, case.noise, result.gpus, case.asked)
-        host = offloaded(prepared.job, prepared.schedule, cluster.gpus_per_node)
-        notes = (*notes, *_one_of_several_sites(case, cluster), *host, *remarks)
-        result = replace(result, notes=(*notes, *_host_limits(result, cluster)))
-        quiet = replace(case, noise=QUIET)
-        if case.noise.uneven or cluster.node_spread or cluster.step_spread:
-            nominal = case_figures(quiet, done, _even).result.round_time_s
-            delay = metrics.straggler_delay(result.round_time_s, nominal)
-            result = replace(result, straggler_delay_s=delay)
+def run(question: Case, *, progress: bool | None = False) -> Result:
+    """Choose what the question leaves open, predict, and say how sure that is.
 
-        def tried(strategy: Strategy) -> Seconds:
-            """The step time, if it is in proportion to that of equal ranks."""
-            other = case_figures(replace(quiet, strategy=strategy), done, _even)
-            return result.step_time_s * other.result.round_time_s / nominal
-
-        result = replace(result, notes=(*result.notes, *_one_site_alone(case, prepared, result)))
-        warnings = warnings_of(prepared.strategy, [blocks], prepared.layout, result, tried)
-        result = _with_interval(case, prepared, result, done)
-    return replace(result, warnings=warnings)
-
-
-def settled(case: Case, done: Done | None = None) -> tuple[Case, tuple[str, ...]]:
-    """The case with numbers for the words of its batch and recomputation, and a line on each.
-
-    Chosen among ranks that are equal, and for local updates by the steps between averages; see
-    `prediction.batch`.
+    `progress` as in `simulate`.
     """
-    if not batch.is_open(case):
-        return case, ()
-    strategy = case.strategy
-    quiet = replace(case, noise=QUIET, rounds=None, fold=True, interval="quick")
-    parsed = parse(strategy) if isinstance(strategy, str) else strategy
-    if case.pp == 1 and auto_delay.has_auto_options(parsed):
-        one = replace(quiet, micro_batch=1, recompute="none", global_batch=None, accumulation=1)
-        quiet = replace(quiet, strategy=_resolve_auto(one, done)[0].strategy)
-
-    def speed(tried: Case) -> float:
-        if tried.pp > 1:
-            return pipeline.measured(tried, done).samples_per_s
-        steps = _of_few_local_steps(tried)
-        return case_figures(steps, done, _without_averages).whole.samples_per_s
-
-    found, lines = batch.settled(quiet, speed)
-    return replace(
-        case,
-        micro_batch=found.micro_batch,
-        recompute=found.recompute,
-        global_batch=found.global_batch,
-        accumulation=found.accumulation,
-    ), lines
+    with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
+        question, chosen = choose(question.inlined(), done)
+        if question.pp > 1 and question.interval == "full":
+            raise OptionError(f"pp={question.pp}: interval=full needs a schedule; take quick")
+        job = question.job()
+        result = predict(job, done)
+        beside = {name: step_time(other, done) for name, other in _beside(job).items()}
+        result = replace(
+            result,
+            straggler_delay_s=_straggler_delay(result, beside),
+            notes=(*chosen, *_remarks(question, job, result)),
+        )
+        result = replace(
+            result,
+            notes=(*result.notes, *_one_site_alone(question, job, result)),
+            warnings=_warnings(job, result, beside),
+        )
+        return _with_interval(question, job, result, done)
 
 
-def _of_few_local_steps(case: Case) -> Case:
-    """The case with the shortest rounds that its strategy can have; others as they are."""
-    strategy = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
-    if type(strategy) not in STRATEGIES.values() or not isinstance(strategy, LocalSteps):
-        return case
-    options = ("tau", "delay", "fragments")
-    short = {name: "1" for name in options if getattr(strategy, name, None)}
-    return replace(case, strategy=with_options(strategy, short))
+_EVEN, _BETTER = "even", "better"
 
 
-def _without_averages(prepared: LoadedCase) -> LoadedCase:
-    bare = auto_delay.without_averages(prepared.schedule)
-    return replace(prepared, schedule=bare)
+def _beside(job: Job) -> dict[str, Job]:
+    """What is simulated besides, to say more of a result.
+
+    Where ranks differ, the same among equal ones; where a budget of the strategy is smaller than
+    blocks need, a larger one.
+    """
+    quiet = even(replace(job, options=replace(job.options, noise=QUIET)))
+    limit = budget_limit(job)
+    others = {_EVEN: quiet} if _uneven(job) else {}
+    if limit is not None:
+        others[_BETTER] = replace(quiet, strategy=limit.better)
+    return others
 
 
-def _even(prepared: LoadedCase) -> LoadedCase:
-    """The case with equal nodes and steps."""
-    return replace(prepared, cluster=replace(prepared.cluster, node_spread=0.0, step_spread=0.0))
+def _uneven(job: Job) -> bool:
+    """Whether nodes or steps differ in time."""
+    cluster = job.stage_cluster
+    return job.options.noise.uneven or bool(cluster.node_spread or cluster.step_spread)
 
 
-def _of_pipeline(case: Case, done: Done | None) -> Result:
-    """The result with its interval, which takes no further simulation, and its warnings."""
-    result = pipeline.measured(case, done)
-    cluster, model = case.load()
-    first = case.stage(0, micro_steps=1)
-    strategy = first.strategy
-    found = Predicted(
-        cluster=cluster.value,
-        strategy=strategy,
-        model=model.value,
-        precision=str(first.precision),
-        tokens_per_s=result.tokens_per_s,
-        situation=_situation(first, model.value, result),
-        again=lambda _: result.tokens_per_s,
-    ).interval()
+def _straggler_delay(result: Result, beside: Mapping[str, Seconds]) -> Seconds | None:
+    if _EVEN not in beside:
+        return None
+    return metrics.straggler_delay(result.round_time_s, beside[_EVEN] * result.steps_per_round)
 
-    def tried(other: Strategy) -> Seconds:
-        return pipeline.measured(replace(case, strategy=other), done).step_time_s
 
-    blocks = [job.share.model.blocks for job in case.stage_jobs()]
-    split = case.uneven_split(len(model.value.blocks) - 2)
-    return replace(
-        result,
-        **_ends(found, result, first.cluster),
-        nearest_published=_nearest(found, first.cluster, model.value, result),
-        notes=(
-            *([split] if split else []),
-            *offloaded(first.job, first.schedule, cluster.value.gpus_per_node),
-            *remarks_on(
-                first.cluster, first.job, sum(blocks, ()), case.noise, result.gpus, case.asked
-            ),
-            *_host_limits(result, first.cluster),
-        ),
-        warnings=warnings_of(strategy, blocks, first.layout, result, tried),
+def _warnings(job: Job, result: Result, beside: Mapping[str, Seconds]) -> tuple[str, ...]:
+    limit = budget_limit(job)
+    if limit is None:
+        return ()
+    equal = beside.get(_EVEN, result.step_time_s)
+    return limit.warning(result, equal / beside[_BETTER])
+
+
+def _remarks(question: Case, job: Job, result: Result) -> tuple[str, ...]:
+    """Notes on what a reader may not expect."""
+    work = job.workload
+    split = work.uneven_split(len(job.model.blocks) - 2) if work.pp > 1 else None
+    return (
+        *([split] if split else []),
+        *_one_of_several_sites(question, job.cluster),
+        *offloaded(job),
+        *remarks(job, result.gpus, question.asked),
+        *host_limits(result.host_load if job.cluster.gpu.kernels else None),
     )
 
 
-def _one_of_several_sites(case: Case, sized: Cluster) -> tuple[str, ...]:
+def _one_of_several_sites(question: Case, sized: Cluster) -> tuple[str, ...]:
     """A remark where fewer GPUs than a cluster has are at one of its sites."""
-    whole = case.load()[0].value
-    if whole.sites == sized.sites:
+    every = question.load()[0].value
+    if every.sites == sized.sites:
         return ()
     count = counted(sized.layout.world_size, "GPU")
     smaller = f"--set nodes={sized.nodes}"
-    return (f"{count} at one site, of {whole.sites}: no WAN is crossed; smaller sites: {smaller}",)
+    return (f"{count} at one site, of {every.sites}: no WAN is crossed; smaller sites: {smaller}",)
 
 
-def _one_site_alone(case: Case, prepared: LoadedCase, result: Result) -> tuple[str, ...]:
+def _one_site_alone(question: Case, job: Job, result: Result) -> tuple[str, ...]:
     """A remark on what needs no WAN: the GPUs of one site, with the same global batch.
 
     Sites that are workers then take the steps that they take inside.
     """
-    sites, strategy = prepared.cluster.sites, prepared.strategy
-    if sites == 1 or case.noise != QUIET:
+    sites, strategy = job.cluster.sites, job.strategy
+    if sites == 1 or question.noise != QUIET:
         return ()
     if isinstance(strategy, LocalSteps) and strategy.worker == "site":
         strategy = parse(strategy.inner or "zero2")
-    alone = replace(
-        case,
+    site = replace(
+        question,
         strategy=strategy,
         gpus=result.gpus // sites,
         global_batch=result.global_batch,
@@ -286,120 +232,86 @@ def _one_site_alone(case: Case, prepared: LoadedCase, result: Result) -> tuple[s
         micro_batch=AUTO,
     )
     try:
-        found = case_figures(settled(alone)[0], None).whole
+        alone = predict(choose_batch(site)[0].job())
     except Co2simError:  # what a site cannot do alone is no alternative
         return ()
-    who = f"one site alone, {counted(found.gpus, 'GPU')} with {found.strategy}"
-    times = found.tokens_per_s / result.tokens_per_s
-    text = f"{who}: {found.tokens_per_s:,.0f} {found.unit}s/s, {figures(times)} times as many"
-    factors = [step_factor(one.strategy, scale_of(one), NO_GOAL) for one in (result, found)]
+    who = f"one site alone, {counted(alone.gpus, 'GPU')} with {alone.strategy}"
+    times = alone.tokens_per_s / result.tokens_per_s
+    text = f"{who}: {alone.tokens_per_s:,.0f} {alone.unit}s/s, {figures(times)} times as many"
+    factors = [step_factor(one.strategy, scale_of(one), NO_GOAL) for one in (result, alone)]
     if all(factors) and factors[0] != factors[1]:
         worth = times * factors[0].factor / factors[1].factor  # type: ignore[union-attr]
         text += f", and {figures(worth)} times as fast to the same loss"
     return (text,)
 
 
-def _host_limits(result: Result, cluster: Cluster) -> tuple[str, ...]:
-    """A remark where the host needs longer than kernels whose times are known."""
-    return host_limits(result.host_load if cluster.gpu.kernels else None)
-
-
-def _situation(prepared: LoadedCase, model: Model, result: Result) -> Situation:
-    """What makes the result more or less sure."""
-    own = setting_of(prepared.cluster, model, result, prepared.kernels)
-    apart, misfit = from_measured(own, prepared.measured)
-    gpu = prepared.cluster.gpu
-    known = gpu.kernels is not None and (not gpu.stack or own.gpu in published_gpus())
-    experts = model.active_parameters < model.parameters
-    return Situation.of(result, known=known, apart=apart, misfit=misfit, experts=experts)
-
-
-def _with_interval(case: Case, prepared: LoadedCase, result: Result, done: Done | None) -> Result:
-    """The result with its interval; the schedule is the same on all clusters of one layout."""
-
-    def again(cluster: Cluster) -> float:
-        found = case_figures(case, done, lambda one: replace(one, cluster=cluster)).result
-        return result.tokens_per_s * result.round_time_s / found.round_time_s
-
-    found = Predicted(
-        cluster=prepared.cluster,
-        strategy=prepared.strategy,
-        model=prepared.job.model,
-        precision=str(prepared.precision),
+def _with_interval(question: Case, job: Job, result: Result, done: Done | None) -> Result:
+    """The result with the ends of its intervals; memory of processors has none."""
+    cluster = job.stage_cluster
+    setting = setting_of(cluster, job.model, result, job.kernels)
+    predicted = Predicted(
+        cluster=job.cluster,
+        strategy=job.strategy,
+        model=job.model,
+        precision=str(job.workload.precision),
         tokens_per_s=result.tokens_per_s,
-        situation=_situation(prepared, prepared.job.model, result),
-        again=again,
-    ).interval(case.interval)
-    near = _nearest(found, prepared.cluster, prepared.job.model, result)
-    ends = _ends(found, result, prepared.cluster)
-    return replace(result, **ends, nearest_published=near)
+        situation=_situation(job, setting, result),
+    )
+    speeds = None
+    if question.interval == "full":
+        speeds = [
+            [_speed_on(moved, job, result, done) for moved, _ in pair] for pair in predicted.moved()
+        ]
+    interval = predicted.interval(speeds)
+    ends: dict[str, Any] = {}
+    if interval.by_runs:  # the nearest says how far these are
+        alike = nearest_to(setting_of(cluster, job.model, result), result)
+        ends["nearest_published"] = alike[0].distance
+    errors = error_model().memory
+    if errors is not None and cluster.backend == "nccl":
+        items = result.memory_bytes_per_gpu
+        certain = sum(items.get(name, 0.0) for name in _CERTAIN)
+        ends["memory_bytes_low"] = max(items["total"] * math.exp(-errors.reach), certain)
+        ends["memory_bytes_high"] = items["total"] * math.exp(errors.reach)
+    return replace(
+        result,
+        tokens_per_s_low=interval.low,
+        tokens_per_s_high=interval.high,
+        interval_source=interval.source,
+        **ends,
+    )
 
 
-def _nearest(found: Interval, cluster: Cluster, model: Model, result: Result) -> float | None:
-    """The distance of the nearest published run, if the interval is made of their errors."""
-    if not found.by_runs:
-        return None
-    return nearest_to(setting_of(cluster, model, result), result)[0].distance
+def _speed_on(cluster: Cluster, job: Job, result: Result, done: Done | None) -> float:
+    """Tokens/s on a changed cluster of the same layout."""
+    moved = step_time(replace(job, cluster=cluster), done)
+    return result.tokens_per_s * result.step_time_s / moved
+
+
+def _situation(job: Job, setting: Setting, result: Result) -> Situation:
+    """What makes the result more or less sure."""
+    apart, misfit = from_measured(setting, job.measured)
+    gpu = job.cluster.gpu
+    known = gpu.kernels is not None and (not gpu.stack or setting.gpu in published_gpus())
+    experts = job.model.active_parameters < job.model.parameters
+    return Situation.of(result, known=known, apart=apart, misfit=misfit, experts=experts)
 
 
 _CERTAIN = ("parameters", "gradients", "optimizer")
 """Items of memory that no run can do without."""
 
 
-def _ends(found: Interval, result: Result, cluster: Cluster) -> dict[str, Any]:
-    """The fields of a result that are ends of 90 % intervals; memory of processors has none."""
-    ends: dict[str, Any] = {
-        "tokens_per_s_low": found.low,
-        "tokens_per_s_high": found.high,
-        "interval_source": found.source,
-    }
-    errors = error_model().memory
-    if errors is not None and cluster.backend == "nccl":
-        items = result.memory_bytes_per_gpu
-        size = items["total"]
-        certain = sum(items.get(name, 0.0) for name in _CERTAIN)
-        ends["memory_bytes_low"] = max(size * math.exp(-errors.reach), certain)
-        ends["memory_bytes_high"] = size * math.exp(errors.reach)
-    return ends
-
-
-def trace(case: Case, *, progress: bool | None = False) -> tuple[Schedule, Trace]:
-    """The schedule of a case and its simulated trace, warm-up included."""
+def trace(question: Case, *, progress: bool | None = False) -> tuple[Schedule, Trace]:
+    """The schedule of a question and its simulated trace, warm-up included."""
     with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
-        case, _ = _resolve_auto(settled(case, done)[0], done)
-        prepared = case.prepare()
-        simulator = Simulator(case.run_options, prepared, done)
-        found = simulator.until_steady()[0]
-        if found.rounds == 1:  # two show where one ends
-            found = simulator.rounds(2)
-        return prepared.schedule, found
+        stage = choose(question, done)[0].stage()
+        simulator = Simulator(stage.job.options, stage, done)
+        spans = simulator.until_steady()[0]
+        if spans.rounds == 1:  # two show where one ends
+            spans = simulator.rounds(2)
+        return stage.schedule, spans
 
 
-def resolve_auto(case: Case) -> Case:
-    """The case with numbers for "auto", chosen by simulation without noise."""
-    return _resolve_auto(settled(case)[0], None)[0]
-
-
-def _resolve_auto(case: Case, done: Done | None) -> tuple[Case, tuple[str, ...]]:
-    """The case with numbers for "auto", and a line on each."""
-    strategy = case.strategy
-    if isinstance(strategy, str):
-        strategy = strategies.parse(strategy)
-    if not isinstance(strategy, CO2) or not auto_delay.has_auto_options(strategy):
-        return case, ()
-    quiet = replace(case, noise=QUIET, rounds=None, fold=True)
-
-    def time_of(tried: Strategy, averages: bool) -> Seconds:  # noqa: FBT001
-        def change(prepared: LoadedCase) -> LoadedCase:
-            # neither waiting for slower nodes nor computing more slowly beside an average is
-            # waiting for the average: no longer round would hide it
-            even = _even(prepared)
-            even = replace(even, cluster=replace(even.cluster, interference=0.0))
-            return even if averages else _without_averages(even)
-
-        return case_figures(replace(quiet, strategy=tried), done, change).result.round_time_s
-
-    chosen, notes = auto_delay.resolve(strategy, time_of)
-    if case.noise != QUIET:
-        notes = tuple(f"{note} (without jitter, stragglers and speeds of nodes)" for note in notes)
-    return replace(case, strategy=chosen), notes
+def resolve_auto(question: Case) -> Case:
+    """The question with numbers for "auto", chosen by simulation without noise."""
+    return choose(question)[0]

@@ -6,12 +6,12 @@ errors on all published runs, of predictions that were not fitted to their sourc
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, TypeVar
 
 from co2sim.common.units import counted
-from co2sim.hardware.cluster import Cluster, Link
+from co2sim.hardware.cluster import Cluster, Link, Scatter
 from co2sim.models.workload import Model
 from co2sim.prediction.calibrations import (
     Calibration,
@@ -110,12 +110,15 @@ class Interval:
     by_runs: bool = False
 
 
+Speeds: TypeAlias = Sequence[Sequence[float]]
+"""Tokens/s on the clusters of `Predicted.moved`, in the same pairs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
     """A prediction: of what, the tokens/s, and what makes it more or less sure.
 
-    `precision` names the type of numbers. `again` simulates it on a changed cluster of the same
-    layout, and gives tokens/s.
+    `precision` names the type of numbers.
     """
 
     cluster: Cluster
@@ -124,23 +127,49 @@ class Predicted:
     precision: str
     tokens_per_s: float
     situation: Situation
-    again: Callable[[Cluster], float]
 
-    def interval(self, thoroughness: Thoroughness = "quick") -> Interval:
-        """Its interval."""
-        full = thoroughness == "full"
+    def moved(self) -> list[list[tuple[Cluster, float]]]:
+        """Pairs of clusters, of the same layout, that a full interval simulates, and their weights.
+
+        None where the interval is made of errors.
+        """
         if self.cluster.scatter is not None:
-            return self._of_probe(full=full)
-        if self.situation.apart < math.inf:
-            return self._of_errors()
-        alike = self.situation.divided == 1  # as in the runs that were fitted
-        kind = kind_of(self.cluster, self.strategy, self.model) if alike else None
-        run = figures_of(self.cluster, self.model, self.precision)
-        fit = None if kind is None else calibration_of(self.cluster, kind)
-        far = beyond_fit(fit, self.strategy, self.cluster.layout, run) if fit else ""
+            sigmas = self.cluster.scatter.compute, self.cluster.scatter.communication
+            return [
+                [
+                    (faster(self.cluster, **{name: math.exp(way * TAIL * sigma)}), 1.0)
+                    for way in (1, -1)
+                ]
+                for name, sigma in zip(("compute", "communication"), sigmas, strict=True)
+            ]
+        fit, far = self._fit()
+        if fit is None or far:
+            return []
+        return [
+            [(_with_values(self.cluster, values), times) for values, times in pair]
+            for pair in fit.moves(self.cluster.gpu.name)
+        ]
+
+    def interval(self, speeds: Speeds | None = None) -> Interval:
+        """Its interval; a full one with the `speeds` of what `moved` says."""
+        if self.cluster.scatter is not None:
+            return self._of_probe(self.cluster.scatter, speeds)
+        fit, far = self._fit()
         if fit and not far:
-            return self._of_fit(fit, full=full)
+            return self._of_fit(fit, speeds)
         return self._of_errors(f"far from calibration {fit.group} ({far}): " if fit else "")
+
+    def _fit(self) -> tuple[Calibration | None, str]:
+        """The fit of the cluster's constants, and in what the run is far from those fitted."""
+        alike = self.situation.divided == 1  # as in the runs that were fitted
+        if self.situation.apart < math.inf or not alike:
+            return None, ""
+        kind = kind_of(self.cluster, self.strategy, self.model)
+        fit = None if kind is None else calibration_of(self.cluster, kind)
+        if fit is None:
+            return None, ""
+        run = figures_of(self.cluster, self.model, self.precision)
+        return fit, beyond_fit(fit, self.strategy, self.cluster.layout, run)
 
     def _of_errors(self, before: str = "") -> Interval:
         errors = error_model()
@@ -159,47 +188,35 @@ class Predicted:
         by_runs = not errors.by_own(self.situation)
         return replace(self._from(reach, reach, words), by_runs=by_runs)
 
-    def _of_fit(self, fit: Calibration, *, full: bool) -> Interval:
+    def _of_fit(self, fit: Calibration, speeds: Speeds | None) -> Interval:
         words = f"calibration {fit.group}: scatter of {counted(fit.cells, 'published run')}"
         if fit.assumed:
             words = f"calibration {fit.group} ({fit.assumed})"
-        if not full:
+        if speeds is None:
             reach = fit.factor * fit.quick_scatter
             return self._from(reach, reach, words)
-
-        def predicted(values: Mapping[str, float]) -> float:
-            cluster = self.cluster
-            for path, value in values.items():
-                cluster = replaced(cluster, path, value)
-            return self.again(cluster) if values else self.tokens_per_s
-
-        down, up = interval_halfwidths(
-            fit.moves(self.cluster.gpu.name, predicted), fit.factor * fit.scatter
-        )
+        down, up = interval_halfwidths(self._squares(speeds), fit.factor * fit.scatter)
         return self._from(down, up, f"{words}; its constants moved")
 
-    def _of_probe(self, *, full: bool) -> Interval:
-        scatter = self.cluster.scatter
-        assert scatter is not None
-        sigmas = scatter.compute, scatter.communication
+    def _of_probe(self, scatter: Scatter, speeds: Speeds | None) -> Interval:
         words = (
             f"probe: scatter of {scatter.compute:.1%} in compute and of"
             f" {scatter.communication:.1%} in communication"
         )
-        if not full:
+        if speeds is None:
+            sigmas = scatter.compute, scatter.communication
             shares = 1 - self.situation.exposed, self.situation.exposed
             reach = TAIL * math.hypot(*(a * b for a, b in zip(sigmas, shares, strict=True)))
             return self._from(reach, reach, f"{words}, each by its share of the round")
-
-        def predicted(factors: Mapping[str, float]) -> float:
-            return self.again(faster(self.cluster, **factors))
-
-        pairs = [
-            [({name: math.exp(way * TAIL * sigma)}, 1.0) for way in (1, -1)]
-            for name, sigma in zip(("compute", "communication"), sigmas, strict=True)
-        ]
-        down, up = interval_halfwidths(squares(math.log(self.tokens_per_s), pairs, predicted), 0.0)
+        down, up = interval_halfwidths(self._squares(speeds), 0.0)
         return self._from(down, up, f"{words}, each simulated")
+
+    def _squares(self, speeds: Speeds) -> tuple[float, float]:
+        pairs = [
+            [(speed, times) for speed, (_, times) in zip(of_pair, pair, strict=True)]
+            for of_pair, pair in zip(speeds, self.moved(), strict=True)
+        ]
+        return squares(self.tokens_per_s, pairs)
 
     def _from(self, down: float, up: float, source: str) -> Interval:
         """From how far it may fall and rise, as logarithms."""
@@ -207,8 +224,14 @@ class Predicted:
         return Interval(value * math.exp(-down), value * math.exp(up), source)
 
 
+def _with_values(cluster: Cluster, values: Mapping[str, float]) -> Cluster:
+    for path, value in values.items():
+        cluster = replaced(cluster, path, value)
+    return cluster
+
+
 def interval_halfwidths(sums: tuple[float, float], scatter: float) -> tuple[float, float]:
-    """How far log(prediction) reaches down and up, from `Calibration.moves` and a scatter.
+    """How far log(prediction) reaches down and up, from `squares` and a scatter.
 
     Both are at the level of the interval already, and independent of each other.
     """

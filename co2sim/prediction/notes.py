@@ -1,12 +1,12 @@
 """Notes on a result: warnings, what was assumed, options without effect, what is not counted."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from co2sim.catalog import Entry, Fact
-from co2sim.common.units import Seconds, counted, scaled
+from co2sim.common.units import counted, scaled
 from co2sim.hardware.cluster import GPU, Cluster
 from co2sim.hardware.offloading import ASSUMED, unknown
 from co2sim.models.architecture import Block
@@ -19,9 +19,8 @@ from co2sim.prediction.error_model import (
     EXPERT_ERROR,
     EXPERT_RUNS,
 )
+from co2sim.prediction.job import Job, stage_of
 from co2sim.prediction.result import Result
-from co2sim.schedule.schedule import Layout, Schedule
-from co2sim.simulation.noise import Noise
 from co2sim.strategies import LocalSteps, Strategy, with_options
 from co2sim.strategies.local import Replica
 from co2sim.strategies.zero import Zero3
@@ -32,55 +31,46 @@ _MIN_GAIN = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class _Limit:
+class Limit:
     """What keeps blocks from being gathered ahead, as a text, and a strategy without it."""
 
     words: str
     better: Strategy
     options: str
 
-
-def warnings(
-    strategy: Strategy,
-    parts: Sequence[Sequence[Block]],
-    layout: Layout,
-    result: Result,
-    tried: Callable[[Strategy], Seconds],
-) -> tuple[str, ...]:
-    """A line on a budget that is smaller than some blocks, whose gathers are then exposed.
-
-    `parts` are the blocks of each stage of a pipeline, or all of them; `layout` is that of data
-    parallelism. `tried` is the step time of another strategy, by simulation. Where that gains
-    nothing there is no line.
-    """
-    limit = _limit(strategy, parts, layout)
-    if limit is None:
-        return ()
-    gain = result.step_time_s / tried(limit.better)
-    if gain < 1 + _MIN_GAIN:
-        return ()
-    given, instead = (f"{result.tokens_per_s * times:,.0f}" for times in (1, gain))
-    line = (
-        f"{limit.words}, so these are gathered only when they are needed; {limit.options} gives"
-        f" {instead} {result.unit}s/s instead of {given}"
-    )
-    return (line,)
+    def warning(self, result: Result, gain: float) -> tuple[str, ...]:
+        """A line on it, if the better strategy is faster by a factor `gain`."""
+        if gain < 1 + _MIN_GAIN:
+            return ()
+        speed, instead = (f"{result.tokens_per_s * times:,.0f}" for times in (1, gain))
+        line = (
+            f"{self.words}, so these are gathered only when they are needed; {self.options} gives"
+            f" {instead} {result.unit}s/s instead of {speed}"
+        )
+        return (line,)
 
 
-def _limit(strategy: Strategy, parts: Sequence[Sequence[Block]], layout: Layout) -> _Limit | None:
-    """The limit that is too small, if there is one."""
+def budget_limit(job: Job) -> Limit | None:
+    """The budget that is less than some blocks need, then gathered late; None if no such."""
+    strategy = job.strategy
     if isinstance(strategy, Zero3 | ZeroPP):
-        return None if layout.world_size == 1 else _of_options(strategy, parts)
+        return None if job.layout.world_size == 1 else _of_options(strategy, _parts(job))
     if not isinstance(strategy, LocalSteps) or strategy.inner != "zero3":
         return None
-    budget = Zero3().prefetch
-    if Replica.of(strategy).ranks(layout) == 1 or _largest(parts).parameters <= budget:
+    budget, parts = Zero3().prefetch, _parts(job)
+    if Replica.of(strategy).ranks(job.layout) == 1 or _largest(parts).parameters <= budget:
         return None
     words = _prefetch_words(f"inner=zero3 has prefetch={budget}", budget, parts)
-    return _Limit(words, with_options(strategy, {"inner": "fsdp"}), "inner=fsdp")
+    return Limit(words, with_options(strategy, {"inner": "fsdp"}), "inner=fsdp")
 
 
-def _of_options(strategy: Zero3 | ZeroPP, parts: Sequence[Sequence[Block]]) -> _Limit | None:
+def _parts(job: Job) -> list[Sequence[Block]]:
+    """The blocks of each stage."""
+    work = job.workload
+    return [stage_of(work, number).share.model.blocks for number in range(work.pp)]
+
+
+def _of_options(strategy: Zero3 | ZeroPP, parts: Sequence[Sequence[Block]]) -> Limit | None:
     """The smaller of its two budgets: for what is ahead, and for all that is present."""
     largest = _largest(parts).parameters
     pairs = [pair for blocks in parts for pair in pairwise(blocks)]
@@ -94,7 +84,7 @@ def _of_options(strategy: Zero3 | ZeroPP, parts: Sequence[Sequence[Block]]) -> _
     else:
         words = _live_words(strategy.max_live, pairs)
     better = with_options(strategy, {name: str(value) for name, value in options.items()})
-    return _Limit(words, better, ",".join(f"{name}={value}" for name, value in options.items()))
+    return Limit(words, better, ",".join(f"{name}={value}" for name, value in options.items()))
 
 
 def _prefetch_words(given: str, budget: int, parts: Sequence[Sequence[Block]]) -> str:
@@ -148,14 +138,15 @@ def assumed(
     return (*known, *found, *_under("model", model))
 
 
-def offloaded(job: Workload, schedule: Schedule, gpus: int) -> tuple[str, ...]:
-    """What the host of a node of `gpus` GPUs has to hold."""
-    if job.offload == "none":
+def offloaded(job: Job) -> tuple[str, ...]:
+    """What the host of a node has to hold."""
+    if job.workload.offload == "none":
         return ()
-    each = host_memory(job, schedule)
+    stage, gpus = job.stage(0, 1), job.cluster.gpus_per_node
+    each = host_memory(stage.workload, stage.schedule)
     sizes = f"{scaled(each, 'B')} of the host's memory for each GPU, {scaled(gpus * each, 'B')}"
-    told = "the interval is that of runs without a host's optimizer"
-    return (f"optimizer states and gradients take {sizes} on a node; {told}",)
+    interval = "the interval is that of runs without a host's optimizer"
+    return (f"optimizer states and gradients take {sizes} on a node; {interval}",)
 
 
 def _under(prefix: str, entry: Entry[Any]) -> list[Fact]:
@@ -272,40 +263,32 @@ def host_limits(load: float | None) -> tuple[str, ...]:
     return (f"{text}: larger micro-batches help, faster kernels do not",)
 
 
-def remarks(
-    cluster: Cluster,
-    job: Workload,
-    blocks: Sequence[Block],
-    noise: Noise,
-    gpus: int,
-    asked: Collection[str] = (),
-) -> tuple[str, ...]:
-    """Those on a job of `blocks` on `gpus` GPUs, of which `cluster` may be one stage.
-
-    `asked` are the options that a user gave, among those that a stack has values for.
-    """
+def remarks(job: Job, gpus: int, asked: Collection[str] = ()) -> tuple[str, ...]:
+    """Those on a job; `asked` are the options of a stack that a user gave himself."""
+    cluster, work, noise = job.stage_cluster, job.workload, job.options.noise
+    blocks = work.share.model.blocks
     plain = cluster.gpu.kernels is None
     scores, logits = any(block.scores for block in blocks), any(block.logits for block in blocks)
     even = not (cluster.interference or cluster.node_spread or cluster.step_spread)
     uneven_by_hand = noise.jitter or noise.straggle
     experts = job.model.active_parameters < job.model.parameters
-    found = {
-        IDLE_RECOMPUTE: (job.recompute, job.attention) == ("selective", "flash")
-        and job.selective == "scores",
-        FEW_STATISTICS: job.again.of("attention") and job.attention == "flash",
+    holding = {
+        IDLE_RECOMPUTE: (work.recompute, work.attention) == ("selective", "flash")
+        and work.selective == "scores",
+        FEW_STATISTICS: work.again.of("attention") and work.attention == "flash",
         IDLE_CHECKPOINTING: "checkpointing" in asked
-        and job.checkpointing == "reentrant"
-        and not (job.again.kind == "full" or job.again.of("mlp")),
-        EAGER_ATTENTION: plain and scores and job.attention == "eager",
-        EAGER_LOSS: plain and logits and job.loss == "eager",
+        and work.checkpointing == "reentrant"
+        and not (work.again.kind == "full" or work.again.of("mlp")),
+        EAGER_ATTENTION: plain and scores and work.attention == "eager",
+        EAGER_LOSS: plain and logits and work.loss == "eager",
         SCALE: even and gpus > _FEW and not uneven_by_hand,
         IDLE_STACK: "stack" in asked and not cluster.gpu.stack,
-        ADAPTERS: job.lora is not None,
-        DIVIDED_EXPERTS: experts and job.ep > 1,
-        WHOLE_EXPERTS: experts and job.ep == 1,
-        CONTEXT: job.cp > 1,
+        ADAPTERS: work.lora is not None,
+        DIVIDED_EXPERTS: experts and work.ep > 1,
+        WHOLE_EXPERTS: experts and work.ep == 1,
+        CONTEXT: work.cp > 1,
     }
-    return tuple(text for text, holds in found.items() if holds)
+    return tuple(text for text, holds in holding.items() if holds)
 
 
 def alike(notes: Iterable[Sequence[str]]) -> list[str]:

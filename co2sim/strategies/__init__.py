@@ -24,6 +24,7 @@ __all__ = [
     "LocalSteps",
     "Strategy",
     "checked",
+    "is_built_in",
     "option_range",
     "parse",
     "strategy_options",
@@ -71,6 +72,11 @@ _STRATEGIES_ELSEWHERE = {
     **{f"zero-{stage}": f"zero{stage}" for stage in (1, 2, 3)},
 }
 """Strategies of other frameworks and papers, as they are written here."""
+
+
+def is_built_in(strategy: Strategy) -> bool:
+    """Whether it is one of `STRATEGIES`: of these a schedule follows from options and layout."""
+    return type(strategy) in STRATEGIES.values()
 
 
 def parse(text: str) -> Strategy:

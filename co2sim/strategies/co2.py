@@ -1,7 +1,7 @@
 """CO2: local updates whose average is hidden behind further steps."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from co2sim.common.delayed_averaging import LateAverage, kept
 from co2sim.common.errors import OptionError
@@ -185,3 +185,8 @@ def _memory(
     quantized = strategy.dtype in QUANTIZED
     size = 1.0 if quantized else strategy.dtype.bytes / DType.FP32.bytes
     return replica.memory(job, layout, 2 + flights * whole * size + own)
+
+
+def has_auto_options(strategy: Any) -> bool:
+    """Whether a number is still to be chosen."""
+    return isinstance(strategy, CO2) and "auto" in {strategy.tau, strategy.delay}

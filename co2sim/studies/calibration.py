@@ -270,17 +270,17 @@ def kernel_seconds(case: Case) -> KernelParts:
 
     Raises OptionError for a pipeline, whose stages differ.
     """
-    prepared = case.prepare()
-    gpu, times = prepared.cluster.gpu, prepared.cluster.gpu.kernels
+    stage = case.stage()
+    gpu, times = stage.cluster.gpu, stage.cluster.gpu.kernels
     found: dict[str, Seconds] = dict.fromkeys(("products", "attention", "elementwise"), 0.0)
-    for work in _works(op.work for op in prepared.schedule.body if isinstance(op.work, Compute)):
+    for work in _works(op.work for op in stage.schedule.body if isinstance(op.work, Compute)):
         if work.kernels and times:
-            parts = kernel_parts(work.kernels, gpu, times, prepared.precision)
+            parts = kernel_parts(work.kernels, gpu, times, stage.precision)
             for name in found:
                 found[name] += getattr(parts, name)
         elif work.place == "gpu":
-            found["elementwise"] += compute_time(work, gpu, prepared.precision)
-    steps = prepared.schedule.steps
+            found["elementwise"] += compute_time(work, gpu, stage.precision)
+    steps = stage.schedule.steps
     return KernelParts(**{name: seconds / steps for name, seconds in found.items()})
 
 

@@ -8,31 +8,22 @@ from itertools import product
 from typing import Any, Literal, TypeAlias
 
 from co2sim.common.errors import Co2simError, OptionError
-from co2sim.common.units import Bytes
 from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.recompute import Recompute
 from co2sim.models.stack import Stack
 from co2sim.models.workload import Model
-from co2sim.prediction.auto_delay import has_auto_options
-from co2sim.prediction.batch import (
-    RECOMPUTES,
-    MemoryOf,
-    applying,
-    divided,
-    fits,
-    memory_of,
-    samples_of,
-)
 from co2sim.prediction.bounds import Shared, StepBound
 from co2sim.prediction.case import AUTO, OPEN_BATCH, Case
-from co2sim.prediction.pipeline import StageMemory
+from co2sim.prediction.choose import RECOMPUTES, divided, fits, samples_of
+from co2sim.prediction.job import Job
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, scale_of_case
 from co2sim.prediction.totals import Totals, tokens_of
 from co2sim.schedule.mesh import Mesh
 from co2sim.simulation.noise import QUIET
-from co2sim.strategies import LocalSteps, Strategy, parse
+from co2sim.strategies import LocalSteps, Strategy
+from co2sim.strategies.co2 import has_auto_options
 from co2sim.strategies.step import title
 from co2sim.studies import grid
 from co2sim.studies.batch import Inputs
@@ -219,7 +210,7 @@ class Space:
 
     @cached_property
     def global_batch(self) -> int:
-        """Samples of a step: given, or those of a published training (`prediction.batch`)."""
+        """Samples of a step: given, or those of a published training (`prediction.choose`)."""
         return self._batch[0]
 
     def batch_for(self, groups: int) -> int:
@@ -253,12 +244,13 @@ class Space:
 class Setup:
     """Cluster, GPUs, strategy and what these divide: its candidates share all but their passes.
 
-    `case` has one micro-step of one sample, and what stands in its files in place of the names that
-    the `job` has. `samples` of the `global_batch` are of GPUs that train
+    `case`, as the job `sized`, has one micro-step of one sample, and what stands in its files in
+    place of the names that the `job` has. `samples` of the `global_batch` are of GPUs that train
     together; these take them in any of `micro_batches`, with any of `recomputes`.
     """
 
     case: Case
+    sized: Job
     job: Case
     global_batch: int
     samples: int
@@ -282,31 +274,22 @@ class Setup:
     @cached_property
     def open(self) -> bool:
         """Whether options of its strategy are still to be chosen, with which its memory is."""
-        return has_auto_options(_parsed(self.case))
+        return has_auto_options(self.case.parsed)
 
     @cached_property
     def bound(self) -> StepBound:
         """Of its steps."""
-        return StepBound(self.case, self.shared)
-
-    @cached_property
-    def _memory(self) -> MemoryOf:
-        if self.case.pp > 1:
-            return StageMemory(self.case).total
-        return memory_of(self.bound.first)
-
-    @cached_property
-    def _room(self) -> Bytes:
-        return self.case.load()[0].value.gpu.memory
+        return StepBound(self.sized, self.shared)
 
     def fits(self, micro_batch: int, recompute: Recompute, headroom: float) -> bool:
         """Whether a candidate leaves the headroom, as far as that is known."""
         if self.open:
             return True
         size = micro_batch, self.samples // micro_batch, recompute
-        if not fits(self.bound.memory(*size), self._room, headroom):
+        room = self.sized.cluster.gpu.memory
+        if not fits(self.bound.memory(*size), room, headroom):
             return False
-        return fits(self._memory(*size), self._room, headroom)
+        return fits(self.sized.memory(*size), room, headroom)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -403,7 +386,7 @@ class _Setups:
             case, left, some = replace(self._job, strategy=strategy, gpus=gpus), "", False
             name = f"{grid.strategy_title(strategy)} on {gpus:,} GPUs"
             for mesh in self._axes.meshes(
-                _parsed(case), self._cluster, self._model, gpus, self._stack
+                case.parsed, self._cluster, self._model, gpus, self._stack
             ):
                 try:
                     yield self._setup(mesh, replace(case, **mesh.mesh_values()))
@@ -428,18 +411,21 @@ class _Setups:
                 f"no micro-batch divides the {samples} samples that a GPU has of the global batch"
             )
         _check_workers(case)
-        recomputes = self._recomputes(mesh, case)
-        return Setup(case, self._named, batch, samples, tuple(micros), recomputes, self._shared)
+        job = case.job()
+        recomputes = self._recomputes(mesh, job)
+        return Setup(
+            case, job, self._named, batch, samples, tuple(micros), recomputes, self._shared
+        )
 
-    def _recomputes(self, mesh: Mesh, case: Case) -> tuple[Recompute, ...]:
+    def _recomputes(self, mesh: Mesh, job: Job) -> tuple[Recompute, ...]:
         """Those that there is something for. Raises OptionError where there are none."""
-        key = mesh, case.gpus
+        key = mesh, job.cluster.layout.world_size
         divided = replace(mesh, pp=1, interleave=1)
         if key not in self._applying:
             try:
-                self._applying[key] = applying(self._space.recomputes, case)
+                self._applying[key] = job.applying(self._space.recomputes)
                 if divided not in self._divided:
-                    case.job().share  # noqa: B018 - what cannot be divided so is no candidate
+                    job.workload.share  # noqa: B018 - what cannot be divided so is no candidate
                     self._divided.add(divided)
             except OptionError as error:
                 self._applying[key] = error
@@ -451,13 +437,9 @@ class _Setups:
 
 def _check_workers(case: Case) -> None:
     """Refuse local updates of one worker: it averages with none, and is its inner step."""
-    strategy = _parsed(case)
+    strategy = case.parsed
     if isinstance(strategy, LocalSteps) and scale_of_case(case).workers == 1:
         raise OptionError("local updates need two workers")
-
-
-def _parsed(case: Case) -> Strategy:
-    return parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
 
 
 def _powers(most: int) -> Sequence[int]:

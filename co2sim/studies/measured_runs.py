@@ -158,17 +158,16 @@ def _run(where: str, row: Mapping[str, str], job: Case, folder: Path) -> Measure
 
 def _speed(case: Case, kind: str, text: str, seconds: Seconds | None) -> float:
     """Tokens/s of a GPU."""
-    prepared = case.stage(0, micro_steps=1) if case.pp > 1 else case.prepare()
-    gpus = prepared.cluster.layout.world_size
-    job = prepared.job
+    job = case.job()
+    gpus, work = job.cluster.layout.world_size, job.workload
     if kind == "tokens_per_s_per_gpu":
         return _above_zero(kind, text)
     if kind == "tokens_per_s":
-        return _above_zero(kind, text) / (gpus * case.pp)
+        return _above_zero(kind, text) / gpus
     step = parse(text, "s") if seconds is None else seconds
     if not 0 < step < math.inf:
         raise OptionError(f"step_time is {given(text)}; it must be above 0 s")
-    return job.samples_per_gpu * job.model.tokens / case.together / step
+    return work.samples_per_gpu * work.model.tokens / case.together / step
 
 
 def _above_zero(name: str, text: str) -> float:

@@ -11,9 +11,9 @@ from co2sim.common.progress import Done
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.recompute import Recompute
 from co2sim.prediction import power
-from co2sim.prediction.batch import fits
 from co2sim.prediction.bounds import Least
 from co2sim.prediction.case import Case
+from co2sim.prediction.choose import fits
 from co2sim.prediction.order import unshared
 from co2sim.prediction.step_factors import scale_of_case, step_factor
 from co2sim.prediction.totals import DAY, totals_of
@@ -474,17 +474,11 @@ class _Worth:
 
     def __init__(self, wanted: Objective) -> None:
         self._wanted = wanted
-        self._clusters: dict[object, Cluster] = {}
         self._steps: dict[int, tuple[float, Cluster]] = {}
 
     def cluster(self, setup: Setup) -> Cluster:
         """That of all its GPUs."""
-        case = setup.case
-        key = display_name(case.cluster), case.gpus
-        if key not in self._clusters:
-            assert case.gpus is not None
-            self._clusters[key] = case.load()[0].value.resized(case.gpus)
-        return self._clusters[key]
+        return setup.sized.cluster
 
     def _of(self, setup: Setup) -> tuple[float, Cluster]:
         """The steps of a training, and its cluster; micro-batches and recomputation change none."""
@@ -493,7 +487,7 @@ class _Worth:
             name = strategy_title(case.strategy)
             factor = step_factor(name, scale_of_case(case), self._wanted.goal)
             trained = self._wanted.tokens * (1.0 if factor is None else factor.factor)
-            tokens = setup.global_batch * case.load()[1].value.tokens
+            tokens = setup.global_batch * setup.sized.model.tokens
             self._steps[id(setup)] = trained / tokens, self.cluster(setup)
         return self._steps[id(setup)]
 

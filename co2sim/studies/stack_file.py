@@ -55,9 +55,8 @@ def _rounded(value: float, unit: str) -> float | str:
 def _settings(runs: Sequence[MeasuredRun], found: Calibrated) -> list[dict[str, Any]]:
     settings = []
     for run, result in zip(runs, found.last, strict=True):
-        prepared = run.case.stage(0, micro_steps=1) if run.case.pp > 1 else run.case.prepare()
         cluster, model = moved(run.case, found.values).load()
-        setting = setting_of(cluster.value, model.value, result, prepared.kernels)
+        setting = setting_of(cluster.value, model.value, result, run.case.job().kernels)
         misfit = abs(math.log(result.tokens_per_s_per_gpu / run.tokens_per_s_per_gpu))
         settings.append(asdict(replace(setting, misfit=round(misfit, 4))))
     return settings

@@ -111,7 +111,7 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
         if nproc is None:
             case.load()
         else:
-            resolve(case, Layout(1, nproc), means)[0].prepare()
+            resolve(case, Layout(1, nproc), means)[0].stage()
     check_writable(out)
     from realrun.cli import ranks  # noqa: PLC0415 - torch
 

@@ -11,8 +11,8 @@ from co2sim.common import validation
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Backend
-from co2sim.prediction.auto_delay import has_auto_options
 from co2sim.strategies import parse
+from co2sim.strategies.co2 import has_auto_options
 from realrun.lab.time_dilation import DILATION, dilation
 
 _LONGEST: Seconds = 7 * 86400.0

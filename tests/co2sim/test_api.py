@@ -165,7 +165,7 @@ def test_options_of_a_strategy_that_mean_nothing_are_refused(
         lambda: simulate(**SMALL | {"strategy": strategy}),
         lambda: co2sim.sweep(**SMALL | {"strategy": strategy}, vary={"seed": [1]}),
         lambda: co2sim.scale("a100-tcp80", "gpt2-small", strategy, gpus=[8]),
-        lambda: Case(**SMALL | {"strategy": strategy}).prepare(),
+        lambda: Case(**SMALL | {"strategy": strategy}).stage(),
     ]
     for ask in asks:
         with pytest.raises(OptionError) as caught:

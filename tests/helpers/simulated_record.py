@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from co2sim.catalog import load_cluster, load_model
 from co2sim.hardware.cluster import Cluster
+from co2sim.prediction import measure
 from co2sim.prediction.case import Case
 from co2sim.simulation.noise import QUIET, Noise
 from co2sim.simulation.run import execute
@@ -58,7 +59,7 @@ def measured(strategy: str, change: Change = same, noise: Noise = QUIET, rounds:
     cluster = replace(dgx, gpu=plain, nodes=2, gpus_per_node=2, protocols="simple")
     model = load_model("gpt2-small", {}).value
     case = Case(cluster=cluster, model=model, strategy=strategy, precision="bf16")
-    prepared = case.prepare()
+    prepared = case.stage()
     other, whole = change(cluster), rounds + 2
 
     found = execute(
@@ -70,6 +71,6 @@ def measured(strategy: str, change: Change = same, noise: Noise = QUIET, rounds:
         rounds=rounds,
         trace=found,
         clock_error=0.0,
-        figures=prepared.measure(found, rounds, steady=True).to_dict(),
+        figures=measure.measured(prepared, found, rounds, steady=True).to_dict(),
         environment={"host": "none"},
     )

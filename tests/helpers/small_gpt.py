@@ -5,7 +5,7 @@ from dataclasses import replace
 from co2sim import strategies
 from co2sim.models.architecture import Experts, Transformer, language_model
 from co2sim.models.workload import Workload
-from co2sim.prediction.case import schedule_of
+from co2sim.prediction.job import schedule_of
 from co2sim.schedule.schedule import Layout, Schedule
 
 BODY = Transformer(layers=2, hidden=64, heads=8, ffn=256, dropout=True)

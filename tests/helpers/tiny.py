@@ -158,7 +158,7 @@ def chakra_traces() -> dict[str, bytes]:
     """Execution traces of two ranks, as `co2sim export` writes them."""
     from co2sim.simulation import chakra  # noqa: PLC0415 - of an extra
 
-    case = Case(cluster="dgx-h100", model="gpt2-small", strategy="ddp", gpus=2).prepare()
+    case = Case(cluster="dgx-h100", model="gpt2-small", strategy="ddp", gpus=2).stage()
     with tempfile.TemporaryDirectory() as name:
         chakra.write(case.schedule, case.cluster, Path(name) / "trace", precision="bf16")
         return {f"trace/{one.name}": one.read_bytes() for one in Path(name).glob("trace/*")}

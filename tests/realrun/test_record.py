@@ -78,9 +78,9 @@ def test_a_run_keeps_what_was_said_of_its_stack() -> None:
     )
     found, _ = record.resolve(asked, Layout(2, 8), "gloo")
     assert found.overrides == of_stack
-    assert found.prepare().job.experts_all_to_all == "hierarchical"
+    assert found.stage().workload.experts_all_to_all == "hierarchical"
     routed = [
-        op.work.routed for op in found.prepare().schedule.body if isinstance(op.work, Collective)
+        op.work.routed for op in found.stage().schedule.body if isinstance(op.work, Collective)
     ]
     assert {(one.load, one.by_node) for one in routed if one} == {(1.2, True)}
 

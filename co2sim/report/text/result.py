@@ -18,9 +18,10 @@ from co2sim.common.units import Bytes, counted, duration, percent, scaled
 from co2sim.models.framework import AttentionKernel
 from co2sim.models.memory import GIB, OVERHEAD, model_states
 from co2sim.prediction import evidence, figures, notes
-from co2sim.prediction.case import Case, LoadedCase, schedule_of
+from co2sim.prediction.case import Case
 from co2sim.prediction.error_model import error_model
 from co2sim.prediction.figures import INTERVAL, in_table, list_of, shared_batch
+from co2sim.prediction.job import Stage, schedule_of
 from co2sim.prediction.order import undecided
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
@@ -29,7 +30,7 @@ from co2sim.prediction.verdict import Verdict
 from co2sim.report.text import totals
 from co2sim.schedule.schedule import Layout, Schedule
 from co2sim.simulation.noise import QUIET, Noise
-from co2sim.strategies import STRATEGIES, Strategy, parse, with_options
+from co2sim.strategies import STRATEGIES, Strategy, with_options
 from co2sim.strategies.step import title
 
 _NUMBERS = re.compile(r"[0-9][0-9.,]*")
@@ -378,9 +379,9 @@ class Alternative:
     memory: Bytes
 
 
-def largest(prepared: LoadedCase) -> str:
+def largest(stage: Stage) -> str:
     """The largest item of memory, and what makes it smaller, in a line."""
-    memory, job = prepared.memory(), prepared.job.share
+    memory, job = stage.memory(), stage.workload.share
     name = max((item for item in memory if item != "total"), key=lambda item: memory[item])
     idle = {f"--recompute {job.recompute}", f"--loss {job.loss}"}
     if job.micro_batch == 1:
@@ -388,8 +389,8 @@ def largest(prepared: LoadedCase) -> str:
     whole = model_states(job)
     if name in whole and memory[name] < whole[name]:
         idle |= {option for option in _WHAT_HELPS[name] if option != _MORE_GPUS}
-    twice = prepared.cluster.resized(2 * prepared.cluster.layout.world_size)
-    if replace(prepared, cluster=twice).memory()[name] >= memory[name]:
+    twice = stage.cluster.resized(2 * stage.cluster.layout.world_size)
+    if replace(stage, job=replace(stage.job, cluster=twice)).memory()[name] >= memory[name]:
         idle.add(_MORE_GPUS)
     helps = [option for option in _WHAT_HELPS.get(name, ()) if option not in idle]
     less = f": less with {', or '.join(helps)}" if helps else ""
@@ -416,13 +417,12 @@ def fitting(
     """
     if case.pp > 1:  # its stages are simulated one by one
         return ["less memory: more stages (--pp), --tp, or --recompute full"], "", []
-    asked = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
-    prepared = settle(case).prepare()
-    memory = prepared.cluster.gpu.memory
-    lines = [largest(prepared), "`co2sim plan` finds what fits and costs least"]
-    found = list(alternatives(prepared, asked))
+    stage = settle(case).stage()
+    memory = stage.cluster.gpu.memory
+    lines = [largest(stage), "`co2sim plan` finds what fits and costs least"]
+    found = list(alternatives(stage, case.parsed))
     fitting = _fewest_changes([one for one in found if one.memory <= memory])
-    as_is = f"micro-batch {prepared.job.micro_batch}, recompute {prepared.job.recompute}"
+    as_is = f"micro-batch {stage.workload.micro_batch}, recompute {stage.workload.recompute}"
     heading = f"what would fit in {scaled(memory, 'B')} ({as_is}, unless it says more)"
     if not fitting:
         fitting = sorted(found, key=lambda one: one.memory)[:1]
@@ -444,15 +444,15 @@ def _fit_of(needed: Bytes, room: Bytes) -> str:
     return "" if high <= room or needed > room else ", tight"
 
 
-def alternatives(prepared: LoadedCase, asked: Strategy) -> Iterator[Alternative]:
+def alternatives(stage: Stage, asked: Strategy) -> Iterator[Alternative]:
     """Combinations of a sharded strategy, more recomputation, a smaller micro-batch, more GPUs.
 
     Those with the fewest changes come first. What the strategy `asked` for leaves open stays open.
     """
-    job, layout = prepared.job, prepared.cluster.layout
-    strategies = {"": prepared.strategy}
+    job, layout = stage.workload, stage.cluster.layout
+    strategies = {"": stage.strategy}
     for name in _SHARDED:
-        if (open_ := _sharded(asked, name)) and (settled := _sharded(prepared.strategy, name)):
+        if (open_ := _sharded(asked, name)) and (settled := _sharded(stage.strategy, name)):
             strategies[_text(open_)] = settled
     eager = job.attention == "eager"
     attentions = ["", *(["flash"] if eager else [])]
@@ -464,7 +464,7 @@ def alternatives(prepared: LoadedCase, asked: Strategy) -> Iterator[Alternative]
     sizes = (["", *map(str, halves)], ["", *map(str, gpus)])
     points = product(strategies, attentions, recomputes, *sizes)
     names = ("strategy", "attention", "recompute", "micro-batch", "gpus")
-    schedules: dict[str, Schedule] = {"": prepared.schedule}
+    schedules: dict[str, Schedule] = {"": stage.schedule}
     for point in sorted(points, key=lambda point: sum(map(bool, point))):
         changes = {name: value for name, value in zip(names, point, strict=True) if value}
         if not changes:
@@ -475,19 +475,22 @@ def alternatives(prepared: LoadedCase, asked: Strategy) -> Iterator[Alternative]
         try:
             if text not in schedules:
                 schedules[text] = schedule_of(strategies[text], job, layout)
-            found = replace(
-                prepared,
-                strategy=strategies[text],
+            changed = replace(
+                stage,
                 schedule=schedules[text],
-                job=replace(
+                workload=replace(
                     job,
                     attention=cast(AttentionKernel, attention or job.attention),
                     recompute=recompute or job.recompute,
                     micro_batch=int(micro_batch or job.micro_batch),
                 ),
-                cluster=prepared.cluster.resized(int(count or layout.world_size)),
+                job=replace(
+                    stage.job,
+                    strategy=strategies[text],
+                    cluster=stage.cluster.resized(int(count or layout.world_size)),
+                ),
             )
-            yield Alternative(changes, found.memory()["total"])
+            yield Alternative(changes, changed.memory()["total"])
         except Co2simError:  # the cluster cannot hold them, or the strategy has no such option
             continue
 
@@ -547,7 +550,7 @@ def _runs(case: Case, settle: Callable[[Case], Case], alternative: Alternative) 
             micro_batch=cast(Any, changes.get("micro-batch", case.micro_batch)),
             gpus=int(changes["gpus"]) if "gpus" in changes else case.gpus,
         )
-        return settle(changed).prepare().memory()["total"] == alternative.memory
+        return settle(changed).stage().memory()["total"] == alternative.memory
     except Co2simError:  # a global batch that does not divide
         return False
 

@@ -319,7 +319,7 @@ def slower(share: float) -> Change:
 def uneven(record: Record) -> Record:
     """The same rounds, by turns longer and shorter by 30 %; their mean is as before."""
     trace, rounds = record.trace, record.rounds
-    times = round_times(trace, record.case.prepare().schedule, trace.rounds)
+    times = round_times(trace, record.case.stage().schedule, trace.rounds)
     factors = np.ones(trace.rounds)
     factors[-rounds::2], factors[-rounds + 1 :: 2] = 1.3, 0.7
     ends, moved = (np.cumsum([0.0, *lengths]) for lengths in (times, times * factors))
@@ -385,7 +385,7 @@ def test_runs_of_other_batches_or_kernels_have_no_order() -> None:
 def test_a_round_time_is_the_mean_of_its_rounds() -> None:
     """Of the rounds of which an interval is made, with and without rounds before them."""
     record = measured("co2.published(tau=2)", noise=Noise(jitter=0.2, seed=2), rounds=3)
-    schedule = record.case.prepare().schedule
+    schedule = record.case.stage().schedule
     for rounds in (1, 3, record.trace.rounds):
         times = round_times(record.trace, schedule, rounds)
         assert len(times) == rounds
@@ -415,7 +415,7 @@ def test_json_and_csv_hold_every_op(co2analysis: Command) -> None:
     assert run["round_time_error"] == pytest.approx(
         run["predicted"]["round_time_s"] / run["measured"]["round_time_s"] - 1
     )
-    body = measured("ddp").case.prepare().schedule.body
+    body = measured("ddp").case.stage().schedule.body
     assert [op["op"] for op in run["ops"]] == [op.name for op in body]
     frame = pd.read_csv("ops.csv")
     assert list(frame["op"]) == [op.name for op in body]

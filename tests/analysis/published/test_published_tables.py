@@ -73,7 +73,7 @@ def test_a_row_of_fsdp_is_the_run_that_it_describes(fsdp: list[Cell]) -> None:
     assert reduced == [DType.FP32, DType.BF16]
     again = [getattr(c.setup.strategy, "reshard_after_forward", None) for c in fsdp[2:4]]
     assert again == [True, False]
-    model = run.case().prepare().job.model
+    model = run.case().stage().workload.model
     assert (model.parameters, model.tokens) == (510_218_240, 2048)
 
 

@@ -36,7 +36,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
         write(runs / strategy, measured(strategy))
     case = Case(
         cluster="a100-roce800", model="gpt2-small", strategy="co2.published:tau=2", gpus=16
-    ).prepare()
+    ).stage()
     traces = tmp_path_factory.mktemp("exported") / "traces"
     chakra.write(case.schedule, case.cluster, traces, precision="bf16")
 

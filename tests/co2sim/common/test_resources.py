@@ -33,7 +33,7 @@ mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpage
 room = 100e6
 resource.setrlimit(resource.RLIMIT_AS, (int(mapped + room), int(mapped + room)))
 ops = len(co2sim.Case(cluster="a100-tcp80", model="gpt2-small", strategy="ddp", gpus=16)
-          .prepare().schedule.body)
+          .stage().schedule.body)
 allowed = int(0.9 * resources.free_memory() / 2 / lowering.SPAN_BYTES / ops)
 for rounds in (allowed, 2 * allowed, 1_000_000):
     try:
@@ -75,7 +75,7 @@ def test_the_search_for_a_steady_state_ends_where_memory_does(
     steady = driver.run(case)
     assert steady.steady
     assert steady.rounds_simulated > 4
-    schedule = case.prepare().schedule
+    schedule = case.stage().schedule
     room = 3 * len(schedule.body) * 2 * lowering.LOCKSTEP_SPAN_BYTES  # 3 rounds of 2 nodes
     monkeypatch.setattr(resources, "NEGLIGIBLE", 0)
     monkeypatch.setattr(resources, "free_memory", lambda: 2 * room)
@@ -97,7 +97,7 @@ from co2sim.prediction import driver
 from co2sim.simulation import lowering
 case = Case(cluster="dgx-h100", model="gpt2-xl", strategy="zeropp", gpus=32, rounds=80,
             noise=Noise(jitter=0.05))
-prepared = case.prepare()
+prepared = case.stage()
 def peak():
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x)
     return int(line.split()[1]) * 1024
@@ -123,10 +123,10 @@ def test_a_schedule_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatc
     """14 blocks, forwards and backwards, 1000 times: 28,000 ops of 500 B need 14 MB."""
     case = Case(**SMALL, strategy="ddp", accumulation=1000)
     monkeypatch.setattr(resources, "free_memory", lambda: 29e6)
-    replace(case, micro_batch=2).prepare()  # another one: a schedule that was built is kept
+    replace(case, micro_batch=2).stage()  # another one: a schedule that was built is kept
     monkeypatch.setattr(resources, "free_memory", lambda: 27e6)
     with pytest.raises(ResourceError, match=r"28,000 ops.* about 14 MB"):
-        case.prepare()
+        case.stage()
 
 
 def _container(folder: Path, **files: str) -> Path:

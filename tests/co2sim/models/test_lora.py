@@ -14,8 +14,9 @@ from co2sim.hardware.failures import Failures
 from co2sim.models.architecture import Experts, LatentAttention, Model, Transformer, language_model
 from co2sim.models.memory import activations
 from co2sim.models.workload import Workload
-from co2sim.prediction.case import Case, schedule_of
+from co2sim.prediction.case import Case
 from co2sim.prediction.goodput import goodput_of
+from co2sim.prediction.job import schedule_of
 from co2sim.prediction.notes import ADAPTERS
 from co2sim.schedule.schedule import Collective, Compute, Kind, Layout
 from co2sim.strategies import parse
@@ -360,7 +361,7 @@ def test_checkpoints_hold_adapters_and_restarts_read_the_model_too() -> None:
 def test_what_has_no_adapters_is_one_line(changes: dict[str, object], message: str) -> None:
     """It says why."""
     with pytest.raises(OptionError, match=message):
-        Case(**{**JOB, "strategy": "ddp"} | changes).prepare()  # type: ignore[arg-type]
+        Case(**{**JOB, "strategy": "ddp"} | changes).stage()  # type: ignore[arg-type]
 
 
 def test_adapters_and_none_are_values_of_a_sweep() -> None:

@@ -328,7 +328,7 @@ def test_peaks_of_zeropps_tutorial(strategy: str, published: float) -> None:
         precision="fp16",
         **paper.training,
     )
-    found = allocated(case.prepare().memory())
+    found = allocated(case.stage().memory())
     assert found == pytest.approx(published, rel=0.1)
 
 

@@ -18,8 +18,8 @@ from co2sim.models.memory import activations
 from co2sim.models.recompute import OPERATORS, recomputation
 from co2sim.models.workload import Model, Workload
 from co2sim.prediction.case import Case
+from co2sim.prediction.job import stage_of
 from co2sim.prediction.notes import FEW_STATISTICS, IDLE_CHECKPOINTING
-from co2sim.prediction.pipeline_order import stage_of
 from co2sim.schedule.schedule import Collective, Kernels, Kind, Layout, Schedule
 from co2sim.simulation.compute_cost import compute_time
 from co2sim.strategies import parse

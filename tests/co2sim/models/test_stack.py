@@ -99,10 +99,10 @@ def test_a_cluster_that_names_a_stack_runs_it_unless_another_is_asked_for() -> N
     """As published clusters do, whose runs one framework made; its kernels count once."""
     case = Case(cluster="a100-tcp80-calibrated", model="gpt2-small", strategy="ddp", gpus=8)
     stack = load_stack("transnormer-2023").value
-    own, asked = case.prepare(), replace(case, stack="torchtitan").prepare()
-    assert own.stack == stack.name
+    own, asked = case.stage(), replace(case, stack="torchtitan").stage()
+    assert own.job.stack == stack.name
     assert own.cluster.gpu.known_efficiency == one_efficiency(stack.efficiency)
-    assert asked.stack == load_stack("torchtitan").value.name
+    assert asked.job.stack == load_stack("torchtitan").value.name
     assert asked.cluster.gpu.kernels is not None
 
 
@@ -134,11 +134,11 @@ def test_a_file_of_a_stack_is_one_of_a_user(tmp_path: Path) -> None:
 def test_a_stack_says_what_attention_loss_and_recomputation_do() -> None:
     """Unless the case says it; an unknown name is told with those that there are."""
     old = Case(cluster="dgx-a100", model="gpt2-small", strategy="ddp", stack="megatron-deepspeed")
-    job = old.prepare().job
+    job = old.stage().workload
     assert (job.attention, job.checkpointing) == ("eager", "reentrant")
-    assert replace(old, attention="flash").prepare().job.attention == "flash"
+    assert replace(old, attention="flash").stage().workload.attention == "flash"
     with pytest.raises(Co2simError, match="megatron-deepspeed"):
-        replace(old, stack="megatron-deepsped").prepare()
+        replace(old, stack="megatron-deepsped").stage()
 
 
 def test_repeated_products_cost_between_nothing_and_all() -> None:
@@ -221,10 +221,10 @@ def test_slow_links_lose_no_more_for_a_byte_than_those_of_400_gbit() -> None:
 def test_a_stack_that_does_not_overlap_reduces_behind_the_backward_pass() -> None:
     """Every bucket waits for the whole backward pass."""
     case = Case(cluster="dgx-a100", model="gpt2-small", strategy="ddp", gpus=16)
-    late = replace(case, stack="megatron-2021").prepare().schedule
+    late = replace(case, stack="megatron-2021").stage().schedule
     waits = {one.op for op in late.body if op.name.startswith("reduce") for one in op.after}
     assert waits == {"backward.embedding"}
-    early = case.prepare().schedule
+    early = case.stage().schedule
     waits = {one.op for op in early.body if op.name.startswith("reduce") for one in op.after}
     assert len(waits) > 1
 
@@ -298,7 +298,7 @@ def test_fp32_gradients_take_four_bytes_and_unfused_layers_more() -> None:
             stack=stack,
             overrides=overrides,
         )
-        return case.prepare().memory()
+        return case.stage().memory()
 
     summed, plain = (memory("megatron-core", main_gradients=way) for way in ("true", "false"))
     assert summed["gradients"] == pytest.approx(2 * plain["gradients"])

@@ -50,7 +50,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 def bound_of(case: Case) -> StepBound:
     """That of all micro-batches of a case."""
-    return StepBound(replace(case, micro_batch=1, accumulation=1, recompute="none"), Shared())
+    return StepBound(replace(case, micro_batch=1, accumulation=1, recompute="none").job(), Shared())
 
 
 def result_of(case: Case) -> Result:

@@ -177,9 +177,9 @@ def test_the_last_used_are_kept(steps: list[tuple[bool, int]], most: int) -> Non
 
 def test_a_schedule_is_built_once_for_clusters_of_one_layout() -> None:
     """Another bandwidth has the same schedule; another size, batch, model or option has not."""
-    schedule = KEPT.prepare().schedule
+    schedule = KEPT.stage().schedule
     faster = replace(KEPT, overrides={"inter.bandwidth": "1 Tbit/s"})
-    assert faster.prepare().schedule is schedule
+    assert faster.stage().schedule is schedule
     for other in (
         replace(KEPT, gpus=32),
         replace(KEPT, micro_batch=2),
@@ -187,7 +187,7 @@ def test_a_schedule_is_built_once_for_clusters_of_one_layout() -> None:
         replace(KEPT, strategy="zero3(prefetch=7)"),
         replace(KEPT, precision="fp16"),
     ):
-        assert other.prepare().schedule != schedule
+        assert other.stage().schedule != schedule
 
 
 def test_no_result_depends_on_what_was_simulated_before() -> None:

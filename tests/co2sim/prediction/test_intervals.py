@@ -18,7 +18,7 @@ from analysis.published.cells import Cell
 from analysis.published.parameters import GROUPS, stated
 from co2sim.catalog import load_cluster, load_model
 from co2sim.hardware.cluster import Cluster, Link, Scatter, Tier
-from co2sim.prediction.calibrations import calibrations, figures_of
+from co2sim.prediction.calibrations import calibrations, figures_of, squares
 from co2sim.prediction.error_model import Situation, error_model
 from co2sim.prediction.intervals import (
     Interval,
@@ -121,7 +121,8 @@ def test_moves_of_a_linear_model_are_those_of_error_propagation() -> None:
 
     expected = 1.5**2 * float(slopes @ covariance @ slopes)
     (gpu,) = fit.gpus[0]
-    assert fit.moves(gpu, predicted) == pytest.approx((expected, expected))
+    pairs = [[(predicted(values), times) for values, times in pair] for pair in fit.moves(gpu)]
+    assert squares(predicted({}), pairs) == pytest.approx((expected, expected))
 
 
 def test_a_probed_cluster_has_the_interval_of_its_probe() -> None:

@@ -14,9 +14,9 @@ from co2sim import Case, Co2simError, run
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.models.architecture import Transformer, language_model
 from co2sim.models.workload import Workload
-from co2sim.prediction.pipeline import Pipeline, ends
-from co2sim.prediction.pipeline_order import stage_of
+from co2sim.prediction.job import stage_of
 from co2sim.schedule.mesh import Mesh
+from co2sim.schedule.pipeline import Pipeline, ends
 from co2sim.simulation.collective_cost import traffic
 
 LAYERS = 8
@@ -220,9 +220,8 @@ def test_an_answer_says_how_layers_are_split(pp: int, chunks: int, runs: str) ->
     found = run(one)
     assert any(f"8 layers are split unevenly on {pp} stages" in note for note in found.notes)
     assert any(note.endswith(runs) for note in found.notes)
-    pipeline, counts = Pipeline(pp, chunks, 6), one.layer_counts(LAYERS)
     assert found.memory_bytes_per_gpu["total"] == max(
-        one.stage(n, pipeline.held(n, counts[n::pp])).memory()["total"] for n in range(pp)
+        one.job().stage(n).memory()["total"] for n in range(pp)
     )
     assert not run(replace(one, pp=2, interleave=1)).notes
 
@@ -307,7 +306,7 @@ def test_too_many_passes_are_refused() -> None:
 def test_it_has_no_schedule_to_show_or_execute() -> None:
     """Its stages do different things."""
     with pytest.raises(Co2simError, match="no schedule") as caught:
-        case().prepare()
+        case().stage()
     assert "\n" not in str(caught.value)
 
 
@@ -321,9 +320,9 @@ def test_the_first_stage_sends_outputs_of_all_chunks_and_gradients_of_all_but_on
     """
     deep: dict[str, Any] = {"pp": pp, "interleave": chunks, "accumulation": 8, "tp": tp}
     found = simulate(cluster(), MODEL, "ddp", **deep)
-    stage = case(**deep).stage(0)
+    stage = case(**deep).job().stage(0)
     alone = traffic(stage.schedule, stage.cluster)
-    edge = MODEL.blocks[1].boundary_bytes * stage.job.precision.bytes / 2
+    edge = MODEL.blocks[1].boundary_bytes * stage.workload.precision.bytes / 2
     messages = (2 * chunks - 1) * 8
     gathered = (tp - 1) / tp * edge
     assert found.wire_bytes_per_gpu_per_step - alone.gpu == pytest.approx(

@@ -143,7 +143,7 @@ def test_a_trace_refuses_other_ranks_and_schedules() -> None:
 def test_a_schedule_draws_every_op_and_every_wait(strategy: str) -> None:
     """Points stand for all ops; lines are the waits between streams, dashed for earlier rounds."""
     case = Case(cluster=tiny.cluster(), model=tiny.model(), strategy=strategy)
-    schedule = case.prepare().schedule
+    schedule = case.stage().schedule
     spec = checked(co2sim.plot(schedule, first=500))
     points = rows_with(spec, "work")
     streams = {op.name: op.stream for op in schedule.body}

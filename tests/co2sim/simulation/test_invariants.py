@@ -14,6 +14,7 @@ from co2sim.catalog import load_model
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.models.workload import Workload
 from co2sim.prediction.case import Case
+from co2sim.prediction.measure import measured
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Collective, Schedule
 from co2sim.simulation.collective_cost import Traffic, traffic
@@ -92,7 +93,7 @@ def test_exposed_communication_of_a_real_run_is_part_of_busy_communication(
         model=tiny.model(),
         strategy=strategy,
         micro_batch=1,
-    ).prepare()
+    ).stage()
     noise = Noise(node_speed={0: speed}, jitter=jitter)
     paid, free = (
         execute(
@@ -106,7 +107,7 @@ def test_exposed_communication_of_a_real_run_is_part_of_busy_communication(
         for without in (False, True)
     )
     for baseline in (None, free):
-        found = prepared.measure(paid, 3, steady=False, free=baseline)
+        found = measured(prepared, paid, 3, steady=False, free=baseline)
         assert 0 <= found.exposed_comm_s <= found.comm_busy_s * (1 + 1e-9)
         assert found.overlap_ratio is None or -1e-9 <= found.overlap_ratio <= 1
 

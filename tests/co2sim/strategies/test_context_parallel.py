@@ -16,7 +16,8 @@ from co2sim.models.architecture import (
     language_model,
 )
 from co2sim.models.workload import Workload
-from co2sim.prediction.case import Case, schedule_of
+from co2sim.prediction.case import Case
+from co2sim.prediction.job import schedule_of
 from co2sim.schedule.schedule import Collective, Kind, Layout, Schedule
 from co2sim.strategies import parse
 
@@ -154,4 +155,4 @@ def test_it_combines_with_tensor_and_expert_parallelism_and_stages() -> None:
 def test_what_does_not_divide_is_one_line(options: dict[str, object], message: str) -> None:
     """It names the numbers."""
     with pytest.raises(OptionError, match=message):
-        Case(**JOB | options).prepare()  # type: ignore[arg-type]
+        Case(**JOB | options).stage()  # type: ignore[arg-type]

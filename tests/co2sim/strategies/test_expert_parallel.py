@@ -14,7 +14,8 @@ from co2sim.models.architecture import Experts, Transformer, language_model
 from co2sim.models.workload import Workload
 from co2sim.prediction import driver
 from co2sim.prediction.bounds import Shared, StepBound
-from co2sim.prediction.case import Case, LoadedCase, schedule_of
+from co2sim.prediction.case import Case
+from co2sim.prediction.job import Stage, schedule_of
 from co2sim.schedule.schedule import (
     Collective,
     Compute,
@@ -263,7 +264,7 @@ def test_what_does_not_combine_is_one_line(options: dict[str, object], message: 
     """It says what, and with what."""
     given_ = {"cluster": "dgx-h100", "model": "qwen3-30b-a3b", "strategy": "zero1", "ep": 4}
     with pytest.raises(OptionError, match=message):
-        Case(**given_ | options).prepare()  # type: ignore[arg-type]
+        Case(**given_ | options).stage()  # type: ignore[arg-type]
 
 
 def asked(**options: object) -> Case:
@@ -272,9 +273,9 @@ def asked(**options: object) -> Case:
     return Case(**base | options)  # type: ignore[arg-type]
 
 
-def prepared(**options: object) -> LoadedCase:
+def prepared(**options: object) -> Stage:
     """The same, loaded."""
-    return asked(**options).prepare()
+    return asked(**options).stage()
 
 
 def test_more_expert_parallelism_takes_less_memory_and_more_all_to_alls() -> None:
@@ -295,8 +296,8 @@ def test_more_expert_parallelism_takes_less_memory_and_more_all_to_alls() -> Non
 def test_a_stage_may_hold_no_layer_with_experts() -> None:
     """The first of DeepSeek-V3's 32 stages has dense layers only, and the same share as alone."""
     job = {"model": "deepseek-v3", "gpus": 256, "pp": 32}
-    first, whole = (asked(**job, ep=ep).stage(0) for ep in (8, 1))
-    assert first.job.share.parameters == whole.job.share.parameters
+    first, whole = (asked(**job, ep=ep).job().stage(0) for ep in (8, 1))
+    assert first.workload.share.parameters == whole.workload.share.parameters
 
 
 def test_an_answer_says_how_experts_are_divided_and_ranks_agree() -> None:
@@ -334,7 +335,7 @@ def test_a_candidate_with_experts_is_no_faster_than_its_own_computation() -> Non
         cluster="dgx-b200", model="qwen3-30b-a3b", strategy="zero1", ep=8, stack="megatron-core"
     )
     for strategy in ("zero1", "fsdp"):
-        bound = StepBound(replace(job, strategy=strategy, gpus=64, accumulation=1), Shared())
+        bound = StepBound(replace(job, strategy=strategy, gpus=64, accumulation=1).job(), Shared())
         case = replace(job, strategy=strategy, gpus=64, micro_batch=4, accumulation=4)
         step = driver.run(case).step_time_s * (1 + 1e-9)
         assert bound.quick(4, 4, "none").seconds <= bound.close(4, 4, "none").seconds <= step

@@ -157,7 +157,7 @@ def test_a_pipeline_updates_each_stage_on_its_host() -> None:
         cluster="dgx-h100", model="llama3-8b", strategy="zero1", gpus=16, pp=2, global_batch=64
     )
     plain, offloaded = run(case), run(replace(case, offload="optimizer"))
-    share = case.stage(0).job.parameters / 8
+    share = case.job().stage(0).workload.parameters / 8
     link, host = 64e9 * 0.75, 76.8e9 * 0.13
     more = 4 * share / link + 28 * share / host
     gained = offloaded.step_time_s - plain.step_time_s
@@ -171,7 +171,7 @@ def test_others_are_refused(strategy: str) -> None:
     """One line that names those which it combines with."""
     case = Case(cluster="dgx-h100", model="gpt2-small", strategy=strategy, offload="optimizer")
     with pytest.raises(OptionError, match=f"ddp, zero1, .* and fsdp; not with {strategy}"):
-        case.prepare()
+        case.stage()
 
 
 def test_an_exported_trace_has_the_times_of_the_host() -> None:

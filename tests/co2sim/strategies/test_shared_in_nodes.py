@@ -10,7 +10,8 @@ from one_sample import simulate
 
 from co2sim import strategies
 from co2sim.common.errors import OptionError
-from co2sim.prediction.case import Case, schedule_of
+from co2sim.prediction.case import Case
+from co2sim.prediction.job import schedule_of
 from co2sim.schedule.schedule import Collective, Layout, Schedule
 from co2sim.simulation.collective_cost import traffic
 from co2sim.simulation.run import execute
@@ -131,19 +132,19 @@ def test_it_combines_with_gpus_that_share_layers_sequences_and_stages() -> None:
         ({"tp": 2, "sequence_parallel": True}, 4, {"node/2", "peers/2"}),
         ({"cp": 2}, 8, {"node", "peers"}),
     ]:
-        made = replace(case, **changes).prepare()  # type: ignore[arg-type]
+        made = replace(case, **changes).stage()  # type: ignore[arg-type]
         met = {str(op.work.group) for op in made.schedule.body if isinstance(op.work, Collective)}
         assert groups <= met
         assert "world" not in met
-        expected = 12 * made.job.share.parameters / shares
+        expected = 12 * made.workload.share.parameters / shares
         assert made.memory()["optimizer"] == pytest.approx(expected)
-    stage = replace(case, pp=8, global_batch=64).stage(0)  # four GPUs of a node
-    assert stage.memory()["optimizer"] == 12 * stage.job.share.parameters / 4
+    stage = replace(case, pp=8, global_batch=64).job().stage(0)  # four GPUs of a node
+    assert stage.memory()["optimizer"] == 12 * stage.workload.share.parameters / 4
 
 
 def test_layers_on_all_gpus_of_a_node_leave_nothing_to_divide() -> None:
     """Eight GPUs are one rank: what each has is all-reduced with its peers."""
-    job = Case(cluster="dgx-h100", model="llama3-8b", strategy="ddp", gpus=32, tp=8).job()
+    job = Case(cluster="dgx-h100", model="llama3-8b", strategy="ddp", gpus=32, tp=8).job().workload
     made = schedule_of(strategies.parse("zero1(shard=node)"), job, Layout(4, 8))
     between = {name: size for name, size in moved(made).items() if "tensor" not in name}
     assert between == {"all_reduce world/8": job.share.parameters}

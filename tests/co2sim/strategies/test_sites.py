@@ -140,7 +140,7 @@ def test_a_cluster_of_one_site_is_refused(name: str) -> None:
     """One line says what is there; parts of two sites are no reason."""
     case = Case(cluster="a100-tcp80", model="gpt2-small", strategy=f"{name}:worker=site")
     with pytest.raises(OptionError, match="2 sites") as caught:
-        case.prepare()
+        case.stage()
     assert "\n" not in str(caught.value)
     found = simulate(strategy=f"{name}:tau=2,worker=site", **SMALL | {"gpus": 8})
     assert found.wan_bytes_per_site_per_step == 0

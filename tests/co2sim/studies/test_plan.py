@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.prediction import driver
-from co2sim.prediction.batch import fits
 from co2sim.prediction.case import Case
-from co2sim.prediction.pipeline import StageMemory
+from co2sim.prediction.choose import fits
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import totals, totals_of
 from co2sim.studies import plan as search_module
@@ -189,10 +188,8 @@ def test_it_finds_the_best_pipeline(job: dict[str, Any], offers: tuple[str, str]
     assert found.choice.score("cheapest") == min(one.score("cheapest") for one in every)
     assert found.choice.case.pp == job.get("pp", 1)
     for one in every:
-        memory = StageMemory(one.case) if one.case.pp > 1 else None
-        if memory:
-            steps = (one.case.micro_batch, one.result.accumulation, one.case.recompute)
-            assert memory.total(*steps) == one.result.memory_bytes_per_gpu["total"]
+        size = (one.case.micro_batch, one.result.accumulation, one.case.recompute)
+        assert one.case.job().memory(*size) == one.result.memory_bytes_per_gpu["total"]
 
 
 def test_gpus_that_divide_a_sequence_train_on_the_same_samples(offers: tuple[str, str]) -> None:

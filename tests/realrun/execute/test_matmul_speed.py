@@ -45,7 +45,7 @@ def test_who_was_slow_catches_up_where_averages_arrive_late() -> None:
 def test_products_beside_communication_are_left_out() -> None:
     """Unless a round has no others: then all count."""
     run = measured("ddp")
-    trace, schedule = run.trace, run.case.prepare().schedule
+    trace, schedule = run.trace, run.case.stage().schedule
     works = {op.name: op.work for op in schedule.body}
     mine = replace(trace, spans=tuple(span for span in trace.spans if span.rank == 0))
     computed = [span for span in mine.spans if isinstance(works[span.op], Compute)]

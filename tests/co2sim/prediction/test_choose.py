@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from co2sim import OptionError, simulate
 from co2sim.catalog import load_model
 from co2sim.models.architecture import Transformer, language_model
-from co2sim.prediction import driver
-from co2sim.prediction.batch import (
+from co2sim.prediction.case import Case
+from co2sim.prediction.choose import (
     HEADROOM,
     RECOMPUTES,
     _easily_divided,
+    choose_batch,
     published_batches,
     samples_of,
 )
-from co2sim.prediction.case import Case
 from co2sim.prediction.figures import shared_batch
 from co2sim.prediction.notes import FASTEST
 
@@ -50,7 +50,7 @@ def test_a_batch_is_that_of_published_trainings_of_the_size(model: str, tokens: 
 def test_tokens_are_samples_to_the_nearest(text: str) -> None:
     """Of 8,192 tokens 488; 512 are near, and more micro-batches divide them."""
     case = Case(cluster="dgx-h100", model="llama3-8b", strategy="fsdp", gpus=16, global_batch=text)
-    found = driver.settled(case)[0]
+    found = choose_batch(case)[0]
     assert found.global_batch == 512
 
 
@@ -128,7 +128,7 @@ def test_what_executes_a_schedule_needs_numbers(name: str) -> None:
     """One line says who chooses."""
     case = Case(cluster="dgx-h100", model="gpt2-small", strategy="ddp", gpus=8, **{name: "auto"})
     with pytest.raises(OptionError, match=rf"{name}=auto is chosen by simulation"):
-        case.prepare()
+        case.stage()
 
 
 def test_an_answer_says_its_batch() -> None:
@@ -166,7 +166,7 @@ def test_a_share_of_a_batch_is_easily_divided(share: float) -> None:
 def test_numbers_are_left_as_they_are() -> None:
     """Nothing is chosen for who gives all."""
     case = Case(cluster="dgx-h100", model="llama3-8b", strategy="fsdp", gpus=8, micro_batch=2)
-    assert driver.settled(case) == (case, ())
+    assert choose_batch(case) == (case, ())
 
 
 def test_a_comparison_over_sizes_says_what_its_steps_share() -> None:

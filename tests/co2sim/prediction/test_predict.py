@@ -14,8 +14,8 @@ from one_sample import simulate
 from co2sim import Case
 from co2sim.hardware.cluster import Link
 from co2sim.models.architecture import Transformer, language_model
-from co2sim.prediction import micro_steps
-from co2sim.prediction.micro_steps import repeated, stage_figures
+from co2sim.prediction import predict as module
+from co2sim.prediction.predict import repeated, stage_figures
 from co2sim.prediction.result import Result
 from co2sim.simulation import metrics
 from co2sim.simulation.noise import RunOptions
@@ -68,7 +68,7 @@ def found(job: dict[str, Any], *, whole: bool = False) -> Result:
     inter = replace(inter, busy_efficiency=options.pop("busy_efficiency"))
     cluster = tiny.cluster(4, 4, inter=inter, interference=options.pop("interference"))
     fewest = {"_FEWEST": 10**9, "_LOCAL_STEPS": 10**9}
-    with patch.multiple(micro_steps, **fewest) if whole else nullcontext():
+    with patch.multiple(module, **fewest) if whole else nullcontext():
         return simulate(cluster, MODEL, **options)
 
 
@@ -98,10 +98,7 @@ def test_a_step_of_more_micro_steps_takes_no_more_ops(strategy: str) -> None:
         Case(cluster=tiny.cluster(4, 4), model=MODEL, strategy=strategy, pp=4, accumulation=count)
         for count in (64, 4096)
     )
-    ops = [
-        len(stage_figures(one, 1, 1.0, one.accumulation, None).prepared.schedule.body)
-        for one in (few, many)
-    ]
+    ops = [len(stage_figures(one.job(), 1).stage.schedule.body) for one in (few, many)]
     assert ops[0] == ops[1]
 
 
@@ -110,13 +107,13 @@ def test_micro_steps_repeat_where_the_last_round_ends_faster_than_others(strateg
     """Where no exchanges of a next round share links with its collectives: the midst repeats."""
     job: dict[str, Any] = {"strategy": strategy, "pp": 4, "tp": 2, "sequence_parallel": True}
     case = Case(cluster=tiny.cluster(4, 4), model=MODEL, accumulation=64, **job)
-    few = stage_figures(case, 1, 1.0, 64, None)
-    prepared = case.stage(1)
+    few = stage_figures(case.job(), 1)
+    prepared = case.job().stage(1)
     many = Simulator(RunOptions(), prepared, None).rounds(12)
     assert not metrics.is_steady(many, prepared.schedule)
     midst = metrics.window(many.first(10), prepared.schedule, 1)
-    assert few.result.round_time_s == pytest.approx(midst.round_time, rel=1e-9)
-    assert len(few.prepared.schedule.body) < len(prepared.schedule.body) / 2
+    assert few.round_time == pytest.approx(midst.round_time, rel=1e-9)
+    assert len(few.stage.schedule.body) < len(prepared.schedule.body) / 2
 
 
 def test_beside_an_average_that_is_under_way_nothing_repeats() -> None:
@@ -128,7 +125,9 @@ def test_beside_an_average_that_is_under_way_nothing_repeats() -> None:
             strategy="co2.published(tau=4)",
             pp=4,
             accumulation=8,
-        ).stage(1)
+        )
+        .job()
+        .stage(1)
         for bandwidth in (2e8, 1e11)
     )
     for prepared, repeats in ((slow, False), (fast, True)):
@@ -144,6 +143,6 @@ def test_micro_steps_of_a_strategy_of_ones_own_are_all_simulated() -> None:
         name: ClassVar[str] = "own"
 
     one = Case(cluster=tiny.cluster(4, 4), model=MODEL, strategy=Own(), pp=4, accumulation=64)
-    names = [op.name for op in stage_figures(one, 1, 1.0, 64, None).prepared.schedule.body]
+    names = [op.name for op in stage_figures(one.job(), 1).stage.schedule.body]
     assert any(name.startswith("m63.") for name in names)
     assert any(name.startswith("m31.") for name in names)

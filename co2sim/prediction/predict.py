@@ -1,6 +1,7 @@
-"""A step of many micro-steps by a few of them: those in its midst repeat, and each adds the same.
+"""A job, simulated: each kind of stage alone, by as few micro-steps as say all of it.
 
-So do the local steps in the midst of a round.
+A step of many micro-steps is simulated by a few of them: those in its midst repeat, and each adds
+the same. So do the local steps in the midst of a round.
 
 What a simulation does next follows from what is under way. Where micro-steps in a row do the same
 at the same times, and nothing else is under way, each further one does so, too. So its figures are
@@ -10,7 +11,7 @@ is so in a trace; where it is not, more micro-steps are simulated, and then all 
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
@@ -20,7 +21,8 @@ from numpy.typing import NDArray
 from co2sim.common.errors import OptionError
 from co2sim.common.progress import Done
 from co2sim.common.units import Seconds
-from co2sim.prediction.case import Case, LoadedCase
+from co2sim.prediction.job import Job, Stage
+from co2sim.prediction.measure import Line, StageFigures, order_of, result_of
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Collective, Schedule
 from co2sim.simulation import metrics
@@ -30,7 +32,7 @@ from co2sim.simulation.metrics import Window
 from co2sim.simulation.noise import QUIET, RunOptions
 from co2sim.simulation.steady_state import Simulator
 from co2sim.simulation.trace import Trace
-from co2sim.strategies import STRATEGIES, LocalSteps, Strategy, parse, with_options
+from co2sim.strategies import LocalSteps, Strategy, is_built_in, with_options
 from co2sim.strategies.local import round_steps
 
 _MICRO_STEP = re.compile(r"((?:s\d+\.)?)m(\d+)\.")
@@ -128,72 +130,53 @@ def _window(
     return Window(first, first + period, 1) if begun - over == own else None
 
 
-class StageFigures(NamedTuple):
-    """A stage alone: its figures, and how long a round takes with free communication."""
-
-    prepared: LoadedCase
-    result: Result
-    free_round: Seconds
-
-    @property
-    def whole(self) -> Result:
-        """The figures of a case that has no other stages."""
-        prepared, found, free = self
-        busy = found.comm_busy_s
-        exposed = metrics.exposed_by_difference(busy, found.round_time_s, free)
-        return replace(
-            found,
-            **prepared.rates(found.step_time_s),
-            exposed_comm_s=exposed,
-            overlap_ratio=metrics.overlap_ratio(busy, exposed),
+def predict(job: Job, done: Done | None = None) -> Result:
+    """Simulate and measure a job. Raises Co2simError for what cannot be."""
+    if job.workload.pp > 1 and job.options.noise.uneven:
+        raise OptionError(
+            f"pp={job.workload.pp} does not combine with jitter, straggle or node_speed"
         )
+    order = order_of(job)  # which refuses what it does not allow before anything is simulated
+    figures = {number: stage_figures(job, number, done) for number in sorted(set(job.alike))}
+    return result_of(Line(job, tuple(figures[number] for number in job.alike), order))
 
 
-Change: TypeAlias = Callable[[LoadedCase], LoadedCase]
-"""What is otherwise than in a case: its cluster, say."""
+def step_time(job: Job, done: Done | None = None) -> Seconds:
+    """How long an optimizer step takes, and nothing else of it."""
+    order = order_of(job)
+    figures = {n: stage_figures(job, n, done, free=False) for n in sorted(set(job.alike))}
+    return Line(job, tuple(figures[number] for number in job.alike), order).step
 
 
 def stage_figures(
-    case: Case,
-    number: int,
-    held: float,
-    micros: int,
-    done: Done | None,
-    change: Change = lambda one: one,
+    job: Job, number: int = 0, done: Done | None = None, *, free: bool = True
 ) -> StageFigures:
-    """Those of a stage that holds activations of `held` of the `micros` micro-batches of a step.
+    """Those of a stage, by as few micro-steps and local steps as say all of it.
 
-    Throughput and what follows from it are left to who knows all stages.
+    Without `free` nothing is simulated with free communication, for who needs times alone.
     """
-    whole = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
-    tries: list[tuple[Strategy, int]] = []
-    if _may_repeat(case.run_options):
-        short = _with_few_local_steps(whole)
-        tries = [(short, micros)] if short is not whole else []
+    micros, short = job.workload.accumulation, job
+    counts: list[int] = []
+    if _may_repeat(job.options):
+        short = replace(job, strategy=_with_few_local_steps(job.strategy))
+        counts = [micros] if short.strategy is not job.strategy else []
         if micros >= 2 * _FEWEST:
-            first = _first_try(replace(case, strategy=short).stage(number, held, 2))
+            first = _first_try(short.stage(number, 2))
             few = [count for count in (first, _MORE * first) if 2 * count <= micros]
-            tries = [(short, count) for count in few] or tries
-    for strategy, count in tries:
-        prepared = change(replace(case, strategy=strategy).stage(number, held, count))
-        prepared = replace(prepared, strategy=whole)
-        found = _figures(case, prepared, micros - count, done)
-        if found:
-            return found
-    all_of_them = _figures(case, change(case.stage(number, held)), 0, done)
-    assert all_of_them
-    return all_of_them
+            counts = few or counts
+    for count in counts:
+        stage = replace(short.stage(number, count), job=job)
+        figures = _figures(stage, micros - count, done, free=free)
+        if figures:
+            return figures
+    figures = _figures(job.stage(number), 0, done, free=free)
+    assert figures
+    return figures
 
 
 def _may_repeat(options: RunOptions) -> bool:
     """Whether micro-steps may be alike: ranks are, and no number of rounds is asked for."""
     return options.noise == QUIET and options.rounds is None and options.fold
-
-
-def case_figures(case: Case, done: Done | None, change: Change = lambda one: one) -> StageFigures:
-    """Those of a case without a pipeline; see `StageFigures.whole`. Raises as `Case.prepare`."""
-    case.check_single_stage()
-    return stage_figures(case, 0, 1.0, case.job().accumulation, done, change)
 
 
 def _with_few_local_steps(strategy: Strategy) -> Strategy:
@@ -202,7 +185,7 @@ def _with_few_local_steps(strategy: Strategy) -> Strategy:
     They may be where one average is launched behind the last step, and used behind a last one, or
     behind one of the first: those after it are alike.
     """
-    if type(strategy) not in STRATEGIES.values() or not isinstance(strategy, LocalSteps):
+    if not (is_built_in(strategy) and isinstance(strategy, LocalSteps)):
         return strategy
     delay, parts = (getattr(strategy, name, None) for name in ("delay", "fragments"))
     few = _LOCAL_STEPS + (delay or 0)
@@ -214,9 +197,9 @@ def _with_few_local_steps(strategy: Strategy) -> Strategy:
         return strategy
 
 
-def _first_try(prepared: LoadedCase) -> int:
+def _first_try(stage: Stage) -> int:
     """Micro-steps enough for what else a step does to end meanwhile, such as an average."""
-    schedule, cluster, job = prepared.schedule, prepared.cluster, prepared.job
+    schedule, cluster, work = stage.schedule, stage.cluster, stage.workload
     others = {
         schedule.works[number]
         for (name, _), number in zip(schedule.places, schedule.work_numbers, strict=True)
@@ -224,43 +207,81 @@ def _first_try(prepared: LoadedCase) -> int:
     }
     longest = max(
         (
-            cost_of(work, cluster).duration_alone(cluster)
-            for work in others
-            if isinstance(work, Collective)
+            cost_of(one, cluster).duration_alone(cluster)
+            for one in others
+            if isinstance(one, Collective)
         ),
         default=0.0,
     )
     passes = sum(
-        compute_time(one, cluster.gpu, job.precision)
-        for work in job.works()
-        for one in (work.forward, work.backward)
+        compute_time(one, cluster.gpu, work.precision)
+        for block in work.works()
+        for one in (block.forward, block.backward)
     )
     return _FEWEST + (math.ceil(_SLOWER * longest / passes) if passes else 0)
 
 
-def _figures(case: Case, prepared: LoadedCase, left: int, done: Done | None) -> StageFigures | None:
+def _figures(stage: Stage, left: int, done: Done | None, *, free: bool) -> StageFigures | None:
     """The figures of a stage whose schedule leaves out `left` micro-steps, and maybe local steps.
 
     None if it must not, as where steps of nodes spread: what that costs depends on all of a step.
     """
-    schedule, strategy = prepared.schedule, prepared.strategy
+    schedule, strategy = stage.schedule, stage.strategy
     steps = round_steps(strategy) if isinstance(strategy, LocalSteps) else schedule.steps
-    simulator = Simulator(case.run_options, prepared, done)
+    simulator = Simulator(stage.job.options, stage, done)
     few = left > 0 or steps > schedule.steps
-    if few and (type(strategy) not in STRATEGIES.values() or prepared.cluster.step_spread):
+    if few and (not is_built_in(strategy) or stage.cluster.step_spread):
         return None
     trace, rounds, steady = simulator.until_steady()
     more = _left_out(schedule, trace, left, steps) if steady or not few else None
     if more is None:
         return None
+    if not free:
+        figures = StageFigures.of_trace(stage, trace, rounds, steady)
+        return _with_more(figures, trace, more, (), steps)
     quiet = simulator.rounds(trace.rounds, free=True)
     without = _left_out(schedule, quiet, left, steps)
     if without is None:
         return None
-    result = prepared.measure(trace, rounds, steady, quiet)
-    free = metrics.window(quiet, schedule, rounds).round_time
-    free += sum(times * one.window.round_time for one, times in without)
-    return StageFigures(prepared, _with_more(prepared, result, trace, more, steps), free)
+    figures = StageFigures.of_trace(stage, trace, rounds, steady, quiet)
+    return _with_more(figures, trace, more, without, steps)
+
+
+def _with_more(
+    figures: StageFigures, trace: Trace, more: "_More", free: "_More", steps: int
+) -> StageFigures:
+    """With what repeats, in this trace and in the `free` one, in a round of `steps`."""
+    if not more:
+        return figures
+    schedule, cluster = figures.stage.schedule, figures.stage.cluster
+    time, busy, waiting, nic = figures.round_time, figures.busy, figures.waiting, figures.nic
+    breakdown, sent = dict(figures.breakdown), dict(figures.sent)
+    for part, times in more:
+        time += times * part.window.round_time
+        moved = metrics.communication(trace, schedule, part.window, part.row.ravel())
+        busy, waiting = busy + times * moved.busy, waiting + times * moved.waiting
+        for label, seconds in metrics.breakdown(trace, schedule, part.row[1]).items():
+            breakdown[label] += times * seconds
+        of_part = traffic(schedule, cluster, part.row[1])
+        nic += times * of_part.nic
+        for label, size in of_part.by_collective.items():
+            sent[label] += times * size
+    alone, exposed = figures.free_round, figures.exposed
+    if alone is not None:
+        alone += sum(times * part.window.round_time for part, times in free)
+        exposed = metrics.exposed_by_difference(busy, time, alone)
+    return replace(
+        figures,
+        steps=steps,
+        round_time=time,
+        free_round=alone,
+        busy=busy,
+        waiting=waiting,
+        exposed=exposed,
+        breakdown=breakdown,
+        sent=sent,
+        nic=nic,
+    )
 
 
 _More: TypeAlias = Sequence[tuple[Repeated, int]]
@@ -283,39 +304,3 @@ def _left_out(schedule: Schedule, trace: Trace, micros: int, steps: int) -> _Mor
             return None
         found += [(one, more) for one in ones]
     return found
-
-
-def _with_more(
-    prepared: LoadedCase, result: Result, trace: Trace, more: _More, steps: int
-) -> Result:
-    """The figures of a step and a round of `steps`, with what repeats; rates and ratios stay."""
-    schedule, cluster = prepared.schedule, prepared.cluster
-    time, busy, parts = result.round_time_s, result.comm_busy_s, dict(result.breakdown_s)
-    waiting = result.waiting_s
-    by_collective = {
-        label: size * schedule.steps for label, size in result.sent_bytes_per_gpu_per_step.items()
-    }
-    nic = result.nic_bytes_per_node_per_step * schedule.steps
-    for one, times in more:
-        time += times * one.window.round_time
-        moved = metrics.communication(trace, schedule, one.window, one.row.ravel())
-        busy, waiting = busy + times * moved.busy, waiting + times * moved.waiting
-        for label, seconds in metrics.breakdown(trace, schedule, one.row[1]).items():
-            parts[label] += times * seconds
-        sent = traffic(schedule, cluster, one.row[1])
-        nic += times * sent.nic
-        for label, size in sent.by_collective.items():
-            by_collective[label] += times * size
-    by_collective = {label: size / steps for label, size in by_collective.items()}
-    return replace(
-        result,
-        steps_per_round=steps,
-        round_time_s=time,
-        step_time_s=time / steps,
-        comm_busy_s=busy,
-        waiting_s=waiting,
-        breakdown_s=parts,
-        sent_bytes_per_gpu_per_step=by_collective,
-        wire_bytes_per_gpu_per_step=sum(by_collective.values()),
-        nic_bytes_per_node_per_step=nic / steps,
-    )

@@ -1,0 +1,313 @@
+"""A job: what is simulated, as objects and numbers, and the stages that it has.
+
+A job without a pipeline has one stage. Stages are consecutive nodes, or equal parts of a node; the
+embedding is with the first layers, the head with the last ones, and where these share weights both
+stages hold them.
+"""
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+from co2sim.catalog import Fact
+from co2sim.common.errors import Co2simError, OptionError, ScheduleError
+from co2sim.common.resources import LruCache
+from co2sim.common.units import Bytes, Seconds
+from co2sim.hardware.cluster import Cluster
+from co2sim.models.architecture import Block
+from co2sim.models.memory import activations, overhead
+from co2sim.models.recompute import Recompute, check_applies
+from co2sim.models.stack import Setting
+from co2sim.models.workload import Model, Workload
+from co2sim.schedule.exchanges import apply_tensor_parallelism
+from co2sim.schedule.mesh import Mesh
+from co2sim.schedule.pipeline import Pipeline
+from co2sim.schedule.schedule import Layout, Schedule
+from co2sim.simulation.noise import RunOptions
+from co2sim.strategies import Strategy, is_built_in
+from co2sim.strategies.local import OUTER
+from co2sim.strategies.step import title
+
+_T = TypeVar("_T")
+_QUIETLY = RunOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is simulated: a model on all GPUs of a cluster, and how.
+
+    `stack` is the name of that whose kernels run; empty where the file of the GPU says itself how
+    fast it is. `measured` are the runs that it was calibrated by, and `call_overhead` is what its
+    host needs for an operation. `assumed` are the inputs that no source supports. Without
+    `averages` rounds of local updates are simulated as if nothing were averaged, or waited for.
+    """
+
+    cluster: Cluster
+    workload: Workload
+    strategy: Strategy
+    options: RunOptions = _QUIETLY
+    stack: str = ""
+    measured: tuple[Setting, ...] = ()
+    call_overhead: Seconds = 0.0
+    assumed: tuple[Fact, ...] = ()
+    averages: bool = True
+
+    @property
+    def model(self) -> Model:
+        """The whole of it."""
+        return self.workload.model
+
+    @cached_property
+    def stage_cluster(self) -> Cluster:
+        """The GPUs of one stage. Raises OptionError where stages fill no nodes, nor equal parts."""
+        return stage_cluster(self.cluster, self.workload)
+
+    @property
+    def layout(self) -> Layout:
+        """Of data parallelism in a stage: GPUs that share layers count as one rank."""
+        return self.workload.ranks(self.stage_cluster.layout)
+
+    @property
+    def kernels(self) -> str:
+        """What its kernels do, besides the model: precision, attention, recomputation, adapters."""
+        work = self.workload
+        more = ", adapters" if work.lora else ""
+        return f"{work.narrow or work.precision}, {work.attention}, {work.recompute}{more}"
+
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """For every stage the number of the first one that has equal blocks in its chunks."""
+        if self.workload.pp == 1:
+            return (0,)
+        first: dict[object, int] = {}
+        numbers: list[int] = []
+        for stage in range(self.workload.pp):
+            parts = chunks_of(self.workload.share, stage)
+            blocks = tuple(tuple(replace(block, name="") for block in part) for part in parts)
+            numbers.append(first.setdefault(blocks, stage))
+        return tuple(numbers)
+
+    def stage(self, number: int = 0, micro_steps: int | None = None) -> "Stage":
+        """A stage as if it were alone, with a schedule of `micro_steps`; default: all of a step.
+
+        Raises Co2simError for what the strategy cannot do.
+        """
+        part = stage_of(self.workload, number)
+        few = replace(part, accumulation=micro_steps or part.accumulation)
+        kept, schedule = scheduled(self.strategy, few, self.stage_cluster.layout)
+        if not self.averages:
+            schedule = without_averages(schedule)
+        part = replace(kept, accumulation=part.accumulation) if micro_steps else kept
+        return Stage(job=self, number=number, workload=part, schedule=schedule)
+
+    def with_batch(self, micro_batch: int, micro_steps: int, recompute: Recompute) -> "Job":
+        """The job with another batch."""
+        return replace(self, workload=_sized(self.workload, micro_batch, micro_steps, recompute))
+
+    def memory(self, micro_batch: int, micro_steps: int, recompute: Recompute) -> Bytes:
+        """What the fullest stage takes on a GPU with another batch, without a simulation.
+
+        Raises OptionError for steps that interleaved stages cannot take.
+        """
+        size = micro_batch, micro_steps, recompute
+        return max(
+            replace(stage, workload=_sized(stage.workload, *size)).memory()["total"]
+            for stage in self._of_one_sample
+        )
+
+    def applying(self, recomputes: Sequence[Recompute]) -> tuple[Recompute, ...]:
+        """Those that the model, and the stack, have something for. Raises OptionError for none."""
+        work, reason = self.workload, ""
+        applying: list[Recompute] = []
+        gathered = work.keep_gathered and work.sequence_parallel
+        for recompute in recomputes:
+            try:
+                check_applies(recompute, work.bare or work.model, work.pp, gathered=gathered)
+            except OptionError as error:
+                reason = str(error)
+            else:
+                again = replace(work, recompute=recompute)
+                if recompute != "selective" or len(recomputes) == 1 or again.repeats_some:
+                    applying.append(recompute)
+        if not applying:
+            raise OptionError(reason)
+        return tuple(applying)
+
+    @cached_property
+    def _of_one_sample(self) -> "tuple[Stage, ...]":
+        """One of each kind of stage: of those alike the first holds most."""
+        single = self.with_batch(1, 1, "none")
+        return tuple(single.stage(number) for number in sorted(set(self.alike)))
+
+
+def _sized(work: Workload, micro_batch: int, steps: int, recompute: Recompute) -> Workload:
+    return replace(
+        work,
+        micro_batch=micro_batch,
+        accumulation=steps,
+        recompute=recompute,
+        cast_steps=steps if work.narrow else 1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A stage of a job: its part of the model on its GPUs, with its schedule."""
+
+    job: Job
+    number: int
+    workload: Workload
+    schedule: Schedule
+
+    @property
+    def cluster(self) -> Cluster:
+        """Its GPUs."""
+        return self.job.stage_cluster
+
+    @property
+    def strategy(self) -> Strategy:
+        """That of the job."""
+        return self.job.strategy
+
+    @property
+    def precision(self) -> str:
+        """Of all but narrow products."""
+        return self.workload.precision
+
+    @property
+    def layout(self) -> Layout:
+        """Of data parallelism: GPUs that share layers count as one rank."""
+        return self.job.layout
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers of each of its chunks."""
+        model, work = self.job.model, self.workload
+        return work.layer_counts(len(model.blocks) - 2)[self.number :: work.pp]
+
+    @property
+    def microbatches_in_flight(self) -> float:
+        """Of how many micro-batches it holds activations. Raises OptionError, see `Pipeline`."""
+        work = self.workload
+        if work.pp == 1:
+            return 1.0
+        order = Pipeline(work.pp, work.interleave, work.accumulation)
+        return order.held(self.number, self.layers)
+
+    def memory(self) -> dict[str, Bytes]:
+        """Bytes on one GPU by item, and in all."""
+        share, cluster = self.workload.share, self.cluster
+        items = call_strategy(self.strategy, self.strategy.memory, share, self.layout)
+        items = items | activations(share, self.microbatches_in_flight)
+        if cluster.backend == "nccl":  # Gloo is for processors, which have no context
+            items = items | overhead(items, self.schedule.groups, cluster.layout)
+        return items | {"total": sum(items.values())}
+
+
+def stage_cluster(cluster: Cluster, mesh: Mesh) -> Cluster:
+    """The GPUs of one stage. Raises OptionError where stages fill no nodes, nor equal parts."""
+    if mesh.pp == 1:
+        return cluster
+    if cluster.sites > 1:
+        raise OptionError(
+            f"pp={mesh.pp} needs a cluster of one site, and {cluster.name} has several"
+        )
+    return cluster.resized(mesh.stage_gpus(cluster.layout))
+
+
+def chunks_of(share: Workload, stage: int) -> list[list[Block]]:
+    """The blocks of each chunk of a stage. Raises OptionError for a model without layers."""
+    model, stages = share.model, share.pp
+    first, layers, last = model.blocks[0], model.blocks[1:-1], model.blocks[-1]
+    if not layers or not all(block.boundary_bytes for block in layers):
+        raise OptionError(
+            f"pp={stages} does not apply to {model.name}: its blocks have no input sizes"
+        )
+    counts = share.layer_counts(len(layers))
+    chunks: list[list[Block]] = []
+    for part in range(stage, stages * share.interleave, stages):
+        start = sum(counts[:part])
+        chunks.append(list(layers[start : start + counts[part]]))
+    if stage == 0:
+        chunks[0] = [first, *chunks[0]]
+    if stage == stages - 1:
+        shared = (last.tied,) if last.tied else ()
+        chunks[-1] = [*chunks[-1], replace(last, tensors=(*last.tensors, *shared), tied=0)]
+    return chunks
+
+
+def stage_of(work: Workload, stage: int) -> Workload:
+    """What the GPUs of a stage do together: all of it without a pipeline."""
+    if work.pp == 1:
+        return work
+    share = work.share
+    blocks = [block for part in chunks_of(share, stage) for block in part]
+    return replace(share, model=replace(share.model, blocks=tuple(blocks), shape=None))
+
+
+_Scheduled: TypeAlias = tuple[str, Strategy, Workload, Model, Layout]
+"""What a schedule depends on: two models with equal blocks may have different parts."""
+_MAX_OPS = 10_000
+"""Of a schedule that is kept: about 10 MB."""
+_SCHEDULES: LruCache[_Scheduled, tuple[Workload, Schedule]] = LruCache(8)
+
+
+def scheduled(strategy: Strategy, work: Workload, layout: Layout) -> tuple[Workload, Schedule]:
+    """The schedule of a strategy, and the workload: an equal one, if it is kept from another job.
+
+    What changes in a sweep is mostly the cluster, which no schedule depends on but for its layout.
+    A strategy of the user's own is asked each time.
+    """
+    if not is_built_in(strategy):
+        return work, schedule_of(strategy, work, layout)
+    key = title(strategy), strategy, work, work.share.model, layout
+    kept = _SCHEDULES.get(key)
+    if kept is None:
+        kept = work, schedule_of(strategy, work, layout)
+        if len(kept[1].body) <= _MAX_OPS:
+            _SCHEDULES.put(key, kept)
+    return kept
+
+
+def schedule_of(strategy: Strategy, work: Workload, layout: Layout) -> Schedule:
+    """What every rank does in a round of a workload on GPUs of a layout."""
+    ranks = work.ranks(layout)
+    try:
+        schedule = call_strategy(strategy, strategy.schedule, work.share, ranks)
+    except OptionError as error:
+        if work.tp == 1:
+            raise
+        raise OptionError(f"{error} ({work.tp} GPUs that share layers count as one)") from error
+    return apply_tensor_parallelism(schedule, work.tp)
+
+
+def without_averages(schedule: Schedule) -> Schedule:
+    """The same rounds, where nothing is averaged and nothing waits for an average."""
+    kept = [op for op in schedule.body if op.stream != OUTER]
+    if len(kept) == len(schedule.body):
+        return schedule
+    names = {op.name for op in kept}
+    body = [replace(op, after=tuple(w for w in op.after if w.op in names)) for op in kept]
+    return Schedule(schedule.name, tuple(body), schedule.steps)
+
+
+def call_strategy(
+    strategy: Strategy, method: Callable[[Workload, Layout], _T], work: Workload, layout: Layout
+) -> _T:
+    """What a strategy answers. An error in its own code is one line, with its place in that code.
+
+    Raises ScheduleError for it.
+    """
+    try:
+        return method(work, layout)
+    except (Co2simError, MemoryError):
+        raise
+    except Exception as error:
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        raise ScheduleError(
+            f"{title(strategy)} cannot be used here: {type(error).__name__}: {error}"
+            f" ({Path(line.filename).name}, line {line.lineno})"
+        ) from error

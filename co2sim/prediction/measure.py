@@ -1,0 +1,430 @@
+"""The figures of a job, from what traces of its stages say: their passes are lined up.
+
+A stage alone takes the time of its passes, and more: what the strategy adds to a step, such as
+reductions that nothing hides and the optimizer. The order of passes gives the time at which each
+stage has ended its own; behind that comes what its strategy adds. The last stage to end is the
+step. What a strategy hides behind passes it is not given credit for hiding behind the bubble, too.
+A job without a pipeline has one stage, and its step is that of the stage.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from typing import Any, NamedTuple
+
+from co2sim.common.units import Bytes, Seconds
+from co2sim.hardware.cluster import GPU, Cluster
+from co2sim.models.memory import allocated
+from co2sim.models.workload import Workload
+from co2sim.prediction.job import Job, Stage, chunks_of, stage_of
+from co2sim.prediction.notes import beyond_the_table
+from co2sim.prediction.result import Result
+from co2sim.schedule.mesh import MESH, Mesh
+from co2sim.schedule.pipeline import Pipeline, ends
+from co2sim.schedule.schedule import Collective, Compute, Kind, tensor
+from co2sim.simulation import metrics
+from co2sim.simulation.collective_cost import cost_of, traffic
+from co2sim.simulation.compute_cost import compute_time, kernel_parts, peak_flops
+from co2sim.simulation.trace import Trace
+from co2sim.strategies.local import workers_of
+from co2sim.strategies.step import title
+
+_SEND = "send_receive"
+"""In breakdowns: what stages send each other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFigures:
+    """What a trace of a stage alone says of a round of `steps` steps, in seconds and bytes.
+
+    `free_round` is how long the round takes with free communication, by a second simulation; None
+    for what was measured, where `exposed` is read from the trace: two runs differ in more. `sent`
+    is what a GPU sends by collective, `nic` what leaves a node, and `wan` a site.
+    """
+
+    stage: Stage
+    steps: int
+    round_time: Seconds
+    free_round: Seconds | None
+    busy: Seconds
+    waiting: Seconds
+    exposed: Seconds
+    breakdown: Mapping[str, Seconds]
+    sent: Mapping[str, Bytes]
+    nic: Bytes
+    wan: Bytes
+    steady: bool
+    rounds: int
+
+    @classmethod
+    def of_trace(
+        cls,
+        stage: Stage,
+        trace: Trace,
+        rounds: int,
+        steady: bool,  # noqa: FBT001
+        free: Trace | None = None,
+    ) -> "StageFigures":
+        """Those of the last rounds of a trace; `free` is the same with free communication."""
+        schedule = stage.schedule
+        during = metrics.window(trace, schedule, rounds)
+        moved = metrics.communication(trace, schedule, during)
+        sent = traffic(schedule, stage.cluster)
+        alone: Seconds | None = None
+        if free is None:
+            exposed = metrics.exposed(trace, schedule, during)
+        else:
+            alone = metrics.window(free, schedule, rounds).round_time
+            exposed = metrics.exposed_by_difference(moved.busy, during.round_time, alone)
+        return cls(
+            stage=stage,
+            steps=schedule.steps,
+            round_time=during.round_time,
+            free_round=alone,
+            busy=moved.busy,
+            waiting=moved.waiting,
+            exposed=exposed,
+            breakdown=metrics.breakdown(trace, schedule),
+            sent=sent.by_collective,
+            nic=sent.nic,
+            wan=sent.wan,
+            steady=steady,
+            rounds=trace.rounds,
+        )
+
+    @property
+    def step_time(self) -> Seconds:
+        """Of an optimizer step."""
+        return self.round_time / self.steps
+
+
+def measured(
+    stage: Stage, trace: Trace, rounds: int, *, steady: bool = False, free: Trace | None = None
+) -> Result:
+    """The figures of a job with one stage from its trace, as of a run that was measured.
+
+    `free` is a trace with free communication, if there is one.
+    """
+    figures = StageFigures.of_trace(stage, trace, rounds, steady, free)
+    return result_of(Line(stage.job, (figures,), order_of(stage.job)))
+
+
+def rates(job: Job, step_time: Seconds) -> dict[str, Any]:
+    """The fields of a result that follow from how long a step takes."""
+    cluster, work = job.cluster, job.workload
+    gpus = cluster.layout.world_size
+    samples = gpus // work.together * work.samples_per_gpu / step_time
+    tokens = samples * job.model.tokens
+    flops = samples * _undivided(work).model.flops_per_sample / gpus
+    cost = cluster.price_per_gpu and cluster.price_per_gpu * gpus / tokens * 1e9
+    return {
+        "samples_per_s": samples,
+        "tokens_per_s": tokens,
+        "tokens_per_s_per_gpu": tokens / gpus,
+        "model_tflops_per_gpu": flops / 1e12,
+        "hardware_tflops_per_gpu": samples * _hardware_flops(job) / gpus / 1e12,
+        "mfu": flops / peak_flops(cluster.gpu, work.peak),
+        "usd_per_billion_tokens": cost if cluster.currency == "USD" else None,
+        "cost_per_billion_tokens": cost,
+        "currency": cluster.currency if cost is not None else None,
+    }
+
+
+def order_of(job: Job) -> Pipeline:
+    """That of the passes of a step. Raises OptionError for what it does not allow."""
+    work = job.workload
+    return Pipeline(work.pp, work.interleave, work.accumulation)
+
+
+def _undivided(work: Workload) -> Workload:
+    """As if one GPU did all of every stage."""
+    if work.is_plain:
+        return work
+    return replace(work, **Mesh(pp=work.pp, interleave=work.interleave).mesh_values())
+
+
+def _hardware_flops(job: Job) -> float:
+    """Of a sample over all stages: which layers a stage repeats depends on what it has."""
+    whole = _undivided(job.workload)
+    return sum(
+        job.alike.count(number) * stage_of(whole, number).hardware_flops_per_sample
+        for number in set(job.alike)
+    )
+
+
+def result_of(line: "Line") -> Result:
+    """The result of all stages: of the first, but for what is of all."""
+    job, first = line.job, line.stages[0]
+    cluster, work, steps = job.cluster, job.workload, first.steps
+    gpus, step = cluster.layout.world_size, line.step
+    memory = max((one.stage.memory() for one in line.different), key=lambda items: items["total"])
+    sent = {name: size / steps for name, size in first.sent.items()}
+    sent |= {name: sent.get(name, 0.0) + size for name, size in line.sent.items()}
+    busy = first.busy + line.sending * steps
+    names = (*MESH, "micro_batch", "accumulation", "lora", "recompute")
+    names = (*names, "optimizer", "offload", "attention")
+    return Result(
+        **rates(job, step),
+        **{name: getattr(work, name) for name in names},
+        cluster=cluster.name,
+        model=job.model.name,
+        stack=job.stack,
+        unit=job.model.unit,
+        strategy=title(job.strategy),
+        gpus=gpus,
+        nodes=cluster.nodes,
+        trained_parameters=work.trained if work.lora else None,
+        parameters=work.parameters,
+        workers=workers_of(job.strategy, job.layout),
+        global_batch=gpus // work.together * work.samples_per_gpu,
+        tokens_per_gpu_per_step=_each(work.samples_per_gpu * job.model.tokens, work.together),
+        precision=work.narrow or str(work.precision),
+        steps_per_round=steps,
+        round_time_s=step * steps,
+        step_time_s=step,
+        host_load=host_load(first.stage.workload.share, cluster.gpu, job.call_overhead),
+        comm_busy_s=busy,
+        waiting_s=first.waiting,
+        exposed_comm_s=line.exposed,
+        overlap_ratio=metrics.overlap_ratio(busy, min(busy, line.exposed)),
+        breakdown_s=dict(first.breakdown) | line.breakdown,
+        sent_bytes_per_gpu_per_step=sent,
+        wire_bytes_per_gpu_per_step=sum(sent.values()),
+        nic_bytes_per_node_per_step=first.nic / steps + line.far,
+        wan_bytes_per_site_per_step=first.wan / steps,
+        memory_bytes_per_gpu=memory,
+        allocated_bytes_per_gpu=allocated(memory),
+        gpu_memory_bytes=cluster.gpu.memory,
+        fits_in_memory=memory["total"] <= cluster.gpu.memory,
+        steady=first.steady,
+        rounds_simulated=first.rounds,
+        assumed=(*job.assumed, *beyond_the_table(cluster.gpu, first.stage.workload.share)),
+    )
+
+
+def _each(tokens: int, gpus: int) -> float:
+    """What each of some GPUs has of tokens: a whole number wherever it is one."""
+    return tokens // gpus if tokens % gpus == 0 else tokens / gpus
+
+
+def host_load(work: Workload, gpu: GPU, call_overhead: Seconds) -> float | None:
+    """What the host needs for all passes over what the GPU needs; None where they have no kernels.
+
+    `call_overhead` is that of the stack, for a GPU of whose kernels nothing is known.
+    """
+    overhead = gpu.kernels.call_overhead if gpu.kernels else call_overhead
+    host = device = 0.0
+    for block in work.works():
+        for half in (block.forward, block.backward):
+            if half.kernels is None:
+                continue
+            host += half.kernels.calls * overhead
+            if gpu.kernels is None:
+                device += compute_time(half, gpu, str(work.precision))
+            else:
+                parts = kernel_parts(half.kernels, gpu, gpu.kernels, str(work.precision))
+                device += parts.products + parts.attention + parts.elementwise
+    return host / device if device else None
+
+
+@dataclass(frozen=True)
+class Line:
+    """All stages of a job, with what they send each other: nothing where there is one."""
+
+    job: Job
+    stages: tuple[StageFigures, ...]
+    order: Pipeline
+
+    @property
+    def several(self) -> bool:
+        """Whether there is a pipeline."""
+        return len(self.stages) > 1
+
+    @property
+    def different(self) -> list[StageFigures]:
+        """One of each kind."""
+        return [self.stages[number] for number in sorted(set(self.job.alike))]
+
+    @cached_property
+    def between(self) -> Seconds:
+        """From the end of a pass until the next stage has its output."""
+        return between_stages(self.job, sent_on(self.job.workload)) if self.several else 0.0
+
+    @cached_property
+    def paid(self) -> "_Ended":
+        """When the stages end."""
+        passes = {one.stage.number: _passes(one.stage, free=False) for one in self.different}
+        return _Ended.of(self, passes, [one.step_time for one in self.stages], self.between)
+
+    @property
+    def step(self) -> Seconds:
+        """Until the last stage has ended its step."""
+        return self.paid.step if self.several else self.stages[0].step_time
+
+    @cached_property
+    def exposed(self) -> Seconds:
+        """What a round takes longer than one with free communication, between stages, too."""
+        first = self.stages[0]
+        if not self.several:
+            return first.exposed
+        passes = {one.stage.number: _passes(one.stage, free=True) for one in self.different}
+        steps = [(one.free_round or one.round_time) / one.steps for one in self.stages]
+        free = _Ended.of(self, passes, steps, 0.0).step
+        return max(0.0, self.step - free) * first.steps
+
+    @property
+    def sending(self) -> Seconds:
+        """Of a step: outputs forward and their gradients backward, of the first stage."""
+        return 2 * self.order.chunks * self.order.micros * self.between
+
+    @property
+    def breakdown(self) -> dict[str, Seconds]:
+        """What a round has besides that of the first stage alone.
+
+        It waits until it has ended its passes, less what they take.
+        """
+        if not self.several:
+            return {}
+        steps = self.stages[0].steps
+        idle = self.paid.ended[0] - self.paid.passes[0]
+        return {_SEND: self.sending * steps, "idle": idle * steps}
+
+    @cached_property
+    def _messages(self) -> int:
+        """The first stage sends the outputs of all chunks, and gradients of all but its first.
+
+        It receives as many messages, each of which GPUs that share layers gather.
+        """
+        return (2 * self.order.chunks - 1) * self.order.micros if self.several else 0
+
+    @property
+    def sent(self) -> dict[str, Bytes]:
+        """By a GPU of the first stage for other stages in a step, by collective."""
+        if not self.several:
+            return {}
+        message = sent_on(self.job.workload)
+        sent = {_SEND: self._messages * message.bytes}
+        if message.gathered:
+            gathered = cost_of(message.gathered, self.job.stage_cluster).sent
+            sent[message.gathered.label] = self._messages * gathered
+        return sent
+
+    @property
+    def far(self) -> Bytes:
+        """By the NICs of a node of the first stage in a step."""
+        cluster, stage = self.job.cluster, self.job.stage_cluster
+        if not self.several or cluster.nodes == 1:
+            return 0.0
+        crossing = min(cluster.gpus_per_node, stage.layout.world_size)
+        return self._messages * sent_on(self.job.workload).bytes * crossing
+
+
+class _Ended(NamedTuple):
+    """When each stage has ended its passes, what these take, and when the last ends its step."""
+
+    ended: Sequence[Seconds]
+    passes: Sequence[Seconds]
+    step: Seconds
+
+    @classmethod
+    def of(
+        cls,
+        line: Line,
+        passes: Mapping[int, tuple[tuple[Seconds, ...], tuple[Seconds, ...]]],
+        steps: Sequence[Seconds],
+        between: Seconds,
+    ) -> "_Ended":
+        """`passes` forward and backward by chunk of each kind of stage, `steps` of each alone."""
+        forward, backward = zip(*(passes[number] for number in line.job.alike), strict=True)
+        ended = ends(line.order, forward, backward, between)
+        taken = [
+            line.order.micros * (sum(there) + sum(back))
+            for there, back in zip(forward, backward, strict=True)
+        ]
+        behind = (max(0.0, step - took) for step, took in zip(steps, taken, strict=True))
+        step = max(end + more for end, more in zip(ended, behind, strict=True))
+        return cls(ended, taken, step)
+
+
+def _passes(stage: Stage, *, free: bool) -> tuple[tuple[Seconds, ...], tuple[Seconds, ...]]:
+    """Of a micro-batch over each chunk of a stage, forward and backward."""
+    work, cluster = stage.workload, stage.cluster
+    counts = [len(part) for part in chunks_of(stage.job.workload.share, stage.number)]
+
+    def times(halves: Sequence[Compute]) -> tuple[Seconds, ...]:
+        taken = iter([pass_times(half, cluster, work.precision, free=free).took for half in halves])
+        return tuple(sum(islice(taken, count)) for count in counts)
+
+    blocks = work.works()
+    return times([one.forward for one in blocks]), times([one.backward for one in blocks])
+
+
+class PassTimes(NamedTuple):
+    """Of a pass: computing, exchanges beside it, and those that it waits for."""
+
+    computing: Seconds
+    beside: Seconds
+    blocking: Seconds
+
+    @property
+    def took(self) -> Seconds:
+        """All of it: what is beside is hidden as far as computing is long enough."""
+        return self.blocking + max(self.computing, self.beside)
+
+
+def pass_times(
+    work: Compute,
+    cluster: Cluster,
+    precision: str,
+    *,
+    free: bool,
+    alone: Callable[[Collective], Seconds] | None = None,
+) -> PassTimes:
+    """Those of a pass with its exchanges, which `free` ones have not.
+
+    `alone` gives the time of an exchange, for who asks often.
+    """
+    gpu = cluster.gpu
+    if free or work.exchanges is None:
+        return PassTimes(compute_time(work, gpu, precision), 0.0, 0.0)
+    alone = alone or (lambda one: cost_of(one, cluster).duration_alone(cluster))
+    before, beside, behind = (
+        sum(map(alone, found))
+        for found in (work.exchanges.before, work.exchanges.beside, work.exchanges.behind)
+    )
+    compute = compute_time(work, gpu, precision, before + beside + behind)
+    return PassTimes(compute, beside, before + behind)
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a GPU sends to the next stage behind a pass, and gathers there with its group."""
+
+    bytes: Bytes
+    gathered: Collective | None
+
+
+def sent_on(work: Workload) -> Sent:
+    """The output of a pass. GPUs that share layers send a part each, and gather it behind.
+
+    Source: the scatter/gather optimization of Narayanan et al. 2021, arXiv 2104.04473, section 4.1.
+    With a divided sequence each has only its part in any case.
+    """
+    edge = work.share.model.blocks[1].boundary_bytes
+    size = edge * work.micro_batch * work.precision.bytes / 2
+    if work.tp == 1 or work.sequence_parallel:
+        return Sent(size, None)
+    elements = round(size / work.precision.bytes)
+    gather = Collective(Kind.ALL_GATHER, "boundary", elements, work.precision, tensor(work.tp))
+    return Sent(size / work.tp, gather)
+
+
+def between_stages(job: Job, sent: Sent) -> Seconds:
+    """From the end of a pass until the next stage has its output, by the slowest link."""
+    whole, stage = job.cluster, job.stage_cluster
+    link, sharing = whole.intra, 1
+    if whole.nodes > 1:
+        link, sharing = whole.inter, min(whole.gpus_per_node, stage.layout.world_size)
+    time = link.latency + whole.call_overhead + sharing * sent.bytes / link.payload_bandwidth
+    return time + (cost_of(sent.gathered, stage).duration_alone(stage) if sent.gathered else 0.0)
