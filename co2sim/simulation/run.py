@@ -53,8 +53,6 @@ def run(lowered: LoweredSchedule, progress: Callable[[float], None] | None = Non
     if (host := lowered.cluster.host) and host.depends_on_others:
         return HostSimulation(lowered).run(progress)
     sharing = shared_works(lowered)
-    if event_engine.applies(lowered):
+    if event_engine.applies(lowered, sharing):
         return event_engine.run(lowered, sharing, progress)
-    if event_engine.applies_to_classes(lowered, sharing):
-        return event_engine.run_classes(lowered, sharing, progress)
     return Simulation(lowered).run(progress)

@@ -191,7 +191,7 @@ def test_strategies_end_when_simpy_says_on_every_kind_of_cluster(
 def test_ranks_with_jitter_that_all_meet_need_no_simpy() -> None:
     """Gathers and reductions of ZeRO-3 share links; in SimPy 16,384 ranks would take minutes."""
     work = lowered(tiny.schedule("zero3", (4, 2)), cluster("nccl", 4, 2), Noise(jitter=0.1))
-    assert event_engine.applies_to_classes(work, shared_works(work))
+    assert event_engine.applies(work, shared_works(work))
 
 
 # --- folding -------------------------------------------------------------------------------------
