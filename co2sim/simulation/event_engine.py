@@ -241,11 +241,6 @@ class _Work:
     busy: bool = False
     parts: tuple[Seconds, ...] = ()
 
-    @property
-    def known(self) -> bool:
-        """Whether its end is known at its start."""
-        return not self.transfer and not self.slowed
-
 
 _Step: TypeAlias = tuple[int, int, tuple[int, ...], _Work, bool]
 """The places of the first and the last op of a run, its offsets and its work, as one op.
@@ -294,46 +289,37 @@ def _streams(
             work = work_of(run)
             if place == last:
                 works[work_numbers[place]] = work
-        step = place, last, offsets[place], work, work.known
+        known = not work.transfer and not work.slowed
+        step = place, last, offsets[place], work, known
         streams[body[place].stream].steps.append(step)
     return list(streams.values())
 
 
 class _Rounds:
-    """All rounds of some streams, driven by one queue of events.
+    """All rounds of some streams, driven by one queue of events; who waits for which instance."""
 
-    `run_ahead` lets a stream do all that is known, and gives those that waited for that.
-    """
-
-    def __init__(
-        self,
-        lowered: LoweredSchedule,
-        run_ahead: Callable[[_StreamState], list[_StreamState]],
-    ) -> None:
+    def __init__(self, lowered: LoweredSchedule) -> None:
         self.size, self.before = len(lowered.schedule.body), lowered.schedule.farthest
         self.total = self.before + lowered.rounds * self.size
         self.events = EventQueue()
         self.waiting: dict[int, list[_StreamState]] = {}
-        self._run_ahead = run_ahead
 
     def run(
-        self, streams: Sequence[_StreamState], progress: Callable[[float], None] | None
+        self,
+        streams: Sequence[_StreamState],
+        advance: Callable[[list[_StreamState]], None],
+        progress: Callable[[float], None] | None,
     ) -> None:
         """Run all rounds; `progress` hears of the fraction that is done."""
         if progress:
             progress(0.0)
-        self.advance([*streams])
+        advance([*streams])
         while self.events.run(_EVENTS):
             if progress:
                 rounds = min(stream.turn for stream in streams) - self.before
                 progress(rounds / (self.total - self.before))
         if progress:
             progress(1.0)
-
-    def advance(self, streams: list[_StreamState]) -> None:
-        """Let streams run ahead as far as all is known, and those that wait for what they do."""
-        while streams:
-            streams += self._run_ahead(streams.pop())
 
 
 @dataclass(eq=False, slots=True)
@@ -397,11 +383,11 @@ class _Collectives:
     def _done(self, now: Seconds, task: _InFlight, _: int) -> None:
         if self._slows:
             self._count(now, -1)
-        self._ended(now, task)
         if queue := task.work.queue:
             queue.running = False
             if queue.ready:
-                self._next(now, queue)
+                self._events.at(now, self._launch, queue, priority=AFTER_ALL)
+        self._ended(now, task)
 
     def _count(self, now: Seconds, change: int) -> None:
         """Count collectives in flight; computing is slower beside them."""
@@ -417,10 +403,11 @@ class _OneClass:
 
     def __init__(self, lowered: LoweredSchedule, sharing: set[int]) -> None:
         self.lowered, self.sharing = lowered, sharing
-        self.rounds = _Rounds(lowered, self._run_ahead)
+        self.rounds = _Rounds(lowered)
         self.events, before = self.rounds.events, self.rounds.before
         self.collectives = _Collectives(lowered, self.events, self._end, self._repace)
-        self.links = self.collectives.links
+        self.links, self.pace = self.collectives.links, 1.0
+        self.occupies = lowered.slows and lowered.cluster.inter.busy_efficiency < 1
         self.starts, self.ends = ([_UNKNOWN] * self.rounds.total for _ in range(2))
         self.ends[:before] = [0.0] * before  # what the first rounds wait for
         self.slowed: list[_InFlight] = []
@@ -447,7 +434,7 @@ class _OneClass:
 
     def times(self, progress: Callable[[float], None] | None) -> Times:
         """Run all rounds."""
-        self.rounds.run(self.streams, progress)
+        self.rounds.run(self.streams, self._advance, progress)
         starts, ends = (
             np.array(times[self.rounds.before :]).reshape(-1, self.rounds.size)
             for times in (self.starts, self.ends)
@@ -455,13 +442,22 @@ class _OneClass:
         self.long.fill(starts, ends)
         return starts.reshape(-1, 1), ends.reshape(-1, 1)
 
-    def _run_ahead(self, stream: _StreamState) -> list[_StreamState]:
-        """Those that waited for what a stream has done."""
+    def _advance(self, streams: list[_StreamState]) -> None:
+        """Let streams run ahead as far as all is known, and those that wait for what they do."""
+        while streams:
+            stream = streams.pop()
+            streams += self._run_ahead(stream, last=not streams and not self.occupies)
+
+    def _run_ahead(self, stream: _StreamState, *, last: bool) -> list[_StreamState]:
+        """Those that waited for what a stream has done.
+
+        Beside the `last` stream that runs ahead, computes keep their pace until the next event.
+        """
         starts, ends, waiting, woken = self.starts, self.ends, self.rounds.waiting, []
         steps, turn, index, free = stream.steps, stream.turn, stream.index, stream.free
         count, total, size = len(steps), self.rounds.total, self.rounds.size
         while turn < total:
-            first, last, offsets, work, known = steps[index]
+            first, final, offsets, work, known = steps[index]
             number, start = turn + first, free
             for offset in offsets:
                 end = ends[number - offset]
@@ -475,18 +471,23 @@ class _OneClass:
                 index += 1
                 if index == count:
                     turn, index = turn + size, 0
-                number += last - first
-                if known:
-                    if work.parts:
-                        free = ends[number] = reduce(add, work.parts, start)
-                    else:
-                        free = ends[number] = start + work.latency + work.seconds
-                    if work.busy and work.seconds:
-                        self._busy(stream, start, free)
-                    if number in waiting:
-                        woken += waiting.pop(number)
-                    continue
-                self._begin(stream, work, number, start)
+                number += final - first
+                if work.parts:
+                    end = reduce(add, work.parts, start)
+                elif known:
+                    end = start + work.latency + work.seconds
+                else:
+                    end = start + work.seconds / self.pace
+                    alone = work.slowed and last and not woken
+                    if not (alone and self.rounds.events.is_free(end)):
+                        self._begin(stream, work, number, start)
+                        break
+                free = ends[number] = end
+                if work.busy and work.seconds:
+                    self._busy(stream, start, free)
+                if number in waiting:
+                    woken += waiting.pop(number)
+                continue
             break
         stream.turn, stream.index, stream.free = turn, index, free
         return woken
@@ -497,27 +498,29 @@ class _OneClass:
             task = _InFlight(number, work.transfer.loads, stream=stream, work=work)
             self.events.at(start, self.collectives.come, task)
         else:  # where computes are slowed, no end is known in advance: this one begins now
-            task = _InFlight(number, _NOWHERE, work.seconds, stream=stream, work=work)
-            self.links.occupy(start, 1)
+            task = _InFlight(
+                number, _NOWHERE, work.seconds, self.pace, start, stream=stream, work=work
+            )
+            if self.occupies:
+                self.links.occupy(start, 1)
             self.slowed.append(task)
-            self._go_on(start, task, self.collectives.processor.pace)
+            self.events.at(start + work.seconds / self.pace, self._computed, task)
 
     def _end(self, now: Seconds, task: _InFlight) -> None:
         self.ends[task.number] = task.stream.free = now
-        self.rounds.advance([task.stream, *self.rounds.waiting.pop(task.number, ())])
+        self._advance([task.stream, *self.rounds.waiting.pop(task.number, ())])
 
     def _repace(self, now: Seconds, pace: float) -> None:
+        self.pace = pace
         for task in self.slowed:
-            self._go_on(now, task, pace)
-
-    def _go_on(self, now: Seconds, task: _InFlight, pace: float) -> None:
-        end = task.set_rate(now, pace)
-        self.events.at(end, self._computed, task, task.version)
+            end = task.set_rate(now, pace)
+            self.events.at(end, self._computed, task, task.version)
 
     def _computed(self, now: Seconds, task: _InFlight, version: int) -> None:
         if version == task.version:
             self.slowed.remove(task)
-            self.links.occupy(now, -1)
+            if self.occupies:
+                self.links.occupy(now, -1)
             self._end(now, task)
 
     def _busy(self, stream: _StreamState, start: Seconds, end: Seconds) -> None:
@@ -614,7 +617,7 @@ class _Classes:
 
     def __init__(self, lowered: LoweredSchedule, sharing: set[int]) -> None:
         self.lowered, self.sharing = lowered, sharing
-        self.rounds = _Rounds(lowered, self._run_ahead)
+        self.rounds = _Rounds(lowered)
         self.events, self.before = self.rounds.events, self.rounds.before
         self.collectives = _Collectives(lowered, self.events, self._end, self._repace)
         shape = self.rounds.total, len(lowered.classes)
@@ -646,8 +649,13 @@ class _Classes:
 
     def times(self, progress: Callable[[float], None] | None) -> Times:
         """Run all rounds."""
-        self.rounds.run(self.streams, progress)
+        self.rounds.run(self.streams, self._advance, progress)
         return self.starts[self.before :], self.ends[self.before :]
+
+    def _advance(self, streams: list[_StreamState]) -> None:
+        """Let streams run ahead as far as all is known, and those that wait for what they do."""
+        while streams:
+            streams += self._run_ahead(streams.pop())
 
     def _run_ahead(self, stream: _StreamState) -> list[_StreamState]:
         """Those that waited for what a stream has done."""
@@ -716,7 +724,7 @@ class _Classes:
 
     def _end(self, now: Seconds, task: _InFlight) -> None:
         task.stream.free = np.full(len(self.slowdowns), now)
-        self.rounds.advance([task.stream, *self._know(task.number, now)])
+        self._advance([task.stream, *self._know(task.number, now)])
 
     def _compute(
         self, stream: _StreamState, number: int, start: _Array, seconds: _Array
@@ -743,7 +751,7 @@ class _Classes:
         if version == task.version:
             self.slowed.remove(task)
             task.stream.free = task.ends
-            self.rounds.advance([task.stream, *self._know(task.number, task.ends)])
+            self._advance([task.stream, *self._know(task.number, task.ends)])
 
 
 def _members(lowered: LoweredSchedule, group: Group) -> _Members:
