@@ -42,8 +42,8 @@ from co2sim.schedule.exchanges import TENSOR
 from co2sim.schedule.schedule import Collective, Compute, Op
 from co2sim.simulation.collective_cost import cost_of, traffic
 from co2sim.simulation.compute_cost import work_time
-from co2sim.simulation.expected_slowdown import expected_slowest
 from co2sim.simulation.noise import QUIET
+from co2sim.simulation.run import expected_slowest
 from co2sim.simulation.token_bucket import shapers
 from co2sim.strategies import STRATEGIES, LocalSteps, parse
 from co2sim.strategies.step import COMPUTE

@@ -63,11 +63,14 @@ def kernel_parts(kernels: Kernels, gpu: GPU, times: KernelTimes, precision: str)
         flops = sum([product.flops for product in kernels.products])
         products = flops / (peak * times.vocabulary_efficiency)
     else:
-        attained = [_attained(product, gpu, times, peak) for product in kernels.products]
+        wide = peak * times.gemm_efficiency
         products = sum(
             [
-                math.hypot(product.flops / speed, product.bytes / memory)
-                for product, speed in zip(kernels.products, attained, strict=True)
+                math.hypot(
+                    product.flops / (_narrow(product, gpu, times) if product.narrow else wide),
+                    product.bytes / memory,
+                )
+                for product in kernels.products
             ]
         )
     products += times.product_start * sum([product.count for product in kernels.products])
@@ -79,10 +82,8 @@ def kernel_parts(kernels: Kernels, gpu: GPU, times: KernelTimes, precision: str)
     return KernelParts(products, attention, elementwise)
 
 
-def _attained(product: Gemm, gpu: GPU, times: KernelTimes, peak: FlopsPerSecond) -> FlopsPerSecond:
-    """The speed of a product's arithmetic."""
-    if not product.narrow:
-        return peak * times.gemm_efficiency
+def _narrow(product: Gemm, gpu: GPU, times: KernelTimes) -> FlopsPerSecond:
+    """The speed of a product's arithmetic in a type below 16 bits."""
     return peak_flops(gpu, product.narrow) * (times.narrow_efficiency or times.gemm_efficiency)
 
 

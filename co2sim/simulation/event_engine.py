@@ -188,7 +188,7 @@ def applies(lowered: LoweredSchedule, sharing: set[int]) -> bool:
     NICs that attain less while their node computes differ by node. `sharing` are the works that may
     share links or wait, by number.
     """
-    if len(lowered.classes) == 1 and not lowered.class_factors:
+    if len(lowered.classes) == 1 and lowered.class_factors is None:
         return True
     if lowered.contend and lowered.cluster.inter.busy_efficiency < 1:
         return False
@@ -210,7 +210,7 @@ def run(
     lowered: LoweredSchedule, sharing: set[int], progress: Callable[[float], None] | None = None
 ) -> Times:
     """Starts and ends of all rounds, where this `applies`."""
-    one = len(lowered.classes) == 1 and not lowered.class_factors
+    one = len(lowered.classes) == 1 and lowered.class_factors is None
     return (_OneClass if one else _Classes)(lowered, sharing).times(progress)
 
 
@@ -229,17 +229,15 @@ class _CommunicatorQueue:
 class _Work:
     """What ops of a work take, and what others have to do with them.
 
-    They end after `latency + seconds`, unless the `transfer` may share, or others make them
-    `slowed`. `busy` says that the NICs attain less meanwhile. `parts` are the times of several ops.
+    They end after all of `seconds`, which are added up one by one, unless the `transfer` may share,
+    or others make them `slowed`. `busy` says that the NICs attain less meanwhile.
     """
 
-    latency: Seconds
-    seconds: Seconds
+    seconds: tuple[Seconds, ...] = ()
     transfer: Transfer | None = None
     queue: _CommunicatorQueue | None = None
     slowed: bool = False
     busy: bool = False
-    parts: tuple[Seconds, ...] = ()
 
 
 _Step: TypeAlias = tuple[int, int, tuple[int, ...], _Work, bool]
@@ -333,8 +331,8 @@ class _InFlight(Flow):
 class _Collectives:
     """Collectives that events start and end: in turn in their communicator, on shared links.
 
-    `ended` hears of each that has ended, and `repace` of the pace of computes beside them when it
-    changes.
+    `ended` hears of each that has ended. Computes may be slower while any is in flight: `repace`
+    hears of every change of their pace.
     """
 
     def __init__(
@@ -345,9 +343,11 @@ class _Collectives:
         repace: Callable[[Seconds, float], None],
     ) -> None:
         self._events, self._ended, self._repace = events, ended, repace
-        self._slows = lowered.slows
         self.links = SharedLinks(lowered, events, self._done)
-        self.processor = Processor(lowered.cluster.interference)
+        self._slows, self._in_flight = lowered.slows, 0
+        self._alone, self._beside = (
+            Processor(lowered.cluster.interference, in_flight).pace for in_flight in (0, 1)
+        )
         self.queues = {
             group: _CommunicatorQueue()
             for group, together in lowered.communicators.items()
@@ -376,23 +376,20 @@ class _Collectives:
 
     def _start(self, now: Seconds, task: _InFlight) -> None:
         assert task.work.transfer
-        if self._slows:
-            self._count(now, 1)
+        self._in_flight += 1
+        if self._slows and self._in_flight == 1:
+            self._repace(now, self._beside)
         self.links.transfer(now, task, task.work.transfer)
 
     def _done(self, now: Seconds, task: _InFlight, _: int) -> None:
-        if self._slows:
-            self._count(now, -1)
+        self._in_flight -= 1
+        if self._slows and not self._in_flight:
+            self._repace(now, self._alone)
         if queue := task.work.queue:
             queue.running = False
             if queue.ready:
                 self._events.at(now, self._launch, queue, priority=AFTER_ALL)
         self._ended(now, task)
-
-    def _count(self, now: Seconds, change: int) -> None:
-        """Count collectives in flight; computing is slower beside them."""
-        if self.processor.communicate(change):
-            self._repace(now, self.processor.pace)
 
 
 # --- one class of ranks ---------------------------------------------------------------------------
@@ -418,19 +415,16 @@ class _OneClass:
 
     def _work(self, run: tuple[int, ...]) -> _Work:
         lowered, place = self.lowered, run[0]
-        busy = lowered.contend and not lowered.slows
-        if len(run) > 1:
-            parts = self.long.seconds[run]
-            return _Work(0.0, sum(parts), busy=busy, parts=parts)
         work = lowered.schedule.body[place].work
         if not isinstance(work, Collective):
-            seconds = lowered.seconds[place] * self.slowdown
-            return _Work(0.0, seconds, slowed=lowered.slows and seconds > 0, busy=busy)
+            seconds = self.long.seconds.get(run) or (lowered.seconds[place] * self.slowdown,)
+            takes_time = sum(seconds) > 0
+            slowed = takes_time and lowered.slows
+            return _Work(seconds, slowed=slowed, busy=takes_time and lowered.contend and not slowed)
         (transfer,) = lowered.transfers[place]
         if not lowered.slows and lowered.schedule.work_numbers[place] not in self.sharing:
-            return _Work(transfer.latency, transfer.alone)
-        queue = self.collectives.queues.get(work.group)
-        return _Work(transfer.latency, transfer.alone, transfer, queue)
+            return _Work((transfer.latency, transfer.alone))
+        return _Work((), transfer, self.collectives.queues.get(work.group))
 
     def times(self, progress: Callable[[float], None] | None) -> Times:
         """Run all rounds."""
@@ -453,7 +447,8 @@ class _OneClass:
 
         Beside the `last` stream that runs ahead, computes keep their pace until the next event.
         """
-        starts, ends, waiting, woken = self.starts, self.ends, self.rounds.waiting, []
+        starts, ends, waiting = self.starts, self.ends, self.rounds.waiting
+        woken: list[_StreamState] = []
         steps, turn, index, free = stream.steps, stream.turn, stream.index, stream.free
         count, total, size = len(steps), self.rounds.total, self.rounds.size
         while turn < total:
@@ -472,18 +467,20 @@ class _OneClass:
                 if index == count:
                     turn, index = turn + size, 0
                 number += final - first
-                if work.parts:
-                    end = reduce(add, work.parts, start)
-                elif known:
-                    end = start + work.latency + work.seconds
+                if known:
+                    end = reduce(add, work.seconds, start)
+                elif (
+                    work.slowed
+                    and last
+                    and not woken
+                    and self.events.is_free(start + work.seconds[0] / self.pace)
+                ):
+                    end = start + work.seconds[0] / self.pace
                 else:
-                    end = start + work.seconds / self.pace
-                    alone = work.slowed and last and not woken
-                    if not (alone and self.rounds.events.is_free(end)):
-                        self._begin(stream, work, number, start)
-                        break
+                    self._begin(stream, work, number, start)
+                    break
                 free = ends[number] = end
-                if work.busy and work.seconds:
+                if work.busy:
                     self._busy(stream, start, free)
                 if number in waiting:
                     woken += waiting.pop(number)
@@ -498,13 +495,12 @@ class _OneClass:
             task = _InFlight(number, work.transfer.loads, stream=stream, work=work)
             self.events.at(start, self.collectives.come, task)
         else:  # where computes are slowed, no end is known in advance: this one begins now
-            task = _InFlight(
-                number, _NOWHERE, work.seconds, self.pace, start, stream=stream, work=work
-            )
+            (seconds,) = work.seconds
+            task = _InFlight(number, _NOWHERE, seconds, self.pace, start, stream=stream, work=work)
             if self.occupies:
                 self.links.occupy(start, 1)
             self.slowed.append(task)
-            self.events.at(start + work.seconds / self.pace, self._computed, task)
+            self.events.at(start + seconds / self.pace, self._computed, task)
 
     def _end(self, now: Seconds, task: _InFlight) -> None:
         self.ends[task.number] = task.stream.free = now
@@ -624,7 +620,7 @@ class _Classes:
         self.starts, self.ends = np.zeros(shape), np.zeros(shape)
         self.known = [True] * self.before + [False] * (shape[0] - self.before)
         self.slowdowns = np.array([one.slowdown for one in lowered.classes])
-        self.factors = np.stack(lowered.class_factors, axis=1) if lowered.class_factors else None
+        self.factors = lowered.class_factors
         self.transfers = _few_links(lowered, sharing)
         self.alone: dict[int, _Array] = {}
         self.members: dict[Group, _Members] = {}
@@ -641,11 +637,10 @@ class _Classes:
         work, number = lowered.schedule.body[place].work, lowered.schedule.work_numbers[place]
         if not isinstance(work, Collective):
             seconds = lowered.seconds[place]
-            return _Work(0.0, seconds, slowed=lowered.slows and seconds > 0)
+            return _Work((seconds,), slowed=lowered.slows and seconds > 0)
         if number not in self.transfers:
-            return _Work(0.0, 0.0)
-        transfer, queue = self.transfers[number], self.collectives.queues.get(work.group)
-        return _Work(transfer.latency, transfer.alone, transfer, queue)
+            return _Work()
+        return _Work((), self.transfers[number], self.collectives.queues.get(work.group))
 
     def times(self, progress: Callable[[float], None] | None) -> Times:
         """Run all rounds."""
@@ -679,7 +674,7 @@ class _Classes:
             if isinstance(body, Collective):
                 end = self._after(number, place, body.group, start)
             else:
-                seconds = work.seconds * self.slowdowns
+                seconds = work.seconds[0] * self.slowdowns
                 if self.factors is not None:
                     seconds *= self.factors[number - self.before]
                 if not known:
@@ -711,24 +706,26 @@ class _Classes:
 
     def _meet(self, stream: _StreamState, work: _Work, number: int, start: _Array) -> None:
         """Put a collective of all classes on the events."""
-        place = (number - self.before) % self.rounds.size
-        group = self.lowered.schedule.body[place].work.group  # type: ignore[union-attr]
-        (one,), factors = self.lowered.communicators[group], self.lowered.communicator_factors
-        assert work.transfer
-        if factors:
-            transfer = work.transfer.scaled(float(factors[one.number][number - self.before]))
+        place, factors = (
+            (number - self.before) % self.rounds.size,
+            self.lowered.communicator_factors,
+        )
+        transfer, op = work.transfer, self.lowered.schedule.body[place]
+        assert transfer
+        assert isinstance(op.work, Collective)
+        if factors is not None:
+            (one,) = self.lowered.communicators[op.work.group]
+            transfer = transfer.scaled(float(factors[number - self.before, one.number]))
             self.kept.append(transfer)
-            work = replace(work, latency=transfer.latency, seconds=transfer.alone, transfer=transfer)
-        task = _InFlight(number, work.transfer.loads, stream=stream, work=work)
+            work = replace(work, transfer=transfer)
+        task = _InFlight(number, transfer.loads, stream=stream, work=work)
         self.events.at(float(start.max()), self.collectives.come, task)
 
     def _end(self, now: Seconds, task: _InFlight) -> None:
         task.stream.free = np.full(len(self.slowdowns), now)
         self._advance([task.stream, *self._know(task.number, now)])
 
-    def _compute(
-        self, stream: _StreamState, number: int, start: _Array, seconds: _Array
-    ) -> None:
+    def _compute(self, stream: _StreamState, number: int, start: _Array, seconds: _Array) -> None:
         """Begin a compute that collectives in flight slow down."""
         first = bisect_right(self.since, float(start.min())) - 1
         task = _SlowedComputes(stream, number, seconds, start, start + seconds / self.paces[first])
@@ -761,7 +758,7 @@ def _members(lowered: LoweredSchedule, group: Group) -> _Members:
         np.array([index for one in together for index in one.members]),
         np.cumsum([0, *lengths[:-1]]),
         np.array(lowered.place[group]),
-        np.stack([factors[one.number] for one in together], axis=1) if factors else None,
+        None if factors is None else factors[:, [one.number for one in together]],
     )
 
 

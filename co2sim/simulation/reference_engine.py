@@ -106,8 +106,8 @@ class Communicators:
     ) -> None:
         transfer = self._transfer(number, place)
         factors = self._lowered.communicator_factors
-        if factors and transfer is not NOTHING:
-            transfer = transfer.scaled(float(factors[communicator.number][number]))
+        if factors is not None and transfer is not NOTHING:
+            transfer = transfer.scaled(float(factors[number, communicator.number]))
         queue = self._queues[communicator.number]
 
         def done() -> None:
@@ -236,7 +236,8 @@ class Simulation:
         lowered, env, spans = self.lowered, self.env, self.spans[index]
         starts, ends, waiting = spans.starts, spans.ends, spans.waiting
         slowdown, seconds = lowered.classes[index].slowdown, lowered.seconds
-        factors = lowered.class_factors[index].tolist() if lowered.class_factors else None
+        jitter = lowered.class_factors
+        factors = None if jitter is None else jitter[:, index].tolist()
         size, beside = len(lowered.schedule.body), self.beside
         for number, _, op, waits in instances:
             for wait in waits:

@@ -32,7 +32,12 @@ from co2sim.schedule.token_routing import TokenRouting
 from co2sim.simulation import event_engine
 from co2sim.simulation.collective_cost import traffic
 from co2sim.simulation.compute_cost import compute_time
-from co2sim.simulation.lowering import LoweredSchedule, lower, shared_works
+from co2sim.simulation.lowering import (
+    LoweredSchedule,
+    lower,
+    shared_works,
+    without_communication,
+)
 from co2sim.simulation.metrics import breakdown, communication, window
 from co2sim.simulation.noise import QUIET, Noise
 from co2sim.simulation.reference_engine import Simulation
@@ -98,9 +103,8 @@ def lowered(
     schedule: Schedule, on: Cluster, noise: Noise = QUIET, *, free: bool = False
 ) -> LoweredSchedule:
     """Three rounds, ranks folded where they can be."""
-    return lower(
-        schedule, on, precision="bf16", rounds=3, noise=noise, fold=True, free=free, slowdown=1.1
-    )
+    work = lower(schedule, on, precision="bf16", rounds=3, noise=noise, fold=True, slowdown=1.1)
+    return without_communication(work) if free else work
 
 
 def check_engine(work: LoweredSchedule) -> None:
