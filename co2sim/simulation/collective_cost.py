@@ -21,7 +21,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.remembered import remembered
 from co2sim.common.units import Bytes, BytesPerSecond, Seconds
 from co2sim.hardware.cluster import AllReduce, Cluster, Hops, Protocols, Tier
-from co2sim.schedule.schedule import LEADERS, PEERS, Collective, Group, Kind, Schedule
+from co2sim.schedule.schedule import PEERS, Collective, Group, Kind, Schedule
 from co2sim.schedule.token_routing import TokenRouting
 from co2sim.simulation import token_bucket
 
@@ -323,7 +323,7 @@ def _cost_without_calls(work: Collective, cluster: Cluster) -> CollectiveCost:
     size = work.bytes
     if at.members == 1:
         return CollectiveCost(0.0, 0.0, 0.0, 0.0, 0.0, 1, 1)
-    if work.group.name == LEADERS.name:
+    if work.group.led:
         return _leaders_only(replace(work, group=replace(work.group, name=PEERS.name)), cluster)
     match work.kind:
         case Kind.ALL_TO_ALL:

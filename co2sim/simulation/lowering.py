@@ -15,18 +15,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, BytesPerSecond, Seconds
 from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster, Tier
-from co2sim.schedule.schedule import (
-    LEADERS,
-    NODE,
-    SITE,
-    SITE_PEERS,
-    Collective,
-    Compute,
-    Group,
-    Layout,
-    Op,
-    Schedule,
-)
+from co2sim.schedule.schedule import Collective, Compute, Group, Layout, Schedule
 from co2sim.simulation.collective_cost import CollectiveCost, cost_of, costs_of, uplinks
 from co2sim.simulation.compute_cost import work_time
 from co2sim.simulation.network import NOTHING, Transfer
@@ -58,8 +47,8 @@ class Folding:
         """The classes that meet in each communicator of `group`."""
         everyone = range(len(self.classes))
         if self.folded:
-            inside = not leaves_node(group, self.layout)
-            return [(index,) for index in everyone] if inside else [tuple(everyone)]
+            leaves = group.leaves_node(self.layout)
+            return [tuple(everyone)] if leaves else [(index,) for index in everyone]
         found: dict[range, list[int]] = {}
         for index in everyone:
             members = group.members(self.classes[index].rank, self.layout)
@@ -110,36 +99,27 @@ def _folds(
     """
     equal = _equal(slowdowns)
     mixed = any(_mixes(group, layout) for group in schedule.groups)
-    led = layout.gpus_per_node > 1 and any(one.name == LEADERS.name for one in schedule.groups)
+    led = layout.gpus_per_node > 1 and any(group.led for group in schedule.groups)
     ahead = led and not _await_leaders(schedule)
     return allowed and not ahead and (equal or not mixed)
 
 
 def _mixes(group: Group, layout: Layout) -> bool:
     """Whether only some nodes meet in a group, and not those of one place in every node."""
-    if group.name in {SITE.name, SITE_PEERS.name}:
+    if group.by_site:
         return 1 < layout.sites < layout.nodes
-    return bool(group.ranks) and leaves_node(group, layout)
+    return bool(group.ranks) and group.leaves_node(layout)
 
 
 def _await_leaders(schedule: Schedule) -> bool:
     """Whether all that follows what leaders do is a collective of the node, for them and others."""
-    led = {op.name for op in schedule.body if _meets(op, LEADERS)}
+    led = {op.name for op in schedule.body if isinstance(op.work, Collective) and op.work.group.led}
     following = []
     for stream in schedule.streams:
         row = [op for op in schedule.body if op.stream == stream]
         following += [b for a, b in zip(row, row[1:] + row[:1], strict=True) if a.name in led]
     following += [op for op in schedule.body if any(wait.op in led for wait in op.after)]
-    return all(_meets(op, NODE) for op in following)
-
-
-def _meets(op: Op, kind: Group) -> bool:
-    return isinstance(op.work, Collective) and op.work.group.name == kind.name
-
-
-def leaves_node(group: Group, layout: Layout) -> bool:
-    """Whether ranks of several nodes meet in a group."""
-    return group.members(0, layout)[-1] >= layout.gpus_per_node
+    return all(isinstance(op.work, Collective) and op.work.group.is_node for op in following)
 
 
 def capacities(cluster: Cluster, folding: Folding) -> dict[Hashable, BytesPerSecond]:

@@ -24,7 +24,6 @@ from co2sim.simulation.lowering import (
     LoweredSchedule,
     Times,
     class_count,
-    leaves_node,
     lower,
     shared_works,
     span_count,
@@ -218,7 +217,7 @@ def critical_path_slack(lowered: LoweredSchedule, times: Times) -> Slack:
 
 def _leaves(lowered: LoweredSchedule, place: int) -> bool:
     work = lowered.schedule.body[place].work
-    return isinstance(work, Collective) and leaves_node(work.group, lowered.cluster.layout)
+    return isinstance(work, Collective) and work.group.leaves_node(lowered.cluster.layout)
 
 
 def _predecessors(lowered: LoweredSchedule) -> list[list[int]]:
@@ -277,7 +276,7 @@ def expected_slowdown(
     """
     if noise.uneven or not (cluster.node_spread or cluster.step_spread):
         return 1.0
-    if not any(leaves_node(group, cluster.layout) for group in schedule.groups):
+    if not any(group.leaves_node(cluster.layout) for group in schedule.groups):
         return 1.0
     per_round = 0.0
     if cluster.step_spread:

@@ -203,9 +203,7 @@ def test_ranks_with_jitter_that_all_meet_need_no_simpy() -> None:
 
 def led(schedule: Schedule) -> bool:
     """Whether the first ranks of nodes do something alone; the others wait for them."""
-    return any(
-        isinstance(w := op.work, Collective) and w.group.name == "leaders" for op in schedule.body
-    )
+    return any(isinstance(op.work, Collective) and op.work.group.led for op in schedule.body)
 
 
 def check_folding(schedule: Schedule, on: Cluster, noise: Noise = QUIET) -> dict[int, int]:
