@@ -585,32 +585,6 @@ class Schedule:
         )
 
     @cached_property
-    def runs(self) -> tuple[tuple[int, ...], ...]:
-        """Places of ops by what happens without a stop: all but single ones are computes.
-
-        Those of a run follow each other on a stream. Only the first waits for other streams, and
-        these wait only for the last.
-        """
-        size = len(self.body)
-        awaited = {
-            (place - offset) % size
-            for place, offsets in enumerate(self.offsets)
-            for offset in offsets
-        }
-        found: list[list[int]] = []
-        growing: dict[str, list[int]] = {}
-        for place, (op, offsets) in enumerate(zip(self.body, self.offsets, strict=True)):
-            computes = isinstance(op.work, Compute)
-            if computes and not offsets and op.stream in growing:
-                growing[op.stream].append(place)
-            else:
-                growing[op.stream] = [place]
-                found.append(growing[op.stream])
-            if not computes or place in awaited:
-                del growing[op.stream]
-        return tuple(map(tuple, found))
-
-    @cached_property
     def groups(self) -> frozenset[Group]:
         """The groups that meet in a collective."""
         return frozenset(work.group for work in self.works if isinstance(work, Collective))

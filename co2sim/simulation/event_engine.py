@@ -11,12 +11,10 @@ be the same for all of them (`applies`).
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from heapq import heappop, heappush
 from itertools import count as numbers
-from operator import add
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -229,22 +227,20 @@ class _CommunicatorQueue:
 class _Work:
     """What ops of a work take, and what others have to do with them.
 
-    They end after all of `seconds`, which are added up one by one, unless the `transfer` may share,
-    or others make them `slowed`. `busy` says that the NICs attain less meanwhile.
+    They end after `latency + seconds`, unless the `transfer` may share, or others make them
+    `slowed`. `busy` says that the NICs attain less meanwhile.
     """
 
-    seconds: tuple[Seconds, ...] = ()
+    latency: Seconds = 0.0
+    seconds: Seconds = 0.0
     transfer: Transfer | None = None
     queue: _CommunicatorQueue | None = None
     slowed: bool = False
     busy: bool = False
 
 
-_Step: TypeAlias = tuple[int, int, tuple[int, ...], _Work, bool]
-"""The places of the first and the last op of a run, its offsets and its work, as one op.
-
-Last, whether its end is known at its start.
-"""
+_Step: TypeAlias = tuple[int, tuple[int, ...], _Work, bool]
+"""The place of an op, its offsets and its work; whether its end is known at its start."""
 
 
 @dataclass(eq=False, slots=True)
@@ -269,27 +265,17 @@ class _StreamState:
     span: _Span | None = None
 
 
-def _streams(
-    lowered: LoweredSchedule,
-    runs: Iterable[tuple[int, ...]],
-    work_of: Callable[[tuple[int, ...]], _Work],
-) -> list[_StreamState]:
-    """The steps of every stream: its runs, of which single ops of equal work share one."""
-    schedule = lowered.schedule
-    body, offsets, work_numbers = schedule.body, schedule.offsets, schedule.work_numbers
+def _streams(lowered: LoweredSchedule, work_of: Callable[[int], _Work]) -> list[_StreamState]:
+    """The steps of every stream. `work_of` gives the work at a place; equal ones are the same."""
+    schedule, works = lowered.schedule, dict[int, _Work]()
     streams = {stream: _StreamState(schedule.farthest) for stream in schedule.streams}
-    works: dict[int, _Work] = {}
-    for run in runs:
-        place, last = run[0], run[-1]
-        if place == last and work_numbers[place] in works:
-            work = works[work_numbers[place]]
-        else:
-            work = work_of(run)
-            if place == last:
-                works[work_numbers[place]] = work
+    for place, number in enumerate(schedule.work_numbers):
+        if number not in works:
+            works[number] = work_of(place)
+        work = works[number]
         known = not work.transfer and not work.slowed
-        step = place, last, offsets[place], work, known
-        streams[body[place].stream].steps.append(step)
+        step = place, schedule.offsets[place], work, known
+        streams[schedule.body[place].stream].steps.append(step)
     return list(streams.values())
 
 
@@ -396,7 +382,7 @@ class _Collectives:
 
 
 class _OneClass:
-    """One class stands for all ranks: times are numbers, and runs of computes are one step."""
+    """One class stands for all ranks: times are numbers."""
 
     def __init__(self, lowered: LoweredSchedule, sharing: set[int]) -> None:
         self.lowered, self.sharing = lowered, sharing
@@ -408,33 +394,29 @@ class _OneClass:
         self.starts, self.ends = ([_UNKNOWN] * self.rounds.total for _ in range(2))
         self.ends[:before] = [0.0] * before  # what the first rounds wait for
         self.slowed: list[_InFlight] = []
-        schedule, self.slowdown = lowered.schedule, lowered.classes[0].slowdown
-        runs = [(place,) for place in range(self.rounds.size)] if lowered.slows else schedule.runs
-        self.long = _LongRuns(lowered, [run for run in runs if len(run) > 1])
-        self.streams = _streams(lowered, runs, self._work)
+        self.streams = _streams(lowered, self._work)
 
-    def _work(self, run: tuple[int, ...]) -> _Work:
-        lowered, place = self.lowered, run[0]
+    def _work(self, place: int) -> _Work:
+        lowered = self.lowered
         work = lowered.schedule.body[place].work
         if not isinstance(work, Collective):
-            seconds = self.long.seconds.get(run) or (lowered.seconds[place] * self.slowdown,)
-            takes_time = sum(seconds) > 0
-            slowed = takes_time and lowered.slows
-            return _Work(seconds, slowed=slowed, busy=takes_time and lowered.contend and not slowed)
+            seconds = lowered.seconds[place] * lowered.classes[0].slowdown
+            slowed = lowered.slows and seconds > 0
+            busy = lowered.contend and seconds > 0 and not slowed
+            return _Work(0.0, seconds, slowed=slowed, busy=busy)
         (transfer,) = lowered.transfers[place]
         if not lowered.slows and lowered.schedule.work_numbers[place] not in self.sharing:
-            return _Work((transfer.latency, transfer.alone))
-        return _Work((), transfer, self.collectives.queues.get(work.group))
+            return _Work(transfer.latency, transfer.alone)
+        queue = self.collectives.queues.get(work.group)
+        return _Work(transfer=transfer, queue=queue)
 
     def times(self, progress: Callable[[float], None] | None) -> Times:
         """Run all rounds."""
         self.rounds.run(self.streams, self._advance, progress)
         starts, ends = (
-            np.array(times[self.rounds.before :]).reshape(-1, self.rounds.size)
-            for times in (self.starts, self.ends)
+            np.array(times[self.rounds.before :])[:, None] for times in (self.starts, self.ends)
         )
-        self.long.fill(starts, ends)
-        return starts.reshape(-1, 1), ends.reshape(-1, 1)
+        return starts, ends
 
     def _advance(self, streams: list[_StreamState]) -> None:
         """Let streams run ahead as far as all is known, and those that wait for what they do."""
@@ -452,8 +434,8 @@ class _OneClass:
         steps, turn, index, free = stream.steps, stream.turn, stream.index, stream.free
         count, total, size = len(steps), self.rounds.total, self.rounds.size
         while turn < total:
-            first, final, offsets, work, known = steps[index]
-            number, start = turn + first, free
+            place, offsets, work, known = steps[index]
+            number, start = turn + place, free
             for offset in offsets:
                 end = ends[number - offset]
                 if end > start:
@@ -466,17 +448,9 @@ class _OneClass:
                 index += 1
                 if index == count:
                     turn, index = turn + size, 0
-                number += final - first
-                if known:
-                    end = reduce(add, work.seconds, start)
-                elif (
-                    work.slowed
-                    and last
-                    and not woken
-                    and self.events.is_free(start + work.seconds[0] / self.pace)
-                ):
-                    end = start + work.seconds[0] / self.pace
-                else:
+                end = start + work.latency + work.seconds / self.pace
+                alone = work.slowed and last and not woken
+                if not (known or (alone and self.events.is_free(end))):
                     self._begin(stream, work, number, start)
                     break
                 free = ends[number] = end
@@ -495,7 +469,7 @@ class _OneClass:
             task = _InFlight(number, work.transfer.loads, stream=stream, work=work)
             self.events.at(start, self.collectives.come, task)
         else:  # where computes are slowed, no end is known in advance: this one begins now
-            (seconds,) = work.seconds
+            seconds = work.seconds
             task = _InFlight(number, _NOWHERE, seconds, self.pace, start, stream=stream, work=work)
             if self.occupies:
                 self.links.occupy(start, 1)
@@ -535,34 +509,6 @@ class _OneClass:
             self.events.at(span.end, self._release, span)
         else:
             self.links.occupy(now, -1)
-
-
-class _LongRuns:
-    """Ops of runs of several computes: the engine knows when the first starts and the last ends.
-
-    Times are added up one by one, so that they are the same to the last bit as op by op.
-    """
-
-    def __init__(self, lowered: LoweredSchedule, runs: Sequence[tuple[int, ...]]) -> None:
-        slowdown = lowered.classes[0].slowdown
-        self.seconds = {
-            run: tuple([lowered.seconds[place] * slowdown for place in run]) for run in runs
-        }
-        alike: dict[int, list[tuple[int, ...]]] = {}
-        for run in runs:
-            alike.setdefault(len(run), []).append(run)
-        self._places = [np.array(same) for same in alike.values()]
-        self._seconds = [np.array([self.seconds[r] for r in same]) for same in alike.values()]
-
-    def fill(self, starts: _Array, ends: _Array) -> None:
-        """Write the times within runs, [round, place]."""
-        for places, seconds in zip(self._places, self._seconds, strict=True):
-            times = np.empty((len(starts), *places.shape))
-            times[..., 0] = starts[:, places[:, 0]]
-            times[..., 1:] = seconds[:, :-1]
-            np.cumsum(times, axis=-1, out=times)
-            starts[:, places] = times
-            ends[:, places[:, :-1]] = times[..., 1:]
 
 
 # --- several classes of ranks ---------------------------------------------------------------------
@@ -627,20 +573,18 @@ class _Classes:
         self.kept: list[Transfer] = []  # rates are known by the place of their loads in memory
         self.slowed: list[_SlowedComputes] = []
         self.since, self.paces = [0.0], [1.0]
-        places = [(place,) for place in range(self.rounds.size)]
-        self.streams = _streams(lowered, places, self._work)
+        self.streams = _streams(lowered, self._work)
         for stream in self.streams:
             stream.free = np.zeros(shape[1])
 
-    def _work(self, run: tuple[int, ...]) -> _Work:
-        (place,), lowered = run, self.lowered
+    def _work(self, place: int) -> _Work:
+        lowered = self.lowered
         work, number = lowered.schedule.body[place].work, lowered.schedule.work_numbers[place]
         if not isinstance(work, Collective):
             seconds = lowered.seconds[place]
-            return _Work((seconds,), slowed=lowered.slows and seconds > 0)
-        if number not in self.transfers:
-            return _Work()
-        return _Work((), self.transfers[number], self.collectives.queues.get(work.group))
+            return _Work(0.0, seconds, slowed=lowered.slows and seconds > 0)
+        queue = self.collectives.queues.get(work.group)
+        return _Work(transfer=self.transfers.get(number), queue=queue)
 
     def times(self, progress: Callable[[float], None] | None) -> Times:
         """Run all rounds."""
@@ -656,7 +600,7 @@ class _Classes:
         """Those that waited for what a stream has done."""
         woken: list[_StreamState] = []
         while stream.turn < self.rounds.total:
-            place, _, offsets, work, known = stream.steps[stream.index]
+            place, offsets, work, known = stream.steps[stream.index]
             number, start = stream.turn + place, stream.free
             for offset in offsets:
                 if not self.known[number - offset]:
@@ -674,7 +618,7 @@ class _Classes:
             if isinstance(body, Collective):
                 end = self._after(number, place, body.group, start)
             else:
-                seconds = work.seconds[0] * self.slowdowns
+                seconds = work.seconds * self.slowdowns
                 if self.factors is not None:
                     seconds *= self.factors[number - self.before]
                 if not known:
