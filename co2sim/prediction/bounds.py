@@ -44,7 +44,6 @@ from co2sim.simulation.collective_cost import cost_of, traffic
 from co2sim.simulation.compute_cost import work_time
 from co2sim.simulation.noise import QUIET
 from co2sim.simulation.run import expected_slowest
-from co2sim.simulation.token_bucket import shapers
 from co2sim.strategies import STRATEGIES, LocalSteps, parse
 from co2sim.strategies.step import COMPUTE
 
@@ -122,7 +121,7 @@ def added(prepared: LoadedCase) -> _Added:
     """Of a schedule, whatever its micro-steps have: see the module."""
     schedule, cluster = prepared.schedule, prepared.cluster
     own = type(prepared.strategy) in STRATEGIES.values()
-    if not own or cluster.host is not None or any(shapers(cluster)[1:]):
+    if not own or cluster.host is not None:
         return _NOTHING
     if isinstance(prepared.strategy, LocalSteps):
         sent = traffic(schedule, cluster)
