@@ -146,8 +146,8 @@ Times: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 SPAN_BYTES: Bytes = 400.0
 """Memory that a span may take while it is simulated and measured: 60 to 320 were seen."""
-LOCKSTEP_SPAN_BYTES: Bytes = 300.0
-"""The same where many classes of ranks run in lockstep, in arrays: 33 to 195 were seen."""
+LOCKSTEP_SPAN_BYTES: Bytes = 160.0
+"""The same where many classes of ranks run in lockstep, in arrays: 41 to 108 were seen."""
 
 MAX_SPANS = 50_000_000
 """What a simulation may hold: up to 20 GB."""
