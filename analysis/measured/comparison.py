@@ -21,9 +21,8 @@ from co2sim.prediction.measure import measured
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation import metrics
-from co2sim.simulation.expected_slowdown import expected_slowdown
 from co2sim.simulation.metrics import is_steady
-from co2sim.simulation.run import execute
+from co2sim.simulation.run import execute, expected_slowdown
 from co2sim.simulation.trace import Trace
 from realrun.execute.matmul_speed import at_speed, beside
 from realrun.record import Record

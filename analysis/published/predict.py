@@ -17,9 +17,8 @@ from co2sim.prediction.job import Stage
 from co2sim.schedule.schedule import Collective, Compute, Kind, Schedule
 from co2sim.simulation import metrics
 from co2sim.simulation.collective_cost import cost_of
-from co2sim.simulation.expected_slowdown import expected_slowdown
 from co2sim.simulation.lowering import alone
-from co2sim.simulation.run import execute
+from co2sim.simulation.run import execute, expected_slowdown
 
 _MANY_TIMES = 8192
 """Step times that are kept: a number each."""

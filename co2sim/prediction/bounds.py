@@ -35,9 +35,8 @@ from co2sim.schedule.pipeline import Pipeline, ends
 from co2sim.schedule.schedule import Collective, Compute, Op
 from co2sim.simulation.collective_cost import cost_of, traffic
 from co2sim.simulation.compute_cost import work_time
-from co2sim.simulation.expected_slowdown import expected_slowest
 from co2sim.simulation.noise import QUIET
-from co2sim.simulation.token_bucket import shapers
+from co2sim.simulation.run import expected_slowest
 from co2sim.strategies import LocalSteps, is_built_in
 from co2sim.strategies.step import COMPUTE
 
@@ -114,7 +113,7 @@ _NOTHING = _Added(0.0, 0.0, 0.0, 0.0, 0.0)
 def added(stage: Stage) -> _Added:
     """Of a schedule, whatever its micro-steps have: see the module."""
     schedule, cluster = stage.schedule, stage.cluster
-    if not is_built_in(stage.strategy) or cluster.host is not None or any(shapers(cluster)[1:]):
+    if not is_built_in(stage.strategy) or cluster.host is not None:
         return _NOTHING
     if isinstance(stage.strategy, LocalSteps):
         sent = traffic(schedule, cluster)

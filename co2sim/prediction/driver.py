@@ -27,7 +27,7 @@ from co2sim.prediction.step_factors import NO_GOAL, scale_of, step_factor
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation import metrics
 from co2sim.simulation.noise import QUIET, Noise
-from co2sim.simulation.steady_state import Simulator
+from co2sim.simulation.run import Simulator
 from co2sim.simulation.trace import Trace
 from co2sim.strategies import LocalSteps, Strategy, parse
 

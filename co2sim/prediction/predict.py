@@ -30,7 +30,7 @@ from co2sim.simulation.collective_cost import cost_of, traffic
 from co2sim.simulation.compute_cost import compute_time
 from co2sim.simulation.metrics import Window
 from co2sim.simulation.noise import QUIET, RunOptions
-from co2sim.simulation.steady_state import Simulator
+from co2sim.simulation.run import Simulator
 from co2sim.simulation.trace import Trace
 from co2sim.strategies import LocalSteps, Strategy, is_built_in, with_options
 from co2sim.strategies.local import round_steps

@@ -7,7 +7,7 @@ meets those with its own place in their groups, and inserts what the ranks of a 
 every strategy combines with it.
 
 Ranks that divide the experts of a layer exchange tokens in the same way. They are consecutive, and
-each tensor-parallel rank is one of them: groups of `OF_EXPERTS` keep their members.
+each tensor-parallel rank is one of them: groups `of_experts` keep their members.
 
 All exchanges of a pass over a block are made before it, beside it and behind it. Where inside of
 the pass they come changes a time only through what else is under way on the same links.
@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from co2sim.schedule.schedule import (
-    OF_EXPERTS,
     After,
     Collective,
     Compute,
@@ -72,7 +71,7 @@ class _Body:
         Long schedules have few works, and objects that are the same need not be compared.
         """
         if id(work) not in self.made:
-            if isinstance(work, Collective) and work.group.name in OF_EXPERTS:
+            if isinstance(work, Collective) and work.group.of_experts:
                 own: Work = work
             elif isinstance(work, Collective):
                 own = replace(work, group=replace(work.group, stride=self.tp))

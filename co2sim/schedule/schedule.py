@@ -93,6 +93,30 @@ class Group:
         name = f"{self.name}({self.ranks})" if self.ranks else self.name
         return f"{name}/{self.stride}" if self.stride > 1 else name
 
+    @property
+    def led(self) -> bool:
+        """Whether the first ranks of all nodes meet, and all others are alone."""
+        return self.name == "leaders"
+
+    @property
+    def by_site(self) -> bool:
+        """Whether it depends on the sites who meets."""
+        return self.name in {"site", "site_peers"}
+
+    @property
+    def is_node(self) -> bool:
+        """Whether the ranks of one node meet."""
+        return self.name == "node"
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether each tensor-parallel rank counts, as it does where experts are divided."""
+        return self.name in {"experts", "replicas", "shards"}
+
+    def leaves_node(self, layout: Layout) -> bool:
+        """Whether ranks of several nodes meet."""
+        return self.members(0, layout)[-1] >= layout.gpus_per_node
+
     def members(self, rank: int, layout: Layout) -> range:
         """Ranks of the group that `rank` belongs to, in ring order."""
         if self.stride > 1:
@@ -100,7 +124,7 @@ class Group:
             found = Group(self.name, self.ranks).members(rank // by, layout.strided(by))
             return range(found.start * by + place, found.stop * by, found.step * by)
         g, n = layout.gpus_per_node, layout.world_size
-        size = self.ranks or (layout.ranks_per_site if self.name.startswith("site") else g)
+        size = self.ranks or (layout.ranks_per_site if self.by_site else g)
         match self.name:
             case "world":
                 return range(n)
@@ -159,10 +183,6 @@ def replicas_of_experts(ranks: int, among: int = 0) -> Group:
     if among:
         return Group("shards", among // ranks, ranks)
     return Group("replicas", ranks)
-
-
-OF_EXPERTS = frozenset({"experts", "replicas", "shards"})
-"""Names of groups in which each tensor-parallel rank counts."""
 
 
 # --- what an op does ------------------------------------------------------------------------------
@@ -563,32 +583,6 @@ class Schedule:
             tuple(op.stream for op in first.values()),
             tuple([known[id(op.work), op.stream] for op in self.body]),
         )
-
-    @cached_property
-    def runs(self) -> tuple[tuple[int, ...], ...]:
-        """Places of ops by what happens without a stop: all but single ones are computes.
-
-        Those of a run follow each other on a stream. Only the first waits for other streams, and
-        these wait only for the last.
-        """
-        size = len(self.body)
-        awaited = {
-            (place - offset) % size
-            for place, offsets in enumerate(self.offsets)
-            for offset in offsets
-        }
-        found: list[list[int]] = []
-        growing: dict[str, list[int]] = {}
-        for place, (op, offsets) in enumerate(zip(self.body, self.offsets, strict=True)):
-            computes = isinstance(op.work, Compute)
-            if computes and not offsets and op.stream in growing:
-                growing[op.stream].append(place)
-            else:
-                growing[op.stream] = [place]
-                found.append(growing[op.stream])
-            if not computes or place in awaited:
-                del growing[op.stream]
-        return tuple(map(tuple, found))
 
     @cached_property
     def groups(self) -> frozenset[Group]:

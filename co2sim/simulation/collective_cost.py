@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from co2sim.common.errors import OptionError
+from co2sim.common.remembered import remembered
 from co2sim.common.units import Bytes, BytesPerSecond, Seconds
 from co2sim.hardware.cluster import AllReduce, Cluster, Hops, Protocols, Tier
-from co2sim.schedule.schedule import LEADERS, PEERS, Collective, Group, Kind, Schedule
+from co2sim.schedule.schedule import PEERS, Collective, Group, Kind, Schedule
 from co2sim.schedule.token_routing import TokenRouting
 from co2sim.simulation import token_bucket
 
@@ -179,21 +180,13 @@ def protocol_candidates(
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Ranks of a group: in all, on each of its nodes, at each of its sites."""
+    """Ranks of a group: in all, on each of its nodes, at each of its sites; how many those are."""
 
     members: int
     per_node: int
     per_site: int
-
-    @property
-    def nodes(self) -> int:
-        """How many have members."""
-        return self.members // self.per_node
-
-    @property
-    def sites(self) -> int:
-        """How many have members."""
-        return self.members // self.per_site
+    nodes: int
+    sites: int
 
 
 def placement(group: Group, cluster: Cluster) -> Placement:
@@ -212,7 +205,8 @@ def placement(group: Group, cluster: Cluster) -> Placement:
             f"group {group} is not spread evenly over nodes of {layout.gpus_per_node} GPUs and"
             f" sites of {cluster.nodes_per_site} nodes"
         )
-    return Placement(len(members), per_node, per_site)
+    count = len(members)
+    return Placement(count, per_node, per_site, count // per_node, count // per_site)
 
 
 def _divides(one: int, other: int) -> bool:
@@ -259,8 +253,13 @@ class CollectiveCost:
         """Time that the bytes need on the links of a GPU, of a node and of a site, each alone."""
         wan = cluster.wan.payload_bandwidth if cluster.wan else math.inf
         nics = cluster.inter.payload_bandwidth * self.inter_efficiency
-        intra, inter, far = (load / self.share for load in self.bytes_per_link(cluster))
-        return intra / cluster.intra.payload_bandwidth, inter / nics, far / wan
+        intra, inter, far = self.bytes_per_link(cluster)
+        share = self.share
+        return (
+            intra / share / cluster.intra.payload_bandwidth,
+            inter / share / nics,
+            far / share / wan,
+        )
 
     def tier_times(self, cluster: Cluster) -> list[Seconds]:
         """Time that the bytes need on the uplinks of a pod of each tier that they cross."""
@@ -324,7 +323,7 @@ def _cost_without_calls(work: Collective, cluster: Cluster) -> CollectiveCost:
     size = work.bytes
     if at.members == 1:
         return CollectiveCost(0.0, 0.0, 0.0, 0.0, 0.0, 1, 1)
-    if work.group.name == LEADERS.name:
+    if work.group.led:
         return _leaders_only(replace(work, group=replace(work.group, name=PEERS.name)), cluster)
     match work.kind:
         case Kind.ALL_TO_ALL:
@@ -551,6 +550,7 @@ def _tree(
     return _with_protocol(found, by, cluster)
 
 
+@remembered(objects=2, most=16)
 def costs_of(schedule: Schedule, cluster: Cluster) -> list[CollectiveCost | None]:
     """CollectiveCost of every work in `schedule.works`, None for compute."""
     return [

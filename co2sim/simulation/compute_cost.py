@@ -60,14 +60,20 @@ def kernel_parts(kernels: Kernels, gpu: GPU, times: KernelTimes, precision: str)
     peak = peak_flops(gpu, precision)
     memory = gpu.memory_bandwidth * times.operand_efficiency
     if kernels.vocabulary and times.vocabulary_efficiency is not None:
-        flops = sum(product.flops for product in kernels.products)
+        flops = sum([product.flops for product in kernels.products])
         products = flops / (peak * times.vocabulary_efficiency)
     else:
+        wide = peak * times.gemm_efficiency
         products = sum(
-            math.hypot(product.flops / _attained(product, gpu, times, peak), product.bytes / memory)
-            for product in kernels.products
+            [
+                math.hypot(
+                    product.flops / (_narrow(product, gpu, times) if product.narrow else wide),
+                    product.bytes / memory,
+                )
+                for product in kernels.products
+            ]
         )
-    products += times.product_start * sum(product.count for product in kernels.products)
+    products += times.product_start * sum([product.count for product in kernels.products])
     fused = kernels.attention
     attention = _attention_time(fused, peak, memory, times) if fused else 0.0
     moved = kernels.elementwise_bytes * times.elementwise
@@ -76,10 +82,8 @@ def kernel_parts(kernels: Kernels, gpu: GPU, times: KernelTimes, precision: str)
     return KernelParts(products, attention, elementwise)
 
 
-def _attained(product: Gemm, gpu: GPU, times: KernelTimes, peak: FlopsPerSecond) -> FlopsPerSecond:
-    """The speed of a product's arithmetic."""
-    if not product.narrow:
-        return peak * times.gemm_efficiency
+def _narrow(product: Gemm, gpu: GPU, times: KernelTimes) -> FlopsPerSecond:
+    """The speed of a product's arithmetic in a type below 16 bits."""
     return peak_flops(gpu, product.narrow) * (times.narrow_efficiency or times.gemm_efficiency)
 
 
@@ -87,7 +91,7 @@ def _attention_time(
     work: FusedAttention, peak: FlopsPerSecond, memory: BytesPerSecond, times: KernelTimes
 ) -> Seconds:
     """Flash attention at its own efficiency; where none is known, as any other product."""
-    forward, backward = (flops / peak for flops in (work.flops, work.backward))
+    forward, backward = work.flops / peak, work.backward / peak
     if times.attention_efficiency is not None:
         return (forward + backward / times.attention_backward) / times.attention(work.length)
     return math.hypot((forward + backward) / times.gemm_efficiency, work.bytes / memory)

@@ -5,15 +5,16 @@ ahead until it waits for what is not known yet. Then nothing can come earlier th
 a collective that arrives, starts or ends where others do, or a compute that they slow down. The
 rules and links are those of `reference_engine`, and the tests compare all times with SimPy's.
 
-Times are numbers where one class of ranks stands for all, and arrays over the classes elsewhere.
+Where one class of ranks stands for all, times are numbers. Several classes advance together in
+NumPy, and times are arrays over them. Then whatever ranks wait for, and whatever slows them, has to
+be the same for all of them (`applies`).
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from heapq import heappop, heappush
 from itertools import count as numbers
-from operator import add
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -174,6 +175,44 @@ _Array: TypeAlias = NDArray[np.float64]
 _UNKNOWN: Seconds = -1.0
 _EVENTS = 1000
 """Between two reports of progress."""
+_NOWHERE: Mapping[Hashable, Bytes] = MappingProxyType({})
+"""The links of a compute."""
+
+
+def applies(lowered: LoweredSchedule, sharing: set[int]) -> bool:
+    """Whether one class stands for all ranks, or all that matters to several is of all of them.
+
+    That is every collective that may share links, wait for its communicator or slow computes down.
+    NICs that attain less while their node computes differ by node. `sharing` are the works that may
+    share links or wait, by number.
+    """
+    if len(lowered.classes) == 1 and lowered.class_factors is None:
+        return True
+    if lowered.contend and lowered.cluster.inter.busy_efficiency < 1:
+        return False
+    schedule = lowered.schedule
+    places = {number: place for place, number in enumerate(schedule.work_numbers)}
+    return all(
+        len(lowered.communicators[work.group]) == 1
+        for number, work in enumerate(schedule.works)
+        if isinstance(work, Collective)
+        and (number in sharing or (lowered.slows and _takes_time(lowered, places[number])))
+    )
+
+
+def _takes_time(lowered: LoweredSchedule, place: int) -> bool:
+    return any(transfer.takes_time for transfer in lowered.transfers[place])
+
+
+def run(
+    lowered: LoweredSchedule, sharing: set[int], progress: Callable[[float], None] | None = None
+) -> Times:
+    """Starts and ends of all rounds, where this `applies`."""
+    one = len(lowered.classes) == 1 and lowered.class_factors is None
+    return (_OneClass if one else _Classes)(lowered, sharing).times(progress)
+
+
+# --- the queue of events, and what it drives ------------------------------------------------------
 
 
 @dataclass(eq=False, slots=True)
@@ -189,23 +228,19 @@ class _Work:
     """What ops of a work take, and what others have to do with them.
 
     They end after `latency + seconds`, unless the `transfer` may share, or others make them
-    `slowed`. `busy` says that the NICs attain less meanwhile. `parts` are the times of several ops.
+    `slowed`. `busy` says that the NICs attain less meanwhile.
     """
 
-    latency: Seconds
-    seconds: Seconds
+    latency: Seconds = 0.0
+    seconds: Seconds = 0.0
     transfer: Transfer | None = None
     queue: _CommunicatorQueue | None = None
     slowed: bool = False
     busy: bool = False
-    parts: tuple[Seconds, ...] = ()
 
 
-_Step: TypeAlias = tuple[int, int, tuple[int, ...], _Work, bool]
-"""The places of the first and the last op of a run, its offsets and its work, as one op.
-
-Last, whether its end is known at its start.
-"""
+_Step: TypeAlias = tuple[int, tuple[int, ...], _Work, bool]
+"""The place of an op, its offsets and its work; whether its end is known at its start."""
 
 
 @dataclass(eq=False, slots=True)
@@ -219,14 +254,56 @@ class _Span:
 class _StreamState:
     """How far a stream has come: to step `index` of the round that begins with instance `turn`.
 
-    It has nothing else to do from `free` on, and computes in `span`, the last one that is known.
+    It has nothing else to do from `free` on, seconds or an array of them over the classes, and
+    computes in `span`, the last one that is known.
     """
 
+    turn: int
     steps: list[_Step] = field(default_factory=list)
-    turn: int = 0
     index: int = 0
-    free: Seconds = 0.0
+    free: Any = 0.0
     span: _Span | None = None
+
+
+def _streams(lowered: LoweredSchedule, work_of: Callable[[int], _Work]) -> list[_StreamState]:
+    """The steps of every stream. `work_of` gives the work at a place; equal ones are the same."""
+    schedule, works = lowered.schedule, dict[int, _Work]()
+    streams = {stream: _StreamState(schedule.farthest) for stream in schedule.streams}
+    for place, number in enumerate(schedule.work_numbers):
+        if number not in works:
+            works[number] = work_of(place)
+        work = works[number]
+        known = not work.transfer and not work.slowed
+        step = place, schedule.offsets[place], work, known
+        streams[schedule.body[place].stream].steps.append(step)
+    return list(streams.values())
+
+
+class _Rounds:
+    """All rounds of some streams, driven by one queue of events; who waits for which instance."""
+
+    def __init__(self, lowered: LoweredSchedule) -> None:
+        self.size, self.before = len(lowered.schedule.body), lowered.schedule.farthest
+        self.total = self.before + lowered.rounds * self.size
+        self.events = EventQueue()
+        self.waiting: dict[int, list[_StreamState]] = {}
+
+    def run(
+        self,
+        streams: Sequence[_StreamState],
+        advance: Callable[[list[_StreamState]], None],
+        progress: Callable[[float], None] | None,
+    ) -> None:
+        """Run all rounds; `progress` hears of the fraction that is done."""
+        if progress:
+            progress(0.0)
+        advance([*streams])
+        while self.events.run(_EVENTS):
+            if progress:
+                rounds = min(stream.turn for stream in streams) - self.before
+                progress(rounds / (self.total - self.before))
+        if progress:
+            progress(1.0)
 
 
 @dataclass(eq=False, slots=True)
@@ -237,76 +314,128 @@ class _InFlight(Flow):
     work: _Work = field(kw_only=True)
 
 
-def applies(lowered: LoweredSchedule) -> bool:
-    """Whether one class stands for all ranks, without jitter."""
-    return len(lowered.classes) == 1 and not lowered.class_factors
+class _Collectives:
+    """Collectives that events start and end: in turn in their communicator, on shared links.
 
-
-def run(
-    lowered: LoweredSchedule, sharing: set[int], progress: Callable[[float], None] | None = None
-) -> Times:
-    """Starts and ends of all rounds, where this `applies`.
-
-    `sharing` are the works that may share links or wait for their communicator, by number.
+    `ended` hears of each that has ended. Computes may be slower while any is in flight: `repace`
+    hears of every change of their pace.
     """
-    return _EventEngine(lowered, sharing).times(progress)
+
+    def __init__(
+        self,
+        lowered: LoweredSchedule,
+        events: EventQueue,
+        ended: Callable[[Seconds, _InFlight], None],
+        repace: Callable[[Seconds, float], None],
+    ) -> None:
+        self._events, self._ended, self._repace = events, ended, repace
+        self.links = SharedLinks(lowered, events, self._done)
+        self._slows, self._in_flight = lowered.slows, 0
+        self._alone, self._beside = (
+            Processor(lowered.cluster.interference, in_flight).pace for in_flight in (0, 1)
+        )
+        self.queues = {
+            group: _CommunicatorQueue()
+            for group, together in lowered.communicators.items()
+            if together[0].exclusive
+        }
+
+    def come(self, now: Seconds, task: _InFlight, _: int) -> None:
+        """All members have come."""
+        if queue := task.work.queue:
+            heappush(queue.ready, (task.number, task))
+            self._next(now, queue)
+        else:
+            self._start(now, task)
+
+    def _next(self, now: Seconds, queue: _CommunicatorQueue) -> None:
+        """Start the collective issued first, once nothing else happens at this instant."""
+        if self._events.is_free(now):
+            self._launch(now, queue, 0)
+        else:
+            self._events.at(now, self._launch, queue, priority=AFTER_ALL)
+
+    def _launch(self, now: Seconds, queue: _CommunicatorQueue, _: int) -> None:
+        if queue.ready and not queue.running:
+            queue.running = True
+            self._start(now, heappop(queue.ready)[1])
+
+    def _start(self, now: Seconds, task: _InFlight) -> None:
+        assert task.work.transfer
+        self._in_flight += 1
+        if self._slows and self._in_flight == 1:
+            self._repace(now, self._beside)
+        self.links.transfer(now, task, task.work.transfer)
+
+    def _done(self, now: Seconds, task: _InFlight, _: int) -> None:
+        self._in_flight -= 1
+        if self._slows and not self._in_flight:
+            self._repace(now, self._alone)
+        if queue := task.work.queue:
+            queue.running = False
+            if queue.ready:
+                self._events.at(now, self._launch, queue, priority=AFTER_ALL)
+        self._ended(now, task)
 
 
-class _EventEngine:
+# --- one class of ranks ---------------------------------------------------------------------------
+
+
+class _OneClass:
+    """One class stands for all ranks: times are numbers."""
+
     def __init__(self, lowered: LoweredSchedule, sharing: set[int]) -> None:
-        self.size, self.before = len(lowered.schedule.body), lowered.schedule.farthest
-        self.total = self.before + lowered.rounds * self.size
-        self.starts, self.ends = [_UNKNOWN] * self.total, [_UNKNOWN] * self.total
-        self.ends[: self.before] = [0.0] * self.before  # what the first rounds wait for
-        self.slows = lowered.slows
-        runs = _runs(lowered)
-        several = [run for run in runs if len(run) > 1]
-        self.long = _LongRuns(lowered, several) if several else None
-        self.streams = _streams(lowered, sharing, runs, self.long)
-        for stream in self.streams:
-            stream.turn = self.before
-        self.waiting: dict[int, list[_StreamState]] = {}
-        self.events = EventQueue()
-        self.links = SharedLinks(lowered, self.events, self._done)
-        self.processor = Processor(lowered.cluster.interference)
+        self.lowered, self.sharing = lowered, sharing
+        self.rounds = _Rounds(lowered)
+        self.events, before = self.rounds.events, self.rounds.before
+        self.collectives = _Collectives(lowered, self.events, self._end, self._repace)
+        self.links, self.pace = self.collectives.links, 1.0
+        self.occupies = lowered.slows and lowered.cluster.inter.busy_efficiency < 1
+        self.starts, self.ends = ([_UNKNOWN] * self.rounds.total for _ in range(2))
+        self.ends[:before] = [0.0] * before  # what the first rounds wait for
         self.slowed: list[_InFlight] = []
+        self.streams = _streams(lowered, self._work)
+
+    def _work(self, place: int) -> _Work:
+        lowered = self.lowered
+        work = lowered.schedule.body[place].work
+        if not isinstance(work, Collective):
+            seconds = lowered.seconds[place] * lowered.classes[0].slowdown
+            slowed = lowered.slows and seconds > 0
+            busy = lowered.contend and seconds > 0 and not slowed
+            return _Work(0.0, seconds, slowed=slowed, busy=busy)
+        (transfer,) = lowered.transfers[place]
+        if not lowered.slows and lowered.schedule.work_numbers[place] not in self.sharing:
+            return _Work(transfer.latency, transfer.alone)
+        queue = self.collectives.queues.get(work.group)
+        return _Work(transfer=transfer, queue=queue)
 
     def times(self, progress: Callable[[float], None] | None) -> Times:
-        self._run(progress)
+        """Run all rounds."""
+        self.rounds.run(self.streams, self._advance, progress)
         starts, ends = (
-            np.array(times[self.before :]).reshape(-1, self.size)
-            for times in (self.starts, self.ends)
+            np.array(times[self.rounds.before :])[:, None] for times in (self.starts, self.ends)
         )
-        if self.long:
-            self.long.fill(starts, ends)
-        return starts.reshape(-1, 1), ends.reshape(-1, 1)
-
-    def _run(self, progress: Callable[[float], None] | None) -> None:
-        if progress:
-            progress(0.0)
-        self._advance([*self.streams])
-        while self.events.run(_EVENTS):
-            if progress:
-                rounds = min(stream.turn for stream in self.streams) - self.before
-                progress(rounds / (self.total - self.before))
-        if progress:
-            progress(1.0)
-
-    # --- streams ----------------------------------------------------------------------------------
+        return starts, ends
 
     def _advance(self, streams: list[_StreamState]) -> None:
         """Let streams run ahead as far as all is known, and those that wait for what they do."""
         while streams:
-            streams += self._run_ahead(streams.pop())
+            stream = streams.pop()
+            streams += self._run_ahead(stream, last=not streams and not self.occupies)
 
-    def _run_ahead(self, stream: _StreamState) -> list[_StreamState]:
-        """Those that waited for what a stream has done."""
-        starts, ends, waiting, woken = self.starts, self.ends, self.waiting, list[_StreamState]()
+    def _run_ahead(self, stream: _StreamState, *, last: bool) -> list[_StreamState]:
+        """Those that waited for what a stream has done.
+
+        Beside the `last` stream that runs ahead, computes keep their pace until the next event.
+        """
+        starts, ends, waiting = self.starts, self.ends, self.rounds.waiting
+        woken: list[_StreamState] = []
         steps, turn, index, free = stream.steps, stream.turn, stream.index, stream.free
-        count, total = len(steps), self.total
+        count, total, size = len(steps), self.rounds.total, self.rounds.size
         while turn < total:
-            first, last, offsets, work, known = steps[index]
-            number, start = turn + first, free
+            place, offsets, work, known = steps[index]
+            number, start = turn + place, free
             for offset in offsets:
                 end = ends[number - offset]
                 if end > start:
@@ -318,31 +447,51 @@ class _EventEngine:
                 starts[number] = start
                 index += 1
                 if index == count:
-                    turn, index = turn + self.size, 0
-                number += last - first
-                if known:
-                    if work.parts:
-                        free = ends[number] = reduce(add, work.parts, start)
-                    else:
-                        free = ends[number] = start + work.latency + work.seconds
-                    if work.busy and work.seconds:
-                        self._busy(stream, start, free)
-                    if number in waiting:
-                        woken += waiting.pop(number)
-                    continue
-                self._begin(stream, work, number, start)
+                    turn, index = turn + size, 0
+                end = start + work.latency + work.seconds / self.pace
+                alone = work.slowed and last and not woken
+                if not (known or (alone and self.events.is_free(end))):
+                    self._begin(stream, work, number, start)
+                    break
+                free = ends[number] = end
+                if work.busy:
+                    self._busy(stream, start, free)
+                if number in waiting:
+                    woken += waiting.pop(number)
+                continue
             break
         stream.turn, stream.index, stream.free = turn, index, free
         return woken
 
     def _begin(self, stream: _StreamState, work: _Work, number: int, start: Seconds) -> None:
-        """Put what ends when others let it on the events."""
+        """Begin what ends when others let it."""
         if work.transfer:
             task = _InFlight(number, work.transfer.loads, stream=stream, work=work)
-            self.events.at(start, self._come, task)
-        else:
-            task = _InFlight(number, _NOWHERE, work.seconds, stream=stream, work=work)
-            self.events.at(start, self._compute, task)
+            self.events.at(start, self.collectives.come, task)
+        else:  # where computes are slowed, no end is known in advance: this one begins now
+            seconds = work.seconds
+            task = _InFlight(number, _NOWHERE, seconds, self.pace, start, stream=stream, work=work)
+            if self.occupies:
+                self.links.occupy(start, 1)
+            self.slowed.append(task)
+            self.events.at(start + seconds / self.pace, self._computed, task)
+
+    def _end(self, now: Seconds, task: _InFlight) -> None:
+        self.ends[task.number] = task.stream.free = now
+        self._advance([task.stream, *self.rounds.waiting.pop(task.number, ())])
+
+    def _repace(self, now: Seconds, pace: float) -> None:
+        self.pace = pace
+        for task in self.slowed:
+            end = task.set_rate(now, pace)
+            self.events.at(end, self._computed, task, task.version)
+
+    def _computed(self, now: Seconds, task: _InFlight, version: int) -> None:
+        if version == task.version:
+            self.slowed.remove(task)
+            if self.occupies:
+                self.links.occupy(now, -1)
+            self._end(now, task)
 
     def _busy(self, stream: _StreamState, start: Seconds, end: Seconds) -> None:
         if stream.span and stream.span.end == start:
@@ -350,66 +499,6 @@ class _EventEngine:
         else:
             stream.span = _Span(end)
             self.events.at(start, self._occupy, stream.span)
-
-    def _done(self, now: Seconds, task: _InFlight, _: int) -> None:
-        self.ends[task.number] = task.stream.free = now
-        self._advance([task.stream, *self.waiting.pop(task.number, ())])
-        if self.slows and task.work.transfer:
-            self._count(now, -1)
-        if queue := task.work.queue:
-            queue.running = False
-            if queue.ready:
-                self._next(now, queue)
-
-    # --- communicators ----------------------------------------------------------------------------
-
-    def _come(self, now: Seconds, task: _InFlight, _: int) -> None:
-        if queue := task.work.queue:
-            heappush(queue.ready, (task.number, task))
-            self._next(now, queue)
-        else:
-            self._start(now, task)
-
-    def _next(self, now: Seconds, queue: _CommunicatorQueue) -> None:
-        """Start the collective issued first, once nothing else happens at this instant."""
-        if self.events.is_free(now):
-            self._launch(now, queue, 0)
-        else:
-            self.events.at(now, self._launch, queue, priority=AFTER_ALL)
-
-    def _launch(self, now: Seconds, queue: _CommunicatorQueue, _: int) -> None:
-        if queue.ready and not queue.running:
-            queue.running = True
-            self._start(now, heappop(queue.ready)[1])
-
-    def _start(self, now: Seconds, task: _InFlight) -> None:
-        assert task.work.transfer
-        if self.slows:
-            self._count(now, 1)
-        self.links.transfer(now, task, task.work.transfer)
-
-    # --- communication and computing slow each other down -----------------------------------------
-
-    def _count(self, now: Seconds, change: int) -> None:
-        """Count collectives in flight; computing is slower beside them."""
-        if self.processor.communicate(change):
-            for task in self.slowed:
-                self._go_on(now, task)
-
-    def _compute(self, now: Seconds, task: _InFlight, _: int) -> None:
-        self.links.occupy(now, 1)
-        self.slowed.append(task)
-        self._go_on(now, task)
-
-    def _go_on(self, now: Seconds, task: _InFlight) -> None:
-        end = task.set_rate(now, self.processor.pace)
-        self.events.at(end, self._computed, task, task.version)
-
-    def _computed(self, now: Seconds, task: _InFlight, version: int) -> None:
-        if version == task.version:
-            self.slowed.remove(task)
-            self.links.occupy(now, -1)
-            self._done(now, task, 0)
 
     def _occupy(self, now: Seconds, span: _Span, _: int) -> None:
         self.links.occupy(now, 1)
@@ -422,99 +511,7 @@ class _EventEngine:
             self.links.occupy(now, -1)
 
 
-_NOWHERE: Mapping[object, float] = MappingProxyType({})
-"""The links of a compute."""
-
-
-class _LongRuns:
-    """Ops of runs of several computes: the engine knows when the first starts and the last ends.
-
-    Times are added up one by one, so that they are the same to the last bit as op by op.
-    """
-
-    def __init__(self, lowered: LoweredSchedule, runs: Sequence[tuple[int, ...]]) -> None:
-        slowdown = lowered.classes[0].slowdown
-        self.seconds = {
-            run: tuple([lowered.seconds[place] * slowdown for place in run]) for run in runs
-        }
-        alike: dict[int, list[tuple[int, ...]]] = {}
-        for run in runs:
-            alike.setdefault(len(run), []).append(run)
-        self._places = [np.array(same) for same in alike.values()]
-        self._seconds = [np.array([self.seconds[r] for r in same]) for same in alike.values()]
-
-    def fill(self, starts: _Array, ends: _Array) -> None:
-        """Write the times within runs, [round, place]."""
-        for places, seconds in zip(self._places, self._seconds, strict=True):
-            times = np.empty((len(starts), *places.shape))
-            times[..., 0] = starts[:, places[:, 0]]
-            times[..., 1:] = seconds[:, :-1]
-            np.cumsum(times, axis=-1, out=times)
-            starts[:, places] = times
-            ends[:, places[:, :-1]] = times[..., 1:]
-
-
-def _runs(lowered: LoweredSchedule) -> Sequence[tuple[int, ...]]:
-    """The runs of the schedule; where computes are slowed down, every op alone."""
-    schedule = lowered.schedule
-    return [(place,) for place in range(len(schedule.body))] if lowered.slows else schedule.runs
-
-
-def _streams(
-    lowered: LoweredSchedule,
-    sharing: set[int],
-    runs: Sequence[tuple[int, ...]],
-    long: _LongRuns | None,
-) -> list[_StreamState]:
-    """The steps of every stream: its runs."""
-    schedule, slows = lowered.schedule, lowered.slows
-    queues: dict[Group, _CommunicatorQueue] = {
-        group: _CommunicatorQueue()
-        for group, (one,) in lowered.communicators.items()
-        if one.exclusive
-    }
-    busy = lowered.contend and not slows
-    body, offsets, work_numbers = schedule.body, schedule.offsets, schedule.work_numbers
-    works: dict[int, _Work] = {}
-    streams = {stream: _StreamState() for stream in schedule.streams}
-    for run in runs:
-        place = run[0]
-        op, number = body[place], work_numbers[place]
-        if len(run) > 1 and long:
-            work = _Work(0.0, sum(long.seconds[run]), busy=busy, parts=long.seconds[run])
-        elif number in works:
-            work = works[number]
-        elif isinstance(op.work, Collective):
-            (one,) = lowered.transfers[place]
-            shared = (one, queues.get(op.work.group)) if number in sharing or slows else ()
-            work = works[number] = _Work(one.latency, one.alone, *shared)
-        else:
-            seconds = lowered.seconds[place] * lowered.classes[0].slowdown
-            work = works[number] = _Work(0.0, seconds, slowed=slows and seconds > 0, busy=busy)
-        known = not work.transfer and not work.slowed
-        streams[op.stream].steps.append((place, run[-1], offsets[place], work, known))
-    return list(streams.values())
-
-
-# --- several classes of ranks, where all that is shared is a collective of all --------------------
-
-
-def applies_to_classes(lowered: LoweredSchedule, sharing: set[int]) -> bool:
-    """Whether whatever may wait for others is a collective of all classes, and slows no compute."""
-    if lowered.slows or lowered.contend:
-        return False
-    return all(
-        len(lowered.communicators[work.group]) == 1
-        for number, work in enumerate(lowered.schedule.works)
-        if number in sharing and isinstance(work, Collective)
-    )
-
-
-def run_classes(
-    lowered: LoweredSchedule, sharing: set[int], progress: Callable[[float], None] | None = None
-) -> Times:
-    """The same as `run` for several classes, where that `applies_to_classes`."""
-    return _ClassesEngine(lowered, sharing).times(progress)
+# --- several classes of ranks ---------------------------------------------------------------------
 
 
 class _Members(NamedTuple):
@@ -529,76 +526,113 @@ class _Members(NamedTuple):
     factors: _Array | None
 
 
-class _ClassesEngine(_EventEngine):
-    """Times are arrays over the classes: what all meet in ends for all at once."""
+@dataclass(eq=False, slots=True)
+class _SlowedComputes:
+    """A compute of all classes, by class: seconds `left` of it at `since`, and when it `ends`.
+
+    `version` counts the changes of the pace.
+    """
+
+    stream: _StreamState
+    number: int
+    left: _Array
+    since: _Array
+    ends: _Array
+    version: int = 0
+
+    def set_pace(self, now: Seconds, before: float, after: float) -> None:
+        """Continue at another pace where it has not ended; some classes may begin only later."""
+        left = self.left - np.maximum(now - self.since, 0.0) * before
+        since = np.maximum(self.since, now)
+        going = self.ends > now
+        self.left, self.since = np.where(going, left, self.left), np.where(going, since, self.since)
+        self.ends = np.where(going, since + np.maximum(left, 0.0) / after, self.ends)
+        self.version += 1
+
+
+class _Classes:
+    """Times are arrays over the classes: what all meet in ends for all at once.
+
+    A compute is known as soon as its last class has ended. Others may have begun what follows by
+    then, so the paces of the past are kept, by the time from which each holds.
+    """
 
     def __init__(self, lowered: LoweredSchedule, sharing: set[int]) -> None:
-        schedule, self.lowered, self.sharing = lowered.schedule, lowered, sharing
-        self.size, self.before = len(schedule.body), schedule.farthest
-        self.total = self.before + lowered.rounds * self.size
-        shape = self.total, len(lowered.classes)
-        self.start_times, self.end_times = np.zeros(shape), np.zeros(shape)
-        self.known = [True] * self.before + [False] * (self.total - self.before)
-        self.slows = False
+        self.lowered, self.sharing = lowered, sharing
+        self.rounds = _Rounds(lowered)
+        self.events, self.before = self.rounds.events, self.rounds.before
+        self.collectives = _Collectives(lowered, self.events, self._end, self._repace)
+        shape = self.rounds.total, len(lowered.classes)
+        self.starts, self.ends = np.zeros(shape), np.zeros(shape)
+        self.known = [True] * self.before + [False] * (shape[0] - self.before)
         self.slowdowns = np.array([one.slowdown for one in lowered.classes])
-        self.factors = np.stack(lowered.class_factors, axis=1) if lowered.class_factors else None
-        self.queues = {
-            group: _CommunicatorQueue()
-            for group, together in lowered.communicators.items()
-            if together[0].exclusive
-        }
+        self.factors = lowered.class_factors
         self.transfers = _few_links(lowered, sharing)
         self.alone: dict[int, _Array] = {}
         self.members: dict[Group, _Members] = {}
         self.kept: list[Transfer] = []  # rates are known by the place of their loads in memory
-        self.streams = []
-        self.free: dict[int, _Array] = {}
-        for stream in schedule.streams:
-            places = [place for place, op in enumerate(schedule.body) if op.stream == stream]
-            steps = [(place, place, schedule.offsets[place], _IDLE, False) for place in places]
-            self.streams.append(_StreamState(steps, self.before))
-            self.free[id(self.streams[-1])] = np.zeros(shape[1])
-        self.waiting = {}
-        self.events = EventQueue()
-        self.links = SharedLinks(lowered, self.events, self._done)
+        self.slowed: list[_SlowedComputes] = []
+        self.since, self.paces = [0.0], [1.0]
+        self.streams = _streams(lowered, self._work)
+        for stream in self.streams:
+            stream.free = np.zeros(shape[1])
+
+    def _work(self, place: int) -> _Work:
+        lowered = self.lowered
+        work, number = lowered.schedule.body[place].work, lowered.schedule.work_numbers[place]
+        if not isinstance(work, Collective):
+            seconds = lowered.seconds[place]
+            return _Work(0.0, seconds, slowed=lowered.slows and seconds > 0)
+        queue = self.collectives.queues.get(work.group)
+        return _Work(transfer=self.transfers.get(number), queue=queue)
 
     def times(self, progress: Callable[[float], None] | None) -> Times:
-        self._run(progress)
-        return self.start_times[self.before :], self.end_times[self.before :]
+        """Run all rounds."""
+        self.rounds.run(self.streams, self._advance, progress)
+        return self.starts[self.before :], self.ends[self.before :]
+
+    def _advance(self, streams: list[_StreamState]) -> None:
+        """Let streams run ahead as far as all is known, and those that wait for what they do."""
+        while streams:
+            streams += self._run_ahead(streams.pop())
 
     def _run_ahead(self, stream: _StreamState) -> list[_StreamState]:
+        """Those that waited for what a stream has done."""
         woken: list[_StreamState] = []
-        while stream.turn < self.total:
-            place, _, offsets, _, _ = stream.steps[stream.index]
-            number, start = stream.turn + place, self.free[id(stream)]
+        while stream.turn < self.rounds.total:
+            place, offsets, work, known = stream.steps[stream.index]
+            number, start = stream.turn + place, stream.free
             for offset in offsets:
                 if not self.known[number - offset]:
-                    self.waiting.setdefault(number - offset, []).append(stream)
+                    self.rounds.waiting.setdefault(number - offset, []).append(stream)
                     return woken
-                start = np.maximum(start, self.end_times[number - offset])
-            self.start_times[number] = start
+                start = np.maximum(start, self.ends[number - offset])
+            self.starts[number] = start
             stream.index += 1
             if stream.index == len(stream.steps):
-                stream.turn, stream.index = stream.turn + self.size, 0
-            work = self.lowered.schedule.body[place].work
-            if isinstance(work, Collective):
-                if self.lowered.schedule.work_numbers[place] in self.sharing:
-                    self._meet(stream, number, work.group, float(start.max()))
-                    break
-                end = self._after(number, place, work.group, start)
+                stream.turn, stream.index = stream.turn + self.rounds.size, 0
+            if work.transfer:
+                self._meet(stream, work, number, start)
+                break
+            body = self.lowered.schedule.body[place].work
+            if isinstance(body, Collective):
+                end = self._after(number, place, body.group, start)
             else:
-                seconds = self.lowered.seconds[place] * self.slowdowns
+                seconds = work.seconds * self.slowdowns
                 if self.factors is not None:
                     seconds *= self.factors[number - self.before]
+                if not known:
+                    self._compute(stream, number, start, seconds)
+                    break
                 end = start + seconds
-            self.free[id(stream)] = end
+            stream.free = end
             woken += self._know(number, end)
         return woken
 
     def _know(self, number: int, end: _Array | Seconds) -> list[_StreamState]:
         """Keep when an instance ends; gives the streams that waited for it."""
-        self.end_times[number], self.known[number] = end, True
-        return self.waiting.pop(number, [])
+        self.ends[number], self.known[number] = end, True
+        return self.rounds.waiting.pop(number, [])
 
     def _after(self, number: int, place: int, group: Group, start: _Array) -> _Array:
         """When a collective that shares nothing ends, on each class."""
@@ -614,27 +648,51 @@ class _ClassesEngine(_EventEngine):
         end: _Array = (come + took)[where]
         return end
 
-    def _meet(self, stream: _StreamState, number: int, group: Group, come: Seconds) -> None:
-        (one,), factors = self.lowered.communicators[group], self.lowered.communicator_factors
-        work_number = self.lowered.schedule.work_numbers[(number - self.before) % self.size]
-        transfer = self.transfers[work_number]
-        if factors:
-            transfer = transfer.scaled(float(factors[one.number][number - self.before]))
+    def _meet(self, stream: _StreamState, work: _Work, number: int, start: _Array) -> None:
+        """Put a collective of all classes on the events."""
+        place, factors = (
+            (number - self.before) % self.rounds.size,
+            self.lowered.communicator_factors,
+        )
+        transfer, op = work.transfer, self.lowered.schedule.body[place]
+        assert transfer
+        assert isinstance(op.work, Collective)
+        if factors is not None:
+            (one,) = self.lowered.communicators[op.work.group]
+            transfer = transfer.scaled(float(factors[number - self.before, one.number]))
             self.kept.append(transfer)
-        work = _Work(transfer.latency, transfer.alone, transfer, self.queues.get(group))
+            work = replace(work, transfer=transfer)
         task = _InFlight(number, transfer.loads, stream=stream, work=work)
-        self.events.at(come, self._come, task)
+        self.events.at(float(start.max()), self.collectives.come, task)
 
-    def _done(self, now: Seconds, task: _InFlight, _: int) -> None:
-        self.free[id(task.stream)] = np.full(len(self.slowdowns), now)
+    def _end(self, now: Seconds, task: _InFlight) -> None:
+        task.stream.free = np.full(len(self.slowdowns), now)
         self._advance([task.stream, *self._know(task.number, now)])
-        if queue := task.work.queue:
-            queue.running = False
-            if queue.ready:
-                self._next(now, queue)
 
+    def _compute(self, stream: _StreamState, number: int, start: _Array, seconds: _Array) -> None:
+        """Begin a compute that collectives in flight slow down."""
+        first = bisect_right(self.since, float(start.min())) - 1
+        task = _SlowedComputes(stream, number, seconds, start, start + seconds / self.paces[first])
+        for change in range(first + 1, len(self.since)):
+            task.set_pace(self.since[change], self.paces[change - 1], self.paces[change])
+        self.slowed.append(task)
+        self._go_on(task)
 
-_IDLE = _Work(0.0, 0.0)
+    def _repace(self, now: Seconds, pace: float) -> None:
+        for task in self.slowed:
+            task.set_pace(now, self.paces[-1], pace)
+            self._go_on(task)
+        self.since.append(now)
+        self.paces.append(pace)
+
+    def _go_on(self, task: _SlowedComputes) -> None:
+        self.events.at(float(task.ends.max()), self._computed, task, task.version)
+
+    def _computed(self, _: Seconds, task: _SlowedComputes, version: int) -> None:
+        if version == task.version:
+            self.slowed.remove(task)
+            task.stream.free = task.ends
+            self._advance([task.stream, *self._know(task.number, task.ends)])
 
 
 def _members(lowered: LoweredSchedule, group: Group) -> _Members:
@@ -644,23 +702,26 @@ def _members(lowered: LoweredSchedule, group: Group) -> _Members:
         np.array([index for one in together for index in one.members]),
         np.cumsum([0, *lengths[:-1]]),
         np.array(lowered.place[group]),
-        np.stack([factors[one.number] for one in together], axis=1) if factors else None,
+        None if factors is None else factors[:, [one.number for one in together]],
     )
 
 
 def _few_links(lowered: LoweredSchedule, sharing: set[int]) -> dict[int, Transfer]:
-    """What is shared, by number of its work, on one of all links that carry the same."""
-    found = {
+    """What events start and end, by number of its work, on one of all links that carry the same."""
+    numbers = lowered.schedule.work_numbers
+    meeting = {
         number: transfers[0]
-        for number, transfers in zip(lowered.schedule.work_numbers, lowered.transfers, strict=True)
-        if number in sharing
+        for place, (number, transfers) in enumerate(zip(numbers, lowered.transfers, strict=True))
+        if number in sharing or (lowered.slows and _takes_time(lowered, place))
     }
+    if not meeting:
+        return {}
     alike: dict[tuple[object, ...], Hashable] = {}
     for link, capacity in lowered.capacity.items():
-        carried = [(one.loads.get(link), one.copies.get(link)) for one in found.values()]
+        carried = [(one.loads.get(link), one.copies.get(link)) for one in meeting.values()]
         alike.setdefault((capacity, *carried), link)
     kept = set(alike.values())
     return {
         number: replace(one, loads={k: size for k, size in one.loads.items() if k in kept})
-        for number, one in found.items()
+        for number, one in meeting.items()
     }

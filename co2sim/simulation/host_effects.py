@@ -339,17 +339,14 @@ class _HostCommunicators(Communicators):
     def _transfer(self, number: int, place: int) -> Transfer:
         return self._known[number % self._size][place]
 
-    def _count(self, communicator: Communicator, change: int, *, call: bool = False) -> None:
-        call = call and self.calls
-        if not (self.calls or self._lowered.cluster.interference):
-            return
-        for index in communicator.members:
-            core = self.core(index)
-            changed = core.communicate(change)
-            if call:
-                core.begin(self._env.now)
-            if call or changed:
+    def _start(
+        self, communicator: Communicator, place: int, number: int, event: simpy.Event
+    ) -> None:
+        if self.calls and self._transfer(number, place).takes_time:
+            for index in communicator.members:
+                self.core(index).begin(self._env.now)
                 self._tell(index)
+        super()._start(communicator, place, number, event)
 
     def core(self, index: int) -> Core:
         """That of a class of ranks."""
@@ -384,8 +381,12 @@ class HostSimulation(Simulation):
         """Whether computes and what is beside them may slow each other down."""
         return self.lowered.contend or self.slows
 
-    def _compute(self, index: int, work: Seconds, stream: str) -> Generator[simpy.Event]:
+    def _compute(self, index: int, number: int) -> Generator[simpy.Event]:
         """Compute that slows down beside communication, and beside computes of the same core."""
+        work, body = self.seconds(index, number), self.lowered.schedule.body
+        if not work:
+            return
+        stream = body[number % len(body)].stream
         communicators, core = self.communicators, self.communicators.core(index)
         communicators.occupy_core(index, 1, stream)
         if not self.slows:

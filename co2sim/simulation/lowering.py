@@ -3,10 +3,9 @@
 Nothing runs here: the engines execute what `lower` gives.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import repeat
 from typing import TypeAlias
 
 import numpy as np
@@ -16,18 +15,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, BytesPerSecond, Seconds
 from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster, Tier
-from co2sim.schedule.schedule import (
-    LEADERS,
-    NODE,
-    SITE,
-    SITE_PEERS,
-    Collective,
-    Compute,
-    Group,
-    Layout,
-    Op,
-    Schedule,
-)
+from co2sim.schedule.schedule import Collective, Compute, Group, Layout, Schedule
 from co2sim.simulation.collective_cost import CollectiveCost, cost_of, costs_of, uplinks
 from co2sim.simulation.compute_cost import work_time
 from co2sim.simulation.network import NOTHING, Transfer
@@ -59,8 +47,8 @@ class Folding:
         """The classes that meet in each communicator of `group`."""
         everyone = range(len(self.classes))
         if self.folded:
-            inside = not leaves_node(group, self.layout)
-            return [(index,) for index in everyone] if inside else [tuple(everyone)]
+            leaves = group.leaves_node(self.layout)
+            return [tuple(everyone)] if leaves else [(index,) for index in everyone]
         found: dict[range, list[int]] = {}
         for index in everyone:
             members = group.members(self.classes[index].rank, self.layout)
@@ -111,36 +99,27 @@ def _folds(
     """
     equal = _equal(slowdowns)
     mixed = any(_mixes(group, layout) for group in schedule.groups)
-    led = layout.gpus_per_node > 1 and any(one.name == LEADERS.name for one in schedule.groups)
+    led = layout.gpus_per_node > 1 and any(group.led for group in schedule.groups)
     ahead = led and not _await_leaders(schedule)
     return allowed and not ahead and (equal or not mixed)
 
 
 def _mixes(group: Group, layout: Layout) -> bool:
     """Whether only some nodes meet in a group, and not those of one place in every node."""
-    if group.name in {SITE.name, SITE_PEERS.name}:
+    if group.by_site:
         return 1 < layout.sites < layout.nodes
-    return bool(group.ranks) and leaves_node(group, layout)
+    return bool(group.ranks) and group.leaves_node(layout)
 
 
 def _await_leaders(schedule: Schedule) -> bool:
     """Whether all that follows what leaders do is a collective of the node, for them and others."""
-    led = {op.name for op in schedule.body if _meets(op, LEADERS)}
+    led = {op.name for op in schedule.body if isinstance(op.work, Collective) and op.work.group.led}
     following = []
     for stream in schedule.streams:
         row = [op for op in schedule.body if op.stream == stream]
         following += [b for a, b in zip(row, row[1:] + row[:1], strict=True) if a.name in led]
     following += [op for op in schedule.body if any(wait.op in led for wait in op.after)]
-    return all(_meets(op, NODE) for op in following)
-
-
-def _meets(op: Op, kind: Group) -> bool:
-    return isinstance(op.work, Collective) and op.work.group.name == kind.name
-
-
-def leaves_node(group: Group, layout: Layout) -> bool:
-    """Whether ranks of several nodes meet in a group."""
-    return group.members(0, layout)[-1] >= layout.gpus_per_node
+    return all(isinstance(op.work, Collective) and op.work.group.is_node for op in following)
 
 
 def capacities(cluster: Cluster, folding: Folding) -> dict[Hashable, BytesPerSecond]:
@@ -167,8 +146,8 @@ Times: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 SPAN_BYTES: Bytes = 400.0
 """Memory that a span may take while it is simulated and measured: 60 to 320 were seen."""
-LOCKSTEP_SPAN_BYTES: Bytes = 300.0
-"""The same where many classes of ranks run in lockstep, in arrays: 33 to 195 were seen."""
+LOCKSTEP_SPAN_BYTES: Bytes = 160.0
+"""The same where many classes of ranks run in lockstep, in arrays: 41 to 108 were seen."""
 
 MAX_SPANS = 50_000_000
 """What a simulation may hold: up to 20 GB."""
@@ -189,13 +168,14 @@ class LoweredSchedule:
 
     `seconds` is the nominal time of a compute op. `transfers` lists, for a collective, one transfer
     for each communicator of its group; both are empty for the other kind of work. `class_factors`
-    and `communicator_factors` are the factors of jitter on every instance of an op, by class and by
-    communicator; None without jitter. `contend` says that communication and computing slow each
-    other down.
+    and `communicator_factors` are the factors of jitter, [instance, class] and
+    [instance, communicator]; None without jitter. `contend` says that communication and computing
+    slow each other down, `free` that collectives take no time once all members are there.
     """
 
     schedule: Schedule
     cluster: Cluster
+    precision: str
     rounds: int
     folding: Folding
     free: bool
@@ -203,8 +183,8 @@ class LoweredSchedule:
     communicators: Mapping[Group, tuple[Communicator, ...]]
     transfers: tuple[tuple[Transfer, ...], ...]
     capacity: Mapping[Hashable, BytesPerSecond]
-    class_factors: tuple[NDArray[np.float64], ...] | None
-    communicator_factors: tuple[NDArray[np.float64], ...] | None
+    class_factors: NDArray[np.float64] | None
+    communicator_factors: NDArray[np.float64] | None
     contend: bool
 
     @property
@@ -244,7 +224,6 @@ def lower(
     rounds: int,
     noise: Noise,
     fold: bool,
-    free: bool,
     slowdown: float = 1.0,
 ) -> LoweredSchedule:
     """Fold the ranks and cost every op. Raises OptionError where the spans would be too many.
@@ -271,32 +250,64 @@ def lower(
     return LoweredSchedule(
         schedule=schedule,
         cluster=cluster,
+        precision=precision,
         rounds=rounds,
         folding=folding,
-        free=free,
-        seconds=_seconds(schedule, cluster, precision, free=free),
+        free=False,
+        seconds=_seconds(schedule, cluster, precision, free=False),
         communicators=communicators,
-        transfers=_transfers(schedule, cluster, folding, communicators, capacity, free=free),
+        transfers=_transfers(schedule, cluster, folding, communicators, capacity),
         capacity=capacity,
-        class_factors=tuple(noise.op_slowdowns(1, c.rank, count) for c in folding.classes)
-        if noise.jitter
-        else None,
-        communicator_factors=tuple(noise.op_slowdowns(2, n, count) for n in range(total))
-        if noise.jitter
-        else None,
-        contend=not free
-        and (cluster.interference > 0 or (cluster.inter.busy_efficiency < 1 and cluster.nodes > 1)),
+        class_factors=_factors(noise, 1, [one.rank for one in folding.classes], count),
+        communicator_factors=_factors(noise, 2, range(total), count),
+        contend=cluster.interference > 0
+        or (cluster.inter.busy_efficiency < 1 and cluster.nodes > 1),
     )
+
+
+def without_communication(lowered: LoweredSchedule) -> LoweredSchedule:
+    """The same where collectives take no time once all members are there.
+
+    It is the baseline of exposed communication, of the same jitter.
+    """
+    schedule, nothing = lowered.schedule, {}
+    exchange = any(isinstance(work, Compute) and work.exchanged for work in schedule.works)
+    for group, together in lowered.communicators.items():
+        nothing[group] = (NOTHING,) * len(together)
+    return replace(
+        lowered,
+        free=True,
+        seconds=_seconds(schedule, lowered.cluster, lowered.precision, free=True)
+        if exchange
+        else lowered.seconds,
+        transfers=tuple(
+            [
+                nothing[op.work.group] if isinstance(op.work, Collective) else ()
+                for op in schedule.body
+            ]
+        ),
+        contend=False,
+    )
+
+
+def _factors(
+    noise: Noise, family: int, members: Iterable[int], count: int
+) -> NDArray[np.float64] | None:
+    """Those of jitter on `count` instances, [instance, member]; None without jitter."""
+    if not noise.jitter:
+        return None
+    drawn = [noise.op_slowdowns(family, member, count) for member in members]
+    return np.stack(drawn, axis=1) if drawn else np.empty((count, 0))
 
 
 def _seconds(
     schedule: Schedule, cluster: Cluster, precision: str, *, free: bool
 ) -> tuple[Seconds, ...]:
-    known = [
+    by_work = [
         alone(work, cluster, precision, free=free) if isinstance(work, Compute) else 0.0
         for work in schedule.works
     ]
-    return tuple([known[number] for number in schedule.work_numbers])
+    return tuple([by_work[number] for number in schedule.work_numbers])
 
 
 def alone(work: Compute, cluster: Cluster, precision: str, *, free: bool) -> Seconds:
@@ -334,24 +345,23 @@ def _transfers(
     folding: Folding,
     communicators: Mapping[Group, tuple[Communicator, ...]],
     capacity: Mapping[Hashable, BytesPerSecond],
-    *,
-    free: bool,
 ) -> tuple[tuple[Transfer, ...], ...]:
     meets = {
         group: [_meet(group, folding, one.members) for one in together]
         for group, together in communicators.items()
     }
-    costs = repeat(None) if free else costs_of(schedule, cluster)
-    known = [
+    by_work = [
         tuple(
-            _transfer(cluster, folding, one.members, cost, capacity) if cost and others else NOTHING
-            for one, others in zip(communicators[work.group], meets[work.group], strict=True)
+            [
+                _transfer(cluster, folding, one.members, cost, capacity) if others else NOTHING
+                for one, others in zip(communicators[work.group], meets[work.group], strict=True)
+            ]
         )
-        if isinstance(work, Collective)
+        if isinstance(work, Collective) and cost
         else ()
-        for work, cost in zip(schedule.works, costs, strict=False)
+        for work, cost in zip(schedule.works, costs_of(schedule, cluster), strict=True)
     ]
-    return tuple([known[number] for number in schedule.work_numbers])
+    return tuple([by_work[number] for number in schedule.work_numbers])
 
 
 def _meet(group: Group, folding: Folding, members: tuple[int, ...]) -> bool:

@@ -1,6 +1,6 @@
 """What a trace means: times, overlap, throughput. Every figure is defined here, once."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from co2sim.common.units import Seconds
-from co2sim.schedule.schedule import LEADERS, Collective, Compute, Schedule
-from co2sim.simulation.trace import Span, Trace
+from co2sim.schedule.schedule import Collective, Compute, Schedule
+from co2sim.simulation.trace import Grid, Span, Trace
 
 _Array: TypeAlias = NDArray[np.float64]
 
@@ -72,17 +72,19 @@ def busy(spans: Iterable[Span], during: Window) -> Seconds:
     """Time in the window, per round, during which at least one of the spans was under way."""
     times = [(span.start, span.end) for span in spans]
     starts, ends = np.array(times).reshape(-1, 2).T
-    return _busy(starts, ends, during)
+    return float(_busy(starts[None], ends[None], during)[0])
 
 
-def _busy(starts: _Array, ends: _Array, during: Window) -> Seconds:
-    """As `busy`, for arrays of starts and ends."""
+def _busy(starts: _Array, ends: _Array, during: Window) -> _Array:
+    """As `busy`, by rank, for starts and ends [rank, span]."""
     ends = np.minimum(ends, during.end)
-    order = np.lexsort((ends, starts))
-    starts, ends = starts[order], ends[order]
-    reached = np.maximum.accumulate(np.concatenate([[during.start], ends]))[:-1]
+    order = np.lexsort((ends, starts), axis=-1)
+    starts, ends = (np.take_along_axis(times, order, axis=-1) for times in (starts, ends))
+    first = np.full((len(ends), 1), during.start)
+    reached = np.maximum.accumulate(np.concatenate([first, ends], axis=-1), axis=-1)[:, :-1]
     lengths = np.maximum(ends - np.maximum(starts, reached), 0.0)
-    return float(np.cumsum(np.concatenate([[0.0], lengths]))[-1]) / during.rounds
+    added: _Array = np.cumsum(np.concatenate([np.zeros_like(first), lengths], axis=-1), axis=-1)
+    return added[:, -1] / during.rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,19 +107,12 @@ def communication(
     alone, the others wait for what these do, so that only the waits of these count. With `places`
     only the ops at these places count.
     """
-    led = next((one for one in schedule.groups if one.name == LEADERS.name), None)
-    totals = [
-        (_busy(come, ends, during), _busy(starts, come, during))
-        for starts, come, ends in _meetings(trace, schedule, during.start, places)
-    ]
-    return Communication(
-        busy=max(moving for moving, _ in totals),
-        waiting=max(
-            waiting
-            for rank, (_, waiting) in zip(trace.ranks, totals, strict=True)
-            if led is None or rank % trace.layout.gpus_per_node < led.stride
-        ),
-    )
+    led = next((group for group in schedule.groups if group.led), None)
+    starts, come, ends = _meetings(trace, schedule, during.start, places)
+    waiting = _busy(starts, come, during)
+    if led:
+        waiting = waiting[np.array([*trace.ranks]) % trace.layout.gpus_per_node < led.stride]
+    return Communication(float(_busy(come, ends, during).max()), float(waiting.max()))
 
 
 def exposed(trace: Trace, schedule: Schedule, during: Window) -> Seconds:
@@ -128,15 +123,14 @@ def exposed(trace: Trace, schedule: Schedule, during: Window) -> Seconds:
     """
     grid = trace.grid(schedule)
     computes = np.flatnonzero([isinstance(op.work, Compute) for op in schedule.body])
-    most = 0.0
-    for index, (_, come, ends) in enumerate(_meetings(trace, schedule, during.start, None)):
-        starts, over = (times[:, computes, index].ravel() for times in grid)
-        kept = over > during.start
-        starts, over = starts[kept], over[kept]
-        begin, end = np.concatenate([come, starts]), np.concatenate([ends, over])
-        alone = _busy(begin, end, during) - _busy(starts, over, during)
-        most = max(most, min(alone, _busy(come, ends, during)))  # but for rounding
-    return most
+    _, come, ends = _meetings(trace, schedule, during.start, None)
+    starts, over = (_by_rank(times[:, computes]) for times in grid)
+    counts = over > during.start
+    starts, over = (np.where(counts, times, during.start) for times in (starts, over))
+    begin, end = np.concatenate([come, starts], axis=-1), np.concatenate([ends, over], axis=-1)
+    alone = _busy(begin, end, during) - _busy(starts, over, during)
+    most = np.minimum(alone, _busy(come, ends, during)).max()  # but for rounding
+    return max(0.0, float(most))
 
 
 def exposed_by_difference(busy: Seconds, round_time: Seconds, free: Seconds) -> Seconds:
@@ -155,29 +149,43 @@ def overlap_ratio(busy: Seconds, exposed: Seconds) -> float | None:
 
 def _meetings(
     trace: Trace, schedule: Schedule, after: Seconds, places: NDArray[np.intp] | None
-) -> list[_Array]:
-    """By rank, when it comes to each collective that ends after `after`; the last come and end."""
+) -> tuple[_Array, _Array, _Array]:
+    """When a rank comes to each collective, the last rank comes, and all have ended.
+
+    Each is [rank, meeting], and `after` for what ends no later, or where a rank takes no part.
+    """
     grid = trace.grid(schedule)
-    found = [[np.empty((3, 0))] for _ in trace.ranks]
     numbers, counted = np.array(schedule.work_numbers), _among(schedule, places)
+    here = {}
     for group in schedule.groups:
         meet = [isinstance(work, Collective) and work.group == group for work in schedule.works]
-        here = np.flatnonzero(np.array(meet)[numbers] & counted)
+        here[group] = np.flatnonzero(np.array(meet)[numbers] & counted)
+    meetings = trace.rounds * sum(map(len, here.values()))
+    times = np.full((3, len(trace.ranks), meetings), after)
+    begin = 0
+    for group, ops in here.items():
         together: dict[range, list[int]] = {}
         for index, rank in enumerate(trace.ranks):
             together.setdefault(group.members(rank, trace.layout), []).append(index)
+        end = begin + trace.rounds * len(ops)
         for members, indices in together.items():
-            if len(members) == 1:
-                continue
-            starts, ends = (times[:, here][..., indices] for times in grid)
-            counts = ends > after
-            come = np.where(counts, starts, -np.inf).max(axis=-1)
-            over = np.where(counts, ends, -np.inf).max(axis=-1)
-            for place, index in enumerate(indices):
-                kept = counts[..., place]
-                times = (starts[..., place][kept], come[kept], over[kept])
-                found[index].append(np.stack(times))
-    return [np.concatenate(parts, axis=1) for parts in found]
+            if len(members) > 1:
+                times[:, indices, begin:end] = _meeting(grid, ops, indices, after)
+        begin = end
+    return times[0], times[1], times[2]
+
+
+def _meeting(grid: Grid, ops: NDArray[np.intp], indices: Sequence[int], after: Seconds) -> _Array:
+    """As `_meetings`, of the ranks of one group, [what, rank, meeting]."""
+    starts, ends = (_by_rank(times[:, ops][..., indices]) for times in grid)
+    counts = ends > after
+    come, over = (np.where(counts, times, -np.inf).max(axis=0) for times in (starts, ends))
+    return np.stack([np.where(counts, times, after) for times in (starts, come, over)])
+
+
+def _by_rank(times: _Array) -> _Array:
+    """Times [round, op, rank] as [rank, round x op]."""
+    return times.reshape(-1, times.shape[-1]).T
 
 
 def straggler_delay(round_time: Seconds, equal_round_time: Seconds) -> Seconds:

@@ -106,8 +106,8 @@ class Communicators:
     ) -> None:
         transfer = self._transfer(number, place)
         factors = self._lowered.communicator_factors
-        if factors and transfer is not NOTHING:
-            transfer = transfer.scaled(float(factors[communicator.number][number]))
+        if factors is not None and transfer is not NOTHING:
+            transfer = transfer.scaled(float(factors[number, communicator.number]))
         queue = self._queues[communicator.number]
 
         def done() -> None:
@@ -117,7 +117,7 @@ class Communicators:
                 queue.busy = False
                 self._next(queue)
 
-        self._count(communicator, 1, call=transfer.takes_time)
+        self._count(communicator, 1)
         if transfer.takes_time:
             self._network.transfer(transfer, done)
         else:
@@ -139,12 +139,8 @@ class Communicators:
         self._changed[index] = event
         return event
 
-    def _count(self, communicator: Communicator, change: int, *, call: bool = False) -> None:
-        """Count collectives in flight on the members, and tell who computes there.
-
-        A `call` is one that begins and takes time.
-        """
-        del call
+    def _count(self, communicator: Communicator, change: int) -> None:
+        """Count collectives in flight on the members, and tell who computes there."""
         if self._lowered.slows:
             for index in communicator.members:
                 if self.processors[index].communicate(change):
@@ -233,23 +229,18 @@ class Simulation:
 
     def _stream(self, index: int, instances: Sequence[Instance]) -> Generator[simpy.Event]:
         """What one class of ranks does on one stream."""
-        lowered, env, spans = self.lowered, self.env, self.spans[index]
+        env, spans = self.env, self.spans[index]
         starts, ends, waiting = spans.starts, spans.ends, spans.waiting
-        slowdown, seconds = lowered.classes[index].slowdown, lowered.seconds
-        factors = lowered.class_factors[index].tolist() if lowered.class_factors else None
-        size, beside = len(lowered.schedule.body), self.beside
+        beside = self.beside
         for number, _, op, waits in instances:
             for wait in waits:
                 if math.isnan(ends[wait]):
                     yield waiting.setdefault(wait, env.event())
             starts[number] = env.now
             if isinstance(op.work, Compute):
-                work = seconds[number % size] * slowdown
-                if factors:
-                    work *= factors[number]
-                if work and beside:
-                    yield from self._compute(index, work, op.stream)
-                elif work:
+                if beside:
+                    yield from self._compute(index, number)
+                elif work := self.seconds(index, number):
                     yield env.timeout(work)
             elif event := self.communicators.join(index, number, op.work.group):
                 yield event
@@ -258,13 +249,22 @@ class Simulation:
             if number in waiting:
                 waiting.pop(number).succeed()
 
-    def _compute(self, index: int, work: Seconds, stream: str) -> Generator[simpy.Event]:
+    def seconds(self, index: int, number: int) -> Seconds:
+        """What an instance of a compute takes alone on a class of ranks."""
+        lowered = self.lowered
+        seconds = lowered.seconds[number % len(lowered.schedule.body)]
+        seconds *= lowered.classes[index].slowdown
+        factors = lowered.class_factors
+        return seconds if factors is None else seconds * float(factors[number, index])
+
+    def _compute(self, index: int, number: int) -> Generator[simpy.Event]:
         """Compute that slows down while communication of the same ranks is in flight.
 
         The NICs of its node may attain less meanwhile.
         """
-        del stream
-        communicators = self.communicators
+        communicators, work = self.communicators, self.seconds(index, number)
+        if not work:
+            return
         communicators.occupy(index, 1)
         if not self.lowered.slows:
             yield self.env.timeout(work)

@@ -51,7 +51,7 @@ from co2sim.simulation.chakra.schema import (
 from co2sim.simulation.collective_cost import traffic
 from co2sim.simulation.metrics import Window
 from co2sim.simulation.noise import RunOptions
-from co2sim.simulation.steady_state import Simulator
+from co2sim.simulation.run import Simulator
 from co2sim.simulation.trace import Trace
 
 _COMPUTE, _COMMUNICATION = "compute", "communication"

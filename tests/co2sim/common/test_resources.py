@@ -95,7 +95,7 @@ from pathlib import Path
 from co2sim import Case, Noise
 from co2sim.prediction import driver
 from co2sim.simulation import lowering
-case = Case(cluster="dgx-h100", model="gpt2-xl", strategy="zeropp", gpus=32, rounds=80,
+case = Case(cluster="dgx-h100", model="gpt2-xl", strategy="zero3", gpus=32, rounds=80,
             noise=Noise(jitter=0.05))
 prepared = case.stage()
 def peak():

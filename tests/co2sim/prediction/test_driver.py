@@ -144,7 +144,7 @@ def test_where_rounds_are_apart_one_is_like_all(
     """A case gives what it gives when rounds before it, and behind it, are simulated, too."""
     case = Case(cluster=cluster, model="gpt2-xl", strategy=strategy, gpus=16, accumulation=2)
     quick = driver.run(case)
-    monkeypatch.setattr("co2sim.simulation.steady_state._repeats", lambda *_: False)
+    monkeypatch.setattr("co2sim.simulation.run._repeats", lambda *_: False)
     long = driver.run(case)
     assert long.steady
     assert quick.steady

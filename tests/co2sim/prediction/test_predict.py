@@ -19,7 +19,7 @@ from co2sim.prediction.predict import repeated, stage_figures
 from co2sim.prediction.result import Result
 from co2sim.simulation import metrics
 from co2sim.simulation.noise import RunOptions
-from co2sim.simulation.steady_state import Simulator
+from co2sim.simulation.run import Simulator
 from co2sim.strategies import DDP
 
 MODEL = language_model(

@@ -32,7 +32,12 @@ from co2sim.schedule.token_routing import TokenRouting
 from co2sim.simulation import event_engine
 from co2sim.simulation.collective_cost import traffic
 from co2sim.simulation.compute_cost import compute_time
-from co2sim.simulation.lowering import LoweredSchedule, lower, shared_works
+from co2sim.simulation.lowering import (
+    LoweredSchedule,
+    lower,
+    shared_works,
+    without_communication,
+)
 from co2sim.simulation.metrics import breakdown, communication, window
 from co2sim.simulation.noise import QUIET, Noise
 from co2sim.simulation.reference_engine import Simulation
@@ -98,9 +103,8 @@ def lowered(
     schedule: Schedule, on: Cluster, noise: Noise = QUIET, *, free: bool = False
 ) -> LoweredSchedule:
     """Three rounds, ranks folded where they can be."""
-    return lower(
-        schedule, on, precision="bf16", rounds=3, noise=noise, fold=True, free=free, slowdown=1.1
-    )
+    work = lower(schedule, on, precision="bf16", rounds=3, noise=noise, fold=True, slowdown=1.1)
+    return without_communication(work) if free else work
 
 
 def check_engine(work: LoweredSchedule) -> None:
@@ -188,10 +192,43 @@ def test_strategies_end_when_simpy_says_on_every_kind_of_cluster(
     check_engine(work)
 
 
-def test_ranks_with_jitter_that_all_meet_need_no_simpy() -> None:
-    """Gathers and reductions of ZeRO-3 share links; in SimPy 16,384 ranks would take minutes."""
-    work = lowered(tiny.schedule("zero3", (4, 2)), cluster("nccl", 4, 2), Noise(jitter=0.1))
-    assert event_engine.applies_to_classes(work, shared_works(work))
+ALL_MEET = [
+    *("ddp", "ddp(bucket_mib=0.001)", "zero1(bucket=700)", "zero2(bucket=700)", "zero3"),
+    *("zero3(prefetch=900,max_live=1300)", "fsdp", "fsdp(version=1,clip=false)"),
+    *("local_sgd(tau=3)", "diloco(tau=4,fragments=4,delay=3,dtype=int4)"),
+    *("co2.published(tau=2,staleness=2)", "co2(tau=3,delay=1,keep=0.5,predict=0.25)"),
+]
+"""Every collective is of all ranks."""
+
+
+@given(
+    st.sampled_from(ALL_MEET),
+    st.sampled_from([(4, 2), (2, 8), (8, 8)]),
+    st.builds(
+        Noise,
+        jitter=st.sampled_from([0.0, 0.05, 0.5]),
+        straggle=st.sampled_from([0.0, 0.3]),
+        node_speed=st.dictionaries(st.integers(0, 1), st.floats(0.2, 2), max_size=2),
+        seed=st.integers(0, 9),
+    ),
+    st.floats(0, 2),
+    st.sampled_from(["nccl", "gloo", "stream", "tiers"]),
+)
+def test_ranks_that_differ_slow_down_beside_communication_as_simpy_says(
+    strategy: str, shape: tuple[int, int], noise: Noise, interference: float, kind: str
+) -> None:
+    """Of 8 to 64 ranks, all in NumPy; in SimPy 16,384 would take minutes."""
+    on = cluster(kind, *shape, interference=interference)
+    work = lowered(tiny.schedule(strategy, shape), on, noise)
+    assert event_engine.applies(work, shared_works(work))
+    check_engine(work)
+
+
+def test_ranks_that_meet_in_parts_are_left_to_simpy() -> None:
+    """A node's collective slows the computes of that node only, so that no pace is that of all."""
+    noise, slows = Noise(jitter=0.1), cluster("interference", 4, 2)
+    work = lowered(tiny.schedule("zeropp", (4, 2)), slows, noise)
+    assert not event_engine.applies(work, shared_works(work))
 
 
 # --- folding -------------------------------------------------------------------------------------
@@ -199,9 +236,7 @@ def test_ranks_with_jitter_that_all_meet_need_no_simpy() -> None:
 
 def led(schedule: Schedule) -> bool:
     """Whether the first ranks of nodes do something alone; the others wait for them."""
-    return any(
-        isinstance(w := op.work, Collective) and w.group.name == "leaders" for op in schedule.body
-    )
+    return any(isinstance(op.work, Collective) and op.work.group.led for op in schedule.body)
 
 
 def check_folding(schedule: Schedule, on: Cluster, noise: Noise = QUIET) -> dict[int, int]:

@@ -15,7 +15,7 @@ from scipy import integrate, special
 
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.schedule.schedule import Compute, Schedule
-from co2sim.simulation import expected_slowdown
+from co2sim.simulation import run as simulation
 from co2sim.simulation.lowering import lower
 from co2sim.simulation.metrics import window
 from co2sim.simulation.noise import QUIET, Noise
@@ -32,7 +32,7 @@ def cluster(inter: float = 2e9, nodes: int = NODES, **changes: Any) -> Cluster:
 
 def round_time(schedule: Schedule, on: Cluster, noise: Noise = QUIET) -> float:
     """Seconds of a late round."""
-    slowdown = expected_slowdown.expected_slowdown(schedule, on, precision="bf16", noise=noise)
+    slowdown = simulation.expected_slowdown(schedule, on, precision="bf16", noise=noise)
     trace = execute(schedule, on, precision="bf16", rounds=9, noise=noise, slowdown=slowdown)
     return window(trace, schedule, 4).round_time
 
@@ -42,13 +42,11 @@ def round_time(schedule: Schedule, on: Cluster, noise: Noise = QUIET) -> float:
 
 def test_the_largest_of_few_normals_is_as_in_tables() -> None:
     """Closed forms for 2, 3 and 5 (David and Nagaraja 2003, section 3.2)."""
-    assert expected_slowdown.expected_largest(1) == pytest.approx(0, abs=1e-12)
-    assert expected_slowdown.expected_largest(2) == pytest.approx(1 / math.sqrt(math.pi), rel=1e-12)
-    assert expected_slowdown.expected_largest(3) == pytest.approx(
-        1.5 / math.sqrt(math.pi), rel=1e-12
-    )
+    assert simulation.expected_largest(1) == pytest.approx(0, abs=1e-12)
+    assert simulation.expected_largest(2) == pytest.approx(1 / math.sqrt(math.pi), rel=1e-12)
+    assert simulation.expected_largest(3) == pytest.approx(1.5 / math.sqrt(math.pi), rel=1e-12)
     five = 5 / (4 * math.sqrt(math.pi)) * (1 + 6 / math.pi * math.asin(1 / 3))
-    assert expected_slowdown.expected_largest(5) == pytest.approx(five, rel=1e-12)
+    assert simulation.expected_largest(5) == pytest.approx(five, rel=1e-12)
 
 
 @given(st.sampled_from([0.001, 0.036, 0.3, 1.0]), st.sampled_from([2, 64, 2048, 10_000_000]))
@@ -60,7 +58,7 @@ def test_the_slowest_is_the_mean_of_its_quantiles(sigma: float, count: int) -> N
         return float(np.exp(sigma * normal - sigma * sigma / 2))
 
     whole, _ = integrate.quad(quantile, 0, 1, limit=500, epsabs=0, epsrel=1e-9)
-    assert expected_slowdown.expected_slowest(sigma, count) == pytest.approx(whole, rel=1e-6)
+    assert simulation.expected_slowest(sigma, count) == pytest.approx(whole, rel=1e-6)
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 10**7), st.integers(1, 10**7))
@@ -70,15 +68,11 @@ def test_more_nodes_or_more_spread_are_never_faster(
     """And a single node, or equal ones, lose nothing."""
     low, high = sorted((one, other))
     few, many = sorted((few, many))
-    slowest = expected_slowdown.expected_slowest(low, few)
+    slowest = simulation.expected_slowest(low, few)
     assert slowest >= 1 - 1e-12
-    assert slowest <= expected_slowdown.expected_slowest(low, many) * (1 + 1e-12)
-    assert slowest <= expected_slowdown.expected_slowest(high, few) * (1 + 1e-12)
-    assert (
-        expected_slowdown.expected_slowest(high, 1)
-        == expected_slowdown.expected_slowest(0.0, many)
-        == 1
-    )
+    assert slowest <= simulation.expected_slowest(low, many) * (1 + 1e-12)
+    assert slowest <= simulation.expected_slowest(high, few) * (1 + 1e-12)
+    assert simulation.expected_slowest(high, 1) == simulation.expected_slowest(0.0, many) == 1
 
 
 @pytest.mark.parametrize("tau", [1, 4, 48])
@@ -86,11 +80,9 @@ def test_sums_of_steps_spread_less(tau: int) -> None:
     """The slowest of 16 sums of tau steps, drawn 3,000 times: within four standard errors."""
     steps = np.random.default_rng(3).lognormal(-0.02, 0.2, (3000, 16, tau)).mean(2).max(1)
     error = steps.std() / math.sqrt(len(steps))
-    found = expected_slowdown.expected_slowest(expected_slowdown.sigma_of_mean(0.2, tau), 16)
+    found = simulation.expected_slowest(simulation.sigma_of_mean(0.2, tau), 16)
     assert found == pytest.approx(steps.mean(), abs=4 * error + 0.002)
-    assert expected_slowdown.sigma_of_mean(0.05, tau) == pytest.approx(
-        0.05 / math.sqrt(tau), rel=2e-3
-    )
+    assert simulation.sigma_of_mean(0.05, tau) == pytest.approx(0.05 / math.sqrt(tau), rel=2e-3)
 
 
 def late_rounds(count: int, sigma: float, slack: float, rounds: int) -> float:
@@ -110,20 +102,20 @@ def late_rounds(count: int, sigma: float, slack: float, rounds: int) -> float:
 )
 def test_a_late_average_evens_out_slow_rounds(count: int, slack: float) -> None:
     """The closed form against 6,000 rounds of the recurrence: within a quarter of the loss."""
-    left = expected_slowdown.residual_sigma(SIGMA, count, slack, ahead=1.0)
-    found = expected_slowdown.expected_slowest(left, count) - 1
+    left = simulation.residual_sigma(SIGMA, count, slack, ahead=1.0)
+    found = simulation.expected_slowest(left, count) - 1
     assert found == pytest.approx(late_rounds(count, SIGMA, slack, 6000), rel=0.25)
 
 
 @given(st.integers(1, 10**6), st.floats(0, 5), st.floats(0, 5), st.floats(0, 3))
 def test_slack_never_costs(count: int, slack: float, more: float, ahead: float) -> None:
     """More slack leaves less spread; none and no delay leave it all, endless slack nothing."""
-    left = expected_slowdown.residual_sigma(SIGMA, count, slack, ahead)
+    left = simulation.residual_sigma(SIGMA, count, slack, ahead)
     assert left <= SIGMA
     if count > 1:
-        assert expected_slowdown.residual_sigma(SIGMA, count, slack + more, ahead) <= left
-        assert expected_slowdown.residual_sigma(SIGMA, count, math.inf, ahead) == 0
-    assert expected_slowdown.residual_sigma(SIGMA, count, 0.0, 0.0) == SIGMA
+        assert simulation.residual_sigma(SIGMA, count, slack + more, ahead) <= left
+        assert simulation.residual_sigma(SIGMA, count, math.inf, ahead) == 0
+    assert simulation.residual_sigma(SIGMA, count, 0.0, 0.0) == SIGMA
 
 
 # --- folded expectation against unfolded draws ---------------------------------------------------
@@ -184,20 +176,17 @@ def stepwise(schedule: Schedule, on: Cluster, rounds: int) -> NDArray[np.float64
         rounds=rounds,
         noise=Noise(jitter=0.5),  # only its arrays: the factors are replaced
         fold=False,
-        free=False,
     )
     at = np.array(list(_steps(schedule)))
     drawn = np.random.default_rng(5).lognormal(
         -SIGMA * SIGMA / 2, SIGMA, (on.nodes, rounds, schedule.steps)
     )
     factors = drawn[:, :, at].reshape(on.nodes, -1)
-    even = np.ones(factors.shape[1])
+    meetings = sum(map(len, plain.communicators.values()))
     noisy = replace(
         plain,
-        class_factors=tuple(factors[c.rank // on.gpus_per_node] for c in plain.classes),
-        communicator_factors=tuple(
-            even for together in plain.communicators.values() for _ in together
-        ),
+        class_factors=factors[[c.rank // on.gpus_per_node for c in plain.classes]].T,
+        communicator_factors=np.ones((factors.shape[1], meetings)),
     )
     _, ends = run(noisy)
     last = max(n for n, op in enumerate(schedule.body) if isinstance(op.work, Compute))
