@@ -79,13 +79,6 @@ def gap_constants(setting: Setting) -> tuple[float, float]:
     return by_gradients, eta * eta * tau * squares + apart * apart * (tau - 1) / 2
 
 
-def late_share(setting: Setting) -> float:
-    """The share of N due to delay and momentum; the rest is due to an outer step unlike gamma."""
-    late = replace(setting, local_steps=1)
-    _, whole = gap_constants(setting)
-    return gap_constants(late)[1] * setting.local_steps / whole if whole else 0.0
-
-
 def drift(setting: Setting) -> float:
     """The mean over k = 0 ... tau-1 of r_k^2, the bound of E mean_i |x^i - mean|^2.
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.convergence.objectives.problems import Array, Quadratic
+from analysis.convergence.problems import Array, Quadratic
 from analysis.convergence.setting import RunSize, Variants
 from co2sim.common.errors import OptionError
 
@@ -140,7 +140,7 @@ def transition(
 def _check(which: Variants, delay: int) -> None:
     if delay not in {0, 1}:
         raise OptionError(f"delay is {delay}; exact moments are known for 0 and 1")
-    if which.gap_aware.any() or np.isfinite(which.clip).any():
+    if (which.most_penalty > 0).any() or np.isfinite(which.clip).any():
         raise OptionError("exact moments are not known with clipping or a gap-aware penalty")
 
 
@@ -262,7 +262,7 @@ def late_exact(
     `spread` is NaN unless asked for. `final` is of the mean of workers. Raises OptionError for what
     is not linear.
     """
-    if which.gap_aware.any() or np.isfinite(which.clip).any():
+    if (which.most_penalty > 0).any() or np.isfinite(which.clip).any():
         raise OptionError("exact moments are not known with clipping or a gap-aware penalty")
     optimum = problem.optimum
     problem = replace(problem, centre=problem.centre - optimum, start=problem.start - optimum)
