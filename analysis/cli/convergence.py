@@ -183,8 +183,8 @@ def tau(  # noqa: PLR0913 - one argument per option
 
     _refuse_tau(strategy)
     advice.averaging(parse(strategy))
-    given = {"--cluster": cluster, "--gpus": gpus, "--taus": taus, "--set": overrides}
-    _check_source(runs, given)
+    of_simulation = {"--cluster": cluster, "--gpus": gpus, "--taus": taus, "--set": overrides}
+    _check_source(runs, of_simulation)
     if target is not None:
         validation.above("--target", target, 0)
     if gradient_bound is not None:
@@ -253,11 +253,11 @@ def _check_source(runs: list[Path] | None, simulation_only: Mapping[str, object]
             "the times of rounds are missing: give folders of real runs, or simulate a cluster with"
             " --cluster"
         )
-    given = [flag for flag, value in simulation_only.items() if value]
-    if runs and given:
+    refused = [flag for flag, value in simulation_only.items() if value]
+    if runs and refused:
         raise OptionError(
-            f"the times of rounds come from real runs or from a simulation: {', '.join(given)} does"
-            f" not apply to {runs[0]}"
+            "the times of rounds come from real runs or from a simulation:"
+            f" {', '.join(refused)} does not apply to {runs[0]}"
         )
 
 
@@ -480,7 +480,7 @@ def _setting(
     heterogeneity: float,
     convex: bool,
     refused: Mapping[str, tuple[object, object]] | None = None,
-    **asked: Any,
+    **values: Any,
 ) -> tuple[Any, bool, Any]:
     """The Setting of the options; whether its inner step is left open, then 1; the RunRecord.
 
@@ -494,17 +494,17 @@ def _setting(
     recorded = None if run is None else read_run(run)
     if recorded is None:
         *numbers, when, keep, predict = method
-        asked |= dict(zip(_Method._fields, numbers, strict=False))
-        asked["delay"] = when.rounds
-        asked["late"] = lateness(when, asked["local_steps"] or 1, keep, predict)
+        values |= dict(zip(_Method._fields, numbers, strict=False))
+        values["delay"] = when.rounds
+        values["late"] = lateness(when, values["local_steps"] or 1, keep, predict)
     else:
         pairs = zip(_Method._fields, zip(method, _Method(), strict=True), strict=True)
         _refuse_with_run({**dict(pairs), **(refused or {})})
-        asked = recorded.given(asked)
-    _refuse_missing(asked)
-    tune = asked.get("inner_step") is None
-    asked |= {"inner_step": 1.0} if tune else {}
-    return Setting(heterogeneity=heterogeneity, convex=convex, **asked), tune, recorded
+        values = recorded.given(values)
+    _refuse_missing(values)
+    tune = values.get("inner_step") is None
+    values |= {"inner_step": 1.0} if tune else {}
+    return Setting(heterogeneity=heterogeneity, convex=convex, **values), tune, recorded
 
 
 def _refuse_with_run(options_: Mapping[str, tuple[object, object]]) -> None:
@@ -515,10 +515,10 @@ def _refuse_with_run(options_: Mapping[str, tuple[object, object]]) -> None:
             raise OptionError(f"--{flag} does not go with --run, which takes it from the training")
 
 
-def _refuse_missing(asked: Mapping[str, object]) -> None:
+def _refuse_missing(values: Mapping[str, object]) -> None:
     """Raise OptionError for required numbers that neither an option nor a run says."""
     names = ("smoothness", "noise", "gap", "workers", "rounds", "local_steps")
-    missing = [f"--{name.replace('_', '-')}" for name in names if asked.get(name) is None]
+    missing = [f"--{name.replace('_', '-')}" for name in names if values.get(name) is None]
     if missing:
         raise OptionError(
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; give numbers, or"

@@ -205,19 +205,20 @@ def published(setting: Setting) -> float | Infeasible:
 
     Source: Wang et al., SlowMo, ICLR 2020, arXiv 1910.00643, Theorem 1.
     """
-    at = rate_step(replace(setting, penalty=1.0, most_penalty=None), 1.0)
-    workers, tau, beta, alpha = at.workers, at.local_steps, at.momentum, at.outer_step
-    steps = tau * at.rounds
+    chosen = rate_step(replace(setting, penalty=1.0, most_penalty=None), 1.0)
+    workers, tau = chosen.workers, chosen.local_steps
+    beta, alpha = chosen.momentum, chosen.outer_step
+    steps = tau * chosen.rounds
     widest = max(3 * tau * (1 - beta - alpha) / alpha, 4 * tau * beta / (1 - beta), 1.0)
-    least = workers * at.smoothness**2 * (1 + math.sqrt(3) * widest)
+    least = workers * chosen.smoothness**2 * (1 + math.sqrt(3) * widest)
     if steps < least:
-        return Infeasible(load=least / steps, largest_inner_step=at.inner_step)
-    noise = at.noise * at.smoothness
+        return Infeasible(load=least / steps, largest_inner_step=chosen.inner_step)
+    noise = chosen.noise * chosen.smoothness
     return (
-        (2 * at.gap + noise) / math.sqrt(workers * steps)
-        + at.smoothness**2 * drift(at)
-        + 4 * noise * at.smoothness * (tau - 1) / steps * ((1 - beta) / alpha - 1) ** 2
-        + 8 * noise * at.smoothness * tau / steps * beta**2 / (1 - beta**2)
+        (2 * chosen.gap + noise) / math.sqrt(workers * steps)
+        + chosen.smoothness**2 * drift(chosen)
+        + 4 * noise * chosen.smoothness * (tau - 1) / steps * ((1 - beta) / alpha - 1) ** 2
+        + 8 * noise * chosen.smoothness * tau / steps * beta**2 / (1 - beta**2)
     )
 
 

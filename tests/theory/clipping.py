@@ -281,7 +281,7 @@ def measured(form: Form, genes: Genes) -> list[Run]:
     paths = Paths(problem, bits.reshape(shape).swapaxes(0, 1) == 1, form.share)
     which = replace(variants_of(settings, phi), decay=genes.decay)
     outcome = run(problem, which, size, sampler=paths)
-    known = problem.most_spread
+    most = problem.most_spread
     scale = np.array([setting.penalty for setting in settings]) / size.local_steps
     columns = (
         phi,
@@ -293,7 +293,7 @@ def measured(form: Form, genes: Genes) -> list[Run]:
         paths.mean,
     )
     numbers = np.stack(np.broadcast_arrays(*columns), axis=1).tolist()
-    spread = outcome.spread if known is None else np.full(len(settings), known)
+    spread = outcome.spread if most is None else np.full(len(settings), most)
     met = (replace(s, heterogeneity=float(z)) for s, z in zip(settings, spread, strict=True))
     return [Run(setting, *line) for setting, line in zip(met, numbers, strict=True)]
 
@@ -356,8 +356,8 @@ def totals(done: Run) -> Iterator[tuple[str, float]]:
             yield from _noisy(setting, parts, done.each, phi)
 
 
-def _total(found: Bound | Infeasible) -> float:
-    return found.total if isinstance(found, Bound) else math.nan
+def _total(terms: Bound | Infeasible) -> float:
+    return terms.total if isinstance(terms, Bound) else math.nan
 
 
 def _noisy(

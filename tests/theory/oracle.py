@@ -389,7 +389,7 @@ def checks(cells: Cells, *, quick: bool) -> Iterator[Check]:
             f"largest relative error {max(errors):.1e} on {len(cases)} settings",
         )
         by_variant = [
-            row for task, found in rows if bool(task.late) == bool(words) for row in found
+            row for task, lines in rows if bool(task.late) == bool(words) for row in lines
         ]
         z = [abs(each) for row in by_variant for each in row]
         yield Check(

@@ -241,17 +241,19 @@ def test_pieces_are_the_integral_of_their_gradient() -> None:
     rng = np.random.default_rng(3)
     for _ in range(20):
         problem = clipping.random_form(rng, noisy=False).problem
-        at = rng.normal(size=(50, len(problem.start))) * 3
-        near = at + 1e-6 * rng.normal(size=at.shape)
-        change = ((problem.gradient(at) + problem.gradient(near)) / 2 * (near - at)).sum(axis=-1)
-        np.testing.assert_allclose(problem.value(near) - problem.value(at), change, atol=1e-9)
-        steps = np.linalg.norm(problem.gradient(at[1:]) - problem.gradient(at[:-1]), axis=1)
+        points = rng.normal(size=(50, len(problem.start))) * 3
+        near = points + 1e-6 * rng.normal(size=points.shape)
+        change = ((problem.gradient(points) + problem.gradient(near)) / 2 * (near - points)).sum(
+            axis=-1
+        )
+        np.testing.assert_allclose(problem.value(near) - problem.value(points), change, atol=1e-9)
+        steps = np.linalg.norm(problem.gradient(points[1:]) - problem.gradient(points[:-1]), axis=1)
         assert (
-            steps <= problem.smoothness * np.linalg.norm(np.diff(at, axis=0), axis=1) + 1e-9
+            steps <= problem.smoothness * np.linalg.norm(np.diff(points, axis=0), axis=1) + 1e-9
         ).all()
-        assert problem.value(at).min() >= -1e-9
-        each = problem.gradients(np.repeat(at[:, None], len(problem.slopes), axis=1))
-        np.testing.assert_allclose(each.mean(axis=1), problem.gradient(at), atol=1e-9)
+        assert problem.value(points).min() >= -1e-9
+        each = problem.gradients(np.repeat(points[:, None], len(problem.slopes), axis=1))
+        np.testing.assert_allclose(each.mean(axis=1), problem.gradient(points), atol=1e-9)
         x = problem.start[None]
         for _ in range(2000):
             x = x - 0.5 * problem.gradient(x)
