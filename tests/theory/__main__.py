@@ -34,7 +34,8 @@ def report(cells: Cells, *, quick: bool) -> tuple[str, bool]:
     tables = [f"## {line[0].upper()}{line[1:]}" for line in lines if isinstance(line, str)]
     title = "# The convergence bounds of CO2, checked"
     first = table(("must hold", "", "measured"), rows)
-    return "\n\n".join((title, first, *tables)) + "\n", all(each.passed for each in claims)
+    made = "Made by `make verify`."
+    return "\n\n".join((title, first, *tables, made)) + "\n", all(each.passed for each in claims)
 
 
 def picture(cells: Cells, *, quick: bool) -> bytes:
