@@ -107,15 +107,13 @@ def drift(setting: Setting) -> float:
     return total / setting.local_steps
 
 
-def load(setting: Setting, condition: float = 1.0) -> float:
+def load(setting: Setting) -> float:
     """L eta + 2 L omega. The theorem holds where it is below 1. Proportional to gamma.
-
-    `condition` multiplies omega^2: less than 1 is wrong, and shows whether a check would notice.
 
     Source: docs/theory.md, bound.
     """
     by_gradients, _ = gap_constants(setting)
-    return setting.smoothness * (setting.virtual_step + 2 * math.sqrt(condition) * by_gradients)
+    return setting.smoothness * (setting.virtual_step + 2 * by_gradients)
 
 
 def largest_inner_step(setting: Setting) -> float:
@@ -123,12 +121,12 @@ def largest_inner_step(setting: Setting) -> float:
     return setting.inner_step / load(setting)
 
 
-def evaluate(setting: Setting, condition: float = 1.0) -> Bound | Infeasible:
-    """The four terms, or why there are none. `condition` is that of `load`.
+def evaluate(setting: Setting) -> Bound | Infeasible:
+    """The four terms, or why there are none.
 
     Source: docs/theory.md, bound, and docs/theory-proofs.md, steps 2 to 5.
     """
-    taken = load(setting, condition)
+    taken = load(setting)
     if not taken < 1:
         return Infeasible(load=taken, largest_inner_step=largest_inner_step(setting))
     smooth, eta = setting.smoothness, setting.virtual_step
