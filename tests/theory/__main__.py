@@ -28,9 +28,12 @@ LAYERS = {
 def report(cells: Cells, *, quick: bool) -> tuple[str, bool]:
     """All claims and tables as Markdown, and whether every claim holds."""
     lines = [line for checks in LAYERS.values() for line in checks(cells, quick=quick)]
+    holds = {True: "holds", False: "FAILS"}
     claims = [line for line in lines if isinstance(line, Check)]
-    rows = [(each.claim, "holds" if each.passed else "FAILS", each.measured) for each in claims]
-    rows = [tuple(cell.replace("|", "\\|") for cell in row) for row in rows]
+    rows = [
+        [cell.replace("|", "\\|") for cell in (each.claim, holds[each.passed], each.measured)]
+        for each in claims
+    ]
     tables = [f"## {line[0].upper()}{line[1:]}" for line in lines if isinstance(line, str)]
     title = "# The convergence bounds of CO2, checked"
     first = table(("must hold", "", "measured"), rows)
@@ -45,7 +48,7 @@ def picture(cells: Cells, *, quick: bool) -> bytes:
         figure = Figure(figsize=(6.0, 5.0), layout="constrained")
         axis = figure.subplots()
         for name, colour in zip(TERMS, COLOURS, strict=False):
-            points = [(r.total, r.measured) for r in rows if r.bound.dominant == name]
+            points = [(r.total, r.measured) for r in rows if grid.dominant(r) == name]
             label = f"{name} ({len(points):,})"
             axis.plot(*zip(*points, strict=True), "o", color=colour, ms=2, mew=0, label=label)
         ends = np.array([[f(row.total for row in rows)] * 2 for f in (min, max)])

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -282,6 +283,8 @@ def measured(form: Form, genes: Genes) -> list[Run]:
     which = replace(variants_of(settings, phi), decay=genes.decay)
     outcome = run(problem, which, size, sampler=paths)
     most = problem.most_spread
+    assert paths.each is not None
+    assert paths.mean is not None
     scale = np.array([setting.penalty for setting in settings]) / size.local_steps
     columns = (
         phi,
@@ -512,7 +515,7 @@ def floors(
 # --- what has to hold -----------------------------------------------------------------------------
 
 
-def plan(*, quick: bool) -> tuple[list[tuple[int, int, bool]], list[tuple[object, ...]]]:
+def plan(*, quick: bool) -> tuple[list[tuple[int, int, bool]], list[tuple[Any, ...]]]:
     """The arguments of `climb` and of `floors`."""
     seeds, calls = (1, 36) if quick else (10, 270)
     exactly = [(seed, calls, noisy) for noisy in (False, True) for seed in range(seeds)]

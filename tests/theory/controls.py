@@ -143,7 +143,7 @@ def checks(cells: Cells, *, quick: bool) -> Iterator[Check | str]:
 
 def _rates(cells: Cells) -> Iterator[Check | str]:
     families = (*EQUAL, *UNEQUAL)
-    lines = {}
+    lines: dict[tuple[str, float, float], tuple[float, float]] = {}
     for family, (sizes, values) in zip(
         families, cells(rate_points, [(family,) for family in families]), strict=True
     ):

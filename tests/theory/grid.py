@@ -10,7 +10,7 @@ import numpy as np
 
 from analysis.convergence import bound, clipping
 from analysis.convergence.bound import TERMS, Bound, Infeasible
-from analysis.convergence.problems import Array, Gaussian, Problem
+from analysis.convergence.problems import Array, Gaussian, Problem, Sampler
 from analysis.convergence.setting import Late, Setting, Variants, select, size_of, variants_of
 from analysis.convergence.simulate import run
 from analysis.convergence.verify import margin
@@ -208,7 +208,7 @@ def settings(problem: Problem, task: Task) -> Iterator[Setting]:
         yield from (replace(whole, outer_step=task.outer_step, late=late) for late in lates)
         return
     resting, unlike = task.family in AT_MINIMUM, problem.heterogeneous
-    fractions = _FRACTIONS
+    fractions: tuple[float, ...] = _FRACTIONS
     if resting:  # workers that differ would drift apart without end at larger ones
         fractions = _SMALL_FRACTIONS[:2] if unlike else (*_SMALL_FRACTIONS, *_FRACTIONS[-1:])
     drawn = task.family.endswith("minibatches")
@@ -289,8 +289,9 @@ def _simulated(
 ) -> tuple[Array, ...]:
     """A, its error, zeta^2 and sigma^2 by variant; every one of every cell has its own noise."""
     seeds = task.seeds
-    drawn = isinstance(problem, Logistic) and task.family.endswith("minibatches")
-    sampler = Minibatches(problem, _BATCH) if drawn else Gaussian(problem)
+    sampler: Sampler = Gaussian(problem)
+    if isinstance(problem, Logistic) and task.family.endswith("minibatches"):
+        sampler = Minibatches(problem, _BATCH)
     seed = [task.workers, task.rounds, task.tau, task.delay, seeds, *task.family.encode()]
     seed += [task.late] if task.late else []
     together = max(1, _MOST_NUMBERS // (seeds * task.workers * len(problem.start)))
@@ -406,7 +407,7 @@ def judge(rows: Sequence[Row], least: int, words: str = "") -> Iterator[Check | 
     )
     columns = ("part", *(f"violations with {factor:g} of it" for factor in FACTORS), "begin at %")
     yield f"{words}wrong terms\n\n" + table(columns, [(name, *c) for name, c in counts.items()])
-    for title, key in (("problem", _family), ("largest term of the bound", _dominant)):
+    for title, key in (("problem", _family), ("largest term of the bound", dominant)):
         yield f"{words}measured/bound by {title}\n\n" + _grouped(feasible, title, key)
 
 
@@ -414,7 +415,8 @@ def _family(row: Row) -> str:
     return row.family
 
 
-def _dominant(row: Row) -> str:
+def dominant(row: Row) -> str:
+    """The largest term of the bound; empty where there is none."""
     return row.bound.dominant if isinstance(row.bound, Bound) else ""
 
 

@@ -312,7 +312,8 @@ def growths() -> tuple[Array, Array]:
     mixes = ((1.0, 0.0), (0.5, 0.0), (0.5, 0.5), (0.75, 0.25))
     columns = zip(*((*pair, *mix) for pair in pairs for mix in mixes), strict=True)
     alpha, beta, keep, predict = (np.array(column) for column in columns)
-    below, above = [], []
+    below: list[Array] = []
+    above: list[Array] = []
     for steps in (1, 3):
         system = LateSystem(0.0, 3, steps, alpha, beta, keep, predict)
         edges = exact_moments.edges(system)

@@ -97,7 +97,11 @@ class Logistic:
     @cached_property
     def least(self) -> float:
         """f_inf: the solver's gradient is so small that f is off by less than round-off."""
-        solved = minimize(self._loss, self.start, jac=self.gradient, method="BFGS", tol=1e-8)
+
+        def loss(point: Array) -> float:
+            return float(self._loss(point))
+
+        solved = minimize(loss, self.start, jac=self.gradient, method="BFGS", tol=1e-8)
         return float(solved.fun)
 
     def value(self, point: Array) -> Array:
