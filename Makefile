@@ -86,8 +86,8 @@ fidelity: $(STAMP)-dev
 	$(BIN)/python benchmarks/collectives.py $(QUICK)
 
 verify: $(STAMP)-dev
-	$(BIN)/co2analysis verify --out out/verify $(QUICK)
-	$(BIN)/python benchmarks/clip_bound.py $(QUICK)
+	PYTHONPATH=tests $(BIN)/python -m theory --out out/verify $(QUICK)
+	$(if $(QUICK),,cp out/verify/report.md benchmarks/results/theory.md; cp out/verify/bound.png examples/)
 
 failures: $(STAMP)-dev
 	$(BIN)/python benchmarks/failures.py $(QUICK)

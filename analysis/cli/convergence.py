@@ -1,24 +1,20 @@
 """The commands of `co2analysis` about convergence: tau, trends, verify."""
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from analysis.convergence.setting import ONE_ROUND, Delay, Late, delay, late_average
 from co2sim.cli import options
-from co2sim.cli.options import Report
 from co2sim.common import validation
-from co2sim.common.cli import command_line, keeping, print_json
+from co2sim.common.cli import print_json
 from co2sim.common.errors import OptionError
-from co2sim.common.files import check_writable, write_atomically
 from co2sim.common.progress import progress_bar
-from co2sim.common.tables import console, print_table
+from co2sim.common.tables import console
 from co2sim.prediction.case import OPEN_BATCH, Case
-from co2sim.report.bundle import check
 from co2sim.strategies import parse
 
 
@@ -91,6 +87,15 @@ GradientBound = Annotated[
         "M: the largest partial derivative of any worker's loss; default: sqrt(2 L Delta).",
     ),
 ]
+Convex = Annotated[bool, typer.Option("--convex", help="Every worker's function is convex.")]
+Run = Annotated[
+    Path | None,
+    typer.Option(
+        "--run",
+        metavar="FOLDER",
+        help="A training: its setting, its constants (--estimate), and its clipping residual.",
+    ),
+]
 
 
 def lateness(
@@ -118,12 +123,6 @@ def all_given(
         f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; the bound needs"
         " --smoothness, --noise and --gap"
     )
-
-
-def _folder(text: str | Path) -> Path:
-    if not str(text):
-        raise OptionError("--out is ''; it must be a folder")
-    return Path(text)
 
 
 def tau(  # noqa: PLR0913 - one argument per option
@@ -184,8 +183,8 @@ def tau(  # noqa: PLR0913 - one argument per option
 
     _refuse_tau(strategy)
     advice.averaging(parse(strategy))
-    given = {"--cluster": cluster, "--gpus": gpus, "--taus": taus, "--set": overrides}
-    _check_source(runs, given)
+    of_simulation = {"--cluster": cluster, "--gpus": gpus, "--taus": taus, "--set": overrides}
+    _check_source(runs, of_simulation)
     if target is not None:
         validation.above("--target", target, 0)
     if gradient_bound is not None:
@@ -254,11 +253,11 @@ def _check_source(runs: list[Path] | None, simulation_only: Mapping[str, object]
             "the times of rounds are missing: give folders of real runs, or simulate a cluster with"
             " --cluster"
         )
-    given = [flag for flag, value in simulation_only.items() if value]
-    if runs and given:
+    refused = [flag for flag, value in simulation_only.items() if value]
+    if runs and refused:
         raise OptionError(
-            f"the times of rounds come from real runs or from a simulation: {', '.join(given)} does"
-            f" not apply to {runs[0]}"
+            "the times of rounds come from real runs or from a simulation:"
+            f" {', '.join(refused)} does not apply to {runs[0]}"
         )
 
 
@@ -304,60 +303,64 @@ def trends(
     networks.print_all(console(), lines, target)
 
 
-def verify(
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out",
-            "-o",
-            parser=_folder,
-            metavar="FOLDER",
-            help="Folder of the report, and of measured cells.",
-        ),
-    ] = Path("out/verify"),
-    quick: Annotated[  # noqa: FBT002
-        bool, typer.Option("--quick", help="A smaller protocol: under a minute on 2 cores.")
-    ] = False,
-    jobs: Annotated[
-        int,
-        typer.Option(
-            parser=options.whole("--jobs"), metavar="N", help="Processes; 0: one per core."
-        ),
-    ] = 0,
-    report: Report = None,
+def verify(  # noqa: PLR0913, PLR0917 - one argument per constant
+    smoothness: AskedSmoothness = None,
+    noise: AskedNoise = None,
+    gap: AskedGap = None,
+    workers: Workers = None,
+    rounds: Rounds = None,
+    local_steps: Tau = None,
+    heterogeneity: Heterogeneity = 0.0,
+    inner_step: InnerStep = None,
+    outer_step: OuterStep = 1.0,
+    momentum: Momentum = 0.0,
+    penalty: Penalty = 1.0,
+    most_penalty: MostPenalty = None,
+    delay: AskedDelay = ONE_ROUND,
+    keep: Keep = None,
+    predict: Predict = None,
+    convex: Convex = False,  # noqa: FBT002
+    phi: Annotated[
+        float | None,
+        number("--phi", "Clip the momentum at this, in units of a sum of gradients."),
+    ] = None,
+    run: Run = None,
+    seeds: Annotated[int, whole("--seeds", "Runs of each problem; 2 or more.")] = 16,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
-    """Check the bound against measurement and write a report; exit code 1 if it fails.
+    """Check the bound of one setting against simulated runs; exit code 1 if they violate it.
 
-    Measured cells stay in the folder: after an interruption the same command continues from there.
+    The setting is that of `co2analysis bound`. It runs on a quadratic and, without --convex, on a
+    function that is not convex, which have its smoothness, gap, noise and heterogeneity.
     """
-    from analysis.convergence import report as reports  # noqa: PLC0415 - only for this command
-    from analysis.convergence.objectives.problems import scikit_learn  # noqa: PLC0415
-    from analysis.convergence.protocol import checks, store  # noqa: PLC0415
+    from analysis.convergence import bound as bounds  # noqa: PLC0415 - scipy, only for this command
+    from analysis.convergence import verify as runs  # noqa: PLC0415
 
-    validation.whole("--jobs", jobs)
-    scikit_learn()
-    check("--report", report, charts=False)
-    check_writable(out)
-    with keeping("measured cells are kept"):
-        with progress_bar("measuring") as progress:
-            cells = store.measure(
-                out / "cells", quick=quick, jobs=jobs or os.cpu_count() or 1, progress=progress
-            )
-        findings = checks.judge(cells, quick=quick)
-        files = reports.files(findings, out, command_line("co2analysis"), report)
-        write_atomically(files)
+    if phi is not None:
+        validation.above("--phi", phi, 0)
+    setting, tune, _ = _setting(
+        run,
+        smoothness=smoothness,
+        noise=noise,
+        gap=gap,
+        workers=workers,
+        rounds=rounds,
+        local_steps=local_steps,
+        inner_step=inner_step,
+        heterogeneity=heterogeneity,
+        convex=convex,
+        method=_Method(outer_step, momentum, penalty, most_penalty, delay, keep, predict),
+    )
+    runs.check_size(setting, seeds)
+    setting = bounds.tuned(setting) if tune else setting
+    with progress_bar("simulating") as progress:
+        compared = runs.compare(setting, seeds=seeds, phi=phi, progress=progress)
     if json_:
-        print_json(findings.to_dict())
+        print_json(runs.to_dict(setting, compared))
     else:
-        shown = console()
-        rows = [(c.claim, "holds" if c.passed else "FAILS", c.measured) for c in findings.checks]
-        print_table(shown, "the protocol", ("claim", "", "measured"), rows, left=3)
-        also = "" if report is None else f", {report}"
-        shown.print(
-            f"written {out / 'report.md'} and report.html{also}", highlight=False, markup=False
-        )
-    if not findings.passed:
+        runs.print_comparison(console(), setting, compared)
+    if words := runs.violation(compared):
+        typer.echo(words, err=True)
         raise typer.Exit(1)
 
 
@@ -377,9 +380,7 @@ def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
     delay: AskedDelay = ONE_ROUND,
     keep: Keep = None,
     predict: Predict = None,
-    convex: Annotated[  # noqa: FBT002
-        bool, typer.Option("--convex", help="Every worker's function is convex.")
-    ] = False,
+    convex: Convex = False,  # noqa: FBT002
     allowed_delay: Annotated[
         float | None,
         number(
@@ -410,14 +411,7 @@ def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
         ),
     ] = None,
     gradient_bound: GradientBound = None,
-    run: Annotated[
-        Path | None,
-        typer.Option(
-            "--run",
-            metavar="FOLDER",
-            help="A training: its setting, its constants (--estimate), and its clipping residual.",
-        ),
-    ] = None,
+    run: Run = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """The bound of the mean squared gradient for one setting, by term; or "infeasible".
@@ -432,47 +426,27 @@ def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
         bound_to_dict,
         print_bound,
     )
-    from analysis.convergence.run_record import print_run, read_run  # noqa: PLC0415
-    from analysis.convergence.setting import Setting  # noqa: PLC0415
+    from analysis.convergence.run_record import print_run  # noqa: PLC0415
 
     if allowed_delay is not None:
         validation.at_least("--allowed-delay", allowed_delay, 0)
-    recorded = None if run is None else read_run(run)
-    asked: dict[str, Any] = {
-        "smoothness": smoothness,
-        "noise": noise,
-        "gap": gap,
-        "workers": workers,
-        "rounds": rounds,
-        "local_steps": local_steps,
-        "inner_step": inner_step,
-    }
-    if recorded is None:
-        asked |= {
-            "outer_step": outer_step,
-            "momentum": momentum,
-            "penalty": penalty,
-            "most_penalty": most_penalty,
-            "delay": delay.rounds,
-            "late": lateness(delay, local_steps or 1, keep, predict),
-        }
-    else:
-        _refuse_with_run(
-            outer_step=(outer_step, 1.0),
-            momentum=(momentum, 0.0),
-            penalty=(penalty, 1.0),
-            most_penalty=(most_penalty, None),
-            delay=(delay, ONE_ROUND),
-            keep=(keep, None),
-            predict=(predict, None),
-            clip_residual=(clip_residual, None),
-            residual_decay=(residual_decay, 0.0),
-        )
-        asked = recorded.given(asked)
-    _refuse_missing(asked)
-    tune = asked.get("inner_step") is None
-    asked |= {"inner_step": 1.0} if tune else {}
-    setting = Setting(heterogeneity=heterogeneity, convex=convex, **asked)
+    setting, tune, recorded = _setting(
+        run,
+        smoothness=smoothness,
+        noise=noise,
+        gap=gap,
+        workers=workers,
+        rounds=rounds,
+        local_steps=local_steps,
+        inner_step=inner_step,
+        heterogeneity=heterogeneity,
+        convex=convex,
+        method=_Method(outer_step, momentum, penalty, most_penalty, delay, keep, predict),
+        refused={
+            "clip_residual": (clip_residual, None),
+            "residual_decay": (residual_decay, 0.0),
+        },
+    )
     residual, decay = clip_residual, residual_decay
     if recorded is not None and recorded.residual:
         residual, decay = recorded.best_residual(setting)
@@ -487,18 +461,64 @@ def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
         print_run(console(), recorded)
 
 
-def _refuse_with_run(**given: tuple[object, object]) -> None:
+class _Method(NamedTuple):
+    """The options of the outer step and of the delay."""
+
+    outer_step: float = 1.0
+    momentum: float = 0.0
+    penalty: float = 1.0
+    most_penalty: float | None = None
+    delay: Delay = ONE_ROUND
+    keep: float | None = None
+    predict: float | None = None
+
+
+def _setting(
+    run: Path | None,
+    *,
+    method: _Method,
+    heterogeneity: float,
+    convex: bool,
+    refused: Mapping[str, tuple[object, object]] | None = None,
+    **values: Any,
+) -> tuple[Any, bool, Any]:
+    """The Setting of the options; whether its inner step is left open, then 1; the RunRecord.
+
+    Of a run the method comes from its folder: its options, and those that are `refused`, have to be
+    at their defaults, which stand behind the values. Raises OptionError for these, and for what is
+    missing.
+    """
+    from analysis.convergence.run_record import read_run  # noqa: PLC0415 - scipy, not for help
+    from analysis.convergence.setting import Setting  # noqa: PLC0415
+
+    recorded = None if run is None else read_run(run)
+    if recorded is None:
+        *numbers, when, keep, predict = method
+        values |= dict(zip(_Method._fields, numbers, strict=False))
+        values["delay"] = when.rounds
+        values["late"] = lateness(when, values["local_steps"] or 1, keep, predict)
+    else:
+        pairs = zip(_Method._fields, zip(method, _Method(), strict=True), strict=True)
+        _refuse_with_run({**dict(pairs), **(refused or {})})
+        values = recorded.given(values)
+    _refuse_missing(values)
+    tune = values.get("inner_step") is None
+    values |= {"inner_step": 1.0} if tune else {}
+    return Setting(heterogeneity=heterogeneity, convex=convex, **values), tune, recorded
+
+
+def _refuse_with_run(options_: Mapping[str, tuple[object, object]]) -> None:
     """Raise OptionError for an option that is not at its default: the training says it."""
-    for name, (value, default) in given.items():
+    for name, (value, default) in options_.items():
         if value != default:
             flag = name.replace("_", "-")
             raise OptionError(f"--{flag} does not go with --run, which takes it from the training")
 
 
-def _refuse_missing(given: Mapping[str, object]) -> None:
+def _refuse_missing(values: Mapping[str, object]) -> None:
     """Raise OptionError for required numbers that neither an option nor a run says."""
     names = ("smoothness", "noise", "gap", "workers", "rounds", "local_steps")
-    missing = [f"--{name.replace('_', '-')}" for name in names if given.get(name) is None]
+    missing = [f"--{name.replace('_', '-')}" for name in names if values.get(name) is None]
     if missing:
         raise OptionError(
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; give numbers, or"

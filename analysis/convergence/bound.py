@@ -79,13 +79,6 @@ def gap_constants(setting: Setting) -> tuple[float, float]:
     return by_gradients, eta * eta * tau * squares + apart * apart * (tau - 1) / 2
 
 
-def late_share(setting: Setting) -> float:
-    """The share of N due to delay and momentum; the rest is due to an outer step unlike gamma."""
-    late = replace(setting, local_steps=1)
-    _, whole = gap_constants(setting)
-    return gap_constants(late)[1] * setting.local_steps / whole if whole else 0.0
-
-
 def drift(setting: Setting) -> float:
     """The mean over k = 0 ... tau-1 of r_k^2, the bound of E mean_i |x^i - mean|^2.
 
@@ -114,15 +107,13 @@ def drift(setting: Setting) -> float:
     return total / setting.local_steps
 
 
-def load(setting: Setting, condition: float = 1.0) -> float:
+def load(setting: Setting) -> float:
     """L eta + 2 L omega. The theorem holds where it is below 1. Proportional to gamma.
-
-    `condition` multiplies omega^2: less than 1 is wrong, and shows whether a check would notice.
 
     Source: docs/theory.md, bound.
     """
     by_gradients, _ = gap_constants(setting)
-    return setting.smoothness * (setting.virtual_step + 2 * math.sqrt(condition) * by_gradients)
+    return setting.smoothness * (setting.virtual_step + 2 * by_gradients)
 
 
 def largest_inner_step(setting: Setting) -> float:
@@ -130,12 +121,12 @@ def largest_inner_step(setting: Setting) -> float:
     return setting.inner_step / load(setting)
 
 
-def evaluate(setting: Setting, condition: float = 1.0) -> Bound | Infeasible:
-    """The four terms, or why there are none. `condition` is that of `load`.
+def evaluate(setting: Setting) -> Bound | Infeasible:
+    """The four terms, or why there are none.
 
     Source: docs/theory.md, bound, and docs/theory-proofs.md, steps 2 to 5.
     """
-    taken = load(setting, condition)
+    taken = load(setting)
     if not taken < 1:
         return Infeasible(load=taken, largest_inner_step=largest_inner_step(setting))
     smooth, eta = setting.smoothness, setting.virtual_step
@@ -212,19 +203,20 @@ def published(setting: Setting) -> float | Infeasible:
 
     Source: Wang et al., SlowMo, ICLR 2020, arXiv 1910.00643, Theorem 1.
     """
-    at = rate_step(replace(setting, penalty=1.0, most_penalty=None), 1.0)
-    workers, tau, beta, alpha = at.workers, at.local_steps, at.momentum, at.outer_step
-    steps = tau * at.rounds
+    chosen = rate_step(replace(setting, penalty=1.0, most_penalty=None), 1.0)
+    workers, tau = chosen.workers, chosen.local_steps
+    beta, alpha = chosen.momentum, chosen.outer_step
+    steps = tau * chosen.rounds
     widest = max(3 * tau * (1 - beta - alpha) / alpha, 4 * tau * beta / (1 - beta), 1.0)
-    least = workers * at.smoothness**2 * (1 + math.sqrt(3) * widest)
+    least = workers * chosen.smoothness**2 * (1 + math.sqrt(3) * widest)
     if steps < least:
-        return Infeasible(load=least / steps, largest_inner_step=at.inner_step)
-    noise = at.noise * at.smoothness
+        return Infeasible(load=least / steps, largest_inner_step=chosen.inner_step)
+    noise = chosen.noise * chosen.smoothness
     return (
-        (2 * at.gap + noise) / math.sqrt(workers * steps)
-        + at.smoothness**2 * drift(at)
-        + 4 * noise * at.smoothness * (tau - 1) / steps * ((1 - beta) / alpha - 1) ** 2
-        + 8 * noise * at.smoothness * tau / steps * beta**2 / (1 - beta**2)
+        (2 * chosen.gap + noise) / math.sqrt(workers * steps)
+        + chosen.smoothness**2 * drift(chosen)
+        + 4 * noise * chosen.smoothness * (tau - 1) / steps * ((1 - beta) / alpha - 1) ** 2
+        + 8 * noise * chosen.smoothness * tau / steps * beta**2 / (1 - beta**2)
     )
 
 

@@ -71,23 +71,23 @@ def allowed(setting: Setting, price: float, *, tune: bool) -> Allowed:
 
 def _evaluated(setting: Setting, *, tune: bool) -> tuple[Setting, Bound | None]:
     setting = bound.tuned(setting) if tune else setting
-    found = bound.evaluate(setting)
-    return setting, found if isinstance(found, Bound) else None
+    terms = bound.evaluate(setting)
+    return setting, terms if isinstance(terms, Bound) else None
 
 
-def _total(found: Bound | None) -> float:
-    return math.inf if found is None else found.total
+def _total(terms: Bound | None) -> float:
+    return math.inf if terms is None else terms.total
 
 
 def _line(setting: Setting, delay: Delay, base: float, *, tune: bool) -> DelayLine:
-    setting, found = _evaluated(setting, tune=tune)
-    total = _total(found)
+    setting, terms = _evaluated(setting, tune=tune)
+    total = _total(terms)
     price = total / base - 1 if 0 < base < math.inf else 0.0 if total == base == 0 else math.inf
     return DelayLine(
         delay=delay,
         inner_step=setting.inner_step,
         load=bound.load(setting),
-        bound=found,
+        bound=terms,
         price=price,
     )
 
@@ -189,11 +189,11 @@ def bound_to_dict(answered: BoundAnswer) -> dict[str, Any]:
     return values
 
 
-def _allowed_to_dict(found: Allowed) -> dict[str, Any]:
+def _allowed_to_dict(longest: Allowed) -> dict[str, Any]:
     return {
-        "price": found.price,
-        "steps": found.steps,
-        "feasible_steps": found.feasible,
+        "price": longest.price,
+        "steps": longest.steps,
+        "feasible_steps": longest.feasible,
         "delays": [
             {
                 "delay": str(line.delay),
@@ -202,7 +202,7 @@ def _allowed_to_dict(found: Allowed) -> dict[str, Any]:
                 "bound": {**asdict(line.bound), "total": line.bound.total} if line.bound else None,
                 "price": line.price,
             }
-            for line in found.lines
+            for line in longest.lines
         ],
     }
 
@@ -297,11 +297,11 @@ def _late_rows(answered: BoundAnswer) -> list[tuple[str, str]]:
     return rows
 
 
-def _print_allowed(out: Console, setting: Setting, found: Allowed) -> None:
-    rows = [(str(line.delay), *_cells(line)) for line in found.lines]
+def _print_allowed(out: Console, setting: Setting, longest: Allowed) -> None:
+    rows = [(str(line.delay), *_cells(line)) for line in longest.lines]
     columns = ("delay", "gamma", "load", *TERMS, "bound", "price")
     print_table(out, "by delay; 0: waiting; 1 round: with a restart, as in CO2", columns, rows)
-    out.print(f"{_verdict(setting, found)}\n", highlight=False, markup=False)
+    out.print(f"{_verdict(setting, longest)}\n", highlight=False, markup=False)
 
 
 def _cells(line: DelayLine) -> tuple[str, ...]:
@@ -312,24 +312,26 @@ def _cells(line: DelayLine) -> tuple[str, ...]:
     return (*head, *terms, f"{line.bound.total:.4g}", f"{line.price:+.1%}")
 
 
-def _verdict(setting: Setting, found: Allowed) -> str:
+def _verdict(setting: Setting, longest: Allowed) -> str:
     """How late an average may be used, as a text."""
-    tau, most = setting.local_steps, f"{1 + found.price:.4g} times that of waiting for it"
-    if found.steps is None or found.feasible is None:
+    tau, most = setting.local_steps, f"{1 + longest.price:.4g} times that of waiting for it"
+    if longest.steps is None or longest.feasible is None:
         return (
             "There is no bound even for waiting for the average, at this inner step; it must be"
             f" below {bound.largest_inner_step(replace(setting, late=None, delay=0)):.3g}."
         )
     notes = ""
-    if found.feasible < tau:
-        notes = f" The condition of the theorem holds up to {found.feasible} of {tau} local steps."
+    if longest.feasible < tau:
+        notes = (
+            f" The condition of the theorem holds up to {longest.feasible} of {tau} local steps."
+        )
     if setting.late is not None and setting.late.keep < 1:
         notes += (
             f" Steps before an arrival count {setting.late.keep:g} in all bounds but the first."
         )
-    if found.steps == 0:
+    if longest.steps == 0:
         return f"With any lateness of an average the bound is above {most}.{notes}"
     return (
-        f"An average may be used up to {found.steps} of {tau} local steps late: up to there the"
+        f"An average may be used up to {longest.steps} of {tau} local steps late: up to there the"
         f" bound is at most {most}.{notes}"
     )

@@ -66,76 +66,77 @@ def recommended(setting: Setting, largest: float) -> float | None:
     return clipping.least_phi(setting, largest)
 
 
-def to_dict(setting: Setting, found: Clipped) -> dict[str, Any]:
+def to_dict(setting: Setting, bounds: Clipped) -> dict[str, Any]:
     """The same as plain values."""
     values: dict[str, Any] = {}
-    if found.clip.residual is not None:
-        values["residual"] = found.clip.residual
-        values["decay"] = found.clip.decay
-        values["bound_with_residual"] = _plain(found.measured)
-    if found.clip.phi is not None:
-        values["phi"] = found.clip.phi
-        values["phi_in_parameters"] = setting.inner_step * found.clip.phi
-        values["never_clipped_below"] = found.threshold
-        values["bound_with_phi"] = _plain(found.prior)
-        values["floor"] = found.floor
-    if found.clip.phi is not None or found.clip.largest is not None:
-        values["gradient_bound"] = found.largest
-        values["least_phi"] = found.least_phi
+    if bounds.clip.residual is not None:
+        values["residual"] = bounds.clip.residual
+        values["decay"] = bounds.clip.decay
+        values["bound_with_residual"] = _plain(bounds.measured)
+    if bounds.clip.phi is not None:
+        values["phi"] = bounds.clip.phi
+        values["phi_in_parameters"] = setting.inner_step * bounds.clip.phi
+        values["never_clipped_below"] = bounds.threshold
+        values["bound_with_phi"] = _plain(bounds.prior)
+        values["floor"] = bounds.floor
+    if bounds.clip.phi is not None or bounds.clip.largest is not None:
+        values["gradient_bound"] = bounds.largest
+        values["least_phi"] = bounds.least_phi
     return values
 
 
-def _plain(found: Bound | Infeasible | None) -> dict[str, float] | None:
-    return {**asdict(found), "total": found.total} if isinstance(found, Bound) else None
+def _plain(terms: Bound | Infeasible | None) -> dict[str, float] | None:
+    return {**asdict(terms), "total": terms.total} if isinstance(terms, Bound) else None
 
 
-def rows(setting: Setting, found: Clipped) -> Iterator[tuple[str, str]]:
+def rows(setting: Setting, bounds: Clipped) -> Iterator[tuple[str, str]]:
     """Lines of the table."""
-    clip = found.clip
+    clip = bounds.clip
     if clip.residual is not None:
         of = f" of a running mean, decay {clip.decay:g}" if clip.decay else ""
         yield "momentum error eps" + of, f"{clip.residual:.6g}"
-        if isinstance(found.measured, Bound):
-            yield "... staleness term with it", f"{found.measured.staleness:.6g}"
-            yield "... drift term with it", f"{found.measured.drift:.6g}"
-        yield "... bound with this error", _total(found.measured)
+        if isinstance(bounds.measured, Bound):
+            yield "... staleness term with it", f"{bounds.measured.staleness:.6g}"
+            yield "... drift term with it", f"{bounds.measured.drift:.6g}"
+        yield "... bound with this error", _total(bounds.measured)
     if clip.phi is not None:
         yield "clip phi", f"{clip.phi:.6g}"
         yield "... in units of parameters, gamma phi", f"{setting.inner_step * clip.phi:.6g}"
-        yield "... a mean gradient of a round is clipped only above Phi =", f"{found.threshold:.6g}"
-        yield "... bound with this clip", _total(found.prior)
-        yield "... floor of the mean of |grad f|^2", f"{found.floor:.6g}"
+        least = "... a mean gradient of a round is clipped only above Phi ="
+        yield least, f"{bounds.threshold:.6g}"
+        yield "... bound with this clip", _total(bounds.prior)
+        yield "... floor of the mean of |grad f|^2", f"{bounds.floor:.6g}"
     if clip.phi is not None or clip.largest is not None:
         origin = "" if clip.largest is not None else " (sqrt(2 L Delta))"
-        yield "largest partial derivative M", f"{found.largest:.6g}{origin}"
-        if found.least_phi is not None:
-            yield f"phi whose bias alone adds {clipping.SHARE:.0%}", f"{found.least_phi:.6g}"
+        yield "largest partial derivative M", f"{bounds.largest:.6g}{origin}"
+        if bounds.least_phi is not None:
+            yield f"phi whose bias alone adds {clipping.SHARE:.0%}", f"{bounds.least_phi:.6g}"
 
 
-def _total(found: Bound | Infeasible | None) -> str:
-    if isinstance(found, Bound):
-        return f"{found.total:.6g}"
-    return "infeasible" if isinstance(found, Infeasible) else "none: Theorem 2 needs M below Phi"
+def _total(terms: Bound | Infeasible | None) -> str:
+    if isinstance(terms, Bound):
+        return f"{terms.total:.6g}"
+    return "infeasible" if isinstance(terms, Infeasible) else "none: Theorem 2 needs M below Phi"
 
 
-def sentences(setting: Setting, found: Clipped) -> Iterator[str]:
+def sentences(setting: Setting, bounds: Clipped) -> Iterator[str]:
     """What is wrong with a clip, a sentence each."""
-    phi, least = found.clip.phi, found.least_phi
+    phi, least = bounds.clip.phi, bounds.least_phi
     if phi is None or least is None or phi >= least:
         return
-    origin = "" if found.clip.largest is not None else " (--gradient-bound sets it)"
+    origin = "" if bounds.clip.largest is not None else " (--gradient-bound sets it)"
     words = (
-        f"phi = {phi:g} is too small for M = {found.largest:.4g}{origin}: it should be {least:.4g}"
+        f"phi = {phi:g} is too small for M = {bounds.largest:.4g}{origin}: it should be {least:.4g}"
         f" at least, whose bias adds {clipping.SHARE:.0%}."
     )
-    if found.floor:
+    if bounds.floor:
         words += (
             f" There is noise of this variance with which the mean of |grad f|^2 stays at"
-            f" {found.floor:.3g} or more, however long the training and however small the steps:"
+            f" {bounds.floor:.3g} or more, however long the training and however small the steps:"
             " phi has to grow as T^(1/4)."
         )
     if setting.noise == 0:
-        kappa = clipping.slowdown(setting, found.largest, phi)
+        kappa = clipping.slowdown(setting, bounds.largest, phi)
         words += f" Training is up to {kappa:.3g} times as slow."
     yield words
 

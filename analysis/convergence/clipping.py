@@ -195,10 +195,10 @@ def by_noise(setting: Setting, parts: Bound, used: NoiseConstants) -> Bound | In
     for spread, square in ((used.at_step, used.square), (used.at_end, 1.0)):
         gap = (math.sqrt(spread) + used.kick) * deviation + used.ramp * used.bias
         form = replace(parts, noise=square * parts.noise)
-        found = _added(setting, form, used.by_gradients, gap, used.bias)
-        if isinstance(found, Infeasible):
-            return found
-        bounds.append(found)
+        terms = _added(setting, form, used.by_gradients, gap, used.bias)
+        if isinstance(terms, Infeasible):
+            return terms
+        bounds.append(terms)
     return min(bounds, key=lambda form: form.total)
 
 
@@ -222,10 +222,10 @@ def by_slowdown(
     setting: Setting, parts: Bound, kappa: float, by_gradients: float
 ) -> Bound | Infeasible:
     """Kappa times optimization and drift."""
-    found = _added(setting, parts, by_gradients, 0.0, 0.0)
-    if isinstance(found, Infeasible):
-        return found
-    return replace(found, optimization=kappa * found.optimization, drift=kappa * found.drift)
+    terms = _added(setting, parts, by_gradients, 0.0, 0.0)
+    if isinstance(terms, Infeasible):
+        return terms
+    return replace(terms, optimization=kappa * terms.optimization, drift=kappa * terms.drift)
 
 
 def scaled_radius(setting: Setting, kappa: float) -> float:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.convergence.objectives.problems import Array, Quadratic
+from analysis.convergence.problems import Array, Quadratic
 from analysis.convergence.setting import RunSize, Variants
 from co2sim.common.errors import OptionError
 
@@ -140,7 +140,7 @@ def transition(
 def _check(which: Variants, delay: int) -> None:
     if delay not in {0, 1}:
         raise OptionError(f"delay is {delay}; exact moments are known for 0 and 1")
-    if which.gap_aware.any() or np.isfinite(which.clip).any():
+    if (which.most_penalty > 0).any() or np.isfinite(which.clip).any():
         raise OptionError("exact moments are not known with clipping or a gap-aware penalty")
 
 
@@ -262,7 +262,7 @@ def late_exact(
     `spread` is NaN unless asked for. `final` is of the mean of workers. Raises OptionError for what
     is not linear.
     """
-    if which.gap_aware.any() or np.isfinite(which.clip).any():
+    if (which.most_penalty > 0).any() or np.isfinite(which.clip).any():
         raise OptionError("exact moments are not known with clipping or a gap-aware penalty")
     optimum = problem.optimum
     problem = replace(problem, centre=problem.centre - optimum, start=problem.start - optimum)
@@ -279,14 +279,14 @@ def late_exact(
         later = _LateRound(rows, kinds, which, size, maps, weights, arrives=True)
         gradient = drift = np.zeros(len(which))
         widest = np.full(len(which), 0.0 if spread else np.nan)
-        own = np.zeros((len(kinds.share), len(which), len(problem.start)))
+        deviation = np.zeros((len(kinds.share), len(which), len(problem.start)))
         for done in range(size.rounds):
             here = later if done else opening
             gradient = gradient + _expected(here.gradient, state)
             drift = drift + _expected(here.drift, state)
             if spread:
                 widest = np.fmax(widest, here.spreads(state).max(axis=0))
-            summed, own = here.apart(own)
+            summed, deviation = here.apart(deviation)
             drift = drift + np.einsum("k,kcd->c", kinds.share, summed)
             state = _moved(here.matrix, state) + here.noise
     mean = rows.mean
@@ -321,16 +321,16 @@ def _kinds(problem: Quadratic, workers: int) -> _Kinds:
 
 def _maps(kinds: _Kinds, which: Variants, size: RunSize) -> _Maps:
     """The matrices of the state; p is the predicted share of a displacement."""
-    number, dimension = kinds.curvature.shape
-    count = 2 * number + 3
-    x, launched = np.arange(number), np.arange(number, 2 * number)
-    anchor, momentum, one = range(2 * number, count)
+    groups, dimension = kinds.curvature.shape
+    count = 2 * groups + 3
+    x, launched = np.arange(groups), np.arange(groups, 2 * groups)
+    anchor, momentum, constant = range(2 * groups, count)
     gamma = which.inner_step[:, None, None]
     noise_each = gamma**2 * which.noise[:, None, None] / dimension  # of one worker
     step = np.tile(np.eye(count), (len(which), dimension, 1, 1))
     ratio = 1 - gamma * kinds.curvature.T  # [C, d, K]
     step[:, :, x, x] = ratio
-    step[:, :, x, one] = (1 - ratio) * kinds.centre.T
+    step[:, :, x, constant] = (1 - ratio) * kinds.centre.T
     noise = np.zeros_like(step)
     noise[:, :, x, x] = noise_each / (kinds.share * size.workers)
     move = np.zeros(count)  # the anchor less the mean of workers at the launch
@@ -342,10 +342,10 @@ def _maps(kinds: _Kinds, which: Variants, size: RunSize) -> _Maps:
     arrival[:, :, anchor] -= change * arrival[:, :, momentum]
     assert size.late_steps is not None
     carried = (which.predict * size.late_steps / size.local_steps)[:, None, None]
-    for kind in range(number):
+    for kind in range(groups):
         arrival[:, :, kind] = arrival[:, :, anchor] - carried * move
         arrival[:, :, kind, kind] += which.keep[:, None]
-        arrival[:, :, kind, number + kind] -= which.keep[:, None]
+        arrival[:, :, kind, groups + kind] -= which.keep[:, None]
     launch = np.eye(count)
     launch[launched, launched] = 0.0
     launch[launched, x] = 1.0
@@ -369,15 +369,15 @@ class _Rows:
 
 def _rows(problem: Quadratic, kinds: _Kinds) -> _Rows:
     """The forms; `slope` is [d, D], `apart` [K, D], `spread` (grad f_i - grad f) is [K, d, D]."""
-    number, dimension = kinds.curvature.shape
-    count = 2 * number + 3
+    groups, dimension = kinds.curvature.shape
+    count = 2 * groups + 3
     mean = np.zeros(count)
-    mean[:number] = kinds.share
-    one = np.zeros(count)
-    one[-1] = 1.0
+    mean[:groups] = kinds.share
+    constant = np.zeros(count)
+    constant[-1] = 1.0
     slope = problem.mean_curvature[:, None] * mean  # positions are counted from the optimum
-    apart = np.eye(count)[:number] - mean
-    each = kinds.curvature[..., None] * (mean - kinds.centre[..., None] * one)
+    apart = np.eye(count)[:groups] - mean
+    each = kinds.curvature[..., None] * (mean - kinds.centre[..., None] * constant)
     assert slope.shape == (dimension, count)
     return _Rows(mean, slope, apart, each - slope)
 
@@ -495,9 +495,9 @@ def cubic(system: LateSystem) -> tuple[Array, Array, Array]:
     kept = system.keep * (left - ratio**system.tau)
     alpha, beta = system.outer_step, system.momentum
     g = kept - left * system.predict * system.steps / system.tau
-    two = g - 1 - beta + alpha * (1 - left)
-    one = beta - (1 + beta) * g + alpha * kept
-    return np.asarray(two), np.asarray(one), np.asarray(beta * g)
+    square = g - 1 - beta + alpha * (1 - left)
+    linear = beta - (1 + beta) * g + alpha * kept
+    return np.asarray(square), np.asarray(linear), np.asarray(beta * g)
 
 
 def disagreement(system: LateSystem) -> Array:
@@ -509,12 +509,12 @@ def disagreement(system: LateSystem) -> Array:
 
 def late_is_stable(system: LateSystem) -> NDArray[np.bool_]:
     """Whether a round contracts: the mean by Jury's conditions, the disagreement by its factor."""
-    two, one, zero = cubic(system)
+    square, linear, last = cubic(system)
     mean = (
-        (1 + two + one + zero > 0)
-        & (1 - two + one - zero > 0)
-        & (np.abs(zero) < 1)
-        & (np.abs(one - two * zero) < 1 - zero * zero)
+        (1 + square + linear + last > 0)
+        & (1 - square + linear - last > 0)
+        & (np.abs(last) < 1)
+        & (np.abs(linear - square * last) < 1 - last * last)
     )
     return np.asarray(mean & (np.abs(disagreement(system)) < 1))
 
@@ -526,7 +526,7 @@ def edges(system: LateSystem, highest: float = 2.0, places: int = 801) -> Array:
     """
     rows = system._replace(load=0.0)
     grid = np.linspace(0, highest, places)[1:]
-    stable = np.array([late_is_stable(rows._replace(load=at)) for at in grid])
+    stable = np.array([late_is_stable(rows._replace(load=load)) for load in grid])
     first = np.argmin(stable, axis=0)
     high = grid[first]
     low = high - grid[0]

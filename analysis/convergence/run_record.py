@@ -47,17 +47,17 @@ class RunRecord:
     running: float | None = None
     decay: float = 0.0
 
-    def given(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of `Setting`: those of `asked` that are not None come before what was measured.
+    def given(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of `Setting`: `options` that are not None come before what was measured.
 
         Raises OptionError for what the run says itself.
         """
-        found = {name: value for name, value in asked.items() if value is not None}
-        twice = [name for name in found if name in self.method]
+        chosen = {name: value for name, value in options.items() if value is not None}
+        twice = [name for name in chosen if name in self.method]
         if twice:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in twice)
             raise OptionError(f"{flags}: with --run the training says it; leave it out")
-        return {**self.method, **self.constants, **found}
+        return {**self.method, **self.constants, **chosen}
 
     @property
     def residual(self) -> float:
@@ -161,44 +161,44 @@ def print_run(out: Console, run: RunRecord) -> None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(text_of(path, MAX_RECORD_BYTES))
+        values = json.loads(text_of(path, MAX_RECORD_BYTES))
     except OSError as error:
         raise CatalogError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise CatalogError(f"{path} is not the record of a training: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         raise CatalogError(f"{path} is not the record of a training")
-    return found
+    return values
 
 
 def _outer(settings: TrainSettings, rule: Mapping[str, Any], last: LogRow) -> dict[str, Any]:
     """The outer step and its delay, as arguments of Setting; plain averaging has no numbers."""
     momentum, strategy, tau = rule.get("outer_momentum", 0.0), settings.parsed, settings.round
-    found = {
+    values = {
         "outer_step": rule.get("outer_lr", 1.0),
         "momentum": momentum,
         "penalty": rule.get("penalty", 1.0),
         "delay": rule["staleness"],
     }
     if rule.get("gap") == "gap_aware":
-        found["most_penalty"] = 1 + rule["staleness"] / (1 - momentum)
+        values["most_penalty"] = 1 + rule["staleness"] / (1 - momentum)
     if last.delay is not None and isinstance(strategy, CO2):
         keep, predict = strategy.kept()
         predict = bounded(tau, last.delay, keep, predict)
-        found["late"] = Late(steps=last.delay, keep=keep, predict=predict)
-    return found
+        values["late"] = Late(steps=last.delay, keep=keep, predict=predict)
+    return values
 
 
 def _constants(path: Path) -> dict[str, float]:
     """L, sigma squared and Delta, where they were measured."""
     if not path.exists():
         return {}
-    found = _json(path)
+    values = _json(path)
     try:
         return {
-            "smoothness": float(found["smoothness"]),
-            "noise": float(found["noise"]["value"]),
-            "gap": float(found["gap"]["value"]),
+            "smoothness": float(values["smoothness"]),
+            "noise": float(values["noise"]["value"]),
+            "gap": float(values["gap"]["value"]),
         }
     except (KeyError, TypeError, ValueError) as error:
         raise CatalogError(f"{path} is not the estimate of a training: {error}") from error
@@ -206,20 +206,20 @@ def _constants(path: Path) -> dict[str, float]:
 
 def _notes(settings: TrainSettings, rule: Mapping[str, Any]) -> list[str]:
     """What of a run the theorem does not cover."""
-    found = []
+    notes = []
     if steps := unlike_sgd(settings):
-        found.append(f"The bound is about plain SGD, not about {', '.join(steps)}.")
+        notes.append(f"The bound is about plain SGD, not about {', '.join(steps)}.")
     if settings.warmup or settings.final_lr != 1:
-        found.append("The bound wants one gamma; this is the mean learning rate of the run.")
+        notes.append("The bound wants one gamma; this is the mean learning rate of the run.")
     if getattr(settings.parsed, "dtype", None) == "bf16":
-        found.append("What bf16 rounds off averages is not recorded.")
+        notes.append("What bf16 rounds off averages is not recorded.")
     if rule.get("preview"):
-        found.append("The bound is not about a preview.")
+        notes.append("The bound is not about a preview.")
     if rule.get("fragments", 1) > 1:
-        found.append("The bound is not about fragments; the whole model counts as one.")
+        notes.append("The bound is not about fragments; the whole model counts as one.")
     if rule.get("gap") == "gap_aware" and rule.get("clip") is not None:
-        found.append(
+        notes.append(
             "The residual was recorded with the penalty of each round, which the theorem counts as"
             " 1: eps may be too large, at most by the largest penalty as a factor."
         )
-    return found
+    return notes

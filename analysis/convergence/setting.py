@@ -1,12 +1,13 @@
 """What the theorem and its simulator are given: numbers, late averages, variants of a method."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.convergence.objectives.problems import Array
+from analysis.convergence.problems import Array
 from co2sim.common import validation
 from co2sim.common.delayed_averaging import kept
 from co2sim.common.errors import OptionError
@@ -188,10 +189,10 @@ class Variants:
 
     `clip` is phi, the largest magnitude of an element of the momentum in units of gradients (so
     that tau steps of gradient 1 add tau), infinite for none. `noise` is sigma squared of a worker.
-    `gap_aware` chooses Lambda_t = 1 + |x_t - x_{t-1}| / max alpha |average used before| in place of
-    `penalty`. `keep` and `predict` are those of averages that are used some steps late (`Late`); no
-    other run heeds them. `decay` is that of the running mean of what was clipped that is recorded
-    besides. See `Setting` for the others.
+    With `most_penalty` above 0 the penalty is Lambda_t = 1 + |x_t - x_{t-1}| / max alpha |average
+    used before|, at most that, in place of `penalty`. `keep` and `predict` are those of averages
+    that are used some steps late (`Late`); no other run heeds them. `decay` is that of the running
+    mean of what was clipped that is recorded besides. See `Setting` for the others.
     """
 
     inner_step: Array
@@ -203,7 +204,7 @@ class Variants:
     keep: Array
     predict: Array
     decay: Array
-    gap_aware: NDArray[np.bool_]
+    most_penalty: Array
 
     def __len__(self) -> int:
         return len(self.inner_step)
@@ -220,13 +221,25 @@ def variants(  # noqa: PLR0913 - one argument per field
     keep: Array | float = 1.0,
     predict: Array | float = 0.0,
     decay: Array | float = 0.0,
-    gap_aware: NDArray[np.bool_] | bool = False,
+    most_penalty: Array | float = 0.0,
 ) -> Variants:
     """Variants from numbers and arrays of one length, which are broadcast together."""
-    floats = (inner_step, outer_step, momentum, penalty, clip, noise, keep, predict, decay)
-    *numbers, flags = np.broadcast_arrays(*(np.atleast_1d(v) for v in floats), gap_aware)
-    parts = [np.array(number, dtype=float) for number in numbers]
-    return Variants(*parts, gap_aware=np.array(flags, dtype=bool))  # type: ignore[misc]
+    values = (inner_step, outer_step, momentum, penalty, clip, noise, keep, predict, decay)
+    parts = np.broadcast_arrays(*(np.atleast_1d(value) for value in (*values, most_penalty)))
+    return Variants(*(np.array(part, dtype=float) for part in parts))
+
+
+def variants_of(settings: Sequence[Setting], clip: Array | float = np.inf) -> Variants:
+    """Settings that run side by side, for their own size and lateness; `clip` is phi."""
+    lates = [setting.late or Late(steps=1) for setting in settings]
+    names = ("inner_step", "outer_step", "momentum", "penalty", "noise")
+    return variants(
+        **{name: np.array([getattr(setting, name) for setting in settings]) for name in names},
+        most_penalty=np.array([setting.most_penalty or 0.0 for setting in settings]),
+        keep=np.array([late.keep for late in lates]),
+        predict=np.array([late.predict for late in lates]),
+        clip=clip,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +256,18 @@ class RunSize:
     seeds: int = 1
     delay: int = 1
     late_steps: int | None = None
+
+
+def size_of(setting: Setting, seeds: int) -> RunSize:
+    """How much a setting runs."""
+    return RunSize(
+        workers=setting.workers,
+        rounds=setting.rounds,
+        local_steps=setting.local_steps,
+        seeds=seeds,
+        delay=setting.delay,
+        late_steps=setting.late.steps if setting.late else None,
+    )
 
 
 def select(which: Variants, chosen: NDArray[np.bool_] | NDArray[np.intp] | slice) -> Variants:

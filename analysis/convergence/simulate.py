@@ -7,14 +7,13 @@ them have little noise.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.convergence.objectives.problems import Array, Gaussian, Problem, Sampler
-from analysis.convergence.setting import Late, Outcome, RunSize, Variants
+from analysis.convergence.problems import Array, Gaussian, Problem, Sampler, disagreement
+from analysis.convergence.setting import Outcome, RunSize, Variants
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import whole
 
@@ -22,25 +21,15 @@ from co2sim.common.validation import whole
 class InnerSteps:
     """The local steps of a round, and what is measured on the way."""
 
-    def __init__(
-        self, problem: Problem, sampler: Sampler, which: Variants, workers: int, steps: int
-    ) -> None:
+    def __init__(self, problem: Problem, sampler: Sampler, which: Variants, workers: int) -> None:
         self.problem, self.sampler = problem, sampler
-        self.workers, self.count = workers, steps
+        self.workers = workers
         self.size = which.inner_step[:, None, None, None]
         self.deviation = np.sqrt(which.noise)[:, None, None, None]
         self.gradient: Array = np.zeros(1)
         self.drift: Array = np.zeros(1)
         self.spread = np.zeros(len(which))
         self.variance = which.noise.copy()
-
-    def steps(self, x: Array, drawn: NDArray[Any]) -> Array:
-        """The sum D of the averaged gradients of a round that begins at x: [C, S, d]."""
-        points = np.repeat(x[:, :, None, :], self.workers, axis=2)
-        mean = x
-        for step in range(self.count):
-            mean = self.step(points, mean, drawn[step])
-        return (x - mean) / self.size[:, :, 0]
 
     def step(
         self, points: Array, mean: Array, drawn: NDArray[Any], weight: Array | float = 1.0
@@ -62,7 +51,7 @@ class InnerSteps:
             square = np.einsum("csgd,csgd->cs", apart, apart) / self.workers
             self.drift = self.drift + weight * square
         if self.problem.heterogeneous:
-            spread = self.problem.spread(mean).mean(axis=1)
+            spread = disagreement(self.problem, mean, self.workers).mean(axis=1)
             self.spread = np.fmax(self.spread, spread)
 
 
@@ -116,20 +105,31 @@ class OuterUpdate:
         """
         which = self.which
         constant = np.broadcast_to(which.penalty[:, None], due.shape[:2])
-        if not which.gap_aware.any():
+        varies = which.most_penalty > 0
+        if not varies.any():
             return constant
         share = np.divide(
             self.moved, self.longest, out=np.zeros_like(self.moved), where=self.longest > 0
         )
         length = np.sqrt((due**2).sum(axis=-1)) * self.factor[:, :, 0]
         self.longest = np.fmax(self.longest, length)
-        return np.where(which.gap_aware[:, None], 1 + share, constant)
+        ruled = np.minimum(1 + share, which.most_penalty[:, None])
+        return np.where(varies[:, None], ruled, constant)
 
 
-class LateRuns:
-    """The state of a run: workers, their anchor, and the average that travels.
+_CHUNK = 2**22
+"""Most numbers drawn ahead at once: 32 MiB."""
 
-    `points` are the workers, [C, S, G, d]; `anchor` and `mean` are [C, S, d].
+
+class Simulation:
+    """The state of a run: workers, their anchor, and the averages that travel.
+
+    `points` are the workers, [C, S, G, d]; `anchor` and `mean` are [C, S, d]. Averages that are
+    late by rounds are used at the end of a round, where all workers restart from the anchor;
+    those that are late by local steps are used between steps, without a restart.
+
+    With `apart` every variant has its own noise, else all have the same. Raises OptionError for a
+    negative delay, and for a gap-aware penalty without delay.
     """
 
     def __init__(
@@ -137,52 +137,74 @@ class LateRuns:
         problem: Problem,
         which: Variants,
         size: RunSize,
-        sampler: Sampler,
-        seed: int | Sequence[int],
-        apart: bool,  # noqa: FBT001
+        *,
+        seed: int | Sequence[int] = 0,
+        sampler: Sampler | None = None,
+        apart: bool = False,
     ) -> None:
-        assert size.late_steps is not None
-        self.arrival = size.late_steps
-        lates = [
-            Late(steps=self.arrival, keep=float(keep), predict=float(predict))
-            for keep, predict in zip(which.keep, which.predict, strict=True)
-        ]
+        whole("delay", size.delay)
+        self.restarts = size.late_steps is None
+        if self.restarts and size.delay == 0 and (which.most_penalty > 0).any():
+            raise OptionError("a gap-aware penalty needs a delay of at least 1")
+        dimension, steps = len(problem.start), size.local_steps
         self.size, self.which = size, which
         self.rng = np.random.default_rng(seed)
-        self.local = InnerSteps(problem, sampler, which, size.workers, size.local_steps)
-        self.outer = OuterUpdate(which, size.seeds, len(problem.start))
-        shape = (len(which), size.seeds, len(problem.start))
+        self.local = InnerSteps(problem, sampler or Gaussian(problem), which, size.workers)
+        self.outer = OuterUpdate(which, size.seeds, dimension)
+        shape = (len(which), size.seeds, dimension)
         self.anchor: Array = np.broadcast_to(problem.start, shape).copy()
         self.mean = self.anchor
         self.points = np.repeat(self.anchor[:, :, None, :], size.workers, axis=2)
+        # before the arrival of a late average steps count less
+        arrival = size.late_steps or 0
+        self.counted = which.keep * arrival + steps - arrival
+        self.carried = (which.predict * arrival / steps)[:, None, None]
         self.shape = ((len(which),) if apart else ()) + (size.seeds, size.workers)
-        self.counted = np.array([late.counted(size.local_steps) for late in lates])
-        self.carried = np.array([late.carried(size.local_steps) for late in lates])[:, None, None]
-        self.launched: tuple[Array, Array] | None = None
+        self.ahead = max(1, min(size.rounds, _CHUNK // (steps * math.prod(self.shape) * dimension)))
+        self.drawn: NDArray[Any] = np.zeros(0)
+        self.launched: list[tuple[Array, Array]] = []
         self.done = 0
 
     def next_round(self) -> None:
-        """Take the local steps of a round, use what arrives between them, launch at the end."""
-        steps = self.size.local_steps
-        drawn: NDArray[np.float64] = self.local.sampler.draw(self.rng, (steps, *self.shape))
+        """Take the local steps of a round, launch its average, use what is due."""
+        steps, late = self.size.local_steps, self.size.late_steps
+        first = self.done % self.ahead * steps
+        if first == 0:
+            self.drawn = self.local.sampler.draw(self.rng, (self.ahead * steps, *self.shape))
         early = self.which.keep[:, None]
         with np.errstate(over="ignore", invalid="ignore"):
             for k in range(steps):
-                if k == self.arrival:
+                if k == late:
                     self._arrive()
-                weight = early if k < self.arrival else 1.0
-                self.mean = self.local.step(self.points, self.mean, drawn[k], weight)
-            if self.arrival == steps:
+                weight = early if late and k < late else 1.0
+                self.mean = self.local.step(self.points, self.mean, self.drawn[first + k], weight)
+            if late == steps:
                 self._arrive()
-            self.launched = (self.points.copy(), self.anchor - self.mean)
+            left = self.points if self.restarts else self.points.copy()
+            self.launched.append((left, self.anchor - self.mean))
+            if self.restarts:
+                self._restart()
         self.done += 1
+
+    def _due(self) -> Array:
+        """The oldest sum of averaged gradients that travels."""
+        return self.launched[0][1] / self.local.size[:, :, 0]
+
+    def _restart(self) -> None:
+        """Move the anchor, by the average that is due if there is one, and all workers to it."""
+        ready = len(self.launched) > self.size.delay
+        self.anchor = self.outer.step(self.anchor, self._due() if ready else None)
+        if ready:
+            self.launched.pop(0)
+        self.mean = self.anchor
+        self.points = np.repeat(self.anchor[:, :, None, :], self.size.workers, axis=2)
 
     def _arrive(self) -> None:
         """Move the anchor, and the workers with it: they keep a part of what they did meanwhile."""
-        if self.launched is None:
+        if not self.launched:
             return
-        left, moved = self.launched
-        self.anchor = self.outer.step(self.anchor, moved / self.local.size[:, :, 0])
+        self.anchor = self.outer.step(self.anchor, self._due())
+        left, moved = self.launched.pop()
         ahead = self.anchor - self.carried * moved
         kept = self.which.keep[:, None, None, None] * (self.points - left)
         self.points = ahead[:, :, None, :] + kept
@@ -192,6 +214,10 @@ class LateRuns:
         """What was measured until here; `final` is the last mean of the workers."""
         local, outer, shape = self.local, self.outer, self.mean.shape[:2]
         counted = (self.done * self.counted)[:, None]
+        updates = self.done if self.restarts else max(1, self.done - 1)
+        # where workers restart without a delay the last update moves no point that was visited
+        at_once = self.restarts and self.size.delay == 0
+        residual, running = outer.before if at_once else (outer.residual, outer.running)
         with np.errstate(over="ignore", invalid="ignore"):
             value = local.problem.value(self.mean)
         return Outcome(
@@ -200,25 +226,12 @@ class LateRuns:
             value=value,
             spread=local.spread,
             variance=local.variance,
-            clipped=outer.clipped / max(1, self.done - 1),
+            clipped=outer.clipped / updates,
             penalty=outer.penalty,
-            residual=outer.residual / self.done,
-            running=outer.running / self.done,
+            residual=residual / self.done,
+            running=running / self.done,
             final=self.mean,
         )
-
-
-_CHUNK = 2**22
-"""Most numbers drawn ahead at once: 32 MiB."""
-
-
-@dataclass(frozen=True, slots=True)
-class Trajectory:
-    """Every round of a run: x_t, m_t (T + 1 of each) and D_t: [rounds, C, S, d]."""
-
-    points: Array
-    momenta: Array
-    sums: Array
 
 
 def run(
@@ -232,96 +245,10 @@ def run(
 ) -> Outcome:
     """Run all variants from the problem's start; noise is Gaussian unless a sampler is given.
 
-    With `apart` every variant has its own noise, else all have the same.
-    What diverges becomes infinite or NaN, without a warning. Raises OptionError for a negative
-    delay, and for a gap-aware penalty without delay.
+    What diverges becomes infinite or NaN, without a warning. The arguments and errors are those of
+    `Simulation`.
     """
-    kind = _Runs if size.late_steps is None else LateRuns
-    simulation = kind(problem, which, size, sampler or Gaussian(problem), seed, apart)
+    simulation = Simulation(problem, which, size, seed=seed, sampler=sampler, apart=apart)
     for _ in range(size.rounds):
         simulation.next_round()
     return simulation.outcome()
-
-
-def walk(
-    problem: Problem,
-    which: Variants,
-    size: RunSize,
-    *,
-    seed: int | Sequence[int] = 0,
-    sampler: Sampler | None = None,
-) -> tuple[Outcome, Trajectory]:
-    """As `run` without `apart`, and every round with it; for averages that are late by rounds."""
-    simulation = _Runs(problem, which, size, sampler or Gaussian(problem), seed, apart=False)
-    rounds = [simulation.next_round() for _ in range(size.rounds)]
-    points, momenta, sums = (np.array(part) for part in zip(*rounds, strict=True))
-    last = simulation.x[None]
-    return simulation.outcome(), Trajectory(np.concatenate([points, last]), momenta, sums)
-
-
-class _Runs:
-    """The state of a run: draws noise ahead, takes local steps, applies averages when they are due.
-
-    `x` is [C, S, d].
-    """
-
-    def __init__(
-        self,
-        problem: Problem,
-        which: Variants,
-        size: RunSize,
-        sampler: Sampler,
-        seed: int | Sequence[int],
-        apart: bool,  # noqa: FBT001
-    ) -> None:
-        whole("delay", size.delay)
-        if size.delay == 0 and which.gap_aware.any():
-            raise OptionError("a gap-aware penalty needs a delay of at least 1")
-        dimension = len(problem.start)
-        self.size = size
-        self.rng = np.random.default_rng(seed)
-        self.local = InnerSteps(problem, sampler, which, size.workers, size.local_steps)
-        self.outer = OuterUpdate(which, size.seeds, dimension)
-        self.x: Array = np.broadcast_to(problem.start, (len(which), size.seeds, dimension)).copy()
-        self.shape = ((len(which),) if apart else ()) + (size.seeds, size.workers)
-        per_round = size.local_steps * math.prod(self.shape) * dimension
-        self.ahead = max(1, min(size.rounds, _CHUNK // per_round))
-        self.drawn: NDArray[Any] = np.zeros(0)
-        self.waiting: list[Array] = []
-        self.done = 0
-
-    def next_round(self) -> tuple[Array, Array, Array]:
-        """Take one round: the x that it began with, its momentum, and its sum of gradients D."""
-        count = self.size.local_steps
-        place = self.done % self.ahead * count
-        if place == 0:
-            self.drawn = self.local.sampler.draw(self.rng, (self.ahead * count, *self.shape))
-        began = self.x
-        with np.errstate(over="ignore", invalid="ignore"):
-            total = self.local.steps(began, self.drawn[place : place + count])
-            self.waiting.append(total)
-            due = self.waiting.pop(0) if len(self.waiting) > self.size.delay else None
-            self.x = self.outer.step(began, due)
-        self.done += 1
-        return began, self.outer.momentum, total
-
-    def outcome(self) -> Outcome:
-        """What was measured until here."""
-        local, outer, shape = self.local, self.outer, self.x.shape[:2]
-        steps = self.done * self.size.local_steps
-        # without a delay the last update moves no point that was visited
-        residual, running = (outer.residual, outer.running) if self.size.delay else outer.before
-        with np.errstate(over="ignore", invalid="ignore"):
-            value = local.problem.value(self.x)
-        return Outcome(
-            gradient=np.broadcast_to(local.gradient / steps, shape).copy(),
-            drift=np.broadcast_to(local.drift / steps, shape).copy(),
-            value=value,
-            spread=local.spread,
-            variance=local.variance,
-            clipped=outer.clipped / self.done,
-            penalty=outer.penalty,
-            residual=residual / self.done,
-            running=running / self.done,
-            final=self.x,
-        )

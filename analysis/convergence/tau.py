@@ -134,10 +134,10 @@ def hiding(case: Case) -> int | None:
     if not isinstance(strategy, CO2):
         return None
     try:
-        found = driver.resolve_auto(replace(case, strategy=replace(strategy, tau="auto")))
+        resolved = driver.resolve_auto(replace(case, strategy=replace(strategy, tau="auto")))
     except OptionError:  # the link is too slow
         return None
-    return round_steps(averaging(found.strategy))  # type: ignore[arg-type]
+    return round_steps(averaging(resolved.strategy))  # type: ignore[arg-type]
 
 
 def _averaging_of(case: Case) -> Averaging:

@@ -1,23 +1,197 @@
 """A neural network under CO2, SlowMo and local SGD, compared with the bound: trends, not a check.
 
-The constants of a network are estimates, so the bound may be wrong for it either way. What can be
-compared is how things move with tau and with the method, at the best inner step of each cell.
+L of the network is the largest curvature that was met, and f_inf is taken as 0: its constants are
+estimates, so the bound may be wrong for it either way. What can be compared is how things move with
+tau and with the method, at the best inner step of each cell.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 
 from analysis.convergence import bound
 from analysis.convergence.bound import Bound
-from analysis.convergence.objectives.mlp import MLP, Batches, digits
-from analysis.convergence.objectives.problems import Array
+from analysis.convergence.problems import Array, disagreement
 from analysis.convergence.setting import RunSize, Setting, Variants, variants
-from analysis.convergence.simulate import Trajectory, walk
+from analysis.convergence.simulate import Simulation
+from co2sim.common.errors import OptionError
 from co2sim.common.tables import print_table
+
+_HIDDEN = 16
+_CLASSES = 10
+_ITERATIONS = 12
+_SMALL = 1e-4
+"""Length of the step of a finite difference."""
+
+
+@dataclass(frozen=True, eq=False)
+class MLP:
+    """One hidden layer of tanh and a softmax, on images [G, n, 64] with labels [G, n].
+
+    Workers that share all images have G = 1. Points are all parameters in a row, [..., d].
+    """
+
+    images: Array
+    labels: NDArray[np.int64]
+    start: Array
+
+    @property
+    def smoothness(self) -> float:
+        """Not known; see `curvature`."""
+        return float("nan")
+
+    @property
+    def convex(self) -> bool:
+        """Not."""
+        return False
+
+    @property
+    def heterogeneous(self) -> bool:
+        """Whether workers have different images."""
+        return len(self.images) > 1
+
+    @property
+    def most_spread(self) -> float | None:
+        """Zero for workers that share all images; else not known."""
+        return None if self.heterogeneous else 0.0
+
+    def value(self, point: Array) -> Array:
+        """The mean loss over all images: [...]."""
+        images, labels = self._everything()
+        _, likely = self._forward(point, images)
+        picked = np.take_along_axis(
+            likely, np.broadcast_to(labels[:, None], (*likely.shape[:-1], 1)), -1
+        )
+        return np.asarray(-np.log(np.maximum(picked[..., 0], 1e-300)).mean(axis=-1))
+
+    def gradient(self, point: Array) -> Array:
+        """The gradient of f."""
+        images, labels = self._everything()
+        return self.slope(point, images, labels)
+
+    def gradients(self, points: Array) -> Array:
+        """The gradients of the f_i at [..., G, d]."""
+        images, labels = (self.images, self.labels) if self.heterogeneous else self._everything()
+        return self.slope(points, images, labels)
+
+    def slope(self, point: Array, images: Array, labels: NDArray[np.int64]) -> Array:
+        """The gradient on given images [..., n, 64], for points [..., d]."""
+        hidden, likely = self._forward(point, images)
+        wanted = np.eye(_CLASSES)[labels]
+        out = (likely - wanted) / images.shape[-2]
+        _, _, second, _ = _unpacked(point, images.shape[-1])
+        inner = out @ np.swapaxes(second, -1, -2) * (1 - hidden**2)
+        turned = np.swapaxes(np.broadcast_to(images, (*inner.shape[:-1], images.shape[-1])), -1, -2)
+        parts = (
+            turned @ inner,
+            inner.sum(axis=-2),
+            np.swapaxes(hidden, -1, -2) @ out,
+            out.sum(axis=-2),
+        )
+        return np.concatenate([part.reshape(*point.shape[:-1], -1) for part in parts], axis=-1)
+
+    def curvature(self, point: Array, rng: np.random.Generator) -> float:
+        """The largest eigenvalue of the Hessian of f in magnitude: an estimate by iteration."""
+        direction = rng.standard_normal(point.shape)
+        largest = 0.0
+        for _ in range(_ITERATIONS):
+            direction /= np.linalg.norm(direction)
+            ahead, behind = point + _SMALL * direction, point - _SMALL * direction
+            direction = (self.gradient(ahead) - self.gradient(behind)) / (2 * _SMALL)
+            largest = float(np.linalg.norm(direction))
+        return largest
+
+    def _everything(self) -> tuple[Array, NDArray[np.int64]]:
+        return self.images.reshape(-1, self.images.shape[-1]), self.labels.reshape(-1)
+
+    @staticmethod
+    def _forward(point: Array, images: Array) -> tuple[Array, Array]:
+        first, bias, second, last = _unpacked(point, images.shape[-1])
+        hidden = np.tanh(images @ first + bias[..., None, :])
+        scores = hidden @ second + last[..., None, :]
+        scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        return hidden, scores / scores.sum(axis=-1, keepdims=True)
+
+
+def _unpacked(point: Array, inputs: int) -> tuple[Array, Array, Array, Array]:
+    ends = np.cumsum([inputs * _HIDDEN, _HIDDEN, _HIDDEN * _CLASSES])
+    first, bias, second, last = np.split(point, ends, axis=-1)
+    lead = point.shape[:-1]
+    return (
+        first.reshape(*lead, inputs, _HIDDEN),
+        bias,
+        second.reshape(*lead, _HIDDEN, _CLASSES),
+        last,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """Gradients of images drawn with replacement from a worker's own."""
+
+    problem: MLP
+    size: int
+
+    def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.int64]:
+        """Indices of images: [*shape, size]."""
+        return rng.integers(self.problem.images.shape[1], size=(*shape, self.size))
+
+    def gradients(
+        self, points: Array, drawn: NDArray[Any], deviation: Array
+    ) -> tuple[Array, Array | None]:
+        """The means over the drawn images. Their variances are estimated elsewhere."""
+        del deviation
+        workers = np.arange(points.shape[-2])[:, None] if self.problem.heterogeneous else 0
+        images, labels = self.problem.images[workers, drawn], self.problem.labels[workers, drawn]
+        return self.problem.slope(points, images, labels), None
+
+    def variance(self, point: Array, rng: np.random.Generator, draws: int = 200) -> float:
+        """Sigma squared at a point [d], estimated from minibatches of all workers."""
+        workers = len(self.problem.images)
+        drawn = self.draw(rng, (1, draws, workers))[0]
+        points = np.broadcast_to(point, (draws, workers, len(point)))
+        slopes, _ = self.gradients(points, drawn, np.zeros(1))
+        return float(slopes.var(axis=0, ddof=1).sum(axis=-1).mean())
+
+
+def _scikit_learn() -> Any:
+    """The module `sklearn.datasets`. Raises OptionError where scikit-learn is not installed."""
+    try:
+        from sklearn import datasets  # noqa: PLC0415 - an optional extra
+    except ImportError as error:
+        raise OptionError(
+            "the data of `trends` come with scikit-learn, which is not installed:"
+            " pip install '.[analysis]'"
+        ) from error
+    return datasets
+
+
+@cache
+def digits(workers: int = 1) -> MLP:
+    """The 1,797 images, standardized; with several workers ordered by label and cut in parts."""
+    raw, target = _scikit_learn().load_digits(return_X_y=True)
+    images = (raw - raw.mean()) / raw.std()
+    labels = target.astype(np.int64)
+    if workers > 1:
+        order = np.argsort(labels, kind="stable")[: len(labels) // workers * workers]
+        images, labels = images[order], labels[order]
+    inputs = images.shape[1]
+    rng = np.random.default_rng(0)
+    start = np.concatenate(
+        [
+            rng.standard_normal(inputs * _HIDDEN) / np.sqrt(inputs),
+            np.zeros(_HIDDEN),
+            rng.standard_normal(_HIDDEN * _CLASSES) / np.sqrt(_HIDDEN),
+            np.zeros(_CLASSES),
+        ]
+    )
+    return MLP(images.reshape(workers, -1, inputs), labels.reshape(workers, -1), start)
+
 
 METHODS = (("local SGD", 0, 1.0, 0.0), ("SlowMo", 0, 1.0, 0.5), ("CO2", 1, 1.0, 0.5))
 """Name, delay, outer step, momentum."""
@@ -78,39 +252,38 @@ def trends(
                 seeds=seeds,
                 delay=delay,
             )
-            outcome, path = walk(network, which, size, sampler=Batches(network, _BATCH))
+            simulation = Simulation(network, which, size, sampler=Batches(network, _BATCH))
+            visited = [simulation.mean]
+            for _ in range(size.rounds):
+                simulation.next_round()
+                visited.append(simulation.mean)
+            outcome = simulation.outcome()
             loss = outcome.value.mean(axis=1)
-            place = int(np.nanargmin(np.where(np.isfinite(loss), loss, np.inf)))
-            setting = _estimated(network, which, place, path, size)
-            yield _trend(
-                name,
-                setting,
-                outcome.gradient[place],
-                network.value(path.points[:, place]),
-                target,
-            )
+            best = int(np.nanargmin(np.where(np.isfinite(loss), loss, np.inf)))
+            path = np.array([points[best] for points in visited])
+            setting = _estimated(network, which, best, path, size)
+            yield _trend(name, setting, outcome.gradient[best], network.value(path), target)
 
 
-def _estimated(
-    network: MLP, which: Variants, place: int, path: Trajectory, size: RunSize
-) -> Setting:
-    """The setting of a run, with the largest constants that were met along its first seed."""
+def _estimated(network: MLP, which: Variants, best: int, path: Array, size: RunSize) -> Setting:
+    """The setting of a variant, with the largest constants that its first seed met.
+
+    `path` has the points of every round, [rounds + 1, seeds, d].
+    """
     rng = np.random.default_rng(4)
-    visited = [
-        path.points[turn, place, 0] for turn in np.linspace(0, size.rounds, _VISITS, dtype=int)
-    ]
+    visited = [path[turn, 0] for turn in np.linspace(0, size.rounds, _VISITS, dtype=int)]
     sampler = Batches(network, _BATCH)
     return Setting(
         smoothness=max(network.curvature(point, rng) for point in visited),
         noise=max(sampler.variance(point, rng) for point in visited),
-        heterogeneity=max(float(network.spread(point)) for point in visited),
+        heterogeneity=max(float(disagreement(network, point, size.workers)) for point in visited),
         gap=float(network.value(network.start)),
         workers=size.workers,
         rounds=size.rounds,
         local_steps=size.local_steps,
-        inner_step=float(which.inner_step[place]),
-        outer_step=float(which.outer_step[place]),
-        momentum=float(which.momentum[place]),
+        inner_step=float(which.inner_step[best]),
+        outer_step=float(which.outer_step[best]),
+        momentum=float(which.momentum[best]),
         delay=size.delay,
     )
 

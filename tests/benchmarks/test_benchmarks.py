@@ -26,7 +26,6 @@ SCRIPTS: dict[str, list[pytest.MarkDecorator]] = {
     "buyer_questions.py": [],
     "chaos.py": [pytest.mark.dist],
     "checkpoints.py": [],
-    "clip_bound.py": [],
     "collectives.py": [pytest.mark.lab],
     "convergence.py": [pytest.mark.dist],
     "engines.py": [pytest.mark.skipif(not DASK, reason="the extra `dask` is not installed")],

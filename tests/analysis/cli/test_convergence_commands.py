@@ -1,4 +1,4 @@
-"""`co2analysis bound`, `tau` and `trends`: their answers are those of the functions behind them."""
+"""`co2analysis bound`, `tau`, `verify` and `trends`: what they say is that of functions."""
 
 import io
 import json
@@ -9,13 +9,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from commands import Command
 from rich.console import Console
 from simulated_record import measured
 
-from analysis.convergence import bound, clipping, tau
+from analysis.convergence import bound, clipping, tau, verify
 from analysis.convergence.bound import Bound
+from analysis.convergence.problems import disagreement
 from analysis.convergence.setting import Late, Setting
 from analysis.convergence.tau import print_tau
 from co2sim.common.errors import OptionError
@@ -564,6 +566,98 @@ def test_the_search_for_tau_doubles_while_the_longest_is_best(
     assert [one.tau for one in found] == [*tau.USUAL, 512, 1024]
     assert tau.best(tau.after(PROBLEM, found, 1e7)).timing is found[-2]
     assert tau.searched(PROBLEM, case, [10.0])[-1].tau == tau.USUAL[-1]  # no round fits in
+
+
+# --- verify --------------------------------------------------------------------------------------
+
+SMALL = replace(SETTING, rounds=40, workers=3, inner_step=0.002)
+VERIFY = (
+    *("verify", "--smoothness", "2", "--noise", "1", "--gap", "3", "--workers", "3"),
+    *("--rounds", "40", "--local-steps", "8", "--inner-step", "0.002", "--seeds", "8"),
+)
+
+
+@pytest.mark.parametrize("change", [{}, {"heterogeneity": 4.0}, {"gap": 0.0}, {"convex": True}])
+def test_verify_runs_problems_with_the_constants_of_the_setting(change: dict[str, Any]) -> None:
+    """L is reached, the gap is that of the start, and workers disagree by zeta squared anywhere."""
+    setting = replace(SMALL, **change)
+    problems = dict(verify.problems(setting))
+    assert set(problems) == {"quadratic"} | (set() if setting.convex else {"not convex"})
+    points = np.linspace(-10, 10, 20_001)[:, None]
+    for name, problem in problems.items():
+        assert problem.smoothness == pytest.approx(2.0)
+        assert problem.convex is (name == "quadratic")
+        assert problem.value(problem.start) == pytest.approx(setting.gap)
+        assert disagreement(problem, points, 3) == pytest.approx(setting.heterogeneity)
+        slopes = np.diff(problem.gradient(points)[:, 0]) / 0.001
+        assert np.abs(slopes).max() == pytest.approx(2.0, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ((), {}),
+        (("--delay", "0", "--momentum", "0.5"), {"delay": 0, "momentum": 0.5}),
+        (("--delay", "3", "--heterogeneity", "4"), {"late": co2(3), "heterogeneity": 4.0}),
+        (("--most-penalty", "1.5"), {"most_penalty": 1.5}),
+        (("--penalty", "2", "--convex"), {"penalty": 2.0, "convex": True}),
+    ],
+)
+def test_verify_puts_runs_beside_the_bound(
+    co2analysis: Command, options: tuple[str, ...], change: dict[str, Any]
+) -> None:
+    """The bound is that of the setting, the runs are below it, and the text has the numbers."""
+    found = answer(co2analysis, *VERIFY, *options)
+    expected = evaluated(replace(SMALL, **change)).total
+    assert not found["violated"]
+    for line in found["problems"]:
+        assert line["bound"]["total"] == pytest.approx(expected)
+        assert 0 < line["measured"] < expected
+        assert line["ratio"] == pytest.approx(line["measured"] / expected)
+    text = co2analysis(*VERIFY, *options).out
+    assert f"{found['problems'][0]['measured']:.6g}" in text
+    assert f"{expected:.6g}" in text
+
+
+def test_verify_of_a_clip_takes_the_residual_of_its_runs(co2analysis: Command) -> None:
+    """The bound is that of Theorem 1, and the runs are below it."""
+    for line in answer(co2analysis, *VERIFY, "--phi", "0.5")["problems"]:
+        clipped = clipping.with_residual(SMALL, line["clip_residual"])
+        assert isinstance(clipped, Bound)
+        assert line["clip_residual"] > 0
+        assert line["bound"]["total"] == pytest.approx(clipped.total)
+        assert line["measured"] < clipped.total
+
+
+def test_verify_ends_with_1_and_one_line_where_the_bound_is_violated(
+    co2analysis: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a bound of half what was measured on the quadratic, which the line names."""
+    half = answer(co2analysis, *VERIFY)["problems"][0]["measured"] / 2
+    wrong = Bound(optimization=half, noise=0.0, staleness=0.0, drift=0.0)
+    monkeypatch.setattr(bound, "evaluate", lambda _: wrong)
+    done = co2analysis(*VERIFY, "--json")
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert "quadratic" in done.err
+    assert json.loads(done.out)["violated"]
+
+
+def test_verify_of_a_setting_without_a_bound_says_why(co2analysis: Command) -> None:
+    """Its runs are shown; that there is no bound is no failure."""
+    found = answer(co2analysis, *VERIFY, "--outer-step", "90")
+    assert found["load"] > 1
+    assert "must be below 1" in found["why_infeasible"]
+    assert all(line["bound"] is line["ratio"] is None for line in found["problems"])
+    assert "infeasible" in co2analysis(*VERIFY, "--outer-step", "90").out
+
+
+def test_verify_takes_the_setting_of_a_training(co2analysis: Command, tmp_path: Path) -> None:
+    """Its bound is that of `bound --run`; the residual that it recorded is not that of the runs."""
+    folder = str(trained(tmp_path))
+    expected = answer(co2analysis, "bound", "--run", folder)["bound"]
+    for line in answer(co2analysis, "verify", "--run", folder)["problems"]:
+        assert line["bound"] == expected
+        assert line["clip_residual"] is None
 
 
 # --- trends --------------------------------------------------------------------------------------

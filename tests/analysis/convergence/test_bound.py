@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from analysis.convergence import bound, bound_report
 from analysis.convergence.bound import Bound, Infeasible
-from analysis.convergence.objectives.problems import Array
+from analysis.convergence.problems import Array
 from analysis.convergence.setting import Delay, Late, Setting, delay
 from co2sim.common.errors import OptionError
 
@@ -30,7 +30,7 @@ LATE = replace(SETTING, heterogeneity=0.3, late=Late(steps=3))
 
 @st.composite
 def settings(draw: st.DrawFn) -> Setting:
-    """Settings of both protocols: averages some rounds late, or some local steps."""
+    """Settings: averages some rounds late, or some local steps."""
     tau = draw(st.integers(1, 5))
     late = st.builds(
         Late,
@@ -197,15 +197,6 @@ def test_constants_are_no_larger_than_they_must_be(
     counted = late.counted(tau) if late else tau
     last_round = (counts[:, None] * exact**2)[-tau:].sum() / counted
     assert endless == pytest.approx(last_round, rel=1e-5)
-
-
-def test_late_share() -> None:
-    """CO2's N = eta^2 tau/(1 - beta^2) + d^2 (tau - 1)/2: the share of the first part, by hand."""
-    setting = replace(SETTING, inner_step=1.0, outer_step=1.0, momentum=0.5, local_steps=5)
-    first, rest = 2.0**2 * 5 / (1 - 0.5**2), 1.0**2 * 4 / 2
-    assert bound.gap_constants(setting)[1] == pytest.approx(first + rest)
-    assert bound.late_share(setting) == pytest.approx(first / (first + rest))
-    assert bound.late_share(replace(setting, delay=0, momentum=0.0)) == 0.0
 
 
 # --- drift ---------------------------------------------------------------------------------------

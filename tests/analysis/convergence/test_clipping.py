@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
@@ -11,12 +10,8 @@ from hypothesis import strategies as st
 
 from analysis.convergence import bound, clipping
 from analysis.convergence.bound import Bound, Infeasible
-from analysis.convergence.objectives.pieces import Pieces
-from analysis.convergence.objectives.problems import Array
-from analysis.convergence.protocol import clip_checks, clip_runs
-from analysis.convergence.protocol.clip_checks import ClipTask
-from analysis.convergence.protocol.clip_runs import Form, Genes
-from analysis.convergence.setting import Late, RunSize, Setting
+from analysis.convergence.problems import Array
+from analysis.convergence.setting import Late, Setting
 
 SETTING = Setting(
     smoothness=2.0,
@@ -222,106 +217,3 @@ def test_the_floor_of_a_fixed_clip() -> None:
     assert clipping.floor(setting, 0.01 * phi) == 0.0  # the proposition says nothing
     assert clipping.floor(setting, math.inf) == 0.0
     assert clipping.floor(replace(setting, noise=0.0), phi) == 0.0
-
-
-# --- exact runs -----------------------------------------------------------------------------------
-
-
-def followed(form: Form, genes: Genes, setting: Setting, phi: float) -> tuple[float, float, float]:
-    """A and both residuals on x^2/2, by every path of the noise, a number at a time."""
-    size, late, tau = form.size, form.size.late_steps, form.size.local_steps
-    up = math.sqrt((1 - form.share) / form.share) * float(genes.noise[0])
-    down = -math.sqrt(form.share / (1 - form.share)) * float(genes.noise[0])
-    decay, gamma = float(genes.decay[0]), setting.inner_step
-    total = square = running = 0.0
-    for path in product((up, down), repeat=size.rounds * tau):
-        weight = math.prod(form.share if noise == up else 1 - form.share for noise in path)
-        x = anchor = float(form.problem.start[0])
-        m = r = left = 0.0
-        flight: list[float] = []
-        for t in range(size.rounds):
-            due_at, summed = (late, 0.0) if late and t else (None, 0.0)
-            for k in range(tau + 1):
-                if k == due_at or (k == tau and not late):
-                    flight += [summed] if not late else []
-                    ready = late or len(flight) > size.delay
-                    u = setting.momentum * m
-                    u += flight.pop(0) / setting.penalty if ready else 0.0
-                    m = min(max(u, -phi), phi)
-                    s = setting.penalty * (u - m) / tau
-                    r = decay * r + (1 - decay) * s
-                    if late or size.delay or t < size.rounds - 1:
-                        square, running = square + weight * s * s, running + weight * r * r
-                    anchor -= setting.outer_step * gamma * m
-                    x = anchor + x - left if late else anchor
-                if k < tau:
-                    total += weight * x * x
-                    slope = x + path[t * tau + k]
-                    summed, x = summed + slope, x - gamma * slope
-            left = x
-            flight += [summed] if late else []
-    rounds = size.rounds
-    return total / (rounds * tau), math.sqrt(square / rounds), math.sqrt(running / rounds)
-
-
-@pytest.mark.parametrize("delay", [0, 1, 2])
-@pytest.mark.parametrize("late", [None, 1, 2])
-def test_runs_are_those_of_every_path(delay: int, late: int | None) -> None:
-    """A and both residuals of a clipped run are those of a loop over numbers and paths."""
-    problem = Pieces(
-        breaks=np.zeros((1, 1)),
-        slopes=np.ones((1, 1, 2)),
-        tilt=np.zeros((1, 1)),
-        offset=np.zeros(1),
-        turn=np.eye(1),
-        start=np.array([1.5]),
-    )
-    size = RunSize(workers=1, rounds=4, local_steps=2, seeds=256, delay=delay, late_steps=late)
-    form = Form(problem, size, 0.2)
-    genes = Genes(
-        outer=np.array([1.3]),
-        momentum=np.array([0.5]),
-        penalty=np.array([2.0]),
-        clip=np.array([-1.5]),
-        step=np.array([0.9]),
-        noise=np.array([1.2]),
-        decay=np.array([0.7]),
-        aware=np.array([False]),
-    )
-    found = clip_runs.measured(form, genes)
-    expected = followed(form, genes, found.settings[0], float(found.clip[0]))
-    assert (found.gradient[0], found.residual[0], found.running[0]) == pytest.approx(expected)
-    assert expected[1] > expected[2] > 0
-
-
-def test_pieces_are_the_integral_of_their_gradient() -> None:
-    """The value is above 0 and its slope the gradient, which L bounds; workers have its mean."""
-    rng = np.random.default_rng(3)
-    for _ in range(20):
-        problem = clip_runs.random_form(rng, noisy=False).problem
-        at = rng.normal(size=(50, len(problem.start))) * 3
-        near = at + 1e-6 * rng.normal(size=at.shape)
-        change = ((problem.gradient(at) + problem.gradient(near)) / 2 * (near - at)).sum(axis=-1)
-        np.testing.assert_allclose(problem.value(near) - problem.value(at), change, atol=1e-9)
-        steps = np.linalg.norm(problem.gradient(at[1:]) - problem.gradient(at[:-1]), axis=1)
-        assert (
-            steps <= problem.smoothness * np.linalg.norm(np.diff(at, axis=0), axis=1) + 1e-9
-        ).all()
-        assert problem.value(at).min() >= -1e-9
-        each = problem.gradients(np.repeat(at[:, None], len(problem.slopes), axis=1))
-        np.testing.assert_allclose(each.mean(axis=1), problem.gradient(at), atol=1e-9)
-        x = problem.start[None]
-        for _ in range(2000):
-            x = x - 0.5 * problem.gradient(x)
-        assert problem.value(x)[0] >= -1e-9
-
-
-def test_wrong_constants_are_counted() -> None:
-    """A small task finds no violation of what holds, and some of what is wrong on purpose."""
-    cell = ClipTask(seed=1, calls=16, noisy=False).measure()
-    assert cell.clipped > 50 < cell.unclipped
-    assert not any(
-        cell.violations[name] for name in clip_checks.THEOREMS if name in cell.violations
-    )
-    assert cell.violations["running residual in the gap, none"] > 0
-    assert {"residual", "running residual", "clipped gradients"} <= cell.compared.keys()

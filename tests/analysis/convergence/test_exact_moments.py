@@ -8,15 +8,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.special import expit
+from theory.problems import FAMILIES, Minibatches, apart, breast_cancer, same
 
 from analysis.convergence import exact_moments
 from analysis.convergence.exact_moments import LateSystem
-from analysis.convergence.objectives.families import FAMILIES, apart, same
-from analysis.convergence.objectives.logistic import Minibatches, breast_cancer
-from analysis.convergence.objectives.mlp import Batches, digits
-from analysis.convergence.objectives.problems import Array, Problem, Quadratic
+from analysis.convergence.problems import Array, Problem, Quadratic, disagreement
 from analysis.convergence.setting import RunSize, Variants, variants
 from analysis.convergence.simulate import run
+from analysis.convergence.trends import Batches, digits
 from co2sim.common.errors import OptionError
 
 THREE = variants(
@@ -65,7 +64,7 @@ def test_oracle_agrees_with_the_simulator(family: str, delay: int, late: int | N
     np.testing.assert_allclose(outcome.value, problem.value(outcome.final))
 
 
-@pytest.mark.parametrize("which", [variants(0.1, clip=1.0), variants(0.1, gap_aware=True)])
+@pytest.mark.parametrize("which", [variants(0.1, clip=1.0), variants(0.1, most_penalty=np.inf)])
 def test_what_is_not_linear_has_no_exact_moments(which: Variants) -> None:
     """Clipping and the gap-aware rule; nor do other delays, or too few functions."""
     problem, size = same(1.0), RunSize(workers=2, rounds=2, local_steps=2)
@@ -82,7 +81,7 @@ def test_what_is_not_linear_has_no_exact_moments(which: Variants) -> None:
 def test_gap_aware_penalty_is_its_rule() -> None:
     """1 + |last change| over the largest |alpha x average| before; in [1, 1 + 1/(1 - beta)]."""
     beta = np.array([0.0, 0.5, 0.8])
-    steps = variants(0.05, outer_step=0.5, momentum=beta, noise=1.0, gap_aware=True)
+    steps = variants(0.05, outer_step=0.5, momentum=beta, noise=1.0, most_penalty=np.inf)
     size = RunSize(workers=2, rounds=50, local_steps=4, seeds=20)
     outcome = run(same(1.0, 0.3), steps, size)
     assert (outcome.penalty > 1.2).all()
@@ -99,7 +98,7 @@ def test_gap_aware_penalty_is_its_rule() -> None:
             change = 0.5 * momentum
             x -= change
         due = q * began
-    rule = variants(0.1, outer_step=0.5, momentum=0.5, gap_aware=True)
+    rule = variants(0.1, outer_step=0.5, momentum=0.5, most_penalty=np.inf)
     found = run(same(1.0), rule, RunSize(workers=1, rounds=6, local_steps=2))
     assert found.final.item() == pytest.approx(x)
     assert found.penalty.item() == pytest.approx(max(penalties))
@@ -121,7 +120,7 @@ def test_clipping_and_delay() -> None:
     assert hard.final.ravel() == pytest.approx([0.9])
     assert hard.clipped == 1
     with pytest.raises(OptionError, match="gap-aware"):
-        run(same(1.0), variants(0.1, gap_aware=True), replace(size, delay=0))
+        run(same(1.0), variants(0.1, most_penalty=np.inf), replace(size, delay=0))
     with pytest.raises(OptionError, match="-1"):
         run(same(1.0), steps, replace(size, delay=-1))
 
@@ -209,7 +208,7 @@ def test_problems_keep_their_constants(family: str, workers: int) -> None:
     mean = each.mean(axis=1)
     np.testing.assert_allclose(mean, problem.gradient(points), atol=1e-10)
     spread = ((each - mean[:, None, :]) ** 2).sum(-1).mean(-1)
-    np.testing.assert_allclose(spread, problem.spread(points), atol=1e-10)
+    np.testing.assert_allclose(spread, disagreement(problem, points, workers), atol=1e-10)
     assert problem.heterogeneous is bool(spread.max() > 1e-12)
     if family != "opposed at its minimum":  # its minimum is a saddle of one worker
         assert (problem.value(points) >= -1e-12).all()
@@ -265,7 +264,9 @@ def test_gradients_of_the_network() -> None:
     assert slope == pytest.approx(network.gradient(point) @ step, rel=1e-5)
     each = parted.gradients(np.repeat(point[None], 4, axis=0))
     np.testing.assert_allclose(each.mean(axis=0), parted.gradient(point), atol=1e-12)
-    assert parted.spread(point) == pytest.approx(((each - each.mean(axis=0)) ** 2).sum(-1).mean())
+    assert disagreement(parted, point, 4) == pytest.approx(
+        ((each - each.mean(axis=0)) ** 2).sum(-1).mean()
+    )
     sampler = Batches(network, 16)
     drawn = sampler.draw(rng, (1, 1000, 1))[0]
     points = np.broadcast_to(point, (1000, 1, len(point)))

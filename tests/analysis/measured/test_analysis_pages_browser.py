@@ -1,4 +1,4 @@
-"""Pages of `co2analysis compare`, `validate` and `verify` in a real browser."""
+"""Pages of `co2analysis compare` and `validate` in a real browser."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from test_analysis_pages import EVIL, compared, invented, text_of, validated
 
 from analysis.measured.comparison import compare
 from analysis.published.report import brief_report
-from co2sim.report.html import Page, render
-from co2sim.report.markdown import sections
+from co2sim.report.html import Page, PageSection, render
+from co2sim.report.markdown import to_html
 from co2sim.simulation.noise import Noise
 
 __all__ = ["browser"]
@@ -20,18 +20,9 @@ pytestmark = marks[1:]
 slow, nightly = pytest.mark.slow, pytest.mark.nightly
 
 PAGES = ["compare", "validate", "prose"]
-DOT = bytes.fromhex(
-    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8ffff"
-    "3f0005fe02fe0def46b80000000049454e44ae426082"
-)
-"""A picture of one white pixel."""
 PROSE = f"""# dropped
 
 {EVIL} and ![not ours](http://x.org/p.png)
-
-## Pictures
-
-![a caption](dot.png)
 
 ## Tables
 
@@ -49,10 +40,10 @@ PROSE = f"""# dropped
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Runs of three causes, published cells, and Markdown with all it has, as of `verify`."""
+    """Runs of three causes, published cells, and Markdown with all it has."""
     runs = compared({EVIL: ("ddp", slower_network), "latency": ("zero2", more_latency)})
     runs.append(compare("slow node", measured("zero3", noise=Noise(node_speed={1: 0.7}))))
-    prose = sections(PROSE, "First", {"dot.png": (DOT, "one white pixel")})
+    prose = [PageSection("prose", "Prose", text=to_html(PROSE, deeper=1))]
     texts = {
         "compare": text_of(runs),
         "validate": validated(brief_report(invented("co2", "zeropp", "zeropp-volume"))),

@@ -1,6 +1,5 @@
 """Markdown on a page: what it becomes, and what it cannot do."""
 
-import base64
 from html.parser import HTMLParser
 
 from hypothesis import given
@@ -42,16 +41,6 @@ def test_no_text_becomes_a_tag_that_acts_or_loads(parts: list[str]) -> None:
         assert tag in HARMLESS
         assert not any(name.startswith("on") or name == "src" for name in attributes)
         assert not (attributes.get("href") or "").startswith(("javascript:", "data:"))
-
-
-def test_a_picture_that_we_have_is_inside_with_its_words() -> None:
-    """As a figure with a caption; the text for those who do not see it is escaped."""
-    content = b"\x89PNG..."
-    text = to_html('before\n\n![seen & "read"](a.png)\n', {"a.png": (content, 'less < "more"')})
-    (image,) = [attributes for tag, attributes in Tags(text).found if tag == "img"]
-    data = base64.b64encode(content).decode()
-    assert image == {"alt": 'less < "more"', "src": f"data:image/png;base64,{data}"}
-    assert "<figcaption><p>seen &amp; &#34;read&#34;</p></figcaption>" in text
 
 
 def test_tables_and_code_scroll_in_boxes_with_names() -> None:

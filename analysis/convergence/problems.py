@@ -11,8 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from co2sim.common.errors import OptionError
-
 Array = NDArray[np.float64]
 
 
@@ -37,7 +35,7 @@ class Problem(Protocol):
 
     @property
     def most_spread(self) -> float | None:
-        """The largest `spread` anywhere; None where it grows without bound, or is not known."""
+        """The largest `disagreement` anywhere; None where it is not bounded, or not known."""
 
     def value(self, point: Array) -> Array:
         """The distance f - f_inf at points [..., d]: [...]."""
@@ -47,9 +45,6 @@ class Problem(Protocol):
 
     def gradients(self, points: Array) -> Array:
         """The gradient of each worker's f_i at its own point: [..., G, d]."""
-
-    def spread(self, point: Array) -> Array:
-        """The mean over workers of |grad f_i - grad f|^2 at points [..., d]: [...]."""
 
 
 class Sampler(Protocol):
@@ -143,10 +138,6 @@ class Quadratic:
         """The gradients of the f_i."""
         return self.curvature * (points - self.centre)
 
-    def spread(self, point: Array) -> Array:
-        """The mean of |grad f_i - grad f|^2."""
-        return _spread(self, point)
-
 
 @dataclass(frozen=True)
 class Cosine:
@@ -199,73 +190,9 @@ class Cosine:
         waves = self.amplitude * self.frequency * np.sin(self.frequency * points)
         return np.asarray(waves + self.curvature * points + self.tilt)
 
-    def spread(self, point: Array) -> Array:
-        """The mean of |grad f_i - grad f|^2."""
-        return _spread(self, point)
 
-
-@dataclass(frozen=True)
-class Hill:
-    """The functions height_i x^2/(1 + x^2) + tilt_i x: nonconvex, and f does not grow to infinity.
-
-    `height` is [G, 1], `tilt` [G, d] with mean 0 over workers; f_inf = 0 at x = 0.
-    """
-
-    height: Array
-    tilt: Array
-    start: Array
-
-    @property
-    def smoothness(self) -> float:
-        """L = twice the largest height: the second derivative is largest at 0."""
-        return 2 * float(self.height.max())
-
-    @property
-    def convex(self) -> bool:
-        """Never: it bends down beyond 1/sqrt(3)."""
-        return False
-
-    @property
-    def heterogeneous(self) -> bool:
-        """Whether there are several rows."""
-        return len(self.height) > 1
-
-    @property
-    def most_spread(self) -> float:
-        """The largest spread; 2x/(1 + x^2)^2 is between plus and minus 9/(8 sqrt(3))."""
-        slopes = (self.height - self.height.mean()) * 9 / (8 * np.sqrt(3))
-        ends = [((sign * slopes + self.tilt) ** 2).mean(axis=0) for sign in (1, -1)]
-        return float(np.maximum(*ends).sum())
-
-    def value(self, point: Array) -> Array:
-        """The distance f - f_inf."""
-        return np.asarray((self.height.mean() * point**2 / (1 + point**2)).sum(axis=-1))
-
-    def gradient(self, point: Array) -> Array:
-        """The gradient of f."""
-        return np.asarray(2 * self.height.mean() * point / (1 + point**2) ** 2)
-
-    def gradients(self, points: Array) -> Array:
-        """The gradients of the f_i."""
-        return np.asarray(2 * self.height * points / (1 + points**2) ** 2 + self.tilt)
-
-    def spread(self, point: Array) -> Array:
-        """The mean of |grad f_i - grad f|^2."""
-        return _spread(self, point)
-
-
-def _spread(problem: Problem, point: Array) -> Array:
-    apart = problem.gradients(point[..., None, :]) - problem.gradient(point)[..., None, :]
+def disagreement(problem: Problem, point: Array, workers: int) -> Array:
+    """The mean over G = `workers` of |grad f_i - grad f|^2 at points [..., d]: [...]."""
+    everywhere = np.repeat(point[..., None, :], workers, axis=-2)
+    apart = problem.gradients(everywhere) - problem.gradient(point)[..., None, :]
     return np.asarray((apart**2).sum(axis=-1).mean(axis=-1))
-
-
-def scikit_learn() -> Any:
-    """The module `sklearn.datasets`. Raises OptionError where scikit-learn is not installed."""
-    try:
-        from sklearn import datasets  # noqa: PLC0415 - an optional extra
-    except ImportError as error:
-        raise OptionError(
-            "the data of `verify` and `trends` come with scikit-learn, which is not installed:"
-            " pip install '.[analysis]'"
-        ) from error
-    return datasets

@@ -1,1 +1,0 @@
-"""Objectives whose constants are known, and two that are estimated."""

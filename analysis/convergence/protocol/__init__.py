@@ -1,1 +1,0 @@
-"""The protocol of `co2analysis verify`: what is measured, and how it is judged."""
