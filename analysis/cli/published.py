@@ -64,16 +64,16 @@ def validate_command(  # noqa: PLR0917 - one argument per option
 
     A pipe or a file gets the report in Markdown; a terminal gets tables that fit.
     """
-    from analysis.published import csv_tables, errors  # noqa: PLC0415 - numpy, pydantic
+    from analysis.published import errors, tables  # noqa: PLC0415 - numpy, pydantic
     from analysis.published import report as reports  # noqa: PLC0415 - as above
 
     check("--report", report)
     _check_places(markdown, figures)
-    known = csv_tables.known_cells(papers_, data)
+    known = tables.known_cells(papers_, data)
     chosen = known
     if cells:
         say = partial(typer.echo, err=True)
-        chosen = csv_tables.further_cells(cells, known, papers_, say)
+        chosen = tables.further_cells(cells, known, papers_, say)
     missing = list(_missing(known, chosen, papers_))
     for note in missing:
         typer.echo(f"note: {note}", err=True)
@@ -168,7 +168,7 @@ def calibrate_command(
     """Fit the physical constants on the cells marked fit, with cross-validation."""
     from analysis.published import catalog_writer  # noqa: PLC0415 - numpy, pydantic
     from analysis.published.calibrate import fit_all  # noqa: PLC0415
-    from analysis.published.csv_tables import known_cells  # noqa: PLC0415
+    from analysis.published.tables import known_cells  # noqa: PLC0415
 
     unknown = [name for name in group or () if name not in GROUPS]
     if unknown:

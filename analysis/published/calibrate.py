@@ -134,7 +134,7 @@ def fit(group: ConstantGroup, cells: Sequence[Cell], *, cross_validate: bool = T
         coverage=covered(scores, FOLDS) if scores else None,
         left_out=tuple(map(float, errors)),
         kinds=kinds_of(mine),
-        strategies=tuple(sorted({cell.setup.strategy.name for cell in mine})),
+        strategies=tuple(sorted({cell.setup.parsed().name for cell in mine})),
         ranges=ranges(run_figures(setup) for cell in mine for setup in cell.setups),
     )
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from analysis.published.cells import Cell, RunSetup, run_figures, with_values
+from analysis.published.cells import Cell, run_figures, with_values
 from analysis.published.predict import memory_of, phases, predict
+from analysis.published.runs import RunSetup
 from co2sim.common.progress import Done
 from co2sim.prediction import driver
 from co2sim.prediction.calibrations import Calibration, calibrations
@@ -103,7 +104,7 @@ def _unknown_to(calibration: Calibration, cell: Cell) -> RunSetup | None:
     """The first of a cell's runs of which the fit does not tell, as `co2sim run` would say."""
     for run in cell.setups:
         layout = run.used_cluster().layout
-        if beyond_fit(calibration, run.strategy, layout, run_figures(run)):
+        if beyond_fit(calibration, run.parsed(), layout, run_figures(run)):
             return run
     return None
 

@@ -126,7 +126,7 @@ def _cells(rows: Sequence[CellPrediction]) -> PageSection:
     """A chart for each quantity."""
     groups: dict[str, list[CellPrediction]] = {}
     for row in rows:
-        name = "" if row.cell.over else row.cell.terms[0].quantity
+        name = "" if row.cell.over else row.cell.quantity
         groups.setdefault(name, []).append(row)
     found = [
         Figure(

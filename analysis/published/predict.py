@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from analysis.published.cells import ONE_BUCKET, Cell, RunSetup, Term, with_constants
-from analysis.published.parameters import model_of
+from analysis.published.cells import Cell, with_constants
+from analysis.published.runs import RunSetup
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import driver
@@ -20,6 +20,7 @@ from co2sim.simulation.collective_cost import cost_of
 from co2sim.simulation.expected_slowdown import expected_slowdown
 from co2sim.simulation.lowering import alone
 from co2sim.simulation.run import execute
+from co2sim.strategies import parse
 
 _MANY_TIMES = 8192
 """Step times that are kept: a number each."""
@@ -29,6 +30,10 @@ _MANY_SCHEDULES = 2048
 
 _FEW, _MORE = 2, 3
 """Layers, and micro-steps, of the runs from which a longer one is extrapolated."""
+
+
+_ONE_BUCKET = parse("ddp:bucket_mib=1000000")
+"""Gradients in one buffer, reduced after the last backward pass, as Megatron-LM does it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +54,25 @@ def predict(cell: Cell, values: Mapping[str, float] | None = None, *, fast: bool
     if values:
         cell = with_constants(cell, values)
     step_time = quick_step_time if fast else simulated_step_time
+    quantities = [_value(cell, run, step_time) for run in cell.runs]
     if not cell.over:
-        return _value(cell.terms[0], step_time)
-    ratios = []
-    for above, below in zip(cell.terms, cell.over, strict=True):
-        one, other = _value(above, step_time), _value(below, step_time)
-        if cell.per_gpu:
-            one, other = one / above.setup.gpus, other / below.setup.gpus
-        ratios.append(metrics.scalability_ratio(one, other))
+        return quantities[0]
+    others = (_value(cell, run, step_time) for run in cell.over)
+    ratios = [above / below for above, below in zip(quantities, others, strict=True)]
     return max(ratios) if cell.pick == "max" else min(ratios)
 
 
-def _value(term: Term, step_time: Callable[[RunSetup], Seconds]) -> float:
-    """The value of a term."""
-    setup = term.setup
-    if term.quantity == "inter_node_volume":
-        return _volume(setup, term.part)
-    step = step_time(setup)
-    if term.quantity == "iteration_ms":
+def _value(cell: Cell, run: RunSetup, step_time: Callable[[RunSetup], Seconds]) -> float:
+    """The cell's quantity of a run; of a ratio tokens per second are per GPU."""
+    if cell.quantity == "inter_node_volume":
+        return _volume(run, cell.part)
+    step = step_time(run)
+    if cell.quantity == "iteration_ms":
         return step * 1e3
-    samples = setup.micro_batch * setup.accumulation / step
-    if term.quantity == "tokens_per_s":
-        return samples * model_of(setup.model, setup.model_overrides).tokens * setup.gpus
-    return samples * _prepared(_plain(setup)).job.hardware_flops_per_sample / 1e12
+    samples = run.micro_batch * run.accumulation / step
+    if cell.quantity == "tokens_per_s":
+        return samples * run.trained().tokens * (1 if cell.over else run.gpus)
+    return samples * _prepared(_plain(run)).job.hardware_flops_per_sample / 1e12
 
 
 def _volume(setup: RunSetup, part: str) -> float:
@@ -116,14 +117,14 @@ def quick_step_time(setup: RunSetup) -> Seconds:
     """The same by a shorter way where there is one: without overlap, and for equal layers."""
     if _is_serial(setup) and setup.pp == 1:
         return _serial_step_time(setup)
-    if setup.strategy.name in {"zero3", "zeropp", "fsdp"}:
+    if setup.parsed().name in {"zero3", "zeropp", "fsdp"}:
         return _extrapolated_step_time(setup)
     return simulated_step_time(setup)
 
 
 def _extrapolated_step_time(setup: RunSetup) -> Seconds:
     """From shorter models and steps: each of many equal layers, or micro-steps, adds as much."""
-    layers = len(model_of(setup.model, setup.model_overrides).blocks) - 2
+    layers = len(setup.trained().blocks) - 2
     cluster = setup.used_cluster()
 
     def with_all_layers(micro_steps: int) -> Seconds:
@@ -148,9 +149,8 @@ def _simulated(setup: RunSetup, cluster: Cluster, layers: int, micro_steps: int)
 @lru_cache(_MANY_SCHEDULES)
 def _shorter(stated: RunSetup, layers: int, micro_steps: int) -> Schedule:
     """The schedule of a smaller run: it does not depend on the fitted constants."""
-    shape = (*stated.model_overrides, ("layers", str(layers)))
-    shorter = replace(stated, model_overrides=shape, accumulation=micro_steps)
-    return shorter.case().prepare().schedule
+    shape = {**stated.overrides, "model.layers": str(layers)}
+    return stated.changed(overrides=shape, accumulation=micro_steps).case().prepare().schedule
 
 
 @lru_cache(_MANY_SCHEDULES)
@@ -161,12 +161,13 @@ def _prepared(stated: RunSetup) -> LoadedCase:
 
 def _plain(setup: RunSetup) -> RunSetup:
     """What job and schedule depend on: no constants, and no numbers of a cluster of this layout."""
-    return _of_layout(setup.as_stated())
+    return _of_layout(setup.changed(constants=()))
 
 
 @lru_cache(_MANY_SCHEDULES)
 def _of_layout(stated: RunSetup) -> RunSetup:
-    plain = replace(stated, overrides=())
+    of_model = {k: v for k, v in stated.overrides.items() if k.startswith("model.")}
+    plain = stated.changed(overrides=of_model)
     one, other = stated.used_cluster(), plain.used_cluster()
     same = one.layout == other.layout and one.gpu.peak == other.gpu.peak
     return plain if same else stated
@@ -174,7 +175,7 @@ def _of_layout(stated: RunSetup) -> RunSetup:
 
 def _is_serial(setup: RunSetup) -> bool:
     """Whether nothing overlaps: one bucket, which closes when the backward pass has ended."""
-    return setup.strategy == ONE_BUCKET
+    return setup.parsed() == _ONE_BUCKET
 
 
 @lru_cache(_MANY_SCHEDULES)
@@ -207,7 +208,7 @@ def memory_of(setup: RunSetup) -> Memory:
         needed = _pipeline(setup)[1]
         return Memory(needed, needed / setup.whole_cluster().gpu.memory)
     plain = _plain(setup)
-    short = replace(plain, accumulation=min(plain.accumulation, _FEW))
+    short = plain.changed(accumulation=min(plain.accumulation, _FEW))
     needed = _prepared(short).memory()["total"]
     return Memory(needed, needed / setup.whole_cluster().gpu.memory)
 

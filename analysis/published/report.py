@@ -158,7 +158,7 @@ def explain(
     cell = row.cell
     return Explanation(
         row=row,
-        time=None if cell.terms[0].quantity == "iteration_ms" else diagnosis.round_time(cell),
+        time=None if cell.quantity == "iteration_ms" else diagnosis.round_time(cell),
         similar=diagnosis.similar_cells(row, rows),
         required=diagnosis.required_values(cell, known),
         omitted=diagnosis.omitted_mechanisms(cell, known),

@@ -281,7 +281,7 @@ def _print_published(terminal: Console, comparisons: Sequence[SpeedComparison]) 
         rows = [
             (
                 c.strategy,
-                c.cell.quantity.replace("_per_s", "/s").replace("_", " "),
+                c.cell.kind.replace("_per_s", "/s").replace("_", " "),
                 "->".join(map(str, c.cell.sizes)),
                 shown(c.cell.value),
                 shown(c.predicted),

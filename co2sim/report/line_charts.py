@@ -5,7 +5,7 @@ from typing import Any
 
 import altair as alt
 
-from co2sim.prediction.published import SpeedComparison, ThroughputCell
+from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.totals import Totals
 from co2sim.report.chart_style import (
     HEIGHT,
@@ -248,7 +248,7 @@ def _published(comparisons: Iterable[SpeedComparison], shown: Answered, names: s
             "error": one.error,
         }
         for one in comparisons
-        if isinstance(one.cell, ThroughputCell)
+        if not one.cell.over
         and one.cell.cluster == display_name(shown.case.cluster)
         and one.strategy in names
     ]

@@ -8,7 +8,6 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from analysis.published.csv_rows import IterationRow
 from analysis.published.errors import CellPrediction
 from analysis.published.figures.co2 import scalability
 from analysis.published.figures.paper_figures import (
@@ -18,7 +17,7 @@ from analysis.published.figures.paper_figures import (
     throughput,
 )
 from analysis.published.figures.style import WIDTH, in_style, plain_log
-from analysis.published.fsdp_rows import FsdpRow
+from analysis.published.tables import FsdpRow, IterationRow
 
 _MARKERS = "os^vDP"
 

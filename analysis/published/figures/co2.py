@@ -82,7 +82,7 @@ def _name(series: Series) -> str:
 
 
 def _ratios(axis: Axes, rows: Sequence[CellPrediction], look: Mapping[Series, Look]) -> None:
-    sizes = [(row.cell.terms[0].setup.gpus, row.cell.over[0].setup.gpus) for row in rows]
+    sizes = [(row.cell.setup.gpus, row.cell.over[0].gpus) for row in rows]
     same = len(set(sizes)) == 1
     bars = []
     for row, (large, small) in zip(rows, sizes, strict=True):
@@ -104,9 +104,8 @@ def curves(rows: Sequence[CellPrediction]) -> dict[Series, list[CellPrediction]]
             continue
         points = found[_series(row)] = []
         for gpus in sizes:
-            setup = replace(row.cell.setup, gpus=gpus)
-            term = replace(row.cell.terms[0], setup=setup)
-            plain = replace(row.cell, terms=(term,), over=(), per_gpu=False)
+            setup = row.cell.setup.changed(gpus=gpus)
+            plain = replace(row.cell, runs=(setup,), over=())
             use: Use = "fit" if setup in fitted else "check"
             points.append(_predicted(replace(plain, rounding=0.0, published=1.0, use=use)))
     return found

@@ -29,7 +29,6 @@ from analysis.published.figures.style import (
     shown,
     signs,
 )
-from analysis.published.parameters import model_of
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.progress import Done
 from co2sim.prediction.published import QualityCell, Use
@@ -55,14 +54,14 @@ _PARTS = {
 
 def throughput(rows: Sequence[CellPrediction]) -> Figure:
     """Throughput by model, a panel for each number of links and micro-batch, and ratios at last."""
-    bars: dict[tuple[str, str], list[CellPrediction]] = {}
+    bars: dict[tuple[int, str], list[CellPrediction]] = {}
     ratios: dict[tuple[int, int], list[CellPrediction]] = {}
     for row in rows:
         if row.cell.over:
             ratios.setdefault(_links(row.cell), []).append(row)
         else:
             labels = row.cell.labels
-            bars.setdefault((labels["links"], labels["tokens"]), []).append(row)
+            bars.setdefault((_links(row.cell)[0], labels["tokens"]), []).append(row)
     widths: list[float] = [max(_FEWEST, len(some)) for some in (*bars.values(), *ratios.values())]
     roomy = min(WIDTH, 1.0 + _BAR * sum(widths)) if bars else 0.0
     width = max(WIDTH / 1.5, roomy, _MIN * sum(widths), _PANEL * len(widths))
@@ -71,9 +70,11 @@ def throughput(rows: Sequence[CellPrediction]) -> Figure:
     look = looks(["zero3", "zeropp"])
     plain = axes[: len(bars)]
     for axis, ((links, tokens), some) in zip(plain, bars.items(), strict=True):
-        mine = [PublishedBar(row, row.cell.labels["size"], look[row.cell.strategy]) for row in some]
+        mine = [
+            PublishedBar(row, row.cell.labels["model"], look[row.cell.strategy]) for row in some
+        ]
         bar_panel(axis, mine)
-        axis.set_title(f"{_gbits(int(links))},\n{tokens} tokens per GPU")
+        axis.set_title(f"{_gbits(links)},\n{tokens} tokens per GPU")
         axis.set_xlabel("size of the model")
     for axis in plain:
         axis.set_ylim(0, max(other.get_ylim()[1] for other in plain))
@@ -103,19 +104,16 @@ def _ratios(axis: Axes, rows: Sequence[CellPrediction], links: int, others: int)
 
 def _links(cell: Cell) -> tuple[int, int]:
     """InfiniBand links of both sides of a ratio."""
-    speeds = (term.setup.used_cluster().inter.bandwidth for term in (cell.terms[0], cell.over[0]))
+    speeds = (run.used_cluster().inter.bandwidth for run in (cell.runs[0], cell.setups[-1]))
     one, other = (round(speed * 8 / 1e9 / _GBITS_A_LINK) for speed in speeds)
     return one, other
 
 
 def _runs(cell: Cell) -> str:
     """Which runs a ratio is of: one model, or the extreme of several."""
-    if len(cell.terms) == 1:
+    if len(cell.runs) == 1:
         return cell.setup.model.removeprefix("gpt-").upper()
-    tokens = dict.fromkeys(
-        term.setup.micro_batch * model_of(term.setup.model, term.setup.model_overrides).tokens
-        for term in cell.terms
-    )
+    tokens = dict.fromkeys(run.micro_batch * run.trained().tokens for run in cell.runs)
     which = "largest" if cell.pick == "max" else "smallest"
     return (
         f"{which},\n{next(iter(tokens))} tokens" if len(tokens) == 1 else f"{which} of\nall sizes"
@@ -127,9 +125,7 @@ def volume(rows: Sequence[CellPrediction]) -> Figure:
     look = looks(["zero3", "zeropp"])
     figure = Figure(figsize=(WIDTH / 1.3, 3.0), layout="constrained")
     axis = figure.subplots()
-    bars = [
-        PublishedBar(row, _PARTS[row.cell.terms[0].part], look[row.cell.strategy]) for row in rows
-    ]
+    bars = [PublishedBar(row, _PARTS[row.cell.part], look[row.cell.strategy]) for row in rows]
     bar_panel(axis, sorted(bars, key=lambda bar: list(_PARTS.values()).index(bar.group)), digits=2)
     axis.set_ylabel("sent between nodes in a step,\nin sizes of the model (fp16)")
     legend(figure, signs(rows, [patch(shown(name), one) for name, one in look.items()]))
@@ -402,7 +398,7 @@ def _contents(folder: Path) -> tuple[dict[Mirror, _Contents], list[NotDrawn]]:
     nothing = "no figure is drawn of this place"
     rest = unpredicted(folder)
     for cell in (*from_papers(folder), *(one.cell for one in rest if one.cell)):
-        mirror = mirror_of(cell.where, cell.terms[0].quantity)
+        mirror = mirror_of(cell.where, cell.quantity)
         if mirror:
             found.setdefault(mirror, _Contents([], [])).cells.append(cell)
         else:
@@ -516,7 +512,7 @@ def _sign(marker: str, colour: str, label: str, ls: LineStyleType, fill: str = "
 
 
 def _tokens(row: CellPrediction) -> float:
-    return float(dict(row.cell.setup.model_overrides)["seq_len"])
+    return float(row.cell.setup.overrides["model.seq_len"])
 
 
 def _shown(gpu: str) -> str:

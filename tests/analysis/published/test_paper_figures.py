@@ -20,15 +20,14 @@ from matplotlib.patches import Rectangle
 from places import GOLDEN
 
 from analysis.published.cells import Cell, from_papers, unpredicted
-from analysis.published.csv_tables import from_csv
 from analysis.published.errors import CellPrediction
 from analysis.published.figures import co2
 from analysis.published.figures.all_figures import draw
 from analysis.published.figures.paper_figures import NotDrawn, PaperFigure, paper_figures
 from analysis.published.figures.style import FORMATS, STYLE_FILE
 from analysis.published.formats import signed
-from analysis.published.fsdp_rows import ratios
 from analysis.published.papers import PAPERS
+from analysis.published.tables import from_csv, ratios
 
 KEYS = ("co2", "zeropp")
 QUICK = "zeropp-announcement-table-of-communication-volume"

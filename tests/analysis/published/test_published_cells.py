@@ -8,7 +8,7 @@ import pytest
 from places import GOLDEN, ROOT
 
 from analysis.published.cells import from_papers
-from analysis.published.csv_tables import known_cells
+from analysis.published.tables import known_cells
 from co2sim.catalog import names
 from co2sim.common.errors import CatalogError, Co2simError
 from co2sim.prediction.published import read_cells, read_speeds
@@ -82,6 +82,7 @@ def test_speeds_of_strategies_that_are_not_ours_are_left_out(tmp_path: Path) -> 
         (CELL.replace('"tokens_per_s"', '"speed"'), "quantity is 'speed'"),
         (CELL.replace("quantity", "quality"), "quantity is missing"),
         (CELL.replace("gpus", "gpu"), "gpus is missing"),
+        (CELL + "over = { gpu = 8 }", "'gpu'"),
         (CELL + "gpu = 8", "'gpus'"),
         (CELL + CELL.replace("= 8", "= 0"), "cell 2: gpus is 0"),
         (CELL.replace("= 8", "= 8.5"), "gpus is 8.5"),

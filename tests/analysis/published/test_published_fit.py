@@ -16,10 +16,10 @@ from analysis.cli.app import app
 from analysis.published import calibrate, catalog_writer
 from analysis.published.cells import Cell, from_papers
 from analysis.published.coverage import conformal_factor, covered
-from analysis.published.csv_tables import from_csv, known_cells
 from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, tables_elsewhere
 from analysis.published.parameters import GROUPS, cluster_of, stated
 from analysis.published.predict import predict
+from analysis.published.tables import from_csv, known_cells
 from co2sim.common.errors import OptionError
 from co2sim.prediction.calibrations import CATALOG, RECORD, calibrations, record
 
@@ -122,9 +122,9 @@ def test_every_label_parts_the_cells(cells: list[Cell]) -> None:
     chosen = calibrate.fit_cells(cells, GROUPS["v100-zeropp"])
     found = calibrate.parts_by_label(chosen)
     assert {label: len(parts) for label, parts in found.items()} == {
-        "size": 4,
+        "model": 4,
         "tokens": 2,
-        "links": 2,
+        "cluster": 2,
     }
     for parts in found.values():
         names = sorted(cell.name for part in parts for cell in part)

@@ -87,7 +87,7 @@ def test_an_ablation_that_changes_nothing_is_refused(cells: list[Cell]) -> None:
         with_strategy_options(cell, "zero33", {"max_reuse": "1"})
     assert with_strategy_options(cell, "zero2", {"owners": "true"}) == cell
     other = with_strategy_options(cell, "zero3", {"max_reuse": "1"})
-    assert getattr(other.setup.strategy, "max_reuse", None) == 1
+    assert getattr(other.setup.parsed(), "max_reuse", None) == 1
 
 
 # --- diagnosis -----------------------------------------------------------------------------------
