@@ -185,7 +185,7 @@ def calibrate_command(
 
 
 def _print_fit(found: "Fit") -> None:
-    from analysis.published.formats import at_bound  # noqa: PLC0415 - as above
+    from analysis.published.report import at_bound  # noqa: PLC0415 - as above
 
     typer.echo(f"{found.group}: {found.cells} cells, MAPE {found.mape:.2%}")
     if found.cross_validated is not None:
@@ -273,7 +273,7 @@ def _say(figure: "PaperFigure") -> None:
 
 
 def _errors(errors: "ErrorsShown") -> str:
-    from analysis.published.formats import signed  # noqa: PLC0415 - numpy, pydantic
+    from analysis.published.report import signed  # noqa: PLC0415 - numpy, pydantic
 
     if errors.median is None or errors.largest is None:
         return ""

@@ -27,7 +27,8 @@ from co2sim.prediction.published import (
 from co2sim.strategies import STRATEGIES, with_options
 from co2sim.strategies.step import title
 
-Quantity: TypeAlias = Literal["tflops_per_gpu", "tokens_per_s", "iteration_ms", "inter_node_volume"]
+RunQuantity: TypeAlias = Literal["iteration_ms", "tokens_per_s_per_gpu", "memory_gib"]
+Quantity: TypeAlias = RunQuantity | Literal["tflops_per_gpu", "tokens_per_s", "inter_node_volume"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +169,7 @@ class Unpredicted:
 def from_papers(folder: Path = PAPERS) -> list[Cell]:
     """Every cell of `papers/` that is predicted."""
     cells = [cell for cell in _of_results(folder) if isinstance(cell, Cell)]
-    cells += [_of_run(run) for run in training_runs(folder) if run.use]
+    cells += [cell_of_run(run, "iteration_ms") for run in training_runs(folder) if run.use]
     return sorted(cells, key=lambda cell: cell.source)
 
 
@@ -315,23 +316,22 @@ def group_of(paper: Paper, run: RunSetup) -> str:
     return next((group.name for group in mine), "")
 
 
-def _of_run(run: TrainingRun) -> Cell:
-    """The time of a step in `runs.csv`."""
-    assert run.iteration_ms is not None  # of a run with a use
-    assert run.use
-    stages = f" pp {run.pp}," if run.pp > 1 else ""
-    along = ", sequence parallel" if run.sequence_parallel else ""
+def cell_of_run(run: TrainingRun, quantity: RunQuantity) -> Cell:
+    """A number of `runs.csv`, which must be there."""
+    published = getattr(run, quantity)
+    assert published is not None
+    ways = {name: getattr(run, name) for name in ("tp", "pp")}
+    parts = [f"{name} {count}" for name, count in ways.items() if name == "tp" or count > 1]
+    parts.append(f"micro-batch {run.micro_batch}")
+    parts += ["sequence parallel"] if run.sequence_parallel else []
     return Cell(
         source=run.paper,
-        name=(
-            f"{run.note}, {run.gpus} GPUs, tp {run.tp},{stages}"
-            f" micro-batch {run.micro_batch}{along}"
-        ),
+        name=", ".join([run.note, f"{run.gpus} GPUs", *parts]),
         strategy=run.parsed().name,
         group="",
-        published=run.iteration_ms,
-        use=run.use,
-        quantity="iteration_ms",
+        published=published,
+        use=run.use or "check",
+        quantity=quantity,
         runs=(run,),
         labels={name: str(getattr(run, name)) for name in ("gpus", "tp", "pp", "micro_batch")},
     )

@@ -1,19 +1,21 @@
-"""Published cells predicted by simulation.
+"""Published numbers predicted by simulation: cells, and training runs.
 
-Everything that is computed of a configuration is a function of its `RunSetup`, and kept in a cache
-of bounded size: fits and derivatives ask for the same schedules with other constants.
+What is computed of a configuration is a function of its `RunSetup`, and kept in a cache of bounded
+size: fits and derivatives ask for the same schedules with other constants.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from analysis.published.cells import Cell, with_constants
 from analysis.published.runs import RunSetup
-from co2sim.common.units import Bytes, Seconds
+from co2sim.common.errors import CatalogError
+from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import driver
-from co2sim.prediction.case import LoadedCase
+from co2sim.prediction.case import Case, LoadedCase
+from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Collective, Compute, Kind, Schedule
 from co2sim.simulation import metrics
 from co2sim.simulation.collective_cost import cost_of
@@ -21,6 +23,10 @@ from co2sim.simulation.expected_slowdown import expected_slowdown
 from co2sim.simulation.lowering import alone
 from co2sim.simulation.run import execute
 from co2sim.strategies import parse
+from co2sim.studies.batch import Failure, run_all
+
+_MANY_RESULTS = 2048
+"""Results that are kept: those of all published cells, several times over."""
 
 _MANY_TIMES = 8192
 """Step times that are kept: a number each."""
@@ -35,13 +41,41 @@ _FEW, _MORE = 2, 3
 _ONE_BUCKET = parse("ddp:bucket_mib=1000000")
 """Gradients in one buffer, reduced after the last backward pass, as Megatron-LM does it."""
 
+# --- results -------------------------------------------------------------------------------------
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """What a run needs on a GPU, and that as a share of what the GPU has: at most 1 fits."""
 
-    needed: Bytes
-    share: float
+def simulated(
+    cases: Sequence[Case], jobs: int, what: str, *, progress: bool | None = None
+) -> list[Result]:
+    """The results of cases, of which each must have one: else the error of the first without."""
+    results = []
+    for outcome in run_all(cases, jobs, what=what, progress=progress):
+        if isinstance(outcome, Failure):
+            raise CatalogError(f"{outcome.case}: {outcome.reason}")
+        results.append(outcome)
+    return results
+
+
+_RESULTS: dict[RunSetup, Result] = {}
+
+
+def prepare(runs: Iterable[RunSetup], jobs: int = -1) -> None:
+    """Simulate what is not known yet, in processes; see `co2sim.studies.batch.run_all`."""
+    new = [run for run in dict.fromkeys(runs) if run not in _RESULTS]
+    if len(_RESULTS) + len(new) > _MANY_RESULTS:
+        _RESULTS.clear()
+    cases = [run.case() for run in new]
+    _RESULTS.update(zip(new, simulated(cases, jobs, "predicting published runs"), strict=True))
+
+
+def result_of(run: RunSetup) -> Result:
+    """The result of a run, as `co2sim run` has it."""
+    if run not in _RESULTS:
+        prepare([run], 1)
+    return _RESULTS[run]
+
+
+# --- cells ---------------------------------------------------------------------------------------
 
 
 def predict(cell: Cell, values: Mapping[str, float] | None = None, *, fast: bool = False) -> float:
@@ -53,13 +87,17 @@ def predict(cell: Cell, values: Mapping[str, float] | None = None, *, fast: bool
     """
     if values:
         cell = with_constants(cell, values)
-    step_time = quick_step_time if fast else simulated_step_time
+    step_time = quick_step_time if fast else _whole_step_time
     quantities = [_value(cell, run, step_time) for run in cell.runs]
     if not cell.over:
         return quantities[0]
     others = (_value(cell, run, step_time) for run in cell.over)
     ratios = [above / below for above, below in zip(quantities, others, strict=True)]
     return max(ratios) if cell.pick == "max" else min(ratios)
+
+
+def _whole_step_time(run: RunSetup) -> Seconds:
+    return result_of(run).step_time_s
 
 
 def _value(cell: Cell, run: RunSetup, step_time: Callable[[RunSetup], Seconds]) -> float:
@@ -96,30 +134,20 @@ def _part(name: str, work: Collective) -> str:
     return "forward_all_gather" if ".forward." in name else "backward_all_gather"
 
 
-@lru_cache(_MANY_TIMES)
-def _pipeline(setup: RunSetup) -> tuple[Seconds, Bytes]:
-    """The step time of several stages, and the memory of the one that needs most."""
-    result = driver.run(setup.case())
-    return result.step_time_s, result.memory_bytes_per_gpu["total"]
-
-
-@lru_cache(_MANY_TIMES)
-def simulated_step_time(setup: RunSetup) -> Seconds:
-    """Simulated time of an optimizer step, in the steady state."""
-    if setup.pp > 1:
-        return _pipeline(setup)[0]
-    schedule, trace = driver.trace(setup.case())
-    return metrics.window(trace, schedule, 1).round_time / schedule.steps
+# --- short ways for fits -------------------------------------------------------------------------
 
 
 @lru_cache(_MANY_TIMES)
 def quick_step_time(setup: RunSetup) -> Seconds:
     """The same by a shorter way where there is one: without overlap, and for equal layers."""
-    if _is_serial(setup) and setup.pp == 1:
+    if setup.pp > 1:
+        return _whole_step_time(setup)
+    if _is_serial(setup):
         return _serial_step_time(setup)
     if setup.parsed().name in {"zero3", "zeropp", "fsdp"}:
         return _extrapolated_step_time(setup)
-    return simulated_step_time(setup)
+    schedule, trace = driver.trace(setup.case())
+    return metrics.window(trace, schedule, 1).round_time / schedule.steps
 
 
 def _extrapolated_step_time(setup: RunSetup) -> Seconds:
@@ -201,25 +229,13 @@ def _alone(work: Compute | Collective, cluster: Cluster, precision: str) -> Seco
     return cost_of(work, cluster).duration_alone(cluster)
 
 
-@lru_cache(_MANY_SCHEDULES)
-def memory_of(setup: RunSetup) -> Memory:
-    """Memory of a run; that of two micro-steps is that of many."""
-    if setup.pp > 1:
-        needed = _pipeline(setup)[1]
-        return Memory(needed, needed / setup.whole_cluster().gpu.memory)
-    plain = _plain(setup)
-    short = plain.changed(accumulation=min(plain.accumulation, _FEW))
-    needed = _prepared(short).memory()["total"]
-    return Memory(needed, needed / setup.whole_cluster().gpu.memory)
-
-
 def phases(cell: Cell) -> dict[str, Seconds]:
     """Seconds of a serial step by kernel or collective: forward, backward, optimizer, all_reduce.
 
     Empty for cells whose steps overlap, or that are no single term.
     """
     setup = cell.setup
-    if cell.over or not _is_serial(setup) or setup.pp > 1:
+    if cell.over or setup.pp > 1 or not _is_serial(setup):
         return {}
     cluster = setup.used_cluster()
     found: dict[str, Seconds] = {}

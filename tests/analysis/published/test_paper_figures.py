@@ -25,8 +25,8 @@ from analysis.published.figures import co2
 from analysis.published.figures.all_figures import draw
 from analysis.published.figures.paper_figures import NotDrawn, PaperFigure, paper_figures
 from analysis.published.figures.style import FORMATS, STYLE_FILE
-from analysis.published.formats import signed
 from analysis.published.papers import PAPERS
+from analysis.published.report import signed
 from analysis.published.tables import from_csv, ratios
 
 KEYS = ("co2", "zeropp")

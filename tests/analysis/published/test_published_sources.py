@@ -12,7 +12,7 @@ from places import ROOT
 from analysis.published.cells import Cell, from_papers, run_kind, unpredicted
 from analysis.published.errors import validate
 from analysis.published.papers import PAPERS
-from analysis.published.predict import memory_of, predict
+from analysis.published.predict import predict, result_of
 from co2sim.common.errors import CatalogError
 
 PAPER = """key = "toy"
@@ -191,4 +191,4 @@ def test_pipelines_are_predicted_within_a_tenth_on_average(parallel: list[Cell])
         ends = f"{min(shown):+.1f} to {max(shown):+.1f} %"
         expected.append(" | ".join([str(stages), str(len(some)), *figures, ends]))
     assert [row.strip("| ") for row in table_of("### Pipelines")] == expected
-    assert all(memory_of(cell.setup).share <= 1 for cell in parallel[::5])
+    assert all(result_of(cell.setup).fits_in_memory for cell in parallel[::5])

@@ -9,7 +9,7 @@ import pytest
 from commands import Command
 from one_sample import simulate
 
-from analysis.published import own_runs, run_errors, run_memory, stack_fit
+from analysis.published import run_errors, stack_fit
 from analysis.published.runs import TrainingRun, training_runs
 from co2sim.prediction.error_model import error_model
 
@@ -25,12 +25,12 @@ def test_memory_is_that_of_the_published_kind() -> None:
     """Allocated is the least, then reserved, then the total; a run of fp8 is one of bf16."""
     run = next(run for run in of("torchtitan_h100") if run.memory_kind == "reserved")
     kinds = [
-        run_memory.run_memories([run.model_copy(update={"memory_kind": kind})], 1)[0].predicted
+        run_errors.run_memories([run.model_copy(update={"memory_kind": kind})], 1)[0].predicted
         for kind in ("allocated", "reserved", "total")
     ]
     assert kinds == sorted(set(kinds))
     (plain, float8) = (
-        run_memory.run_memories([run.model_copy(update={"precision": kind})], 1)[0].predicted
+        run_errors.run_memories([run.model_copy(update={"precision": kind})], 1)[0].predicted
         for kind in ("bf16", "fp8")
     )
     assert plain == float8
@@ -38,18 +38,19 @@ def test_memory_is_that_of_the_published_kind() -> None:
 
 def test_runs_that_need_more_do_not_count() -> None:
     """Of context parallelism nothing is known; compilation changes no memory."""
-    counted = run_memory.run_memories(of("torchtitan_h100"), 1)
-    assert all("context parallel" not in one.run.needs for one in counted)
-    assert any("torch.compile" in one.run.needs for one in counted)
+    counted = run_errors.run_memories(of("torchtitan_h100"), 1)
+    needs = [run.needs for row in counted for run in row.cell.runs if isinstance(run, TrainingRun)]
+    assert not any("context parallel" in of_run for of_run in needs)
+    assert any("torch.compile" in of_run for of_run in needs)
 
 
 @pytest.mark.nightly
 def test_the_catalog_states_the_errors_of_memory() -> None:
     """As they are today, so that an interval is what runs show."""
-    every = run_memory.run_memories(RUNS, 1)
-    found = run_memory.memory_errors(every)
+    every = run_errors.run_memories(RUNS, 1)
+    found = run_errors.memory_errors(every)
     assert error_model().memory == found
-    inside = [abs(math.log(one.predicted / one.published)) <= found.reach for one in every]
+    inside = [abs(math.log(one.predicted / one.cell.published)) <= found.reach for one in every]
     assert sum(inside) / len(inside) >= 0.85
 
 
@@ -81,7 +82,7 @@ def test_runs_that_ran_are_not_said_not_to_fit() -> None:
 
 def test_a_series_differs_in_gpus_and_begins_with_the_fewest() -> None:
     """No run is in two of them."""
-    found = own_runs.series(run for run in RUNS if run.headline)
+    found = run_errors.series(run for run in RUNS if run.headline)
     members = [run for some in found for run in some]
     assert len(members) == len({(run.paper, run.id) for run in members})
     for some in found:
@@ -93,7 +94,7 @@ def test_larger_runs_are_predicted_from_the_smallest(co2analysis: Command) -> No
     """On two series of one source: nearer than without it, and not knowing the larger ones."""
     every = of("torchtitan_h100")
     left_out = stack_fit.record().left_out
-    found = own_runs.further_runs([run for run in every if run.headline], left_out, 1)
+    found = run_errors.further_runs([run for run in every if run.headline], left_out, 1)
     assert {one.run.gpus for one in found} == {128}
     runs = [one.run for one in found]
     plain = stack_fit.predictions(runs, [left_out[run.paper] for run in runs], 1, "predicting")
@@ -107,7 +108,7 @@ def test_larger_runs_are_predicted_from_the_smallest(co2analysis: Command) -> No
         for run in every
         if run.headline
     ]
-    again = own_runs.further_runs(wrong, left_out, 1)
+    again = run_errors.further_runs(wrong, left_out, 1)
     assert [one.result.step_time_s for one in again] == [one.result.step_time_s for one in found]
     printed = json.loads(
         co2analysis("runs", "--own", "--source", "torchtitan_h100", "--jobs", "1", "--json").out
@@ -122,13 +123,13 @@ def test_errors_of_own_runs_grow_with_the_distance_as_they_were_made() -> None:
     result = simulate("dgx-h100", "llama3-8b", "fsdp", gpus=8)
     chance = np.random.default_rng(7)
 
-    def drawn(count: int) -> list[own_runs.Further]:
+    def drawn(count: int) -> list[run_errors.Further]:
         found = []
         for apart in chance.uniform(0, 8, count):
             error = math.hypot(0.04, 0.03 * apart) * chance.standard_t(5)
             speed = run.tokens_per_s_per_gpu * math.exp(error)  # type: ignore[operator]
             one = replace(result, tokens_per_s_per_gpu=speed)
-            found.append(own_runs.Further(run, run, one, float(apart)))
+            found.append(run_errors.Further(run, run, one, float(apart)))
         return found
 
     found = run_errors.own_errors(drawn(2000))

@@ -139,7 +139,7 @@ def test_the_error_with_context_parallelism_is_that_of_its_published_runs() -> N
     record = stack_fit.record()
     values = [record.left_out.get(run.paper, record.values) for run in known]
     found = stack_fit.predictions(known, values, 1, "")
-    errors = [abs(run_errors.relative(*pair)) for pair in zip(known, found, strict=True)]
+    errors = [abs(row.error) for row in run_errors.compared(known, found)]
     own = [one for run, one in zip(known, errors, strict=True) if run.paper == "torchtitan_h100"]
     assert len(errors) == CONTEXT_RUNS
     assert math.fsum(errors) / len(errors) == pytest.approx(CONTEXT_ERROR, abs=0.005)
@@ -152,7 +152,7 @@ def test_the_error_of_mixtures_of_experts_is_that_of_their_published_runs() -> N
     known = [run for run in training_runs() if run.unfitted]
     experts = [run for run in known if run.case().ep > 1]
     found = stack_fit.predictions(experts, [stack_fit.record().values] * len(experts), 1, "")
-    errors = [abs(run_errors.relative(*pair)) for pair in zip(experts, found, strict=True)]
+    errors = [abs(row.error) for row in run_errors.compared(experts, found)]
     assert len(errors) == EXPERT_RUNS
     assert math.fsum(errors) / len(errors) == pytest.approx(EXPERT_ERROR, abs=0.005)
     whole = [run for run in known if run.case().ep == 1]
