@@ -1,4 +1,4 @@
-"""The commands `co2analysis validate` and `co2analysis calibrate`."""
+"""The commands `co2analysis validate`, `calibrate`, `figures` and `goodput`."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,6 +10,7 @@ import typer
 
 from analysis.published.papers import DATA_VARIABLE, PAPERS, TABLES_ELSEWHERE
 from analysis.published.parameters import GROUPS
+from co2sim.cli import options
 from co2sim.cli.options import Report
 from co2sim.common.cli import command_line, print_json
 from co2sim.common.errors import OptionError, nearest
@@ -20,8 +21,10 @@ from co2sim.report.bundle import check
 if TYPE_CHECKING:
     from analysis.published.calibrate import Fit
     from analysis.published.cells import Cell
-    from analysis.published.figures.paper_figures import ErrorsShown, NotDrawn, PaperFigure
+    from analysis.published.figures.paper_figures import PaperFigure
+    from analysis.published.goodput import Compared
     from analysis.published.report import ValidationReport
+    from co2sim.prediction.published import Use
 
 Papers = Annotated[
     Path,
@@ -81,7 +84,7 @@ def validate_command(  # noqa: PLR0917 - one argument per option
     with progress_bar("predicting published cells", after=1.0) as progress:
         rows = errors.validate(chosen, progress)
     if figures is not None:
-        from analysis.published.figures.all_figures import draw  # noqa: PLC0415 - matplotlib
+        from analysis.published.figures.paper_figures import draw  # noqa: PLC0415 - matplotlib
 
         files |= {figures / name: content for name, content in draw(rows, papers_).items()}
     text = ""
@@ -230,7 +233,15 @@ def figures(
         print_json(
             {
                 "figures": [one.to_dict() | {"files": paths[one.mirror.name]} for one in found],
-                "not_drawn": [_plain(one) for one in left_out],
+                "not_drawn": [
+                    {
+                        "where": one.where,
+                        "cell": one.name,
+                        "published": one.published,
+                        "reason": one.reason,
+                    }
+                    for one in left_out
+                ],
             }
         )
         return
@@ -250,40 +261,69 @@ def _kinds(text: str) -> list[str]:
     kinds = list(dict.fromkeys(part.strip().lower() for part in text.split(",")))
     for kind in kinds:
         if kind not in _FORMATS.split(","):
-            raise OptionError(f"--format: {kind!r} is no kind of file; {_known(kind)}")
+            known = nearest(kind, _FORMATS.split(","))
+            raise OptionError(f"--format: {kind!r} is no kind of file; {known}")
     return kinds
 
 
-def _known(kind: str) -> str:
-    return nearest(kind, _FORMATS.split(","))
-
-
 def _say(figure: "PaperFigure") -> None:
+    from analysis.published.report import signed  # noqa: PLC0415 - numpy, pydantic
+
     typer.echo(f"{figure.mirror.name}: mirrors {figure.mirror.place}")
     parts = [f"{figure.published} published"]
-    for errors, words in (
-        (figure.errors("check"), "predicted"),
-        (figure.errors("fit"), "fitted on (no predictions)"),
-    ):
-        if errors.values:
-            parts.append(f"{errors.values} {words}{_errors(errors)}")
+    uses: tuple[tuple[Use, str], ...] = (
+        ("check", "predicted"),
+        ("fit", "fitted on (no predictions)"),
+    )
+    for use, words in uses:
+        if count := len(figure.of_use(use)):
+            parts.append(f"{count} {words}")
+            if errors := figure.errors(use):
+                median, largest = signed(errors.median_bias), signed(errors.worst.error)
+                parts[-1] += f": error median {median}, largest {largest}"
     if figure.alone:
         parts.append("not predicted: quality of training")
     typer.echo(f"  {'; '.join(parts)}")
 
 
-def _errors(errors: "ErrorsShown") -> str:
-    from analysis.published.report import signed  # noqa: PLC0415 - numpy, pydantic
+def goodput(papers: Papers = PAPERS, json_: options.Json = False) -> None:  # noqa: FBT002
+    """Predict published mean times to failure and shares of useful time, with signed errors."""
+    from analysis.published.goodput import compared, read  # noqa: PLC0415 - scipy, pydantic
 
-    if errors.median is None or errors.largest is None:
-        return ""
-    return f": error median {signed(errors.median)}, largest {signed(errors.largest)}"
+    found = compared(read(papers))
+    if json_:
+        typer.echo(json.dumps([_goodput_plain(one) for one in found], indent=2))
+        return
+    from co2sim.common.tables import console, print_lines, print_table  # noqa: PLC0415 - rich
+
+    out = console()
+    columns = ["source", "what", "published", "predicted", "range", "error"]
+    rows = [_goodput_row(one) for one in found]
+    print_table(out, "published, and predicted; nothing is fitted", columns, rows, left=2)
+    print_lines(out, "errors of shares are in points, those of times in per cent", "")
+    print_lines(out, *dict.fromkeys(_assumed(one) for one in found if one.cell.assumed))
 
 
-def _plain(one: "NotDrawn") -> dict[str, object]:
+def _goodput_row(one: "Compared") -> list[str]:
+    cell = one.cell
+    limit = "> " if cell.at_least else ""
+    span = "" if one.low == one.high else f"{one.shown(one.low)} to {one.shown(one.high)}"
+    error = f"{100 * one.error:+.1f}" if cell.use == "check" else "input"
+    published = f"{limit}{one.shown(one.published)}"
+    return [cell.source, cell.where, published, one.shown(one.predicted), span, error]
+
+
+def _assumed(one: "Compared") -> str:
+    what = one.cell.source if one.cell.quantity == "learners" else one.cell.where
+    return f"assumed of {what}: {'; '.join(one.cell.assumed)}"
+
+
+def _goodput_plain(one: "Compared") -> dict[str, object]:
     return {
-        "where": one.where,
-        "cell": one.name,
+        **one.cell.model_dump(),
         "published": one.published,
-        "reason": one.reason,
+        "predicted": one.predicted,
+        "low": one.low,
+        "high": one.high,
+        "error": one.error,
     }

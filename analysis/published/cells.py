@@ -20,6 +20,7 @@ from co2sim.prediction.published import (
     AnyCell,
     QualityCell,
     RunCell,
+    Simulation,
     Use,
     VolumeCell,
     read_cells,
@@ -149,21 +150,19 @@ def with_strategy_options(cell: Cell, strategy: str, options: Mapping[str, str])
 
 @dataclass(frozen=True, slots=True)
 class Unpredicted:
-    """A published cell that no error is stated for, and why, in a few words.
+    """A published cell that no error is stated for, or that no figure shows, and why, in few words.
 
-    `cell` is there where it can be simulated nonetheless, so that a figure can show it.
+    `cell` is there where it can be simulated nonetheless, so that a figure can show it, and
+    `quality` where it is the quality of a trained model.
     """
 
     source: str
     name: str
-    row: AnyCell
+    where: str
+    published: float
     reason: str
     cell: Cell | None = None
-
-    @property
-    def published(self) -> float:
-        """Its value."""
-        return self.row.value
+    quality: QualityCell | None = None
 
 
 def from_papers(folder: Path = PAPERS) -> list[Cell]:
@@ -198,9 +197,9 @@ def _of_results(folder: Path) -> Iterator[Cell | Unpredicted]:
             if cell and not reason:
                 yield cell
             else:
-                words = [row.quantity.replace("_", " ")]
-                words += [str(getattr(row, name, "")) for name in ("part", "model", "strategy")]
-                yield Unpredicted(key, ", ".join(filter(None, words)), row, reason, cell)
+                name = _name(sources.get(key) or Paper(key, {}, Simulation()), row)
+                quality = row if isinstance(row, QualityCell) else None
+                yield Unpredicted(key, name, row.where, row.value, reason, cell, quality)
 
 
 def _not_simulated(paper: Paper | None, row: AnyCell) -> str:
@@ -259,8 +258,10 @@ def cell_of(paper: Paper, row: RunCell) -> Cell:
     )
 
 
-def _name(paper: Paper, row: RunCell) -> str:
+def _name(paper: Paper, row: AnyCell) -> str:
     """Models, part of a volume, GPUs, tokens, network and strategy, as far as they are stated."""
+    if isinstance(row, QualityCell):
+        return f"{row.quantity.replace('_', ' ')}, {row.model}, {row.strategy}"
     several = len(row.models) > 1
     parts = [f"{row.pick} of {len(row.models)} models" if several else paper.name(row.models[0])]
     if isinstance(row, VolumeCell):

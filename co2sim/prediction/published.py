@@ -1,6 +1,6 @@
 """Published results (`papers/*/results.toml`): the models of their cells, and their one reader."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_args
@@ -218,13 +218,9 @@ def add_options(strategy: str, options: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SpeedComparison:
-    """A published throughput or scalability ratio, and its prediction.
-
-    `strategy` is the cell's, as results name it.
-    """
+    """A published throughput or scalability ratio, and its prediction."""
 
     cell: RunCell
-    strategy: str
     predicted: float
 
     @property
@@ -238,7 +234,7 @@ class SpeedComparison:
         return {
             "cluster": cell.cluster,
             "model": cell.model,
-            "strategy": self.strategy,
+            "strategy": cell.strategy,
             "quantity": cell.kind,
             "sizes": cell.sizes,
             "value": cell.value,
@@ -252,22 +248,24 @@ class SpeedComparison:
 def read_speeds(path: Path) -> list[RunCell]:
     """The throughputs and scalability ratios of a results file, of strategies that are ours.
 
-    Where a `paper.toml` beside the file says on which `clusters` its runs are simulated, or with
-    which options of strategies, such cells are there twice: as published, and as simulated.
+    Strategies are written as results name them. Where a `paper.toml` beside the file says on which
+    `clusters` its runs are simulated, or with which options of strategies, such cells are there
+    twice: as published, and as simulated.
     """
     speeds = [one for one in read_cells(path) if isinstance(one, RunCell) and one.is_speed]
     about = path.with_name("paper.toml")
     simulation = (read_paper(about)[1] if about.exists() else None) or Simulation()
-    found = []
+    cells = []
     for cell in speeds:
-        run = simulation.strategy(cell.strategy)
-        if _title(cell.strategy):
-            found.append(cell)
-        cluster = simulation.clusters.get(cell.cluster, cell.cluster)
-        simulated = cell.model_copy(update={"cluster": cluster, "strategy": run})
-        if simulated != cell and _title(run):
-            found.append(simulated)
-    return found
+        simulated = simulation.clusters.get(cell.cluster, cell.cluster)
+        ways = (cell.cluster, cell.strategy), (simulated, simulation.strategy(cell.strategy))
+        for cluster, strategy in dict.fromkeys(ways):
+            try:
+                named = title(parse(strategy))
+            except Co2simError:  # of others
+                continue
+            cells.append(cell.model_copy(update={"cluster": cluster, "strategy": named}))
+    return cells
 
 
 def read_paper(path: Path) -> tuple[dict[str, Any], Simulation | None]:
@@ -290,15 +288,13 @@ def read_paper(path: Path) -> tuple[dict[str, Any], Simulation | None]:
 def cases_of(cells: Sequence[RunCell], cases: Sequence[Case]) -> list[Case]:
     """Further cases to simulate, so that every cell of the clusters of `cases` has a prediction."""
     like = {(case.cluster, case.model): case for case in cases}
-    found = {}
-    for cell, strategy in _named(cells):
-        case = like.get((cell.cluster, cell.models[0]))
-        for size in cell.sizes if case else ():
-            assert case is not None
-            found[cell.cluster, cell.model, strategy, size] = replace(
-                case, strategy=strategy, gpus=size
-            )
-    return list(found.values())
+    further = {}
+    for cell in cells:
+        if case := like.get((cell.cluster, cell.models[0])):
+            for size in cell.sizes:
+                key = cell.cluster, cell.models[0], cell.strategy, size
+                further[key] = replace(case, strategy=cell.strategy, gpus=size)
+    return list(further.values())
 
 
 def compare(
@@ -309,31 +305,15 @@ def compare(
         (case.cluster, case.model, result.strategy, result.gpus): result
         for case, result in zip(cases, results, strict=True)
     }
-    found = []
-    for cell, strategy in _named(cells):
-        at = [predicted.get((cell.cluster, cell.model, strategy, size)) for size in cell.sizes]
-        known = [result for result in at if result]
-        if len(known) < len(at):
+    comparisons = []
+    for cell in cells:
+        keys = ((cell.cluster, cell.model, cell.strategy, size) for size in cell.sizes)
+        at_sizes = [predicted.get(key) for key in keys]
+        first, last = at_sizes[0], at_sizes[-1]
+        if first is None or last is None:
             continue
-        first, last = known[0], known[-1]
         value = last.tokens_per_s
         if cell.over:
             value = scalability_ratio(last.tokens_per_s_per_gpu, first.tokens_per_s_per_gpu)
-        found.append(SpeedComparison(cell, strategy, value))
-    return found
-
-
-def _named(cells: Sequence[RunCell]) -> Iterator[tuple[RunCell, str]]:
-    """The cells whose strategy is ours, with its name in results."""
-    for cell in cells:
-        strategy = _title(cell.strategy)
-        if strategy:
-            yield cell, strategy
-
-
-def _title(text: str) -> str | None:
-    """The strategy as results name it; None for one that is not ours."""
-    try:
-        return title(parse(text))
-    except Co2simError:
-        return None
+        comparisons.append(SpeedComparison(cell, value))
+    return comparisons

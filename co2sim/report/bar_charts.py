@@ -456,7 +456,11 @@ def chart(
         _panel(
             [result for _, result in group],
             names,
-            [one for one in comparisons if one.cell.cluster == cluster and one.strategy in names],
+            [
+                one
+                for one in comparisons
+                if one.cell.cluster == cluster and one.cell.strategy in names
+            ],
         )
         for cluster, group in groupby(pairs, key=lambda pair: str(pair[0].cluster))
     ]
@@ -493,7 +497,11 @@ def _panel(
         for one in results
     ]
     stars: Rows = [
-        {"strategy": one.strategy, "gpus": one.cell.gpus, "value": one.cell.value / one.cell.gpus}
+        {
+            "strategy": one.cell.strategy,
+            "gpus": one.cell.gpus,
+            "value": one.cell.value / one.cell.gpus,
+        }
         for one in comparisons
         if not one.cell.over
     ]

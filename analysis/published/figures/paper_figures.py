@@ -1,19 +1,23 @@
-"""The figures of papers from the cells of `papers/`: what each shows, and what none can show."""
+"""The figures of papers from the cells of `papers/`: what each shows, and what none can show.
+
+Then those of sources without figures that could be mirrored (`draw`).
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
+import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.typing import LineStyleType
 
-from analysis.published.cells import Cell, Quantity, from_papers, unpredicted
-from analysis.published.errors import CellPrediction, validate
+from analysis.published.cells import Cell, Quantity, Unpredicted, from_papers, unpredicted
+from analysis.published.errors import CellPrediction, ErrorSummary, validate
 from analysis.published.figures.co2 import scalability
 from analysis.published.figures.style import (
     PLAIN,
@@ -29,6 +33,7 @@ from analysis.published.figures.style import (
     shown,
     signs,
 )
+from analysis.published.tables import FsdpRow, IterationRow
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.progress import Done
 from co2sim.prediction.published import QualityCell, Use
@@ -254,23 +259,6 @@ def quality(rows: Sequence[QualityCell]) -> Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorsShown:
-    """Signed, relative errors of the values of a figure; None where there is no such value."""
-
-    values: int
-    median: float | None
-    largest: float | None
-
-    @classmethod
-    def of(cls, rows: Sequence[CellPrediction]) -> "ErrorsShown":
-        """Of these rows. A published zero has no relative error."""
-        errors = [row.error for row in rows if row.cell.published]
-        if not errors:
-            return cls(len(rows), None, None)
-        return cls(len(rows), median(errors), max(errors, key=abs))
-
-
-@dataclass(frozen=True, slots=True)
 class PaperFigure:
     """One figure: published values with ours (`rows`), or published ones only (`alone`)."""
 
@@ -283,9 +271,14 @@ class PaperFigure:
         """How many published values it shows."""
         return len(self.rows) + len(self.alone)
 
-    def errors(self, use: Use) -> ErrorsShown:
-        """Of what was predicted, or of what was fitted on."""
-        return ErrorsShown.of([row for row in self.rows if row.cell.use == use])
+    def of_use(self, use: Use) -> list[CellPrediction]:
+        """What was predicted, or what was fitted on."""
+        return [row for row in self.rows if row.cell.use == use]
+
+    def errors(self, use: Use) -> ErrorSummary | None:
+        """Of these; a published zero has no relative error. None where there is none."""
+        rows = [row for row in self.of_use(use) if row.cell.published]
+        return ErrorSummary.of(rows) if rows else None
 
     def make(self) -> Figure:
         """The figure, in the style that is set."""
@@ -304,9 +297,9 @@ class PaperFigure:
         found |= {"published": self.published, "published_only": len(self.alone)}
         for name, use in _USES.items():
             errors = self.errors(use)
-            found[name] = errors.values
-            found |= {f"{name}_error_median": errors.median}
-            found |= {f"{name}_error_largest": errors.largest}
+            found[name] = len(self.of_use(use))
+            found[f"{name}_error_median"] = errors and errors.median_bias
+            found[f"{name}_error_largest"] = errors and errors.worst.error
         found["cells"] = [*map(_row, self.rows), *map(_alone, self.alone)]
         return found
 
@@ -335,16 +328,6 @@ def _alone(cell: QualityCell) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class NotDrawn:
-    """A published cell that is in no figure, and why."""
-
-    where: str
-    name: str
-    published: float
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Contents:
     """What a figure is to show, before it is predicted."""
 
@@ -357,7 +340,7 @@ def paper_figures(
     only: Sequence[str] = (),
     known: Mapping[Cell, CellPrediction] | None = None,
     done: Done | None = None,
-) -> tuple[list[PaperFigure], list[NotDrawn]]:
+) -> tuple[list[PaperFigure], list[Unpredicted]]:
     """All figures that the folder has cells for, or those of some names; and what is in none.
 
     `known` are predictions that need not be made again. `done` gets how many are made.
@@ -374,11 +357,8 @@ def paper_figures(
         raise OptionError(f"{folder} holds no published cell of a figure that is drawn")
     cells = [cell for one in chosen for cell in contents[one].cells]
     rows: dict[Cell, CellPrediction] = dict(known or {})
-    for number, cell in enumerate(cells, start=1):
-        if cell not in rows:
-            rows[cell] = validate([cell])[0]
-        if done:
-            done(number, len(cells))
+    new = [cell for cell in cells if cell not in rows]
+    rows |= zip(new, validate(new, done), strict=True)
     figures = [
         PaperFigure(
             one, tuple(rows[cell] for cell in contents[one].cells), tuple(contents[one].alone)
@@ -388,7 +368,7 @@ def paper_figures(
     return figures, [] if only else left_out
 
 
-def _contents(folder: Path) -> tuple[dict[Mirror, _Contents], list[NotDrawn]]:
+def _contents(folder: Path) -> tuple[dict[Mirror, _Contents], list[Unpredicted]]:
     """Of each figure, in the order of the file, and the cells of none.
 
     Sources of which nothing is drawn, such as tables of many runs, are left out without a word.
@@ -405,17 +385,16 @@ def _contents(folder: Path) -> tuple[dict[Mirror, _Contents], list[NotDrawn]]:
             nowhere.append(cell)
     sources = {cell.source for contents in found.values() for cell in contents.cells}
     left_out = [
-        NotDrawn(cell.where, cell.name, cell.published, nothing)
+        Unpredicted(cell.source, cell.name, cell.where, cell.published, nothing)
         for cell in nowhere
         if cell.source in sources
     ]
     for one in rest:
-        row = one.row
-        mirror = mirror_of(row.where, "quality") if isinstance(row, QualityCell) else None
-        if mirror and isinstance(row, QualityCell):
-            found.setdefault(mirror, _Contents([], [])).alone.append(row)
+        mirror = mirror_of(one.where, "quality")
+        if mirror and one.quality:
+            found.setdefault(mirror, _Contents([], [])).alone.append(one.quality)
         elif not one.cell:
-            left_out.append(NotDrawn(row.where, one.name, one.published, one.reason))
+            left_out.append(one)
     return found, left_out
 
 
@@ -517,3 +496,65 @@ def _tokens(row: CellPrediction) -> float:
 
 def _shown(gpu: str) -> str:
     return gpu.upper().replace("_", "-").removesuffix("GB")
+
+
+_MARKERS = "os^vDP"
+
+
+def iteration_errors(rows: Sequence[CellPrediction]) -> Figure:
+    """Signed errors over published times: a shade for each micro-batch, a marker per hidden."""
+    series: dict[tuple[int, int], list[CellPrediction]] = {}
+    for row in rows:
+        labels = row.cell.labels
+        series.setdefault((int(labels["micro_batch"]), int(labels["hidden"])), []).append(row)
+    micros = sorted({micro for micro, _ in series})
+    hiddens = sorted({hidden for _, hidden in series})
+    shades = mpl.colormaps["viridis"].resampled(len(micros) + 1)
+    figure = Figure(figsize=(WIDTH, 4.0), layout="constrained")
+    axis = figure.subplots()
+    for (micro, hidden), some in sorted(series.items()):
+        sign: dict[str, Any] = {
+            "marker": _MARKERS[hiddens.index(hidden) % len(_MARKERS)],
+            "color": shades(micros.index(micro)),
+            "ms": 4,
+            "ls": "",
+        }
+        axis.plot([], [], label=f"batch {micro}, hidden {hidden}", **sign)
+        for row in some:
+            inside = {"mfc": "white"} if row.cell.use == "fit" else {}
+            axis.plot(row.cell.published, row.error * 100, **sign | inside)
+    axis.axhline(0, color="black", lw=0.8)
+    axis.set_xscale("log")
+    plain_log(axis.xaxis, subs=(1, 2, 5))
+    axis.set_xlabel("published iteration time, ms")
+    axis.set_ylabel("error of ours, %; hollow: fitted on")
+    figure.legend(loc="outside lower center", ncols=4)
+    return figure
+
+
+_KIND = "png"
+
+_BY_SOURCE: tuple[tuple[str, str, Callable[[Sequence[CellPrediction]], Figure]], ...] = (
+    (IterationRow.source, "a100-iteration-errors", iteration_errors),
+    (FsdpRow.source, "fsdp-errors", fsdp_errors),
+    (FsdpRow.source, "fsdp-scaling", fsdp_scaling),
+)
+"""Source, name and function of the figures that mirror none of the source."""
+
+_FURTHER = (("co2", "co2-cells", scalability), ("zeropp", "zeropp-cells", throughput))
+"""The same of further cells, which are of no figure."""
+
+
+def draw(rows: Sequence[CellPrediction], folder: Path) -> dict[str, bytes]:
+    """The figures that the rows have data for, by the names of their files."""
+    found: dict[str, bytes] = {}
+    if any(row.cell.where for row in rows):
+        figures, _ = paper_figures(folder, known={row.cell: row for row in rows})
+        for figure in figures:
+            found |= figure.files([_KIND])
+    further = [row for row in rows if not row.cell.where]
+    for source, name, make in (*_BY_SOURCE, *_FURTHER):
+        mine = [row for row in further if row.cell.source == source]
+        if mine:
+            found[f"{name}.{_KIND}"] = in_style(partial(make, mine), [_KIND])[_KIND]
+    return found

@@ -19,11 +19,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from places import GOLDEN
 
-from analysis.published.cells import Cell, from_papers, unpredicted
+from analysis.published.cells import Cell, Unpredicted, from_papers, unpredicted
 from analysis.published.errors import CellPrediction
 from analysis.published.figures import co2
-from analysis.published.figures.all_figures import draw
-from analysis.published.figures.paper_figures import NotDrawn, PaperFigure, paper_figures
+from analysis.published.figures.paper_figures import PaperFigure, draw, paper_figures
 from analysis.published.figures.style import FORMATS, STYLE_FILE
 from analysis.published.papers import PAPERS
 from analysis.published.report import signed
@@ -33,7 +32,7 @@ KEYS = ("co2", "zeropp")
 QUICK = "zeropp-announcement-table-of-communication-volume"
 """The figure that takes least to predict."""
 slow, nightly = pytest.mark.slow, pytest.mark.nightly
-Drawn = tuple[list[PaperFigure], list[NotDrawn]]
+Drawn = tuple[list[PaperFigure], list[Unpredicted]]
 
 
 @pytest.fixture(scope="module")

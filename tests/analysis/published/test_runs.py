@@ -80,23 +80,6 @@ def test_a_run_of_megatron_llama_is_as_published(
     assert cluster.value.inter.bandwidth == pytest.approx(800e9 / 8)
 
 
-def test_a_run_of_torchtitan_is_as_published(runs: dict[tuple[str, int], TrainingRun]) -> None:
-    """Its table 3: 6,514 tokens/s per GPU and 62 GiB on 128 H100 of 96 GB with torch.compile."""
-    run = runs["torchtitan_h100", 13]
-    assert (run.tokens_per_s_per_gpu, run.memory_gib, run.memory_kind) == (6514, 62.0, "reserved")
-    assert (run.gpus, run.micro_batch, run.stack) == (128, 2, "torchtitan")
-    cluster, model = run.case().load()
-    assert cluster.value.gpu.memory == 95 * 2**30
-    assert model.value.tokens == 8192
-
-
-def test_a_run_of_internevo_is_as_published(runs: dict[tuple[str, int], TrainingRun]) -> None:
-    """Its second table: tensor parallelism 2 on 1,024 A100 gives 2,785 tokens/s per GPU."""
-    run = runs["internevo", 83]
-    assert (run.tokens_per_s_per_gpu, run.gpus, run.tp) == (2785, 1024, 2)
-    assert run.strategy == "zero1"
-
-
 def test_a_run_that_was_read_off_a_chart_says_so(
     runs: dict[tuple[str, int], TrainingRun],
 ) -> None:

@@ -65,7 +65,7 @@ def test_the_picture_shows_intervals_and_published_cells_and_only_what_fits() ->
         where="table 1", quantity="tokens_per_s", value=32000.0, use="check",
         cluster="a100-tcp80", model="m", strategy="ddp", gpus=32,
     )  # fmt: skip
-    spec = chart(cases, results, [SpeedComparison(cell, "ddp", 1.0)], "").to_dict()
+    spec = chart(cases, results, [SpeedComparison(cell, 1.0)], "").to_dict()
     first, second = spec["hconcat"]
     marks = [layer["mark"]["type"] for layer in first["layer"]]
     assert marks == ["area", "line", "point", "point"]
