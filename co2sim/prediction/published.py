@@ -20,8 +20,8 @@ from co2sim.common.errors import CatalogError, Co2simError, OptionError
 from co2sim.common.errors import given as shown
 from co2sim.common.files import text_of
 from co2sim.common.validation import first_problem
-from co2sim.models.recompute import recomputation
 from co2sim.models.framework import AttentionKernel, Checkpointing, Loss
+from co2sim.models.recompute import recomputation
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.simulation.metrics import scalability_ratio
