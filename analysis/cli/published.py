@@ -72,12 +72,12 @@ def validate_command(  # noqa: PLR0917 - one argument per option
 
     check("--report", report)
     _check_places(markdown, figures)
-    known = tables.known_cells(papers_, data)
-    chosen = known
+    every = tables.known_cells(papers_, data)
+    chosen = every
     if cells:
         say = partial(typer.echo, err=True)
-        chosen = tables.further_cells(cells, known, papers_, say)
-    missing = list(_missing(known, chosen, papers_))
+        chosen = tables.further_cells(cells, every, papers_, say)
+    missing = list(_missing(every, chosen, papers_))
     for note in missing:
         typer.echo(f"note: {note}", err=True)
     files: dict[Path, bytes] = {}
@@ -90,16 +90,16 @@ def validate_command(  # noqa: PLR0917 - one argument per option
     text = ""
     if markdown is not None or report is not None or not json_:
         if brief or cells:
-            found = reports.brief_report(rows, None if cells else papers_)
+            document = reports.brief_report(rows, None if cells else papers_)
         else:
             with progress_bar("analysing the errors", after=1.0) as progress:
-                found = reports.full_report(rows, known, papers_, progress)
-        text = reports.render(found)
+                document = reports.full_report(rows, every, papers_, progress)
+        text = reports.render(document)
     if markdown is not None:
         files[markdown] = text.encode()
     numbers = [row.to_dict() for row in rows] if json_ or report is not None else []
     if report is not None:
-        files[report] = _page(found, text, numbers, missing)
+        files[report] = _page(document, text, numbers, missing)
     write_atomically(files)
     if json_:
         typer.echo(json.dumps(numbers, indent=2))
@@ -128,7 +128,7 @@ def _print(text: str, files: Iterable[Path]) -> None:
 
 
 def _page(
-    found: "ValidationReport",
+    document: "ValidationReport",
     text: str,
     numbers: Sequence[Mapping[str, Any]],
     missing: Sequence[str],
@@ -137,21 +137,21 @@ def _page(
     from analysis.published.page import page  # noqa: PLC0415 - Altair
     from co2sim.report.html import render  # noqa: PLC0415 - as above
 
-    return render(page(found, text, numbers, command_line("co2analysis"), missing))
+    return render(page(document, text, numbers, command_line("co2analysis"), missing))
 
 
-def _missing(known: Sequence["Cell"], chosen: Sequence["Cell"], folder: Path) -> Iterator[str]:
-    """Of a table that is not at hand nothing is predicted, or known as fitted: what to say."""
+def _missing(every: Sequence["Cell"], chosen: Sequence["Cell"], folder: Path) -> Iterator[str]:
+    """Of a table that is not at hand nothing is predicted, or every as fitted: what to say."""
     from analysis.published.papers import papers  # noqa: PLC0415 - pydantic
 
     for key in papers(folder).keys() & TABLES_ELSEWHERE.keys():
-        if any(cell.source == key for cell in known):
+        if any(cell.source == key for cell in every):
             continue
         note = (
             f"{TABLES_ELSEWHERE[key]}, the table of {key}, was not read; --data names its"
             " folder (docs/validation.md says how to make it)"
         )
-        if chosen is known:
+        if chosen is every:
             yield note
         elif any(cell.source == key for cell in chosen):
             yield f"{note}, so rows that were fitted on count as check"
@@ -177,8 +177,8 @@ def calibrate_command(
     if unknown:
         raise OptionError(f"--group {unknown[0]}: it is one of {', '.join(GROUPS)}")
     fits = fit_all(known_cells(papers_, data), tuple(group or GROUPS))
-    for found in fits:
-        _print_fit(found)
+    for fitted in fits:
+        _print_fit(fitted)
     if write:
         files = catalog_writer.catalog_files(fits)
         files |= dict([catalog_writer.record_file(fits)])
@@ -187,16 +187,16 @@ def calibrate_command(
             typer.echo(f"written {path}")
 
 
-def _print_fit(found: "Fit") -> None:
+def _print_fit(fitted: "Fit") -> None:
     from analysis.published.report import at_bound  # noqa: PLC0415 - as above
 
-    typer.echo(f"{found.group}: {found.cells} cells, MAPE {found.mape:.2%}")
-    if found.cross_validated is not None:
-        typer.echo(f"  cross-validated: {found.cross_validated:.2%}")
-    for label, error in found.by_label.items():
+    typer.echo(f"{fitted.group}: {fitted.cells} cells, MAPE {fitted.mape:.2%}")
+    if fitted.cross_validated is not None:
+        typer.echo(f"  cross-validated: {fitted.cross_validated:.2%}")
+    for label, error in fitted.by_label.items():
         typer.echo(f"  with one value of {label} left out: {error:.2%}")
-    for constant in GROUPS[found.group].constants:
-        typer.echo(f"  {constant.name}: {at_bound(constant, found.values[constant.name])}")
+    for constant in GROUPS[fitted.group].constants:
+        typer.echo(f"  {constant.name}: {at_bound(constant, fitted.values[constant.name])}")
 
 
 _FORMATS = "pdf,svg,png"
@@ -225,35 +225,37 @@ def figures(
     from analysis.published.figures.paper_figures import paper_figures  # noqa: PLC0415 - matplotlib
 
     with progress_bar("predicting published cells", after=1.0) as progress:
-        found, left_out = paper_figures(papers, only or (), done=progress)
-    files = {figure.mirror.name: figure.files(kinds) for figure in found}
-    write_atomically({out / name: made for one in files.values() for name, made in one.items()})
+        drawn, left_out = paper_figures(papers, only or (), done=progress)
+    files = {figure.mirror.name: figure.files(kinds) for figure in drawn}
+    write_atomically({out / name: made for kind in files.values() for name, made in kind.items()})
     if json_:
-        paths = {name: [str(out / file) for file in one] for name, one in files.items()}
+        paths = {name: [str(out / file) for file in made] for name, made in files.items()}
         print_json(
             {
-                "figures": [one.to_dict() | {"files": paths[one.mirror.name]} for one in found],
+                "figures": [
+                    figure.to_dict() | {"files": paths[figure.mirror.name]} for figure in drawn
+                ],
                 "not_drawn": [
                     {
-                        "where": one.where,
-                        "cell": one.name,
-                        "published": one.published,
-                        "reason": one.reason,
+                        "where": cell.where,
+                        "cell": cell.name,
+                        "published": cell.published,
+                        "reason": cell.reason,
                     }
-                    for one in left_out
+                    for cell in left_out
                 ],
             }
         )
         return
-    for figure in found:
+    for figure in drawn:
         _say(figure)
         for name in files[figure.mirror.name]:
             typer.echo(f"  written {out / name}")
-    drawn = sum(figure.published for figure in found)
+    shown = sum(figure.published for figure in drawn)
     if not only:
-        typer.echo(f"{drawn} of {drawn + len(left_out)} published numbers are drawn")
-    for one in left_out:
-        typer.echo(f"not drawn: {one.published:g} ({one.name}; {one.where}): {one.reason}")
+        typer.echo(f"{shown} of {shown + len(left_out)} published numbers are drawn")
+    for cell in left_out:
+        typer.echo(f"not drawn: {cell.published:g} ({cell.name}; {cell.where}): {cell.reason}")
 
 
 def _kinds(text: str) -> list[str]:
@@ -290,40 +292,40 @@ def goodput(papers: Papers = PAPERS, json_: options.Json = False) -> None:  # no
     """Predict published mean times to failure and shares of useful time, with signed errors."""
     from analysis.published.goodput import compared, read  # noqa: PLC0415 - scipy, pydantic
 
-    found = compared(read(papers))
+    rows = compared(read(papers))
     if json_:
-        typer.echo(json.dumps([_goodput_plain(one) for one in found], indent=2))
+        typer.echo(json.dumps([_goodput_plain(row) for row in rows], indent=2))
         return
     from co2sim.common.tables import console, print_lines, print_table  # noqa: PLC0415 - rich
 
     out = console()
     columns = ["source", "what", "published", "predicted", "range", "error"]
-    rows = [_goodput_row(one) for one in found]
-    print_table(out, "published, and predicted; nothing is fitted", columns, rows, left=2)
+    lines = [_goodput_row(row) for row in rows]
+    print_table(out, "published, and predicted; nothing is fitted", columns, lines, left=2)
     print_lines(out, "errors of shares are in points, those of times in per cent", "")
-    print_lines(out, *dict.fromkeys(_assumed(one) for one in found if one.cell.assumed))
+    print_lines(out, *dict.fromkeys(_assumed(row) for row in rows if row.cell.assumed))
 
 
-def _goodput_row(one: "Compared") -> list[str]:
-    cell = one.cell
+def _goodput_row(row: "Compared") -> list[str]:
+    cell = row.cell
     limit = "> " if cell.at_least else ""
-    span = "" if one.low == one.high else f"{one.shown(one.low)} to {one.shown(one.high)}"
-    error = f"{100 * one.error:+.1f}" if cell.use == "check" else "input"
-    published = f"{limit}{one.shown(one.published)}"
-    return [cell.source, cell.where, published, one.shown(one.predicted), span, error]
+    span = "" if row.low == row.high else f"{row.shown(row.low)} to {row.shown(row.high)}"
+    error = f"{100 * row.error:+.1f}" if cell.use == "check" else "input"
+    published = f"{limit}{row.shown(row.published)}"
+    return [cell.source, cell.where, published, row.shown(row.predicted), span, error]
 
 
-def _assumed(one: "Compared") -> str:
-    what = one.cell.source if one.cell.quantity == "learners" else one.cell.where
-    return f"assumed of {what}: {'; '.join(one.cell.assumed)}"
+def _assumed(row: "Compared") -> str:
+    what = row.cell.source if row.cell.quantity == "learners" else row.cell.where
+    return f"assumed of {what}: {'; '.join(row.cell.assumed)}"
 
 
-def _goodput_plain(one: "Compared") -> dict[str, object]:
+def _goodput_plain(row: "Compared") -> dict[str, object]:
     return {
-        **one.cell.model_dump(),
-        "published": one.published,
-        "predicted": one.predicted,
-        "low": one.low,
-        "high": one.high,
-        "error": one.error,
+        **row.cell.model_dump(),
+        "published": row.published,
+        "predicted": row.predicted,
+        "low": row.low,
+        "high": row.high,
+        "error": row.error,
     }

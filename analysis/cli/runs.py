@@ -70,14 +70,14 @@ def runs(  # noqa: PLR0917 - one argument per option
         raise OptionError("give one of --fit, --own, --memory and --unfitted")
     every = training_runs(papers)
     if memory:
-        known = [run for run in every if run.memory_gib is not None]
+        candidates = [run for run in every if run.memory_gib is not None]
     else:
-        known = [run for run in every if (run.unfitted if unfitted else run.headline)]
-    keys = list(dict.fromkeys(run.paper for run in known))
+        candidates = [run for run in every if (run.unfitted if unfitted else run.headline)]
+    keys = list(dict.fromkeys(run.paper for run in candidates))
     for key in source or ():
         if key not in keys:
             raise OptionError(f"unknown source {key!r}; {nearest(key, keys)}")
-    chosen = [run for run in known if not source or run.paper in source]
+    chosen = [run for run in candidates if not source or run.paper in source]
     if fit:
         _fit(every, papers, jobs)
         print(f"written: {papers / stack_fit.RECORD}, and the catalog")
@@ -86,7 +86,7 @@ def runs(  # noqa: PLR0917 - one argument per option
     else:
         rows = _predicted(chosen, papers, jobs, own=own)
         if json_:
-            print(json.dumps([_plain(*one) for one in rows], indent=2))
+            print(json.dumps([_plain(*row) for row in rows], indent=2))
         else:
             title = "errors of throughput, each source left out of the fit"
             _print(title, [row for _, row, _ in rows], intervals=True)
@@ -122,20 +122,22 @@ def _fit(every: "Sequence[TrainingRun]", papers: Path, jobs: int) -> None:
     """Fit again, and write what the catalog and `papers` say of it."""
     from analysis.published import run_errors, stack_fit  # noqa: PLC0415 - scipy
 
-    known = [run for run in every if run.headline]
+    runs_of_fit = [run for run in every if run.headline]
     path = papers / stack_fit.RECORD
     start = stack_fit.record(papers).values if path.is_file() else None
-    fitted = stack_fit.fit(known, start, iterations=2, jobs=jobs)
-    values = [fitted.left_out[run.paper] for run in known]
-    results = stack_fit.predictions(known, values, jobs, "predicting runs")
-    further = run_errors.further_runs(known, fitted.left_out, jobs)
-    errors = run_errors.errors_of(known, results, further)
+    fitted = stack_fit.fit(runs_of_fit, start, iterations=2, jobs=jobs)
+    values = [fitted.left_out[run.paper] for run in runs_of_fit]
+    results = stack_fit.predictions(runs_of_fit, values, jobs, "predicting runs")
+    further = run_errors.further_runs(runs_of_fit, fitted.left_out, jobs)
+    errors = run_errors.errors_of(runs_of_fit, results, further)
     of_memory = run_errors.memory_errors(run_errors.run_memories(every, jobs))
     files = run_errors.catalog_files(fitted.values) | dict(
         [
             run_errors.errors_file(replace(errors, memory=of_memory)),
-            run_errors.evidence_file(known, results),
-            run_errors.models_file(run_errors.models_without(known, results, further), papers),
+            run_errors.evidence_file(runs_of_fit, results),
+            run_errors.models_file(
+                run_errors.models_without(runs_of_fit, results, further), papers
+            ),
         ]
     )
     write_atomically({path: stack_fit.written(fitted).encode()} | files)

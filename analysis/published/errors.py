@@ -7,7 +7,7 @@ from statistics import fmean, median
 from typing import Any, TypeVar
 
 from analysis.published.cells import Cell, run_figures, with_values
-from analysis.published.predict import phases, predict, prepare, result_of
+from analysis.published.predict import predict, prepare, result_of
 from analysis.published.runs import RunSetup
 from co2sim.common.progress import Done
 from co2sim.prediction.calibrations import Calibration, calibrations
@@ -44,11 +44,11 @@ class CellPrediction:
         return self.low <= self.cell.published <= self.high
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; `phases_s` are seconds of a step without overlap, by kernel or collective.
+        """For JSON; memory is that of the run that needs most of its GPU, if there are several.
 
-        Of a cell of several runs, memory is that of the run that needs most of its GPU.
+        `breakdown_s` is what the step of a run consists of, as in `co2sim run`; empty for several.
         """
-        results = map(result_of, self.cell.setups)
+        results = [result_of(run) for run in self.cell.setups]
         needed = [(r.memory_bytes_per_gpu["total"], r.gpu_memory_bytes) for r in results]
         memory, room = max(needed, key=lambda pair: pair[0] / pair[1])
         return {
@@ -64,7 +64,7 @@ class CellPrediction:
             "error": self.error,
             "low": self.low if self.has_interval else None,
             "high": self.high if self.has_interval else None,
-            "phases_s": phases(self.cell),
+            "breakdown_s": results[0].breakdown_s if len(results) == 1 else {},
         }
 
 

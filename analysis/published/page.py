@@ -64,23 +64,25 @@ _USES = {"check": "nothing was", "fit": "constants were"}
 def _answer(rows: Sequence[CellPrediction]) -> list[str]:
     """Of cells that nothing was fitted to, and apart from them of the others; then of intervals."""
     by_use = {use: [row for row in rows if row.cell.use == use] for use in _USES}
-    found = [
+    lines = [
         f"{counted(len(mine), 'published number')} that {_USES[use]} fitted to: {_judged(mine)}"
         for use, mine in by_use.items()
         if mine
     ]
-    known = {use: [row.inside for row in mine if row.has_interval] for use, mine in by_use.items()}
+    inside_by_use = {
+        use: [row.inside for row in mine if row.has_interval] for use, mine in by_use.items()
+    }
     held = [
         f"{sum(inside)} of the {len(inside)} that {_USES[use]} fitted to"
-        for use, inside in known.items()
+        for use, inside in inside_by_use.items()
         if inside
     ]
     if held:
-        found.append(
+        lines.append(
             f"Published numbers in the 90 % interval of their prediction, of those that have"
             f" one: {', and '.join(held)}."
         )
-    return found
+    return lines
 
 
 def _judged(rows: Sequence[CellPrediction]) -> str:
@@ -129,7 +131,7 @@ def _cells(rows: Sequence[CellPrediction]) -> PageSection:
     for row in rows:
         name = "" if row.cell.over else row.cell.quantity
         groups.setdefault(name, []).append(row)
-    found = [
+    panels = [
         Figure(
             title=_QUANTITIES[name],
             label=f"predicted over published: {_QUANTITIES[name]}",
@@ -144,7 +146,7 @@ def _cells(rows: Sequence[CellPrediction]) -> PageSection:
         " squares, and not to filled circles. Thin lines are 90 % intervals. Point at a mark to"
         " read its name."
     )
-    return PageSection("cells", "Predicted against published", intro, found)
+    return PageSection("cells", "Predicted against published", intro, panels)
 
 
 def _table(rows: Sequence[CellPrediction]) -> Table:
@@ -180,9 +182,9 @@ _LABELS = alt.Axis(labelExpr="split(datum.label, ', ')", labelLimit=220)
 
 def _errors_chart(rows: Sequence[CellPrediction]) -> Spec:
     """Signed errors of cells, a line for each source and use."""
-    found = sorted(map(_row, rows), key=lambda row: (row["source"], row["fitted"]))
+    marks = sorted(map(_row, rows), key=lambda row: (row["source"], row["fitted"]))
     ticks = (
-        alt.Chart(data(found))
+        alt.Chart(data(marks))
         .mark_tick(thickness=2, opacity=0.8, height=ROW - 8)
         .encode(
             x=alt.X(
@@ -197,7 +199,7 @@ def _errors_chart(rows: Sequence[CellPrediction]) -> Spec:
         )
     )
     zero = alt.Chart(data([{"error": 0}])).mark_rule(color=TEXT).encode(x="error:Q")
-    return spec(alt.layer(zero, ticks), (ROW + 8) * len({row["group"] for row in found}))
+    return spec(alt.layer(zero, ticks), (ROW + 8) * len({row["group"] for row in marks}))
 
 
 def _cells_chart(rows: Sequence[CellPrediction], every: Sequence[CellPrediction]) -> Spec:
@@ -205,7 +207,7 @@ def _cells_chart(rows: Sequence[CellPrediction], every: Sequence[CellPrediction]
 
     Colours are those of the sources of `every` cell. Cells that were fitted to are hollow squares.
     """
-    found = list(map(_row, rows))
+    marks = list(map(_row, rows))
     values = [value for row in rows for value in (row.cell.published, row.predicted)]
     ends = [min(values) / 1.2, max(values) * 1.2]
     log = alt.Scale(type="log", domain=ends, nice=False, clamp=True)
@@ -215,12 +217,12 @@ def _cells_chart(rows: Sequence[CellPrediction], every: Sequence[CellPrediction]
     colour = _colours(every, rows)
     line = [{"published": end, "predicted": end} for end in ends]
     layers = [alt.Chart(data(line)).mark_line(color=TEXT, strokeDash=[4, 3]).encode(x=x, y=y)]
-    known = [row for row in found if row["low"] is not None]
-    if known:
+    certain = [row for row in marks if row["low"] is not None]
+    if certain:
         ends_of = {"y": alt.Y("low:Q", scale=log, title="predicted"), "y2": "high:Q"}
-        rule = alt.Chart(data(known)).mark_rule(opacity=0.25)
+        rule = alt.Chart(data(certain)).mark_rule(opacity=0.25)
         layers.append(rule.encode(x=x, **ends_of, color=colour))
-    names = [name for name in _SHAPES if any(row["fitted"] == name for row in found)]
+    names = [name for name in _SHAPES if any(row["fitted"] == name for row in marks)]
     scale = alt.Scale(domain=names, range=[_SHAPES[name] for name in names])
     shape = alt.Shape("fitted:N", title=None, scale=scale)
     layers += [
@@ -228,7 +230,7 @@ def _cells_chart(rows: Sequence[CellPrediction], every: Sequence[CellPrediction]
         .mark_point(size=55, filled=name == "not fitted", opacity=0.9)
         .encode(x=x, y=y, color=colour, shape=shape, tooltip=_TIPS)
         for name in reversed(_SHAPES)
-        if (here := [row for row in found if row["fitted"] == name])
+        if (here := [row for row in marks if row["fitted"] == name])
     ]
     return spec(alt.layer(*layers), HEIGHT)
 

@@ -227,19 +227,3 @@ def _alone(work: Compute | Collective, cluster: Cluster, precision: str) -> Seco
     if isinstance(work, Compute):
         return alone(work, cluster, precision, free=False)
     return cost_of(work, cluster).duration_alone(cluster)
-
-
-def phases(cell: Cell) -> dict[str, Seconds]:
-    """Seconds of a serial step by kernel or collective: forward, backward, optimizer, all_reduce.
-
-    Empty for cells whose steps overlap, or that are no single term.
-    """
-    setup = cell.setup
-    if cell.over or setup.pp > 1 or not _is_serial(setup):
-        return {}
-    cluster = setup.used_cluster()
-    found: dict[str, Seconds] = {}
-    for work, count in _works(_plain(setup)):
-        name = work.kernel if isinstance(work, Compute) else str(work.kind)
-        found[name] = found.get(name, 0.0) + count * _alone(work, cluster, setup.precision)
-    return found

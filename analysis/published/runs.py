@@ -260,9 +260,9 @@ class TrainingRun(RunSetup):
     @property
     def unfitted(self) -> bool:
         """Whether the run can be predicted, and enters no fit: in fp8, of experts, or with cp."""
-        known = self.tokens_per_s_per_gpu is not None and bool(self.cluster)
+        predictable = self.tokens_per_s_per_gpu is not None and bool(self.cluster)
         kind = self.precision in NARROW or self.ep > 1 or self.cp > 1
-        return known and kind and set(self.needs) <= _EXPRESSED and not self.out_of_memory
+        return predictable and kind and set(self.needs) <= _EXPRESSED and not self.out_of_memory
 
     def case(self, extra: Mapping[str, str] = {}, **changes: Any) -> Case:
         """The run as a case, with `changes` of its fields; see `RunSetup.case`.

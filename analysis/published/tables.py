@@ -381,15 +381,15 @@ def from_csv(
     Raises CatalogError for another table, for a row that cannot be read, and for one that stands
     there twice, with file and line.
     """
-    known = papers(folder)
+    papers_by_key = papers(folder)
     columns, rows = csv_rows(path)
     table = _table(path, columns, sources)
-    if table.source not in known:
+    if table.source not in papers_by_key:
         raise CatalogError(f"{path} is a table of {table.source}, which {folder} does not hold")
     lines: dict[Cell, int] = {}
     for line, row in rows:
         try:
-            cells = list(_parsed(table, row).cells(known[table.source], use))
+            cells = list(_parsed(table, row).cells(papers_by_key[table.source], use))
             for cell in cells:
                 check_runs(cell)
         except Co2simError as error:
@@ -454,8 +454,8 @@ def _table(path: Path, columns: Sequence[str], sources: Collection[str] | None) 
     if not lacking:
         return table
     if sources is None and 2 * len(lacking) > len(table.model_fields):
-        known = "; or ".join(", ".join(table.model_fields) for table in tables)
-        raise CatalogError(f"{path} holds no known table; expected the columns {known}")
+        forms = "; or ".join(", ".join(table.model_fields) for table in tables)
+        raise CatalogError(f"{path} holds no known table; expected the columns {forms}")
     raise CatalogError(
         f"{path} is not a table of {table.source}: it has no column {', '.join(lacking)}"
     )

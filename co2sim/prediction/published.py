@@ -16,8 +16,7 @@ from pydantic import (
 )
 
 from co2sim.common import files
-from co2sim.common.errors import CatalogError, Co2simError, OptionError
-from co2sim.common.errors import given as shown
+from co2sim.common.errors import CatalogError, Co2simError, OptionError, given
 from co2sim.common.files import text_of
 from co2sim.common.validation import first_problem
 from co2sim.models.framework import AttentionKernel, Checkpointing, Loss
@@ -190,17 +189,19 @@ def read_cells(path: Path) -> list[AnyCell]:
 
 def _problem(error: ValidationError, tree: dict[str, Any]) -> str:
     """The same for a results file, behind the number of the cell, counted from 1."""
-    place = error.errors(include_url=False)[0]["loc"]
-    if place[:1] != ("cell",) or len(place) == 1:
+    first, *rest = error.errors(include_url=False)[0]["loc"] or ("",)
+    if first != "cell" or not rest:
         return " holds no published cells: it has no list of tables [[cell]]"
-    number = place[1]
-    assert isinstance(number, int)
-    given = tree["cell"][number]
-    if not isinstance(given, dict):
-        return f", cell {number + 1}: {shown(given)} is no table of names and values"
-    kinds = (RunCell, VolumeCell, QualityCell)
-    names = next((one.model_fields for one in kinds if given.get("quantity") in _of(one)), ())
-    return f", cell {number + 1}: {first_problem(error, lambda _: names)}"
+    index = rest[0]
+    assert isinstance(index, int)
+    cell = tree["cell"][index]
+    if not isinstance(cell, dict):
+        return f", cell {index + 1}: {given(cell)} is no table of names and values"
+    kinds = (
+        kind for kind in (RunCell, VolumeCell, QualityCell) if cell.get("quantity") in _of(kind)
+    )
+    names = next((kind.model_fields for kind in kinds), ())
+    return f", cell {index + 1}: {first_problem(error, lambda _: names)}"
 
 
 def _of(kind: type[BaseModel]) -> tuple[str, ...]:
@@ -252,7 +253,7 @@ def read_speeds(path: Path) -> list[RunCell]:
     `clusters` its runs are simulated, or with which options of strategies, such cells are there
     twice: as published, and as simulated.
     """
-    speeds = [one for one in read_cells(path) if isinstance(one, RunCell) and one.is_speed]
+    speeds = [row for row in read_cells(path) if isinstance(row, RunCell) and row.is_speed]
     about = path.with_name("paper.toml")
     simulation = (read_paper(about)[1] if about.exists() else None) or Simulation()
     cells = []
