@@ -295,7 +295,7 @@ def run_of(paper: Paper, row: RunCell, model: str, tokens: int) -> RunSetup:
         if tokens % micro_batch:
             raise OptionError(f"{tokens} tokens per GPU are not {micro_batch} equal sequences")
         changes["model.seq_len"] = str(tokens // micro_batch)
-    run = RunSetup(
+    run = RunSetup.checked(
         cluster=simulation.clusters.get(row.cluster, row.cluster),
         model=model,
         strategy=simulation.strategy(row.strategy),

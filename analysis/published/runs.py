@@ -145,6 +145,14 @@ class RunSetup(BaseModel):
         """Of what differs most; equal runs have equal hashes."""
         return hash((self.cluster, self.gpus, self.micro_batch, *self.overrides.items()))
 
+    @classmethod
+    def checked(cls, **values: Any) -> Self:
+        """From values of all kinds. Raises CatalogError for what a run cannot have."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise CatalogError(first_problem(error)) from error
+
     def changed(self, **changes: Any) -> Self:
         """With other values of fields, which are not checked again."""
         return self.model_copy(update=changes)

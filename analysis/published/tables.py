@@ -170,7 +170,7 @@ class IterationRow(TableRow):
         if self.iteration_ms is None:
             return
         (cluster,) = paper.setting("clusters").values()
-        run = RunSetup(
+        run = RunSetup.checked(
             cluster=cluster,
             model=paper.setting("model"),
             overrides=_gpt(
@@ -277,7 +277,7 @@ class FsdpRow(TableRow):
         sharding = paper.chosen("sharding", self.sharding, "methods")
         mode = paper.chosen("mp_mode", self.mp_mode, "modes")
         checkpointed = self.activation_checkpointing == "true"
-        run = RunSetup(
+        run = RunSetup.checked(
             cluster=paper.chosen("gpu", self.gpu, "clusters"),
             model=paper.setting("model"),
             overrides=_gpt(
@@ -292,11 +292,8 @@ class FsdpRow(TableRow):
             gpus=self.gpus,
             micro_batch=self.micro_batch,
             accumulation=self.accumulation,
-            **paper.training
-            | {
-                "precision": paper.chosen("precision", self.precision, "precisions"),
-                "recompute": "full" if checkpointed else "none",
-            },
+            precision=paper.chosen("precision", self.precision, "precisions"),
+            **paper.training | {"recompute": "full" if checkpointed else "none"},
         )
         made = run.trained().parameters
         if abs(made - self.parameters) > _UNSTATED * self.parameters:

@@ -171,6 +171,7 @@ def test_what_is_not_predicted_is_listed_with_the_reason(
     [
         (CELL, ("tokens_per_gpu = 2048", ""), "'tokens_per_gpu'"),
         (CELL, ("= 2048", "= 2047"), "2047"),
+        (CELL, ('"bf16"', '"bf17"'), "precision is 'bf17'"),
         (CELL.replace("zero2", "zero2:bukket=3"), ("", ""), "bukket"),
     ],
 )
