@@ -4,7 +4,6 @@ import typer
 
 from analysis.cli import convergence, measured, published
 from analysis.cli.convergence import bound
-from analysis.cli.runs import runs
 from co2sim.common.cli import Version
 
 app = typer.Typer(
@@ -31,7 +30,7 @@ app.command("lab", context_settings={"allow_extra_args": True, "ignore_unknown_o
 )
 app.command("gpu")(measured.gpu)
 app.command("validate")(published.validate_command)
-app.command("runs")(runs)
+app.command("runs")(published.runs)
 app.command("figures")(published.figures)
 app.command("calibrate")(published.calibrate_command)
 app.command("goodput")(published.goodput)

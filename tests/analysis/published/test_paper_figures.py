@@ -21,7 +21,7 @@ from places import GOLDEN
 
 from analysis.published.cells import Cell, Unpredicted, from_papers, unpredicted
 from analysis.published.errors import CellPrediction
-from analysis.published.figures import co2
+from analysis.published.figures import paper_figures as module
 from analysis.published.figures.paper_figures import PaperFigure, draw, paper_figures
 from analysis.published.figures.style import FORMATS, STYLE_FILE
 from analysis.published.papers import PAPERS
@@ -62,10 +62,10 @@ def invented(cells: Sequence[Cell]) -> list[CellPrediction]:
 @pytest.fixture
 def _points(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Points of curves are invented, too."""
-    co2._predicted.cache_clear()
-    monkeypatch.setattr(co2, "validate", invented)
+    module._predicted.cache_clear()
+    monkeypatch.setattr(module, "validate", invented)
     yield
-    co2._predicted.cache_clear()
+    module._predicted.cache_clear()
 
 
 @pytest.fixture

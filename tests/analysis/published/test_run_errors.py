@@ -187,7 +187,7 @@ def test_a_source_is_predicted_without_itself(
         return true(run, values)
 
     monkeypatch.setattr(stack_fit, "overrides", seen)
-    from analysis.cli.runs import runs  # noqa: PLC0415 - behind the patch
+    from analysis.cli.published import runs  # noqa: PLC0415 - behind the patch
 
     runs(source=["tinyllama"], jobs=1, json_=True)
     (row,) = json.loads(capsys.readouterr().out)
