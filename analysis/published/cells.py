@@ -285,7 +285,7 @@ def _name(paper: Paper, row: AnyCell) -> str:
 def run_of(paper: Paper, row: RunCell, model: str, tokens: int) -> RunSetup:
     """The run behind a cell, of one model, with what the paper leaves open."""
     simulation = paper.simulation
-    changes = {**simulation.overrides.get(row.cluster, {}), **row.overrides}
+    changes = dict(simulation.overrides.get(row.cluster, {}))
     if length := simulation.seq_len:
         micro_batch, left = divmod(tokens, length)
         if left or micro_batch < 1:

@@ -73,7 +73,6 @@ class Simulation(_Table):
     recompute: Annotated[str, AfterValidator(recomputed)] = "none"
     checkpointing: Checkpointing = "non_reentrant"
     loss: Loss = "fused"
-    tflops: str = ""
 
     def strategy(self, text: str) -> str:
         """A strategy, as published, with the options that the source's framework gives it."""
@@ -108,7 +107,7 @@ class RunCell(PublishedCell):
 
     With `over` it is a ratio of throughputs per GPU of two runs. Where `model` or `tokens_per_gpu`
     (per step) are lists it is the largest or the smallest (`pick`) over all combinations. `cluster`
-    is empty where the source does not say it; `overrides` are texts as `--set` takes them.
+    is empty where the source does not say it.
     """
 
     quantity: Literal["tokens_per_s", "tflops_per_gpu"]
@@ -117,7 +116,6 @@ class RunCell(PublishedCell):
     strategy: str
     gpus: PositiveInt
     tokens_per_gpu: PositiveInt | list[PositiveInt] | None = None
-    overrides: dict[str, str] = {}
     over: OtherRun | None = None
     pick: Literal["max", "min"] = "max"
 
