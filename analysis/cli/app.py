@@ -4,9 +4,6 @@ import typer
 
 from analysis.cli import convergence, measured, published
 from analysis.cli.convergence import bound
-from analysis.cli.goodput import goodput
-from analysis.cli.published import figures
-from analysis.cli.runs import runs
 from co2sim.common.cli import Version
 
 app = typer.Typer(
@@ -33,10 +30,10 @@ app.command("lab", context_settings={"allow_extra_args": True, "ignore_unknown_o
 )
 app.command("gpu")(measured.gpu)
 app.command("validate")(published.validate_command)
-app.command("runs")(runs)
-app.command("figures")(figures)
+app.command("runs")(published.runs)
+app.command("figures")(published.figures)
 app.command("calibrate")(published.calibrate_command)
-app.command("goodput")(goodput)
+app.command("goodput")(published.goodput)
 app.command("bound")(bound)
 app.command("tau")(convergence.tau)
 app.command("trends")(convergence.trends)

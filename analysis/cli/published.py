@@ -1,7 +1,8 @@
-"""The commands `co2analysis validate` and `co2analysis calibrate`."""
+"""The commands `co2analysis validate`, `calibrate`, `figures`, `runs` and `goodput`."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ import typer
 
 from analysis.published.papers import DATA_VARIABLE, PAPERS, TABLES_ELSEWHERE
 from analysis.published.parameters import GROUPS
-from co2sim.cli.options import Report
+from co2sim.cli import options
 from co2sim.common.cli import command_line, print_json
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.files import check_writable, write_atomically
@@ -20,8 +21,13 @@ from co2sim.report.bundle import check
 if TYPE_CHECKING:
     from analysis.published.calibrate import Fit
     from analysis.published.cells import Cell
-    from analysis.published.figures.paper_figures import ErrorsShown, NotDrawn, PaperFigure
+    from analysis.published.errors import CellPrediction
+    from analysis.published.figures.paper_figures import PaperFigure
+    from analysis.published.goodput import Compared
     from analysis.published.report import ValidationReport
+    from analysis.published.runs import TrainingRun
+    from co2sim.prediction.published import Use
+    from co2sim.prediction.result import Result
 
 Papers = Annotated[
     Path,
@@ -57,46 +63,46 @@ def validate_command(  # noqa: PLR0917 - one argument per option
     brief: Annotated[  # noqa: FBT002
         bool, typer.Option("--brief", help="Errors only: no analysis, no ablations.")
     ] = False,
-    report: Report = None,
+    report: options.Report = None,
     json_: Annotated[bool, typer.Option("--json", help="Print cells as JSON.")] = False,  # noqa: FBT002
 ) -> None:
     """Predict published results: signed errors, fitted constants, ablations, figures.
 
     A pipe or a file gets the report in Markdown; a terminal gets tables that fit.
     """
-    from analysis.published import csv_tables, errors  # noqa: PLC0415 - numpy, pydantic
+    from analysis.published import errors, tables  # noqa: PLC0415 - numpy, pydantic
     from analysis.published import report as reports  # noqa: PLC0415 - as above
 
     check("--report", report)
     _check_places(markdown, figures)
-    known = csv_tables.known_cells(papers_, data)
-    chosen = known
+    every = tables.known_cells(papers_, data)
+    chosen = every
     if cells:
         say = partial(typer.echo, err=True)
-        chosen = csv_tables.further_cells(cells, known, papers_, say)
-    missing = list(_missing(known, chosen, papers_))
+        chosen = tables.further_cells(cells, every, papers_, say)
+    missing = list(_missing(every, chosen, papers_))
     for note in missing:
         typer.echo(f"note: {note}", err=True)
     files: dict[Path, bytes] = {}
     with progress_bar("predicting published cells", after=1.0) as progress:
         rows = errors.validate(chosen, progress)
     if figures is not None:
-        from analysis.published.figures.all_figures import draw  # noqa: PLC0415 - matplotlib
+        from analysis.published.figures.paper_figures import draw  # noqa: PLC0415 - matplotlib
 
         files |= {figures / name: content for name, content in draw(rows, papers_).items()}
     text = ""
     if markdown is not None or report is not None or not json_:
         if brief or cells:
-            found = reports.brief_report(rows, None if cells else papers_)
+            document = reports.brief_report(rows, None if cells else papers_)
         else:
             with progress_bar("analysing the errors", after=1.0) as progress:
-                found = reports.full_report(rows, known, papers_, progress)
-        text = reports.render(found)
+                document = reports.full_report(rows, every, papers_, progress)
+        text = reports.render(document)
     if markdown is not None:
         files[markdown] = text.encode()
     numbers = [row.to_dict() for row in rows] if json_ or report is not None else []
     if report is not None:
-        files[report] = _page(found, text, numbers, missing)
+        files[report] = _page(document, text, numbers, missing)
     write_atomically(files)
     if json_:
         typer.echo(json.dumps(numbers, indent=2))
@@ -125,7 +131,7 @@ def _print(text: str, files: Iterable[Path]) -> None:
 
 
 def _page(
-    found: "ValidationReport",
+    document: "ValidationReport",
     text: str,
     numbers: Sequence[Mapping[str, Any]],
     missing: Sequence[str],
@@ -134,21 +140,21 @@ def _page(
     from analysis.published.page import page  # noqa: PLC0415 - Altair
     from co2sim.report.html import render  # noqa: PLC0415 - as above
 
-    return render(page(found, text, numbers, command_line("co2analysis"), missing))
+    return render(page(document, text, numbers, command_line("co2analysis"), missing))
 
 
-def _missing(known: Sequence["Cell"], chosen: Sequence["Cell"], folder: Path) -> Iterator[str]:
-    """Of a table that is not at hand nothing is predicted, or known as fitted: what to say."""
+def _missing(every: Sequence["Cell"], chosen: Sequence["Cell"], folder: Path) -> Iterator[str]:
+    """Of a table that is not at hand nothing is predicted, or every as fitted: what to say."""
     from analysis.published.papers import papers  # noqa: PLC0415 - pydantic
 
     for key in papers(folder).keys() & TABLES_ELSEWHERE.keys():
-        if any(cell.source == key for cell in known):
+        if any(cell.source == key for cell in every):
             continue
         note = (
             f"{TABLES_ELSEWHERE[key]}, the table of {key}, was not read; --data names its"
             " folder (docs/validation.md says how to make it)"
         )
-        if chosen is known:
+        if chosen is every:
             yield note
         elif any(cell.source == key for cell in chosen):
             yield f"{note}, so rows that were fitted on count as check"
@@ -168,14 +174,14 @@ def calibrate_command(
     """Fit the physical constants on the cells marked fit, with cross-validation."""
     from analysis.published import catalog_writer  # noqa: PLC0415 - numpy, pydantic
     from analysis.published.calibrate import fit_all  # noqa: PLC0415
-    from analysis.published.csv_tables import known_cells  # noqa: PLC0415
+    from analysis.published.tables import known_cells  # noqa: PLC0415
 
     unknown = [name for name in group or () if name not in GROUPS]
     if unknown:
         raise OptionError(f"--group {unknown[0]}: it is one of {', '.join(GROUPS)}")
     fits = fit_all(known_cells(papers_, data), tuple(group or GROUPS))
-    for found in fits:
-        _print_fit(found)
+    for fitted in fits:
+        _print_fit(fitted)
     if write:
         files = catalog_writer.catalog_files(fits)
         files |= dict([catalog_writer.record_file(fits)])
@@ -184,16 +190,16 @@ def calibrate_command(
             typer.echo(f"written {path}")
 
 
-def _print_fit(found: "Fit") -> None:
-    from analysis.published.formats import at_bound  # noqa: PLC0415 - as above
+def _print_fit(fitted: "Fit") -> None:
+    from analysis.published.report import at_bound  # noqa: PLC0415 - as above
 
-    typer.echo(f"{found.group}: {found.cells} cells, MAPE {found.mape:.2%}")
-    if found.cross_validated is not None:
-        typer.echo(f"  cross-validated: {found.cross_validated:.2%}")
-    for label, error in found.by_label.items():
+    typer.echo(f"{fitted.group}: {fitted.cells} cells, MAPE {fitted.mape:.2%}")
+    if fitted.cross_validated is not None:
+        typer.echo(f"  cross-validated: {fitted.cross_validated:.2%}")
+    for label, error in fitted.by_label.items():
         typer.echo(f"  with one value of {label} left out: {error:.2%}")
-    for constant in GROUPS[found.group].constants:
-        typer.echo(f"  {constant.name}: {at_bound(constant, found.values[constant.name])}")
+    for constant in GROUPS[fitted.group].constants:
+        typer.echo(f"  {constant.name}: {at_bound(constant, fitted.values[constant.name])}")
 
 
 _FORMATS = "pdf,svg,png"
@@ -222,27 +228,37 @@ def figures(
     from analysis.published.figures.paper_figures import paper_figures  # noqa: PLC0415 - matplotlib
 
     with progress_bar("predicting published cells", after=1.0) as progress:
-        found, left_out = paper_figures(papers, only or (), done=progress)
-    files = {figure.mirror.name: figure.files(kinds) for figure in found}
-    write_atomically({out / name: made for one in files.values() for name, made in one.items()})
+        drawn, left_out = paper_figures(papers, only or (), done=progress)
+    files = {figure.mirror.name: figure.files(kinds) for figure in drawn}
+    write_atomically({out / name: made for kind in files.values() for name, made in kind.items()})
     if json_:
-        paths = {name: [str(out / file) for file in one] for name, one in files.items()}
+        paths = {name: [str(out / file) for file in made] for name, made in files.items()}
         print_json(
             {
-                "figures": [one.to_dict() | {"files": paths[one.mirror.name]} for one in found],
-                "not_drawn": [_plain(one) for one in left_out],
+                "figures": [
+                    figure.to_dict() | {"files": paths[figure.mirror.name]} for figure in drawn
+                ],
+                "not_drawn": [
+                    {
+                        "where": cell.where,
+                        "cell": cell.name,
+                        "published": cell.published,
+                        "reason": cell.reason,
+                    }
+                    for cell in left_out
+                ],
             }
         )
         return
-    for figure in found:
+    for figure in drawn:
         _say(figure)
         for name in files[figure.mirror.name]:
             typer.echo(f"  written {out / name}")
-    drawn = sum(figure.published for figure in found)
+    shown = sum(figure.published for figure in drawn)
     if not only:
-        typer.echo(f"{drawn} of {drawn + len(left_out)} published numbers are drawn")
-    for one in left_out:
-        typer.echo(f"not drawn: {one.published:g} ({one.name}; {one.where}): {one.reason}")
+        typer.echo(f"{shown} of {shown + len(left_out)} published numbers are drawn")
+    for cell in left_out:
+        typer.echo(f"not drawn: {cell.published:g} ({cell.name}; {cell.where}): {cell.reason}")
 
 
 def _kinds(text: str) -> list[str]:
@@ -250,40 +266,261 @@ def _kinds(text: str) -> list[str]:
     kinds = list(dict.fromkeys(part.strip().lower() for part in text.split(",")))
     for kind in kinds:
         if kind not in _FORMATS.split(","):
-            raise OptionError(f"--format: {kind!r} is no kind of file; {_known(kind)}")
+            known = nearest(kind, _FORMATS.split(","))
+            raise OptionError(f"--format: {kind!r} is no kind of file; {known}")
     return kinds
 
 
-def _known(kind: str) -> str:
-    return nearest(kind, _FORMATS.split(","))
-
-
 def _say(figure: "PaperFigure") -> None:
+    from analysis.published.report import signed  # noqa: PLC0415 - numpy, pydantic
+
     typer.echo(f"{figure.mirror.name}: mirrors {figure.mirror.place}")
     parts = [f"{figure.published} published"]
-    for errors, words in (
-        (figure.errors("check"), "predicted"),
-        (figure.errors("fit"), "fitted on (no predictions)"),
-    ):
-        if errors.values:
-            parts.append(f"{errors.values} {words}{_errors(errors)}")
+    uses: tuple[tuple[Use, str], ...] = (
+        ("check", "predicted"),
+        ("fit", "fitted on (no predictions)"),
+    )
+    for use, words in uses:
+        if count := len(figure.of_use(use)):
+            parts.append(f"{count} {words}")
+            if errors := figure.errors(use):
+                median, largest = signed(errors.median_bias), signed(errors.worst.error)
+                parts[-1] += f": error median {median}, largest {largest}"
     if figure.alone:
         parts.append("not predicted: quality of training")
     typer.echo(f"  {'; '.join(parts)}")
 
 
-def _errors(errors: "ErrorsShown") -> str:
-    from analysis.published.formats import signed  # noqa: PLC0415 - numpy, pydantic
-
-    if errors.median is None or errors.largest is None:
-        return ""
-    return f": error median {signed(errors.median)}, largest {signed(errors.largest)}"
+Sources = Annotated[
+    list[str] | None,
+    typer.Option("--source", metavar="KEY", help="A folder of papers/, such as nanotron."),
+]
 
 
-def _plain(one: "NotDrawn") -> dict[str, object]:
+def runs(  # noqa: PLR0917 - one argument per option
+    source: Sources = None,
+    papers: Annotated[Path, typer.Option(help="Folder of the published runs.")] = PAPERS,
+    fit: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--fit",
+            help="Fit again, with each source left out in turn, and write the record: half an hour"
+            " on 2 cores.",
+        ),
+    ] = False,
+    own: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--own",
+            help="Calibrate the stack by the run on the fewest GPUs of each series, as `co2sim"
+            " calibrate` does, and predict the larger ones.",
+        ),
+    ] = False,
+    memory: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option("--memory", help="Compare the peak of memory instead."),
+    ] = False,
+    unfitted: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--unfitted",
+            help="Predict the runs that enter no fit: in fp8 or below, of experts, or with"
+            " context parallelism.",
+        ),
+    ] = False,
+    jobs: options.Jobs = -1,
+    json_: options.Json = False,  # noqa: FBT002
+) -> None:
+    """Predict published training runs, each by what was fitted without its source.
+
+    Errors are predicted over published throughput, less 1.
+    """
+    from analysis.published import stack_fit  # noqa: PLC0415 - scipy
+    from analysis.published.runs import training_runs  # noqa: PLC0415 - pydantic
+
+    if fit + own + memory + unfitted > 1:
+        raise OptionError("give one of --fit, --own, --memory and --unfitted")
+    every = training_runs(papers)
+    if memory:
+        candidates = [run for run in every if run.memory_gib is not None]
+    else:
+        candidates = [run for run in every if (run.unfitted if unfitted else run.headline)]
+    keys = list(dict.fromkeys(run.paper for run in candidates))
+    for key in source or ():
+        if key not in keys:
+            raise OptionError(f"unknown source {key!r}; {nearest(key, keys)}")
+    chosen = [run for run in candidates if not source or run.paper in source]
+    if fit:
+        _fit_runs(every, papers, jobs)
+        print(f"written: {papers / stack_fit.RECORD}, and the catalog")
+    elif memory:
+        _print_memory(chosen, jobs, as_json=json_)
+    else:
+        rows = _predicted_runs(chosen, papers, jobs, own=own)
+        if json_:
+            print(json.dumps([_plain_run(*row) for row in rows], indent=2))
+        else:
+            title = "errors of throughput, each source left out of the fit"
+            _print_errors(title, [row for _, row, _ in rows], intervals=True)
+
+
+def _predicted_runs(
+    chosen: Sequence["TrainingRun"], papers: Path, jobs: int, *, own: bool
+) -> list[tuple["TrainingRun", "CellPrediction", "Result"]]:
+    """Runs beside predictions without their source; of sources in no fit, by all of it.
+
+    With `own` they are the larger runs of each series. Raises OptionError where there are none.
+    """
+    from analysis.published import stack_fit  # noqa: PLC0415 - scipy
+    from analysis.published.run_errors import compared, further_runs  # noqa: PLC0415 - scipy
+
+    record = stack_fit.record(papers)
+    apart = None
+    if own:
+        further = further_runs(chosen, record.left_out, jobs)
+        if not further:
+            raise OptionError("no series in these sources has runs on more than one number of GPUs")
+        chosen = [run.run for run in further]
+        results = [run.result for run in further]
+        apart = [run.apart for run in further]
+    else:
+        values = [record.left_out.get(run.paper, record.values) for run in chosen]
+        results = stack_fit.predictions(chosen, values, jobs, "predicting runs")
+    rows = compared(chosen, results, papers, apart)
+    return list(zip(chosen, rows, results, strict=True))
+
+
+def _fit_runs(every: Sequence["TrainingRun"], papers: Path, jobs: int) -> None:
+    """Fit again, and write what the catalog and `papers` say of it."""
+    from analysis.published import run_errors, stack_fit  # noqa: PLC0415 - scipy
+
+    runs_of_fit = [run for run in every if run.headline]
+    path = papers / stack_fit.RECORD
+    start = stack_fit.record(papers).values if path.is_file() else None
+    fitted = stack_fit.fit(runs_of_fit, start, iterations=2, jobs=jobs)
+    values = [fitted.left_out[run.paper] for run in runs_of_fit]
+    results = stack_fit.predictions(runs_of_fit, values, jobs, "predicting runs")
+    further = run_errors.further_runs(runs_of_fit, fitted.left_out, jobs)
+    errors = run_errors.errors_of(runs_of_fit, results, further)
+    of_memory = run_errors.memory_errors(run_errors.run_memories(every, jobs))
+    files = run_errors.catalog_files(fitted.values) | dict(
+        [
+            run_errors.errors_file(replace(errors, memory=of_memory)),
+            run_errors.evidence_file(runs_of_fit, results),
+            run_errors.models_file(
+                run_errors.models_without(runs_of_fit, results, further), papers
+            ),
+        ]
+    )
+    write_atomically({path: stack_fit.written(fitted).encode()} | files)
+
+
+def _print_memory(chosen: Sequence["TrainingRun"], jobs: int, *, as_json: bool) -> None:
+    """Peaks of memory beside predictions. Raises OptionError for sources without any."""
+    from analysis.published.run_errors import run_memories  # noqa: PLC0415 - scipy
+    from analysis.published.runs import TrainingRun  # noqa: PLC0415 - pydantic
+
+    rows = run_memories(chosen, jobs)
+    if not rows:
+        raise OptionError("no run of these sources whose memory is published can be expressed")
+    if not as_json:
+        _print_errors("errors of the peak of memory", rows)
+        return
+    plain = [
+        {
+            "source": run.paper,
+            "run": run.id,
+            "kind": run.memory_kind,
+            "published_gib": row.cell.published,
+            "predicted_gib": row.predicted,
+            "error": row.error,
+        }
+        for row in rows
+        for run in row.cell.runs
+        if isinstance(run, TrainingRun)
+    ]
+    print(json.dumps(plain, indent=2))
+
+
+def _plain_run(run: "TrainingRun", row: "CellPrediction", result: "Result") -> dict[str, Any]:
+    names = "stack", "model", "gpus", "strategy", "precision", "ep", "cp"
     return {
-        "where": one.where,
-        "cell": one.name,
-        "published": one.published,
-        "reason": one.reason,
+        "source": row.cell.source,
+        "run": run.id,
+        **{name: getattr(run, name) for name in names},
+        "published_tokens_per_s_per_gpu": row.cell.published,
+        "predicted_tokens_per_s_per_gpu": row.predicted,
+        "error": row.error,
+        "low": row.low,
+        "high": row.high,
+        "fits_in_memory": result.fits_in_memory,
+    }
+
+
+def _print_errors(title: str, rows: Sequence["CellPrediction"], *, intervals: bool = False) -> None:
+    """Errors by source, and of all."""
+    from analysis.published.errors import ErrorSummary, summarized  # noqa: PLC0415 - scipy
+    from co2sim.common.tables import console, print_table  # noqa: PLC0415 - rich
+
+    def source(row: "CellPrediction") -> list[str]:
+        run = row.cell.setup
+        kind = ", experts" if run.ep > 1 else ", context" if run.cp > 1 else ""
+        return [f"{row.cell.source}{kind if intervals else ''}"]
+
+    errors = summarized(rows, source)
+    if len(errors) > 1:
+        errors["all"] = ErrorSummary.of(rows)
+    columns = ["source", "runs", "mean error", "median error", "bias", "worst"]
+    columns += ["in 90 % interval", "high / low"] if intervals else []
+    lines = [
+        (
+            *(name, str(of.cells), f"{of.mape:.1%}", f"{of.median:.1%}"),
+            *(f"{of.median_bias:+.1%}", f"{of.worst.error:+.1%}"),
+            *((f"{of.inside:.0%}", f"{of.width:.2f}") if intervals else ()),
+        )
+        for name, of in errors.items()
+    ]
+    print_table(console(), title, columns, lines)
+
+
+def goodput(papers: Papers = PAPERS, json_: options.Json = False) -> None:  # noqa: FBT002
+    """Predict published mean times to failure and shares of useful time, with signed errors."""
+    from analysis.published.goodput import compared, read  # noqa: PLC0415 - scipy, pydantic
+
+    rows = compared(read(papers))
+    if json_:
+        typer.echo(json.dumps([_goodput_plain(row) for row in rows], indent=2))
+        return
+    from co2sim.common.tables import console, print_lines, print_table  # noqa: PLC0415 - rich
+
+    out = console()
+    columns = ["source", "what", "published", "predicted", "range", "error"]
+    lines = [_goodput_row(row) for row in rows]
+    print_table(out, "published, and predicted; nothing is fitted", columns, lines, left=2)
+    print_lines(out, "errors of shares are in points, those of times in per cent", "")
+    print_lines(out, *dict.fromkeys(_assumed(row) for row in rows if row.cell.assumed))
+
+
+def _goodput_row(row: "Compared") -> list[str]:
+    cell = row.cell
+    limit = "> " if cell.at_least else ""
+    span = "" if row.low == row.high else f"{row.shown(row.low)} to {row.shown(row.high)}"
+    error = f"{100 * row.error:+.1f}" if cell.use == "check" else "input"
+    published = f"{limit}{row.shown(row.published)}"
+    return [cell.source, cell.where, published, row.shown(row.predicted), span, error]
+
+
+def _assumed(row: "Compared") -> str:
+    what = row.cell.source if row.cell.quantity == "learners" else row.cell.where
+    return f"assumed of {what}: {'; '.join(row.cell.assumed)}"
+
+
+def _goodput_plain(row: "Compared") -> dict[str, object]:
+    return {
+        **row.cell.model_dump(),
+        "published": row.published,
+        "predicted": row.predicted,
+        "low": row.low,
+        "high": row.high,
+        "error": row.error,
     }

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from analysis.published.cells import Cell, run_figures, run_kind
-from analysis.published.coverage import conformal_factor, covered, student_factor
 from analysis.published.parameters import GROUPS, Constant, ConstantGroup, stated
 from analysis.published.predict import predict
 from co2sim.common.errors import OptionError
@@ -134,7 +133,7 @@ def fit(group: ConstantGroup, cells: Sequence[Cell], *, cross_validate: bool = T
         coverage=covered(scores, FOLDS) if scores else None,
         left_out=tuple(map(float, errors)),
         kinds=kinds_of(mine),
-        strategies=tuple(sorted({cell.setup.strategy.name for cell in mine})),
+        strategies=tuple(sorted({cell.setup.parsed().name for cell in mine})),
         ranges=ranges(run_figures(setup) for cell in mine for setup in cell.setups),
     )
 
@@ -304,3 +303,44 @@ def root_of(cell: Cell, constant: Constant, values: Mapping[str, float]) -> Root
         return Root(low if abs(at_low) < abs(at_high) else high, reproduces=False)
     found = brentq(excess, low, high, xtol=_TOLERANCE * (high - low))
     return Root(float(found), reproduces=True)
+
+
+# --- how far a 90 % interval has to reach --------------------------------------------------------
+#
+# For many cells the reach is a quantile of their errors, in units of the standard deviation that
+# each is expected to have (split conformal prediction: Vovk et al. 2005; Barber et al. 2021 for
+# errors of cells that are left out in turn). A further cell like them lies in the interval with a
+# probability of at least 90 %, whatever the distribution. For few it is Student's t.
+
+LEVEL = 0.9
+"""Of all intervals."""
+
+_TAIL = (1 + LEVEL) / 2
+
+
+def conformal_factor(scores: Sequence[float]) -> float | None:
+    """The quantile of |error| / standard deviation, for a further cell; None for fewer than 9."""
+    place = math.ceil(LEVEL * (len(scores) + 1))
+    return sorted(map(abs, scores))[place - 1] if place <= len(scores) else None
+
+
+def student_factor(freedom: float) -> float:
+    """The quantile of Student's t, the normal one for infinite degrees of freedom."""
+    from scipy.stats import norm, t  # noqa: PLC0415 - slow
+
+    return float(norm.ppf(_TAIL) if math.isinf(freedom) else t.ppf(_TAIL, freedom))
+
+
+def covered(scores: Sequence[float], folds: int) -> float | None:
+    """The share of cells in intervals whose reach is set by the cells of the other folds.
+
+    None where these are too few. Every fold takes each `folds`-th cell.
+    """
+    inside: list[bool] = []
+    for fold in range(folds):
+        others = [score for place, score in enumerate(scores) if place % folds != fold]
+        factor = conformal_factor(others)
+        if factor is None:
+            return None
+        inside += [abs(score) <= factor for score in scores[fold::folds]]
+    return float(np.mean(inside))

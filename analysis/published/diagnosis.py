@@ -1,7 +1,7 @@
 """Where a large error may come from: time, similar cells, constants, omitted mechanisms."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean
 
@@ -146,7 +146,7 @@ MECHANISMS = (
     Mechanism(
         "recomputation that stops early",
         "mpt-fsdp",
-        lambda cell: changed(cell, lambda setup: replace(setup, checkpointing="reentrant")),
+        lambda cell: changed(cell, lambda run: run.changed(checkpointing="reentrant")),
     ),
     Mechanism("computation slowed by communication", "mpt-fsdp", _override("interference", "0")),
     Mechanism("nodes of different speed", "mpt-fsdp", _override("node_spread", "0")),
@@ -315,7 +315,7 @@ class ImpliedSpeeds:
     @property
     def small_gpus(self) -> int:
         """GPUs of the smaller run."""
-        return self.cell.over[0].setup.gpus
+        return self.cell.over[0].gpus
 
     @property
     def large_gpus(self) -> int:
@@ -326,17 +326,17 @@ class ImpliedSpeeds:
 def implied_speeds(cells: Sequence[Cell]) -> list[ImpliedSpeeds]:
     """Of CO2's ratios whose throughput at the larger size is published too."""
     here = [cell for cell in cells if cell.group == GROUP]
-    speeds = {cell.terms: cell.published / _gpus(cell) for cell in here if not cell.over}
+    speeds = {cell.runs: cell.published / _gpus(cell) for cell in here if not cell.over}
     single = [cell for cell in here if not cell.over and _nodes(cell) == 1]
     return [
         ImpliedSpeeds(
             cell,
-            speeds[single[0].terms],
-            speeds[cell.terms] / cell.published,
-            speeds[cell.terms],
+            speeds[single[0].runs],
+            speeds[cell.runs] / cell.published,
+            speeds[cell.runs],
         )
         for cell in here
-        if cell.over and _tau(cell) and cell.terms in speeds and single
+        if cell.over and _tau(cell) and cell.runs in speeds and single
     ]
 
 
@@ -370,5 +370,5 @@ def _nodes(cell: Cell) -> int:
 
 def _tau(cell: Cell) -> int:
     """Local steps of a round; 0 of data parallelism."""
-    strategy = cell.setup.strategy
+    strategy = cell.setup.parsed()
     return round_steps(strategy) if isinstance(strategy, LocalSteps) else 0

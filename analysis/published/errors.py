@@ -1,24 +1,26 @@
-"""Published cells with their prediction, its signed error and its interval."""
+"""Published numbers with their prediction, its signed error and its interval; tables of errors."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
-from typing import Any
+from statistics import fmean, median
+from typing import Any, TypeVar
 
-from analysis.published.cells import Cell, RunSetup, run_figures, with_values
-from analysis.published.predict import memory_of, phases, predict
+from analysis.published.cells import Cell, run_figures, with_values
+from analysis.published.predict import predict, prepare, result_of
+from analysis.published.runs import RunSetup
 from co2sim.common.progress import Done
-from co2sim.prediction import driver
 from co2sim.prediction.calibrations import Calibration, calibrations, squares
 from co2sim.prediction.intervals import beyond_fit, interval_halfwidths
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
 class CellPrediction:
     """A cell, its prediction, and the interval of the prediction; errors are of the prediction.
 
-    Without fitted constants there is no interval: its ends are NaN.
+    Without an interval its ends are NaN.
     """
 
     cell: Cell
@@ -33,7 +35,7 @@ class CellPrediction:
 
     @property
     def has_interval(self) -> bool:
-        """Whether the prediction depends on fitted constants, and so has an interval."""
+        """Whether it has an interval, as those have that depend on fitted constants."""
         return not math.isnan(self.low)
 
     @property
@@ -42,37 +44,40 @@ class CellPrediction:
         return self.low <= self.cell.published <= self.high
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; `phases_s` are seconds of a step without overlap, by kernel or collective.
+        """For JSON; memory is that of the run that needs most of its GPU, if there are several.
 
-        Of a cell of several runs, memory is that of the run that needs most of its GPU.
+        `breakdown_s` is what the step of a run consists of, as in `co2sim run`; empty for several.
         """
-        memory = max(map(memory_of, self.cell.setups), key=lambda one: one.share)
+        results = [result_of(run) for run in self.cell.setups]
+        needed = [(r.memory_bytes_per_gpu["total"], r.gpu_memory_bytes) for r in results]
+        memory, room = max(needed, key=lambda pair: pair[0] / pair[1])
         return {
             "source": self.cell.source,
             "cell": self.cell.name,
             "strategy": self.cell.strategy,
             "use": self.cell.use,
             "labels": dict(self.cell.labels),
-            "fits_in_memory": memory.share <= 1,
-            "memory_bytes_per_gpu": memory.needed,
+            "fits_in_memory": memory <= room,
+            "memory_bytes_per_gpu": memory,
             "published": self.cell.published,
             "predicted": self.predicted,
             "error": self.error,
             "low": self.low if self.has_interval else None,
             "high": self.high if self.has_interval else None,
-            "phases_s": phases(self.cell),
+            "breakdown_s": results[0].breakdown_s if len(results) == 1 else {},
         }
 
 
 def validate(cells: Sequence[Cell], done: Done | None = None) -> list[CellPrediction]:
     """Predict every cell with the constants of the catalog."""
-    known = calibrations()
-    found = []
-    for place, cell in enumerate(cells, 1):
-        found.append(_predicted(cell, known.get(cell.group)))
+    fits = calibrations()
+    prepare(run for cell in cells for run in cell.setups)
+    rows = []
+    for count, cell in enumerate(cells, 1):
+        rows.append(_predicted(cell, fits.get(cell.group)))
         if done:
-            done(place, len(cells))
-    return found
+            done(count, len(cells))
+    return rows
 
 
 def _predicted(cell: Cell, calibration: Calibration | None) -> CellPrediction:
@@ -81,7 +86,7 @@ def _predicted(cell: Cell, calibration: Calibration | None) -> CellPrediction:
         return CellPrediction(cell, predicted)
     several = math.sqrt(2) if cell.over else 1.0
     if (other := _unknown_to(calibration, cell)) is not None:
-        result = driver.run(other.case())
+        result = result_of(other)
         assert result.tokens_per_s_high is not None
         reach = several * math.log(result.tokens_per_s_high / result.tokens_per_s)
         return CellPrediction(
@@ -104,42 +109,64 @@ def _unknown_to(calibration: Calibration, cell: Cell) -> RunSetup | None:
     """The first of a cell's runs of which the fit does not tell, as `co2sim run` would say."""
     for run in cell.setups:
         layout = run.used_cluster().layout
-        if beyond_fit(calibration, run.strategy, layout, run_figures(run)):
+        if beyond_fit(calibration, run.parsed(), layout, run_figures(run)):
             return run
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorSummary:
-    """Errors over several cells; `inside` is None where none has an interval."""
+    """Errors over several cells: absolute and signed, in the mean and in the median, and the worst.
+
+    `inside` is the share of published values in their intervals, and `width` how many times the
+    low end of an interval the high one is, in the median; both None where none has an interval.
+    """
 
     cells: int
     mape: float
+    median: float
     bias: float
+    median_bias: float
     worst: CellPrediction
     inside: float | None
+    width: float | None
 
     @classmethod
     def of(cls, rows: Sequence[CellPrediction]) -> "ErrorSummary":
-        """Of at least one row."""
+        """Of at least one row. A published zero has no error."""
         errors = [row.error for row in rows]
-        inside = [row.inside for row in rows if row.has_interval]
+        absolute = [abs(error) for error in errors]
+        certain = [row for row in rows if row.has_interval]
         return cls(
-            len(rows),
-            fmean(abs(error) for error in errors),
-            fmean(errors),
-            max(rows, key=lambda row: abs(row.error)),
-            fmean(inside) if inside else None,
+            cells=len(rows),
+            mape=fmean(absolute),
+            median=median(absolute),
+            bias=fmean(errors),
+            median_bias=median(errors),
+            worst=max(rows, key=lambda row: abs(row.error)),
+            inside=fmean(row.inside for row in certain) if certain else None,
+            width=median(row.high / row.low for row in certain) if certain else None,
         )
+
+
+def summarized(
+    rows: Iterable[CellPrediction], keys: Callable[[CellPrediction], Iterable[K]]
+) -> dict[K, ErrorSummary]:
+    """Errors by key, in the order of the rows; a row counts for each of its keys."""
+    groups: dict[K, list[CellPrediction]] = {}
+    for row in rows:
+        for key in keys(row):
+            groups.setdefault(key, []).append(row)
+    return {key: ErrorSummary.of(some) for key, some in groups.items()}
 
 
 def summaries(rows: Iterable[CellPrediction]) -> dict[tuple[str, str, str], ErrorSummary]:
     """By source, use and strategy; "all" stands for every strategy of a source and use."""
-    return _grouped(
-        ((row.cell.source, row.cell.use, strategy), row)
-        for row in rows
-        for strategy in ("all", row.cell.strategy)
-    )
+
+    def keys(row: CellPrediction) -> Iterable[tuple[str, str, str]]:
+        return ((row.cell.source, row.cell.use, name) for name in ("all", row.cell.strategy))
+
+    return dict(sorted(summarized(rows, keys).items()))
 
 
 def summaries_by_hardware(
@@ -149,24 +176,13 @@ def summaries_by_hardware(
 
     "all" stands for every GPU, and for any number of nodes; ratios are of several.
     """
-    found = []
-    for row in rows:
+
+    def keys(row: CellPrediction) -> Iterable[tuple[str, str, str, str]]:
         cell = row.cell
         if not {"gpu", "nodes"} <= cell.labels.keys():
-            continue
+            return ()
         sizes = ("ratios",) if cell.over else ("all", cell.labels["nodes"])
-        found += [
-            ((cell.source, cell.use, gpu, size), row)
-            for gpu in ("all", cell.labels["gpu"])
-            for size in sizes
-        ]
-    return _grouped(found)
+        gpus = ("all", cell.labels["gpu"])
+        return ((cell.source, cell.use, gpu, size) for gpu in gpus for size in sizes)
 
-
-def _grouped(
-    rows: Iterable[tuple[tuple[str, ...], CellPrediction]],
-) -> dict[Any, ErrorSummary]:
-    found: dict[tuple[str, ...], list[CellPrediction]] = {}
-    for key, row in rows:
-        found.setdefault(key, []).append(row)
-    return {key: ErrorSummary.of(some) for key, some in sorted(found.items())}
+    return dict(sorted(summarized(rows, keys).items()))

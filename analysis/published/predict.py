@@ -1,24 +1,32 @@
-"""Published cells predicted by simulation.
+"""Published numbers predicted by simulation: cells, and training runs.
 
-Everything that is computed of a configuration is a function of its `RunSetup`, and kept in a cache
-of bounded size: fits and derivatives ask for the same schedules with other constants.
+What is computed of a configuration is a function of its `RunSetup`, and kept in a cache of bounded
+size: fits and derivatives ask for the same schedules with other constants.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
-from analysis.published.cells import ONE_BUCKET, Cell, RunSetup, Term, with_constants
-from analysis.published.parameters import model_of
-from co2sim.common.units import Bytes, Seconds
+from analysis.published.cells import Cell, with_constants
+from analysis.published.runs import RunSetup
+from co2sim.common.errors import CatalogError
+from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import driver
+from co2sim.prediction.case import Case
 from co2sim.prediction.job import Stage
+from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Collective, Compute, Kind, Schedule
 from co2sim.simulation import metrics
 from co2sim.simulation.collective_cost import cost_of
 from co2sim.simulation.lowering import alone
 from co2sim.simulation.run import execute, expected_slowdown
+from co2sim.strategies import parse
+from co2sim.studies.batch import Failure, run_all
+
+_MANY_RESULTS = 2048
+"""Results that are kept: those of all published cells, several times over."""
 
 _MANY_TIMES = 8192
 """Step times that are kept: a number each."""
@@ -30,12 +38,44 @@ _FEW, _MORE = 2, 3
 """Layers, and micro-steps, of the runs from which a longer one is extrapolated."""
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """What a run needs on a GPU, and that as a share of what the GPU has: at most 1 fits."""
+_ONE_BUCKET = parse("ddp:bucket_mib=1000000")
+"""Gradients in one buffer, reduced after the last backward pass, as Megatron-LM does it."""
 
-    needed: Bytes
-    share: float
+# --- results -------------------------------------------------------------------------------------
+
+
+def simulated(
+    cases: Sequence[Case], jobs: int, what: str, *, progress: bool | None = None
+) -> list[Result]:
+    """The results of cases, of which each must have one: else the error of the first without."""
+    results = []
+    for outcome in run_all(cases, jobs, what=what, progress=progress):
+        if isinstance(outcome, Failure):
+            raise CatalogError(f"{outcome.case}: {outcome.reason}")
+        results.append(outcome)
+    return results
+
+
+_RESULTS: dict[RunSetup, Result] = {}
+
+
+def prepare(runs: Iterable[RunSetup], jobs: int = -1) -> None:
+    """Simulate what is not known yet, in processes; see `co2sim.studies.batch.run_all`."""
+    new = [run for run in dict.fromkeys(runs) if run not in _RESULTS]
+    if len(_RESULTS) + len(new) > _MANY_RESULTS:
+        _RESULTS.clear()
+    cases = [run.case() for run in new]
+    _RESULTS.update(zip(new, simulated(cases, jobs, "predicting published runs"), strict=True))
+
+
+def result_of(run: RunSetup) -> Result:
+    """The result of a run, as `co2sim run` has it."""
+    if run not in _RESULTS:
+        prepare([run], 1)
+    return _RESULTS[run]
+
+
+# --- cells ---------------------------------------------------------------------------------------
 
 
 def predict(cell: Cell, values: Mapping[str, float] | None = None, *, fast: bool = False) -> float:
@@ -47,30 +87,30 @@ def predict(cell: Cell, values: Mapping[str, float] | None = None, *, fast: bool
     """
     if values:
         cell = with_constants(cell, values)
-    step_time = quick_step_time if fast else simulated_step_time
+    step_time = quick_step_time if fast else _whole_step_time
+    quantities = [_value(cell, run, step_time) for run in cell.runs]
     if not cell.over:
-        return _value(cell.terms[0], step_time)
-    ratios = []
-    for above, below in zip(cell.terms, cell.over, strict=True):
-        one, other = _value(above, step_time), _value(below, step_time)
-        if cell.per_gpu:
-            one, other = one / above.setup.gpus, other / below.setup.gpus
-        ratios.append(metrics.scalability_ratio(one, other))
+        return quantities[0]
+    others = (_value(cell, run, step_time) for run in cell.over)
+    ratios = [above / below for above, below in zip(quantities, others, strict=True)]
     return max(ratios) if cell.pick == "max" else min(ratios)
 
 
-def _value(term: Term, step_time: Callable[[RunSetup], Seconds]) -> float:
-    """The value of a term."""
-    setup = term.setup
-    if term.quantity == "inter_node_volume":
-        return _volume(setup, term.part)
-    step = step_time(setup)
-    if term.quantity == "iteration_ms":
+def _whole_step_time(run: RunSetup) -> Seconds:
+    return result_of(run).step_time_s
+
+
+def _value(cell: Cell, run: RunSetup, step_time: Callable[[RunSetup], Seconds]) -> float:
+    """The cell's quantity of a run; of a ratio tokens per second are per GPU."""
+    if cell.quantity == "inter_node_volume":
+        return _volume(run, cell.part)
+    step = step_time(run)
+    if cell.quantity == "iteration_ms":
         return step * 1e3
-    samples = setup.micro_batch * setup.accumulation / step
-    if term.quantity == "tokens_per_s":
-        return samples * model_of(setup.model, setup.model_overrides).tokens * setup.gpus
-    return samples * _prepared(_plain(setup)).workload.hardware_flops_per_sample / 1e12
+    samples = run.micro_batch * run.accumulation / step
+    if cell.quantity == "tokens_per_s":
+        return samples * run.trained().tokens * (1 if cell.over else run.gpus)
+    return samples * _prepared(_plain(run)).workload.hardware_flops_per_sample / 1e12
 
 
 def _volume(setup: RunSetup, part: str) -> float:
@@ -94,35 +134,25 @@ def _part(name: str, work: Collective) -> str:
     return "forward_all_gather" if ".forward." in name else "backward_all_gather"
 
 
-@lru_cache(_MANY_TIMES)
-def _pipeline(setup: RunSetup) -> tuple[Seconds, Bytes]:
-    """The step time of several stages, and the memory of the one that needs most."""
-    result = driver.run(setup.case())
-    return result.step_time_s, result.memory_bytes_per_gpu["total"]
-
-
-@lru_cache(_MANY_TIMES)
-def simulated_step_time(setup: RunSetup) -> Seconds:
-    """Simulated time of an optimizer step, in the steady state."""
-    if setup.pp > 1:
-        return _pipeline(setup)[0]
-    schedule, trace = driver.trace(setup.case())
-    return metrics.window(trace, schedule, 1).round_time / schedule.steps
+# --- short ways for fits -------------------------------------------------------------------------
 
 
 @lru_cache(_MANY_TIMES)
 def quick_step_time(setup: RunSetup) -> Seconds:
     """The same by a shorter way where there is one: without overlap, and for equal layers."""
-    if _is_serial(setup) and setup.pp == 1:
+    if setup.pp > 1:
+        return _whole_step_time(setup)
+    if _is_serial(setup):
         return _serial_step_time(setup)
-    if setup.strategy.name in {"zero3", "zeropp", "fsdp"}:
+    if setup.parsed().name in {"zero3", "zeropp", "fsdp"}:
         return _extrapolated_step_time(setup)
-    return simulated_step_time(setup)
+    schedule, trace = driver.trace(setup.case())
+    return metrics.window(trace, schedule, 1).round_time / schedule.steps
 
 
 def _extrapolated_step_time(setup: RunSetup) -> Seconds:
     """From shorter models and steps: each of many equal layers, or micro-steps, adds as much."""
-    layers = len(model_of(setup.model, setup.model_overrides).blocks) - 2
+    layers = len(setup.trained().blocks) - 2
     cluster = setup.used_cluster()
 
     def with_all_layers(micro_steps: int) -> Seconds:
@@ -147,9 +177,8 @@ def _simulated(setup: RunSetup, cluster: Cluster, layers: int, micro_steps: int)
 @lru_cache(_MANY_SCHEDULES)
 def _shorter(stated: RunSetup, layers: int, micro_steps: int) -> Schedule:
     """The schedule of a smaller run: it does not depend on the fitted constants."""
-    shape = (*stated.model_overrides, ("layers", str(layers)))
-    shorter = replace(stated, model_overrides=shape, accumulation=micro_steps)
-    return shorter.case().stage().schedule
+    shape = {**stated.overrides, "model.layers": str(layers)}
+    return stated.changed(overrides=shape, accumulation=micro_steps).case().stage().schedule
 
 
 @lru_cache(_MANY_SCHEDULES)
@@ -160,12 +189,13 @@ def _prepared(stated: RunSetup) -> Stage:
 
 def _plain(setup: RunSetup) -> RunSetup:
     """What job and schedule depend on: no constants, and no numbers of a cluster of this layout."""
-    return _of_layout(setup.as_stated())
+    return _of_layout(setup.changed(constants=()))
 
 
 @lru_cache(_MANY_SCHEDULES)
 def _of_layout(stated: RunSetup) -> RunSetup:
-    plain = replace(stated, overrides=())
+    of_model = {k: v for k, v in stated.overrides.items() if k.startswith("model.")}
+    plain = stated.changed(overrides=of_model)
     one, other = stated.used_cluster(), plain.used_cluster()
     same = one.layout == other.layout and one.gpu.peak == other.gpu.peak
     return plain if same else stated
@@ -173,7 +203,7 @@ def _of_layout(stated: RunSetup) -> RunSetup:
 
 def _is_serial(setup: RunSetup) -> bool:
     """Whether nothing overlaps: one bucket, which closes when the backward pass has ended."""
-    return setup.strategy == ONE_BUCKET
+    return setup.parsed() == _ONE_BUCKET
 
 
 @lru_cache(_MANY_SCHEDULES)
@@ -197,31 +227,3 @@ def _alone(work: Compute | Collective, cluster: Cluster, precision: str) -> Seco
     if isinstance(work, Compute):
         return alone(work, cluster, precision, free=False)
     return cost_of(work, cluster).duration_alone(cluster)
-
-
-@lru_cache(_MANY_SCHEDULES)
-def memory_of(setup: RunSetup) -> Memory:
-    """Memory of a run; that of two micro-steps is that of many."""
-    if setup.pp > 1:
-        needed = _pipeline(setup)[1]
-        return Memory(needed, needed / setup.whole_cluster().gpu.memory)
-    plain = _plain(setup)
-    short = replace(plain, accumulation=min(plain.accumulation, _FEW))
-    needed = _prepared(short).memory()["total"]
-    return Memory(needed, needed / setup.whole_cluster().gpu.memory)
-
-
-def phases(cell: Cell) -> dict[str, Seconds]:
-    """Seconds of a serial step by kernel or collective: forward, backward, optimizer, all_reduce.
-
-    Empty for cells whose steps overlap, or that are no single term.
-    """
-    setup = cell.setup
-    if cell.over or not _is_serial(setup) or setup.pp > 1:
-        return {}
-    cluster = setup.used_cluster()
-    found: dict[str, Seconds] = {}
-    for work, count in _works(_plain(setup)):
-        name = work.kernel if isinstance(work, Compute) else str(work.kind)
-        found[name] = found.get(name, 0.0) + count * _alone(work, cluster, setup.precision)
-    return found

@@ -10,10 +10,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from analysis.published import diagnosis, formats, sensitivity
+from analysis.published import diagnosis, sensitivity
 from analysis.published.cells import Cell, Unpredicted, unpredicted
 from analysis.published.errors import CellPrediction, ErrorSummary, summaries, summaries_by_hardware
 from analysis.published.parameters import GROUPS, Constant, stated
+from co2sim.common import units
 from co2sim.common.progress import Done
 from co2sim.common.units import duration, number
 from co2sim.prediction.calibrations import Calibration, calibrations
@@ -158,7 +159,7 @@ def explain(
     cell = row.cell
     return Explanation(
         row=row,
-        time=None if cell.terms[0].quantity == "iteration_ms" else diagnosis.round_time(cell),
+        time=None if cell.quantity == "iteration_ms" else diagnosis.round_time(cell),
         similar=diagnosis.similar_cells(row, rows),
         required=diagnosis.required_values(cell, known),
         omitted=diagnosis.omitted_mechanisms(cell, known),
@@ -203,11 +204,48 @@ def render(report: ValidationReport) -> str:
 
 def _filters() -> dict[str, Any]:
     """How the template prints numbers."""
-    names = (
-        *("three_decimals", "percent", "whole_percent", "signed"),
-        *("words", "cell", "at_bound", "labelled"),
-    )
-    return {name: getattr(formats, name) for name in names} | {
-        "duration": duration,
-        "number": number,
-    }
+    shown = three_decimals, percent, whole_percent, signed, words, cell, at_bound, labelled
+    return {function.__name__: function for function in (*shown, duration, number)}
+
+
+# --- numbers and names as they are printed -------------------------------------------------------
+
+
+def three_decimals(value: float) -> str:
+    """With three digits behind the point."""
+    return f"{value:.3f}"
+
+
+def percent(value: float | None) -> str:
+    """In percent, with one digit behind the point; a dash for nothing."""
+    return "-" if value is None else f"{value:.1%}"
+
+
+def whole_percent(value: float | None) -> str:
+    """In whole percent; a dash for nothing."""
+    return "-" if value is None else f"{value:.0%}"
+
+
+def signed(value: float) -> str:
+    """In percent, with its sign; none for what rounds to zero."""
+    return units.percent(value, 1)
+
+
+def words(text: str) -> str:
+    """A name with blanks for underscores."""
+    return text.replace("_", " ")
+
+
+def cell(text: str) -> str:
+    """A text inside a Markdown table."""
+    return text.replace("|", r"\|")
+
+
+def at_bound(constant: Constant, value: float) -> str:
+    """A value of a constant, and whether it is at a bound."""
+    return constant.shown(value) + (" (at bound)" if constant.at_bound(value) else "")
+
+
+def labelled(errors: Mapping[str, float]) -> str:
+    """Errors by label, in one line; a dash for none."""
+    return ", ".join(f"{words(name)} {percent(error)}" for name, error in errors.items()) or "-"

@@ -5,35 +5,59 @@ import io
 import math
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from importlib import resources
 from itertools import combinations
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
 import numpy as np
+from joblib import Parallel, delayed
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 
-from analysis.published.own_runs import Further
+from analysis.published.cells import cell_of_run
+from analysis.published.errors import CellPrediction, ErrorSummary, summarized
 from analysis.published.papers import PAPERS
+from analysis.published.predict import simulated
 from analysis.published.runs import TrainingRun
-from analysis.published.stack_fit import SHARED, Shared, Values, generation, log_errors
+from analysis.published.stack_fit import (
+    SHARED,
+    Shared,
+    Values,
+    generation,
+    log_errors,
+    overrides,
+    predictions,
+)
 from co2sim.catalog import load_stack, names
 from co2sim.common import files
 from co2sim.common.errors import CatalogError
+from co2sim.models.memory import GIB, reserved
+from co2sim.models.stack import Setting
+from co2sim.prediction.case import Case
 from co2sim.prediction.error_model import (
     ERRORS,
     DistanceErrors,
     ErrorModel,
+    MemoryErrors,
     Situation,
     SourceErrors,
+    error_model,
     read,
 )
-from co2sim.prediction.evidence import EVIDENCE, PublishedRun, between, shares
+from co2sim.prediction.evidence import (
+    EVIDENCE,
+    PublishedRun,
+    between,
+    distance,
+    setting_of,
+    shares,
+)
 from co2sim.prediction.result import Result
+from co2sim.studies.calibration import calibrate, moved
+from co2sim.studies.measured_runs import MeasuredRun
 
 INTERVALS = "run_intervals.toml"
 """The file of `papers/` with the model of errors without each source."""
@@ -46,13 +70,146 @@ _LEAST = 0.03
 _CATALOG = resources.files("co2sim.catalog")
 
 
-def weights(runs: Sequence[TrainingRun]) -> NDArray[np.float64]:
-    """Of runs: all of a source together weigh as the root of their number."""
-    papers = [run.paper for run in runs]
-    return np.array([papers.count(paper) ** -0.5 for paper in papers])
+# --- series: runs predicted from one of them ------------------------------------------------------
+#
+# A series is what differs in the number of GPUs only, or in its batch: runs of a source with one
+# stack, model, cluster, strategy, and one way to divide layers. The stack is calibrated by the run
+# on the fewest GPUs, from what was fitted without the source; the others are then predicted.
+
+_OF_STACKS = {
+    "gpu.products.sustained": "stack.sustained",
+    "inter.ring_loss": "stack.ring_loss",
+    "interference": "stack.interference",
+    "node_spread": "stack.node_spread",
+}
+"""Numbers that a calibrated stack has of a cluster, in place of what a run would override."""
 
 
-def error_model(
+@dataclass(frozen=True, slots=True)
+class Further:
+    """A run whose `result` was predicted by the stack that `start` calibrated, so far `apart`."""
+
+    run: TrainingRun
+    start: TrainingRun
+    result: Result
+    apart: float
+
+
+def series(runs: Iterable[TrainingRun]) -> list[list[TrainingRun]]:
+    """Runs on more than one number of GPUs, those on the fewest first."""
+    found: dict[tuple[object, ...], list[TrainingRun]] = {}
+    for run in runs:
+        name = run.strategy.partition(":")[0]
+        key = run.paper, run.stack, run.model, run.cluster, name, run.tp, run.pp
+        found.setdefault(key, []).append(run)
+    ordered = [sorted(some, key=lambda run: run.gpus) for some in found.values()]
+    return [some for some in ordered if some[0].gpus < some[-1].gpus]
+
+
+def further_runs(
+    runs: Sequence[TrainingRun], left_out: Mapping[str, Values], jobs: int
+) -> list[Further]:
+    """All larger runs of all series, each predicted from the first of its series.
+
+    `left_out` are the fitted values without each source.
+    """
+    found = Parallel(n_jobs=jobs)(
+        delayed(_further)(some, left_out[some[0].paper]) for some in series(runs)
+    )
+    return [one for some in found for one in some]
+
+
+def _further(some: Sequence[TrainingRun], values: Values) -> list[Further]:
+    start = some[0]
+    assert start.tokens_per_s_per_gpu is not None  # of headline runs
+    case = _case(start, values)
+    measured = MeasuredRun(f"{start.paper} {start.id}", case, start.tokens_per_s_per_gpu)
+    found = calibrate([measured], progress=False)
+    here = _setting(case, found.last[0])
+    made = []
+    for run in some:
+        if run.gpus > start.gpus:
+            case = moved(_case(run, values), found.values)
+            result = _result(case)
+            made.append(Further(run, start, result, distance(here, _setting(case, result))))
+    return made
+
+
+def _case(run: TrainingRun, values: Values) -> Case:
+    """With values as numbers of the stack; recomputation that no source states is what fits."""
+    stated = overrides(run, values)
+    extra = {_OF_STACKS.get(path, path): text for path, text in stated.items()}
+    case = run.case(extra)
+    if run.recompute == "auto" and not _result(case).fits_in_memory:
+        case = run.case(extra, recompute="full")
+    return case
+
+
+def _result(case: Case) -> Result:
+    (result,) = simulated([case], 1, "predicting a run", progress=False)
+    return result
+
+
+def _setting(case: Case, result: Result) -> Setting:
+    cluster, model = case.load()
+    return setting_of(cluster.value, model.value, result, case.job().kernels)
+
+
+# --- memory --------------------------------------------------------------------------------------
+#
+# The peak follows from formulas (`co2sim.models.memory`). No number is fitted to these runs, but a
+# setting of one stack was inferred from them (docs/stacks.md). Runs that need what is not modelled
+# do not count.
+
+_HARMLESS = {"fp8", "torch.compile", "selective activation checkpointing", "async TP"}
+"""What runs need that changes their speed, but hardly their memory."""
+
+
+def run_memories(runs: Sequence[TrainingRun], jobs: int) -> list[CellPrediction]:
+    """Peaks of the published kind, in GiB: of runs that can be expressed but for `_HARMLESS`."""
+    known = [
+        run
+        for run in runs
+        if run.memory_gib is not None and run.cluster and _HARMLESS.issuperset(run.needs)
+    ]
+    plain = [run.changed(precision="bf16") if run.precision == "fp8" else run for run in known]
+    results = predictions(plain, [None] * len(plain), jobs, "predicting memory") if plain else []
+    return [
+        CellPrediction(cell_of_run(run, "memory_gib"), _peak(result, run.memory_kind) / GIB)
+        for run, result in zip(known, results, strict=True)
+    ]
+
+
+def _peak(result: Result, kind: str) -> float:
+    memory = result.memory_bytes_per_gpu
+    if kind == "allocated":
+        return result.allocated_bytes_per_gpu
+    return reserved(memory) if kind == "reserved" else memory["total"]
+
+
+def memory_errors(rows: Sequence[CellPrediction]) -> MemoryErrors:
+    """All runs of a source together weigh as the root of their number."""
+    errors = np.abs([math.log(row.predicted / row.cell.published) for row in rows])
+    sources = [row.cell.source for row in rows]
+    summary = ErrorSummary.of(rows)
+    return MemoryErrors(
+        reach=float(f"{quantile(errors, weights(sources)):.4g}"),
+        mean=round(summary.mape, 4),
+        bias=round(summary.median_bias, 4),
+        runs=len(rows),
+        sources=len(set(sources)),
+    )
+
+
+# --- models of errors ----------------------------------------------------------------------------
+
+
+def weights(sources: Sequence[str]) -> NDArray[np.float64]:
+    """Of runs of sources: all of a source together weigh as the root of their number."""
+    return np.array([sources.count(source) ** -0.5 for source in sources])
+
+
+def errors_of(
     runs: Sequence[TrainingRun], results: Sequence[Result], further: Sequence[Further] = ()
 ) -> ErrorModel:
     """The model of the errors of results that were predicted without their source.
@@ -60,7 +217,9 @@ def error_model(
     `further` are runs that were predicted from another of their series.
     """
     situations = [Situation.of(result) for result in results]
-    deviations, factor = deviations_of(situations, log_errors(runs, results), weights(runs))
+    deviations, factor = deviations_of(
+        situations, log_errors(runs, results), weights([run.paper for run in runs])
+    )
     own = own_errors(further) if further else None
     pairs = pair_errors(runs, results)
     return ErrorModel(deviations, factor, tuple(_sources(runs, results)), own, pairs)
@@ -71,7 +230,7 @@ def own_errors(further: Sequence[Further]) -> DistanceErrors:
     runs = [one.run for one in further]
     errors = log_errors(runs, [one.result for one in further])
     parts = [{"any": 1.0, "apart": one.apart} for one in further]
-    deviations, factor = _likeliest(parts, errors, weights(runs))
+    deviations, factor = _likeliest(parts, errors, weights([run.paper for run in runs]))
     return DistanceErrors(**deviations, factor=factor, runs=len(further))
 
 
@@ -146,7 +305,7 @@ def models_without(
         others = [pair for pair in pairs if pair[0].paper != source]
         of_others = [one for one in further if one.run.paper != source]
         some, their = map(list, zip(*others, strict=True))
-        found[source] = error_model(some, their, of_others)
+        found[source] = errors_of(some, their, of_others)
     return found
 
 
@@ -182,22 +341,39 @@ def quantile(values: NDArray[np.float64], weight: NDArray[np.float64]) -> float:
     return float(values[order][min(int(np.searchsorted(below, _LEVEL)), len(values) - 1)])
 
 
-def relative(run: TrainingRun, result: Result) -> float:
-    """Predicted over published throughput, less 1."""
-    assert run.tokens_per_s_per_gpu is not None
-    return result.tokens_per_s_per_gpu / run.tokens_per_s_per_gpu - 1
+def compared(
+    runs: Sequence[TrainingRun],
+    results: Sequence[Result],
+    folder: Path = PAPERS,
+    apart: Sequence[float] | None = None,
+) -> list[CellPrediction]:
+    """Speeds of runs beside their results; intervals are by the errors of all other sources.
+
+    `apart` is how far each is from a run that its stack was calibrated by.
+    """
+    models = recorded_models(folder)
+    rows = []
+    distances = apart or [math.inf] * len(runs)
+    for run, result, far in zip(runs, results, distances, strict=True):
+        model = models.get(run.paper) or error_model()
+        reach = model.reach(Situation.of(result, apart=far, experts=run.ep > 1))
+        speed = result.tokens_per_s_per_gpu
+        ends = speed * math.exp(-reach), speed * math.exp(reach)
+        rows.append(CellPrediction(cell_of_run(run, "tokens_per_s_per_gpu"), speed, *ends))
+    return rows
 
 
 def _sources(runs: Sequence[TrainingRun], results: Sequence[Result]) -> Iterator[SourceErrors]:
-    by_paper: dict[str, list[float]] = {}
-    for run, result in zip(runs, results, strict=True):
-        by_paper.setdefault(run.paper, []).append(relative(run, result))
-    for paper, errors in by_paper.items():
+    rows = [
+        CellPrediction(cell_of_run(run, "tokens_per_s_per_gpu"), result.tokens_per_s_per_gpu)
+        for run, result in zip(runs, results, strict=True)
+    ]
+    for paper, errors in summarized(rows, lambda row: [row.cell.source]).items():
         yield SourceErrors(
             title=title(paper),
-            runs=len(errors),
-            mean=round(fmean(map(abs, errors)), 4),
-            bias=round(median(errors), 4),
+            runs=errors.cells,
+            mean=round(errors.mape, 4),
+            bias=round(errors.median_bias, 4),
         )
 
 
@@ -205,6 +381,9 @@ def title(paper: str, folder: Path = PAPERS) -> str:
     """Of a source."""
     about = files.toml((folder / paper / "paper.toml").read_text("utf-8"))
     return str(about["title"])
+
+
+# --- what the catalog says of them ---------------------------------------------------------------
 
 
 def errors_file(model: ErrorModel) -> tuple[Path, bytes]:

@@ -1,32 +1,65 @@
-"""Published training runs: the rows of `papers/*/runs.csv`, and the case that each is.
+"""Published training runs: their configuration, the rows of `papers/*/runs.csv`, their one reader.
 
 A paper with runs has a table `[runs]` in its `paper.toml`: `file` names the rows, `read_off` says
 that numbers were read off a chart, and `note` what the source does not state.
 """
 
 import csv
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from analysis.published.csv_rows import Count, Published
-from analysis.published.papers import PAPERS, recomputed
+from analysis.published.papers import PAPERS
 from co2sim.catalog import load_stack
-from co2sim.common import files
 from co2sim.common.errors import CatalogError, OptionError, given, visible
 from co2sim.common.files import is_below, text_of
 from co2sim.common.validation import first_problem
+from co2sim.hardware.cluster import Cluster
 from co2sim.models.framework import AttentionKernel, Checkpointing, Loss
-from co2sim.models.workload import NARROW, Optimizer
+from co2sim.models.workload import NARROW, Model, Optimizer
+from co2sim.prediction.calibrations import replaced
 from co2sim.prediction.case import Case
+from co2sim.prediction.published import Use, read_paper, recomputed
+from co2sim.strategies import Strategy, parse
 
 Row: TypeAlias = Mapping[str, str]
 
 _BETWEEN = "; "
 """Overrides of a row."""
+
+_DIGITS = 9
+"""Maximum digits of a whole number in a table."""
+
+_SMALLEST = 1e-9
+"""Of a published number; its inverse is the largest."""
+
+_MAX_LOADED = 512
+"""Clusters and models that are kept once they are read."""
+
+
+def whole(text: str | int, digits: int = _DIGITS) -> int:
+    """The whole number above 0 that a field holds. Raises ValueError with the rule."""
+    text = str(text)
+    if not (text.isascii() and text.isdigit() and len(text) <= digits and int(text)):
+        raise ValueError(f"must be a whole number from 1 to {10**digits - 1}")
+    return int(text)
+
+
+def _positive(text: str) -> float | None:
+    if not text:
+        return None
+    try:
+        value = math.nan if "_" in text else float(text)
+    except ValueError:
+        value = math.nan
+    if not _SMALLEST <= value <= 1 / _SMALLEST:
+        raise ValueError(f"must be a number above 0, from {_SMALLEST:g} to {1 / _SMALLEST:g}")
+    return value
 
 
 def _truth(text: str) -> bool:
@@ -35,14 +68,16 @@ def _truth(text: str) -> bool:
     return text == "true"
 
 
-def _overrides(text: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+def _overrides(text: str | Mapping[str, str]) -> Mapping[str, str]:
+    if not isinstance(text, str):
+        return text
+    changes: dict[str, str] = {}
     for part in text.split(_BETWEEN) if text else ():
         path, equals, value = (piece.strip() for piece in part.partition("="))
-        if not (path and equals and value) or path in found:
+        if not (path and equals and value) or path in changes:
             raise ValueError("must be PATH=VALUE, each path once, with a semicolon between two")
-        found[path] = value
-    return found
+        changes[path] = value
+    return changes
 
 
 def _recomputation(text: str) -> str:
@@ -53,6 +88,9 @@ def _parts(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",")) if text else ()
 
 
+Count: TypeAlias = Annotated[int, BeforeValidator(whole)]
+Published: TypeAlias = Annotated[float | None, BeforeValidator(_positive)]
+"""A published number; None where the field is empty."""
 Name: TypeAlias = Annotated[str, Field(min_length=1)]
 Truth: TypeAlias = Annotated[bool, BeforeValidator(_truth)]
 Overrides: TypeAlias = Annotated[Mapping[str, str], BeforeValidator(_overrides)]
@@ -70,55 +108,128 @@ class RunsTable(BaseModel):
     note: str = ""
 
 
+class RunSetup(BaseModel):
+    """The configuration of a published run, as the options of `co2sim run`.
+
+    `cluster`, `model` and `stack` are names of the catalog; without a stack it is that of the
+    cluster. `strategy` is written as on the command line, and `overrides` as `--set` takes them.
+    `recompute` is auto where the source is silent. `constants` are fitted constants that replace
+    those of the catalog: the path in a `Cluster`, and the value in SI units.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    stack: str = ""
+    model: Name
+    cluster: str
+    gpus: Count
+    strategy: Name
+    micro_batch: Count = 1
+    accumulation: Count = 1
+    tp: Count = 1
+    ep: Count = 1
+    cp: Count = 1
+    pp: Count = 1
+    interleave: Count = 1
+    sequence_parallel: Truth = False
+    precision: Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
+    recompute: Recomputation = "none"
+    attention: AttentionKernel = "flash"
+    loss: Loss = "fused"
+    checkpointing: Checkpointing = "non_reentrant"
+    optimizer: Optimizer = "adamw"
+    overrides: Overrides = {}
+    constants: tuple[tuple[str, float], ...] = ()
+
+    def __hash__(self) -> int:
+        """Of what differs most; equal runs have equal hashes."""
+        return hash((self.cluster, self.gpus, self.micro_batch, *self.overrides.items()))
+
+    @classmethod
+    def checked(cls, **values: Any) -> Self:
+        """From values of all kinds. Raises CatalogError for what a run cannot have."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise CatalogError(first_problem(error)) from error
+
+    def changed(self, **changes: Any) -> Self:
+        """With other values of fields, which are not checked again."""
+        return self.model_copy(update=changes)
+
+    def case(self, extra: Mapping[str, str] = {}, **changes: Any) -> Case:
+        """The run as a case, with `changes` of its fields.
+
+        `extra` are further overrides; where the row has one of the same path, that of the row
+        counts. Raises OptionError for values that `Case` does not allow.
+        """
+        columns = type(self).model_fields
+        said = {
+            field.name: getattr(self, field.name) for field in fields(Case) if field.name in columns
+        }
+        overrides = {**extra, **self.overrides}
+        if self.constants:
+            said |= {"cluster": self.whole_cluster(), "stack": ""}
+            overrides = {k: v for k, v in overrides.items() if k.startswith("model.")}
+        return Case(**{**said, "overrides": overrides, **changes})
+
+    def whole_cluster(self) -> Cluster:
+        """The cluster with its stack's kernels, of which the run may use a part."""
+        cluster = _loaded(self.changed(constants=()))[0]
+        for path, value in self.constants:
+            cluster = replaced(cluster, path, value)
+        return cluster
+
+    def used_cluster(self) -> Cluster:
+        """The part of the cluster that the run uses. Raises OptionError if it fills no nodes."""
+        return self.whole_cluster().resized(self.gpus)
+
+    def trained(self) -> Model:
+        """The model."""
+        return _loaded(self.changed(constants=()))[1]
+
+    def parsed(self) -> Strategy:
+        """The strategy."""
+        return _parsed(self.strategy)
+
+
+@lru_cache(_MAX_LOADED)
+def _loaded(run: RunSetup) -> tuple[Cluster, Model]:
+    cluster, model = run.case().load()
+    return cluster.value, model.value
+
+
+_parsed = lru_cache(_MAX_LOADED)(parse)
+
 _EXPRESSED = {"torch.compile", "selective activation checkpointing"}
 """Of what runs need, what a stack does."""
 
 
-class TrainingRun(BaseModel):
+class TrainingRun(RunSetup):
     """One published training run, made of texts.
 
-    `id` is unique within its paper. `cluster`, `model` and `stack` are names of the catalog;
-    `cluster` is empty, and `model` may be any text, where the catalog has nothing like it.
-    `strategy` is written as on the command line, and `overrides` as `--set` takes them. `recompute`
-    is auto where the source is silent, or recomputed a part that cannot be expressed.
-    `tokens_per_s_per_gpu` is None for runs of which only the memory is published. `memory_gib` is
-    the published peak: of the allocated or reserved memory by PyTorch's counters, or the total by
-    nvidia-smi (`memory_kind`). `needs` names what cannot be expressed yet, and `headline` says
-    whether the run counts in figures of errors. `read_off` says that its numbers were read off a
-    chart.
+    `id` is unique within its paper. `cluster` is empty, and `model` may be any text, where the
+    catalog has nothing like it. `recompute` is auto, too, where the source recomputed a part that
+    cannot be expressed. `tokens_per_s_per_gpu` is None for runs of which only the memory is
+    published, or the time of a step (`iteration_ms`). `memory_gib` is the published peak: of the
+    allocated or reserved memory by PyTorch's counters, or the total by nvidia-smi (`memory_kind`).
+    `needs` names what cannot be expressed yet, and `headline` says whether the run counts in
+    figures of errors. A run with a `use` is one of the cells of `co2analysis validate`. `read_off`
+    says that its numbers were read off a chart.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     paper: Name
     read_off: bool
     id: Count
     stack: Name
-    model: Name
-    cluster: str
-    gpus: Count
-    strategy: Name
-    micro_batch: Count
-    accumulation: Count
-    tp: Count
-    ep: Count = 1
-    cp: Count = 1
-    pp: Count
-    interleave: Count
-    sequence_parallel: Truth
-    precision: Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
-    recompute: Recomputation
-    attention: AttentionKernel
-    loss: Loss
-    checkpointing: Checkpointing
-    optimizer: Optimizer
-    overrides: Overrides
-    tokens_per_s_per_gpu: Published
-    memory_gib: Published
-    memory_kind: Literal["", "allocated", "reserved", "total"]
-    out_of_memory: Truth
-    needs: Parts
-    headline: Truth
+    iteration_ms: Published = None
+    tokens_per_s_per_gpu: Published = None
+    memory_gib: Published = None
+    memory_kind: Literal["", "allocated", "reserved", "total"] = ""
+    out_of_memory: Truth = False
+    needs: Parts = ()
+    headline: Truth = False
+    use: Use | Literal[""] = ""
     url: Name
     note: str
 
@@ -147,34 +258,35 @@ class TrainingRun(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _cell_has_one_number(self) -> Self:
+        """A run that is a cell has the time of a step."""
+        if self.use and self.iteration_ms is None:
+            raise ValueError("use needs iteration_ms")
+        return self
+
     @property
     def unfitted(self) -> bool:
         """Whether the run can be predicted, and enters no fit: in fp8, of experts, or with cp."""
-        known = self.tokens_per_s_per_gpu is not None and bool(self.cluster)
+        predictable = self.tokens_per_s_per_gpu is not None and bool(self.cluster)
         kind = self.precision in NARROW or self.ep > 1 or self.cp > 1
-        return known and kind and set(self.needs) <= _EXPRESSED and not self.out_of_memory
+        return predictable and kind and set(self.needs) <= _EXPRESSED and not self.out_of_memory
 
     def case(self, extra: Mapping[str, str] = {}, **changes: Any) -> Case:
-        """The run as a case, with `changes` of its fields.
+        """The run as a case, with `changes` of its fields; see `RunSetup.case`.
 
-        `extra` are further overrides; where the row has one of the same path, that of the row
-        counts. Where the row says auto, recomputation is selective if the stack repeats products
-        then, else none. Raises OptionError for a run without a cluster, unless `changes` has one,
-        and for values that `Case` does not allow.
+        Where the row says auto, recomputation is selective if the stack repeats products then, else
+        none. Raises OptionError for a run without a cluster, unless `changes` has one.
         """
         if not self.cluster and "cluster" not in changes:
             raise OptionError(
                 f"run {self.id} of {self.paper} has no cluster in the catalog; it needs"
                 f" {', '.join(self.needs)}"
             )
-        columns = type(self).model_fields
-        said = {
-            field.name: getattr(self, field.name) for field in fields(Case) if field.name in columns
-        }
         if self.recompute == "auto":
             products = load_stack(self.stack).value.selective == "products"
-            said["recompute"] = "selective" if products else "none"
-        return Case(**{**said, "overrides": {**extra, **self.overrides}, **changes})
+            changes = {"recompute": "selective" if products else "none", **changes}
+        return super().case(extra, **changes)
 
 
 def training_runs(folder: Path = PAPERS) -> list[TrainingRun]:
@@ -188,12 +300,7 @@ def training_runs(folder: Path = PAPERS) -> list[TrainingRun]:
 
 def _of_paper(path: Path) -> list[TrainingRun]:
     """The runs of the paper whose `paper.toml` this is; none without `[runs]`."""
-    try:
-        about = files.toml(text_of(path))
-    except OSError as error:
-        raise CatalogError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise CatalogError(f"cannot read {path}: {error}") from error
+    about, _ = read_paper(path)
     if "runs" not in about:
         return []
     try:
@@ -201,41 +308,48 @@ def _of_paper(path: Path) -> list[TrainingRun]:
     except ValidationError as error:
         problem = first_problem(error, lambda _: RunsTable.model_fields)
         raise CatalogError(f"{path}: [runs]: {problem}") from error
-    rows = path.parent / table.file
-    if not is_below(rows, path.parent):
-        raise CatalogError(
-            f"{path}: [runs] file is {given(table.file)}; it must be a file in this folder"
-        )
     of_all = {"paper": path.parent.name, "read_off": table.read_off}
+    rows = file_beside(path, "[runs] file", table.file)
     return _runs(rows, of_all, str(about.get("url", "")))
+
+
+def file_beside(path: Path, what: str, name: object) -> Path:
+    """A file that a `paper.toml` names, in its folder. Raises CatalogError for another."""
+    if not isinstance(name, str) or not is_below(path.parent / name, path.parent):
+        raise CatalogError(f"{path}: {what} is {given(name)}; it must be a file in this folder")
+    return path.parent / name
 
 
 def _runs(path: Path, of_all: Mapping[str, Any], url: str) -> list[TrainingRun]:
     """The runs of a file, with what holds for all of them; a row without a url has the paper's."""
-    found: dict[int, TrainingRun] = {}
-    for number, row in _rows(path):
+    runs: dict[int, TrainingRun] = {}
+    for line, row in csv_rows(path)[1]:
         try:
             run = TrainingRun.model_validate({**row, **of_all, "url": row.get("url") or url})
         except ValidationError as error:
             problem = first_problem(error, lambda _: TrainingRun.model_fields)
-            raise CatalogError(f"{path}, line {number}: {problem}") from error
-        if run.id in found:
-            raise CatalogError(f"{path}, line {number}: id {run.id} stands there twice")
-        found[run.id] = run
-    if not found:
+            raise CatalogError(f"{path}, line {line}: {problem}") from error
+        if run.id in runs:
+            raise CatalogError(f"{path}, line {line}: id {run.id} stands there twice")
+        runs[run.id] = run
+    if not runs:
         raise CatalogError(f"{path}: no rows")
-    return [*found.values()]
+    return [*runs.values()]
 
 
-def _rows(path: Path) -> Iterator[tuple[int, Row]]:
-    """The rows below the line of columns, with their line; lines with # are comments."""
+def csv_rows(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
+    """The columns of a table, and its rows with their line; lines with # are comments.
+
+    Raises CatalogError.
+    """
     try:
         lines = visible(text_of(path)).splitlines()
     except OSError as error:
         raise CatalogError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise CatalogError(f"cannot read {path}: it is not a text in UTF-8") from error
-    columns: list[str] | None = None
+    columns: list[str] = []
+    rows: list[tuple[int, Row]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip() or line.startswith("#"):
             continue
@@ -243,11 +357,17 @@ def _rows(path: Path) -> Iterator[tuple[int, Row]]:
             texts = [text.strip() for text in next(csv.reader([line], strict=True))]
         except csv.Error as error:
             raise CatalogError(f"{path}, line {number}: {error}") from error
-        if columns is None:
+        if not columns:
             columns = texts
+            twice = next((name for name in columns if name and columns.count(name) > 1), None)
+            if twice:
+                raise CatalogError(f"{path} has the column {twice} twice")
         elif len(texts) != len(columns):
             raise CatalogError(
                 f"{path}, line {number}: {len(texts)} fields under {len(columns)} columns"
             )
         else:
-            yield number, dict(zip(columns, texts, strict=True))
+            rows.append((number, dict(zip(columns, texts, strict=True))))
+    if not columns:
+        raise CatalogError(f"{path}: no rows")
+    return columns, rows

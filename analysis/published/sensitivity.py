@@ -6,11 +6,11 @@ its fit cell, the constant stays at the nearer bound, and `missed` is the error 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from analysis.published.calibrate import root_of
-from analysis.published.cells import Cell, changed, with_override, with_strategy_options
+from analysis.published.cells import Cell, with_override, with_strategy_options
 from analysis.published.parameters import GROUPS
 from analysis.published.predict import predict
 
@@ -63,8 +63,7 @@ def refit(cells: Sequence[Cell]) -> Refit:
 
 def with_tokens(cell: Cell, tokens: int) -> Cell:
     """The cell with another number of tokens per GPU and step."""
-    shape = (("seq_len", str(tokens)),)
-    return changed(cell, lambda setup: replace(setup, model_overrides=shape))
+    return with_override(cell, "model.seq_len", str(tokens))
 
 
 def refits_by_tokens(cells: Sequence[Cell], counts: Sequence[int]) -> dict[int, Refit]:

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from analysis.published.papers import PAPERS
+from analysis.published.predict import simulated
 from analysis.published.runs import TrainingRun
 from co2sim.catalog import load_cluster
 from co2sim.common.errors import CatalogError
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
-from co2sim.studies.batch import Failure, run_all
 
 Values: TypeAlias = Mapping[str, float]
 
@@ -143,22 +143,15 @@ def predictions(
     def case(run: TrainingRun, of_run: Values | None, **changes: str) -> Case:
         return run.case({} if of_run is None else overrides(run, of_run), **changes)
 
-    cases = [case(run, one) for run, one in zip(runs, values, strict=True)]
-    found = run_all(cases, jobs, what=what)
-    results = [one for one in found if not isinstance(one, Failure)]
-    if len(results) < len(found):
-        failure = next(one for one in found if isinstance(one, Failure))
-        raise CatalogError(f"{failure.case}: {failure.reason}")
-    again = [
+    results = simulated([case(*pair) for pair in zip(runs, values, strict=True)], jobs, what)
+    full = [
         place
         for place, (run, result) in enumerate(zip(runs, results, strict=True))
         if run.recompute == "auto" and not result.fits_in_memory
     ]
-    if again:
-        fuller = [case(runs[place], values[place], recompute="full") for place in again]
-        for place, result in zip(again, run_all(fuller, jobs, progress=False), strict=True):
-            if not isinstance(result, Failure):
-                results[place] = result
+    cases = [case(runs[place], values[place], recompute="full") for place in full]
+    for place, result in zip(full, simulated(cases, jobs, what, progress=False), strict=True):
+        results[place] = result
     return results
 
 

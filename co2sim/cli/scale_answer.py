@@ -280,8 +280,8 @@ def _print_published(terminal: Console, comparisons: Sequence[SpeedComparison]) 
     for cluster, group in groupby(comparisons, key=lambda c: c.cell.cluster):
         rows = [
             (
-                c.strategy,
-                c.cell.quantity.replace("_per_s", "/s").replace("_", " "),
+                c.cell.strategy,
+                c.cell.kind.replace("_per_s", "/s").replace("_", " "),
                 "->".join(map(str, c.cell.sizes)),
                 shown(c.cell.value),
                 shown(c.predicted),

@@ -1,17 +1,26 @@
 """Published results (`papers/*/results.toml`): the models of their cells, and their one reader."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    PositiveInt,
+    ValidationError,
+)
 
 from co2sim.common import files
-from co2sim.common.errors import CatalogError, Co2simError
-from co2sim.common.errors import given as shown
+from co2sim.common.errors import CatalogError, Co2simError, OptionError, given
 from co2sim.common.files import text_of
 from co2sim.common.validation import first_problem
+from co2sim.models.framework import AttentionKernel, Checkpointing, Loss
+from co2sim.models.recompute import recomputation
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.simulation.metrics import scalability_ratio
@@ -21,121 +30,123 @@ from co2sim.strategies.step import title
 Use: TypeAlias = Literal["fit", "check"]
 """Whether constants may be fitted on a cell, or it may only be compared with."""
 
-_Positive: TypeAlias = Annotated[FiniteFloat, Field(gt=0)]
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class PublishedCell(BaseModel):
+def recomputed(text: str) -> str:
+    """A recomputation, in one way. Raises ValueError for what is none, as pydantic wants it."""
+    try:
+        return str(recomputation(text))
+    except OptionError as error:
+        raise ValueError(str(error).partition("; ")[2]) from error
+
+
+class Simulation(_Table):
+    """How the runs of a source are simulated: `[simulation]` of its `paper.toml`.
+
+    `clusters` names the cluster that is simulated for one of the source, with `overrides` of it,
+    and `options` what its framework adds to a strategy. `tokens_per_gpu` make up `micro_batch`
+    sequences, or sequences of `seq_len`. `names` is how tables call models and clusters.
+    `networks`, `methods`, `modes` and `precisions` are for texts of its tables. `source` says why.
+    """
+
+    source: str = ""
+    clusters: dict[str, str] = {}
+    overrides: dict[str, dict[str, str]] = {}
+    stack: str = ""
+    model: str = ""
+    names: dict[str, str] = {}
+    options: dict[str, str] = {}
+    networks: dict[str, str] = {}
+    methods: dict[str, str] = {}
+    modes: dict[str, str] = {}
+    precisions: dict[str, str] = {}
+    gpus: PositiveInt | None = None
+    tokens_per_gpu: PositiveInt | None = None
+    micro_batch: PositiveInt = 1
+    seq_len: PositiveInt | None = None
+    vocab: PositiveInt | None = None
+    precision: str = ""
+    attention: AttentionKernel = "flash"
+    recompute: Annotated[str, AfterValidator(recomputed)] = "none"
+    checkpointing: Checkpointing = "non_reentrant"
+    loss: Loss = "fused"
+
+    def strategy(self, text: str) -> str:
+        """A strategy, as published, with the options that the source's framework gives it."""
+        return add_options(text, self.options)
+
+
+class PublishedCell(_Table):
     """What every `[[cell]]` says: where it stands, its value and unit, and its use.
 
     `rounding` is the step of the printed number, `spread` the published plus-minus.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
     where: str
     unit: str = ""
-    value: _Positive
+    value: Annotated[FiniteFloat, Field(gt=0)]
     use: Use
     rounding: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     spread: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     note: str = ""
 
 
-class ThroughputCell(PublishedCell):
-    """Tokens per second of all GPUs."""
+class OtherRun(_Table):
+    """What differs in the run below the fraction of a ratio."""
 
-    quantity: Literal["tokens_per_s"]
-    cluster: str
-    model: str
-    strategy: str
-    gpus: PositiveInt
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """GPU counts that the cell is about."""
-        return (self.gpus,)
+    cluster: str | None = None
+    strategy: str | None = None
+    gpus: PositiveInt | None = None
 
 
-class ScalabilityCell(PublishedCell):
-    """Throughput per GPU on `to_gpus` over that on `from_gpus`."""
+class RunCell(PublishedCell):
+    """A number of a training run: tokens per second of all GPUs, or TFLOP/s per GPU.
 
-    quantity: Literal["scalability_ratio"]
-    cluster: str
-    model: str
-    strategy: str
-    from_gpus: PositiveInt
-    to_gpus: PositiveInt
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """GPU counts that the cell is about: from, to."""
-        return self.from_gpus, self.to_gpus
-
-
-class TflopsCell(PublishedCell):
-    """TFLOP/s per GPU."""
-
-    quantity: Literal["tflops_per_gpu"]
-    cluster: str
-    model: str
-    strategy: str
-    gpus: PositiveInt
-    tokens_per_gpu: PositiveInt
-
-
-class IterationCell(PublishedCell):
-    """Time of an optimizer step of a GPT: `tp` GPUs share every layer, in `pp` stages.
-
-    `run` names what is alike in several cells, such as "22B".
+    With `over` it is a ratio of throughputs per GPU of two runs. Where `model` or `tokens_per_gpu`
+    (per step) are lists it is the largest or the smallest (`pick`) over all combinations. `cluster`
+    is empty where the source does not say it.
     """
 
-    quantity: Literal["iteration_ms"]
+    quantity: Literal["tokens_per_s", "tflops_per_gpu"]
     cluster: str
+    model: str | list[str]
     strategy: str
-    run: str
     gpus: PositiveInt
-    tp: PositiveInt
-    pp: PositiveInt = 1
-    global_batch: PositiveInt
-    micro_batch: PositiveInt
-    layers: PositiveInt
-    hidden: PositiveInt
-    heads: PositiveInt
-    seq_len: PositiveInt
-    recompute: Literal["none", "selective", "full"]
-    sequence_parallel: bool = False
+    tokens_per_gpu: PositiveInt | list[PositiveInt] | None = None
+    over: OtherRun | None = None
+    pick: Literal["max", "min"] = "max"
+
+    @property
+    def models(self) -> list[str]:
+        """All models that it is about."""
+        return [self.model] if isinstance(self.model, str) else self.model
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """GPU counts that it is about; of a ratio: from, to."""
+        return (self.gpus,) if self.over is None else (self.over.gpus or self.gpus, self.gpus)
+
+    @property
+    def kind(self) -> str:
+        """Its quantity, or that it is a ratio."""
+        return "scalability_ratio" if self.over else self.quantity
+
+    @property
+    def is_speed(self) -> bool:
+        """Whether it is about the tokens per second of one model, strategy and cluster."""
+        differs = self.over is not None and (self.over.cluster or self.over.strategy)
+        return self.quantity == "tokens_per_s" and isinstance(self.model, str) and not differs
 
 
-class SpeedupCell(PublishedCell):
-    """The largest or smallest speed-up of a strategy over a baseline, over several models."""
+class VolumeCell(RunCell):
+    """Bytes that a node sends in a step of a run, as a multiple of the model's bytes."""
 
-    quantity: Literal["max_speedup", "min_speedup"]
-    strategy: str
-    baseline: str
-    gpus: PositiveInt
-    cluster: str | None = None
-    tokens_per_gpu: PositiveInt | None = None
-
-
-class ThroughputRatioCell(PublishedCell):
-    """Throughput of a strategy over that of a baseline on another cluster."""
-
-    quantity: Literal["throughput_ratio"]
-    cluster: str
-    model: str
-    strategy: str
-    baseline: str
-    baseline_cluster: str
-    gpus: PositiveInt
-
-
-class VolumeCell(PublishedCell):
-    """Bytes that a node sends in a step, as a multiple of the model's bytes."""
-
-    quantity: Literal["inter_node_volume_ratio"]
+    quantity: Literal["inter_node_volume"]  # type: ignore[assignment]
     value: Annotated[FiniteFloat, Field(ge=0)]
     part: Literal["forward_all_gather", "backward_all_gather", "gradient_reduce_scatter", "total"]
-    strategy: str
 
 
 class QualityCell(PublishedCell):
@@ -146,17 +157,7 @@ class QualityCell(PublishedCell):
     strategy: str
 
 
-SpeedCell: TypeAlias = ThroughputCell | ScalabilityCell
-AnyCell: TypeAlias = Annotated[
-    SpeedCell
-    | TflopsCell
-    | IterationCell
-    | SpeedupCell
-    | ThroughputRatioCell
-    | VolumeCell
-    | QualityCell,
-    Field(discriminator="quantity"),
-]
+AnyCell: TypeAlias = Annotated[RunCell | VolumeCell | QualityCell, Field(discriminator="quantity")]
 
 
 class _ResultsFile(BaseModel):
@@ -186,25 +187,22 @@ def read_cells(path: Path) -> list[AnyCell]:
 
 def _problem(error: ValidationError, tree: dict[str, Any]) -> str:
     """The same for a results file, behind the number of the cell, counted from 1."""
-    place = error.errors(include_url=False)[0]["loc"]
-    if place[:1] != ("cell",) or len(place) == 1:
+    first, *rest = error.errors(include_url=False)[0]["loc"] or ("",)
+    if first != "cell" or not rest:
         return " holds no published cells: it has no list of tables [[cell]]"
-    number = place[1]
-    assert isinstance(number, int)
-    given = tree["cell"][number]
-    if not isinstance(given, dict):
-        return f", cell {number + 1}: {shown(given)} is no table of names and values"
-    names = next((kind.model_fields for kind in _KINDS if given.get("quantity") in _of(kind)), ())
-    return f", cell {number + 1}: {first_problem(error, lambda _: names)}"
+    index = rest[0]
+    assert isinstance(index, int)
+    cell = tree["cell"][index]
+    if not isinstance(cell, dict):
+        return f", cell {index + 1}: {given(cell)} is no table of names and values"
+    kinds = (
+        kind for kind in (RunCell, VolumeCell, QualityCell) if cell.get("quantity") in _of(kind)
+    )
+    names = next((kind.model_fields for kind in kinds), ())
+    return f", cell {index + 1}: {first_problem(error, lambda _: names)}"
 
 
-_KINDS: tuple[type[PublishedCell], ...] = (
-    *(ThroughputCell, ScalabilityCell, TflopsCell, IterationCell, SpeedupCell),
-    *(ThroughputRatioCell, VolumeCell, QualityCell),
-)
-
-
-def _of(kind: type[PublishedCell]) -> tuple[str, ...]:
+def _of(kind: type[BaseModel]) -> tuple[str, ...]:
     """The quantities of a kind of cell."""
     return get_args(kind.model_fields["quantity"].annotation)
 
@@ -219,13 +217,9 @@ def add_options(strategy: str, options: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SpeedComparison:
-    """A published throughput or scalability ratio, and its prediction.
+    """A published throughput or scalability ratio, and its prediction."""
 
-    `strategy` is the cell's, as results name it.
-    """
-
-    cell: SpeedCell
-    strategy: str
+    cell: RunCell
     predicted: float
 
     @property
@@ -239,8 +233,8 @@ class SpeedComparison:
         return {
             "cluster": cell.cluster,
             "model": cell.model,
-            "strategy": self.strategy,
-            "quantity": cell.quantity,
+            "strategy": cell.strategy,
+            "quantity": cell.kind,
             "sizes": cell.sizes,
             "value": cell.value,
             "use": cell.use,
@@ -250,98 +244,75 @@ class SpeedComparison:
         }
 
 
-def read_speeds(path: Path) -> list[SpeedCell]:
+def read_speeds(path: Path) -> list[RunCell]:
     """The throughputs and scalability ratios of a results file, of strategies that are ours.
 
-    Where a `paper.toml` beside the file says on which `clusters` its runs are simulated, or with
-    which options of strategies, such cells are there twice: as published, and as simulated.
+    Strategies are written as results name them. Where a `paper.toml` beside the file says on which
+    `clusters` its runs are simulated, or with which options of strategies, such cells are there
+    twice: as published, and as simulated.
     """
-    speeds = [one for one in read_cells(path) if isinstance(one, ThroughputCell | ScalabilityCell)]
-    plan = _simulation(path.with_name("paper.toml"))
-    found = []
+    speeds = [row for row in read_cells(path) if isinstance(row, RunCell) and row.is_speed]
+    about = path.with_name("paper.toml")
+    simulation = (read_paper(about)[1] if about.exists() else None) or Simulation()
+    cells = []
     for cell in speeds:
-        run = add_options(cell.strategy, plan.get("options", {}))
-        if _title(cell.strategy):
-            found.append(cell)
-        cluster = plan.get("clusters", {}).get(cell.cluster, cell.cluster)
-        simulated = cell.model_copy(update={"cluster": cluster, "strategy": run})
-        if simulated != cell and _title(run):
-            found.append(simulated)
-    return found
+        simulated = simulation.clusters.get(cell.cluster, cell.cluster)
+        ways = (cell.cluster, cell.strategy), (simulated, simulation.strategy(cell.strategy))
+        for cluster, strategy in dict.fromkeys(ways):
+            try:
+                named = title(parse(strategy))
+            except Co2simError:  # of others
+                continue
+            cells.append(cell.model_copy(update={"cluster": cluster, "strategy": named}))
+    return cells
 
 
-def _simulation(path: Path) -> dict[str, Any]:
-    """The `[simulation]` table of a paper; empty where there is none."""
-    if not path.exists():
-        return {}
+def read_paper(path: Path) -> tuple[dict[str, Any], Simulation | None]:
+    """All that a `paper.toml` says, and its `[simulation]`, if it has one. Raises CatalogError."""
     try:
-        plan = files.toml(text_of(path)).get("simulation", {})
+        about = files.toml(text_of(path))
     except OSError as error:
         raise CatalogError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise CatalogError(f"{path} names no paper: {error}") from error
-    tables = (plan, *(plan.get(name, {}) for name in _TEXTS)) if isinstance(plan, dict) else (plan,)
-    if not all(isinstance(table, dict) for table in tables) or not all(
-        isinstance(text, str) for table in tables[1:] for text in table.values()
-    ):
-        raise CatalogError(
-            f"{path}: [simulation] must be a table, and {' and '.join(_TEXTS)} in it must be tables"
-            " of texts"
-        )
-    found: dict[str, Any] = plan
-    return found
+        raise CatalogError(f"cannot read {path}: {error}") from error
+    if "simulation" not in about:
+        return about, None
+    try:
+        return about, Simulation.model_validate(about["simulation"])
+    except ValidationError as error:
+        problem = first_problem(error, lambda _: Simulation.model_fields)
+        raise CatalogError(f"{path}: [simulation]: {problem}") from error
 
 
-_TEXTS = "options", "clusters"
-
-
-def cases_of(cells: Sequence[SpeedCell], cases: Sequence[Case]) -> list[Case]:
+def cases_of(cells: Sequence[RunCell], cases: Sequence[Case]) -> list[Case]:
     """Further cases to simulate, so that every cell of the clusters of `cases` has a prediction."""
     like = {(case.cluster, case.model): case for case in cases}
-    found = {}
-    for cell, strategy in _named(cells):
-        case = like.get((cell.cluster, cell.model))
-        for size in cell.sizes if case else ():
-            assert case is not None
-            found[cell.cluster, cell.model, strategy, size] = replace(
-                case, strategy=strategy, gpus=size
-            )
-    return list(found.values())
+    further = {}
+    for cell in cells:
+        if case := like.get((cell.cluster, cell.models[0])):
+            for size in cell.sizes:
+                key = cell.cluster, cell.models[0], cell.strategy, size
+                further[key] = replace(case, strategy=cell.strategy, gpus=size)
+    return list(further.values())
 
 
 def compare(
-    cells: Sequence[SpeedCell], cases: Sequence[Case], results: Sequence[Result]
+    cells: Sequence[RunCell], cases: Sequence[Case], results: Sequence[Result]
 ) -> list[SpeedComparison]:
     """The cells that the cases predict."""
     predicted: dict[object, Result] = {
         (case.cluster, case.model, result.strategy, result.gpus): result
         for case, result in zip(cases, results, strict=True)
     }
-    found = []
-    for cell, strategy in _named(cells):
-        at = [predicted.get((cell.cluster, cell.model, strategy, size)) for size in cell.sizes]
-        known = [result for result in at if result]
-        if len(known) < len(at):
-            continue
-        first, last = known[0], known[-1]
-        value = last.tokens_per_s
-        if isinstance(cell, ScalabilityCell):
-            value = scalability_ratio(last.tokens_per_s_per_gpu, first.tokens_per_s_per_gpu)
-        found.append(SpeedComparison(cell, strategy, value))
-    return found
-
-
-def _named(cells: Sequence[SpeedCell]) -> Iterator[tuple[SpeedCell, str]]:
-    """The cells whose strategy is ours, with its name in results."""
+    comparisons = []
     for cell in cells:
-        strategy = _title(cell.strategy)
-        if strategy:
-            yield cell, strategy
-
-
-def _title(text: str) -> str | None:
-    """The strategy as results name it; None for one that is not ours."""
-    try:
-        return title(parse(text))
-    except Co2simError:
-        return None
+        keys = ((cell.cluster, cell.model, cell.strategy, size) for size in cell.sizes)
+        at_sizes = [predicted.get(key) for key in keys]
+        first, last = at_sizes[0], at_sizes[-1]
+        if first is None or last is None:
+            continue
+        value = last.tokens_per_s
+        if cell.over:
+            value = scalability_ratio(last.tokens_per_s_per_gpu, first.tokens_per_s_per_gpu)
+        comparisons.append(SpeedComparison(cell, value))
+    return comparisons

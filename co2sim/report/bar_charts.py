@@ -12,7 +12,7 @@ import vl_convert
 from co2sim.models.memory import GIB
 from co2sim.prediction.case import Case
 from co2sim.prediction.figures import shared_batch
-from co2sim.prediction.published import SpeedComparison, ThroughputCell
+from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.result import Result
 from co2sim.report.chart_style import (
     BROWN,
@@ -456,7 +456,11 @@ def chart(
         _panel(
             [result for _, result in group],
             names,
-            [one for one in comparisons if one.cell.cluster == cluster and one.strategy in names],
+            [
+                one
+                for one in comparisons
+                if one.cell.cluster == cluster and one.cell.strategy in names
+            ],
         )
         for cluster, group in groupby(pairs, key=lambda pair: str(pair[0].cluster))
     ]
@@ -493,9 +497,13 @@ def _panel(
         for one in results
     ]
     stars: Rows = [
-        {"strategy": one.strategy, "gpus": cell.gpus, "value": cell.value / cell.gpus}
+        {
+            "strategy": one.cell.strategy,
+            "gpus": one.cell.gpus,
+            "value": one.cell.value / one.cell.gpus,
+        }
         for one in comparisons
-        if isinstance(cell := one.cell, ThroughputCell)
+        if not one.cell.over
     ]
     sizes = sorted({row["gpus"] for row in (*rows, *stars)})
     x = gpu_axis(sizes)

@@ -5,7 +5,7 @@ from typing import Any
 
 import altair as alt
 
-from co2sim.prediction.published import SpeedComparison, ThroughputCell
+from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.totals import Totals
 from co2sim.report.chart_style import (
     HEIGHT,
@@ -242,13 +242,13 @@ def _published(comparisons: Iterable[SpeedComparison], shown: Answered, names: s
         return []
     return [
         {
-            "strategy": one.strategy,
-            "gpus": one.cell.sizes[0],
+            "strategy": one.cell.strategy,
+            "gpus": one.cell.gpus,
             "value": one.cell.value,
             "error": one.error,
         }
         for one in comparisons
-        if isinstance(one.cell, ThroughputCell)
+        if not one.cell.over
         and one.cell.cluster == display_name(shown.case.cluster)
-        and one.strategy in names
+        and one.cell.strategy in names
     ]

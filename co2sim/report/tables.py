@@ -160,8 +160,8 @@ def published(comparisons: Sequence[SpeedComparison]) -> Table | None:
     rows = [
         [
             one.cell.cluster,
-            one.strategy,
-            one.cell.quantity.replace("_per_s", "/s").replace("_", " "),
+            one.cell.strategy,
+            one.cell.kind.replace("_per_s", "/s").replace("_", " "),
             "->".join(map(str, one.cell.sizes)),
             figures(one.cell.value),
             figures(one.predicted),

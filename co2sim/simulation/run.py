@@ -312,7 +312,7 @@ _ROUNDS_OF_JITTER = 10
 
 
 class SimulationInput(Protocol):
-    """What is simulated: a schedule on a cluster, such as `LoadedCase`."""
+    """What is simulated: a schedule on a cluster, such as `Stage`."""
 
     @property
     def schedule(self) -> Schedule: ...  # noqa: D102

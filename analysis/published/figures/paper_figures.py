@@ -1,35 +1,44 @@
-"""The figures of papers from the cells of `papers/`: what each shows, and what none can show."""
+"""The figures of papers from the cells of `papers/`: what each shows, and what none can show.
+
+Then those of sources without figures that could be mirrored (`draw`).
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
-from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
+import matplotlib as mpl
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import NullLocator
 from matplotlib.typing import LineStyleType
 
-from analysis.published.cells import Cell, Quantity, from_papers, unpredicted
-from analysis.published.errors import CellPrediction, validate
-from analysis.published.figures.co2 import scalability
+from analysis.published.cells import Cell, Quantity, Unpredicted, from_papers, unpredicted
+from analysis.published.errors import CellPrediction, ErrorSummary, validate
 from analysis.published.figures.style import (
     PLAIN,
     STAR,
     WIDTH,
+    Look,
     PublishedBar,
     bar_panel,
     in_style,
     legend,
     looks,
+    numbers,
     patch,
     plain_log,
     shown,
     signs,
 )
-from analysis.published.parameters import model_of
+from analysis.published.parameters import GROUPS
+from analysis.published.sensitivity import GROUP
+from analysis.published.tables import FsdpRow, IterationRow
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.progress import Done
 from co2sim.prediction.published import QualityCell, Use
@@ -55,14 +64,14 @@ _PARTS = {
 
 def throughput(rows: Sequence[CellPrediction]) -> Figure:
     """Throughput by model, a panel for each number of links and micro-batch, and ratios at last."""
-    bars: dict[tuple[str, str], list[CellPrediction]] = {}
+    bars: dict[tuple[int, str], list[CellPrediction]] = {}
     ratios: dict[tuple[int, int], list[CellPrediction]] = {}
     for row in rows:
         if row.cell.over:
             ratios.setdefault(_links(row.cell), []).append(row)
         else:
             labels = row.cell.labels
-            bars.setdefault((labels["links"], labels["tokens"]), []).append(row)
+            bars.setdefault((_links(row.cell)[0], labels["tokens"]), []).append(row)
     widths: list[float] = [max(_FEWEST, len(some)) for some in (*bars.values(), *ratios.values())]
     roomy = min(WIDTH, 1.0 + _BAR * sum(widths)) if bars else 0.0
     width = max(WIDTH / 1.5, roomy, _MIN * sum(widths), _PANEL * len(widths))
@@ -71,9 +80,11 @@ def throughput(rows: Sequence[CellPrediction]) -> Figure:
     look = looks(["zero3", "zeropp"])
     plain = axes[: len(bars)]
     for axis, ((links, tokens), some) in zip(plain, bars.items(), strict=True):
-        mine = [PublishedBar(row, row.cell.labels["size"], look[row.cell.strategy]) for row in some]
+        mine = [
+            PublishedBar(row, row.cell.labels["model"], look[row.cell.strategy]) for row in some
+        ]
         bar_panel(axis, mine)
-        axis.set_title(f"{_gbits(int(links))},\n{tokens} tokens per GPU")
+        axis.set_title(f"{_gbits(links)},\n{tokens} tokens per GPU")
         axis.set_xlabel("size of the model")
     for axis in plain:
         axis.set_ylim(0, max(other.get_ylim()[1] for other in plain))
@@ -103,19 +114,16 @@ def _ratios(axis: Axes, rows: Sequence[CellPrediction], links: int, others: int)
 
 def _links(cell: Cell) -> tuple[int, int]:
     """InfiniBand links of both sides of a ratio."""
-    speeds = (term.setup.used_cluster().inter.bandwidth for term in (cell.terms[0], cell.over[0]))
+    speeds = (run.used_cluster().inter.bandwidth for run in (cell.runs[0], cell.setups[-1]))
     one, other = (round(speed * 8 / 1e9 / _GBITS_A_LINK) for speed in speeds)
     return one, other
 
 
 def _runs(cell: Cell) -> str:
     """Which runs a ratio is of: one model, or the extreme of several."""
-    if len(cell.terms) == 1:
+    if len(cell.runs) == 1:
         return cell.setup.model.removeprefix("gpt-").upper()
-    tokens = dict.fromkeys(
-        term.setup.micro_batch * model_of(term.setup.model, term.setup.model_overrides).tokens
-        for term in cell.terms
-    )
+    tokens = dict.fromkeys(run.micro_batch * run.trained().tokens for run in cell.runs)
     which = "largest" if cell.pick == "max" else "smallest"
     return (
         f"{which},\n{next(iter(tokens))} tokens" if len(tokens) == 1 else f"{which} of\nall sizes"
@@ -127,9 +135,7 @@ def volume(rows: Sequence[CellPrediction]) -> Figure:
     look = looks(["zero3", "zeropp"])
     figure = Figure(figsize=(WIDTH / 1.3, 3.0), layout="constrained")
     axis = figure.subplots()
-    bars = [
-        PublishedBar(row, _PARTS[row.cell.terms[0].part], look[row.cell.strategy]) for row in rows
-    ]
+    bars = [PublishedBar(row, _PARTS[row.cell.part], look[row.cell.strategy]) for row in rows]
     bar_panel(axis, sorted(bars, key=lambda bar: list(_PARTS.values()).index(bar.group)), digits=2)
     axis.set_ylabel("sent between nodes in a step,\nin sizes of the model (fp16)")
     legend(figure, signs(rows, [patch(shown(name), one) for name, one in look.items()]))
@@ -138,6 +144,139 @@ def volume(rows: Sequence[CellPrediction]) -> Figure:
 
 def _gbits(links: int) -> str:
     return f"{links * _GBITS_A_LINK} Gbit/s"
+
+
+# --- CO2's table 3: throughput over GPUs, and the scalability ratios ------------------------------
+
+Series: TypeAlias = tuple[str, str, str]
+"""Strategy, cluster and model."""
+
+SIZES = (8, 16, 32, 64, 128)
+"""GPUs of the curves, beside those of the published cells."""
+
+_PALE = 0.2
+"""Opacity of a band."""
+
+_MAX_POINTS = 512
+"""Points of curves that are kept."""
+
+
+def scalability(rows: Sequence[CellPrediction]) -> Figure:
+    """Lines over GPUs with published stars, and published ratios as bars with ours on them."""
+    lines = curves(rows)
+    look = looks(lines)
+    speeds, ratios = (
+        [row for row in rows if bool(row.cell.over) is both] for both in (False, True)
+    )
+    figure = Figure(figsize=(WIDTH, 4.1), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    _throughputs(left, speeds, lines, look)
+    if ratios:
+        _ratio_bars(right, ratios, look)
+    else:
+        right.remove()
+    handles: list[Artist] = [
+        Line2D([], [], color=one.colour, ls=one.line, marker=one.marker, label=_name(series))
+        for series, one in look.items()
+    ]
+    star = Line2D([], [], ls="", mfc=PLAIN.fill, label="tokens/s, published (bold)", **STAR)
+    band = Patch(color="black", alpha=_PALE, lw=0, label="90 % interval of a line")
+    bar = Patch(facecolor="white", edgecolor="black", label="ratio, published (bold)")
+    handles += [star, *([bar] if ratios else []), band]
+    legend(figure, signs(rows, handles))
+    return figure
+
+
+def _series(row: CellPrediction) -> Series:
+    return row.cell.strategy, row.cell.setup.cluster, row.cell.setup.model
+
+
+def _name(series: Series) -> str:
+    """The strategy; clusters of the catalog other than the one of Table 3 are named, too."""
+    strategy, cluster, _ = series
+    return shown(strategy) if cluster in GROUPS[GROUP].clusters else f"{shown(strategy)}, {cluster}"
+
+
+def _ratio_bars(axis: Axes, rows: Sequence[CellPrediction], look: Mapping[Series, Look]) -> None:
+    sizes = [(row.cell.setup.gpus, row.cell.over[0].gpus) for row in rows]
+    same = len(set(sizes)) == 1
+    bars = []
+    for row, (large, small) in zip(rows, sizes, strict=True):
+        group = _name(_series(row)).replace(", ", ",\n")
+        group += "" if same else f"\n{large} over {small}"
+        bars.append(PublishedBar(row, group, look[_series(row)]))
+    bar_panel(axis, bars, digits=2)
+    words = f": {sizes[0][0]} over {sizes[0][1]} GPUs" if same else ""
+    axis.set_title(f"throughput per GPU{words}")
+
+
+def curves(rows: Sequence[CellPrediction]) -> dict[Series, list[CellPrediction]]:
+    """Our throughput over GPUs with its interval; a point is fitted where a published one was."""
+    sizes = sorted({*SIZES, *(setup.gpus for row in rows for setup in row.cell.setups)})
+    fitted = {row.cell.setup for row in rows if row.cell.use == "fit" and not row.cell.over}
+    found: dict[Series, list[CellPrediction]] = {}
+    for row in rows:
+        if _series(row) in found:
+            continue
+        points = found[_series(row)] = []
+        for gpus in sizes:
+            setup = row.cell.setup.changed(gpus=gpus)
+            plain = replace(row.cell, runs=(setup,), over=())
+            use: Use = "fit" if setup in fitted else "check"
+            points.append(_predicted(replace(plain, rounding=0.0, published=1.0, use=use)))
+    return found
+
+
+@lru_cache(_MAX_POINTS)
+def _predicted(cell: Cell) -> CellPrediction:
+    """A point of a curve, which every kind of file needs."""
+    return validate([cell])[0]
+
+
+def _throughputs(
+    axis: Axes,
+    rows: Sequence[CellPrediction],
+    lines: Mapping[Series, Sequence[CellPrediction]],
+    look: Mapping[Series, Look],
+) -> None:
+    for name, points in lines.items():
+        _line(axis, points, look[name])
+    for row in rows:
+        gpus = row.cell.setup.gpus
+        fill = look[_series(row)].fill
+        axis.plot(gpus, row.cell.published, ls="", mfc=fill, zorder=3, **STAR)
+        lowest = min(lines[_series(row)], key=lambda one: one.predicted)
+        above = lowest.cell.setup != row.cell.setup
+        ends = (row.cell.published, row.predicted)
+        numbers(axis, row, (gpus, max(ends) if above else min(ends)), 0, above=above, gap=6)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    sizes = [row.cell.setup.gpus for row in next(iter(lines.values()))]
+    axis.set_xticks(sizes, [str(size) for size in sizes])
+    axis.set_xlim(sizes[0] / 1.45, sizes[-1] * 1.45)
+    low, high = axis.get_ylim()
+    axis.set_ylim(low / 1.8, high * 1.7)
+    plain_log(axis.yaxis, subs=(1, 3))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_xlabel("GPUs")
+    axis.set_title("tokens per second")
+
+
+def _line(axis: Axes, points: Sequence[CellPrediction], look: Look) -> None:
+    """A curve in its band; points are filled where they are predicted, hollow where fitted on."""
+    gpus = [point.cell.setup.gpus for point in points]
+    values = [point.predicted for point in points]
+    if all(point.has_interval for point in points):
+        low, high = [point.low for point in points], [point.high for point in points]
+        axis.fill_between(gpus, low, high, color=look.colour, alpha=_PALE, lw=0)
+    axis.plot(gpus, values, ls=look.line, color=look.colour)
+    for point, size, value in zip(points, gpus, values, strict=True):
+        fitted = point.cell.use == "fit"
+        inside, layer = ("white", 5) if fitted else (look.colour, 4)
+        axis.plot(size, value, look.marker, color=look.colour, mfc=inside, ms=4, zorder=layer)
+
+
+# --- what a paper shows ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,23 +397,6 @@ def quality(rows: Sequence[QualityCell]) -> Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorsShown:
-    """Signed, relative errors of the values of a figure; None where there is no such value."""
-
-    values: int
-    median: float | None
-    largest: float | None
-
-    @classmethod
-    def of(cls, rows: Sequence[CellPrediction]) -> "ErrorsShown":
-        """Of these rows. A published zero has no relative error."""
-        errors = [row.error for row in rows if row.cell.published]
-        if not errors:
-            return cls(len(rows), None, None)
-        return cls(len(rows), median(errors), max(errors, key=abs))
-
-
-@dataclass(frozen=True, slots=True)
 class PaperFigure:
     """One figure: published values with ours (`rows`), or published ones only (`alone`)."""
 
@@ -287,9 +409,14 @@ class PaperFigure:
         """How many published values it shows."""
         return len(self.rows) + len(self.alone)
 
-    def errors(self, use: Use) -> ErrorsShown:
-        """Of what was predicted, or of what was fitted on."""
-        return ErrorsShown.of([row for row in self.rows if row.cell.use == use])
+    def of_use(self, use: Use) -> list[CellPrediction]:
+        """What was predicted, or what was fitted on."""
+        return [row for row in self.rows if row.cell.use == use]
+
+    def errors(self, use: Use) -> ErrorSummary | None:
+        """Of these; a published zero has no relative error. None where there is none."""
+        rows = [row for row in self.of_use(use) if row.cell.published]
+        return ErrorSummary.of(rows) if rows else None
 
     def make(self) -> Figure:
         """The figure, in the style that is set."""
@@ -308,9 +435,9 @@ class PaperFigure:
         found |= {"published": self.published, "published_only": len(self.alone)}
         for name, use in _USES.items():
             errors = self.errors(use)
-            found[name] = errors.values
-            found |= {f"{name}_error_median": errors.median}
-            found |= {f"{name}_error_largest": errors.largest}
+            found[name] = len(self.of_use(use))
+            found[f"{name}_error_median"] = errors and errors.median_bias
+            found[f"{name}_error_largest"] = errors and errors.worst.error
         found["cells"] = [*map(_row, self.rows), *map(_alone, self.alone)]
         return found
 
@@ -339,16 +466,6 @@ def _alone(cell: QualityCell) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class NotDrawn:
-    """A published cell that is in no figure, and why."""
-
-    where: str
-    name: str
-    published: float
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Contents:
     """What a figure is to show, before it is predicted."""
 
@@ -361,7 +478,7 @@ def paper_figures(
     only: Sequence[str] = (),
     known: Mapping[Cell, CellPrediction] | None = None,
     done: Done | None = None,
-) -> tuple[list[PaperFigure], list[NotDrawn]]:
+) -> tuple[list[PaperFigure], list[Unpredicted]]:
     """All figures that the folder has cells for, or those of some names; and what is in none.
 
     `known` are predictions that need not be made again. `done` gets how many are made.
@@ -378,11 +495,8 @@ def paper_figures(
         raise OptionError(f"{folder} holds no published cell of a figure that is drawn")
     cells = [cell for one in chosen for cell in contents[one].cells]
     rows: dict[Cell, CellPrediction] = dict(known or {})
-    for number, cell in enumerate(cells, start=1):
-        if cell not in rows:
-            rows[cell] = validate([cell])[0]
-        if done:
-            done(number, len(cells))
+    new = [cell for cell in cells if cell not in rows]
+    rows |= zip(new, validate(new, done), strict=True)
     figures = [
         PaperFigure(
             one, tuple(rows[cell] for cell in contents[one].cells), tuple(contents[one].alone)
@@ -392,7 +506,7 @@ def paper_figures(
     return figures, [] if only else left_out
 
 
-def _contents(folder: Path) -> tuple[dict[Mirror, _Contents], list[NotDrawn]]:
+def _contents(folder: Path) -> tuple[dict[Mirror, _Contents], list[Unpredicted]]:
     """Of each figure, in the order of the file, and the cells of none.
 
     Sources of which nothing is drawn, such as tables of many runs, are left out without a word.
@@ -402,24 +516,23 @@ def _contents(folder: Path) -> tuple[dict[Mirror, _Contents], list[NotDrawn]]:
     nothing = "no figure is drawn of this place"
     rest = unpredicted(folder)
     for cell in (*from_papers(folder), *(one.cell for one in rest if one.cell)):
-        mirror = mirror_of(cell.where, cell.terms[0].quantity)
+        mirror = mirror_of(cell.where, cell.quantity)
         if mirror:
             found.setdefault(mirror, _Contents([], [])).cells.append(cell)
         else:
             nowhere.append(cell)
     sources = {cell.source for contents in found.values() for cell in contents.cells}
     left_out = [
-        NotDrawn(cell.where, cell.name, cell.published, nothing)
+        Unpredicted(cell.source, cell.name, cell.where, cell.published, nothing)
         for cell in nowhere
         if cell.source in sources
     ]
     for one in rest:
-        row = one.row
-        mirror = mirror_of(row.where, "quality") if isinstance(row, QualityCell) else None
-        if mirror and isinstance(row, QualityCell):
-            found.setdefault(mirror, _Contents([], [])).alone.append(row)
+        mirror = mirror_of(one.where, "quality")
+        if mirror and one.quality:
+            found.setdefault(mirror, _Contents([], [])).alone.append(one.quality)
         elif not one.cell:
-            left_out.append(NotDrawn(row.where, one.name, one.published, one.reason))
+            left_out.append(one)
     return found, left_out
 
 
@@ -516,8 +629,70 @@ def _sign(marker: str, colour: str, label: str, ls: LineStyleType, fill: str = "
 
 
 def _tokens(row: CellPrediction) -> float:
-    return float(dict(row.cell.setup.model_overrides)["seq_len"])
+    return float(row.cell.setup.overrides["model.seq_len"])
 
 
 def _shown(gpu: str) -> str:
     return gpu.upper().replace("_", "-").removesuffix("GB")
+
+
+_MARKERS = "os^vDP"
+
+
+def iteration_errors(rows: Sequence[CellPrediction]) -> Figure:
+    """Signed errors over published times: a shade for each micro-batch, a marker per hidden."""
+    series: dict[tuple[int, int], list[CellPrediction]] = {}
+    for row in rows:
+        labels = row.cell.labels
+        series.setdefault((int(labels["micro_batch"]), int(labels["hidden"])), []).append(row)
+    micros = sorted({micro for micro, _ in series})
+    hiddens = sorted({hidden for _, hidden in series})
+    shades = mpl.colormaps["viridis"].resampled(len(micros) + 1)
+    figure = Figure(figsize=(WIDTH, 4.0), layout="constrained")
+    axis = figure.subplots()
+    for (micro, hidden), some in sorted(series.items()):
+        sign: dict[str, Any] = {
+            "marker": _MARKERS[hiddens.index(hidden) % len(_MARKERS)],
+            "color": shades(micros.index(micro)),
+            "ms": 4,
+            "ls": "",
+        }
+        axis.plot([], [], label=f"batch {micro}, hidden {hidden}", **sign)
+        for row in some:
+            inside = {"mfc": "white"} if row.cell.use == "fit" else {}
+            axis.plot(row.cell.published, row.error * 100, **sign | inside)
+    axis.axhline(0, color="black", lw=0.8)
+    axis.set_xscale("log")
+    plain_log(axis.xaxis, subs=(1, 2, 5))
+    axis.set_xlabel("published iteration time, ms")
+    axis.set_ylabel("error of ours, %; hollow: fitted on")
+    figure.legend(loc="outside lower center", ncols=4)
+    return figure
+
+
+_KIND = "png"
+
+_BY_SOURCE: tuple[tuple[str, str, Callable[[Sequence[CellPrediction]], Figure]], ...] = (
+    (IterationRow.source, "a100-iteration-errors", iteration_errors),
+    (FsdpRow.source, "fsdp-errors", fsdp_errors),
+    (FsdpRow.source, "fsdp-scaling", fsdp_scaling),
+)
+"""Source, name and function of the figures that mirror none of the source."""
+
+_FURTHER = (("co2", "co2-cells", scalability), ("zeropp", "zeropp-cells", throughput))
+"""The same of further cells, which are of no figure."""
+
+
+def draw(rows: Sequence[CellPrediction], folder: Path) -> dict[str, bytes]:
+    """The figures that the rows have data for, by the names of their files."""
+    found: dict[str, bytes] = {}
+    if any(row.cell.where for row in rows):
+        figures, _ = paper_figures(folder, known={row.cell: row for row in rows})
+        for figure in figures:
+            found |= figure.files([_KIND])
+    further = [row for row in rows if not row.cell.where]
+    for source, name, make in (*_BY_SOURCE, *_FURTHER):
+        mine = [row for row in further if row.cell.source == source]
+        if mine:
+            found[f"{name}.{_KIND}"] = in_style(partial(make, mine), [_KIND])[_KIND]
+    return found

@@ -19,22 +19,20 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from places import GOLDEN
 
-from analysis.published.cells import Cell, from_papers, unpredicted
-from analysis.published.csv_tables import from_csv
+from analysis.published.cells import Cell, Unpredicted, from_papers, unpredicted
 from analysis.published.errors import CellPrediction
-from analysis.published.figures import co2
-from analysis.published.figures.all_figures import draw
-from analysis.published.figures.paper_figures import NotDrawn, PaperFigure, paper_figures
+from analysis.published.figures import paper_figures as module
+from analysis.published.figures.paper_figures import PaperFigure, draw, paper_figures
 from analysis.published.figures.style import FORMATS, STYLE_FILE
-from analysis.published.formats import signed
-from analysis.published.fsdp_rows import ratios
 from analysis.published.papers import PAPERS
+from analysis.published.report import signed
+from analysis.published.tables import from_csv, ratios
 
 KEYS = ("co2", "zeropp")
 QUICK = "zeropp-announcement-table-of-communication-volume"
 """The figure that takes least to predict."""
 slow, nightly = pytest.mark.slow, pytest.mark.nightly
-Drawn = tuple[list[PaperFigure], list[NotDrawn]]
+Drawn = tuple[list[PaperFigure], list[Unpredicted]]
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +62,10 @@ def invented(cells: Sequence[Cell]) -> list[CellPrediction]:
 @pytest.fixture
 def _points(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Points of curves are invented, too."""
-    co2._predicted.cache_clear()
-    monkeypatch.setattr(co2, "validate", invented)
+    module._predicted.cache_clear()
+    monkeypatch.setattr(module, "validate", invented)
     yield
-    co2._predicted.cache_clear()
+    module._predicted.cache_clear()
 
 
 @pytest.fixture

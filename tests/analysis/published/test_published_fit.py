@@ -15,11 +15,10 @@ from typer.testing import CliRunner
 from analysis.cli.app import app
 from analysis.published import calibrate, catalog_writer
 from analysis.published.cells import Cell, from_papers
-from analysis.published.coverage import conformal_factor, covered
-from analysis.published.csv_tables import from_csv, known_cells
 from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, tables_elsewhere
 from analysis.published.parameters import GROUPS, cluster_of, stated
 from analysis.published.predict import predict
+from analysis.published.tables import from_csv, known_cells
 from co2sim.common.errors import OptionError
 from co2sim.prediction.calibrations import CATALOG, RECORD, calibrations, record
 
@@ -122,9 +121,9 @@ def test_every_label_parts_the_cells(cells: list[Cell]) -> None:
     chosen = calibrate.fit_cells(cells, GROUPS["v100-zeropp"])
     found = calibrate.parts_by_label(chosen)
     assert {label: len(parts) for label, parts in found.items()} == {
-        "size": 4,
+        "model": 4,
         "tokens": 2,
-        "links": 2,
+        "cluster": 2,
     }
     for parts in found.values():
         names = sorted(cell.name for part in parts for cell in part)
@@ -197,8 +196,10 @@ def test_recorded_intervals_hold_left_out_cells() -> None:
         known = calibrations()[name]
         scores = [error / known.quick_scatter for error in known.left_out_errors]
         assert entry["coverage"] == pytest.approx(0.9, abs=0.05)
-        assert covered(scores, calibrate.FOLDS) == pytest.approx(entry["coverage"], abs=0.05)
-        assert conformal_factor(scores) == pytest.approx(known.factor, rel=0.15)
+        assert calibrate.covered(scores, calibrate.FOLDS) == pytest.approx(
+            entry["coverage"], abs=0.05
+        )
+        assert calibrate.conformal_factor(scores) == pytest.approx(known.factor, rel=0.15)
 
 
 # --- the command ---------------------------------------------------------------------------------

@@ -9,11 +9,10 @@ from places import GOLDEN
 
 from analysis.published import calibrate, errors
 from analysis.published.cells import Cell, changed, with_constants
-from analysis.published.csv_tables import from_csv, known_cells
-from analysis.published.fsdp_rows import ratios
 from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, tables_elsewhere
 from analysis.published.parameters import GROUPS, stated
-from analysis.published.predict import memory_of, predict
+from analysis.published.predict import predict, result_of
+from analysis.published.tables import from_csv, known_cells, ratios
 
 ROWS = GOLDEN / "fsdp-rows.csv"
 GROUP = GROUPS["mpt-fsdp"]
@@ -46,7 +45,7 @@ def test_an_outlier_hardly_moves_a_robust_fit(
     chosen = [
         changed(
             replace(cells[0], name=str(n), use="fit", group=group.name),
-            lambda setup, n=n: replace(setup, accumulation=n + 1),  # type: ignore[misc]
+            lambda run, n=n: run.changed(accumulation=n + 1),  # type: ignore[misc]
         )
         for n in range(40)
     ]
@@ -130,6 +129,7 @@ def test_errors_are_summed_up_by_gpu_and_by_nodes(cells: list[Cell]) -> None:
 def test_every_published_run_fits_in_memory() -> None:
     """They ran. The fullest of them leaves less than a tenth, so what fits is not overstated."""
     runs = [cell for cell in known_cells(PAPERS) if cell.source == "llm_foundry"]
-    shares = [memory_of(cell.setup).share for cell in runs]
+    results = [result_of(cell.setup) for cell in runs]
+    shares = [one.memory_bytes_per_gpu["total"] / one.gpu_memory_bytes for one in results]
     assert max(shares) <= 1
     assert max(shares) > 0.9

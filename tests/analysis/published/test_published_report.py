@@ -14,11 +14,10 @@ from analysis.cli.app import app
 from analysis.published import diagnosis, errors, sensitivity
 from analysis.published.calibrate import root_of
 from analysis.published.cells import Cell, from_papers, with_strategy_options
-from analysis.published.formats import signed
 from analysis.published.papers import PAPERS, tables_elsewhere
 from analysis.published.parameters import GROUPS
 from analysis.published.predict import predict
-from analysis.published.report import ValidationReport, full_report, render
+from analysis.published.report import ValidationReport, full_report, render, signed
 from co2sim.common.errors import OptionError
 
 CO2 = """method,network,tau,gpus,words_per_s,scalability_16_to_128,note
@@ -87,7 +86,7 @@ def test_an_ablation_that_changes_nothing_is_refused(cells: list[Cell]) -> None:
         with_strategy_options(cell, "zero33", {"max_reuse": "1"})
     assert with_strategy_options(cell, "zero2", {"owners": "true"}) == cell
     other = with_strategy_options(cell, "zero3", {"max_reuse": "1"})
-    assert getattr(other.setup.strategy, "max_reuse", None) == 1
+    assert getattr(other.setup.parsed(), "max_reuse", None) == 1
 
 
 # --- diagnosis -----------------------------------------------------------------------------------

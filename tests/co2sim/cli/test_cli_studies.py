@@ -15,7 +15,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.files import write_atomically
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
-from co2sim.prediction.published import SpeedComparison, ThroughputCell
+from co2sim.prediction.published import RunCell, SpeedComparison
 from co2sim.report.bar_charts import chart
 
 Run = Callable[..., tuple[int, str, str]]
@@ -61,11 +61,11 @@ def test_the_picture_shows_intervals_and_published_cells_and_only_what_fits() ->
     ]
     results = [driver.run(case) for case in cases]
     results[0] = replace(results[0], fits_in_memory=False)
-    cell = ThroughputCell(
+    cell = RunCell(
         where="table 1", quantity="tokens_per_s", value=32000.0, use="check",
         cluster="a100-tcp80", model="m", strategy="ddp", gpus=32,
     )  # fmt: skip
-    spec = chart(cases, results, [SpeedComparison(cell, "ddp", 1.0)], "").to_dict()
+    spec = chart(cases, results, [SpeedComparison(cell, 1.0)], "").to_dict()
     first, second = spec["hconcat"]
     marks = [layer["mark"]["type"] for layer in first["layer"]]
     assert marks == ["area", "line", "point", "point"]

@@ -27,7 +27,7 @@ from places import ROOT
 from tiny import VARIANTS, chakra_traces, recorded_run
 
 from analysis.cli import main as co2analysis
-from analysis.published.csv_tables import from_csv
+from analysis.published.tables import from_csv
 from co2sim.catalog.specs import UNITS as UNITS_OF
 from co2sim.cli import main as co2sim
 from co2sim.common.errors import Co2simError, error_line

@@ -15,7 +15,7 @@ from places import ROOT
 from simulated_record import measured
 
 from analysis.cli import main as co2analysis
-from analysis.published.csv_tables import from_csv
+from analysis.published.tables import from_csv
 from co2sim.catalog import load_cluster, load_model
 from co2sim.cli import main as co2sim
 from co2sim.common import files

@@ -323,7 +323,7 @@ def test_peaks_of_zeropps_tutorial(strategy: str, published: float) -> None:
     case = Case(
         cluster="dgx2-ib8",
         model="gpt-18b",
-        strategy=paper.strategy(strategy),
+        strategy=paper.simulation.strategy(strategy),
         gpus=64,
         precision="fp16",
         **paper.training,

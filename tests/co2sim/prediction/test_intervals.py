@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import co2sim
-from analysis.published import calibrate, coverage
+from analysis.published import calibrate
 from analysis.published.cells import Cell
 from analysis.published.parameters import GROUPS, stated
 from co2sim.catalog import load_cluster, load_model
@@ -308,7 +308,7 @@ def test_conformal_intervals_hold_90_percent_whatever_the_distribution(draw: str
     chance = np.random.default_rng(3)
     sample = getattr(chance, f"standard_{draw}")
     inside = [
-        abs(values[-1]) <= (coverage.conformal_factor(values[:-1]) or 0.0)
+        abs(values[-1]) <= (calibrate.conformal_factor(values[:-1]) or 0.0)
         for values in sample((4000, 41))
     ]
     assert np.mean(inside) == pytest.approx(37 / 41, abs=0.015)
