@@ -79,7 +79,7 @@ class Method:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def setting(self, constants: Mapping[str, float], rounds: int, gamma: float) -> Setting:
-        """What the bound is given."""
+        """What the bound is options."""
         late = self.options.get("delay")
         return Setting(
             **constants,
@@ -508,7 +508,7 @@ def write(options: Namespace) -> None:
         frame = evaluated(pd.DataFrame(done), constants)
         size = (2.7 * frame["panel"].nunique() + 0.5, 3.0 * frame["rate"].nunique() + 0.6)
         text = report(frame, constants, runs[0].steps, len({run.seed for run in runs}))
-        publish(options.out, "bound_ranking", text, png(size, lambda figure: draw(figure, frame)))
+        publish(options, "bound_ranking", text, png(size, lambda figure: draw(figure, frame)))
 
 
 def main() -> int:

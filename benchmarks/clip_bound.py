@@ -6,7 +6,7 @@
 Writes clip_bound.md; `co2analysis verify` has the same cells.
 """
 
-from reports import folder, machine, made_by, parser, table
+from reports import machine, made_by, parser, publish, table
 
 from analysis.convergence.protocol import checks, clip_checks
 from analysis.convergence.report import clipping_markdown
@@ -14,8 +14,8 @@ from analysis.convergence.report import clipping_markdown
 
 def main() -> None:
     """Measure, judge, write."""
-    given = parser(__doc__, "fewer runs").parse_args()
-    found = [task.measure() for task in clip_checks.plan(quick=given.quick)]
+    options = parser(__doc__, "fewer runs").parse_args()
+    found = [task.measure() for task in clip_checks.plan(quick=options.quick)]
     findings = clip_checks.summary(found)
     rows = [
         {
@@ -23,7 +23,7 @@ def main() -> None:
             "": "holds" if check.passed else "FAILS",
             "measured": check.measured,
         }
-        for check in checks.clipping_checks(findings, quick=given.quick)
+        for check in checks.clipping_checks(findings, quick=options.quick)
     ]
     parts = [
         "# Bounds with clipping",
@@ -33,9 +33,7 @@ def main() -> None:
         made_by(),
     ]
     text = "\n\n".join(part.strip() for part in parts) + "\n"
-    with folder(given) as out:
-        (out / "clip_bound.md").write_text(text)
-    print(text)
+    publish(options, "clip_bound", text)
 
 
 if __name__ == "__main__":

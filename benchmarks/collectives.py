@@ -209,20 +209,20 @@ def main() -> None:
     command.add_argument("--rounds", type=int, default=ROUNDS)
     command.add_argument("--most", type=int, default=max(SIZES["alone"]), help=argparse.SUPPRESS)
     command.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
-    given = command.parse_args()
-    if given.rank:
-        as_rank(given.rank, given.most, given.rounds)
+    options = command.parse_args()
+    if options.rank:
+        as_rank(options.rank, options.most, options.rounds)
         return
     labs, most, rounds = (
-        (LABS[:1], QUICK_MOST, 2) if given.quick else (LABS, given.most, given.rounds)
+        (LABS[:1], QUICK_MOST, 2) if options.quick else (LABS, options.most, options.rounds)
     )
     rows: list[Row] = []
-    with folder(given) as out:
+    with folder(options) as out:
         for lab in labs:
-            rows += in_lab(lab, most, rounds, quick=given.quick)
+            rows += in_lab(lab, most, rounds, quick=options.quick)
             pd.DataFrame(rows).to_csv(out / "collectives.csv", index=False)
             (out / "collectives.md").write_text(report(rows))
-    if given.quick:
+    if options.quick:
         print(report(rows))
 
 

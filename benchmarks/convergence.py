@@ -226,7 +226,7 @@ def write(options: Namespace) -> None:
     if not frame.empty:
         frame.drop(columns="curve").to_csv(options.out / "convergence.csv", index=False)
         picture = png((12.0, 5.2), lambda figure: draw(figure, frame))
-        publish(options.out, "convergence", report(frame, budget, rows), picture)
+        publish(options, "convergence", report(frame, budget, rows), picture)
 
 
 def main() -> int:

@@ -384,13 +384,13 @@ def in_lab(
     return rows
 
 
-def jobs(given: argparse.Namespace, models: Path) -> Iterable[LabJob]:
+def jobs(options: argparse.Namespace, models: Path) -> Iterable[LabJob]:
     """What the command line asks for."""
-    if given.quick:
+    if options.quick:
         return quick_jobs()
-    if given.kind == "invented":
-        return invented_jobs(given.seed, given.labs, models)
-    return JOBS[given.kind]()
+    if options.kind == "invented":
+        return invented_jobs(options.seed, options.labs, models)
+    return JOBS[options.kind]()
 
 
 def main() -> None:
@@ -401,20 +401,22 @@ def main() -> None:
     command.add_argument("--only", default="", help="only labs such as '4x1@3 Gbit/s'")
     command.add_argument("--seed", type=int, default=0, help="of `invented`")
     command.add_argument("--labs", type=int, default=8, help="of `invented`, two strategies each")
-    given = command.parse_args()
-    rounds = 2 if given.quick else given.rounds
-    kernels = "flops" if given.kind == "flops" else "sleep"
+    options = command.parse_args()
+    rounds = 2 if options.quick else options.rounds
+    kernels = "flops" if options.kind == "flops" else "sleep"
     rows: list[LabRow] = []
-    with folder(given) as out, tempfile.TemporaryDirectory() as models:
-        for lab, group in itertools.groupby(jobs(given, Path(models)), key=lambda job: job.lab):
+    with folder(options) as out, tempfile.TemporaryDirectory() as models:
+        for lab, group in itertools.groupby(jobs(options, Path(models)), key=lambda job: job.lab):
             name = f"{lab.nodes}x{lab.gpus_per_node}@{lab.rate}" + f"+{lab.wan}" * bool(lab.wan)
-            if given.only not in name:
+            if options.only not in name:
                 continue
-            probe = given.kind not in {"invented", "sites"}
-            rows += in_lab(lab, list(group), kernels, rounds, name, probe=probe, quick=given.quick)
-            pd.DataFrame(rows).to_csv(out / f"fidelity-{given.kind}.csv", index=False)
-            (out / f"fidelity-{given.kind}.md").write_text(report(rows, kernels))
-    if given.quick:
+            probe = options.kind not in {"invented", "sites"}
+            rows += in_lab(
+                lab, list(group), kernels, rounds, name, probe=probe, quick=options.quick
+            )
+            pd.DataFrame(rows).to_csv(out / f"fidelity-{options.kind}.csv", index=False)
+            (out / f"fidelity-{options.kind}.md").write_text(report(rows, kernels))
+    if options.quick:
         print(report(rows, kernels))
 
 

@@ -322,22 +322,24 @@ def main() -> None:
     )
     for name in ("--job", "--rank", "--cluster"):  # of a rank
         command.add_argument(name, help=argparse.SUPPRESS)
-    given = command.parse_args()
+    options = command.parse_args()
     first = (replace(job, strategies=job.strategies[:1]) for job in quick_jobs())
-    jobs, lengths = (list(first), LENGTHS[:1]) if given.quick else (list(turns_jobs()), LENGTHS)
-    if given.rank:
-        as_rank(given.cluster, jobs[int(given.job)], lengths, given.seconds, Path(given.rank))
+    jobs, lengths = (list(first), LENGTHS[:1]) if options.quick else (list(turns_jobs()), LENGTHS)
+    if options.rank:
+        as_rank(
+            options.cluster, jobs[int(options.job)], lengths, options.seconds, Path(options.rank)
+        )
         return
-    if not 0 <= given.seconds <= MOST:
-        command.error(f"--seconds is {given.seconds:g}; it must be 0 to {MOST:g}")
-    seconds = 0.0 if given.quick else given.seconds
+    if not 0 <= options.seconds <= MOST:
+        command.error(f"--seconds is {options.seconds:g}; it must be 0 to {MOST:g}")
+    seconds = 0.0 if options.quick else options.seconds
     rows: list[Row] = []
-    with folder(given) as out:
+    with folder(options) as out:
         for number, job in enumerate(jobs):
-            rows += in_one_lab(job, number, seconds, quick=given.quick)
+            rows += in_one_lab(job, number, seconds, quick=options.quick)
             pd.DataFrame(rows).to_csv(out / "fidelity-turns.csv", index=False)
             (out / "fidelity-turns.md").write_text(report(rows))
-    if given.quick:
+    if options.quick:
         print(report(rows))
 
 

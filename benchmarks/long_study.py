@@ -356,7 +356,7 @@ def write(options: Namespace) -> None:
     if not frame.empty:
         frame.to_csv(options.out / "long_study.csv", index=False)
         picture = png((10.0, 4.2), lambda figure: draw(figure, frame))
-        publish(options.out, "long_study", report(frame, study, constants), picture)
+        publish(options, "long_study", report(frame, study, constants), picture)
 
 
 def main() -> int:

@@ -142,8 +142,9 @@ def report(frame: pd.DataFrame, run: Run) -> str:
     return f"""\
 # Beside the peers
 
-{run.lab.nodes} nodes at {RATE}, a GPT of {GPTS[SIZE].parameters:,} parameters, {run.steps} steps of\
- {BATCH} x {GPTS[SIZE].context} characters, AdamW at {LR:g}, tau {TAU}; outer lr 0.7 and momentum\
+{run.lab.nodes} nodes at {RATE}, a GPT of {GPTS[SIZE].parameters:,} parameters, {run.steps}\
+ steps of {BATCH} x {GPTS[SIZE].context} characters, AdamW at {LR:g}, tau {TAU};\
+ outer lr 0.7 and momentum\
  0.5 (CO2: its defaults, 1 and 0, as published 0.5 and 0). torchft-nightly:\
  {version("torchft-nightly")}. {machine()}
 
@@ -161,7 +162,7 @@ def write(options: Namespace) -> None:
             options.out / "peers.csv", index=False
         )
     frame = pd.read_csv(options.out / "peers.csv", dtype={"note": str}).fillna({"note": ""})
-    publish(options.out, "peers", report(frame, runs[0]))
+    publish(options, "peers", report(frame, runs[0]))
 
 
 def main() -> int:

@@ -103,11 +103,14 @@ def needed(path: Path) -> str:
     return path.read_text("utf-8")
 
 
-def publish(out: Path, name: str, text: str, picture: bytes | None = None) -> None:
+def publish(
+    options: argparse.Namespace, name: str, text: str, picture: bytes | None = None
+) -> None:
     """Write a page as NAME.md, its figure as NAME.png, and print the page."""
-    (out / f"{name}.md").write_text(text, "utf-8")
-    if picture:
-        (out / f"{name}.png").write_bytes(picture)
+    with folder(options) as out:
+        (out / f"{name}.md").write_text(text, "utf-8")
+        if picture:
+            (out / f"{name}.png").write_bytes(picture)
     print(text)
 
 

@@ -336,17 +336,17 @@ def main() -> None:
     """Measure everything and print the table."""
     command = parser(__doc__, "every measurement once, 64 GPUs unfolded")
     command.add_argument("--unfolded", type=int, default=0, help="this many GPUs unfolded")
-    given = command.parse_args()
-    if given.unfolded:
-        unfolded(given.unfolded)
+    options = command.parse_args()
+    if options.unfolded:
+        unfolded(options.unfolded)
         return
-    rows = [one.cells for one in measurements(quick=given.quick)]
-    peers = f"Beside others, in turn:\n\n{table(beside_peers(1 if given.quick else 10))}"
+    rows = [one.cells for one in measurements(quick=options.quick)]
+    peers = f"Beside others, in turn:\n\n{table(beside_peers(1 if options.quick else 10))}"
     text = (
         f"# How fast the simulator is\n\n{machine()}\n\n{table(rows)}\n\n{peers}\n\n{made_by()}\n"
     )
-    if given.out:
-        with folder(given) as out:
+    if options.out:
+        with folder(options) as out:
             (out / "speed.md").write_text(text)
     print(text)
 

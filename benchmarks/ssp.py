@@ -328,7 +328,7 @@ def write(options: Namespace) -> None:
     parameters = 6_274 if options.quick else 158_720
     place = Servers(budget.workers, 4, 4.0 * parameters, 12.5e6, 1e-4)
     ways = {kind: list(lines(budget, rows, place, kind)) for kind in KINDS}
-    publish(options.out, "ssp", report(ways, budget, place))
+    publish(options, "ssp", report(ways, budget, place))
 
 
 def main() -> int:

@@ -65,7 +65,8 @@ class Study:
     """What is run, how, and where its rows are kept.
 
     `wanted` gives the runs in their order; those that depend on others come once these are rows.
-    `train` is called by all ranks, and gives the numbers and texts of the row.
+    `train` is called by all ranks, and gives the numbers and texts of the row. Ranks that work
+    `apart` train a run each.
     """
 
     path: Path
@@ -75,6 +76,7 @@ class Study:
     train: Callable[[Any, Rows, World], Mapping[str, Any]]
     workers: int
     texts: tuple[str, ...] = ()
+    apart: bool = False
 
     def rows(self) -> Rows:
         """The finished runs; none where there is no file."""
@@ -103,26 +105,36 @@ class Study:
         missing = self.missing(rows)
         here, began, count = missing[0].lab, time.monotonic(), 0
         while missing and missing[0].lab == here:
-            run = missing[0]
-            try:
-                shared = [{**self._key(run), **self.train(run, rows, world), "error": ""}]
-            except Exception as error:  # noqa: BLE001 - whatever it is, the row says so
-                words = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+            runs = missing[: world.layout.world_size if self.apart else 1]
+            row = self._row(runs[world.rank % len(runs)], rows, world)
+            every: list[Any] = [None] * world.layout.world_size
+            dist.all_gather_object(every, row)
+            for run, done in zip(runs, every, strict=False):
+                rows[run.key] = done
                 if world.rank == 0:
-                    self._append({**self._key(run), "error": words})
-                print(f"rank {world.rank}: {words}", file=sys.stderr, flush=True)
-                os._exit(1)  # ranks may not agree on where they are: they are started again
-            dist.broadcast_object_list(shared)
-            rows[run.key] = shared[0]
+                    self._append(done)
             missing = self.missing(rows)
-            count += run.steps
+            count += sum(run.steps for run in runs)
             if world.rank == 0:
-                self._append(shared[0])
-                left = sum(other.steps for other in missing)
+                left = sum(run.steps for run in missing)
                 minutes = left * (time.monotonic() - began) / count / 60
-                what = ", ".join(filter(None, run.key))
+                what = ", ".join(filter(None, runs[-1].key))
                 print(f"{what}; about {left} steps left, {minutes:.0f} min", flush=True)
         world.leave()
+
+    def _row(self, run: Run, rows: Rows, world: World) -> dict[str, Any]:
+        """Train; a failure becomes a row, and ends the ranks, which may not agree where they are.
+
+        They are started again, then.
+        """
+        try:
+            return {**self._key(run), **self.train(run, rows, world), "error": ""}
+        except Exception as error:  # noqa: BLE001 - whatever it is, the row says so
+            words = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+            if self.apart or world.rank == 0:
+                self._append({**self._key(run), "error": words})
+            print(f"rank {world.rank}: {words}", file=sys.stderr, flush=True)
+            os._exit(1)
 
     def _key(self, run: Run) -> dict[str, str]:
         return dict(zip(self.keys, run.key, strict=True))

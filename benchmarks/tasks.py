@@ -311,7 +311,7 @@ def write(options: Namespace) -> None:
     }
     frame = pd.DataFrame([_summary(key, last[key], rows, times) for key in last])
     frame.to_csv(options.out / "tasks.csv", index=False)
-    publish(options.out, "tasks", report(frame, budgets(options)[0]))
+    publish(options, "tasks", report(frame, budgets(options)[0]))
     for budget in budgets(options):
         lines = {method: last[budget.task, method] for method in methods(budget)}
         size, style = (12.0, 4.6), STYLE | PLAIN_TEXT

@@ -766,7 +766,7 @@ def write(options: Namespace) -> None:
     frame.drop(columns="curve").to_csv(options.out / "time_to_loss.csv", index=False)
     size = (5.2 * max(2, frame["rate"].nunique()), 7.2)
     picture = png(size, lambda figure: draw(figure, frame, target))
-    publish(options.out, "time_to_loss", report(plan, rows, frame, target), picture)
+    publish(options, "time_to_loss", report(plan, rows, frame, target), picture)
 
 
 def main() -> int:
