@@ -171,7 +171,7 @@ format: $(STAMP)-dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) out mutants
+	rm -rf $(VENV) out
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
