@@ -68,11 +68,9 @@ def measured(size: str, times: int, place: Path) -> list[list[float]]:
 
 def main() -> int:
     """Measure and write."""
-    command = parser(__doc__, "the smallest model, a few times")
-    command.add_argument("--times", type=int, default=11)
-    options = command.parse_args()
+    options = parser(__doc__, "the smallest model, a few times").parse_args()
     rows = []
-    times, sizes = (2, ["tiny"]) if options.quick else (options.times, ["mini", "small", "large"])
+    times, sizes = (2, ["tiny"]) if options.quick else (11, ["mini", "small", "large"])
     for size in sizes:
         with tempfile.TemporaryDirectory() as name:
             found = measured(size, times, Path(name))
