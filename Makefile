@@ -10,7 +10,7 @@ PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 
 .PHONY: run check fast test nightly torch-versions docs bench fidelity verify failures convergence long-study bound-ranking time-to-loss peers overhead \
-  checkpoints explore-speed ssp quantization tasks engines chaos torchft-kills mutants faults lock audit golden format lint clean
+  checkpoints explore-speed ssp quantization tasks engines chaos torchft-kills mutants lock audit golden format lint clean
 
 run: $(STAMP)-report
 	$(BIN)/co2sim scale --model transnormer-7b --cluster a100-tcp80-calibrated --cluster a100-roce800 \
@@ -137,11 +137,18 @@ torchft-kills: $(STAMP)-dev
 overhead: $(STAMP)-dev
 	$(BIN)/python benchmarks/overhead.py $(QUICK)
 
-mutants: $(STAMP)-dev
-	$(BIN)/python .ci/planted_faults.py co2sim/simulation co2sim/strategies realrun/algorithms analysis/convergence --count 400 --out out/mutants.md
+# MODULE is a file or a folder of the code, TESTS are those that shall notice its faults. In a clone of HEAD.
+MODULE ?= co2sim/common/units.py
+TESTS ?= tests/co2sim/common
 
-faults: $(STAMP)-dev
-	$(BIN)/python .ci/planted_faults.py co2sim realrun analysis --count 200 --out out/faults.md
+mutants: export PATH := $(CURDIR)/$(BIN):$(PATH)
+mutants: export PYTHONPATH := $(CURDIR)/out/mutants
+mutants: $(STAMP)-dev
+	$(BIN)/python -m pip install --quiet --editable '.[mutants]'
+	rm -rf out/mutants && git clone --quiet . out/mutants
+	sed -i 's|MODULE"|$(MODULE)"|; s|TESTS"|$(TESTS)"|' out/mutants/.ci/mutants.toml
+	cd out/mutants && cosmic-ray init .ci/mutants.toml mutants.sqlite && cr-filter-operators mutants.sqlite .ci/mutants.toml \
+	  && cosmic-ray --verbosity INFO exec .ci/mutants.toml mutants.sqlite && cr-report --surviving-only --show-diff mutants.sqlite
 
 # Of torch, the build for CPUs: with CUDA it has other requirements. TORCH_BACKEND= takes what the index has.
 TORCH_BACKEND ?= --torch-backend cpu
@@ -164,7 +171,7 @@ format: $(STAMP)-dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) out mutants
+	rm -rf $(VENV) out
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,23 +1,24 @@
 """A part of `make lint`: proselint on pages, and our vocabulary on these and on texts of the code.
 
 Pages are README, CONTRIBUTING and docs/, outside of code. Texts of the code are the docstrings and
-strings of four words or more: messages, helps, reports. Prints a line for each finding.
+strings of four words or more: messages, helps, reports. Prints a line for each finding, and one if
+the packages bind more names that say nothing than VAGUE_NAMES.
 """
 
 import ast
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from proselint.checks import __register__ as every
 from proselint.config import DEFAULT
 from proselint.registry import CheckRegistry
 from proselint.registry.checks import Check, types
 from proselint.tools import LintFile
+from size import PACKAGES, ROOT, VAGUE, vague_names
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("co2sim", "realrun", "analysis")
+VAGUE_NAMES = 2570
+"""The most that there may be of the names in `.ci/size.py`; it only falls."""
 _OFF = ("typography", "lexical_illusions", "misc.phrasal_adjectives", "spelling", "annotations")
 """Checks that mistake code, numbers or names for prose."""
 _CODE = re.compile(r"(?ms)^```.*?^```$|^\|.*?$|<!--.*?-->|`[^`\n]*`|\]\([^)\n]*\)")
@@ -76,6 +77,9 @@ def main() -> int:
                 line = first + found.pos[0] - 1
                 print(f"{where}:{line}: {found.check_result.message}")
                 count += 1
+    if (names := vague_names(ROOT)) > VAGUE_NAMES:
+        print(f"{names} values are called {', '.join(VAGUE)}: at most {VAGUE_NAMES} may be")
+        count += 1
     return 1 if count else 0
 
 

@@ -15,45 +15,40 @@ bound_ranking.md and bound_ranking.png.
 
 import json
 import math
-import os
 import sys
-import tempfile
-import time
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import combinations, product
-from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from reports import append, folder, machine, made_by, parser, read, table
+from reports import machine, made_by, needed, png, publish, table
 from scipy.stats import spearmanr
+from studies import Rows, Study, command, estimated
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from analysis.convergence import bound, clipping
 from analysis.convergence.setting import Late, Setting
-from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
+from co2sim.common.plots import COLOURS
 from realrun.algorithms import CO2
-from realrun.execute.world import World, join
-from realrun.launch.launcher import run_local
-from realrun.train.folder import ESTIMATE
+from realrun.execute.world import World
 from realrun.train.log import MARKERS
 from realrun.train.settings import TaskName
-from realrun.train.tasks.presets import GPTS, GPTShape
+from realrun.train.tasks.presets import GPTS
 from realrun.train.tasks.registry import make_task
 from realrun.train.tasks.task import Task, loss_of
 
 TASKS: tuple[TaskName, ...] = ("digits", "text")
 WORKERS, BATCH, SIZE, CONTEXT = 4, 8, "tiny", 32
 """Batch: samples of one worker."""
-DEADLINE = 600.0
 SAMPLES = 256
 """Of text, at which the gradient of f is measured; of images it is all."""
 EVERY = 7
@@ -84,7 +79,7 @@ class Method:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def setting(self, constants: Mapping[str, float], rounds: int, gamma: float) -> Setting:
-        """What the bound is given."""
+        """What the bound is options."""
         late = self.options.get("delay")
         return Setting(
             **constants,
@@ -134,8 +129,8 @@ gradient, of AdamW's that are as long as the learning rate."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One training."""
+class Training:
+    """One run."""
 
     task: TaskName
     inner: str
@@ -143,6 +138,7 @@ class Ask:
     method: Method
     seed: int
     steps: int
+    lab: None = None
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -150,23 +146,25 @@ class Ask:
         return (self.task, self.inner, f"{self.lr:g}", self.method.name, str(self.seed))
 
 
-def asks(*, quick: bool) -> list[Ask]:
+def trainings(*, quick: bool) -> list[Training]:
     """All that is trained: seed by seed, so that an interrupted study is complete but for seeds."""
     tasks = TASKS[:1] if quick else TASKS
     inners = ("sgd",) if quick else ("sgd", "adamw")
     methods = METHODS[:1] + METHODS[-2:-1] if quick else METHODS
     seeds, steps = (1, 12) if quick else (2, 96)
     return [
-        Ask(task, inner, lr, method, seed, steps)
+        Training(task, inner, lr, method, seed, steps)
         for seed, task, inner in product(range(seeds), tasks, inners)
         for lr in RATES[task, inner]
         for method in methods
     ]
 
 
-def shape_of(task: str) -> GPTShape:
-    """The transformer of a task, in short contexts."""
-    return replace(GPTS[SIZE], context=CONTEXT) if task == "text" else GPTS[SIZE]
+@cache
+def task_of(name: TaskName) -> Task:
+    """A task; a transformer of text has short contexts."""
+    shape = replace(GPTS[SIZE], context=CONTEXT) if name == "text" else GPTS[SIZE]
+    return make_task(name, SIZE, shape, torch.device("cpu"))
 
 
 class Probe:
@@ -176,8 +174,8 @@ class Probe:
         """Each rank takes a share of the samples."""
         self._model, size = task.model(), world.layout.world_size
         count = min(task.choices, SAMPLES) if task.name.startswith("text") else task.choices
-        numbers = np.random.default_rng(0).permutation(task.choices)[: count // size * size]
-        self._batch, self._size = task.draw(numbers[world.rank :: size]), size
+        order = np.random.default_rng(0).permutation(task.choices)[: count // size * size]
+        self._batch, self._size = task.draw(order[world.rank :: size]), size
 
     def __call__(self, model: nn.Module) -> tuple[float, float]:
         """|grad f|^2, and f. All ranks call it."""
@@ -186,10 +184,10 @@ class Probe:
         vector_to_parameters(mean.div_(self._size), self._model.parameters())
         loss = loss_of(self._model, self._batch)
         parts = torch.autograd.grad(loss, list(self._model.parameters()))
-        found = torch.cat([loss.detach().reshape(1), *(part.reshape(-1) for part in parts)])
-        dist.all_reduce(found)
-        found /= self._size
-        return float(found[1:].double().square().sum()), float(found[0])
+        total = torch.cat([loss.detach().reshape(1), *(part.reshape(-1) for part in parts)])
+        dist.all_reduce(total)
+        total /= self._size
+        return float(total[1:].double().square().sum()), float(total[0])
 
 
 class Lengths:
@@ -217,44 +215,45 @@ class Lengths:
 
 def gradient_of(model: nn.Module) -> Tensor:
     """In one row."""
-    return torch.cat([one.grad.reshape(-1) for one in model.parameters() if one.grad is not None])
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
 
 
-def one_run(ask: Ask, task: Task, world: World) -> dict[str, Any]:
-    """Train once; the row of the table of runs. All ranks call it."""
-    torch.manual_seed(ask.seed)
-    model, probe, method = task.model(), Probe(task, world), ask.method
-    kind = torch.optim.SGD if ask.inner == "sgd" else torch.optim.AdamW
-    optimizer = kind(model.parameters(), lr=ask.lr, weight_decay=0.0)
+def trained(run: Training, _: Rows, world: World) -> dict[str, Any]:
+    """Train once; the numbers of the row. All ranks call it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(run.seed)
+    task, method = task_of(run.task), run.method
+    model, probe = task.model(), Probe(task, world)
+    kind = torch.optim.SGD if run.inner == "sgd" else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=run.lr, weight_decay=0.0)
 
     def slope(step: int) -> Tensor:
         optimizer.zero_grad()
-        batch = task.batch(ask.seed, step, BATCH * WORKERS, world.rank, WORKERS)
+        batch = task.batch(run.seed, step, BATCH * WORKERS, world.rank, WORKERS)
         loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
         return gradient_of(model)
 
-    unit = torch.tensor(ask.lr)
-    if ask.inner == "sgd":
-        unit = ask.lr * slope(0).square().mean().sqrt() / WORKERS
+    unit = torch.tensor(run.lr)
+    if run.inner == "sgd":
+        unit = run.lr * slope(0).square().mean().sqrt() / WORKERS
         dist.all_reduce(unit)
     options = {"outer_lr": 1.0, "gap": "constant", "tau": method.tau, **method.options}
     if method.clip is not None:
-        options["clip"] = CLIPS[ask.inner][method.clip] * method.tau * float(unit)
+        options["clip"] = CLIPS[run.inner][method.clip] * method.tau * float(unit)
     lengths = Lengths(model, optimizer)
-    co2, found = CO2.published(model, optimizer, **options), [probe(model)]
-    for step in range(1, ask.steps + 1):
+    co2, seen = CO2.published(model, optimizer, **options), [probe(model)]
+    for step in range(1, run.steps + 1):
         slope(step)
         optimizer.step()
-        if step % EVERY == 0 and step < ask.steps:
-            found.append(probe(model))
+        if step % EVERY == 0 and step < run.steps:
+            seen.append(probe(model))
     loss = probe(model)[1]
     stats = co2.stats()
     co2.close()
     return {
-        **dict(zip(KEYS, ask.key, strict=True)),
-        "steps": ask.steps,
+        "steps": run.steps,
         "rounds": stats.rounds,
-        "gradient": float(np.mean([squared for squared, _ in found])),
+        "gradient": float(np.mean([squared for squared, _ in seen])),
         "loss": loss,
         "gamma": lengths.gamma(),
         "clipped": stats.clipped,
@@ -263,44 +262,29 @@ def one_run(ask: Ask, task: Task, world: World) -> dict[str, Any]:
     }
 
 
-def run_ranks(wanted: list[Ask], path: Path) -> None:
-    """Be one of the ranks: run what is missing, one after the other, and add it to the file."""
-    world = join("gloo", DEADLINE)
-    torch.set_num_threads(1)
-    shared: list[Any] = [read(path, KEYS, NUMBERS)]
-    dist.broadcast_object_list(shared)
-    missing = [ask for ask in wanted if ask.key not in shared[0]]
-    tasks = {name: make_task(name, SIZE, shape_of(name), world.device) for name in TASKS}
-    began = time.monotonic()
-    for done, ask in enumerate(missing, 1):
-        row = one_run(ask, tasks[ask.task], world)
-        if world.rank == 0:
-            append(path, row, (*KEYS, *NUMBERS))
-            left = (len(missing) - done) * (time.monotonic() - began) / done / 60
-            print(f"{', '.join(ask.key)}: {row['gradient']:.4g}; {left:.1f} min left", flush=True)
-    world.leave()
-
-
-def estimate(task: str, inner: str, lr: float, steps: int) -> dict[str, float]:
-    """The constants that `realrun train --estimate` finds in a run of the base setting."""
-    with tempfile.TemporaryDirectory() as name:
-        command = (
-            *("realrun", "train", "--task", task, "--size", SIZE, "--optimizer", inner),
+def estimate(options: Namespace) -> None:
+    """Measure the constants of the bound in a run of the base setting at each rate, once."""
+    path = options.out / CONSTANTS
+    constants = json.loads(path.read_text()) if path.exists() else {}
+    for run in trainings(quick=options.quick):
+        name = f"{run.task} {run.inner} {run.lr:g}"
+        if name in constants:
+            continue
+        words = (
+            *("--task", run.task, "--size", SIZE, "--optimizer", run.inner, "--lr", f"{run.lr:g}"),
             *("--strategy", "co2.published:tau=4", "--outer", "gap=constant,lr=1"),
-            *("--lr", f"{lr:g}"),
-            *("--steps", str(steps), "--batch", str(BATCH * WORKERS), "--eval-every", "0"),
+            *("--steps", str(run.steps), "--batch", str(BATCH * WORKERS), "--eval-every", "0"),
             *("--warmup", "0", "--final-lr", "1", "--weight-decay", "0", "--clip-grad", "0"),
-            *("--momentum", "0" if inner == "sgd" else "0.9", "--estimate", "--out", name),
-            *(("--context", str(CONTEXT)) if task == "text" else ()),
+            *("--momentum", "0" if run.inner == "sgd" else "0.9"),
+            *(("--context", str(CONTEXT)) if run.task == "text" else ()),
         )
-        if code := run_local(command, WORKERS):
-            sys.exit(code)
-        found = json.loads((Path(name) / ESTIMATE).read_text())
-    return {
-        "smoothness": found["smoothness"],
-        "noise": found["noise"]["value"],
-        "gap": max(found["gap"]["value"], 0.0),
-    }
+        measured = estimated(words, WORKERS)
+        constants[name] = {
+            "smoothness": measured["smoothness"],
+            "noise": measured["noise"]["value"],
+            "gap": max(measured["gap"]["value"], 0.0),
+        }
+        path.write_text(json.dumps(constants, indent=2) + "\n")
 
 
 def residual(row: Mapping[str, Any], tau: int, gamma: float) -> float:
@@ -325,7 +309,7 @@ def bounded(setting: Setting, eps: float) -> tuple[float, float]:
 
 def gap_of(constants: Mapping[str, dict[str, float]], task: str) -> float:
     """Delta of a task: the largest fall of the loss that any run has seen."""
-    return max(one["gap"] for name, one in constants.items() if name.startswith(task))
+    return max(each["gap"] for name, each in constants.items() if name.startswith(task))
 
 
 def evaluated(frame: pd.DataFrame, constants: Mapping[str, dict[str, float]]) -> pd.DataFrame:
@@ -338,11 +322,11 @@ def evaluated(frame: pd.DataFrame, constants: Mapping[str, dict[str, float]]) ->
         mean = runs[list(NUMBERS)].mean().to_dict()
         low = float(lr) == RATES[task, inner][0]
         rounds = int(mean["steps"]) // method.tau
-        known = constants[f"{task} {inner} {lr}"] | {"gap": gap_of(constants, task)}
+        measured = constants[f"{task} {inner} {lr}"] | {"gap": gap_of(constants, task)}
         gamma = float(based[task, inner, lr])
-        setting = method.setting(known, rounds, gamma)
-        found = [residual(row, method.tau, gamma) ** 2 for row in records(runs)]
-        eps = math.sqrt(float(np.mean(found)))
+        setting = method.setting(measured, rounds, gamma)
+        lost = [residual(row, method.tau, gamma) ** 2 for row in records(runs)]
+        eps = math.sqrt(float(np.mean(lost)))
         total, terms = bounded(setting, eps)
         rows.append(
             {
@@ -371,51 +355,49 @@ CLEAR = 0.01
 """The share by which settings have to differ on average for a pair to count."""
 
 
-def rank(one: pd.Series, other: pd.Series) -> str:
+def rank(first: pd.Series, second: pd.Series) -> str:
     """Spearman's correlation, and of how many settings; none of fewer than 4."""
-    count = len(one)
+    count = len(first)
     if count < 4:  # noqa: PLR2004
         return f"- ({count})"
-    return f"{float(spearmanr(one, other).statistic):+.2f} ({count})"
+    return f"{float(spearmanr(first, second).statistic):+.2f} ({count})"
 
 
-def pairs(found: pd.DataFrame, family: str) -> str:
+def pairs(panel: pd.DataFrame, family: str) -> str:
     """Pairs of a family and the base that differ in every seed alike; how many are ranked rightly.
 
     At one learning rate, by the terms. Runs of one seed have the same first model and samples.
     """
     right = clear = 0
-    for _, group in found.groupby("rate", sort=False):
+    for _, group in panel.groupby("rate", sort=False):
         chosen = records(group[(group["family"] == family) | (group["method"] == BASE)])
-        for one, other in combinations(chosen, 2):
-            ratios = np.log(one["seeds"] / other["seeds"])
+        for first, second in combinations(chosen, 2):
+            ratios = np.log(first["seeds"] / second["seeds"])
             if abs(np.sign(ratios).sum()) == len(ratios) and abs(ratios.mean()) > CLEAR:
                 clear += 1
-                right += ratios[0] * (one["terms"] - other["terms"]) > 0
+                right += ratios[0] * (first["terms"] - second["terms"]) > 0
     return f"{right} of {clear}"
 
 
 def correlations(frame: pd.DataFrame) -> str:
     """How rightly each panel is ranked, as a table in Markdown."""
     rows = []
-    for panel, found in frame.groupby("panel", sort=False):
-        holds = found[np.isfinite(found["bound"])]
+    for panel, part in frame.groupby("panel", sort=False):
+        holds = part[np.isfinite(part["bound"])]
         broken = int((holds["gradient"] > holds["bound"]).sum())
+        by_rate = list(part.groupby("rate", sort=False))
         rows.append(
             {
                 "task, inner": str(panel),
                 "bound": rank(holds["bound"], holds["gradient"]),
                 "broken": f"{broken} of {len(holds)}",
-                "terms, all": rank(found["terms"], found["gradient"]),
+                "terms, all": rank(part["terms"], part["gradient"]),
                 **{
-                    f"terms, {rate} rate": rank(part["terms"], part["gradient"])
-                    for rate, part in found.groupby("rate", sort=False)
+                    f"{what}, {rate} rate": rank(some["terms"], some[column])
+                    for what, column in (("terms", "gradient"), ("loss", "loss"))
+                    for rate, some in by_rate
                 },
-                **{
-                    f"loss, {rate} rate": rank(part["terms"], part["loss"])
-                    for rate, part in found.groupby("rate", sort=False)
-                },
-                **{family: pairs(found, family) for family in FAMILIES},
+                **{family: pairs(part, family) for family in FAMILIES},
             }
         )
     return table(rows)
@@ -424,52 +406,46 @@ def correlations(frame: pd.DataFrame) -> str:
 def settings(frame: pd.DataFrame) -> str:
     """What was measured / what the bound says, or in brackets its terms where it has none."""
     rows = []
-    for (rate, method), found in frame.groupby(["rate", "method"], sort=False):
+    for (rate, method), part in frame.groupby(["rate", "method"], sort=False):
         cells = {"rate": str(rate), "setting": str(method)}
-        for row in records(found):
+        for row in records(part):
             says = f"{row['bound']:.3g}" if math.isfinite(row["bound"]) else f"({row['terms']:.3g})"
             cells[row["panel"]] = f"{row['gradient']:.3g} / {says}, eps {row['eps']:.2g}"
         rows.append(cells)
     return table(rows)
 
 
-def draw(frame: pd.DataFrame) -> bytes:
+def draw(figure: Figure, frame: pd.DataFrame) -> None:
     """Ranks of what was measured above ranks by the terms; filled: a bound holds."""
-    with mpl.rc_context(STYLE | GRID | PLAIN_TEXT):
-        panels = list(frame.groupby(["rate", "panel"], sort=False))
-        rates = frame["rate"].nunique()
-        columns = len(panels) // rates
-        figure = Figure(figsize=(2.7 * columns + 0.5, 3.0 * rates + 0.6), layout="constrained")
-        axes = figure.subplots(rates, columns, squeeze=False, sharex=True, sharey=True)
-        order = [at for rate in range(rates) for at in range(rate, len(panels), rates)]
-        for axis, place in zip(axes.flat, order, strict=True):
-            (rate, panel), found = panels[place]
-            _ranks(axis, found)
-            axis.set_title(
-                f"{panel}, {rate} rate:\n{rank(found['terms'], found['gradient'])}", fontsize=9
-            )
-        figure.supxlabel("rank by the bound's terms (filled: its condition holds)")
-        figure.supylabel("rank by the measured mean of |grad f|^2")
-        handles, labels = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=6, frameon=False)
-        return render(figure, "png")
+    panels = dict(list(frame.groupby(["rate", "panel"], sort=False)))
+    rates, names = frame["rate"].unique(), frame["panel"].unique()
+    axes = figure.subplots(len(rates), len(names), squeeze=False, sharex=True, sharey=True)
+    for axis, (rate, name) in zip(axes.flat, product(rates, names), strict=True):
+        part = panels[rate, name]
+        _ranks(axis, part)
+        correlation = rank(part["terms"], part["gradient"])
+        axis.set_title(f"{name}, {rate} rate:\n{correlation}", fontsize=9)
+    figure.supxlabel("rank by the bound's terms (filled: its condition holds)")
+    figure.supylabel("rank by the measured mean of |grad f|^2")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=6, frameon=False)
 
 
-def _ranks(axis: Axes, found: pd.DataFrame) -> None:
+def _ranks(axis: Axes, panel: pd.DataFrame) -> None:
     """One panel; the diagonal is a right ranking."""
-    says, measured = found["terms"].rank(), found["gradient"].rank()
-    axis.plot([1, len(found)], [1, len(found)], color="#888888", linewidth=1)
-    axis.set_xticks(range(1, len(found) + 1, 3))
-    axis.set_yticks(range(1, len(found) + 1, 3))
-    for place, family in enumerate(("", *FAMILIES)):
-        chosen, colour = found["family"] == family, COLOURS[place]
-        holds = np.isfinite(found.loc[chosen, "bound"])
+    says, measured = panel["terms"].rank(), panel["gradient"].rank()
+    axis.plot([1, len(panel)], [1, len(panel)], color="#888888", linewidth=1)
+    axis.set_xticks(range(1, len(panel) + 1, 3))
+    axis.set_yticks(range(1, len(panel) + 1, 3))
+    for index, family in enumerate(("", *FAMILIES)):
+        chosen, colour = panel["family"] == family, COLOURS[index]
+        holds = np.isfinite(panel.loc[chosen, "bound"])
         axis.scatter(
             says[chosen],
             measured[chosen],
             s=40,
-            marker=MARKERS[place],
-            facecolors=[colour if one else "none" for one in holds],
+            marker=MARKERS[index],
+            facecolors=[colour if inside else "none" for inside in holds],
             edgecolors=colour,
             label=family or "base",
         )
@@ -479,10 +455,10 @@ def report(
     frame: pd.DataFrame, constants: Mapping[str, dict[str, float]], steps: int, seeds: int
 ) -> str:
     """The page."""
-    known = table(
+    measured = table(
         [
-            {"task, inner, lr": name, **{key: f"{value:.3g}" for key, value in one.items()}}
-            for name, one in constants.items()
+            {"task, inner, lr": name, **{key: f"{value:.3g}" for key, value in each.items()}}
+            for name, each in constants.items()
         ]
     )
     return f"""\
@@ -509,7 +485,7 @@ Measured / bound (in brackets: its terms, where no bound holds), and the residua
 Constants, from `realrun train --estimate` with the base setting; the bound gets the largest gap\
  of the task, as a run with a low rate is far from the lowest loss:
 
-{known}
+{measured}
 
 {machine()}
 
@@ -517,42 +493,28 @@ Constants, from `realrun train --estimate` with the base setting; the bound gets
 """
 
 
-def complete(wanted: list[Ask], out: Path) -> int:
-    """Run what is missing in the folder, by this very script as ranks; the exit code."""
-    path, code = out / CONSTANTS, 0
-    constants = json.loads(path.read_text()) if path.exists() else {}
-    for task, inner, lr in dict.fromkeys((ask.task, ask.inner, ask.lr) for ask in wanted):
-        key = f"{task} {inner} {lr:g}"
-        if key not in constants:
-            constants[key] = estimate(task, inner, lr, wanted[0].steps)
-            path.write_text(json.dumps(constants, indent=2) + "\n")
-    if any(ask.key not in read(out / RUNS, KEYS, NUMBERS) for ask in wanted):
-        code = run_local([sys.executable, *sys.argv, "--out", str(out)], WORKERS)
-    return code
+def studies(options: Namespace) -> list[Study]:
+    """The study."""
+    runs = trainings(quick=options.quick)
+    return [Study(options.out / RUNS, KEYS, NUMBERS, lambda _: runs, trained, WORKERS)]
 
 
-def main() -> None:
-    """Start the ranks, or be one of them; then write what is complete."""
-    command = parser(__doc__, "two settings of one task")
-    given = command.parse_args()
-    wanted = asks(quick=given.quick)
-    with folder(given) as out:
-        if "RANK" in os.environ:
-            run_ranks(wanted, out / RUNS)
-            return
-        code = complete(wanted, out)
-        known = read(out / RUNS, KEYS, NUMBERS)
-        done = [known[ask.key] for ask in wanted if ask.key in known]
-        if done:
-            constants = json.loads((out / CONSTANTS).read_text())
-            found = evaluated(pd.DataFrame(done), constants)
-            seeds = len({ask.seed for ask in wanted})
-            text = report(found, constants, wanted[0].steps, seeds)
-            (out / "bound_ranking.md").write_text(text)
-            (out / "bound_ranking.png").write_bytes(draw(found))
-            print(text)
-    sys.exit(code)
+def write(options: Namespace) -> None:
+    """Write bound_ranking.md and .png of what is there."""
+    runs, rows = trainings(quick=options.quick), studies(options)[0].rows()
+    done = [row for run in runs if (row := rows.get(run.key)) and not row.get("error")]
+    if done:
+        constants = json.loads(needed(options.out / CONSTANTS))
+        frame = evaluated(pd.DataFrame(done), constants)
+        size = (2.7 * frame["panel"].nunique() + 0.5, 3.0 * frame["rate"].nunique() + 0.6)
+        text = report(frame, constants, runs[0].steps, len({run.seed for run in runs}))
+        publish(options, "bound_ranking", text, png(size, lambda figure: draw(figure, frame)))
+
+
+def main() -> int:
+    """Run, and write what is complete."""
+    return command(__doc__, "two settings of one task", studies, write, estimate)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

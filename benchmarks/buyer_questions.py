@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reports import folder, machine, made_by, parser, table
+from reports import machine, made_by, parser, publish, table
 
 ROOT = Path(__file__).parents[1]
 DAYS = "--tokens 1T -c dgx-h100 -m llama3-8b -s fsdp -g 128"
@@ -210,11 +210,9 @@ interval, or the answer in its range.
 
 def main() -> None:
     """Ask, and write the table."""
-    given = parser(__doc__, "three questions").parse_args()
-    text = report([one for one in QUESTIONS if not given.quick or one.number in QUICK])
-    with folder(given) as out:
-        (out / "buyer_questions.md").write_text(text, "utf-8")
-    print(text)
+    options = parser(__doc__, "three questions").parse_args()
+    text = report([one for one in QUESTIONS if not options.quick or one.number in QUICK])
+    publish(options, "buyer_questions", text)
 
 
 if __name__ == "__main__":

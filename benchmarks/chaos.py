@@ -370,16 +370,16 @@ def main() -> int:
     command.add_argument("--trials", type=int, default=200, help="how many (200)")
     command.add_argument("--seed", type=int, default=119, help="which (119)")
     command.add_argument("--number", type=int, help="only this one")
-    given = command.parse_args()
-    trials = min(given.trials, len(TARGETS)) if given.quick else given.trials
+    options = command.parse_args()
+    trials = min(options.trials, len(TARGETS)) if options.quick else options.trials
     if ctypes.CDLL(None).prctl(36, 1):  # PR_SET_CHILD_SUBREAPER: orphans become our children
         sys.exit("the kernel keeps no orphans for us")
     found: list[dict[str, Any]] = []
     root, skipped = os.geteuid() == 0, 0
-    with folder(given) as out, tempfile.TemporaryDirectory() as temporary:
-        base = Path(temporary) if given.quick else Path("out/chaos").absolute()
-        for number in [given.number] if given.number is not None else range(trials):
-            trial = drawn(given.seed, number)
+    with folder(options) as out, tempfile.TemporaryDirectory() as temporary:
+        base = Path(temporary) if options.quick else Path("out/chaos").absolute()
+        for number in [options.number] if options.number is not None else range(trials):
+            trial = drawn(options.seed, number)
             if not root and (trial.target.startswith("lab") or trial.fault == FULL):
                 skipped += 1
                 continue
@@ -387,8 +387,8 @@ def main() -> int:
             found.append(verdict)
             words = f"{number}: {trial.target} {trial.strategy}, {trial.fault} at {trial.when:.0%}"
             print(f"{words}: {verdict['problem'] or 'ok'}", file=sys.stderr, flush=True)
-        text = report(found, skipped, given.seed)
-        if given.out or not given.quick:
+        text = report(found, skipped, options.seed)
+        if options.out or not options.quick:
             (out / "chaos.md").write_text(text, "utf-8")
     print(text)
     return int(any(one["problem"] for one in found))

@@ -17,7 +17,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from reports import folder, machine, made_by, parser, table
+from reports import machine, made_by, parser, publish, table
 
 from realrun.train import checkpoint
 from realrun.train.folder import Saved
@@ -68,11 +68,9 @@ def measured(size: str, times: int, place: Path) -> list[list[float]]:
 
 def main() -> int:
     """Measure and write."""
-    command = parser(__doc__, "the smallest model, a few times")
-    command.add_argument("--times", type=int, default=11)
-    given = command.parse_args()
+    options = parser(__doc__, "the smallest model, a few times").parse_args()
     rows = []
-    times, sizes = (2, ["tiny"]) if given.quick else (given.times, ["mini", "small", "large"])
+    times, sizes = (2, ["tiny"]) if options.quick else (11, ["mini", "small", "large"])
     for size in sizes:
         with tempfile.TemporaryDirectory() as name:
             found = measured(size, times, Path(name))
@@ -90,9 +88,7 @@ Milliseconds, medians: ours (safetensors, SHA-256, renamed), torch.save, plain s
 
 {made_by()}
 """
-    with folder(given) as out:
-        (out / "checkpoints.md").write_text(text)
-    print(text)
+    publish(options, "checkpoints", text)
     return 0
 
 

@@ -139,7 +139,7 @@ def predicted(cluster: Cluster, most: int) -> dict[str, float]:
     return times(execute(body, cluster, precision="fp32", rounds=2, fold=False), body)
 
 
-def in_lab(lab: Lab, most: int, rounds: int, *, quick: bool) -> list[Row]:
+def in_lab(lab: Lab, most: int, *, quick: bool) -> list[Row]:
     """Measure what hosts add, predict, and measure all cells, in one lab each time."""
     lab = replace(lab, dilation=for_cores(lab.world_size, cores()))
     with tempfile.TemporaryDirectory() as place:
@@ -148,7 +148,7 @@ def in_lab(lab: Lab, most: int, rounds: int, *, quick: bool) -> list[Row]:
         probe += ["--quick"] if quick else []
         as_ranks(lab, *probe)
         before = predicted(load_cluster(str(file)).value, most)
-        rank = ["--rank", str(out), "--most", str(most), "--rounds", str(rounds)]
+        rank = ["--rank", str(out), *["--quick"] * quick]
         as_ranks(lab, sys.executable, str(Path(__file__).resolve()), *rank)
         seen = json.loads(out.read_text())
     return [
@@ -206,23 +206,20 @@ at most {frame.loc[frame["bytes"] >= 2**17, "off"].max():.1%}.
 def main() -> None:
     """Measure in every lab, and keep what was seen after each."""
     command = parser(__doc__, "one lab, sizes up to 16 KiB")
-    command.add_argument("--rounds", type=int, default=ROUNDS)
-    command.add_argument("--most", type=int, default=max(SIZES["alone"]), help=argparse.SUPPRESS)
     command.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
-    given = command.parse_args()
-    if given.rank:
-        as_rank(given.rank, given.most, given.rounds)
+    options = command.parse_args()
+    usual = (LABS, max(SIZES["alone"]), ROUNDS)
+    labs, most, rounds = (LABS[:1], QUICK_MOST, 2) if options.quick else usual
+    if options.rank:
+        as_rank(options.rank, most, rounds)
         return
-    labs, most, rounds = (
-        (LABS[:1], QUICK_MOST, 2) if given.quick else (LABS, given.most, given.rounds)
-    )
     rows: list[Row] = []
-    with folder(given) as out:
+    with folder(options) as out:
         for lab in labs:
-            rows += in_lab(lab, most, rounds, quick=given.quick)
+            rows += in_lab(lab, most, quick=options.quick)
             pd.DataFrame(rows).to_csv(out / "collectives.csv", index=False)
             (out / "collectives.md").write_text(report(rows))
-    if given.quick:
+    if options.quick:
         print(report(rows))
 
 

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from reports import folder, installed, machine, made_by, parser, table
+from reports import installed, machine, made_by, parser, publish, table
 
 from co2sim import GPU, Block, Cluster, Link, Model, sweep_to
 
@@ -44,11 +44,15 @@ def main() -> None:
     """Run all three, and write the table."""
     command = parser(__doc__, "3,000 cases")
     command.add_argument("--child", nargs=3, help="one run: its folder, its sizes, its scheduler")
-    given = command.parse_args()
-    if given.child:
-        print(json.dumps(child(Path(given.child[0]), json.loads(given.child[1]), given.child[2])))
+    options = command.parse_args()
+    if options.child:
+        print(
+            json.dumps(
+                child(Path(options.child[0]), json.loads(options.child[1]), options.child[2])
+            )
+        )
         return
-    sizes = _QUICK if given.quick else _FULL
+    sizes = _QUICK if options.quick else _FULL
     with tempfile.TemporaryDirectory() as name:
         here = Path(name)
         with cluster(here) as (address, workers), ThreadPoolExecutor(1) as beside:
@@ -83,9 +87,7 @@ Time and memory are those of the process that asks; without Dask it simulates, t
 
 {made_by()}
 """
-    with folder(given) as out:
-        (out / "engines.md").write_text(text, "utf-8")
-        print(text)
+    publish(options, "engines", text)
     if sums["one"] != sums["dask"] or again["computed"]:
         sys.exit("the folders differ, or something was computed twice")
 

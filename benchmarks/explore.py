@@ -79,10 +79,10 @@ PAINT = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
 
 def main() -> None:
     """Measure, print, keep."""
-    given = parser(__doc__, "few moves").parse_args()
-    opened = 2 if given.quick else 10
-    with folder(given) as out:
-        lines = measured(opened, every=6 if given.quick else 1)
+    options = parser(__doc__, "few moves").parse_args()
+    opened = 2 if options.quick else 10
+    with folder(options) as out:
+        lines = measured(opened, every=6 if options.quick else 1)
         text = "\n\n".join([table([line.cells for line in lines]), machine(), made_by()])
         print(text)
         (out / "explore.md").write_text(text + "\n", "utf-8")

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 import psutil
-from reports import folder, machine, made_by, parser, table
+from reports import machine, made_by, parser, publish, table
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests" / name) for name in ("helpers", "realrun/launch")]
@@ -34,8 +34,8 @@ PHASES = {
 
 def main() -> None:
     """Run all, and write the table."""
-    given = parser(__doc__, "one rank is killed, once").parse_args()
-    only, times = ("kill:compute", 1) if given.quick else ("", 10)
+    options = parser(__doc__, "one rank is killed, once").parse_args()
+    only, times = ("kill:compute", 1) if options.quick else ("", 10)
     rows = []
     for fault, words in PHASES.items():
         if only not in fault:
@@ -68,9 +68,7 @@ Three ranks, a deadline of {DEADLINE:g} s. *Stopped in time*: every other rank e
 
 {made_by()}
 """
-    with folder(given) as out:
-        (out / "failures.md").write_text(text)
-    print(text)
+    publish(options, "failures", text)
 
 
 def launched_with_fault(fault: str, folder: Path) -> subprocess.CompletedProcess[str]:

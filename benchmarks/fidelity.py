@@ -193,11 +193,11 @@ def as_ranks(lab: Lab, *command: str) -> None:
     subprocess.run([sys.executable, "-m", "realrun", *inside], check=True, stdout=sys.stderr)
 
 
-def measured(job: LabJob, kernels: str, clusters: dict[str, Path], rounds: int) -> list[LabRow]:
+def measured(job: LabJob, kernels: str, clusters: dict[str, Path], *, quick: bool) -> list[LabRow]:
     """Predict from every cluster file, run, and lay side by side.
 
-    With `rounds` 0 the median strategy is measured for about eight seconds of the machine, in 3 to
-    100 rounds: one late wake-up weighs less where rounds are many.
+    The median strategy is measured for about eight seconds of the machine, in 3 to 100 rounds: a
+    late wake-up weighs less where rounds are many.
     """
     options = {"precision": "fp32"} if kernels == "flops" else {}
     sites = {
@@ -222,7 +222,7 @@ def measured(job: LabJob, kernels: str, clusters: dict[str, Path], rounds: int) 
         for source, path in clusters.items()
     }
     usual = statistics.median(found.round_time_s for found in next(iter(predictions.values())))
-    rounds = rounds or min(max(3, math.ceil(8.0 / (job.lab.dilation * usual))), 100)
+    rounds = 2 if quick else min(max(3, math.ceil(8.0 / (job.lab.dilation * usual))), 100)
     with tempfile.TemporaryDirectory() as folder:
         source, first = next(iter(clusters.items()))
         arguments = ["run", "-c", str(first), "-m", job.model, "--kernels", kernels]
@@ -344,14 +344,7 @@ def _cells(row: LabRow, sources: Sequence[str]) -> dict[str, str]:
 
 
 def in_lab(
-    lab: Lab,
-    jobs: Sequence[LabJob],
-    kernels: str,
-    rounds: int,
-    name: str,
-    *,
-    probe: bool,
-    quick: bool,
+    lab: Lab, jobs: Sequence[LabJob], kernels: str, name: str, *, probe: bool, quick: bool
 ) -> list[LabRow]:
     """Probe a lab, then predict and measure all of its jobs."""
     rows: list[LabRow] = []
@@ -371,7 +364,7 @@ def in_lab(
             as_ranks(lab, "realrun", "probe", *budget, "--out", str(probed), *virtual)
             clusters["probed"] = probed
         for job in jobs:
-            found = measured(replace(job, lab=lab), kernels, clusters, rounds)
+            found = measured(replace(job, lab=lab), kernels, clusters, quick=quick)
             rows += found
             for row in found:
                 errors = [
@@ -384,37 +377,32 @@ def in_lab(
     return rows
 
 
-def jobs(given: argparse.Namespace, models: Path) -> Iterable[LabJob]:
+def jobs(options: argparse.Namespace, models: Path) -> Iterable[LabJob]:
     """What the command line asks for."""
-    if given.quick:
+    if options.quick:
         return quick_jobs()
-    if given.kind == "invented":
-        return invented_jobs(given.seed, given.labs, models)
-    return JOBS[given.kind]()
+    if options.kind == "invented":
+        return invented_jobs(options.seed, options.labs, models)
+    return JOBS[options.kind]()
 
 
 def main() -> None:
     """Run all jobs of a kind, and keep what was seen after each lab."""
     command = parser(__doc__, "a short probe and two strategies in one lab, two rounds")
     command.add_argument("kind", choices=[*JOBS, "invented"])
-    command.add_argument("--rounds", type=int, default=0, help="measured rounds (0: by length)")
-    command.add_argument("--only", default="", help="only labs such as '4x1@3 Gbit/s'")
     command.add_argument("--seed", type=int, default=0, help="of `invented`")
     command.add_argument("--labs", type=int, default=8, help="of `invented`, two strategies each")
-    given = command.parse_args()
-    rounds = 2 if given.quick else given.rounds
-    kernels = "flops" if given.kind == "flops" else "sleep"
+    options = command.parse_args()
+    kernels = "flops" if options.kind == "flops" else "sleep"
     rows: list[LabRow] = []
-    with folder(given) as out, tempfile.TemporaryDirectory() as models:
-        for lab, group in itertools.groupby(jobs(given, Path(models)), key=lambda job: job.lab):
+    with folder(options) as out, tempfile.TemporaryDirectory() as models:
+        for lab, group in itertools.groupby(jobs(options, Path(models)), key=lambda job: job.lab):
             name = f"{lab.nodes}x{lab.gpus_per_node}@{lab.rate}" + f"+{lab.wan}" * bool(lab.wan)
-            if given.only not in name:
-                continue
-            probe = given.kind not in {"invented", "sites"}
-            rows += in_lab(lab, list(group), kernels, rounds, name, probe=probe, quick=given.quick)
-            pd.DataFrame(rows).to_csv(out / f"fidelity-{given.kind}.csv", index=False)
-            (out / f"fidelity-{given.kind}.md").write_text(report(rows, kernels))
-    if given.quick:
+            probe = options.kind not in {"invented", "sites"}
+            rows += in_lab(lab, list(group), kernels, name, probe=probe, quick=options.quick)
+            pd.DataFrame(rows).to_csv(out / f"fidelity-{options.kind}.csv", index=False)
+            (out / f"fidelity-{options.kind}.md").write_text(report(rows, kernels))
+    if options.quick:
         print(report(rows, kernels))
 
 

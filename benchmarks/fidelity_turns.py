@@ -162,7 +162,6 @@ Row: TypeAlias = dict[str, Any]
 LENGTHS = (256, 1024)  # a turn is over before the machine has changed much
 EACH: Seconds = 60.0
 """About what a configuration takes."""
-MOST: Seconds = 3600.0
 RESAMPLED = 2000
 """Draws of turns."""
 KEY = ["rate", "length", "strategy"]  # of a configuration
@@ -233,13 +232,13 @@ def row(job: Job, turn: int, seen: Sequence[tuple[Trace, tuple[Times, Times]]]) 
     }
 
 
-def in_one_lab(job: LabJob, number: int, seconds: Seconds, *, quick: bool) -> list[Row]:
+def in_one_lab(job: LabJob, number: int, *, quick: bool) -> list[Row]:
     """Probe a lab, then take turns there."""
     with tempfile.TemporaryDirectory() as place:
         probed, out = Path(place) / "probed.toml", Path(place) / "turns.json"
         budget = SHORT_PROBE if quick else ()
         as_ranks(job.lab, "realrun", "probe", *budget, "--out", str(probed))
-        chosen = ["--job", str(number), "--seconds", str(seconds), *["--quick"] * quick]
+        chosen = ["--job", str(number), *["--quick"] * quick]
         rank = [*chosen, "--rank", str(out), "--cluster", str(probed)]
         as_ranks(job.lab, sys.executable, str(Path(__file__).resolve()), *rank)
         rows: list[Row] = json.loads(out.read_text())
@@ -319,27 +318,24 @@ was longer in the turn at 90 % than in that at 10 %.
 def main() -> None:
     """Take turns in every lab, and keep what was seen after each."""
     command = parser(__doc__, "a short probe, one lab, one strategy, three turns")
-    command.add_argument(
-        "--seconds", type=float, default=EACH, help="of each at least, 0 to 3600 (60)"
-    )
     for name in ("--job", "--rank", "--cluster"):  # of a rank
         command.add_argument(name, help=argparse.SUPPRESS)
-    given = command.parse_args()
-    first = (replace(job, strategies=job.strategies[:1]) for job in quick_jobs())
-    jobs, lengths = (list(first), LENGTHS[:1]) if given.quick else (list(turns_jobs()), LENGTHS)
-    if given.rank:
-        as_rank(given.cluster, jobs[int(given.job)], lengths, given.seconds, Path(given.rank))
+    options = command.parse_args()
+    jobs, lengths, seconds = list(turns_jobs()), LENGTHS, EACH
+    if options.quick:
+        jobs = [replace(job, strategies=job.strategies[:1]) for job in quick_jobs()]
+        lengths, seconds = LENGTHS[:1], 0.0
+    if options.rank:
+        job = jobs[int(options.job)]
+        as_rank(options.cluster, job, lengths, seconds, Path(options.rank))
         return
-    if not 0 <= given.seconds <= MOST:
-        command.error(f"--seconds is {given.seconds:g}; it must be 0 to {MOST:g}")
-    seconds = 0.0 if given.quick else given.seconds
     rows: list[Row] = []
-    with folder(given) as out:
+    with folder(options) as out:
         for number, job in enumerate(jobs):
-            rows += in_one_lab(job, number, seconds, quick=given.quick)
+            rows += in_one_lab(job, number, quick=options.quick)
             pd.DataFrame(rows).to_csv(out / "fidelity-turns.csv", index=False)
             (out / "fidelity-turns.md").write_text(report(rows))
-    if given.quick:
+    if options.quick:
         print(report(rows))
 
 

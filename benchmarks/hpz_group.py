@@ -47,8 +47,8 @@ def points(clusters: tuple[str, ...]) -> Iterator[Point]:
 
 def main() -> None:
     """Simulate, and write the table and the figure."""
-    given = parser(__doc__, "one cluster").parse_args()
-    found = list(points(CLUSTERS[:1] if given.quick else CLUSTERS))
+    options = parser(__doc__, "one cluster").parse_args()
+    found = list(points(CLUSTERS[:1] if options.quick else CLUSTERS))
     rows = [
         {
             "cluster": cluster,
@@ -70,7 +70,7 @@ group; each GPU keeps a part of a whole half-precision copy there, the larger th
 
 {made_by()}
 """
-    with folder(given) as out:
+    with folder(options) as out:
         (out / "hpz_group.md").write_text(text, "utf-8")
         (out / "hpz_group.png").write_bytes(draw(found))
     print(text)

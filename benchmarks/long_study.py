@@ -12,42 +12,40 @@ Writes long_study.csv, long_study.md and long_study.png.
 
 import json
 import math
-import os
-import shutil
 import sys
-import tempfile
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import matplotlib as mpl
 import pandas as pd
 from convergence import RUNS as BASE_RUNS
-from convergence import (
-    SEEDS,
-    TUNING_SEED,
-    Ask,
-    Configuration,
-    StudyBudget,
-    complete,
-    configurations,
-    run_ranks,
-    wanted,
-)
+from convergence import configurations
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
-from reports import RESULTS, Known, folder, machine, made_by, parser, read, table
+from reports import RESULTS, legend_below, machine, made_by, needed, png, publish, table
+from studies import (
+    SEEDS,
+    TUNING_SEED,
+    Budget,
+    Rows,
+    Study,
+    Training,
+    command,
+    estimated,
+    finished,
+    trainings,
+    tuned,
+)
 
 from analysis.convergence import bound
 from analysis.convergence.bound import Bound
 from analysis.convergence.setting import Late, Setting
-from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
+from co2sim.common.plots import COLOURS
 from co2sim.strategies import parse
 from co2sim.strategies.co2 import CO2, PublishedCO2
-from realrun.launch.launcher import run_local
 from realrun.train.algorithm_registry import pairs
 from realrun.train.log import MARKERS
 
@@ -79,14 +77,14 @@ class Part:
 class LongStudy:
     """What is run, in this order. `base` is the budget of the convergence study."""
 
-    base: StudyBudget
+    base: Budget
     parts: tuple[Part, ...]
 
     @classmethod
     def usual(cls) -> "LongStudy":
         """Lengths of 768 (which the convergence study has run) to 12,288 steps."""
         return cls(
-            StudyBudget(),
+            Budget(),
             (
                 Part(768, LINES, SEEDS),
                 Part(6144, ("LocalSGD 12", LINES[-1]), (0,)),
@@ -101,127 +99,100 @@ class LongStudy:
     def small(cls) -> "LongStudy":
         """A trial of seconds, too short to mean anything."""
         lines = ("AdamW-DDP", "LocalSGD 12")
-        return cls(
-            StudyBudget.small(), (Part(24, lines, (0,)), Part(48, lines[1:], (0,), tunes=True))
-        )
+        return cls(Budget.small(), (Part(24, lines, (0,)), Part(48, lines[1:], (0,), tunes=True)))
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Steps of runs, the fewest first."""
         return tuple(sorted({part.steps for part in self.parts}))
 
-    def budget(self, steps: int) -> StudyBudget:
+    def budget(self, steps: int) -> Budget:
         """The same model, batch and warm-up in a run of these steps."""
         if steps == self.base.steps:
             return self.base
         return replace(self.base, steps=steps, eval_every=steps // _VALIDATIONS)
 
-    def asks(self, known: Known) -> Iterator[Ask]:
+    def wanted(self, rows: Rows) -> Iterator[Training]:
         """All runs, as far as the finished ones tell; those of the base have to be there."""
         for part in self.parts:
             for name in part.lines:
-                yield from self._of_line(part, self._best(name, known), known)
+                yield from self._of_line(part, self._best(name, rows), rows)
 
-    def counted(self, steps: int, name: str, known: Known) -> list[Ask]:
+    def counted(self, steps: int, name: str, rows: Rows) -> list[Training]:
         """The finished runs of a line of one length that count: at the rate that came last."""
-        found = {
-            ask.key: ask
-            for ask in self.asks(known)
-            if (ask.budget.steps, ask.configuration.name) == (steps, name)
-            and ask.seed != TUNING_SEED
-            and ask.key in known
+        runs = {
+            run.key: run
+            for run in self.wanted(rows)
+            if (run.steps, run.configuration.name) == (steps, name)
+            and run.seed != TUNING_SEED
+            and run.loss(rows) < math.inf
         }
-        last = [ask.lr for ask in found.values()][-1:]
-        return [ask for ask in found.values() if [ask.lr] == last]
+        last = [run.lr for run in runs.values()][-1:]
+        return [run for run in runs.values() if [run.lr] == last]
 
-    def _best(self, name: str, known: Known) -> Ask:
+    def _best(self, name: str, rows: Rows) -> Training:
         """The best of the convergence study."""
-        configuration = next(c for c in _all_lines() if c.name == name)
+        configuration = next(line for line in configurations() if line.name == name)
         if self.base.quick:
-            return Ask(self.base, configuration, configuration.choices[0], RATES[0], SEEDS[0])
-        return list(wanted(configuration, self.base, known))[-1]
+            return Training(self.base, configuration, configuration.choices[0], RATES[0], SEEDS[0])
+        return list(tuned(configuration, self.base, rows))[-1]
 
-    def _of_line(self, part: Part, best: Ask, known: Known) -> Iterator[Ask]:
-        ask = replace(best, budget=self.budget(part.steps), lr=min(RATES))
+    def _of_line(self, part: Part, best: Training, rows: Rows) -> Iterator[Training]:
+        run = replace(best, budget=self.budget(part.steps), lr=min(RATES))
         if part.steps == self.base.steps:
-            ask = replace(ask, lr=best.lr)
+            run = replace(run, lr=best.lr)
         elif part.tunes:
-            trials = [replace(ask, lr=rate, seed=TUNING_SEED) for rate in RATES]
+            trials = [replace(run, lr=rate, seed=TUNING_SEED) for rate in RATES]
             yield from trials
-            unknown = {"validation_loss": "inf"}
-            ask = min(trials, key=lambda one: float(known.get(one.key, unknown)["validation_loss"]))
+            run = min(trials, key=lambda trial: trial.loss(rows))
         for seed in part.seeds:
-            yield replace(ask, seed=seed)
-
-
-def _all_lines() -> list[Configuration]:
-    return configurations(StudyBudget())
+            yield replace(run, seed=seed)
 
 
 DDP, LOCAL = COMPARED[:2]
 
 
-def write(study: LongStudy, known: Known, constants: Mapping[str, Any], out: Path) -> None:
-    """Write long_study.csv, .md and .png of what is there."""
-    frame = summary(study, known, constants)
-    if frame.empty:
-        return
-    frame.to_csv(out / "long_study.csv", index=False)
-    text = report(frame, study, constants)
-    (out / "long_study.md").write_text(text)
-    (out / "long_study.png").write_bytes(draw(frame))
-    print(text)
-
-
-def summary(study: LongStudy, known: Known, constants: Mapping[str, Any]) -> pd.DataFrame:
+def summary(study: LongStudy, rows: Rows, constants: Mapping[str, Any]) -> pd.DataFrame:
     """A line for each length and method of which there are runs.
 
     `above_ddp` is the mean over the seeds that both have, as are its ends; so is `above_local`.
     """
     lines: list[dict[str, Any]] = []
     for steps in study.lengths:
-        asks = {name: study.counted(steps, name, known) for name in LINES}
-        found = {name: _losses(line, known) for name, line in asks.items()}
-        for name, losses in found.items():
-            if not losses:
-                continue
-            ask = asks[name][-1]
-            gaps = _gaps(losses, found[DDP])
+        runs = {name: study.counted(steps, name, rows) for name in LINES}
+        losses = {name: {run.seed: run.loss(rows) for run in runs[name]} for name in LINES}
+        for name in filter(losses.get, LINES):
+            run, gaps = runs[name][-1], _gaps(losses[name], losses[DDP])
             lines.append(
                 {
                     "steps": steps,
                     "configuration": name,
-                    "loss": mean(losses.values()),
-                    "seeds": len(losses),
-                    "lr": ask.lr,
-                    "kept": ask.choice,
+                    "loss": mean(losses[name].values()),
+                    "seeds": len(losses[name]),
+                    "lr": run.lr,
+                    "kept": run.choice,
                     "above_ddp": mean(gaps) if gaps else math.nan,
                     "least": min(gaps, default=math.nan),
                     "most": max(gaps, default=math.nan),
-                    "above_local": mean(_gaps(losses, found[LOCAL]) or [math.nan]),
-                    "bound": bounded(ask, constants),
+                    "above_local": mean(_gaps(losses[name], losses[LOCAL]) or [math.nan]),
+                    "bound": bounded(run, constants),
                 }
             )
     return pd.DataFrame(lines)
-
-
-def _losses(asks: list[Ask], known: Known) -> dict[int, float]:
-    """Last validation losses by seed."""
-    return {ask.seed: float(known[ask.key]["validation_loss"]) for ask in asks}
 
 
 def _gaps(losses: Mapping[int, float], base: Mapping[int, float]) -> list[float]:
     return [loss - base[seed] for seed, loss in losses.items() if seed in base]
 
 
-def bounded(ask: Ask, constants: Mapping[str, Any]) -> float:
+def bounded(run: Training, constants: Mapping[str, Any]) -> float:
     """The bound of the mean of E|grad f|^2 for a method, at the step that is best for it.
 
     Fragments and the gap penalty are left out, since the bound knows neither of them: all of the
     model is late, and the penalty is 1. NaN where nothing is proven: for predict = 1.
     """
-    strategy, tau = parse(ask.configuration.strategy), ask.configuration.tau
-    options = {name: float(value) for name, value in pairs(ask.choice).items()}
+    strategy, tau = parse(run.configuration.strategy), run.configuration.tau
+    options = {name: float(value) for name, value in pairs(run.choice).items()}
     late = None
     if isinstance(strategy, CO2) and isinstance(strategy.delay, int):
         kept = {name: options.pop(name) for name in ("keep", "predict") if name in options}
@@ -233,7 +204,7 @@ def bounded(ask: Ask, constants: Mapping[str, Any]) -> float:
         noise=constants["noise"]["value"],
         gap=constants["gap"]["value"],
         workers=constants["workers"],
-        rounds=ask.budget.steps // tau,
+        rounds=run.steps // tau,
         local_steps=tau,
         inner_step=1.0,
         outer_step=options.get("lr", 1.0),
@@ -241,9 +212,9 @@ def bounded(ask: Ask, constants: Mapping[str, Any]) -> float:
         delay=int(isinstance(strategy, PublishedCO2)),
         late=late,
     )
-    found = bound.evaluate(bound.tuned(setting))
-    assert isinstance(found, Bound)
-    return found.total
+    best = bound.evaluate(bound.tuned(setting))
+    assert isinstance(best, Bound)
+    return best.total
 
 
 def report(frame: pd.DataFrame, study: LongStudy, constants: Mapping[str, Any]) -> str:
@@ -297,9 +268,8 @@ def _signed(value: float) -> str:
 def excess(frame: pd.DataFrame) -> pd.DataFrame:
     """The lines that have a gap to DDP, with that of the bound as `bound_above_ddp`."""
     base = frame[frame["configuration"] == DDP].set_index("steps")["bound"]
-    found = frame[(frame["configuration"] != DDP) & frame["above_ddp"].notna()].copy()
-    found["bound_above_ddp"] = found["bound"] - found["steps"].map(base)
-    return found
+    others = frame[(frame["configuration"] != DDP) & frame["above_ddp"].notna()]
+    return others.assign(bound_above_ddp=others["bound"] - others["steps"].map(base))
 
 
 def _slopes(frame: pd.DataFrame) -> list[dict[str, str]]:
@@ -317,32 +287,28 @@ def _slopes(frame: pd.DataFrame) -> list[dict[str, str]]:
     return rows
 
 
-def draw(frame: pd.DataFrame) -> bytes:
+def draw(figure: Figure, frame: pd.DataFrame) -> None:
     """What was measured beside the bound, both above DDP's."""
-    with mpl.rc_context(STYLE | GRID | PLAIN_TEXT):
-        figure = Figure(figsize=(10.0, 4.2), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        lines = excess(frame)
-        _lines(left, lines, "above_ddp")
-        left.set_title("measured: validation loss above DDP's, nats per character", fontsize=9)
-        _lines(right, lines, "bound_above_ddp")
-        right.set_title("bound of the mean of E|∇f|² with plain SGD, above DDP's", fontsize=9)
-        handles, labels = left.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-        return render(figure, "png")
+    left, right = figure.subplots(1, 2)
+    lines = excess(frame)
+    _lines(left, lines, "above_ddp")
+    left.set_title("measured: validation loss above DDP's, nats per character", fontsize=9)
+    _lines(right, lines, "bound_above_ddp")
+    right.set_title("bound of the mean of E|∇f|² with plain SGD, above DDP's", fontsize=9)
+    legend_below(figure, left, 3)
 
 
 def _lines(axis: Axes, lines: pd.DataFrame, column: str) -> None:
-    for place, (name, line) in enumerate(lines.groupby("configuration", sort=False)):
-        colour = COLOURS[place]
-        axis.plot(line["steps"], line[column], color=colour, marker=MARKERS[place], label=str(name))
+    for index, (name, line) in enumerate(lines.groupby("configuration", sort=False)):
+        colour = COLOURS[index]
+        axis.plot(line["steps"], line[column], color=colour, marker=MARKERS[index], label=str(name))
         if column == "above_ddp":
             axis.vlines(line["steps"], line["least"], line["most"], color=colour, linewidth=3)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlabel("steps of the training")
     steps = sorted(set(lines["steps"]))
-    axis.set_xticks(steps, [f"{one:,}" for one in steps])
+    axis.set_xticks(steps, [f"{count:,}" for count in steps])
     axis.xaxis.set_minor_locator(NullLocator())
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.yaxis.set_minor_locator(NullLocator())
@@ -352,47 +318,51 @@ def _lines(axis: Axes, lines: pd.DataFrame, column: str) -> None:
 ESTIMATE = "long_study-estimate.json"
 
 
-def main() -> None:
-    """Start the ranks, or be one of them; then write what is complete."""
-    command = parser(__doc__, "two lines of a tiny model, in seconds")
-    command.add_argument("--report", action="store_true", help="run nothing, only write the table")
-    given = command.parse_args()
-    study = LongStudy.small() if given.quick else LongStudy.usual()
-    base = {} if given.quick else read(RESULTS / BASE_RUNS)
-
-    def plan(known: Known) -> list[Ask]:
-        return [ask for ask in study.asks({**base, **known}) if ask.key not in base]
-
-    with folder(given) as out:
-        path = out / RUNS
-        if "RANK" in os.environ:
-            run_ranks(plan, path)
-            return
-        code = 0 if given.report else complete(plan, path, study.base.workers)
-        if not (out / ESTIMATE).exists():
-            if given.report:
-                command.error(f"--report: {out} has no {ESTIMATE}; run it without --report")
-            estimate(study, out / ESTIMATE)
-
-        constants: dict[str, Any] = json.loads((out / ESTIMATE).read_text())
-        write(study, {**base, **read(path)}, constants, out)
-    sys.exit(code)
+def estimate(options: Namespace) -> None:
+    """Measure the constants of the bound in a run of local SGD of the base's length, once."""
+    base, path = study_of(options).base, options.out / ESTIMATE
+    if not path.exists():
+        words = ("--strategy", "local_sgd:tau=12", "--lr", "0.01", "--size", base.size)
+        words += ("--steps", str(base.steps), "--batch", str(base.batch))
+        constants = estimated((*words, "--warmup", str(base.warmup)), base.workers)
+        path.write_text(json.dumps(constants, indent=2) + "\n")
 
 
-def estimate(study: LongStudy, path: Path) -> None:
-    """Measure the constants of the bound in a run of local SGD of the base's length."""
-    base = study.base
-    with tempfile.TemporaryDirectory() as name:
-        command = (
-            *("realrun", "train", "--strategy", "local_sgd:tau=12", "--lr", "0.01"),
-            *("--size", base.size, "--steps", str(base.steps), "--batch", str(base.batch)),
-            *("--warmup", str(base.warmup), "--estimate", "--out", name),
-        )
-        code = run_local(command, base.workers)
-        if code:
-            sys.exit(code)
-        shutil.copy(Path(name) / "estimate.json", path)
+def study_of(options: Namespace) -> LongStudy:
+    """What is run."""
+    return LongStudy.small() if options.quick else LongStudy.usual()
+
+
+def base_rows(options: Namespace) -> Rows:
+    """The finished runs of the convergence study."""
+    return {} if options.quick else finished(RESULTS / BASE_RUNS)
+
+
+def studies(options: Namespace) -> list[Study]:
+    """The study."""
+    study, base = study_of(options), base_rows(options)
+
+    def wanted(rows: Rows) -> list[Training]:
+        return [run for run in study.wanted(base | rows) if run.key not in base]
+
+    return [trainings(options.out / RUNS, wanted, study.base.workers)]
+
+
+def write(options: Namespace) -> None:
+    """Write long_study.csv, .md and .png of what is there."""
+    study, rows = study_of(options), base_rows(options) | finished(options.out / RUNS)
+    constants = json.loads(needed(options.out / ESTIMATE))
+    frame = summary(study, rows, constants)
+    if not frame.empty:
+        frame.to_csv(options.out / "long_study.csv", index=False)
+        picture = png((10.0, 4.2), lambda figure: draw(figure, frame))
+        publish(options, "long_study", report(frame, study, constants), picture)
+
+
+def main() -> int:
+    """Run, and write what is complete."""
+    return command(__doc__, "two lines of a tiny model, in seconds", studies, write, estimate)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,7 +14,7 @@ import time
 from statistics import median
 
 import torch
-from reports import folder, machine, made_by, parser, table
+from reports import machine, made_by, parser, publish, table
 from torch.nn import functional
 
 from realrun.algorithms import CO2
@@ -98,18 +98,16 @@ def measure(
 
 def main() -> int:
     """Measure and write; exit code 1 if a limit is passed, but for --quick."""
-    command = parser(__doc__, "the smallest model, three rounds")
-    command.add_argument("--sizes", default="mini,small")
-    given = command.parse_args()
+    options = parser(__doc__, "the smallest model, three rounds").parse_args()
     torch.set_num_threads(1)
-    sizes, rounds = ("tiny", 3) if given.quick else (given.sizes, 20)
+    sizes, rounds = (("tiny",), 3) if options.quick else (("mini", "small"), 20)
     rows, bad = [], 0
-    for size in sizes.split(","):
-        for name, options in (
+    for size in sizes:
+        for name, extra in (
             ("defaults", {}),
             ("clip, staleness 2", {"clip": 0.01, "staleness": 2}),
         ):
-            found = measure(size, BATCH, TAU, rounds, **options)
+            found = measure(size, BATCH, TAU, rounds, **extra)
             hook, outer = found["hook"] / found["step"], found["outer"] / (TAU * found["step"])
             bad += hook >= STEP_LIMIT or outer >= ROUND_LIMIT
             rows.append(
@@ -137,10 +135,8 @@ One process, one thread, batches of {BATCH}, tau {TAU}, {rounds} rounds, medians
 
 {made_by()}
 """
-    with folder(given) as out:
-        (out / "overhead.md").write_text(text)
-    print(text)
-    return 1 if bad and not given.quick else 0
+    publish(options, "overhead", text)
+    return 1 if bad and not options.quick else 0
 
 
 if __name__ == "__main__":

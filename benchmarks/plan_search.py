@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from itertools import islice
 
-from reports import folder, machine, made_by, parser, table
+from reports import machine, made_by, parser, publish, table
 
 from co2sim import Case
 from co2sim.prediction import driver
@@ -105,8 +105,8 @@ def against_all(count: int) -> str:
 
 def main() -> None:
     """Plan, and write the table."""
-    given = parser(__doc__, "one plan").parse_args()
-    rows = [row(one) for one in QUESTIONS[3 if given.quick else 0 :]]
+    options = parser(__doc__, "one plan").parse_args()
+    rows = [row(one) for one in QUESTIONS[3 if options.quick else 0 :]]
     text = f"""\
 # The search of `co2sim plan`
 
@@ -116,15 +116,13 @@ those of one core. Candidates that are neither without room nor simulated are sl
 
 {table(rows)}
 
-{against_all(2 if given.quick else 40)}
+{against_all(2 if options.quick else 40)}
 
 {machine()}
 
 {made_by()}
 """
-    with folder(given) as out:
-        (out / "plan_search.md").write_text(text, "utf-8")
-    print(text)
+    publish(options, "plan_search", text)
 
 
 if __name__ == "__main__":

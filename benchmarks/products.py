@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from reports import folder, made_by, parser, table
+from reports import made_by, parser, publish, table
 from scipy.optimize import least_squares
 
 BANDWIDTH = {
@@ -96,16 +96,18 @@ def made_up() -> dict[str, NDArray[np.float64]]:
 
 def main() -> None:
     """Fit, and write the table."""
-    options = parser(__doc__, "a made-up table")
-    options.add_argument("--table", type=Path, help="measurements, as CSV")
-    options.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="of operands")
-    given = options.parse_args()
-    if not given.quick and given.table is None:
-        options.error("give --table, or --quick")
-    measured = made_up() if given.quick else read(given.table, given.dtype)
+    command = parser(__doc__, "a made-up table")
+    command.add_argument("--table", type=Path, help="measurements, as CSV")
+    command.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="of operands")
+    options = command.parse_args()
+    if not options.quick and options.table is None:
+        command.error("give --table, or --quick")
+    measured = made_up() if options.quick else read(options.table, options.dtype)
     rows = []
     for gpu, products in sorted(measured.items()):
-        (efficiency, operands, start), error = fit(gpu, products, 2 if given.dtype == "bf16" else 1)
+        (efficiency, operands, start), error = fit(
+            gpu, products, 2 if options.dtype == "bf16" else 1
+        )
         rows.append(
             {
                 "GPU": gpu,
@@ -120,15 +122,13 @@ def main() -> None:
     text = f"""\
 # Speed of matrix products
 
-In {given.dtype}, of 1,024 rows and more, alone on a GPU.
+In {options.dtype}, of 1,024 rows and more, alone on a GPU.
 
 {table(rows)}
 
 {made_by()}
 """
-    with folder(given) as out:
-        (out / "products.md").write_text(text, "utf-8")
-    print(text)
+    publish(options, "products", text)
 
 
 if __name__ == "__main__":

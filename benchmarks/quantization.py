@@ -13,16 +13,15 @@ Finished trainings are rows of quantization-runs.csv, and not done again. Writes
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from pathlib import Path
+from argparse import Namespace
+from collections.abc import Callable
+from itertools import product
 from statistics import mean, stdev
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-import pandas as pd
 import torch
-from reports import folder, machine, made_by, parser, table
+from reports import machine, made_by, publish, table
+from studies import Study, command
 from torch import Generator, Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -226,7 +225,7 @@ SIZE, STEPS, RATE = "mini", 256, 1e-2
 """The rate is the best of data-parallel training and of LocalSGD in convergence.md."""
 
 
-class Ask(NamedTuple):
+class Run(NamedTuple):
     """A training. Without a code nothing is quantized, and `block` is 0."""
 
     size: str
@@ -236,45 +235,42 @@ class Ask(NamedTuple):
     block: int
     seed: int
 
+    @property
+    def key(self) -> tuple[str, ...]:
+        """In the table of runs."""
+        return tuple(map(str, self))
 
-def asked(size: str, steps: int, blocks: tuple[int, ...], seeds: tuple[int, ...]) -> Iterator[Ask]:
+    @property
+    def lab(self) -> None:
+        """Not in one."""
+
+
+def grid(options: Namespace) -> list[Run]:
     """All trainings; data-parallel ones without a code serve weights and gradients."""
-    for seed in seeds:
-        for place in PLACES[1:]:
-            yield Ask(size, steps, place, "", 0, seed)
-        for place in PLACES:
-            for code in CODES:
-                yield from (Ask(size, steps, place, code, block, seed) for block in blocks)
+    size, steps = ("tiny", 4) if options.quick else (SIZE, STEPS)
+    blocks, seeds = (TRAINED[1:2], SEEDS[:1]) if options.quick else (TRAINED, SEEDS)
+    plain = [(place, "", 0) for place in PLACES[1:]]
+    coded = list(product(PLACES, CODES, blocks))
+    return [Run(size, steps, *how, seed) for seed in seeds for how in (*plain, *coded)]
 
 
-def trained(ask: Ask) -> tuple[float, Sent]:
+def trained(run: Run) -> tuple[float, Sent]:
     """Train once, on one core; a quick run on digits, which take no time."""
     torch.set_num_threads(1)
-    kind: dict[str, Any] = {"task": "text" if ask.size == SIZE else "digits", "size": ask.size}
-    of = TrainSettings(**kind, steps=ask.steps, warmup=ask.steps // 16, lr=RATE, seed=ask.seed)
+    kind: dict[str, Any] = {"task": "text" if run.size == SIZE else "digits", "size": run.size}
+    of = TrainSettings(**kind, steps=run.steps, warmup=run.steps // 16, lr=RATE, seed=run.seed)
     task = make_task(of.task, of.size, of.shape, torch.device("cpu"))
-    return train(task, of, ask.place, CODES.get(ask.code), ask.block)
+    return train(task, of, run.place, CODES.get(run.code), run.block)
 
 
-def loss(ask: Ask) -> float:
-    """The last loss of a training."""
-    return trained(ask)[0]
+def studies(options: Namespace) -> list[Study]:
+    """The study: two ranks train a run each."""
 
+    def loss(run: Run, *_: object) -> dict[str, float]:
+        return {"loss": trained(run)[0]}
 
-def complete(asks: list[Ask], path: Path) -> dict[Ask, float]:
-    """Train what is missing in the file, two at a time; all losses."""
-    known: dict[Ask, float] = {}
-    if path.exists():
-        frame = pd.read_csv(path, keep_default_na=False)
-        known = {Ask(*row[:-1]): row[-1] for row in frame.itertuples(index=False, name=None)}
-    missing = [ask for ask in asks if ask not in known]
-    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        for ask, found in zip(missing, pool.map(loss, missing), strict=True):
-            known[ask] = found
-            row = pd.DataFrame([(*ask, found)], columns=[*Ask._fields, "loss"])
-            row.to_csv(path, mode="a", header=not path.exists(), index=False)
-            print(*ask, found, file=sys.stderr)
-    return known
+    runs = grid(options)
+    return [Study(options.out / RUNS, Run._fields, ("loss",), lambda _: runs, loss, 2, apart=True)]
 
 
 def of_errors(sent: Sent) -> str:
@@ -292,25 +288,25 @@ def of_errors(sent: Sent) -> str:
     return "\n".join(parts)
 
 
-def costs(found: dict[Ask, float], ask: Ask) -> float:
+def costs(losses: dict[Run, float], run: Run) -> float:
     """Loss of a training above that of the same seed without a code."""
-    return found[ask] - found[ask._replace(place=BASE[ask.place], code="", block=0)]
+    return losses[run] - losses[run._replace(place=BASE[run.place], code="", block=0)]
 
 
-def of_losses(found: dict[Ask, float], asks: list[Ask]) -> str:
+def of_losses(losses: dict[Run, float], runs: list[Run]) -> str:
     """Tables of losses, a place each; mean and standard deviation over seeds."""
     parts = []
-    blocks = sorted({ask.block for ask in asks if ask.code})
+    blocks = sorted({run.block for run in runs if run.code})
     for place in PLACES:
         rows = []
         for name, code in CODES.items():
             row = {"code": name}
             for block in blocks:
-                of = [a for a in asks if (a.place, a.code, a.block) == (place, name, block)]
+                of = [r for r in runs if (r.place, r.code, r.block) == (place, name, block)]
                 bits = f" ({code.bits_per_element(block):.3g} bits)"
-                row[f"{block:,}"] = cell([costs(found, ask) for ask in of]) + bits
+                row[f"{block:,}"] = cell([costs(losses, run) for run in of]) + bits
             rows.append(row)
-        plain = [found[a] for a in asks if (a.place, a.code) == (BASE[place], "")]
+        plain = [losses[r] for r in runs if (r.place, r.code) == (BASE[place], "")]
         words = f"Without a code: {cell(plain, '.3f')} nats."
         parts.append(f"### {place[0].upper()}{place[1:]}\n\n{words}\n\n{table(rows)}\n")
     return "\n".join(parts)
@@ -321,11 +317,11 @@ def cell(values: list[float], form: str = "+.3f") -> str:
     return f"{mean(values):{form}}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
-def report(found: dict[Ask, float], asks: list[Ask], sent: Sent) -> str:
+def report(losses: dict[Run, float], runs: list[Run], sent: Sent) -> str:
     """The page of results."""
-    one = asks[0]
-    task = "text" if one.size == SIZE else "digits"
-    seeds = len({ask.seed for ask in asks})
+    first = runs[0]
+    task = "text" if first.size == SIZE else "digits"
+    seeds = len({run.seed for run in runs})
     count = f"{len(next(iter(sent.values()))):,}"
     return f"""\
 # Block sizes of quantization
@@ -333,40 +329,39 @@ def report(found: dict[Ask, float], asks: list[Ask], sent: Sent) -> str:
 ## Error
 
 Of the whole tensor: the norm of what is wrong, as a share of its norm. The tensors are those of a
-model of {count} parameters (size {one.size}) in its last step: its weights, the gradient of one of
-{WORKERS} workers, and what a worker has changed in {TAU} steps.
+model of {count} parameters (size {first.size}) in its last step: its weights, the gradient of one
+of {WORKERS} workers, and what a worker has changed in {TAU} steps.
 
 {of_errors(sent)}
 ## Loss
 
-Task {task}, {one.steps} steps of 32 samples, learning rate {RATE:g}, {seeds} seeds.
+Task {task}, {first.steps} steps of 32 samples, learning rate {RATE:g}, {seeds} seeds.
 Loss at the end above that of the same seed without a code, and the bits that an element takes on
 the wire, scales included. Weights and gradients: data-parallel, the gradients of {WORKERS} ranks in
 two nodes, coded in the node and between nodes. Outer gradients: {WORKERS} workers, an average after
 {TAU} steps, coded on both ways.
 
-{of_losses(found, asks)}
+{of_losses(losses, runs)}
 {machine()}
 
 {made_by()}
 """
 
 
-def main() -> None:
-    """Train what is missing; write the tables and the figure."""
-    given = parser(__doc__, "a tiny model").parse_args()
-    size, steps = ("tiny", 4) if given.quick else (SIZE, STEPS)
-    blocks, seeds = (TRAINED[1:2], SEEDS[:1]) if given.quick else (TRAINED, SEEDS)
-    asks = list(asked(size, steps, blocks, seeds))
-    with folder(given) as out:
-        found = complete(asks, out / RUNS)
-        sent: Sent = {}
-        for place in PLACES[1:]:  # what is sent in the last step without a code
-            sent |= trained(Ask(size, steps, place, "", 0, 0))[1]
-        text = report(found, asks, sent)
-        (out / "quantization.md").write_text(text, "utf-8")
-    print(text)
+def write(options: Namespace) -> None:
+    """Write quantization.md."""
+    runs, rows = grid(options), studies(options)[0].rows()
+    losses = {run: rows[run.key]["loss"] for run in runs}
+    sent: Sent = {}
+    for run in runs[:2]:  # what is sent in the last step without a code
+        sent |= trained(run)[1]
+    publish(options, "quantization", report(losses, runs, sent))
+
+
+def main() -> int:
+    """Train what is missing; write the tables."""
+    return command(__doc__, "a tiny model", studies, write)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""What the benchmarks share: folders, tables in Markdown, what made them, and finished runs."""
+"""What the benchmarks share: folders, tables in Markdown, what made them, and figures."""
 
 import argparse
 import os
@@ -8,13 +8,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from co2sim.common.plots import GRID, PLAIN_TEXT, STYLE, render
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
@@ -29,13 +34,13 @@ def parser(doc: str | None, quick: str) -> argparse.ArgumentParser:
 
 
 @contextmanager
-def folder(given: argparse.Namespace) -> Iterator[Path]:
+def folder(options: argparse.Namespace) -> Iterator[Path]:
     """Where this run writes: --out, else the results, else for --quick what is gone afterwards."""
-    if given.quick and given.out is None:
+    if options.quick and options.out is None:
         with tempfile.TemporaryDirectory() as name:
             yield Path(name)
         return
-    out: Path = given.out or RESULTS
+    out: Path = options.out or RESULTS
     out.mkdir(parents=True, exist_ok=True)
     yield out
 
@@ -91,25 +96,37 @@ def installed(package: str) -> str:
         return "not installed"
 
 
-Known = dict[tuple[str, ...], dict[str, Any]]
-"""Rows of finished runs by their key."""
-
-_KEYS = ("budget", "configuration", "choice", "lr", "seed")
-_NUMBERS = ("validation_loss", "accuracy", "penalty", "clipped", "bytes_sent", "wall")
-_COLUMNS = (*_KEYS, "strategy", "outer", *_NUMBERS, "curve", "facts", "error")
-
-
-def read(path: Path, keys: Sequence[str] = _KEYS, numbers: Sequence[str] = _NUMBERS) -> Known:
-    """Finished runs; none where there is no file."""
+def needed(path: Path) -> str:
+    """The text of a file that results are made from; ends the command where there is none."""
     if not path.exists():
-        return {}
-    frame = pd.read_csv(path, dtype=dict.fromkeys(keys, str), keep_default_na=False)
-    for name in numbers:
-        frame[name] = pd.to_numeric(frame[name], errors="coerce")
-    return {tuple(row[name] for name in keys): dict(row) for row in frame.to_dict("records")}
+        sys.exit(f"{path} is not there: run this without --report")
+    return path.read_text("utf-8")
 
 
-def append(path: Path, row: Mapping[str, Any], columns: Sequence[str] = _COLUMNS) -> None:
-    """Add a finished run."""
-    frame = pd.DataFrame([[row.get(name, "") for name in columns]], columns=list(columns))
-    frame.to_csv(path, mode="a", header=not path.exists(), index=False)
+def publish(
+    options: argparse.Namespace, name: str, text: str, picture: bytes | None = None
+) -> None:
+    """Write a page as NAME.md, its figure as NAME.png, and print the page."""
+    with folder(options) as out:
+        (out / f"{name}.md").write_text(text, "utf-8")
+        if picture:
+            (out / f"{name}.png").write_bytes(picture)
+    print(text)
+
+
+def png(
+    size: tuple[float, float],
+    draw: Callable[[Figure], None],
+    style: Mapping[str, Any] = STYLE | GRID | PLAIN_TEXT,
+) -> bytes:
+    """A figure of a width and a height in inches."""
+    with mpl.rc_context(dict(style)):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure)
+        return render(figure, "png")
+
+
+def legend_below(figure: Figure, axes: Axes, columns: int) -> None:
+    """The legend of some axes, below all of them."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)

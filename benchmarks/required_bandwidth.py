@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reports import folder, made_by, parser, table
+from reports import made_by, parser, publish, table
 
 from co2sim import GPU, Block, Case, Cluster, Link, Model
 from co2sim.studies.solve import solve
@@ -38,12 +38,12 @@ _TOKENS = 2**20
 
 def main() -> None:
     """Solve for all, and write the table."""
-    given = parser(__doc__, "one model").parse_args()
+    options = parser(__doc__, "one model").parse_args()
     published = tomllib.loads(PUBLISHED.read_text("utf-8"))
     rows = [
         row
-        for source in published["source"][: 1 if given.quick else None]
-        for each in source["row"][: 2 if given.quick else None]
+        for source in published["source"][: 1 if options.quick else None]
+        for each in source["row"][: 2 if options.quick else None]
         for row in compared(source, each, published["conditions"])
     ]
     near = "; ".join(
@@ -65,9 +65,7 @@ One step of the published grid is a factor of {GRID:.3f}. Within one: {near}.
 
 {made_by()}
 """
-    with folder(given) as out:
-        (out / "required_bandwidth.md").write_text(text, "utf-8")
-        print(text)
+    publish(options, "required_bandwidth", text)
 
 
 def compared(

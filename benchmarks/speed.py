@@ -8,26 +8,15 @@ thread. In-process figures come from one warm process; commands and steps with j
 processes of their own. Every run has another bandwidth, as in a sweep. Every figure is the median
 of several runs, with the fastest and the slowest. The last column says whether the targets are met;
 it decides nothing: a machine may be slow.
-
-Other simulators run in turn with us where they are, an example of their own each: `CALCULON` and
-`SIMUMAX` name checkouts (or SimuMax is installed), `ASTRA_SIM` is a whole command. A call computes
-one training step; loading files does not count. Sources: README.md and calculon/llm/runner.py of
-calculon-ai/calculon, examples/perf_llama3_8b_tp2.py of MooreThreads/SimuMax (1.2).
 """
 
-import importlib.util
 import json
-import logging
-import os
 import resource
-import shlex
-import shutil
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import import_module
 from itertools import count, cycle
 from pathlib import Path
 from typing import TypeVar
@@ -236,120 +225,19 @@ def commands(repeats: int) -> list[SpeedLine]:
     return found
 
 
-# --- peers --------------------------------------------------------------------------------------
-
-Call = Callable[[], object]
-
-ABSENT = "not installed"
-CALCULON_FILES = (
-    ("models/llama2-7b.json", "examples/3072_t1_p1_d1_mbs1_full.json", "systems/a100_80e.json"),
-    ("models/megatron-1T.json", "examples/3072_t4_p64_d12_mbs4_full.json", "systems/a100_80g.json"),
-)
-"""A model, an execution and a system; the last are the example of Calculon's README."""
-SIMUMAX_FILES = {"models": "llama3-8b", "strategy": "tp2_pp1_dp4_mbs1", "system": "a100_pcie"}
-"""Of examples/perf_llama3_8b_tp2.py; below `configs/` of a checkout."""
-
-
-def found() -> dict[str, Call | str]:
-    """By name: what runs a peer once, or why it is not here."""
-    makers = {"Calculon": _calculon, "SimuMax": _simumax, "ASTRA-sim": _astra_sim}
-    peers: dict[str, Call | str] = {}
-    for name, make in makers.items():
-        try:
-            peers[name] = make() or ABSENT
-        except Exception as error:  # noqa: BLE001 - another version of a peer: ours goes on
-            peers[name] = f"cannot be run: {type(error).__name__}: {error}"
-    return peers
-
-
-def _checkout(name: str) -> Path | None:
-    """The checkout that the environment variable names, or that an installed package lies in."""
-    if checkout := os.environ.get(name):
-        if checkout not in sys.path:
-            sys.path.append(checkout)
-        return Path(checkout)
-    spec = importlib.util.find_spec(name.lower())
-    return Path(next(iter(spec.submodule_search_locations or ()))).parent if spec else None
-
-
-def _calculon() -> Call | None:
-    if "CALCULON" not in os.environ or (folder := _checkout("CALCULON")) is None:
-        return None  # the package of this name on the package index is another project's
-    llm, system = import_module("calculon.llm").Llm, import_module("calculon.system").System
-    whole = [all((folder / path).exists() for path in files) for files in CALCULON_FILES]
-    files = CALCULON_FILES[whole.index(True) if any(whole) else -1]
-    application, execution, machine = (json.loads((folder / path).read_text()) for path in files)
-    model = llm.Application(application)
-
-    def call() -> None:
-        one, hardware = llm(model, logging.getLogger("calculon")), system(machine)
-        one.compile(hardware, llm.Execution.from_json(execution))
-        one.run(hardware)
-
-    return call
-
-
-def _simumax() -> Call | None:
-    folder = _checkout("SIMUMAX")
-    if folder is None:
-        return None
-    config, perf = import_module("simumax.core.config"), import_module("simumax.core.perf_llm")
-    kinds = {"models": "ModelConfig", "strategy": "StrategyConfig", "system": "SystemConfig"}
-    model, strategy, system = (
-        getattr(config, kind).init_from_config_file(
-            str(folder / "configs" / place / f"{SIMUMAX_FILES[place]}.json")
-        )
-        for place, kind in kinds.items()
-    )
-
-    def call() -> None:
-        one = perf.PerfLLM()
-        one.configure(strategy_config=strategy, model_config=model, system_config=system)
-        one.run_estimate()
-
-    return call
-
-
-def _astra_sim() -> Call | None:
-    command = shlex.split(os.environ.get("ASTRA_SIM", ""))
-    if not command or shutil.which(command[0]) is None:
-        return None
-    return lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-
-
-def beside_peers(repeats: int) -> list[dict[str, str]]:
-    """Peers as ratios to our `ddp`, run in turn; the text of a peer says why it is not here."""
-    peers = found()
-    calls = {name: call for name, call in peers.items() if not isinstance(call, str)}
-    ours = "co2sim, `ddp`"
-    times = interleaved({ours: runs("ddp"), **calls}, repeats) if calls else {}
-    base = statistics.median(times[ours]) if calls else 1.0
-    rows = []
-    for name in [ours, *peers] if calls else peers:
-        cell = {"median": str(peers.get(name)), "range": "", "ratio": ""}
-        if name in times:
-            cell = SpeedLine(name, times[name], "ms", []).cells
-            cell["ratio"] = f"{statistics.median(times[name]) / base:.2f}"
-        rows.append({"what": name} | {key: cell[key] for key in ("median", "range", "ratio")})
-    return rows
-
-
 def main() -> None:
     """Measure everything and print the table."""
     command = parser(__doc__, "every measurement once, 64 GPUs unfolded")
     step = ("STRATEGY", "GPUS")
     command.add_argument("--unfolded", nargs=2, metavar=step, help="only a step with jitter")
-    given = command.parse_args()
-    if given.unfolded:
-        unfolded(given.unfolded[0], int(given.unfolded[1]))
+    options = command.parse_args()
+    if options.unfolded:
+        unfolded(options.unfolded[0], int(options.unfolded[1]))
         return
-    rows = [one.cells for one in measurements(quick=given.quick)]
-    peers = f"Beside others, in turn:\n\n{table(beside_peers(1 if given.quick else 10))}"
-    text = (
-        f"# How fast the simulator is\n\n{machine()}\n\n{table(rows)}\n\n{peers}\n\n{made_by()}\n"
-    )
-    if given.out:
-        with folder(given) as out:
+    rows = [one.cells for one in measurements(quick=options.quick)]
+    text = f"# How fast the simulator is\n\n{machine()}\n\n{table(rows)}\n\n{made_by()}\n"
+    if options.out:
+        with folder(options) as out:
             (out / "speed.md").write_text(text)
     print(text)
 

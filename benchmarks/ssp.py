@@ -16,8 +16,8 @@ Finished runs of ranks are rows of ssp-runs.csv, and not run again. Writes ssp.m
 import copy
 import json
 import math
-import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -27,8 +27,19 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import simpy
 import torch
-from convergence import RATES, TUNING_SEED, Ask, Configuration, StudyBudget, complete, run_ranks
-from reports import Known, folder, machine, made_by, parser, read, table
+from reports import machine, made_by, publish, table
+from studies import (
+    RATES,
+    TUNING_SEED,
+    Budget,
+    Configuration,
+    Rows,
+    Study,
+    Training,
+    command,
+    finished,
+    trainings,
+)
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 from torch.optim import AdamW
@@ -223,20 +234,19 @@ def train(task: Task, settings: TrainSettings, course: Course) -> Iterator[Point
         travels[worker].append(moved / count)
 
 
-def plan(budget: StudyBudget, known: Known) -> Iterator[Ask]:
+def wanted(budget: Budget, rows: Rows) -> Iterator[Training]:
     """The runs of ranks: all rates, then the best with another seed."""
     for name, (strategy, _, _) in METHODS.items():
-        one = Ask(budget, Configuration(name, strategy), "", 0.0, TUNING_SEED)
-        tried = [replace(one, lr=lr) for lr in (RATES[1:2] if budget.quick else RATES)]
-        yield from tried
-        if all(ask.key in known for ask in tried):
-            best = min(tried, key=lambda ask: float(known[ask.key]["validation_loss"]))
-            yield replace(best, seed=SEED)
+        usual = Training(budget, Configuration(name, strategy), "", 0.0, TUNING_SEED)
+        trials = [replace(usual, lr=lr) for lr in (RATES[1:2] if budget.quick else RATES)]
+        yield from trials
+        if all(run.key in rows for run in trials):
+            yield replace(min(trials, key=lambda run: run.loss(rows)), seed=SEED)
 
 
 @cache
 def replay(
-    budget: StudyBudget, place: Servers, kind: str, bound: int, lr: float, seed: int
+    budget: Budget, place: Servers, kind: str, bound: int, lr: float, seed: int
 ) -> tuple[Point, ...]:
     """Train by the clock of SSP."""
     torch.set_num_threads(1)
@@ -249,12 +259,12 @@ def replay(
     return found
 
 
-def lines(budget: StudyBudget, known: Known, place: Servers, kind: str) -> Iterator[dict[str, Any]]:
+def lines(budget: Budget, rows: Rows, place: Servers, kind: str) -> Iterator[dict[str, Any]]:
     """All methods with workers of a kind."""
-    final = {ask.configuration.name: ask for ask in plan(budget, known) if ask.seed == SEED}
+    final = {run.configuration.name: run for run in wanted(budget, rows) if run.seed == SEED}
     for name, (_, tau, delay) in METHODS.items():
         ended, waited = rounds(place, workers(kind), budget.steps, tau, delay)
-        curve = json.loads(known[final[name].key]["curve"])
+        curve = json.loads(rows[final[name].key]["curve"])
         steps = [round(tokens / curve[-1][0] * budget.steps) for tokens, _ in curve]
         losses = [(s, ended[s - 1], loss) for s, (_, loss) in zip(steps, curve, strict=True)]
         one = {"method": name, "lr": final[name].lr, "losses": losses, "behind": [0]}
@@ -269,7 +279,7 @@ def lines(budget: StudyBudget, known: Known, place: Servers, kind: str) -> Itera
         yield one | {"waited": mean(course.waited) / course.seconds, "behind": course.staleness()}
 
 
-def report(found: dict[str, list[dict[str, Any]]], budget: StudyBudget, place: Servers) -> str:
+def report(found: dict[str, list[dict[str, Any]]], budget: Budget, place: Servers) -> str:
     """The tables in Markdown."""
     worst = max(way["losses"][-1][2] for ways in found.values() for way in ways)
     parts = []
@@ -300,24 +310,31 @@ Staleness: how many clocks the slowest worker lies behind one that reads.
 """
 
 
-def main() -> None:
-    """Start the ranks, or be one of them; then train SSP, and write what is there."""
-    given = parser(__doc__, "a tiny model").parse_args()
-    budget = StudyBudget(steps=384, warmup=24, eval_every=24)
-    if given.quick:
-        budget = StudyBudget("tiny", 24, 8, 4, 12, workers=2, quick=True, task="digits")
-    place = Servers(budget.workers, 4, 4.0 * (6_274 if given.quick else 158_720), 12.5e6, 1e-4)
-    with folder(given) as out:
-        if "RANK" in os.environ:
-            run_ranks(partial(plan, budget), out / RUNS)
-            return
-        if code := complete(partial(plan, budget), out / RUNS, budget.workers):
-            sys.exit(code)
-        known = read(out / RUNS)
-        text = report({k: list(lines(budget, known, place, k)) for k in KINDS}, budget, place)
-        (out / "ssp.md").write_text(text, "utf-8")
-    print(text)
+def budget_of(options: Namespace) -> Budget:
+    """Of all runs."""
+    usual = Budget(steps=384, warmup=24, eval_every=24)
+    return Budget.small("digits", batch=8) if options.quick else usual
+
+
+def studies(options: Namespace) -> list[Study]:
+    """The runs of ranks."""
+    budget = budget_of(options)
+    return [trainings(options.out / RUNS, partial(wanted, budget), budget.workers)]
+
+
+def write(options: Namespace) -> None:
+    """Train SSP, and write ssp.md."""
+    budget, rows = budget_of(options), finished(options.out / RUNS)
+    parameters = 6_274 if options.quick else 158_720
+    place = Servers(budget.workers, 4, 4.0 * parameters, 12.5e6, 1e-4)
+    ways = {kind: list(lines(budget, rows, place, kind)) for kind in KINDS}
+    publish(options, "ssp", report(ways, budget, place))
+
+
+def main() -> int:
+    """Run, train SSP, and write what is there."""
+    return command(__doc__, "a tiny model", studies, write)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from convergence import RUNS, TUNING_SEED, StudyBudget, configurations
+from convergence import RUNS, configurations
 from reports import FOLDER, RESULTS, made_by, parser, table
+from studies import TUNING_SEED, Budget
 
 from co2sim.strategies import LocalSteps, parse
 from co2sim.strategies.local import round_steps
@@ -37,7 +38,7 @@ _HEAD = """\
 
 def entries(runs: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """One entry for each budget and strategy, of its best outer step; peers have no strategy."""
-    beta1 = {one.name: one.momentum for one in configurations(StudyBudget())}
+    beta1 = {line.name: line.momentum for line in configurations()}
     whole = runs[["validation_loss", "strategy"]].notna().all(axis=1)
     runs = runs[whole & (runs["seed"] != TUNING_SEED)]
     for budget, group in runs.groupby("budget"):
@@ -45,18 +46,18 @@ def entries(runs: pd.DataFrame) -> Iterator[dict[str, Any]]:
         curves = [json.loads(text) for text in group.loc[group["strategy"] == "ddp", "curve"]]
         points = np.array(curves)  # seed, validation, (characters, loss)
         losses = points[:, :, 1].mean(axis=0)
-        at = points[0, :, 0] / points[0, -1, 0] * steps
+        lengths = points[0, :, 0] / points[0, -1, 0] * steps
         best: dict[str, tuple[float, str, int, str]] = {}
         others = group[group["strategy"] != "ddp"].fillna({"outer": ""})
         for (strategy, outer), same in others.groupby(["strategy", "outer"]):
             name = str(same["configuration"].iloc[0])
-            found = mean(same["validation_loss"]), str(outer), len(same), name
-            if found[2] >= _MIN_SEEDS and found < best.get(strategy, (np.inf, "", 0, "")):
-                best[strategy] = found
+            line = mean(same["validation_loss"]), str(outer), len(same), name
+            if line[2] >= _MIN_SEEDS and line < best.get(strategy, (np.inf, "", 0, "")):
+                best[strategy] = line
         facts = json.loads(group["facts"].iloc[0])
         for strategy in sorted(best, key=lambda text: (parse(text).name, _tau(text))):
             loss, outer, seeds, name = best[strategy]
-            worth = float(np.interp(-loss, -losses, at))
+            worth = float(np.interp(-loss, -losses, lengths))
             yield {
                 "strategy": title(parse(strategy)),
                 "factor": round(steps / worth, 2),
@@ -64,7 +65,7 @@ def entries(runs: pd.DataFrame) -> Iterator[dict[str, Any]]:
                 "ddp_steps": round(worth),
                 "steps": steps,
                 "batch": batch,
-                "workers": StudyBudget().workers,
+                "workers": Budget().workers,
                 "seeds": seeds,
                 "outer": outer,
                 "beta1": beta1[name],
@@ -78,25 +79,20 @@ def _tau(text: str) -> int:
     return round_steps(strategy) if isinstance(strategy, LocalSteps) else 1
 
 
-def write(found: list[dict[str, Any]], out: Path) -> None:
-    """The entries as TOML."""
-    parts = [
-        "\n".join(["[[factor]]", *(f"{name} = {json.dumps(value)}" for name, value in one.items())])
-        for one in found
-    ]
-    head = _HEAD.format(script=Path(__file__).name)
-    out.write_text("\n\n".join([head.rstrip(), *parts]) + "\n")
-
-
 def main() -> int:
     """Read the runs, write the catalog, print a table."""
-    command = parser(__doc__, "prints what it would write")
-    given = command.parse_args()
-    found = list(entries(pd.read_csv(RESULTS / RUNS)))
-    if given.out or not given.quick:
-        write(found, given.out / CATALOG.name if given.out else CATALOG)
+    options = parser(__doc__, "prints what it would write").parse_args()
+    factors = list(entries(pd.read_csv(RESULTS / RUNS)))
+    if options.out or not options.quick:
+        parts = [
+            "\n".join(["[[factor]]", *(f"{key} = {json.dumps(x)}" for key, x in factor.items())])
+            for factor in factors
+        ]
+        head = _HEAD.format(script=Path(__file__).name).rstrip()
+        path = options.out / CATALOG.name if options.out else CATALOG
+        path.write_text("\n\n".join([head, *parts]) + "\n")
     shown = ("strategy", "factor", "loss", "ddp_steps", "steps", "seeds", "outer")
-    print(table([{name: str(one[name]) for name in shown} for one in found]))
+    print(table([{name: str(factor[name]) for name in shown} for factor in factors]))
     print(f"\n{made_by()}")
     return 0
 

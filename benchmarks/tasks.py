@@ -9,17 +9,16 @@ in a lab of four nodes at 100 Mbit/s, with local steps of 100 ms. Then all train
 learning rates and outer steps are chosen with a seed of their own, and the best of each trains with
 three seeds. At last `realrun train` trains a model of each task for the figures.
 
-What is timed stands in tasks-lab.json, finished trainings are rows of tasks-runs.csv, and neither
+What is timed stands in tasks-lab.csv, finished trainings are rows of tasks-runs.csv, and neither
 is made again. Writes tasks.md, tasks.csv and a figure for each task.
 """
 
-import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
@@ -29,23 +28,34 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import torch
-import torch.distributed as dist
-from convergence import TUNING_SEED, Ask, Configuration, StudyBudget, complete, run_ranks, wanted
+from contenders import Pace, figures, paced
 from matplotlib.figure import Figure, SubFigure
-from reports import Known, folder, machine, made_by, parser, read, table
-from time_to_loss_runs import Pace, figures, paced
-from torch import Tensor, nn
+from reports import machine, made_by, needed, png, publish, table
+from studies import (
+    TUNING_SEED,
+    Budget,
+    Configuration,
+    Rows,
+    Study,
+    Training,
+    command,
+    finished,
+    trainings,
+    tuned,
+)
+from torch import Tensor
 
-from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
+from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE
 from co2sim.common.units import Seconds
-from realrun.execute.world import World, join
-from realrun.lab.lab import Lab, run_lab
+from realrun.execute.world import World
+from realrun.lab.lab import Lab
+from realrun.launch.launcher import run_local
 from realrun.train.log import MARKERS
 from realrun.train.loop import train
 from realrun.train.parallelize import build
 from realrun.train.settings import TaskName, TrainSettings
 from realrun.train.tasks.registry import make_task
-from realrun.train.tasks.task import LEFT_OUT, Batch, Task
+from realrun.train.tasks.task import LEFT_OUT, Batch
 from realrun.train.tasks.text import CHARACTERS
 
 TASKS: tuple[TaskName, ...] = ("text", "masked_text", "digits", "segmentation", "points")
@@ -59,105 +69,100 @@ METHODS = {
     "CO2, as published": f"co2.published:tau={TAU}",
     LATE: f"co2:tau={TAU},delay=auto",
 }
-
-Delays = Mapping[TaskName, int]
-"""The delay that CO2 has chosen in the lab."""
-
-
-def budget(task: TaskName, *, quick: bool) -> StudyBudget:
-    """How much a task sees."""
-    if quick:
-        return StudyBudget("tiny", 24, 8, 4, 12, workers=2, quick=True, task=task)
-    return StudyBudget(steps=384, warmup=24, eval_every=48, task=task, choices=3)
-
-
-def tasks(*, quick: bool) -> tuple[TaskName, ...]:
-    """Those that are run."""
-    return TASKS[2:3] if quick else TASKS
-
-
-def methods(*, quick: bool) -> tuple[str, ...]:
-    """Those that are run."""
-    return ("DDP", LATE) if quick else tuple(METHODS)
-
-
-def configuration(name: str, task: TaskName, delays: Delays) -> Configuration:
-    """How a method trains outside the lab: with the delay that was chosen in it."""
-    if name != LATE:
-        return Configuration(name, METHODS[name])
-    options = f"tau={TAU},delay={delays[task]},fragments={TAU}"
-    return Configuration(f"{LATE} ({delays[task]})", f"co2:{options}")
-
-
-def study(delays: Delays, quick: bool, known: Known) -> Iterator[Ask]:  # noqa: FBT001 - a plan
-    """Rates and outer steps with a seed of their own, then the best with other seeds."""
-    for task in tasks(quick=quick):
-        for name in methods(quick=quick):
-            yield from of_cell(name, task, delays, known, quick=quick)
-
-
-def of_cell(
-    name: str, task: TaskName, delays: Delays, known: Known, *, quick: bool
-) -> Iterator[Ask]:
-    """The runs of a method on a task."""
-    yield from wanted(configuration(name, task, delays), budget(task, quick=quick), known)
-
-
-def final(name: str, task: TaskName, delays: Delays, known: Known, *, quick: bool) -> list[Ask]:
-    """Those of them that count, once the others are known."""
-    asks = of_cell(name, task, delays, known, quick=quick)
-    return [ask for ask in asks if ask.seed != TUNING_SEED]
-
-
+RUNS, TIMES = "tasks-runs.csv", "tasks-lab.csv"
+RATE = "100 Mbit/s"
 PACE: Seconds = 0.1
 """Of a local step, as in time_to_loss.py: the arithmetic is real, and the rest is waited for."""
-
-_ROUNDS, _FEW = 8, 3
-
-
-def run_lab_ranks(path: Path, *, quick: bool) -> None:
-    """Be one of the ranks: time all methods on the tasks that are not in the file, and write it."""
-    world = join("gloo", 120.0)
-    found: dict[str, dict[str, Any]] = {}
-    if path.exists():
-        found = json.loads(path.read_text("utf-8"))
-    for task in tasks(quick=quick):
-        if task in found:
-            continue
-        found[task] = {}
-        for name in methods(quick=quick):
-            found[task][name] = row = timed(task, METHODS[name], budget(task, quick=quick), world)
-            if world.rank == 0:
-                print(f"{task}, {name}: {1e3 * row['step_s']:.1f} ms a step", flush=True)
-    dist.barrier()  # all have read the file
-    if world.rank == 0:
-        path.write_text(json.dumps(found, indent=1), "utf-8")
-    dist.barrier()
-    world.leave()
+ROUNDS, FEW = 8, 3
+"""That are timed, and in a quick run."""
 
 
-def timed(task: TaskName, strategy: str, given: StudyBudget, world: World) -> dict[str, Any]:
-    """A few rounds of a training; seconds of a step without the first round, and the delay."""
+def budgets(options: Namespace) -> list[Budget]:
+    """How much is seen of each task."""
+    if options.quick:
+        return [Budget.small(TASKS[2], batch=8)]
+    usual = Budget(steps=384, warmup=24, eval_every=48, choices=3)
+    return [replace(usual, task=task) for task in TASKS]
+
+
+def methods(budget: Budget) -> tuple[str, ...]:
+    """Those that are run."""
+    return ("DDP", LATE) if budget.quick else tuple(METHODS)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """A few rounds of a method in a lab."""
+
+    budget: Budget
+    method: str
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """In the table of times."""
+        return (self.budget.task, self.method)
+
+    @property
+    def steps(self) -> int:
+        """Of all rounds."""
+        return (FEW if self.budget.quick else ROUNDS) * TAU
+
+    @property
+    def lab(self) -> Lab:
+        """Of a node for each worker."""
+        return Lab(self.budget.workers, 1, RATE)
+
+
+def timed(run: Timing, _: Rows, world: World) -> dict[str, Any]:
+    """Seconds of a step without the first round, and the delay."""
     settings = TrainSettings(
-        task=task,
-        strategy=strategy,
-        size=given.size,
-        steps=(_FEW if given.quick else _ROUNDS) * TAU,
-        batch=given.batch,
+        task=run.budget.task,
+        strategy=METHODS[run.method],
+        size=run.budget.size,
+        steps=run.steps,
+        batch=run.budget.batch,
         warmup=TAU,
         log_every=TAU,
         eval_every=0,
         evaluate="after",
     )
     pace = Pace(PACE)
-    history = train(settings, world, build=partial(paced, pace, build))
-    row = figures(history)
-    return {
-        "step_s": row["step_s"],
-        "delay": row["used_delay"],
-        "late_steps": pace.late / max(1, pace.steps),
-        "parameters": history.facts["parameters"],
-    }
+    row = figures(train(settings, world, build=partial(paced, pace, build)))
+    late = pace.late / max(1, pace.steps)
+    return {"step_s": row["step_s"], "used_delay": row["used_delay"], "late_steps": late}
+
+
+Cells = Mapping[tuple[TaskName, str], list[Training]]
+"""The runs of each task and method."""
+
+
+def cells(options: Namespace, rows: Rows, times: Rows) -> Cells:
+    """The runs, as far as the finished ones tell: CO2 has the delay that it chose in the lab."""
+    found = {}
+    for budget in budgets(options):
+        for method in methods(budget):
+            line = Configuration(method, METHODS[method])
+            if method == LATE:
+                delay = int(times[budget.task, LATE]["used_delay"])
+                strategy = f"co2:tau={TAU},delay={delay},fragments={TAU}"
+                line = Configuration(f"{LATE} ({delay})", strategy)
+            found[budget.task, method] = list(tuned(line, budget, rows))
+    return found
+
+
+def studies(options: Namespace) -> list[Study]:
+    """Times in the lab, then trainings outside of it."""
+    small = budgets(options)
+    timings = [Timing(budget, method) for budget in small for method in methods(budget)]
+    numbers = ("step_s", "used_delay", "late_steps")
+    path, workers = options.out / TIMES, small[0].workers
+    lab = Study(path, ("task", "method"), numbers, lambda _: timings, timed, workers)
+
+    def wanted(rows: Rows) -> Iterator[Training]:
+        for runs in cells(options, rows, lab.rows()).values():
+            yield from runs
+
+    return [lab, trainings(options.out / RUNS, wanted, workers)]
 
 
 _SHOWN = 6
@@ -166,85 +171,69 @@ _LETTERS = 56
 """Characters of a line of text."""
 
 
-def draw(task: TaskName, known: Known, delays: Delays, *, quick: bool) -> bytes:
-    """A PNG: losses over samples on the left, on the right what a model does with samples."""
-    ask = final(LATE, task, delays, known, quick=quick)[0]
-    made, model = trained(ask)
-    with mpl.rc_context(STYLE | PLAIN_TEXT), torch.no_grad():
-        figure = Figure(figsize=(12.0, 4.6), layout="constrained")
-        left, right = figure.subfigures(1, 2, width_ratios=(4, 7))
-        with mpl.rc_context(GRID):
-            _losses(left, made, task, known, delays, quick=quick)
-        batch = Batch(*(part[:_SHOWN] for part in made.validation[0]))
-        what, show = _SHOW[task]
-        right.suptitle(f"{ask.configuration.name}, tau 12, in the validation: {what}", fontsize=9)
-        show(right, batch, model(batch.inputs))
-        return render(figure, "png")
-
-
-def trained(ask: Ask) -> tuple[Task, nn.Module]:
-    """The task, and the model that this run makes, by `realrun train`."""
-    budget = ask.budget
-    outer = ask.configuration.outer(ask.choice, ask.lr)
-    with tempfile.TemporaryDirectory() as name:
-        command = [sys.executable, "-m", "realrun", "train", "--nproc", str(budget.workers)]
-        for option, value in {
-            "task": budget.task,
-            "strategy": ask.configuration.trained(ask.choice),
-            "size": budget.size,
-            "steps": budget.steps,
-            "batch": budget.batch,
-            "warmup": budget.warmup,
-            "lr": ask.lr,
-            "seed": ask.seed,
-            "eval-every": budget.eval_every,
-            "out": name,
-        }.items():
-            command += [f"--{option}", str(value)]
-        done = subprocess.run(
-            [*command, *(["--outer", outer] if outer else [])],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            sys.exit(f"the training for a figure failed: {done.stderr}")
-        weights = torch.load(Path(name) / "model.pt")
-    given = TrainSettings(task=budget.task, size=budget.size, steps=budget.steps, warmup=1)
-    task = make_task(given.task, given.size, given.shape, torch.device("cpu"))
+def draw(figure: Figure, lines: Mapping[str, list[Training]], rows: Rows) -> None:
+    """Losses of a task over steps, and on the right what a model does with samples."""
+    run = lines[LATE][0]
+    settings = TrainSettings(task=run.budget.task, size=run.budget.size, warmup=1)
+    task = make_task(settings.task, settings.size, settings.shape, torch.device("cpu"))
     model = task.model()
-    model.load_state_dict(weights)
-    return task, model
-
-
-def _losses(
-    left: SubFigure, made: Task, task: TaskName, known: Known, delays: Delays, *, quick: bool
-) -> None:
-    axes = left.subplots()
-    for place, name in enumerate(methods(quick=quick)):
-        asks = final(name, task, delays, known, quick=quick)
-        curves = [json.loads(known[ask.key]["curve"]) for ask in asks]
+    model.load_state_dict(weights(run))
+    left, right = figure.subfigures(1, 2, width_ratios=(4, 7))
+    with mpl.rc_context(GRID):
+        axes = left.subplots()
+    for index, runs in enumerate(lines.values()):
+        curves = [json.loads(rows[each.key]["curve"]) for each in runs]
         units, losses = zip(*(zip(*curve, strict=True) for curve in curves), strict=True)
         axes.plot(
-            np.array(units[0]) / made.units / asks[0].budget.batch,
+            np.array(units[0]) / task.units / run.budget.batch,
             np.mean(losses, axis=0),
-            color=COLOURS[place % len(COLOURS)],
-            marker=MARKERS[place % len(MARKERS)],
+            color=COLOURS[index % len(COLOURS)],
+            marker=MARKERS[index % len(MARKERS)],
             markersize=4,
-            label=asks[0].configuration.name,
+            label=runs[0].configuration.name,
         )
-    axes.set(xlabel="step", ylabel=f"validation: {made.loss}", title=task.replace("_", " "))
+    title = settings.task.replace("_", " ")
+    axes.set(xlabel="step", ylabel=f"validation: {task.loss}", title=title)
     axes.legend(frameon=False, fontsize=8)
+    batch = Batch(*(part[:_SHOWN] for part in task.validation[0]))
+    what, show = _SHOW[settings.task]
+    right.suptitle(f"{run.configuration.name}, tau 12, in the validation: {what}", fontsize=9)
+    with torch.no_grad():
+        show(right, batch, model(batch.inputs))
+
+
+def weights(run: Training) -> dict[str, Tensor]:
+    """Those that this run makes, by `realrun train`."""
+    budget = run.budget
+    options = {
+        "task": budget.task,
+        "strategy": run.configuration.trained(run.choice),
+        "size": budget.size,
+        "steps": budget.steps,
+        "batch": budget.batch,
+        "warmup": budget.warmup,
+        "lr": run.lr,
+        "seed": run.seed,
+        "eval-every": budget.eval_every,
+        "outer": run.configuration.outer(run.choice, run.lr),
+    }
+    with tempfile.TemporaryDirectory() as name:
+        words = ["realrun", "train", "--out", name]
+        words += [x for key, value in options.items() if value for x in (f"--{key}", str(value))]
+        if code := run_local(words, budget.workers):
+            sys.exit(code)
+        saved: dict[str, Tensor] = torch.load(Path(name) / "model.pt")
+    return saved
 
 
 def _text(part: SubFigure, batch: Batch, logits: Tensor) -> None:
     """Each line, and below each character that was asked for what the model says is there."""
-    asked = batch.targets != LEFT_OUT
-    truth = torch.where(asked, batch.targets, batch.inputs)
-    _lines(part, truth, torch.where(asked, logits.argmax(2), batch.inputs), asked)
+    hidden = batch.targets != LEFT_OUT
+    truth = torch.where(hidden, batch.targets, batch.inputs)
+    _lines(part, truth, torch.where(hidden, logits.argmax(2), batch.inputs), hidden)
 
 
-def _lines(part: SubFigure, truth: Tensor, named: Tensor, asked: Tensor) -> None:
+def _lines(part: SubFigure, truth: Tensor, named: Tensor, hidden: Tensor) -> None:
     axes = part.subplots()
     axes.set_axis_off()
     axes.set(xlim=(-0.5, _LETTERS), ylim=(3 * _SHOWN, 0))
@@ -253,20 +242,20 @@ def _lines(part: SubFigure, truth: Tensor, named: Tensor, asked: Tensor) -> None
         for column in range(min(_LETTERS, truth.shape[1])):
             here, said = int(truth[row, column]), int(named[row, column])
             axes.text(column, 3 * row + 0.5, _letter(here), **font)
-            if bool(asked[row, column]):
+            if bool(hidden[row, column]):
                 colour = COLOURS[2] if here == said else COLOURS[1]
                 axes.text(column, 3 * row + 1.5, _letter(said), color=colour, **font)
 
 
-def _letter(number: int) -> str:
-    text = CHARACTERS[number] if number < len(CHARACTERS) else "?"
+def _letter(code: int) -> str:
+    text = CHARACTERS[code] if code < len(CHARACTERS) else "?"
     return {"\n": "↵", "\t": "→"}.get(text, text)
 
 
 def _digits(part: SubFigure, batch: Batch, logits: Tensor) -> None:
-    found = logits.argmax(-1).flatten()
+    classes = logits.argmax(-1).flatten()
     for axes, image, truth, said in zip(
-        part.subplots(1, _SHOWN), batch.inputs, batch.targets.flatten(), found, strict=True
+        part.subplots(1, _SHOWN), batch.inputs, batch.targets.flatten(), classes, strict=True
     ):
         axes.imshow(image.squeeze(), cmap="Greys")
         right = bool(truth == said)
@@ -293,10 +282,10 @@ def _segmentation(part: SubFigure, batch: Batch, logits: Tensor) -> None:
 def _points(part: SubFigure, batch: Batch, clouds: Tensor) -> None:
     grid = part.subplots(3, _SHOWN, subplot_kw={"projection": "3d"})
     rows = {"read": batch.inputs, "exact": batch.targets, "reconstructed": clouds}
-    for place, (line, (name, some)) in enumerate(zip(grid, rows.items(), strict=True)):
+    for index, (line, (name, some)) in enumerate(zip(grid, rows.items(), strict=True)):
         line[0].text2D(-0.15, 0.5, name, transform=line[0].transAxes, rotation=90, va="center")
         for axes, cloud in zip(line, some, strict=True):
-            axes.scatter(*cloud.T.numpy(), s=2, color=COLOURS[place])
+            axes.scatter(*cloud.T.numpy(), s=2, color=COLOURS[index])
             axes.set(xlim=(-1, 1), ylim=(-1, 1), zlim=(-1, 1))
             axes.set_box_aspect((1, 1, 1), zoom=1.6)
             axes.set_axis_off()
@@ -312,62 +301,57 @@ _SHOW: dict[TaskName, tuple[str, Callable[[SubFigure, Batch, Tensor], None]]] = 
 """By task: the text that is shown, and how."""
 
 
-def write(
-    out: Path, known: Known, timed: dict[str, dict[str, Any]], delays: Delays, *, quick: bool
-) -> None:
-    """Write tasks.csv, tasks.md and the figures."""
-    frame = summary(known, timed, delays, quick=quick)
-    frame.to_csv(out / "tasks.csv", index=False)
-    text = report(frame, quick=quick)
-    (out / "tasks.md").write_text(text, "utf-8")
-    for task in tasks(quick=quick):
-        (out / f"tasks-{task}.png").write_bytes(draw(task, known, delays, quick=quick))
-    print(text)
+def write(options: Namespace) -> None:
+    """Write tasks.csv, tasks.md and a figure for each task."""
+    needed(options.out / RUNS)
+    rows, times = finished(options.out / RUNS), studies(options)[0].rows()
+    last = {
+        key: [run for run in runs if run.seed != TUNING_SEED]
+        for key, runs in cells(options, rows, times).items()
+    }
+    frame = pd.DataFrame([_summary(key, last[key], rows, times) for key in last])
+    frame.to_csv(options.out / "tasks.csv", index=False)
+    publish(options, "tasks", report(frame, budgets(options)[0]))
+    for budget in budgets(options):
+        lines = {method: last[budget.task, method] for method in methods(budget)}
+        size, style = (12.0, 4.6), STYLE | PLAIN_TEXT
+        picture = png(size, lambda figure, lines=lines: draw(figure, lines, rows), style)
+        (options.out / f"tasks-{budget.task}.png").write_bytes(picture)
 
 
-def summary(
-    known: Known, timed: dict[str, dict[str, Any]], delays: Delays, *, quick: bool
-) -> pd.DataFrame:
-    """A line for each task and method."""
-    lines = []
-    for task in tasks(quick=quick):
-        steps = budget(task, quick=quick).steps
-        for name in methods(quick=quick):
-            asks = final(name, task, delays, known, quick=quick)
-            rows = [known[ask.key] for ask in asks]
-            losses = [float(row["validation_loss"]) for row in rows]
-            step_s = timed[task][name]["step_s"]
-            lines.append(
-                {
-                    "task": task,
-                    "method": name,
-                    "delay": delays[task] if asks[0].configuration.name != name else None,
-                    "lr": asks[0].lr,
-                    "outer": asks[0].choice,
-                    "loss": mean(losses),
-                    "deviation": stdev(losses),
-                    "accuracy": mean(float(row["accuracy"] or "nan") for row in rows),
-                    "step_ms": 1e3 * step_s,
-                    "seconds": steps * step_s,
-                    "late_steps": timed[task][name]["late_steps"],
-                }
-            )
-    return pd.DataFrame(lines)
+def _summary(
+    key: tuple[TaskName, str], runs: list[Training], rows: Rows, times: Rows
+) -> dict[str, Any]:
+    """A task and a method."""
+    losses, time = [run.loss(rows) for run in runs], times[key]
+    return {
+        "task": key[0],
+        "method": key[1],
+        "delay": int(time["used_delay"]) if key[1] == LATE else None,
+        "lr": runs[0].lr,
+        "outer": runs[0].choice,
+        "loss": mean(losses),
+        "deviation": stdev(losses),
+        "accuracy": mean(float(rows[run.key]["accuracy"]) for run in runs),
+        "step_ms": 1e3 * time["step_s"],
+        "seconds": runs[0].steps * time["step_s"],
+        "late_steps": time["late_steps"],
+    }
 
 
-def report(frame: pd.DataFrame, *, quick: bool) -> str:
+def report(frame: pd.DataFrame, budget: Budget) -> str:
     """The tables in Markdown."""
     parts = [
         f"## {task}\n\n{table([_line(row) for _, row in rows.iterrows()])}\n"
         for task, rows in frame.groupby("task", sort=False)
     ]
-    given = budget(tasks(quick=quick)[0], quick=quick)
     return f"""\
 # Five tasks by six methods
 
-{given.workers} workers, size {given.size}, {given.steps} steps of {given.batch} samples; mean and
+{budget.workers} workers, size {budget.size}, {budget.steps} steps of {budget.batch} samples;\
+ mean and
 standard deviation of the last validation loss over the seeds, learning rate and outer step chosen
-with another one. A step: in a lab of {given.workers} nodes at 100 Mbit/s, with 100 ms for a local
+with another one. A step: in a lab of {budget.workers} nodes at 100 Mbit/s, with 100 ms for a local
 one; the time is that of all steps. At most {frame["late_steps"].max():.1%} of the local steps took
 longer than 100 ms.
 
@@ -392,45 +376,10 @@ def _line(row: pd.Series) -> dict[str, str]:
     }
 
 
-RUNS, TIMES = "tasks-runs.csv", "tasks-lab.json"
-RATE = "100 Mbit/s"
-
-
-def main() -> None:
-    """Start the ranks, or be one of them; then write the tables and the figures."""
-    command = parser(__doc__, "two methods on one task")
-    command.add_argument("--in-lab", action="store_true", help=argparse.SUPPRESS)  # for the ranks
-    given = command.parse_args()
-    with folder(given) as out:
-        if given.in_lab:
-            run_lab_ranks(out / TIMES, quick=given.quick)
-            return
-        if "RANK" in os.environ:
-            run_ranks(partial(study, delays(times(out)), given.quick), out / RUNS)
-            return
-        nodes = budget(tasks(quick=given.quick)[0], quick=given.quick).workers
-        timed = times(out) if (out / TIMES).exists() else {}
-        if any(task not in timed for task in tasks(quick=given.quick)):
-            ranks = [sys.executable, __file__, *sys.argv[1:], "--out", str(out), "--in-lab"]
-            if code := run_lab(ranks, Lab(nodes, 1, RATE)):
-                sys.exit(code)
-        chosen = delays(times(out))
-        if code := complete(partial(study, chosen, given.quick), out / RUNS, nodes):
-            sys.exit(code)
-
-        write(out, read(out / RUNS), times(out), chosen, quick=given.quick)
-
-
-def times(out: Path) -> dict[str, dict[str, Any]]:
-    """What was timed in the lab, by task and method."""
-    found: dict[str, dict[str, Any]] = json.loads((out / TIMES).read_text("utf-8"))
-    return found
-
-
-def delays(timed: dict[str, dict[str, Any]]) -> Delays:
-    """What CO2 chose in the lab."""
-    return {task: int(rows[LATE]["delay"]) for task, rows in timed.items()}  # type: ignore[misc]
+def main() -> int:
+    """Run, and write the tables and the figures."""
+    return command(__doc__, "two methods on one task", studies, write)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,7 +1,6 @@
 """Wall-clock to a given loss in the lab: predicted by co2sim before, measured after.
 
     sudo python benchmarks/time_to_loss.py                # an hour on two quiet cores
-    sudo python benchmarks/time_to_loss.py --seeds 2      # two thirds of it
     sudo python benchmarks/time_to_loss.py --quick        # a trial of seconds
 
 torch's DDP and post-local SGD, torchft's LocalSGD and DiLoCo, and our LocalSGD, SlowMo, DiLoCo,
@@ -21,113 +20,556 @@ What goes into a prediction is known before the run begins:
 - all communication: by co2sim, from the rate of the lab and what is attained of it. Methods of
   torch and torchft have the schedule of the strategy that does the same.
 
-The loss to reach is the worst with which a run without a lab ends (--target gives another): CO2 as
-published is run first, and the others end soon after they have come as low. Between two validations
-the loss is taken to fall evenly. Learning rates and outer steps are those of convergence.csv.
+The loss to reach is the worst with which a run without a lab ends: CO2 as published is run first,
+and the others end soon after they have come as low. Between two validations the loss is taken to
+fall evenly. Learning rates and outer steps are the best of convergence.csv.
 Seconds are rank 0's, without validation; waits are those of the rank that waited least.
 
 Each finished run is a row of time_to_loss-runs.csv; what is there is not run again: remove the file
 to measure again. Writes time_to_loss.csv, time_to_loss.md and time_to_loss.png.
 """
 
-import argparse
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+import tempfile
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import pandas as pd
+import torch.distributed as dist
+from contenders import (
+    Pace,
+    Point,
+    attach_of,
+    build_alone,
+    build_with,
+    curve,
+    figures,
+    installed,
+    paced,
+)
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from reports import RESULTS, folder, machine, made_by, parser, table
 from reports import installed as version
-from time_to_loss_plan import (
-    CONTENDERS,
-    FREE,
-    Known,
-    Plan,
-    curve,
-    free_ask,
-    installed,
-    lab_asks,
-    next_run,
-    reached,
-    read,
-    target_of,
-)
-from time_to_loss_runs import run_ranks
+from reports import legend_below, machine, made_by, needed, png, publish, table
+from studies import Rows, Study, command
 
-from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
-from realrun.lab.lab import Lab, run_lab
-from realrun.launch.launcher import run_local
+from co2sim import Case
+from co2sim import run as simulate
+from co2sim.catalog import load_cluster
+from co2sim.common.plots import COLOURS
+from co2sim.common.units import Seconds, parse
+from co2sim.hardware.cluster import GPU
+from co2sim.models.workload import Workload
+from co2sim.prediction.driver import resolve_auto
+from co2sim.schedule.schedule import DType
+from co2sim.strategies import Strategy
+from co2sim.strategies import parse as parse_strategy
+from co2sim.strategies.co2 import CO2
+from co2sim.strategies.local import round_steps
+from realrun.execute.world import World
+from realrun.lab.lab import Lab, stated_cluster
+from realrun.train import TrainSettings
+from realrun.train.algorithm_registry import pairs
+from realrun.train.loop import Build, Standing, train
+from realrun.train.parallelize import build
 from realrun.train.tasks.presets import GPTS
 
-
-def write(plan: Plan, known: Known, out: Path, results: Path) -> None:
-    """Write time_to_loss.csv, .md and .png of the runs that are there."""
-    frame = pd.DataFrame(lines(plan, known, results))
-    words = report(plan, known, frame, target_of(plan, known, results))
-    frame.drop(columns="curve").to_csv(out / "time_to_loss.csv", index=False)
-    (out / "time_to_loss.md").write_text(words)
-    (out / "time_to_loss.png").write_bytes(draw(frame, target_of(plan, known, results)))
-    print(words)
+TAU = 12
 
 
-def lines(plan: Plan, known: Known, results: Path) -> Iterator[dict[str, Any]]:
-    """A line for each run in a lab: what was predicted, and what was measured."""
-    target = target_of(plan, known, results)
-    for rate in plan.rates:
-        for ask in lab_asks(plan, known, results, rate):
-            row = known.get(ask.key(plan))
-            if row is None or ask.entry.calibrates:
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A method with what was tuned for it in convergence.csv.
+
+    `strategy` is the one of co2sim whose schedule it has. `peer` is the method of torch or torchft,
+    if it is one of those that `realrun train` has not, or how it is calibrated.
+    """
+
+    name: str
+    strategy: str
+    lr: float
+    outer: str = ""
+    peer: str = ""
+
+    @property
+    def measures_delay(self) -> bool:
+        """Whether training chooses a delay."""
+        return "delay=auto" in self.strategy
+
+    @property
+    def in_ddp(self) -> bool:
+        """Whether the model is wrapped in DistributedDataParallel."""
+        return self.strategy == "ddp" or self.peer == "torch post-local SGD"
+
+    @property
+    def tensor_by_tensor(self) -> bool:
+        """Whether every tensor is averaged by itself."""
+        return self.peer == "torchft LocalSGD"
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether it is none of those that are compared."""
+        return self.name.startswith("calibration: ")
+
+
+_LOCAL, _DILOCO, _NESTEROV = f"local_sgd:tau={TAU}", f"diloco:tau={TAU}", "momentum=0.5,lr=1"
+REFERENCE = "CO2 as published"
+"""The one that is expected to end with the highest loss."""
+CONTENDERS = (
+    Contender("torch DDP", "ddp", 1e-2),
+    Contender("torch post-local SGD", _LOCAL, 1e-2, peer="torch post-local SGD"),
+    Contender("LocalSGD", _LOCAL, 1e-2),
+    Contender("SlowMo", f"slowmo:tau={TAU}", 1e-2, "momentum=0.2,lr=0.9"),
+    Contender("DiLoCo", _DILOCO, 5e-3, _NESTEROV),
+    Contender("Streaming DiLoCo", f"{_DILOCO},fragments=3,delay=4", 5e-3, "momentum=0.9,lr=0.7"),
+    Contender("torchft LocalSGD", _LOCAL, 1e-2, peer="torchft LocalSGD"),
+    Contender("torchft DiLoCo", _DILOCO, 5e-3, _NESTEROV, peer="torchft DiLoCo"),
+    Contender(
+        REFERENCE,
+        f"co2.published:tau={TAU}",
+        1e-2,
+        "momentum=0,lr=0.5,gap=gap_aware,clip=0.03",
+    ),
+    Contender(
+        "CO2, delay auto",
+        f"co2:tau={TAU},delay=auto,keep=0.25,predict=1",
+        1e-2,
+        "momentum=0.2,lr=0.9",
+    ),
+    Contender("CO2, tau and delay auto", "co2:tau=auto,delay=auto,keep=1", 1e-2),
+)
+
+NEVER = 10_000
+"""Steps of a round that does not end."""
+_STEPS_ALONE = "local_sgd:tau=10000"  # a round that does not end
+ALONE = Contender("calibration: nothing is sent", _STEPS_ALONE, 5e-3)
+IN_DDP = Contender("calibration: DDP that sends nothing", _STEPS_ALONE, 5e-3, peer="torch alone")
+SENDING = Contender("calibration: always sending", _STEPS_ALONE, 5e-3, peer="sending")
+AVERAGING = Contender("calibration: an average after each step", "local_sgd:tau=1", 5e-3)
+SMALL_AVERAGES = Contender("calibration: messages of torchft", _LOCAL, 5e-3, peer="torchft small")
+CALIBRATIONS = (ALONE, IN_DDP, SENDING, AVERAGING)
+"""How long a local step takes where the ranks share the cores: the bare model's, torch's, and while
+the network is busy; and a blocking average. `SMALL_AVERAGES` is for torchft's LocalSGD: as many
+tensors as the model has, so small that their bytes take no time (Gloo sends no empty segment)."""
+
+
+def alone(entry: Contender) -> Contender:
+    """The calibration whose step is the local step of a contender.
+
+    CO2 with a delay, whose rounds may be short, runs itself, with workers that do not average.
+    """
+    if entry.in_ddp:
+        return IN_DDP
+    if entry.measures_delay:
+        return replace(entry, name=f"calibration: {entry.name}, alone", peer="alone")
+    return ALONE
+
+
+# --- what is predicted ----------------------------------------------------------------------------
+
+_ENOUGH = 1e15
+"""A speed, in bytes per second, that adds nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A lab of nodes of one rank, the model trained there, and the samples of a rank in a step."""
+
+    nodes: int
+    rate: str
+    size: str
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """What a lab is found to be, just before a run: seconds of a local step alone.
+
+    `interference`: the share by which sending slows it down. `efficiency`: the fraction of its
+    stated rate that the network attains. `messages`: seconds of a step with averages of hardly any
+    bytes, where every tensor is averaged by itself: so long do the cores need for the messages.
+    """
+
+    local_step: Seconds
+    interference: float = 0.0
+    efficiency: float = 1.0
+    messages: Seconds = 0.0
+
+
+def case(place: Place, strategy: str | Strategy, measured: Calibrated) -> Case:
+    """The case on a GPU, and on a network, as they were measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "stated.toml"
+        path.write_text(stated_cluster(Lab(place.nodes, 1, place.rate)))
+        cluster = load_cluster(str(path)).value
+    model = GPTS[place.size].model()
+    job = Workload(model, place.samples, precision=DType.FP32, recompute="none")
+    speed = job.hardware_flops_per_sample * place.samples / measured.local_step
+    gpu = GPU("calibrated", 1e12, _ENOUGH, {"fp32": speed}, ((1.0, 1.0),))
+    inter = replace(cluster.inter, efficiency=cluster.inter.efficiency * measured.efficiency)
+    cluster = replace(cluster, gpu=gpu, inter=inter, communicators="stream")
+    return Case(
+        cluster=replace(cluster, interference=measured.interference),
+        model=model,
+        strategy=strategy,
+        micro_batch=place.samples,
+        precision="fp32",
+        recompute="none",
+    )
+
+
+@cache
+def predicted_step(place: Place, strategy: str | Strategy, measured: Calibrated) -> Seconds:
+    """Seconds of a step, communication included.
+
+    The cores prepare a message while the network carries the one before: the slower one counts.
+    """
+    return max(simulate(case(place, strategy, measured)).step_time_s, measured.messages)
+
+
+def network_efficiency(place: Place, local_step: Seconds, averaging: Seconds) -> float:
+    """What the network attains of its stated rate, where a step with an average takes `averaging`.
+
+    At most 1. The model's average, one after each step, takes what is beyond the local step.
+    """
+    stated = predicted_step(place, "local_sgd:tau=1", Calibrated(local_step)) - local_step
+    return min(1.0, stated / max(stated, averaging - local_step))
+
+
+@cache
+def with_delay(place: Place, strategy: str, local_step: Seconds) -> CO2:
+    """The strategy with co2sim's numbers for tau=auto and delay=auto."""
+    chosen = resolve_auto(case(place, strategy, Calibrated(local_step))).strategy
+    assert isinstance(chosen, CO2)
+    return chosen
+
+
+def elements_of_a_step(place: Place, local_step: Seconds) -> int:
+    """The fp32 elements whose all-reduce takes four fifths of a local step, at least one."""
+    bandwidth = parse(place.rate, "B/s")
+    ring = 2 * (place.nodes - 1) / place.nodes * DType.FP32.bytes
+    return int(0.8 * local_step * bandwidth / ring) + 1
+
+
+# --- the grid -------------------------------------------------------------------------------------
+
+FREE = "without a lab"
+RUNS = "time_to_loss-runs.csv"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What all runs have in common: the model, where it is trained, and how long.
+
+    `every` steps the loss is taken; between two of them it is taken to fall evenly. A local step
+    takes `pace` at least.
+    """
+
+    steps: int = 768
+    every: int = 2 * TAU
+    size: str = "mini"
+    nodes: int = 4
+    batch: int = 32
+    seeds: tuple[int, ...] = (0, 1, 2)
+    rates: tuple[str, ...] = ("100 Mbit/s", "1000 Mbit/s")
+    only: tuple[str, ...] = ()
+    pace: Seconds = 0.1
+
+    @classmethod
+    def of(cls, options: Namespace) -> "Plan":
+        """The usual, or a trial of seconds that is too short to mean anything."""
+        names = ("torch post-local SGD", "CO2, delay auto")
+        few = cls(2 * TAU, TAU, "tiny", 2, 8, (0,), ("100 Mbit/s",), names, pace=0.01)
+        return few if options.quick else cls()
+
+    @property
+    def label(self) -> str:
+        """Runs of other plans do not count."""
+        pace = f"{self.pace * 1e3:g} ms a step"
+        return f"{self.size}-{self.steps}x{self.batch}-{self.nodes} nodes {pace}"
+
+    def place(self, rate: str) -> Place:
+        """The lab of a rate, as co2sim has it."""
+        return Place(self.nodes, rate, self.size, self.batch // self.nodes)
+
+    def resolved(self, rate: str, entry: Contender) -> str | CO2:
+        """The strategy to simulate, with co2sim's tau and delay for local steps at the pace."""
+        if not entry.measures_delay:
+            return entry.strategy
+        return with_delay(self.place(rate), entry.strategy, self.pace)
+
+    def contenders(self, rate: str) -> list[Contender]:
+        """What is compared at a rate, with co2sim's tau where it chooses it."""
+        entries = []
+        for entry in CONTENDERS:
+            if (self.only and entry.name not in self.only) or not installed(entry.peer):
                 continue
-            free = free_ask(plan, ask)
-            before = reached(curve(known[free.key(plan)]), target)
-            after = None if row["error"] else reached(curve(row), target)
-            predicted = before[0] * row["predicted_step_s"] if before else None
-            yield {
-                "rate": rate,
-                "method": ask.entry.name,
-                "seed": ask.seed,
-                "strategy": ask.entry.strategy,
-                "lr": ask.entry.lr,
-                "outer": ask.entry.outer,
-                "target": target,
-                "local_step_s": row["local_step_s"],
-                "interference": row["interference"],
-                "efficiency": row["efficiency"],
-                "steps": before[0] if before else None,
-                "measured_steps": after[0] if after else None,
-                "predicted_step_s": row["predicted_step_s"],
-                "measured_step_s": row["step_s"],
-                "predicted_s": predicted,
-                "measured_s": after[1] if after else None,
-                "error": predicted / after[1] - 1 if predicted and after else None,
-                "waited_s": row["waited"],
-                "rounds": row["rounds"],
-                "predicted_delay": free.delay or None,
-                "delay": row["used_delay"],
-                "late_steps": row["late_steps"],
-                "curve": [] if row["error"] else curve(row),
-            }
+            strategy = entry.strategy
+            if "tau=auto" in strategy:
+                steps = round_steps(with_delay(self.place(rate), strategy, self.pace))
+                strategy = strategy.replace("tau=auto", f"tau={steps}")
+            entries.append(replace(entry, strategy=strategy))
+        return entries
 
 
-def report(plan: Plan, known: Known, frame: pd.DataFrame, target: float) -> str:
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run. `where` is a rate, or FREE; `delay` is what co2sim says instead of measuring it."""
+
+    plan: Plan
+    entry: Contender
+    where: str
+    seed: int
+    delay: int = 0
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What tells it from other runs."""
+        entry = self.entry
+        texts = (entry.name, entry.strategy, f"{entry.lr:g}", entry.outer)
+        return (self.plan.label, self.where, *texts, str(self.delay), str(self.seed))
+
+    @property
+    def steps(self) -> int:
+        """At most."""
+        return 3 * self.plan.every if self.entry.calibrates else self.plan.steps
+
+    @property
+    def lab(self) -> Lab | None:
+        """Where it runs."""
+        return None if self.where == FREE else Lab(self.plan.nodes, 1, self.where)
+
+    @property
+    def free(self) -> "Run":
+        """The run without a lab that tells how many steps this one needs."""
+        chosen = self.plan.resolved(self.where, self.entry)
+        delay = int(chosen.delay or 0) if isinstance(chosen, CO2) else 0
+        return replace(self, where=FREE, delay=delay)
+
+
+KEYS = ("plan", "where", "name", "strategy", "lr", "outer", "delay", "seed")
+NUMBERS = (
+    *("local_step_s", "interference", "efficiency", "predicted_step_s", "step_s"),
+    *("waited", "rounds", "used_delay", "late_steps"),
+)
+
+
+def free_runs(plan: Plan) -> list[Run]:
+    """Runs without a lab, the reference first; where rates ask for the same, one serves both."""
+    runs = [
+        Run(plan, entry, rate, seed).free
+        for seed in plan.seeds
+        for rate in plan.rates
+        for entry in plan.contenders(rate)
+    ]
+    return sorted(dict.fromkeys(runs), key=lambda run: run.entry.name != REFERENCE)
+
+
+def lab_runs(plan: Plan, rows: Rows) -> Iterator[Run]:
+    """Runs in labs, interleaved: all contenders with a seed, then with the next one.
+
+    Before these run their calibrations.
+    """
+    for rate in plan.rates:
+        entries = plan.contenders(rate)
+        small = [SMALL_AVERAGES] if any(entry.tensor_by_tensor for entry in entries) else []
+        calibrations = dict.fromkeys([*CALIBRATIONS, *small, *map(alone, entries)])
+        for seed in plan.seeds:
+            for entry in (*calibrations, *entries):
+                run = Run(plan, entry, rate, seed)
+                if entry.calibrates or not rows.get(run.free.key, {"error": ""})["error"]:
+                    yield run
+
+
+def calibrated(run: Run, rows: Rows) -> Calibrated:
+    """For a run: what was measured there just before."""
+
+    def step(calibration: Contender) -> float:
+        return float(rows[replace(run, entry=calibration).key]["step_s"])
+
+    bare = step(ALONE)
+    efficiency = network_efficiency(run.plan.place(run.where), bare, step(AVERAGING))
+    messages = step(SMALL_AVERAGES) if run.entry.tensor_by_tensor else 0.0
+    slower = max(0.0, step(SENDING) / bare - 1)
+    return Calibrated(step(alone(run.entry)), slower, efficiency, messages)
+
+
+def reached(points: Sequence[Point], target: float) -> Point | None:
+    """Where the loss falls to the target, on a straight line between two validations."""
+    for before, after in zip([None, *points], points, strict=False):
+        if after[2] > target:
+            continue
+        if before is None:
+            return after
+        part = (before[2] - target) / (before[2] - after[2])
+        step, seconds = (a + part * (b - a) for a, b in zip(before[:2], after[:2], strict=True))
+        return step, seconds, target
+    return None
+
+
+def reference_loss(plan: Plan, rows: Rows) -> float | None:
+    """The loss at which a run without a lab may end: that of the reference, once this is there."""
+    runs = [run for run in free_runs(plan) if run.entry.name == REFERENCE]
+    done = [row for run in runs if (row := rows.get(run.key)) and not row["error"]]
+    return max(curve(row)[-1][2] for row in done) if done and len(done) == len(runs) else None
+
+
+def target_of(plan: Plan, rows: Rows) -> float:
+    """The loss to reach: the worst with which a run without a lab ends."""
+    done = [rows[run.key] for run in free_runs(plan)]
+    return max(curve(row)[-1][2] for row in done if not row["error"])
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+_SPARE = 1.1
+"""Where training chooses a delay in the lab, this times the steps of the run without may do."""
+
+
+def trained(run: Run, rows: Rows, world: World) -> dict[str, Any]:
+    """Train once; what the row of the run says. In a lab, what is predicted comes first."""
+    plan, entry = run.plan, run.entry
+    sent = 0
+    if entry == SENDING:
+        bare = float(rows[replace(run, entry=ALONE).key]["step_s"])
+        sent = elements_of_a_step(plan.place(run.where), bare)
+    how: Build = build_alone if entry.peer == "alone" else build
+    if attach := attach_of(entry.peer, TAU, pairs(entry.outer), sent):
+        how = partial(build_with, attach)
+    if run.where == FREE:
+        watched = entry.name != REFERENCE
+        until = Until(reference_loss(plan, rows) if watched else None)
+        settings = settings_of(run, 0)
+        return figures(train(settings, world, build=how, progress=until.note, stop=until.low))
+    row = {} if entry.calibrates else predicted(run, rows)
+    if world.rank == 0 and row:
+        print(f"predicted: {entry.name}: {row['predicted_step_s']:.4f} s a step", flush=True)
+    pace = Pace(plan.pace)
+    settings = settings_of(run, row.pop("stop", 0))
+    row |= figures(train(settings, world, build=partial(paced, pace, how)))
+    row["waited"] = _least(row["waited"] or 0.0, world)
+    return {**row, "late_steps": pace.late / max(1, pace.steps)}
+
+
+def predicted(run: Run, rows: Rows) -> dict[str, Any]:
+    """What is predicted of a run in the lab, and the step after which it may `stop`."""
+    plan, measured = run.plan, calibrated(run, rows)
+    step = predicted_step(plan.place(run.where), plan.resolved(run.where, run.entry), measured)
+    point = reached(curve(rows[run.free.key]), target_of(plan, rows))
+    most = point[0] * (_SPARE if run.entry.measures_delay else 1) if point else plan.steps
+    return {
+        "local_step_s": measured.local_step,
+        "interference": measured.interference,
+        "efficiency": measured.efficiency,
+        "predicted_step_s": step,
+        "stop": min((int(most) // plan.every + 2) * plan.every, plan.steps),
+    }
+
+
+def settings_of(run: Run, stop: int) -> TrainSettings:
+    """What a run trains."""
+    plan, strategy = run.plan, run.entry.strategy
+    if run.delay:  # co2sim's stands for what would be measured, in as many fragments
+        chosen = parse_strategy(strategy)
+        assert isinstance(chosen, CO2)
+        strategy = strategy.replace("delay=auto", f"delay={run.delay},fragments={chosen.parts()}")
+    return TrainSettings(
+        strategy=strategy,
+        size=plan.size,
+        steps=plan.steps,
+        stop=min(run.steps, plan.steps) if run.entry.calibrates else stop,
+        batch=plan.batch,
+        warmup=plan.steps // 20,
+        lr=run.entry.lr,
+        outer=pairs(run.entry.outer) if not run.entry.peer else {},
+        seed=run.seed,
+        log_every=plan.every,
+        eval_every=plan.every,
+        evaluate="during" if run.where == FREE else "after",
+    )
+
+
+def _least(waited: Seconds, world: World) -> Seconds:
+    """Of what the ranks waited for averages, the least: others waited for slower ranks, too."""
+    all_waited: list[Any] = [None] * world.layout.world_size
+    dist.all_gather_object(all_waited, waited)
+    return float(min(all_waited))
+
+
+class Until:
+    """Ends a training soon after its validation loss has come as low; None: never."""
+
+    def __init__(self, aim: float | None) -> None:
+        self._aim, self._seen = -inf if aim is None else aim, inf
+
+    def note(self, at: Standing) -> None:
+        """After a step."""
+        self._seen = inf if at.validation_loss is None else at.validation_loss
+
+    def low(self) -> bool:
+        """Whether to end."""
+        return self._seen <= self._aim
+
+
+# --- the results ----------------------------------------------------------------------------------
+
+
+def lines(plan: Plan, rows: Rows) -> Iterator[dict[str, Any]]:
+    """A line for each run in a lab: what was predicted, and what was measured."""
+    target = target_of(plan, rows)
+    for run in lab_runs(plan, rows):
+        row, entry = rows.get(run.key), run.entry
+        if row is None or entry.calibrates:
+            continue
+        points = [] if row["error"] else curve(row)
+        before, after = reached(curve(rows[run.free.key]), target), reached(points, target)
+        predicted = before[0] * row["predicted_step_s"] if before else None
+        yield {
+            "rate": run.where,
+            "method": entry.name,
+            "seed": run.seed,
+            "strategy": entry.strategy,
+            "lr": entry.lr,
+            "outer": entry.outer,
+            "target": target,
+            "local_step_s": row["local_step_s"],
+            "interference": row["interference"],
+            "efficiency": row["efficiency"],
+            "steps": before[0] if before else None,
+            "measured_steps": after[0] if after else None,
+            "predicted_step_s": row["predicted_step_s"],
+            "measured_step_s": row["step_s"],
+            "predicted_s": predicted,
+            "measured_s": after[1] if after else None,
+            "error": predicted / after[1] - 1 if predicted and after else None,
+            "waited_s": row["waited"],
+            "rounds": row["rounds"],
+            "predicted_delay": run.free.delay or None,
+            "delay": row["used_delay"],
+            "late_steps": row["late_steps"],
+            "curve": points,
+        }
+
+
+def report(plan: Plan, rows: Rows, frame: pd.DataFrame, target: float) -> str:
     """The tables in Markdown, and what they are about."""
     shape = GPTS[plan.size]
-    chosen = "given" if plan.target else "the worst that one of the runs without a lab ended with"
-    absent = [one.name for one in CONTENDERS if not installed(one)]
+    absent = [entry.name for entry in CONTENDERS if not installed(entry.peer)]
     notes = [f"{', '.join(absent)}: torchft is not installed."] if absent else []
-    failed = [row for row in known.values() if row["plan"] == plan.label and row["error"]]
+    failed = [row for row in rows.values() if row["plan"] == plan.label and row["error"]]
     notes += [f"{r['name']}, {r['where']}, seed {r['seed']}: {r['error']}." for r in failed]
     return f"""\
 # Time to a loss in the lab
 
 A GPT of {shape.parameters:,} parameters, {plan.nodes} nodes of one rank, {plan.batch} x\
  {shape.context} characters a step, learning rates for {plan.steps} steps, seeds\
- {", ".join(map(str, plan.seeds))}. The loss to reach is {target:.4f} nats per character, {chosen};\
+ {", ".join(map(str, plan.seeds))}. The loss to reach is {target:.4f} nats per character, the worst\
+ that one of the runs without a lab ended with;\
  validated every {plan.every} steps, with a straight line between. A local step takes\
  {plan.pace * 1e3:g} ms, as on a device of a known speed: what its arithmetic leaves of that is\
  waited for ({frame["late_steps"].mean():.1%} of the steps took longer by themselves; at most\
@@ -251,25 +693,17 @@ def _tau(frame: pd.DataFrame) -> int:
     return int(str(frame["strategy"].iloc[0]).partition("tau=")[2].partition(",")[0])
 
 
-def draw(frame: pd.DataFrame, target: float) -> bytes:
+def draw(figure: Figure, frame: pd.DataFrame, target: float) -> None:
     """Above: the loss of the first seed over wall-clock. Below: all times to the loss."""
     rates = list(dict.fromkeys(frame["rate"]))
-    with mpl.rc_context(STYLE | GRID | PLAIN_TEXT):
-        figure = Figure(figsize=(5.2 * max(2, len(rates)), 7.2), layout="constrained")
-        axes = figure.subplots(2, len(rates), squeeze=False, height_ratios=(3, 2))
-        for (above, below), rate in zip(axes.T, rates, strict=True):
-            runs = frame[frame["rate"] == rate]
-            above.set_title(rate, fontsize=9)
-            _draw_losses(above, runs, target)
-            _draw_times(below, runs)
-        axes[0][0].set_ylabel("validation loss, nats per character")
-        figure.legend(
-            *axes[0][0].get_legend_handles_labels(),
-            loc="outside lower center",
-            ncols=4,
-            frameon=False,
-        )
-        return render(figure, "png")
+    axes = figure.subplots(2, len(rates), squeeze=False, height_ratios=(3, 2))
+    for (above, below), rate in zip(axes.T, rates, strict=True):
+        runs = frame[frame["rate"] == rate]
+        above.set_title(rate, fontsize=9)
+        _draw_losses(above, runs, target)
+        _draw_times(below, runs)
+    axes[0][0].set_ylabel("validation loss, nats per character")
+    legend_below(figure, axes[0][0], 4)
 
 
 def _draw_losses(axis: Axes, frame: pd.DataFrame, target: float) -> None:
@@ -308,61 +742,38 @@ def _draw_times(axis: Axes, frame: pd.DataFrame) -> None:
 
 
 def _colour(name: str) -> str:
-    names = [one.name for one in CONTENDERS]
+    names = [entry.name for entry in CONTENDERS]
     return COLOURS[names.index(name) % len(COLOURS)]
 
 
-def main() -> None:
-    """Start the ranks, or be one of them; then write what is there."""
-    command = parser(__doc__, "two methods, the smallest model on two nodes, 24 steps, one rate")
-    usual = Plan()
-    command.add_argument("--steps", type=int, default=usual.steps)
-    command.add_argument("--seeds", type=int, default=len(usual.seeds), help="how many")
-    command.add_argument("--target", type=float, default=0.0, help="the loss to reach")
-    command.add_argument("--report", action="store_true", help="run nothing, only write the table")
-    command.add_argument("--where", default="", help=argparse.SUPPRESS)  # for the ranks
-    given = command.parse_args()
-    if given.seeds < 1:
-        command.error(f"--seeds is {given.seeds}; it must be at least 1")
-    if given.steps < 2 * usual.every or given.steps % usual.every:
-        command.error(
-            f"--steps is {given.steps}; it must be a multiple of {usual.every}, at least twice it"
-        )
-    plan = (
-        Plan.small()
-        if given.quick
-        else replace(usual, steps=given.steps, seeds=tuple(range(given.seeds)), target=given.target)
-    )
-    with folder(given) as out:
-        if given.where:
-            run_ranks(plan, out, RESULTS, given.where)
-            return
-        code = 0
-        for where in (FREE, *plan.rates):
-            code = code or (0 if given.report else run_missing(plan, out, where))
-        if code:
-            sys.exit(code)
-        if next_run(plan, read(out), RESULTS, FREE) is not None:
-            command.error(f"--report: {out} does not hold all runs without a lab")
+def studies(options: Namespace) -> list[Study]:
+    """The study: runs without a lab, then those in labs, which take from them what is predicted."""
+    plan = Plan.of(options)
 
-        write(plan, read(out), out, RESULTS)
+    def wanted(rows: Rows) -> list[Run]:
+        return [*free_runs(plan), *lab_runs(plan, rows)]
+
+    return [Study(options.out / RUNS, KEYS, NUMBERS, wanted, trained, plan.nodes, ("curve",))]
 
 
-def run_missing(plan: Plan, out: Path, where: str) -> int:
-    """Start the ranks there until no run is missing; the exit code.
+def write(options: Namespace) -> None:
+    """Write time_to_loss.csv, .md and .png of the runs that are there."""
+    needed(options.out / RUNS)
+    plan, rows = Plan.of(options), studies(options)[0].rows()
+    if any(run.key not in rows for run in free_runs(plan)):
+        sys.exit(f"{options.out / RUNS} does not hold all runs without a lab")
+    frame, target = pd.DataFrame(lines(plan, rows)), target_of(plan, rows)
+    frame.drop(columns="curve").to_csv(options.out / "time_to_loss.csv", index=False)
+    size = (5.2 * max(2, frame["rate"].nunique()), 7.2)
+    picture = png(size, lambda figure: draw(figure, frame, target))
+    publish(options, "time_to_loss", report(plan, rows, frame, target), picture)
 
-    A run that fails ends them: it is noted, and not repeated.
-    """
-    ranks = [sys.executable, __file__, *sys.argv[1:], "--out", str(out), "--where", where]
-    while next_run(plan, known := read(out), RESULTS, where) is not None:
-        if where == FREE:
-            code = run_local(ranks, plan.nodes)
-        else:
-            code = run_lab(ranks, Lab(plan.nodes, 1, where))
-        if code > 1 or (code and len(read(out)) == len(known)):
-            return code  # control-C, or no run at all
-    return 0
+
+def main() -> int:
+    """Run, and write what is there."""
+    words = "two methods, the smallest model on two nodes, 24 steps, one rate"
+    return command(__doc__, words, studies, write)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -336,18 +336,18 @@ def main() -> None:
     command.add_argument("--kills", type=int, default=KILLS, help="of each algorithm")
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--worker", help=argparse.SUPPRESS)
-    given = command.parse_args()
-    if given.worker:
-        work(given.worker, given.out)
+    options = command.parse_args()
+    if options.worker:
+        work(options.worker, options.out)
         return
-    names, workers, kills = list(ALGORITHMS), WORKERS, given.kills
-    if given.quick:
+    names, workers, kills = list(ALGORITHMS), WORKERS, options.kills
+    if options.quick:
         names, workers, kills = ["CO2"], 3, 1
     rows = []
-    with folder(given) as out:
+    with folder(options) as out:
         for name in names:
             with tempfile.TemporaryDirectory() as scratch:
-                rows += tried(name, workers, kills, given.seed, Path(scratch))
+                rows += tried(name, workers, kills, options.seed, Path(scratch))
         words = report(rows, workers)
         (out / "torchft_kills.md").write_text(words)
     print(words)

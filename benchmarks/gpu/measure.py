@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -528,42 +528,63 @@ def machine() -> dict[str, Any]:
     return about
 
 
-def main() -> int:
-    """Measure section by section; what one of them raises is kept, and the next one begins."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of gpu.json")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, which mean nothing")
-    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas between")
-    given = parser.parse_args()
-    chosen = given.only.split(",")
-    if unknown := set(chosen) - set(SECTIONS):
-        parser.error(f"--only {', '.join(sorted(unknown))}: it must be of {', '.join(SECTIONS)}")
-    quick = given.quick or not GPU
-    if not GPU:
-        torch.set_num_threads(1)  # two that wait for each other take 60 times as long
-    given.out.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {
+def recorded(
+    sections: Mapping[str, Callable[..., Rows]],
+    path: Path,
+    about: Mapping[str, Any],
+    *,
+    quick: bool,
+    writes: bool = True,
+    together: bool = False,
+) -> int:
+    """Measure section by section, and write the file after each; 1 if any of them has failed.
+
+    What one raises is kept, and the next begins, unless ranks measure `together`: their
+    communicators no longer agree then. Of these one `writes`.
+    """
+    record: dict[str, Any] = {
         "format": 1,
         "date": datetime.now(UTC).date().isoformat(),
         "commit": os.environ.get("COMMIT") or commit(),  # where files came without git
         "quick": quick,
-        "machine": machine(),
+        "machine": about,
         "seconds": {},
         "failures": {},
         "sections": {},
     }
-    for name in chosen:
+    for name, section in sections.items():
         start = time.perf_counter()
         try:
-            found["sections"][name] = SECTIONS[name](quick=quick)
+            record["sections"][name] = section(quick=quick)
         except Exception as error:  # noqa: BLE001 - the other sections are worth as much
-            found["failures"][name] = f"{type(error).__name__}: {error}"[:2000]
-        found["seconds"][name] = round(time.perf_counter() - start, 1)
-        problem = found["failures"].get(name)
-        print(f"{name}: {found['seconds'][name]} s{f', failed: {problem}' if problem else ''}")
-        text = json.dumps(found, indent=1)
-        write_atomically({given.out / "gpu.json": text.encode()})
-    return bool(found["failures"])
+            record["failures"][name] = f"{type(error).__name__}: {error}"[:2000]
+        record["seconds"][name] = round(time.perf_counter() - start, 1)
+        problem = record["failures"].get(name)
+        if writes:
+            failed = f", failed: {problem}" if problem else ""
+            print(f"{name}: {record['seconds'][name]} s{failed}", flush=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically({path: json.dumps(record, indent=1).encode()})
+        if problem and together:
+            break
+    return bool(record["failures"])
+
+
+def main() -> int:
+    """Measure the sections that are asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of gpu.json")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, which mean nothing")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas between")
+    options = parser.parse_args()
+    chosen = options.only.split(",")
+    if unknown := set(chosen) - set(SECTIONS):
+        parser.error(f"--only {', '.join(sorted(unknown))}: it must be of {', '.join(SECTIONS)}")
+    quick = options.quick or not GPU
+    if not GPU:
+        torch.set_num_threads(1)  # two that wait for each other take 60 times as long
+    sections = {name: SECTIONS[name] for name in chosen}
+    return recorded(sections, options.out / "gpu.json", machine(), quick=quick)
 
 
 if __name__ == "__main__":

@@ -8,26 +8,19 @@ exit code is then 1. `run_several.sh` runs the tests that need several GPUs befo
 """
 
 import argparse
-import json
 import os
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
-from measure import DEVICE, GPU, attached, machine, synchronize, timed
-from reports import commit
+from measure import DEVICE, GPU, Rows, attached, machine, recorded, synchronize, timed
 from torch import nn
-
-from co2sim.common.files import write_atomically
-
-Rows: TypeAlias = list[dict[str, Any]]
 
 _WARM_UP = 12
 """Steps."""
@@ -114,36 +107,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of several.json")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, which mean nothing")
-    given = parser.parse_args()
-    quick = given.quick or not GPU
+    options = parser.parse_args()
     if GPU:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo,cuda:nccl" if GPU else "gloo")
-    found: dict[str, Any] = {
-        "format": 1,
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": os.environ.get("COMMIT") or commit(),
-        "quick": quick,
-        "machine": {**machine(), "ranks": dist.get_world_size()},
-        "failures": {},
-        "sections": {},
-    }
-    for name, measure in SECTIONS.items():
-        try:
-            found["sections"][name] = measure(quick=quick)
-        except Exception as error:  # noqa: BLE001 - what was measured before is kept
-            found["failures"][name] = f"{type(error).__name__}: {error}"[:2000]
-        if dist.get_rank() == 0:
-            print(name, found["failures"].get(name, "measured"), flush=True)
-            given.out.mkdir(parents=True, exist_ok=True)
-            write_atomically({given.out / "several.json": json.dumps(found, indent=1).encode()})
-        if name in found["failures"]:
-            break  # the communicators of ranks no longer agree
-    if not found["failures"]:
+    failed = recorded(
+        SECTIONS,
+        options.out / "several.json",
+        {**machine(), "ranks": dist.get_world_size()},
+        quick=options.quick or not GPU,
+        writes=dist.get_rank() == 0,
+        together=True,
+    )
+    if not failed:
         dist.destroy_process_group()
-    return bool(found["failures"])
+    return failed
 
 
 if __name__ == "__main__":

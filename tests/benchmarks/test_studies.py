@@ -1,10 +1,12 @@
 """Studies of benchmarks/: what is run next, given what is there, and what their numbers rest on."""
 
-import functools
+import importlib
 import math
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +24,8 @@ with warnings.catch_warnings():
     import convergence
     import quantization
     import ssp
-    import time_to_loss_plan as timed
+    import studies
+    import time_to_loss as timed
     from ranks import on_ranks
 
 from realrun.algorithms.quantization_format import wire_bytes  # noqa: E402
@@ -35,49 +38,74 @@ pytestmark = pytest.mark.slow  # importing them takes seconds
 
 # --- convergence: which runs, in which order -----------------------------------------------------
 
-BUDGET = convergence.StudyBudget()
+BUDGET = studies.Budget()
+SINCE = {"long_study": 4}
+"""Lines of tables whose bounds are other ones since the rows were kept."""
 
 
 def line(name: str) -> Any:
     """A line of the table of the convergence study."""
-    return next(one for one in convergence.configurations(BUDGET) if one.name == name)
+    return next(each for each in convergence.configurations() if each.name == name)
 
 
 def tuned(configuration: Any, best_lr: float, best: int) -> list[Any]:
-    """All runs of a line in order, if the loss is least at a rate and at one outer step."""
-    known: dict[Any, Any] = {}
-    asked = []
-    while asks := convergence.missing(
-        functools.partial(convergence.wanted, configuration, BUDGET), known
-    ):
-        asked.append(asks[0])
-        wrong = abs(math.log2(asks[0].lr / best_lr))
-        wrong += 0.1 * abs(configuration.choices.index(asks[0].choice) - best)
-        known[asks[0].key] = {"validation_loss": 2 + wrong}
-    return asked
+    """All runs of a line in order, if the loss is least at a rate and at an outer step."""
+    rows: dict[Any, Any] = {}
+    runs = []
+    while missing := [
+        run for run in studies.tuned(configuration, BUDGET, rows) if run.key not in rows
+    ]:
+        runs.append(missing[0])
+        wrong = abs(math.log2(missing[0].lr / best_lr))
+        wrong += 0.1 * abs(configuration.choices.index(missing[0].choice) - best)
+        rows[missing[0].key] = {"validation_loss": 2 + wrong, "error": ""}
+    return runs
 
 
 @given(
-    st.sampled_from([one.name for one in convergence.configurations(BUDGET)]),
+    st.sampled_from([each.name for each in convergence.configurations()]),
     st.sampled_from((5e-3, 1e-2, 2e-2, 1.25e-3)),
 )
 def test_every_line_is_reported_at_its_best(name: str, best: float) -> None:
     """Three seeds, none of them that of the tuning, at the best rate and outer step."""
-    asked = tuned(line(name), best, 1)
-    last = asked[-3:]
-    assert [ask.seed for ask in last] == list(convergence.SEEDS)
-    assert {ask.seed for ask in asked[:-3]} == {convergence.TUNING_SEED}
+    runs = tuned(line(name), best, 1)
+    last = runs[-3:]
+    assert [run.seed for run in last] == list(studies.SEEDS)
+    assert {run.seed for run in runs[:-3]} == {studies.TUNING_SEED}
     choices = line(name).choices
-    assert {(ask.lr, ask.choice) for ask in last} == {(best, choices[min(1, len(choices) - 1)])}
+    assert {(run.lr, run.choice) for run in last} == {(best, choices[min(1, len(choices) - 1)])}
 
 
 def test_a_best_rate_at_the_edge_is_looked_beyond() -> None:
     """By factors of 2, twice at most; one inside the grid is not."""
-    low, middle, high = convergence.RATES
-    tried = {at: {ask.lr for ask in tuned(line("AdamW-DDP"), at, 0)} for at in (middle, 1.0, 1e-6)}
-    assert tried[middle] == {low, middle, high}
-    assert tried[1.0] == {low, middle, high, 2 * high, 4 * high}
-    assert tried[1e-6] == {low, middle, high, low / 2, low / 4}
+    low, middle, high = studies.RATES
+    rates = {
+        best: {run.lr for run in tuned(line("AdamW-DDP"), best, 0)} for best in (middle, 1.0, 1e-6)
+    }
+    assert rates[middle] == {low, middle, high}
+    assert rates[1.0] == {low, middle, high, 2 * high, 4 * high}
+    assert rates[1e-6] == {low, middle, high, low / 2, low / 4}
+
+
+@pytest.mark.parametrize("study", ["convergence", "long_study", "bound_ranking", "time_to_loss"])
+def test_a_study_makes_its_table_from_its_kept_rows(
+    study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lines of the tables are those that are kept, but for what the code has changed since."""
+    for path in (FOLDER / "results").glob(f"{study}*"):
+        if path.suffix in {".csv", ".json"}:
+            shutil.copy(path, tmp_path)
+    monkeypatch.setattr(sys, "argv", [study, "--report", "--out", str(tmp_path)])
+    assert importlib.import_module(study).main() == 0
+
+    def cells(path: Path) -> set[str]:
+        lines = path.read_text().splitlines()
+        return {" ".join(row.split()) for row in lines if row.startswith("| ")}
+
+    kept, made = (cells(folder / f"{study}.md") for folder in (FOLDER / "results", tmp_path))
+    assert made
+    assert len(made - kept) <= SINCE.get(study, 0)
+    assert (tmp_path / f"{study}.png").read_bytes()[:4] == b"\x89PNG"
 
 
 # --- time to a loss ------------------------------------------------------------------------------
