@@ -29,8 +29,7 @@ from co2sim.common.units import FlopsPerSecond, Seconds
 from co2sim.common.validation import Place, first_problem
 from co2sim.hardware.cluster import Backend, Cluster
 from co2sim.models.workload import Model
-from co2sim.prediction.case import Case
-from co2sim.prediction.notes import assumed
+from co2sim.prediction.case import Case, assumed
 from co2sim.schedule.schedule import Layout
 from co2sim.simulation.trace import Trace, read_json_lines
 from co2sim.strategies import parse

@@ -18,7 +18,7 @@ from co2sim.common import units
 from co2sim.common.progress import Done
 from co2sim.common.units import duration, number
 from co2sim.prediction.calibrations import Calibration, calibrations
-from co2sim.prediction.error_model import error_model
+from co2sim.prediction.intervals import error_model
 
 _TOKENS = (512, 1024, 2048, 4096, 8192)
 """Tokens per GPU and step that are assumed for CO2's runs."""

@@ -37,21 +37,19 @@ from co2sim.common.errors import CatalogError
 from co2sim.models.memory import GIB, reserved
 from co2sim.models.stack import Setting
 from co2sim.prediction.case import Case
-from co2sim.prediction.error_model import (
+from co2sim.prediction.intervals import (
     ERRORS,
+    EVIDENCE,
     DistanceErrors,
     ErrorModel,
     MemoryErrors,
+    PublishedRun,
     Situation,
     SourceErrors,
-    error_model,
-    read,
-)
-from co2sim.prediction.evidence import (
-    EVIDENCE,
-    PublishedRun,
     between,
     distance,
+    error_model,
+    read_error_model,
     setting_of,
     shares,
 )
@@ -313,7 +311,7 @@ def models_file(models: Mapping[str, ErrorModel], folder: Path = PAPERS) -> tupl
     """The record of `models_without`."""
     lines = [
         "# Written by `co2analysis runs --fit`: the model of errors without each source, by which",
-        "# the coverage of its 90 % intervals is judged; see co2sim.prediction.error_model.",
+        "# the coverage of its 90 % intervals is judged; see co2sim.prediction.intervals.",
     ]
     for source, model in models.items():
         lines += ["", f"[{source}]", f"interval_factor = {model.factor:.4g}"]
@@ -331,7 +329,7 @@ def recorded_models(folder: Path = PAPERS) -> dict[str, ErrorModel]:
         given = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise CatalogError(f"cannot read {path}: {error.strerror}") from error
-    return {source: read(entry) for source, entry in given.items()}
+    return {source: read_error_model(entry) for source, entry in given.items()}
 
 
 def quantile(values: NDArray[np.float64], weight: NDArray[np.float64]) -> float:

@@ -15,7 +15,7 @@ from co2sim.common.files import write_atomically
 from co2sim.common.tables import console
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
-from co2sim.prediction.evidence import nearest
+from co2sim.prediction.intervals import nearest
 from co2sim.prediction.totals import result_to_dict
 from co2sim.prediction.verdict import verdicts
 from co2sim.report.bundle import check

@@ -12,8 +12,9 @@ from co2sim.models.framework import Factor, Framework
 Flash = Literal["flash1", "flash2", "cudnn", "triton", ""]
 """An implementation of flash attention; files of GPUs say how fast each is."""
 
-Shares = Literal["nothing", "states", "parameters", "steps"]
-"""What replicas share: nothing, optimizer states, parameters too, or the outcome of steps."""
+Shares = Literal["nothing", "states", "parameters", "steps", "other"]
+"""What replicas share: nothing, optimizer states, parameters too, the outcome of steps, or what is
+not known of a strategy of a user's own."""
 
 Overhead = Annotated[float, Quantity(unit="s", least=0, most=0.1)]
 Sustained = Annotated[float, Quantity(least=0.01, most=1)]

@@ -4,13 +4,14 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, TypedDict, cast
+from typing import Annotated, Any, Literal, TypeAlias, TypedDict, cast
 
 from co2sim import strategies
 from co2sim.catalog import (
     DEFAULT_STACK,
     Contents,
     Entry,
+    Fact,
     cluster_contents,
     load_cluster,
     load_model,
@@ -23,6 +24,7 @@ from co2sim.common import convert, validation
 from co2sim.common.convert import Count, Number, Reader, Within, option
 from co2sim.common.errors import OptionError, nearest
 from co2sim.hardware.cluster import GPU, Cluster
+from co2sim.hardware.offloading import ASSUMED, unknown
 from co2sim.models.framework import AttentionKernel, Checkpointing, Loss
 from co2sim.models.recompute import Recompute, check_applies, recomputation
 from co2sim.models.stack import UNNAMED, Stack
@@ -35,9 +37,7 @@ from co2sim.models.workload import (
     Optimizer,
     Workload,
 )
-from co2sim.prediction.intervals import Thoroughness
 from co2sim.prediction.job import Job, Stage, stage_cluster
-from co2sim.prediction.notes import assumed, beyond_the_file
 from co2sim.schedule.mesh import Mesh
 from co2sim.schedule.schedule import DType
 from co2sim.simulation.compute_cost import peak_flops
@@ -45,6 +45,11 @@ from co2sim.simulation.noise import QUIET, Noise, RunOptions
 from co2sim.strategies import LocalSteps, Strategy
 from co2sim.strategies.step import title
 
+Thoroughness: TypeAlias = Literal["quick", "full"]
+"""quick: no further simulation; full: some further ones, with moved constants."""
+
+_OF_TOTALS = {"gpu.tdp", "gpu.idle_power", "node_power", "pue", "grid_intensity"}
+"""Numbers of a cluster that no speed rests on: `totals` names those that it used."""
 _MAX_GPUS = 10_000_000
 _MAX_SAMPLES = 10**12
 """Of a global batch: beyond any training, and still exact as a float."""
@@ -319,11 +324,11 @@ class Case(Mesh):
         sized = stated.resized(self.gpus) if self.gpus is not None else stated
         strategy = self.parsed
         _check_sites(strategy, stated)
-        if self.ep > 1 and not getattr(strategy, "divides_experts", False):
+        if self.ep > 1 and not strategies.says(strategy, "divides_experts"):
             raise OptionError(
                 f"ep={self.ep} combines with ddp, zero1, zero2 and fsdp; not with {strategy.name}"
             )
-        if self.offload != "none" and not getattr(strategy, "offloads", False):
+        if self.offload != "none" and not strategies.says(strategy, "offloads"):
             raise OptionError(
                 f"offload={self.offload} combines with ddp, zero1, zero2, zero3 and fsdp; not with"
                 f" {strategy.name}"
@@ -434,6 +439,41 @@ class Case(Mesh):
                 f" micro_batch={micro_batch} = {per_micro_step}"
             )
         return global_batch // per_micro_step
+
+
+def assumed(
+    cluster: Entry[Cluster], model: Entry[Model], *, offload: bool = False
+) -> tuple[Fact, ...]:
+    """The assumed numbers of both, which no source supports; no step depends on failures.
+
+    Those of the host are named where a job has states there.
+    """
+    missing = unknown(cluster.value) if offload else {}
+    found = [Fact(f"cluster.{path}", a.text, a.why, assumed=True) for path, a in missing.items()]
+    known = (
+        fact
+        for fact in _under("cluster", cluster)
+        if offload or fact.path.removeprefix("cluster.") not in ASSUMED
+    )
+    return (*known, *found, *_under("model", model))
+
+
+def _under(prefix: str, entry: Entry[Any]) -> list[Fact]:
+    used = (
+        f
+        for f in entry.assumed
+        if f.path.removesuffix("_low").removesuffix("_high") not in _OF_TOTALS
+        and not f.path.startswith("failures.")
+    )
+    return [replace(fact, path=f"{prefix}.{fact.path}") for fact in used]
+
+
+def beyond_the_file(stated: Cluster, sized: Cluster) -> list[Fact]:
+    """More nodes than the cluster has: the what-if of buying more of the same."""
+    if sized.nodes <= stated.nodes:
+        return []
+    why = f"the cluster has {stated.nodes}; more of the same kind were asked for"
+    return [Fact("cluster.nodes", str(sized.nodes), why, assumed=True)]
 
 
 def _check_sites(strategy: Strategy, cluster: Cluster) -> None:

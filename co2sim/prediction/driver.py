@@ -16,9 +16,15 @@ from co2sim.models.stack import Setting
 from co2sim.models.workload import Model
 from co2sim.prediction.case import AUTO, OPEN_BATCH, Case, Options
 from co2sim.prediction.choose import choose, choose_batch, even
-from co2sim.prediction.error_model import Situation, error_model
-from co2sim.prediction.evidence import from_measured, nearest_to, published_gpus, setting_of
-from co2sim.prediction.intervals import Predicted
+from co2sim.prediction.intervals import (
+    Predicted,
+    Situation,
+    error_model,
+    from_measured,
+    nearest_to,
+    published_gpus,
+    setting_of,
+)
 from co2sim.prediction.job import Job
 from co2sim.prediction.notes import budget_limit, host_limits, offloaded, remarks
 from co2sim.prediction.predict import predict, step_time

@@ -1,17 +1,36 @@
-"""The 90 % interval of a prediction, and where it comes from.
+"""How sure a prediction is: the published runs that are like it, their errors, and its interval.
 
-Three sources, the nearest first: the scatter of the probe that measured the cluster; the fit of the
-constants that the cluster has (`calibrations`), which tells of runs that are near those fitted; the
-errors on all published runs, of predictions that were not fitted to their source (`error_model`).
+**Evidence** are published training runs beside a prediction: which are nearest, and how far off
+they were, predicted by what was fitted without their source (`co2analysis runs`).
+
+**The model of errors**: log(published / predicted) of a further run has mean 0, and a variance that
+is a sum of parts: one for any run, and one each for what grows with exposed communication, nodes,
+divided layers, and what the host needs for what the GPU needs. They are smooth, and are estimated
+on errors of sources that were left out of the fit (`co2analysis runs --fit`). Where the stack was
+calibrated by its own runs, the variance is that of the errors of runs that were predicted from one
+run of their series, which grow with the distance to it.
+
+**The 90 % interval** has three sources, the nearest first: the scatter of the probe that measured
+the cluster; the fit of the constants that the cluster has (`calibrations`), which tells of runs
+that are near those fitted; the model of errors.
+
+**Order**: two runs of a model on one cluster with one stack share much of what is wrong with
+either. What they do not share is the error of their ratio: on published runs it grows with the
+distance of the two (`ErrorModel.pairs`).
 """
 
+import csv
 import math
-from collections.abc import Collection, Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, TypeVar
+from functools import cache, cached_property
+from importlib import resources
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from co2sim.common.units import counted
 from co2sim.hardware.cluster import Cluster, Link, Scatter
+from co2sim.models.stack import Setting, Shares
 from co2sim.models.workload import Model
 from co2sim.prediction.calibrations import (
     Calibration,
@@ -21,19 +40,380 @@ from co2sim.prediction.calibrations import (
     replaced,
     squares,
 )
-from co2sim.prediction.error_model import EXPERT_RUNS, Situation, error_model
+from co2sim.prediction.case import Case
+from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import WORLD, Layout
-from co2sim.strategies import LocalSteps, Strategy
+from co2sim.strategies import STRATEGIES, Strategy, says
 from co2sim.strategies.fsdp import FSDP
-from co2sim.strategies.zeropp import ZeroPP
+
+# --- evidence -------------------------------------------------------------------------------------
+
+
+EVIDENCE = "evidence.csv"
+"""The record of the catalog, written by `co2analysis runs --fit`."""
+
+_OTHER = 2.0
+"""What another stack, GPU or way of sharing counts: as much as four times the parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedRun:
+    """A published run and its prediction, in tokens/s of a GPU.
+
+    `gpu` is the generation, `divided` tp x pp, `tokens` those of a pass on a GPU, and `shares` what
+    replicas share: nothing, optimizer states, or parameters.
+    """
+
+    source: str
+    stack: str
+    gpu: str
+    model: str
+    parameters: int
+    gpus: int
+    strategy: str
+    shares: Shares
+    divided: int
+    tokens: float
+    published: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over published, less 1."""
+        return self.predicted / self.published - 1
+
+    @cached_property
+    def setting(self) -> Setting:
+        """What it is like."""
+        names = "gpu", "gpus", "parameters", "shares", "divided", "tokens"
+        return Setting(**{name: getattr(self, name) for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """A published run, and how far it is from a question: 1 is twice as many of something."""
+
+    run: PublishedRun
+    distance: float
+
+    def __str__(self) -> str:
+        """What ran, how far off its prediction was, and its source."""
+        run = self.run
+        return (
+            f"{run.model} on {run.gpus:,} {run.gpu} with {run.strategy}, predicted"
+            f" {abs(run.error):.0%} too {'fast' if run.error > 0 else 'slow'} ({run.source};"
+            f" distance {self.distance:.1f}, 0 is the same run, 2 another stack or GPU)"
+        )
+
+
+def shares(strategy: str) -> Shares:
+    """What the replicas of a strategy share, by its name; "other" of what is not built in."""
+    kind = STRATEGIES.get(strategy.partition("(")[0].partition(":")[0])
+    return kind.shares if kind else "other"
+
+
+_KINDS: Mapping[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("parameters", "gpus", "divided"), int),
+    **dict.fromkeys(("tokens", "published", "predicted"), float),
+}
+
+
+@cache
+def published_runs() -> tuple[PublishedRun, ...]:
+    """All that the catalog knows."""
+    text = (resources.files("co2sim.catalog") / EVIDENCE).read_text("utf-8")
+    return tuple(
+        PublishedRun(**{name: _KINDS.get(name, str)(value) for name, value in row.items()})
+        for row in csv.DictReader(text.splitlines())
+    )
+
+
+@cache
+def published_gpus() -> frozenset[str]:
+    """The generations of GPUs that these are of."""
+    return frozenset(run.gpu for run in published_runs())
+
+
+def setting_of(cluster: Cluster, model: Model, result: Result, kernels: str = "") -> Setting:
+    """What a result is like; `kernels` names precision, attention and recomputation."""
+    several = result.nodes > 1
+    network = 8 * cluster.inter.payload_bandwidth / cluster.gpus_per_node if several else 0.0
+    return Setting(
+        network=network,
+        kernels=kernels,
+        gpu=cluster.gpu.generation or cluster.gpu.name,
+        gpus=result.gpus,
+        parameters=model.parameters,
+        shares=shares(result.strategy),
+        divided=result.layer_gpus,
+        tokens=result.tokens_per_gpu_per_step * result.pp / result.accumulation,
+    )
+
+
+def distance(one: Setting, other: Setting) -> float:
+    """Of two runs of one stack: 1 for twice the parameters, or four times of something else.
+
+    The network counts where both use one, and kernels where both state them.
+    """
+    far = abs(math.log2(one.parameters / other.parameters))
+    far += 0.5 * abs(math.log2(one.gpus / other.gpus))
+    far += 0.5 * abs(math.log2(one.tokens / other.tokens))
+    far += 0.5 * abs(math.log2(one.divided / other.divided))
+    if one.network and other.network:
+        far += abs(math.log2(one.network / other.network))
+    if one.kernels and other.kernels and one.kernels != other.kernels:
+        far += _OTHER
+    return far + _OTHER * (one.gpu != other.gpu) + _OTHER * (one.shares != other.shares)
+
+
+def between(one: Result, other: Result) -> float:
+    """The distance of two results of one model on one GPU."""
+    here, there = (
+        Setting(
+            gpu="",
+            gpus=result.gpus,
+            parameters=1,
+            shares=shares(result.strategy),
+            divided=result.layer_gpus,
+            tokens=result.tokens_per_gpu_per_step * result.pp / result.accumulation,
+        )
+        for result in (one, other)
+    )
+    return distance(here, there)
+
+
+def from_measured(own: Setting, measured: Sequence[Setting]) -> tuple[float, float]:
+    """The distance to the nearest of the runs that calibrated a stack, and the misfit of that one.
+
+    inf where none is on this GPU, or where only one of the two trains local steps.
+    """
+    alike = [
+        (distance(own, one), one.misfit)
+        for one in measured
+        if one.gpu == own.gpu and (one.shares == "steps") == (own.shares == "steps")
+    ]
+    return min(alike, default=(math.inf, 0.0))
+
+
+def nearest(case: Case, result: Result, count: int = 5) -> list[Near]:
+    """The published runs that are most like a case, the nearest first."""
+    cluster, model = case.load()
+    return nearest_to(setting_of(cluster.value, model.value, result), result)[:count]
+
+
+def nearest_to(own: Setting, result: Result) -> list[Near]:
+    """All published runs, the nearest first."""
+    found = [
+        Near(run, distance(run.setting, own) + _OTHER * (run.stack != result.stack))
+        for run in published_runs()
+    ]
+    return sorted(found, key=lambda one: one.distance)
+
+
+def evidence_rows(near: Sequence[Near]) -> list[tuple[str, ...]]:
+    """For a table with the columns of `EVIDENCE_COLUMNS`."""
+    return [
+        (
+            one.run.source,
+            f"{one.run.model}, {one.run.gpus:,} {one.run.gpu}, {one.run.strategy}",
+            one.run.stack,
+            f"{one.run.published:,.0f}",
+            f"{one.run.predicted:,.0f}",
+            f"{one.run.error:+.0%}",
+            f"{one.distance:.1f}",
+        )
+        for one in near
+    ]
+
+
+EVIDENCE_COLUMNS = ("source", "run", "stack", "published", "predicted", "error", "distance")
+
+
+# --- the model of errors --------------------------------------------------------------------------
+
+
+ERRORS = "errors.toml"
+"""The record of the catalog."""
+
+_UNKNOWN_GPU = 0.25
+"""Standard deviation for a GPU of whose kernels, or trainings, nothing is published. Assumed:
+between the best and the worst of those that are, half of their efficiencies lie so near."""
+
+
+_EXPERTS = 0.25
+"""Standard deviation that mixtures of experts add: on the published runs of them the root of the
+mean square is 0.28, a part of which any run has."""
+EXPERT_RUNS, EXPERT_ERROR = 19, 0.27
+"""Published runs of mixtures of experts, which entered no fit, and the mean of their errors
+(docs/stacks.md). All of them divide the experts of a layer, and are of ZeRO-1."""
+CONTEXT_RUNS, CONTEXT_ERROR, CONTEXT_TORCHTITAN = 51, 0.11, 0.57
+"""The same with context parallelism, and the mean of the three runs of torchtitan among them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What makes a prediction more or less sure.
+
+    `exposed` is the share of the round that waits for the network, `divided` how many GPUs share
+    the layers (tp x pp), `host` what the host needs to issue passes over what the GPU needs for
+    them, and `known` says whether something is published of the GPU's kernels, and of trainings on
+    its generation. `apart` is the
+    distance to the nearest of the runs that the stack was calibrated by, inf without any, and
+    `misfit` by how much the logarithm of that is still off. `experts` says whether the model is a
+    mixture of them.
+    """
+
+    exposed: float
+    nodes: int
+    divided: int
+    host: float
+    known: bool = True
+    apart: float = math.inf
+    misfit: float = 0.0
+    experts: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        result: Result,
+        *,
+        known: bool = True,
+        apart: float = math.inf,
+        misfit: float = 0.0,
+        experts: bool = False,
+    ) -> "Situation":
+        """That of a result."""
+        return cls(
+            exposed=result.exposed_share,
+            nodes=result.nodes,
+            divided=result.layer_gpus,
+            host=result.host_load or 0.0,
+            known=known,
+            apart=apart,
+            misfit=misfit,
+            experts=experts,
+        )
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """By how much each part of the standard deviation counts."""
+        return {
+            "any": 1.0,
+            "exposed": self.exposed,
+            "nodes": math.log2(self.nodes) / 10,
+            "divided": math.log2(self.divided) / 5,
+            "host": min(1.0, self.host),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SourceErrors:
+    """Errors on the runs of one source, left out of the fit: predicted / published - 1.
+
+    `mean` is that of their sizes, `bias` the median with its sign.
+    """
+
+    title: str
+    runs: int
+    mean: float
+    bias: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistanceErrors:
+    """Errors that grow with the distance from another run of the same stack.
+
+    Standard deviations beside that run, and for a distance of 1 from it; how many of both a 90 %
+    interval reaches; and how many runs, or pairs of runs, they are of.
+    """
+
+    any: float
+    apart: float
+    factor: float
+    runs: int
+
+    def reach(self, apart: float, misfit: float = 0.0) -> float:
+        """How far a 90 % interval of log(measured / predicted) reaches to both sides.
+
+        `misfit` is by how much the other run is off itself.
+        """
+        return self.factor * math.hypot(self.any, self.apart * apart, misfit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryErrors:
+    """Errors of the peak of memory on published runs, of which it is known.
+
+    A 90 % interval of log(published / predicted) reaches `reach` to both sides. `mean` is that of
+    absolute errors, `bias` the median of signed ones.
+    """
+
+    reach: float
+    mean: float
+    bias: float
+    runs: int
+    sources: int
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorModel:
+    """Standard deviations of the parts, and how many of all a 90 % interval reaches.
+
+    `own` are errors of runs that were predicted by a stack which one run of their series
+    calibrated, `pairs` those of ratios of two runs of a model on one cluster.
+    """
+
+    deviations: Mapping[str, float]
+    factor: float
+    sources: tuple[SourceErrors, ...]
+    own: DistanceErrors | None = None
+    pairs: DistanceErrors | None = None
+    memory: MemoryErrors | None = None
+
+    def deviation(self, situation: Situation) -> float:
+        """Of log(published / predicted)."""
+        found = [self.deviations[name] * size for name, size in situation.parts.items()]
+        more = 0.0 if situation.known else _UNKNOWN_GPU, _EXPERTS if situation.experts else 0.0
+        return math.hypot(*found, *more)
+
+    def reach(self, situation: Situation) -> float:
+        """How far a 90 % interval of log(published / predicted) reaches to both sides."""
+        reach = self.factor * self.deviation(situation)
+        return min(reach, self.own.reach(situation.apart, situation.misfit)) if self.own else reach
+
+    def by_own(self, situation: Situation) -> bool:
+        """Whether the runs that the stack was calibrated by make the interval narrower."""
+        return self.reach(situation) < self.factor * self.deviation(situation)
+
+    @property
+    def runs(self) -> int:
+        """In all sources."""
+        return sum(source.runs for source in self.sources)
+
+
+def read_error_model(entry: Mapping[str, Any]) -> ErrorModel:
+    """From the record."""
+    sources = tuple(SourceErrors(**source) for source in entry.get("source", ()))
+    own, pairs = (
+        DistanceErrors(**entry[name]) if name in entry else None for name in ("own", "pairs")
+    )
+    memory = MemoryErrors(**entry["memory"]) if "memory" in entry else None
+    factor = float(entry["interval_factor"])
+    return ErrorModel(entry["deviations"], factor, sources, own, pairs, memory)
+
+
+@cache
+def error_model() -> ErrorModel:
+    """That of the catalog."""
+    text = (resources.files("co2sim.catalog") / ERRORS).read_text("utf-8")
+    return read_error_model(tomllib.loads(text))
+
+
+# --- the interval ---------------------------------------------------------------------------------
+
 
 Exchange: TypeAlias = Literal["gradients", "parameters", "quantized", "averages"]
 Extent: TypeAlias = Literal["one node", "several nodes"]
-
-_EXCHANGED: dict[str, Exchange] = {
-    **dict.fromkeys(("ddp", "zero1", "zero2"), "gradients"),
-    **dict.fromkeys(("zero3", "zeropp", "fsdp"), "parameters"),
-}
 
 _IN_WORDS: dict[Exchange, str] = {
     "gradients": "gradients exchanged every step",
@@ -61,7 +441,7 @@ def why_not_comparable(strategy: Strategy, layout: Layout, known: Collection[str
     When blocks are gathered is the framework's own: what is known of FSDP, over all ranks, is not
     known of DeepSpeed's ZeRO-3, nor of groups. Gradients and averages are sent as a whole.
     """
-    if _EXCHANGED.get(strategy.name) != "parameters":
+    if says(strategy, "shares") != "parameters":
         return ""
     there = f"there {' and '.join(known)}"
     if strategy.name not in known:
@@ -77,21 +457,13 @@ def kind_of(cluster: Cluster, strategy: Strategy, model: Model) -> RunKind | Non
     That is so for other GPUs, for strategies that are not ours, and for models of images.
     """
     gpu = cluster.gpu.generation
-    local = isinstance(strategy, LocalSteps)
-    exchange = "averages" if local else _EXCHANGED.get(strategy.name)
-    if isinstance(strategy, ZeroPP) and (strategy.qwz or strategy.qgz):
-        exchange = "quantized"
-    if isinstance(strategy, FSDP) and strategy.shard == 1:
-        exchange = "gradients"
+    exchange = says(strategy, "exchanges")
     if gpu is None or exchange is None or model.unit != "token":
         return None
     return RunKind(gpu, exchange, "several nodes" if cluster.nodes > 1 else "one node")
 
 
 L = TypeVar("L", Link, Link | None)
-
-Thoroughness: TypeAlias = Literal["quick", "full"]
-"""quick: no further simulation; full: some further ones, with moved constants."""
 
 TAIL = 1.645
 """Standard deviations of a normal distribution that a 90 % interval reaches to both sides."""
@@ -293,3 +665,31 @@ def overlaps(one: Interval, other: Interval) -> bool:
     if one.low is None or one.high is None or other.low is None or other.high is None:
         return False
     return one.low <= other.high and other.low <= one.high
+
+
+# --- order ----------------------------------------------------------------------------------------
+
+
+def interval_of(result: Result) -> Interval:
+    """The interval of a result."""
+    return Interval(result.tokens_per_s_low, result.tokens_per_s_high, result.interval_source)
+
+
+def unshared(one: Result, other: Result) -> float:
+    """How far a 90 % interval of the logarithm of their ratio reaches, by their own errors.
+
+    inf for runs of two models, or on two clusters or stacks, whose errors are not alike.
+    """
+    pairs = error_model().pairs
+    alike = (one.cluster, one.model, one.stack) == (other.cluster, other.model, other.stack)
+    return pairs.reach(between(one, other)) if pairs and alike else math.inf
+
+
+def undecided(one: Result, other: Result) -> bool:
+    """Whether either may be the faster one: their intervals overlap, and so do what they differ by.
+
+    Two without an interval, such as measured ones, are never undecided.
+    """
+    if not overlaps(interval_of(one), interval_of(other)):
+        return False
+    return abs(math.log(one.tokens_per_s / other.tokens_per_s)) <= unshared(one, other)

@@ -1,18 +1,16 @@
 """Notes on a result: warnings, what was assumed, options without effect, what is not counted."""
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
-from co2sim.catalog import Entry, Fact
+from co2sim.catalog import Fact
 from co2sim.common.units import counted, scaled
-from co2sim.hardware.cluster import GPU, Cluster
-from co2sim.hardware.offloading import ASSUMED, unknown
+from co2sim.hardware.cluster import GPU
 from co2sim.models.architecture import Block
 from co2sim.models.memory import host_memory
-from co2sim.models.workload import Model, Workload
-from co2sim.prediction.error_model import (
+from co2sim.models.workload import Workload
+from co2sim.prediction.intervals import (
     CONTEXT_ERROR,
     CONTEXT_RUNS,
     CONTEXT_TORCHTITAN,
@@ -115,27 +113,8 @@ def _together(pair: tuple[Block, Block]) -> int:
     return pair[0].parameters + pair[1].parameters
 
 
-_OF_TOTALS = {"gpu.tdp", "gpu.idle_power", "node_power", "pue", "grid_intensity"}
-"""Numbers of a cluster that no speed rests on: `totals` names those that it used."""
 _NEGLIGIBLE = 0.01
 """A probe measures passes of other shapes than a model's: sizes so near each other are the same."""
-
-
-def assumed(
-    cluster: Entry[Cluster], model: Entry[Model], *, offload: bool = False
-) -> tuple[Fact, ...]:
-    """The assumed numbers of both, which no source supports; no step depends on failures.
-
-    Those of the host are named where a job has states there.
-    """
-    missing = unknown(cluster.value) if offload else {}
-    found = [Fact(f"cluster.{path}", a.text, a.why, assumed=True) for path, a in missing.items()]
-    known = (
-        fact
-        for fact in _under("cluster", cluster)
-        if offload or fact.path.removeprefix("cluster.") not in ASSUMED
-    )
-    return (*known, *found, *_under("model", model))
 
 
 def offloaded(job: Job) -> tuple[str, ...]:
@@ -147,24 +126,6 @@ def offloaded(job: Job) -> tuple[str, ...]:
     sizes = f"{scaled(each, 'B')} of the host's memory for each GPU, {scaled(gpus * each, 'B')}"
     interval = "the interval is that of runs without a host's optimizer"
     return (f"optimizer states and gradients take {sizes} on a node; {interval}",)
-
-
-def _under(prefix: str, entry: Entry[Any]) -> list[Fact]:
-    used = (
-        f
-        for f in entry.assumed
-        if f.path.removesuffix("_low").removesuffix("_high") not in _OF_TOTALS
-        and not f.path.startswith("failures.")
-    )
-    return [replace(fact, path=f"{prefix}.{fact.path}") for fact in used]
-
-
-def beyond_the_file(stated: Cluster, sized: Cluster) -> list[Fact]:
-    """More nodes than the cluster has: the what-if of buying more of the same."""
-    if sized.nodes <= stated.nodes:
-        return []
-    why = f"the cluster has {stated.nodes}; more of the same kind were asked for"
-    return [Fact("cluster.nodes", str(sized.nodes), why, assumed=True)]
 
 
 def beyond_the_table(gpu: GPU, job: Workload) -> list[Fact]:

@@ -46,7 +46,7 @@ class Result(Mesh):
     and what another value would give. `tokens_per_s_low` and `tokens_per_s_high` are the ends
     of a 90 % interval (None where nothing is known, and for what was measured), and
     `interval_source` says where they come from; `nearest_published` is the distance of the nearest
-    published run, where these made the interval (`prediction.evidence`). `cost_per_billion_tokens`
+    published run, where these made the interval (`prediction.intervals`). `cost_per_billion_tokens`
     is in `currency`; `usd_per_billion_tokens` is None for other ones.
     """
 

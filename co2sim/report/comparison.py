@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from co2sim.common.units import counted
-from co2sim.prediction.order import undecided
+from co2sim.prediction.intervals import undecided
 from co2sim.prediction.step_factors import local_updates
 from co2sim.report.tables import Answered
 

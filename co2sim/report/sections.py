@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from co2sim.prediction.case import Case
-from co2sim.prediction.evidence import COLUMNS, nearest, rows
 from co2sim.prediction.figures import shared_batch
+from co2sim.prediction.intervals import EVIDENCE_COLUMNS, evidence_rows, nearest
 from co2sim.prediction.notes import is_alike
 from co2sim.prediction.published import SpeedComparison
 from co2sim.report import bar_charts, line_charts, tables
@@ -176,7 +176,7 @@ def trust(
             " another stack, GPU or way of sharing counts 2."
         )
         near = nearest(first.case, first.result)
-        found.append(Figure("", note, table=Table(COLUMNS, rows(near), 3)))
+        found.append(Figure("", note, table=Table(EVIDENCE_COLUMNS, evidence_rows(near), 3)))
     published = tables.published(comparisons)
     if published:
         note = "Published runs of this study beside their predictions:"

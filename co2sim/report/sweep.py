@@ -8,7 +8,7 @@ from co2sim.common.errors import Co2simError
 from co2sim.common.units import parse, parse_price
 from co2sim.prediction.case import Case
 from co2sim.prediction.figures import ends
-from co2sim.prediction.order import undecided
+from co2sim.prediction.intervals import undecided
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.report.chart_style import NumberAxis, number_axis

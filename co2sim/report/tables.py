@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from co2sim.catalog import Fact
 from co2sim.common.units import duration, figures, percent, scaled
 from co2sim.prediction.case import Case
-from co2sim.prediction.error_model import error_model
 from co2sim.prediction.figures import in_table
+from co2sim.prediction.intervals import error_model
 from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.result import Result
 from co2sim.prediction.totals import Totals

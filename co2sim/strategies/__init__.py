@@ -27,13 +27,22 @@ __all__ = [
     "is_built_in",
     "option_range",
     "parse",
+    "says",
     "strategy_options",
     "with_options",
 ]
 
 
 class Strategy(Protocol):
-    """A strategy: it gives a schedule and memory as data, and executes nothing."""
+    """A strategy: it gives a schedule and memory as data, and executes nothing.
+
+    It may say more about itself, see `says`:
+
+    - `shares`: what its replicas share: nothing, (optimizer) states, parameters, or steps;
+    - `exchanges`: what they send: gradients, parameters, quantized (both) or averages;
+    - `divides_experts`, `offloads`: whether it combines with these;
+    - `divides_layers`, `has_stages`: whether a plan tries it with `tp` and `cp`, and with `pp`.
+    """
 
     name: ClassVar[str]
 
@@ -72,6 +81,11 @@ _STRATEGIES_ELSEWHERE = {
     **{f"zero-{stage}": f"zero{stage}" for stage in (1, 2, 3)},
 }
 """Strategies of other frameworks and papers, as they are written here."""
+
+
+def says(strategy: Strategy, name: str) -> Any:
+    """What a strategy says about itself; None where it says nothing, as those of users may."""
+    return getattr(strategy, name, None)
 
 
 def is_built_in(strategy: Strategy) -> bool:

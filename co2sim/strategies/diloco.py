@@ -35,6 +35,8 @@ class DiLoCo:
     """
 
     name: ClassVar[str] = "diloco"
+    shares: ClassVar[str] = "steps"
+    exchanges: ClassVar[str] = "averages"
 
     tau: int = 500
     fragments: int = 1

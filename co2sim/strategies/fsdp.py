@@ -284,6 +284,8 @@ class FSDP:
     """
 
     name: ClassVar[str] = "fsdp"
+    shares: ClassVar[str] = "parameters"
+    divides_layers: ClassVar[bool] = True
     divides_experts: ClassVar[bool] = True
     offloads: ClassVar[bool] = True
 
@@ -293,6 +295,11 @@ class FSDP:
     reduce: Literal[D.FP32, D.BF16, D.FP16] = D.FP32
     clip: bool = True
     version: int = 2
+
+    @property
+    def exchanges(self) -> str:
+        """Gradients alone where nothing is divided."""
+        return "gradients" if self.shard == 1 else "parameters"
 
     def __post_init__(self) -> None:
         """Refuse groups that share nothing."""

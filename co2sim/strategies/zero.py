@@ -40,6 +40,10 @@ class Zero1:
     """
 
     name: ClassVar[str] = "zero1"
+    shares: ClassVar[str] = "states"
+    exchanges: ClassVar[str] = "gradients"
+    divides_layers: ClassVar[bool] = True
+    has_stages: ClassVar[bool] = True
     divides_experts: ClassVar[bool] = True
     offloads: ClassVar[bool] = True
 
@@ -101,6 +105,10 @@ class DDP:
     """
 
     name: ClassVar[str] = "ddp"
+    shares: ClassVar[str] = "nothing"
+    exchanges: ClassVar[str] = "gradients"
+    divides_layers: ClassVar[bool] = True
+    has_stages: ClassVar[bool] = True
     divides_experts: ClassVar[bool] = True
     offloads: ClassVar[bool] = True
 
@@ -145,6 +153,9 @@ class Zero3:
     """
 
     name: ClassVar[str] = "zero3"
+    shares: ClassVar[str] = "parameters"
+    exchanges: ClassVar[str] = "parameters"
+    divides_layers: ClassVar[bool] = True
     offloads: ClassVar[bool] = True
 
     prefetch: int = 50_000_000
@@ -205,6 +216,9 @@ class Zero2:
     """
 
     name: ClassVar[str] = "zero2"
+    shares: ClassVar[str] = "states"
+    exchanges: ClassVar[str] = "gradients"
+    divides_layers: ClassVar[bool] = True
     divides_experts: ClassVar[bool] = True
     offloads: ClassVar[bool] = True
 

@@ -64,6 +64,7 @@ class ZeroPP:
     """
 
     name: ClassVar[str] = "zeropp"
+    shares: ClassVar[str] = "parameters"
 
     qwz: bool = True
     hpz: bool = True
@@ -76,6 +77,11 @@ class ZeroPP:
     reduce_bucket: int = KEPT
     gathers: int = 1
     chunks: int = 1
+
+    @property
+    def exchanges(self) -> str:
+        """Whether what is sent is quantized."""
+        return "quantized" if self.qwz or self.qgz else "parameters"
 
     def __post_init__(self) -> None:
         """Refuse options that hold nothing, or that belong to a switch that is off."""

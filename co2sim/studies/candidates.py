@@ -22,7 +22,7 @@ from co2sim.prediction.step_factors import NO_GOAL, Goal, scale_of_case
 from co2sim.prediction.totals import Totals, tokens_of
 from co2sim.schedule.mesh import Mesh
 from co2sim.simulation.noise import QUIET
-from co2sim.strategies import LocalSteps, Strategy
+from co2sim.strategies import LocalSteps, Strategy, says
 from co2sim.strategies.co2 import has_auto_options
 from co2sim.strategies.step import title
 from co2sim.studies import grid
@@ -57,11 +57,6 @@ _MOST_EXPERTS = 64
 _MOST_CHUNKS = 8
 _MOST = 1024
 _COUNTS = ("tp", "cp", "ep", "pp", "interleave")
-
-PIPELINED = {"ddp", "zero1"}
-"""Strategies with stages where none are given: others exchange something in every micro-step."""
-DIVIDED = {"ddp", "zero1", "zero2", "zero3", "fsdp"}
-"""Strategies with other parallelism where none is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +110,7 @@ class Axes:
         self, strategy: Strategy, cluster: Cluster, model: Model, gpus: int, stack: Stack
     ) -> Iterator[Mesh]:
         """All that fill a number of GPUs, the plain one first."""
-        divides, stages = strategy.name in DIVIDED, strategy.name in PIPELINED
+        divides, stages = says(strategy, "divides_layers"), says(strategy, "has_stages")
         layers = len(model.blocks) - 2
         tps = self.tp or (_powers_up_to(min(gpus, cluster.gpus_per_node)) if divides else (1,))
         long = divides and model.unit == "token"

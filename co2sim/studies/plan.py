@@ -14,7 +14,7 @@ from co2sim.prediction import power
 from co2sim.prediction.bounds import Least
 from co2sim.prediction.case import Case
 from co2sim.prediction.choose import fits
-from co2sim.prediction.order import unshared
+from co2sim.prediction.intervals import unshared
 from co2sim.prediction.step_factors import scale_of_case, step_factor
 from co2sim.prediction.totals import DAY, totals_of
 from co2sim.studies.batch import Failure, Interrupted, Outcome, run_on
@@ -138,7 +138,7 @@ def front(options: Iterable[Candidate]) -> Iterator[Candidate]:
 def overlap(choice: Candidate, other: Candidate, want: Want) -> bool:
     """Whether their intervals do; without intervals that is not known.
 
-    Nor by their own errors, where both train every step together: see `prediction.order`.
+    Nor by their own errors, where both train every step together: see `prediction.intervals`.
     """
     ends, others = choice.ends(want), other.ends(want)
     if ends is None or others is None:

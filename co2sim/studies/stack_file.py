@@ -11,7 +11,7 @@ from co2sim.catalog.facts import override, read
 from co2sim.common.errors import OptionError
 from co2sim.common.units import counted
 from co2sim.prediction.case import Case
-from co2sim.prediction.evidence import setting_of
+from co2sim.prediction.intervals import setting_of
 from co2sim.studies.calibration import NUMBERS, Calibrated, moved
 from co2sim.studies.measured_runs import MeasuredRun
 

@@ -17,12 +17,11 @@ from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import Bytes, counted, duration, percent, scaled
 from co2sim.models.framework import AttentionKernel
 from co2sim.models.memory import GIB, OVERHEAD, model_states
-from co2sim.prediction import evidence, figures, notes
+from co2sim.prediction import figures, intervals, notes
 from co2sim.prediction.case import Case
-from co2sim.prediction.error_model import error_model
 from co2sim.prediction.figures import INTERVAL, in_table, list_of, shared_batch
+from co2sim.prediction.intervals import error_model, undecided
 from co2sim.prediction.job import Stage, schedule_of
-from co2sim.prediction.order import undecided
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
 from co2sim.prediction.totals import totals_of
@@ -126,7 +125,7 @@ def _near(case: Case, result: Result) -> list[str]:
     """The published run that is most like a case, where such runs made its interval."""
     if result.nearest_published is None:
         return []
-    return [f"nearest published run: {evidence.nearest(case, result, 1)[0]}"]
+    return [f"nearest published run: {intervals.nearest(case, result, 1)[0]}"]
 
 
 def _print_memory(out: Console, r: Result) -> None:
@@ -201,9 +200,9 @@ def print_evidence(case: Case, result: Result) -> None:
     Throughputs are tokens/s of a GPU. A distance of 1 is twice as many parameters, or four times as
     many GPUs or tokens of a pass; another stack, GPU or way of sharing counts 2.
     """
-    near = evidence.nearest(case, result)
+    near = intervals.nearest(case, result)
     title = "the published runs that are most like it, predicted without their source"
-    print_table(console(), title, evidence.COLUMNS, evidence.rows(near), left=3)
+    print_table(console(), title, intervals.EVIDENCE_COLUMNS, intervals.evidence_rows(near), left=3)
 
 
 def batch_words(r: Result) -> str:

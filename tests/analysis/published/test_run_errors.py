@@ -18,7 +18,7 @@ from analysis.published.runs import TrainingRun, training_runs
 from analysis.published.stack_fit import SHARED, Linear
 from co2sim.catalog import load_model, load_stack, names
 from co2sim.common.errors import CatalogError
-from co2sim.prediction.error_model import (
+from co2sim.prediction.intervals import (
     CONTEXT_ERROR,
     CONTEXT_RUNS,
     CONTEXT_TORCHTITAN,

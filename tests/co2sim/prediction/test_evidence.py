@@ -8,7 +8,7 @@ from commands import Command
 from analysis.published.runs import training_runs
 from co2sim.prediction.case import Case
 from co2sim.prediction.driver import run
-from co2sim.prediction.evidence import nearest, published_runs, shares
+from co2sim.prediction.intervals import nearest, published_runs, shares
 from co2sim.strategies import STRATEGIES
 
 

@@ -19,10 +19,11 @@ from analysis.published.parameters import GROUPS, stated
 from co2sim.catalog import load_cluster, load_model
 from co2sim.hardware.cluster import Cluster, Link, Scatter, Tier
 from co2sim.prediction.calibrations import calibrations, figures_of, squares
-from co2sim.prediction.error_model import Situation, error_model
 from co2sim.prediction.intervals import (
     Interval,
     RunKind,
+    Situation,
+    error_model,
     kind_of,
     overlaps,
 )

@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from one_sample import simulate
 
-from co2sim.prediction.error_model import error_model
-from co2sim.prediction.evidence import between
-from co2sim.prediction.order import undecided, unshared
+from co2sim.prediction.intervals import between, error_model, undecided, unshared
 from co2sim.prediction.result import Result
 
 JOB = {"model": "llama3-8b", "gpus": 64}

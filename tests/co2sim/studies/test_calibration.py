@@ -19,8 +19,14 @@ from co2sim.common.errors import CatalogError, OptionError
 from co2sim.models.memory import GIB, reserved
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
-from co2sim.prediction.error_model import DistanceErrors, ErrorModel, Situation, error_model
-from co2sim.prediction.evidence import distance, setting_of
+from co2sim.prediction.intervals import (
+    DistanceErrors,
+    ErrorModel,
+    Situation,
+    distance,
+    error_model,
+    setting_of,
+)
 from co2sim.studies.calibration import NUMBERS, calibrate, kernel_seconds, moved
 from co2sim.studies.measured_runs import (
     MeasuredRun,
