@@ -40,7 +40,7 @@ from realrun.lab.lab import Lab
 from realrun.lab.time_dilation import for_cores
 from realrun.launch.launcher import cores
 from realrun.measure import merge
-from realrun.probe.schedules import groups
+from realrun.probe.probe import groups
 
 Row: TypeAlias = dict[str, Any]
 

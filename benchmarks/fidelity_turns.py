@@ -45,9 +45,8 @@ from realrun.execute.executor import execute as carry_out
 from realrun.execute.kernels import Burn
 from realrun.execute.world import gather_objects
 from realrun.measure import make_kernels, merge
-from realrun.probe.fit import fit_gpu
-from realrun.probe.samples import ComputeSample, Measured
-from realrun.probe.schedules import in_turn
+from realrun.probe.fit import ComputeSample, Measured, fit_gpu
+from realrun.probe.probe import in_turn
 from realrun.record import resolve
 
 Times: TypeAlias = dict[Compute, list[Seconds]]

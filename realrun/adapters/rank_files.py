@@ -16,7 +16,7 @@ from realrun.algorithms import LocalUpdate
 from realrun.algorithms.outer_loop import mark_of
 from realrun.errors import CheckpointError, DamagedError
 from realrun.train import checkpoint
-from realrun.train.collective_errors import run_on_all_ranks
+from realrun.train.checkpoint import run_on_all_ranks
 from realrun.train.folder import STATE, Saved, shown
 
 FOLDER = "local_updates"

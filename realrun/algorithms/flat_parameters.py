@@ -7,7 +7,11 @@ Parameters of one dtype stand together, in the order of the model, each in the o
   leaves whole): this rank's 1/g of all that these g hold, in a row, rounded up, so the last ranks
   may have less, or nothing. Writing gathers the others'.
 
-So the vectors of a worker's ranks hold every element of the model once; see `replicas`.
+So the vectors of a worker's ranks hold every element of the model once. Which part of a tensor a
+rank holds, a DTensor tells by its mesh and placements. In a dimension of the mesh that shards the
+tensor the place of the rank counts: so with FSDP2, with tensor parallelism, and with both
+(`_StridedShard`). Ranks that differ only in other dimensions hold the same part: in those that
+replicate (HSDP), and in those that the mesh of this tensor lacks.
 
 Rounding. The fp32 vector is exact; the model holds it rounded to the parameters' dtype.
 A displacement is therefore taken from the *rounded* anchor, where the local steps began: a
@@ -17,6 +21,7 @@ would feed the rounding error back and undo all that fp32 keeps below the dtype'
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from typing import TypeAlias
 
@@ -27,8 +32,79 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from co2sim.common.errors import OptionError
-from realrun.algorithms.replicas import ALONE, Holders
+from realrun.algorithms.process_groups import WorkerGroups
 from realrun.torch_compat import all_gather_single
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """Who in a worker holds which part of a tensor.
+
+    This rank holds `part`, which is empty for the whole tensor. `ranks`, this one among them, hold
+    the same, and gather in `group`. `all_ranks` are the ranks of the worker, part by part.
+    """
+
+    part: str
+    ranks: tuple[int, ...]
+    all_ranks: tuple[tuple[int, ...], ...]
+    group: dist.ProcessGroup | None = None
+
+
+ALONE = Holders("", (0,), ((0,),))
+"""A worker of one rank."""
+
+
+def holders_of(tensors: Mapping[str, Tensor], links: WorkerGroups) -> dict[str, Holders]:
+    """The holders of named tensors. All ranks call this. Raises OptionError; see `part_of`."""
+    ranks = links.workers.inner_ranks
+    own = {name: part_of(name, one, ranks) for name, one in tensors.items()}
+    rows = links.of_worker(own)
+    names = dict.fromkeys(name for row in rows for name in row)  # the same on all of them
+
+    @cache
+    def alike(parts: Sequence[str | None]) -> tuple[tuple[int, ...], ...]:
+        pairs = list(zip(ranks, parts, strict=True))
+        return tuple(
+            tuple(rank for rank, other in pairs if other == part) for part in dict.fromkeys(parts)
+        )
+
+    found = {name: alike(tuple(row.get(name) for row in rows)) for name in names}
+    fewer = {one for every in found.values() for one in every if 1 < len(one) < len(ranks)}
+    groups = links.among(fewer)
+    mine = {name: next(one for one in found[name] if links.rank in one) for name in own}
+    return {
+        name: Holders(part, mine[name], found[name], groups.get(mine[name], links.gather))
+        for name, part in own.items()
+    }
+
+
+def part_of(name: str, tensor: Tensor, ranks: Sequence[int]) -> str:
+    """What this rank holds of a tensor of its worker, `ranks`; nothing is said of a whole one.
+
+    Raises OptionError for a DTensor with partial sums, and for one on ranks of other workers.
+    """
+    if not isinstance(tensor, DTensor):
+        return ""
+    mesh = tensor.device_mesh
+    spread, here = sorted(mesh.mesh.flatten().tolist()), mesh.get_coordinate()
+    if here is None or set(spread) - set(ranks):
+        raise OptionError(
+            f"{name!r} is spread over ranks {spread}, but this rank's worker is ranks"
+            f" {list(ranks)}: the mesh must hold this rank, and no rank of another worker"
+            " (worker='node', or Workers.of_mesh)"
+        )
+    placed = list(zip(tensor.placements, here, mesh.shape, strict=True))
+    if any(placement.is_partial() for placement, _, _ in placed):
+        raise OptionError(
+            f"{name!r} is placed as {tensor.placements}; each placement must be a shard or"
+            " Replicate()"
+        )
+    return ", ".join(
+        f"{placement!r} {place} of {count}"
+        for placement, place, count in placed
+        if count > 1 and not placement.is_replicate()
+    )
+
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What fp32 holds exactly."""

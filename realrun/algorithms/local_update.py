@@ -31,22 +31,20 @@ from realrun.algorithms.delayed import Rule, Stats
 from realrun.algorithms.delayed_loop import DelayedLoop
 from realrun.algorithms.departures import DepartureLog
 from realrun.algorithms.ending import Ending, no_mean
-from realrun.algorithms.flat_parameters import Flat
-from realrun.algorithms.master_weights import (
-    CopyWatch,
-    MasterWeights,
-    masters_of,
-    refuse_missing,
-    refuse_unlike,
-)
+from realrun.algorithms.flat_parameters import Flat, holders_of
 from realrun.algorithms.optimizers import (
     ATTACHED,
+    CopyWatch,
+    MasterWeights,
     Optimizers,
     count_nonfinite,
     held,
+    masters_of,
     optimizers_of,
+    refuse_missing,
     refuse_others,
     refuse_replaced,
+    refuse_unlike,
     say_idle,
     trainable,
 )
@@ -61,7 +59,6 @@ from realrun.algorithms.process_groups import (
     wait_of,
     workers_of,
 )
-from realrun.algorithms.replicas import holders_of
 from realrun.algorithms.resuming import Resumable
 from realrun.algorithms.step_counting import REMEDY, ModelWatch, StepHooks, inner_optimizers
 from realrun.errors import flag, one_of, warn_user

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
     from co2sim.hardware.cluster import GPU
     from realrun.cli.ranks import Rank
-    from realrun.probe.fit import Fitted
+    from realrun.probe.fit import Fitted, Measured, Residuals
     from realrun.probe.probe import Plan
-    from realrun.probe.samples import Measured, Residuals
 
 _DEFAULTS = {"gloo": ("16 MiB", ("fp32",)), "nccl": ("256 MiB", ("bf16", "fp16", "fp32"))}
 """Largest collective, and precisions."""
@@ -121,7 +120,7 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
     check_writable(out.parent)
     from realrun.cli import ranks  # noqa: PLC0415 - torch
     from realrun.probe.cluster_file import NOTHING  # noqa: PLC0415 - slow
-    from realrun.probe.probe import Plan  # noqa: PLC0415 - torch
+    from realrun.probe.probe import Plan  # noqa: PLC0415 - torch, scipy
 
     settings = ranks.RankSettings(means, wait, nproc)
     if not precisions and str(nproc or os.environ.get("WORLD_SIZE")) == "1":

@@ -16,8 +16,7 @@ from realrun.cli import options as launching
 from realrun.cli.train_rank import check_out, resumed, run
 from realrun.lab.time_dilation import DILATION, dilation
 from realrun.train.algorithm_registry import pairs
-from realrun.train.settings import TrainSettings
-from realrun.train.support import check, check_estimate
+from realrun.train.settings import TrainSettings, check, check_estimate
 
 _WARMUP = 20
 """Steps, if there are twice as many."""

@@ -23,8 +23,7 @@ from realrun.train.folder import (
     checkpoints,
 )
 from realrun.train.log import History, read
-from realrun.train.settings import UNITS, TrainSettings
-from realrun.train.support import check
+from realrun.train.settings import UNITS, TrainSettings, check
 
 if TYPE_CHECKING:
     from realrun.cli.ranks import Rank

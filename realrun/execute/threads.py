@@ -18,8 +18,7 @@ from co2sim.simulation.trace import Span, Trace
 from realrun.errors import MismatchError, RankFailure
 from realrun.execute.collectives import alone, carry_out
 from realrun.execute.run import Run, common_start, compare
-from realrun.execute.world import RankCommunicator
-from realrun.lab.thread_priority import first
+from realrun.execute.world import RankCommunicator, first
 from realrun.lab.time_dilation import lasting, now
 from realrun.launch.monitor import Place
 

@@ -7,8 +7,7 @@ from dataclasses import asdict
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, Unit, duration
 from co2sim.hardware.cluster import GPU, Link, TokenBucket
-from realrun.probe.fit import Fitted, interference
-from realrun.probe.samples import Measured
+from realrun.probe.fit import Fitted, Measured, interference
 
 NOTHING = (
     "nothing can be measured: a single rank has no other to communicate with, and --gpu leaves out"

@@ -18,8 +18,7 @@ from co2sim.common.units import duration, scaled
 from co2sim.hardware.cluster import GPU, Cluster
 from co2sim.schedule.schedule import Group, Kind
 from realrun.probe.cluster_file import size_text
-from realrun.probe.fit import Fitted, attained, bare, predict
-from realrun.probe.samples import Measured, Sample, by_kind
+from realrun.probe.fit import Fitted, Measured, Sample, attained, bare, by_kind, predict
 
 _COLOURS = dict(zip(Kind, COLOURS, strict=False))
 _MARKERS = dict(zip(Kind, "osD^vP", strict=True))

@@ -21,8 +21,18 @@ from co2sim.schedule.schedule import WORLD, Collective, DType, Kind
 from co2sim.simulation.collective_cost import cost_of
 from realrun.cli.lab import cluster
 from realrun.errors import LabError, LaunchError
-from realrun.lab.lab import TOOLS, Lab, check_machine, run_lab, stated_cluster
-from realrun.lab.network_namespaces import FRAME, PAYLOAD, burst, on_cores, payload_share
+from realrun.lab.lab import (
+    FRAME,
+    PAYLOAD,
+    TOOLS,
+    Lab,
+    burst,
+    check_machine,
+    on_cores,
+    payload_share,
+    run_lab,
+    stated_cluster,
+)
 from realrun.lab.time_dilation import for_cores
 from realrun.launch.launcher import cores
 

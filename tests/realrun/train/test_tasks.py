@@ -17,12 +17,15 @@ from scipy.spatial import cKDTree  # noqa: E402 - as above
 
 from realrun.train.log import read  # noqa: E402
 from realrun.train.settings import UNITS, TrainSettings  # noqa: E402
-from realrun.train.tasks.digits import split_images  # noqa: E402 - needs torch
-from realrun.train.tasks.gpt import turned  # noqa: E402 - needs torch
+from realrun.train.tasks.images import (  # noqa: E402
+    CLASSES,
+    SIDE,
+    canvas,
+    split_images,
+)
 from realrun.train.tasks.point_clouds import SURFACES  # noqa: E402 - needs torch
 from realrun.train.tasks.presets import VOCABULARY  # noqa: E402
-from realrun.train.tasks.registry import make_task  # noqa: E402 - needs torch
-from realrun.train.tasks.segmentation import CLASSES, SIDE, canvas  # noqa: E402 - needs torch
+from realrun.train.tasks.registry import make_task  # noqa: E402
 from realrun.train.tasks.task import (  # noqa: E402 - needs torch
     LEFT_OUT,
     Task,
@@ -31,7 +34,12 @@ from realrun.train.tasks.task import (  # noqa: E402 - needs torch
     means,
     scores,
 )
-from realrun.train.tasks.text import MASK, SHARE, hide  # noqa: E402 - needs torch
+from realrun.train.tasks.text import (  # noqa: E402
+    MASK,
+    SHARE,
+    hide,
+    turned,
+)
 
 CPU = torch.device("cpu")
 
