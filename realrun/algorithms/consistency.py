@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 
 from co2sim.common.errors import OptionError
 from realrun.algorithms.buffers import tensor_line
-from realrun.algorithms.delayed import Rule
 from realrun.algorithms.optimizers import rates
 from realrun.algorithms.outer_loop import OuterLoop, mark_of
 from realrun.algorithms.pacing import Tau
 from realrun.algorithms.process_groups import WorkerGroups, Workers
+from realrun.algorithms.rules import Rule
 from realrun.errors import MismatchError, warn_user
 
 

@@ -1,20 +1,59 @@
-"""The outer loop whose averages are used in the middle of the next round, without a restart."""
+"""The outer loop whose averages are used in the middle of the next round, without a restart.
+
+A worker stands at anchor + offset + its local steps since the last average was used. The offset is
+what it kept of its progress then. Vectors are fp32; the model holds their rounded sum, so that a
+displacement counts from the *rounded* start, as in `flat_parameters`.
+"""
 
 import time
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from co2sim.common.delayed_averaging import EVEN, LateAverage, bounded
-from realrun.algorithms.averaging import Average, PendingAverage
-from realrun.algorithms.delayed import Rule, State, depart, local_progress_since, stand
-from realrun.algorithms.flat_parameters import Flat
+from co2sim.common.delayed_averaging import EVEN, bounded
+from realrun.algorithms.averaging import PendingAverage
 from realrun.algorithms.outer_loop import OuterLoop, rounding_numbers, rounding_of
-from realrun.algorithms.pacing import AutoDelay, Launch, WaitWatch
-from realrun.algorithms.process_groups import WorkerGroups
+from realrun.algorithms.pacing import AutoDelay, Launch
+from realrun.algorithms.rules import State
+
+Parts: TypeAlias = Iterable[tuple[torch.dtype, slice]]
+"""Slices of a vector, each of one dtype of the model and small enough for a cache."""
+
+
+def take_displacement(
+    parts: Parts, anchor: Tensor, offset: Tensor, live: Tensor, moved: Tensor
+) -> None:
+    """`moved` <- anchor - where the worker stands: rounded(anchor + offset) - live - offset.
+
+    `live` is what the model holds. Exactly 0 where the offset is 0 and no step moved the model.
+    """
+    for dtype, span in parts:
+        start = (anchor[span] + offset[span]).to(dtype)
+        torch.sub(start, live[span], out=moved[span])
+        moved[span].sub_(offset[span])
+
+
+def take_offset(parts: Parts, anchor: Tensor, offset: Tensor, live: Tensor) -> None:
+    """`offset` <- where the worker stands, minus the anchor, with what rounding took off."""
+    for dtype, span in parts:
+        start = (anchor[span] + offset[span]).to(dtype)
+        offset[span].add_(live[span] - start)
+
+
+def local_progress_since(
+    launched: Tensor, live: Tensor, mean: Tensor, *, keep: float, predict: float
+) -> None:
+    """`launched` <- the offset: the share that is kept of the progress since the launch, and more.
+
+    `predict` is the share of the mean displacement that stands for the rest.
+    """
+    launched.neg_().add_(live).mul_(keep)
+    if predict:
+        launched.add_(mean, alpha=-predict)
 
 
 class DelayedLoop(OuterLoop):
@@ -26,24 +65,15 @@ class DelayedLoop(OuterLoop):
     or, when nothing is under way, half of what that was apart from the step with the mean.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        rule: Rule,
-        late: LateAverage,
-        flat: Flat,
-        links: WorkerGroups,
-        average: Average,
-        tau: int | None,
-    ) -> None:
-        """The state before round 0; without `tau` that of steps after which it is chosen."""
-        super().__init__(model, rule, flat, links, average, tau or late.shortest_round)
-        self._late, self.least = late, late.shortest_round
+    def _prepare(self, tau: int | None) -> None:
+        """Vectors of zeros, and fragments of the first rounds."""
+        assert self.rule.late is not None
+        self._late, flat = self.rule.late, self.flat
+        self.least = self._late.shortest_round
         self._means, self._own = flat.empty(), flat.empty()
-        self._alone = flat.empty() if late.preview else None
+        self._alone = flat.empty() if self._late.preview else None
         self._under_way: list[tuple[Launch, PendingAverage]] = []
-        self._most = 0 if tau else max(EVEN, late.fragments or 0)
-        self._watch = WaitWatch(links)
+        self._most = 0 if tau else max(EVEN, self._late.fragments or 0)
         self._divide()
         self._set_delay()
         self.counters.tau = tau or 0
@@ -112,7 +142,7 @@ class DelayedLoop(OuterLoop):
         part, own, moved = self.state.part(span), self._own[span], self._means[span]
         live = torch.empty_like(own)
         flat.read(live, span.start)
-        depart(flat.parts(span.start, len(own)), part.anchor, own, live, moved)
+        take_displacement(flat.parts(span.start, len(own)), part.anchor, own, live, moved)
         if self._alone is not None:
             self._step_alone(span, part, self._alone[span], moved, live)
         if self._late.keeps == "launched":
@@ -163,7 +193,7 @@ class DelayedLoop(OuterLoop):
         live = torch.empty_like(own)
         flat.read(live, span.start)
         if whole:
-            stand(flat.parts(span.start, len(own)), part.anchor, own, live)
+            take_offset(flat.parts(span.start, len(own)), part.anchor, own, live)
         before = part.anchor.clone() if whole or self._alone is not None else part.anchor
         self.use_average(flight, part, first=span.start, share=1 / len(self._spans))
         self.rule.move(part)

@@ -2,8 +2,8 @@
 
 Workers of local updates differ, so every rank saves what it holds. Nothing that is read can run
 code: tensors are safetensors, all else is JSON. A checkpoint is written beside its place and then
-renamed: one that has its name is whole. All ranks must see the same folder, and fail together: one
-cause is told alike on all of them.
+renamed: one that has its name is whole. All ranks must see the same folder, and fail together:
+all raise one error.
 """
 
 import json

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -21,32 +21,8 @@ from realrun.train.constants import Estimates
 from realrun.train.folder import LOG, RECORD
 from realrun.train.settings import TrainSettings
 
-
-class OuterStats(Protocol):
-    """What an outer step tells; see `realrun.algorithms`."""
-
-    @property
-    def rounds(self) -> int: ...  # noqa: D102
-    @property
-    def penalty(self) -> float: ...  # noqa: D102
-    @property
-    def clipped(self) -> float: ...  # noqa: D102
-    @property
-    def clip_residual(self) -> float: ...  # noqa: D102
-    @property
-    def running_residual(self) -> float: ...  # noqa: D102
-    @property
-    def rounding_residual(self) -> float: ...  # noqa: D102
-    @property
-    def waited(self) -> float: ...  # noqa: D102
-    @property
-    def bytes_sent(self) -> int: ...  # noqa: D102
-    @property
-    def late(self) -> int: ...  # noqa: D102
-    @property
-    def delay(self) -> int | None: ...  # noqa: D102
-    @property
-    def tau(self) -> int | None: ...  # noqa: D102
+if TYPE_CHECKING:
+    from realrun.algorithms import Stats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,25 +55,13 @@ class LogRow:
     running_residual: float | None = None
     tau: int | None = None
 
-    def with_stats(self, stats: OuterStats) -> "LogRow":
+    def with_stats(self, stats: "Stats") -> "LogRow":
         """The row with what an outer step tells."""
-        return replace(
-            self,
-            rounds=stats.rounds,
-            penalty=stats.penalty,
-            clipped=stats.clipped,
-            waited=stats.waited,
-            bytes_sent=stats.bytes_sent,
-            late=stats.late,
-            delay=stats.delay,
-            clip_residual=stats.clip_residual,
-            rounding_residual=stats.rounding_residual,
-            running_residual=stats.running_residual,
-            tau=stats.tau,
-        )
+        return replace(self, **{name: getattr(stats, name) for name in _OF_OUTER_STEP})
 
 
 _NAMES = tuple(field.name for field in fields(LogRow))
+_OF_OUTER_STEP = _NAMES[_NAMES.index("rounds") :]
 _ADDED = ("clip_residual", "rounding_residual", "running_residual", "tau")
 """Columns that older logs lack."""
 

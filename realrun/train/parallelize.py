@@ -28,7 +28,6 @@ from realrun import algorithms
 from realrun.algorithms.process_groups import Workers
 from realrun.execute.world import World
 from realrun.train import algorithm_registry
-from realrun.train.log import OuterStats
 from realrun.train.settings import IN_EVERY_STEP, TrainSettings
 
 _TYPES = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16, DType.FP16: torch.float16}
@@ -115,7 +114,7 @@ class OuterStep(Protocol):
     def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
     def take_state(self, state: dict[str, Any]) -> None: ...  # noqa: D102
     def agree_on_state(self) -> None: ...  # noqa: D102
-    def stats(self) -> OuterStats: ...  # noqa: D102
+    def stats(self) -> algorithms.Stats: ...  # noqa: D102
     def __enter__(self) -> object: ...
     def __exit__(self, *error: object) -> None: ...
 

@@ -24,7 +24,7 @@ from realrun.algorithms import (  # noqa: E402 - needs torch
     OptionError,
     SlowMo,
 )
-from realrun.algorithms.delayed import depart, local_progress_since, stand  # noqa: E402 - needs torch
+from realrun.algorithms.delayed_loop import local_progress_since, take_displacement, take_offset  # noqa: E402 - needs torch
 from realrun.algorithms.pacing import (  # noqa: E402 - needs torch
     SAMPLES,
     AutoDelay,
@@ -90,7 +90,7 @@ def test_with_all_kept_the_mean_moves_as_in_local_sgd(steps: tuple[int, int], se
         if k % tau == 0:
             moved = [torch.empty_like(x0) for _ in x]
             for i in range(workers):
-                depart(parts, anchor, own[i], x[i], moved[i])
+                take_displacement(parts, anchor, own[i], x[i], moved[i])
                 own[i].copy_(x[i])
             mean, flying = torch.stack(moved).mean(0), k
 
@@ -161,9 +161,9 @@ def test_a_parameter_that_did_not_move_has_no_displacement(
     anchors, own = torch.tensor(anchor), torch.full((3,), offset)
     live = (anchors + own).bfloat16().float()
     parts, moved = [(torch.bfloat16, slice(0, 3))], torch.ones(3)
-    depart(parts, anchors, own, live, moved)
+    take_displacement(parts, anchors, own, live, moved)
     assert torch.equal(moved, -own)
-    stand(parts, anchors, own, live)
+    take_offset(parts, anchors, own, live)
     assert torch.equal(own, torch.full((3,), offset))
 
 

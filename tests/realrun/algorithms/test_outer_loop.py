@@ -28,7 +28,6 @@ from realrun.algorithms import (  # noqa: E402 - needs torch
 )
 from realrun.algorithms.averaging import PendingAverage  # noqa: E402 - needs torch
 from realrun.algorithms.co2 import CO2Rule  # noqa: E402 - needs torch
-from realrun.algorithms.delayed import Clipped, State  # noqa: E402 - needs torch
 from realrun.algorithms.departures import DepartureLog  # noqa: E402
 from realrun.algorithms.flat_parameters import Flat  # noqa: E402 - needs torch
 from realrun.algorithms.outer_loop import finite_norm, weighted_sum  # noqa: E402 - needs torch
@@ -37,6 +36,7 @@ from realrun.algorithms.process_groups import (  # noqa: E402
     Workers,
     first_difference,
 )
+from realrun.algorithms.rules import Clipped, State  # noqa: E402 - needs torch
 
 ELEMENTS = 5
 AVERAGES = st.lists(
