@@ -229,11 +229,11 @@ class WorkerGroups:
         self,
         workers: Workers,
         deadline: float,
-        *,
-        owns: bool,
-        average_over: str | None = None,
-        pg_options: Any = None,
         notices: DepartureLog | None = None,
+        pg_options: Any = None,
+        *,
+        average_over: str | None = None,
+        owns: bool,
     ) -> None:
         """Connect. All ranks of torch.distributed call this, in the same order.
 

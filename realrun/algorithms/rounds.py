@@ -172,13 +172,9 @@ class Rounds:
         self._notices.meet("the start of averaging", seconds, needs=_ALL_RANKS)
         workers = workers_of(worker)
         refuse_wider(model, optimizers, workers)
+        owns, over = worker in {"node", "site"}, _backend_of(offload, transport)
         self._links = WorkerGroups(
-            workers,
-            seconds,
-            owns=worker in {"node", "site"},
-            average_over=_backend_of(offload, transport),
-            pg_options=transport.pg_options,
-            notices=self._notices,
+            workers, seconds, self._notices, transport.pg_options, average_over=over, owns=owns
         )
         self._trained = {id(one) for _, one in parameters}
         if self._masters:
@@ -200,14 +196,7 @@ class Rounds:
             for name, one in tensors.items()
             for part in parts_of(one).writable
         )
-        average = Average(
-            self._links.average, transport.wire, seconds, transport.bucket, self._notices
-        )
-        if self._drops:
-            average.weigh(lambda: not self._dropped, self._links.counting)
-        loop = DelayedLoop if rule.late else RoundLoop
-        steps = None if tau == "auto" else tau
-        self._outer: OuterLoop = loop(model, rule, flat, self._links, average, steps)
+        self._outer = self._loop_of(rule, flat, transport, seconds, tau)
         self._choosing = self._new_choice() if tau == "auto" else None
         self._extra = ExtraState(model, self._trained, self._links)
         warn_of_opaque(tensors)
@@ -223,6 +212,17 @@ class Rounds:
         own = describe_settings(self._optimizers, rule, settings)
         self._described = "\n".join([layout, *describe_others(self._model, parameters), *own])
         self._links.agree("model, optimizer or setting", self._described, across=parts)
+
+    def _loop_of(
+        self, rule: Rule, flat: Flat, transport: Transport, seconds: Seconds, tau: Tau
+    ) -> OuterLoop:
+        """The loop that uses averages as the rule says."""
+        group, notices = self._links.average, self._notices
+        average = Average(group, transport.wire, seconds, transport.bucket, notices)
+        if self._drops:
+            average.weigh(lambda: not self._dropped, self._links.counting)
+        loop, steps = DelayedLoop if rule.late else RoundLoop, None if tau == "auto" else tau
+        return loop(self._model, rule, flat, self._links, average, steps)
 
     def _count_steps(self) -> None:
         """Hook into the optimizers' steps, and watch what else moves the model."""

@@ -12,10 +12,10 @@ from typing import NoReturn
 from co2sim.common.errors import Co2simError, OptionError, error_line
 from co2sim.common.files import write_atomically
 from co2sim.common.units import Seconds, counted, duration
-from co2sim.hardware.cluster import Backend
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from realrun import record
+from realrun.cli.options import RankSettings
 from realrun.errors import BAD_INPUT, CheckpointError, RankFailure
 from realrun.execute.world import World, end, join, need_gpus
 from realrun.lab.time_dilation import lasting
@@ -35,15 +35,6 @@ _NEWS: Seconds = 5.0
 
 _MINUTES: Seconds = 120.0
 """From here on times are said in minutes."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankSettings:
-    """How ranks meet. `nproc` ranks are started here; None: this process is a rank."""
-
-    backend: Backend
-    deadline: Seconds
-    nproc: int | None
 
 
 def start(settings: RankSettings, arguments: Sequence[str], *, training: bool = False) -> int:

@@ -17,17 +17,20 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from co2sim.common.convert import Reader, option
 from co2sim.common.errors import Co2simError, UnitError, error_line
 from co2sim.common.units import BytesPerSecond, Seconds, counted, duration, parse
 from co2sim.common.validation import whole
 from co2sim.hardware.cluster import FULLY_IDLE
 from realrun.errors import REALTIME, SITES, LabError, one_of
-from realrun.lab.time_dilation import DILATION, MOST
+from realrun.lab.time_dilation import DILATION, MOST, chosen
 from realrun.launch.launcher import (
     GRACE,
     MAX_RANKS,
@@ -286,8 +289,21 @@ def stated_wan(facts: Mapping[str, str], latency: str) -> str:
     return "\n".join(["\n[wan]", *link, late, "", "[host.wan]", burst, ""])
 
 
+_RATE = Reader(lambda _, text: text, "RATE")
+"""Read as a text; the lab checks it."""
+
 INTRA_RATE = "3 Gbit/s"
 """A rate that loopback reaches for every rank, even if two ranks share a core and both send."""
+
+
+Dilation = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|N",
+        help="Run everything N times slower than stated, and clocks, too: times are those of the"
+        " cluster that the lab stands for. auto: as cores need it where kernels sleep, else 1.",
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,12 +316,18 @@ class Lab:
     LabError when it cannot be built anywhere.
     """
 
-    nodes: int
-    gpus_per_node: int
-    rate: str
-    intra_rate: str = INTRA_RATE
-    sites: int = 1
-    wan: str | None = None
+    nodes: int = option(4, "Nodes: one namespace each.", "lab")
+    gpus_per_node: int = option(1, "Ranks that share a node.", "lab")
+    rate: Annotated[str, _RATE] = option(
+        "1 Gbit/s", "What each node sends at most, such as '1 Gbit/s'.", "lab"
+    )
+    intra_rate: Annotated[str, _RATE] = option(
+        INTRA_RATE, "What each rank sends at most inside its node.", "lab"
+    )
+    sites: int = option(1, "Sites that share the nodes, in order.", "lab")
+    wan: Annotated[str | None, _RATE] = option(
+        None, "What each site sends to others at most, such as '50 Mbit/s'.", "lab"
+    )
     dilation: int = 1
 
     def __post_init__(self) -> None:
@@ -329,6 +351,11 @@ class Lab:
             )
         if self.wan is not None:
             _bandwidth("rate between sites", self.wan)
+
+    def slower(self, dilation: str, command: Sequence[str]) -> "Lab":
+        """The lab for a command, as much slower as --dilation says. Raises OptionError."""
+        times = chosen(dilation, command, self.world_size, cores(), self.sites)
+        return replace(self, dilation=times)
 
     @property
     def rates(self) -> SendRates:

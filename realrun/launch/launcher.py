@@ -1,4 +1,4 @@
-"""Start the ranks of a run, alone or under a launcher, and the options of a lab for it."""
+"""Start the ranks of a run, alone or under a launcher."""
 
 import os
 import shutil
@@ -6,11 +6,8 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from co2sim.cli import options
 from co2sim.common.units import Seconds
 from realrun.errors import LaunchError
 from realrun.launch.monitor import STOPPED, supervise
@@ -25,44 +22,6 @@ from realrun.launch.processes import (
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-
-Nodes = Annotated[
-    int,
-    typer.Option(parser=options.whole("--nodes"), metavar="N", help="Nodes: one namespace each."),
-]
-GpusPerNode = Annotated[
-    int,
-    typer.Option(
-        parser=options.whole("--gpus-per-node"), metavar="N", help="Ranks that share a node."
-    ),
-]
-Rate = Annotated[
-    str, typer.Option(metavar="RATE", help="What each node sends at most, such as '1 Gbit/s'.")
-]
-Sites = Annotated[
-    int,
-    typer.Option(
-        parser=options.whole("--sites"), metavar="N", help="Sites that share the nodes, in order."
-    ),
-]
-Wan = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RATE", help="What each site sends to others at most, such as '50 Mbit/s'."
-    ),
-]
-Dilation = Annotated[
-    str,
-    typer.Option(
-        metavar="auto|N",
-        help="Run everything N times slower than stated, and clocks, too: times are those of the"
-        " cluster that the lab stands for. auto: as cores need it where kernels sleep, else 1.",
-    ),
-]
-IntraRate = Annotated[
-    str, typer.Option(metavar="RATE", help="What each rank sends at most inside its node.")
-]
 
 
 GRACE: Seconds = 5.0

@@ -91,7 +91,7 @@ LOCAL_UPDATES = {
 """By strategy; those that are not here have no outer step."""
 
 
-def pairs(text: str) -> dict[str, str]:
+def pairs(_name: str, text: str) -> dict[str, str]:
     """Read "momentum=0.5,lr=1.0". Raises OptionError for what is no list of NAME=VALUE."""
     found: dict[str, str] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.util import find_spec
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
+from co2sim.common.convert import Reader, option
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import between, whole
 from co2sim.schedule.schedule import WORLD, DType, Layout
@@ -50,37 +51,70 @@ _HOW = ("stop", "log_every", "eval_every", "checkpoint_every", "evaluate")
 class TrainSettings:
     """What to train, and how. Raises OptionError for values that are not allowed.
 
-    `batch` is samples of an optimizer step over all ranks; a sample of text is `context`
-    characters (0: the preset's own). The learning rate rises linearly for `warmup` steps to `lr`
-    and falls along half a cosine to `final_lr` x `lr` at the last of `steps`. `clip_grad` bounds
-    the norm of each worker's gradient (0: not). `momentum` is that of sgd, and beta1 of adamw.
-    `stop` ends the run after this step, with a checkpoint (0: at `steps`).
-
-    Every `eval_every` steps the validation loss is taken (0: only at the end); local updates wait
-    for the end of the round. `evaluate` "during": at once, off the clock. "after": once training is
-    over, from copies of the parameters, so that an average that is in flight gets no free time.
+    The learning rate rises linearly for `warmup` steps to `lr` and falls along half a cosine to
+    `final_lr` x `lr` at the last of `steps`. With `evaluate` "after" the validation loss is that of
+    copies of the parameters.
     """
 
-    task: TaskName = "text"
-    strategy: str = "ddp"
-    size: str = "small"
-    context: int = 0
-    steps: int = 600
-    stop: int = 0
-    batch: int = 32
-    optimizer: OptimizerName = "adamw"
-    lr: float = 3e-3
-    final_lr: float = 0.1
-    warmup: int = 20
-    momentum: float = 0.9
-    weight_decay: float = 0.01
-    clip_grad: float = 1.0
-    outer: Mapping[str, str] = field(default_factory=dict)
-    seed: int = 0
-    log_every: int = 10
-    eval_every: int = 100
-    evaluate: Evaluate = "during"
-    checkpoint_every: int = 0
+    task: TaskName = option(
+        "text",
+        "text: a GPT on the characters of Python's standard library. masked_text: what is hidden in"
+        " them, with a transformer that looks both ways. digits: a convolutional network on"
+        " scikit-learn's digits. segmentation: the class of every pixel where some of them are."
+        " points: clouds of points on surfaces, reconstructed.",
+        "train",
+        "--task",
+        "-t",
+    )
+    strategy: str = option(
+        "ddp", "As in `co2sim run`: ddp, co2:tau=12, zeropp ...", "train", "--strategy", "-s"
+    )
+    size: str = option("small", "tiny, mini, small, medium or large.", "train")
+    context: int = option(
+        0, "Characters in a sample of text; default: 64 to 256, by size.", "train"
+    )
+    steps: int = option(600, "Optimizer steps.", "train")
+    stop: int = option(
+        0, "End after this step with a checkpoint, to continue with --resume.", "train"
+    )
+    batch: int = option(32, "Samples per step over all ranks, which share them equally.", "train")
+    optimizer: OptimizerName = option("adamw", "adamw or sgd.", "train")
+    lr: float = option(3e-3, "Highest learning rate.", "train")
+    final_lr: float = option(
+        0.1, "Fraction of the highest learning rate at the last step, after half a cosine.", "train"
+    )
+    warmup: int = option(
+        20, "Steps until lr is reached; default: 20, or half of all where those are fewer.", "train"
+    )
+    momentum: float = option(0.9, "Of sgd; adamw's beta1.", "train")
+    weight_decay: float = option(0.01, "Weight decay of matrices.", "train")
+    clip_grad: float = option(
+        1.0, "Clip the norm of a worker's gradient to this; 0: no clipping.", "train"
+    )
+    outer: Annotated[Mapping[str, str], Reader(algorithm_registry.pairs, "OPTIONS")] = option(
+        {},
+        "Options of the outer step, which do not affect the schedule. co2: momentum, lr, gap"
+        " (constant or gap_aware), penalty, clip; slowmo, diloco: momentum, lr; overlap_local_sgd:"
+        " pull, momentum. As in momentum=0.5,gap=gap_aware.",
+        "train",
+    )
+    seed: int = option(0, "Seed of weights and of samples.", "train")
+    log_every: int = option(10, "Steps between rows of the log.", "train")
+    eval_every: int = option(
+        100,
+        "Steps between validations, of the mean of all workers; local updates wait for the end of a"
+        " round. 0: only at the end.",
+        "train",
+    )
+    evaluate: Evaluate = option(
+        "during",
+        "during: at once, off the clock. after: once training is over, so that no average that is"
+        " under way gets free time.",
+        "train",
+    )
+    checkpoint_every: int = option(
+        0, "Steps between checkpoints, of which two are kept; 0: only at the end.", "train"
+    )
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -284,8 +318,8 @@ def check_estimate(settings: TrainSettings, layout: Layout, *, resume: bool) -> 
 
 def _check_options(strategy: Strategy) -> None:
     default = type(strategy)()
-    for option in fields(default):  # type: ignore[arg-type]
-        name, why = option.name, _REFUSED.get(strategy.name, {}).get(option.name)
+    for one in fields(default):  # type: ignore[arg-type]
+        name, why = one.name, _REFUSED.get(strategy.name, {}).get(one.name)
         if why and getattr(strategy, name) != getattr(default, name):
             raise OptionError(f"{strategy.name}: {name} cannot be trained with: {why}")
     if not isinstance(strategy, LocalSteps):

@@ -110,7 +110,7 @@ def test_stated_cluster_is_read_by_co2sim(tmp_path: Path) -> None:
 
 def test_cluster_is_printed_for_a_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     """`realrun lab cluster` prints what the lab will state."""
-    cluster(2, 1, "1 Gbit/s")
+    cluster.__wrapped__(Lab(2, 1, "1 Gbit/s"))
     slower = for_cores(2, cores())
     assert capsys.readouterr().out == stated_cluster(Lab(2, 1, "1 Gbit/s", dilation=slower))
 
