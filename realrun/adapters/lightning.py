@@ -115,10 +115,7 @@ class LocalUpdateStrategy(DDPStrategy):
         super().on_exception(exception)
         self._leave()
         if self._running:
-            cause = self._running.cause_of(exception)
             self._running.__exit__(type(exception), exception, exception.__traceback__)
-            if cause:
-                raise cause from exception
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The consensus."""

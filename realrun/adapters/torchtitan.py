@@ -140,10 +140,7 @@ class LocalUpdateTrainer(Trainer):
         try:
             super().train()
         except BaseException as error:
-            cause = self.algorithm.cause_of(error)
             self.algorithm.__exit__(type(error), error, error.__traceback__)
-            if cause:
-                raise cause from error
             raise
         if not self.algorithm.closed:
             self.algorithm.finish()

@@ -94,12 +94,8 @@ class LocalUpdateTrainer(Trainer):
         try:
             return super()._inner_training_loop(*args, **options)
         except BaseException as error:
-            if self._running is None:
-                raise
-            cause = self._running.cause_of(error)
-            self._running.__exit__(type(error), error, error.__traceback__)
-            if cause:
-                raise cause from error
+            if self._running:
+                self._running.__exit__(type(error), error, error.__traceback__)
             raise
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:

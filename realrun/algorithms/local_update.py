@@ -323,7 +323,10 @@ class LocalUpdate(Rounds):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Finish; after an exception only close, without waiting for others."""
+        """Finish; after an exception only close, without waiting for others.
+
+        Raises RankFailure where the exception is of a collective of others that failed with a rank.
+        """
         if error or self._failure or self._closed:
             cause = None if self._closed or error is None else self.cause_of(error)
             self._close(cause or error or self._failure)

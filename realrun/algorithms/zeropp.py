@@ -99,18 +99,22 @@ class ZeroPP:
     generator: Generator | None = None
 
 
-class Gather(AllGather):
+class _FreshBuffers:
+    """Communication of a group of parameters, whose buffers are made anew, as FSDP2 does itself."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """A fresh buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gather(_FreshBuffers, AllGather):
     """The gathers of a group of parameters."""
 
     def __init__(self, params: FSDPParamGroup, zeropp: ZeroPP, block: int) -> None:
         """Keep whose gathers these are; `block` 0 does not quantize."""
         self.params, self.zeropp, self.block = params, zeropp, block
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """A fresh buffer, as FSDP2's own."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -167,18 +171,12 @@ class _Arrival(dist.Work):
         self.target.copy_(dequantize(codes, scales, 8, self.block, elements))
 
 
-class Reduce(ReduceScatter):
+class Reduce(_FreshBuffers, ReduceScatter):
     """The reduction of a group's gradients."""
 
     def __init__(self, zeropp: ZeroPP, block: int, rounding: Rounding) -> None:
         """Keep how to quantize; `block` 0 does not."""
         self.zeropp, self.block, self.rounding = zeropp, block, rounding
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """A fresh buffer, as FSDP2's own."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -253,8 +251,6 @@ def _factor(op: dist.ReduceOp | dist.ReduceOp.RedOpType, ranks: int) -> float:
         raise OptionError(f"qgz cannot reduce gradients by {op}; it can by SUM, AVG and PREMUL_SUM")
     return float(factor)
 
-
-__all__ = ["Places", "Sent", "ZeroPP", "apply_zeropp"]
 
 _BLOCK = 2048
 

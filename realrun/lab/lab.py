@@ -255,17 +255,6 @@ _SOURCES = {
 }
 
 
-def wan_facts(rates: SendRates, sites: int, text: str | None) -> dict[str, str]:
-    """What `text`, the rate of a site, gives, by dotted key, with units; empty for one site."""
-    if text is None or rates.site is None:
-        return {}
-    return {
-        "wan.bandwidth": " ".join(text.split()),
-        "wan.efficiency": f"{payload_share(rates.node, two=sites == _TWO):.4f}",
-        "host.wan.size": f"{site_burst(rates.site, rates.node)} B",
-    }
-
-
 def overrides(uplink: Mapping[str, str], sites: int, latency: Seconds) -> dict[str, str]:
     """Those that give a cluster of as many nodes at one site its sites; empty for one site."""
     if not uplink:
@@ -368,7 +357,14 @@ class Lab:
     @property
     def uplink(self) -> dict[str, str]:
         """The link of a site to others as a cluster states it, by key; empty for one site."""
-        return wan_facts(self.rates, self.sites, self.wan)
+        rates = self.rates
+        if self.wan is None or rates.site is None:
+            return {}
+        return {
+            "wan.bandwidth": " ".join(self.wan.split()),
+            "wan.efficiency": f"{payload_share(rates.node, two=self.sites == _TWO):.4f}",
+            "host.wan.size": f"{site_burst(rates.site, rates.node)} B",
+        }
 
     @property
     def world_size(self) -> int:
