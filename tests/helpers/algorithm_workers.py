@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from co2sim.common.errors import Co2simError
-from realrun.algorithms import LocalSGD, LocalUpdate, SlowMo, Workers, pacing
+from realrun.algorithms import LocalSGD, LocalUpdate, Workers, pacing
 from realrun.algorithms.averaging import Average, PendingAverage, Stopwatch, beside_training
 from realrun.algorithms.process_groups import Wire
 from realrun.execute.world import World
@@ -422,18 +422,6 @@ def misused(world: World) -> dict[str, str]:
         "again": error_of(again),
         "unfrozen": error_of(unfrozen),
     }
-
-
-def consensus(world: World) -> list[Any]:
-    """What the model holds inside and after `consensus`, in the middle of a round."""
-    model = network(torch.bfloat16)
-    optim = optimizer(model, "sgd")
-    with SlowMo(model, optim, tau=2) as slowmo:
-        train(model, optim, world.rank, range(5))
-        live = vector(model)
-        with slowmo.consensus():
-            inside = vector(model)
-        return [inside.tolist(), torch.equal(live, vector(model)), live.tolist()]
 
 
 def resume(world: World, folder: str) -> list[str]:

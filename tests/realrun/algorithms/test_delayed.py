@@ -34,35 +34,6 @@ from realrun.algorithms.pacing import (  # noqa: E402 - needs torch
 )
 
 
-def test_one_worker_equals_the_transcription() -> None:
-    """Every delay up to a whole round, with momentum and clipping; nothing is waited for."""
-    for inner, tau, d, keep, predict, preview in [
-        ("sgd", 1, 1, 1.0, 0.0, False),
-        ("sgd", 3, 1, 0.5, 0.5, False),
-        ("sgd", 3, 2, 1.0, 1.0, False),
-        ("sgd", 3, 3, 0.25, 0.75, False),
-        ("sgd", 1, 1, 1.0, 0.0, True),
-        ("sgd", 3, 2, 0.5, 0.5, True),
-    ]:
-        rounds = 5
-        x0, step = reference.steps_of(1, inner, 1)
-        options: dict[str, Any] = {"keep": keep, "predict": predict, "preview": preview}
-        wanted = reference.late_co2(
-            x0, step, 1, rounds, tau=tau, d=d, beta=0.5, alpha=0.8, phi=0.05, **options
-        )
-        model = network()
-        optim = optimizer(model, inner)
-        with co2_of(
-            model, optim, tau=tau, delay=d, outer_momentum=0.5, outer_lr=0.8, clip=0.05, **options
-        ) as co2:
-            for t in range(rounds):
-                train(model, optim, 0, range(t * tau, (t + 1) * tau))
-                np.testing.assert_allclose(vector(model).numpy(), wanted[t][0], atol=2e-6)
-        stats = co2.stats()
-        assert (stats.rounds, stats.steps, stats.delay, stats.late) == (rounds, rounds * tau, d, 0)
-        assert stats.clipped > 0
-
-
 @given(
     st.integers(1, 6).flatmap(lambda tau: st.tuples(st.just(tau), st.integers(1, tau))),
     st.integers(0, 2**31),
