@@ -14,26 +14,26 @@ REDUCE_SCATTER = "reduce_scatter_single" if _NEW else "reduce_scatter_tensor"
 
 def all_gather_single(
     output: Tensor,
-    given: Tensor,
+    source: Tensor,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,  # noqa: FBT001, FBT002 - as torch has it
 ) -> dist.Work | None:
     """As `ALL_GATHER`."""
     gather: Any = getattr(dist, ALL_GATHER)
-    work: dist.Work | None = gather(output, given, group=group, async_op=async_op)
+    work: dist.Work | None = gather(output, source, group=group, async_op=async_op)
     return work
 
 
 def reduce_scatter_single(
     output: Tensor,
-    given: Tensor,
+    source: Tensor,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,  # noqa: FBT001, FBT002 - as torch has it
     **options: Any,
 ) -> dist.Work | None:
     """As `REDUCE_SCATTER`."""
     scatter: Any = getattr(dist, REDUCE_SCATTER)
-    work: dist.Work | None = scatter(output, given, group=group, async_op=async_op, **options)
+    work: dist.Work | None = scatter(output, source, group=group, async_op=async_op, **options)
     return work
 
 
@@ -49,7 +49,7 @@ def fsdp_param_groups(module: FSDPModule) -> list[Any]:
 
 def premul_factor(op: Any) -> float | None:
     """The factor of a `PREMUL_SUM`, which has no name before torch 2.11."""
-    found = getattr(op, "factor", None)
-    if found is None and hasattr(op, "__getstate__"):
-        _, found = op.__getstate__()
-    return found
+    factor = getattr(op, "factor", None)
+    if factor is None and hasattr(op, "__getstate__"):
+        _, factor = op.__getstate__()
+    return factor

@@ -242,5 +242,5 @@ def _clipping(clip: float | Clipping | None) -> dict[str, Any]:
     """The fields of the rule."""
     if clip is None:
         return {}
-    given = clip if isinstance(clip, Clipping) else Clipping(limit=clip)
-    return {"clip": given.limit, "residual_decay": given.residual_decay}
+    clipping = clip if isinstance(clip, Clipping) else Clipping(limit=clip)
+    return {"clip": clipping.limit, "residual_decay": clipping.residual_decay}

@@ -139,14 +139,14 @@ class DelayedLoop(OuterLoop):
         launch = Launch(fragment, now, delay, now - self._since[fragment], time.monotonic())
         self._since[fragment] = now
         span, flat = self._spans[launch.fragment], self.flat
-        part, own, moved = self.state.part(span), self._own[span], self._means[span]
-        live = torch.empty_like(own)
+        part, kept, moved = self.state.part(span), self._own[span], self._means[span]
+        live = torch.empty_like(kept)
         flat.read(live, span.start)
-        take_displacement(flat.parts(span.start, len(own)), part.anchor, own, live, moved)
+        take_displacement(flat.parts(span.start, len(kept)), part.anchor, kept, live, moved)
         if self._alone is not None:
             self._step_alone(span, part, self._alone[span], moved, live)
         if self._late.keeps == "launched":
-            own.copy_(live)
+            kept.copy_(live)
         self._under_way.append((launch, self.launch(moved)))
 
     def _step_alone(
@@ -189,23 +189,23 @@ class DelayedLoop(OuterLoop):
         if ends:
             keep, predict = 1.0, 0.0
         whole = self._late.keeps == "all"
-        part, own = self.state.part(span), self._own[span]
-        live = torch.empty_like(own)
+        part, kept = self.state.part(span), self._own[span]
+        live = torch.empty_like(kept)
         flat.read(live, span.start)
         if whole:
-            take_offset(flat.parts(span.start, len(own)), part.anchor, own, live)
+            take_offset(flat.parts(span.start, len(kept)), part.anchor, kept, live)
         before = part.anchor.clone() if whole or self._alone is not None else part.anchor
         self.use_average(flight, part, first=span.start, share=1 / len(self._spans))
         self.rule.move(part)
         if whole:
-            own.add_(before).sub_(part.anchor).mul_(keep)
+            kept.add_(before).sub_(part.anchor).mul_(keep)
         else:  # what a shorter round cannot predict is kept
             keep += predict * (1 - launch.covered / tau)
             share = predict * (launch.delay / tau)
-            local_progress_since(own, live, flight.vector, keep=keep, predict=share)
+            local_progress_since(kept, live, flight.vector, keep=keep, predict=share)
         if self._alone is not None:
-            own.add_(self._alone[span].add_(before).sub_(part.anchor).mul_(0.5))
-        self.publish(torch.add(part.anchor, own, out=live), span.start)
+            kept.add_(self._alone[span].add_(before).sub_(part.anchor).mul_(0.5))
+        self.publish(torch.add(part.anchor, kept, out=live), span.start)
 
     def _say_what_is_predicted(self, delay: int) -> None:
         less = bounded(self.tau, delay, self._keep, self._predict)
@@ -303,14 +303,14 @@ class DelayedLoop(OuterLoop):
         else:
             self.counters.tau = self.tau
         for fragment, span in enumerate(self._spans):
-            step, delay, number = (
+            step, delay, round_ = (
                 int(numbers[f"{name}{fragment}"]) for name in ("step", "delay", "round")
             )
             covered = int(numbers.get(f"covered{fragment}", self.tau))
             self._since[fragment] = step if step >= 0 else self._now() - covered
             if step >= 0:
                 flight = PendingAverage(
-                    number, self._means[span], errors=rounding_of(numbers, fragment)
+                    round_, self._means[span], errors=rounding_of(numbers, fragment)
                 )
                 self._under_way.append((Launch(fragment, step, delay, covered), flight))
         self._under_way.sort(key=lambda pair: pair[0].step)

@@ -116,7 +116,7 @@ class RankStore:
         due = time.monotonic()
         while True:
             try:
-                asked = self._calls.get(timeout=max(0.0, due - time.monotonic()))
+                request = self._calls.get(timeout=max(0.0, due - time.monotonic()))
             except Empty:
                 due = time.monotonic() + SIGN_INTERVAL
                 try:
@@ -124,9 +124,9 @@ class RankStore:
                 except RuntimeError:
                     self.gone = True
                 continue
-            if asked is None:
+            if request is None:
                 return
-            call, answer = asked
+            call, answer = request
             try:
                 answer.set_result(call(self._store))
             except Exception as error:  # noqa: BLE001 - it is raised where the question was asked
@@ -165,14 +165,14 @@ def common_prefix() -> str:
     if world not in _WORLDS:
         count = _get_default_store().add(f"realrun/{attempt}/worlds", 1)
         _WORLDS[world] = [(count - 1) // world.size(), 0]
-    number, calls = _WORLDS[world]
+    index, calls = _WORLDS[world]
     _WORLDS[world][1] += 1
-    return f"realrun/{attempt}/{number}/{calls}"
+    return f"realrun/{attempt}/{index}/{calls}"
 
 
 _COUNT = "count"
 _OURS = tuple(
-    f"raised {one.__name__}" for one in (OptionError, MismatchError, NonFiniteError, RankFailure)
+    f"raised {kind.__name__}" for kind in (OptionError, MismatchError, NonFiniteError, RankFailure)
 )
 _SETTLE: Seconds = 0.4
 """How long after a failed collective a note may still come from the rank that caused it."""
@@ -233,11 +233,11 @@ class DepartureLog:
         self._store: RankStore | None = None
         if len(self.ranks) > 1:
             self._me = dist.get_rank()
-            own = ref(self)
+            reference = ref(self)
             self._store = RankStore(
                 common_prefix(),
-                lambda: one._sign() if (one := own()) else (0, ""),  # noqa: SLF001
-                lambda store: one._read(store) if (one := own()) else None,  # noqa: SLF001
+                lambda: log._sign() if (log := reference()) else (0, ""),  # noqa: SLF001
+                lambda store: log._read(store) if (log := reference()) else None,  # noqa: SLF001
             )
             finalize(self, self._store.stop).atexit = False
             _OPEN.add(self)
@@ -262,8 +262,8 @@ class DepartureLog:
         self._left = True
         _OPEN.discard(self)
         reason = raised(error) if error else ""
-        told = (error.ranks, error.cause or reason) if isinstance(error, RankFailure) else ((), "")
-        note = Departure(self._me, self.steps(), reason, *told)
+        blame = (error.ranks, error.cause or reason) if isinstance(error, RankFailure) else ((), "")
+        note = Departure(self._me, self.steps(), reason, *blame)
 
         def write(store: PrefixStore) -> None:
             store.set(str(self._me), json.dumps(asdict(note)))
@@ -313,18 +313,18 @@ class DepartureLog:
         self._met += 1
 
     def settle(
-        self, what: str, patience: Seconds, own: int, advance: Callable[[int], None]
+        self, what: str, patience: Seconds, steps_here: int, advance: Callable[[int], None]
     ) -> list[int]:
         """Wait until all come to `what`; gives the steps of each. All ranks call this.
 
-        This rank took `own` steps. Where another one waits for an average that is launched after
+        This rank took `steps_here`. Where another one waits for an average that is launched after
         more steps, `advance` takes this rank there. Raises RankFailure as `meet` does.
         """
         if self._store is None:
-            return [own]
+            return [steps_here]
         try:
             with self.waiting(what):
-                steps = self._settle(self._store, what, patience, own, advance)
+                steps = self._settle(self._store, what, patience, steps_here, advance)
         except StoreError as error:
             raise self._store_failure(what, error) from error
         self._met += 1
@@ -335,18 +335,18 @@ class DepartureLog:
         store: RankStore,
         what: str,
         patience: Seconds,
-        own: int,
+        steps_here: int,
         advance: Callable[[int], None],
     ) -> list[int]:
-        note = Departure(self._me, own, f"{_IS_AT}{what}", settles=True)
+        note = Departure(self._me, steps_here, f"{_IS_AT}{what}", settles=True)
         ended = f"{self._arrived} ended"
-        alike = f"{ended} after {own}"
+        alike = f"{ended} after {steps_here}"
 
-        def arrive(one: PrefixStore) -> None:
-            one.set(f"at {self._me}", json.dumps([self._met, asdict(note)]))
-            one.set(f"{ended} by {self._me}", str(own))
+        def arrive(prefixed: PrefixStore) -> None:
+            prefixed.set(f"at {self._me}", json.dumps([self._met, asdict(note)]))
+            prefixed.set(f"{ended} by {self._me}", str(steps_here))
             for key in (self._arrived, alike, ended):
-                one.add(key, 1)
+                prefixed.add(key, 1)
 
         store.ask(arrive)
         limit, pause, needed = time.monotonic() + patience, 0.001, 0
@@ -356,20 +356,20 @@ class DepartureLog:
                 break
             with suppress(StoreError):
                 needed = store.ask(self._needed)
-                left = left or [one for one in self._waiting() if not one.settles]
+                left = left or [note for note in self._waiting() if not note.settles]
             if left:
                 raise self._failure(what, left, None)
             if time.monotonic() > limit:
                 raise self._not_come(what, patience, "")
-            if needed > max(own, self.steps()):
+            if needed > max(steps_here, self.steps()):
                 advance(needed)
                 limit = time.monotonic() + patience
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
-        if store.ask(lambda one: one.add(alike, 0)) == len(self.ranks):
-            return [own] * len(self.ranks)
+        if store.ask(lambda prefixed: prefixed.add(alike, 0)) == len(self.ranks):
+            return [steps_here] * len(self.ranks)
         keys = [f"{ended} by {rank}" for rank in self.ranks]
-        return [int(steps) for steps in store.ask(lambda one: one.multi_get(keys))]
+        return [int(steps) for steps in store.ask(lambda prefixed: prefixed.multi_get(keys))]
 
     def _needed(self, store: PrefixStore) -> int:
         """After how many steps the average is launched that a rank waits for."""
@@ -412,15 +412,15 @@ class DepartureLog:
                 raise self._not_come(what, patience, needs)
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
-        if store.ask(lambda one: one.add(alike, 0)) == everybody:
+        if store.ask(lambda prefixed: prefixed.add(alike, 0)) == everybody:
             return []
         here = (note.steps, reason)
-        return [one for one in self._waiting() if (one.steps, one.reason) != here]
+        return [note for note in self._waiting() if (note.steps, note.reason) != here]
 
     def _count(self, store: RankStore, key: str, limit: float) -> int:
         """A counter; 0 until `limit` where the store does not answer. Raises StoreError."""
         try:
-            return store.ask(lambda one: one.add(key, 0))
+            return store.ask(lambda prefixed: prefixed.add(key, 0))
         except StoreError:
             if store.gone or time.monotonic() > limit:
                 raise
@@ -432,7 +432,7 @@ class DepartureLog:
         return f"arrived {self.ranks[0]} {self._met}"
 
     def _not_come(self, what: str, patience: Seconds, needs: str) -> RankFailure:
-        there = {one.rank for one in self._waiting()}
+        there = {note.rank for note in self._waiting()}
         missing = [rank for rank in self.ranks if rank not in there]
         silent, signs = self._watch(missing)
         have = "has" if len(missing) == 1 else "have"
@@ -450,12 +450,12 @@ class DepartureLog:
         def read(store: PrefixStore) -> list[Departure]:
             if not store.add(self._arrived, 0):
                 return []
-            found = []
+            departures = []
             for rank in self.ranks:
                 if store.check([f"at {rank}"]):
-                    number, note = json.loads(store.get(f"at {rank}"))
-                    found += [Departure(**note)] if number == self._met else []
-            return found
+                    meeting, note = json.loads(store.get(f"at {rank}"))
+                    departures += [Departure(**note)] if meeting == self._met else []
+            return departures
 
         return self._store.ask(read)
 
@@ -471,13 +471,13 @@ class DepartureLog:
 
     def _read(self, store: PrefixStore) -> None:
         """Read new notes of others; on the thread of the store alone."""
-        known = self._notes
-        if store.add(_COUNT, 0) <= len(known) + self._left:
+        notes = self._notes
+        if store.add(_COUNT, 0) <= len(notes) + self._left:
             return
         for rank in self.ranks:
-            if rank != self._me and rank not in known and store.check([str(rank)]):
+            if rank != self._me and rank not in notes and store.check([str(rank)]):
                 note = json.loads(store.get(str(rank)))
-                known[rank] = Departure(**note | {"blamed": tuple(note["blamed"])})
+                notes[rank] = Departure(**note | {"blamed": tuple(note["blamed"])})
 
     def _absent(self, behind: Callable[[int], bool]) -> list[Departure]:
         """Who has left and raised, or has left or waits elsewhere after steps that are behind."""
@@ -501,7 +501,7 @@ class DepartureLog:
 
         Not for errors of this package, which others find themselves, or at the next average.
         """
-        if absent := [one for one in self._known() if one.reason and not one.is_ours]:
+        if absent := [note for note in self._known() if note.reason and not note.is_ours]:
             raise self._failure("training", absent, None)
 
     def cause(
@@ -562,13 +562,13 @@ class DepartureLog:
         not waited for.
         """
         assert self._store is not None
-        begin, number, left = time.monotonic(), self._store.signs, len(self._notes)
+        begin, before, left = time.monotonic(), self._store.signs, len(self._notes)
         first = signs = self._store.signs_of(ranks)
         while True:
             silent = [rank for rank in ranks if rank in first and signs[rank] == first[rank]]
             never = [rank for rank in ranks if rank not in signs]
             long = time.monotonic() - begin > _SILENT
-            if not silent or (long and self._store.signs >= number + _SILENT_SIGNS):
+            if not silent or (long and self._store.signs >= before + _SILENT_SIGNS):
                 return sorted(silent + never), signs
             if len(self.notes()) > left:
                 return [], signs
@@ -644,16 +644,16 @@ def _ranks(ranks: list[int]) -> str:
 
 def _said_of_silent(ranks: list[int], signs: dict[int, Sign]) -> str:
     verb = "gives" if len(ranks) == 1 else "give"
-    known = [rank for rank in ranks if rank in signs]
+    seen = [rank for rank in ranks if rank in signs]
     return (
-        f"{_ranks(ranks)} {verb} no sign of life (killed, stopped or cut off){_steps(known, signs)}"
+        f"{_ranks(ranks)} {verb} no sign of life (killed, stopped or cut off){_steps(seen, signs)}"
     )
 
 
 def _said_of_late(ranks: list[int], signs: dict[int, Sign]) -> str:
     verb = "is" if len(ranks) == 1 else "are"
-    known = [rank for rank in ranks if rank in signs]
-    return f"{_ranks(ranks)} {verb} alive, and late{_steps(known, signs)}"
+    seen = [rank for rank in ranks if rank in signs]
+    return f"{_ranks(ranks)} {verb} alive, and late{_steps(seen, signs)}"
 
 
 def _steps(ranks: list[int], signs: dict[int, Sign]) -> str:
@@ -669,14 +669,14 @@ _OPEN: WeakSet[DepartureLog] = WeakSet()
 def _end() -> None:
     """The process ends, and algorithms were not closed."""
     error = getattr(sys, "last_value", None)
-    for one in list(_OPEN):
-        if error is None and one.now():
+    for log in list(_OPEN):
+        if error is None and log.now():
             sys.stderr.write(
                 "a training ended without finish(): its last steps are not averaged, and every rank"
                 " holds another model; call finish(), or train within a `with` block\n"
             )
-        one.leave(error)
-        one.end()
+        log.leave(error)
+        log.end()
 
 
 def of_network(error: BaseException) -> bool:

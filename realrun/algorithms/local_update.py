@@ -103,11 +103,11 @@ class LocalUpdate(Rounds):
     def __init_subclass__(cls) -> None:
         """Show in help() what `**common: Unpack[Common]` stands for."""
         super().__init_subclass__()
-        own, shared = signature(cls.__init__), signature(LocalUpdate.__init__).parameters
-        named = list(own.parameters.values())
+        mine, shared = signature(cls.__init__), signature(LocalUpdate.__init__).parameters
+        named = list(mine.parameters.values())
         if "__init__" in vars(cls) and named[-1].annotation == Unpack[Common]:
             named[-1:] = [shared[name] for name in Common.__annotations__]
-            cls.__init__.__signature__ = own.replace(parameters=named)  # type: ignore[attr-defined]
+            cls.__init__.__signature__ = mine.replace(parameters=named)  # type: ignore[attr-defined]
 
     @property
     def closed(self) -> bool:
@@ -222,12 +222,12 @@ class LocalUpdate(Rounds):
         A step that only some of several optimizers have taken counts.
         """
         lap, begun = self._outer.lap, bool(self._stepped)
-        own = self._links.steps + begun
+        steps_here = self._links.steps + begun
         if not self._links.single:  # whose DDP or FSDP2 needs all ranks
             self._links.meet(what, begun=begun, lap=lap)
-            return [own]
+            return [steps_here]
         patience = self._links.deadline + lap
-        return self._links.notices.settle(what, patience, own, self._advance)
+        return self._links.notices.settle(what, patience, steps_here, self._advance)
 
     def _advance(self, steps: int) -> None:
         """Continue to the `steps` that others took, without moving the model by own ones."""

@@ -28,32 +28,35 @@ ATTACHED: WeakSet[Optimizer] = WeakSet()
 """Optimizers whose steps an algorithm counts."""
 
 
-def optimizers_of(given: Optimizers) -> tuple[Optimizer, ...]:
+def optimizers_of(optimizers: Optimizers) -> tuple[Optimizer, ...]:
     """The optimizers themselves, without what a library put around them. Raises OptionError."""
-    found = tuple(_inside(one) for one in (given if isinstance(given, list | tuple) else (given,)))
-    if not found:
+    bare = tuple(
+        _inside(wrapper)
+        for wrapper in (optimizers if isinstance(optimizers, list | tuple) else (optimizers,))
+    )
+    if not bare:
         raise OptionError("optimizer is an empty list; give one optimizer at least")
-    if len(set(found)) < len(found):
+    if len(set(bare)) < len(bare):
         raise OptionError("an optimizer is there twice")
-    if any(one in ATTACHED for one in found):
+    if any(optimizer in ATTACHED for optimizer in bare):
         raise OptionError(
             "the optimizer already closes rounds for another algorithm; close that one first"
         )
-    return found
+    return bare
 
 
-def _inside(given: object) -> Optimizer:
+def _inside(wrapper: object) -> Optimizer:
     """An optimizer, or the one that a wrapper of Accelerate or Lightning has as `optimizer`."""
-    while (inner := getattr(given, "optimizer", None)) is not None:
-        given = inner
-    if not isinstance(given, Optimizer):
-        raise OptionError(f"optimizer is a {type(given).__name__}, not a torch.optim.Optimizer")
-    if not hasattr(given, "_optimizer_step_pre_hooks"):
+    while (inner := getattr(wrapper, "optimizer", None)) is not None:
+        wrapper = inner
+    if not isinstance(wrapper, Optimizer):
+        raise OptionError(f"optimizer is a {type(wrapper).__name__}, not a torch.optim.Optimizer")
+    if not hasattr(wrapper, "_optimizer_step_pre_hooks"):
         raise OptionError(
-            f"optimizer is a {type(given).__name__}, which does not call the step hooks of torch"
+            f"optimizer is a {type(wrapper).__name__}, which does not call the step hooks of torch"
             " that count steps: give the optimizer inside it; averaging is done here"
         )
-    return given
+    return wrapper
 
 
 def trainable(
@@ -68,10 +71,10 @@ def trainable(
     if not isinstance(model, nn.Module):
         raise OptionError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
     which = "the optimizer does not" if len(optimizers) == 1 else "none of the optimizers does"
-    each = [id(one) for one in held(optimizers)]
+    each = [id(tensor) for tensor in held(optimizers)]
     named = list(model.named_parameters())
     if masters:
-        each = _with_masters(each, held(optimizers), [one for _, one in named], masters)
+        each = _with_masters(each, held(optimizers), [tensor for _, tensor in named], masters)
     for name, parameter in named:
         if parameter.requires_grad and id(parameter) not in each:
             raise OptionError(
@@ -95,13 +98,13 @@ def _with_masters(
 
     Masters may be parts of one flat tensor.
     """
-    of_memory = {memory_place(one): id(one) for one in tensors}
-    found = [(id(one), master) for one in parameters if (master := masters(one)) is not None]
-    stand_in = {of_memory.get(memory_place(master)) for _, master in found} - {None}
-    known = {id(one) for one in parameters}
-    kept = [one for one in each if one in known or one not in stand_in]
+    of_memory = {memory_place(tensor): id(tensor) for tensor in tensors}
+    pairs = [(id(param), master) for param in parameters if (master := masters(param)) is not None]
+    stand_in = {of_memory.get(memory_place(master)) for _, master in pairs} - {None}
+    identities = {id(param) for param in parameters}
+    kept = [key for key in each if key in identities or key not in stand_in]
     return kept + [
-        one for one, master in found if one not in kept and memory_place(master) in of_memory
+        key for key, master in pairs if key not in kept and memory_place(master) in of_memory
     ]
 
 
@@ -112,16 +115,16 @@ def memory_place(tensor: Tensor) -> int:
 
 def held(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     """The parameters of all optimizers."""
-    groups = [group for one in optimizers for group in one.param_groups]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return [parameter for group in groups for parameter in group["params"]]
 
 
 def refuse_others(optimizers: Sequence[Optimizer], trained: set[int], algorithm: str) -> None:
     """Raise OptionError for parameters that are trained now, but not averaged."""
-    for one in held(optimizers):
-        if one.requires_grad and id(one) not in trained:
+    for param in held(optimizers):
+        if param.requires_grad and id(param) not in trained:
             raise OptionError(
-                f"the optimizer trains a parameter of shape {tuple(one.shape)} that was frozen,"
+                f"the optimizer trains a parameter of shape {tuple(param.shape)} that was frozen,"
                 f" or not there, when averaging began: train it from the start (at a rate of 0), or"
                 f" end before with finish() and make a new {algorithm}; in Lightning and"
                 " Transformers, with a second fit() or train()"
@@ -146,8 +149,11 @@ def say_idle(
     optimizers: Sequence[Optimizer], stepped: Mapping[Optimizer, int], busy: Optimizer
 ) -> None:
     """Warn of optimizers that take no step while another one has taken those of a round."""
-    names = {one: f"optimizer {at} ({type(one).__name__})" for at, one in enumerate(optimizers)}
-    idle = next(one for one in optimizers if one not in stepped)
+    names = {
+        optimizer: f"optimizer {index} ({type(optimizer).__name__})"
+        for index, optimizer in enumerate(optimizers)
+    }
+    idle = next(optimizer for optimizer in optimizers if optimizer not in stepped)
     warn_user(
         f"{names[busy]} has taken {stepped[busy]} steps since {names[idle]} took its last: a local"
         " step is over when each has taken one, so that no round ends and nothing is averaged"
@@ -157,14 +163,16 @@ def say_idle(
 
 def count_nonfinite(optimizers: Sequence[Optimizer]) -> int:
     """How many tensors of the optimizers' states hold a NaN or an infinity."""
-    states = [state for one in optimizers for state in one.state.values()]
-    tensors = [one for state in states for one in state.values() if isinstance(one, Tensor)]
-    return sum(not bool(one.isfinite().all()) for one in tensors if one.is_floating_point())
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return sum(
+        not bool(tensor.isfinite().all()) for tensor in tensors if tensor.is_floating_point()
+    )
 
 
 def rates(optimizers: Sequence[Optimizer]) -> list[float]:
     """The learning rates, as they are now."""
-    groups = [group for one in optimizers for group in one.param_groups]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return [float(group["lr"]) for group in groups if "lr" in group]
 
 
@@ -181,18 +189,18 @@ _DEEP = 4
 """Lists in lists that an attribute of an optimizer may be."""
 
 
-def masters_of(given: MasterWeights | None, optimizers: Sequence[Optimizer]) -> Masters | None:
+def masters_of(option: MasterWeights | None, optimizers: Sequence[Optimizer]) -> Masters | None:
     """What gives the master weights of a parameter. Raises OptionError."""
-    if given is None:
+    if option is None:
         return None
-    if isinstance(given, str) and given:
-        return partial(_named, given, optimizers)
-    if isinstance(given, str) or not callable(given):
+    if isinstance(option, str) and option:
+        return partial(_named, option, optimizers)
+    if isinstance(option, str) or not callable(option):
         raise OptionError(
-            f"master_weights is {given!r}; it must name a state or an attribute of the optimizer,"
+            f"master_weights is {option!r}; it must name a state or an attribute of the optimizer,"
             " such as 'master_param', or be a function of a parameter"
         )
-    return partial(_asked, given)
+    return partial(_asked, option)
 
 
 def _asked(function: Callable[[Tensor], Tensor | None], parameter: Tensor) -> Tensor | None:
@@ -213,10 +221,10 @@ def _named(name: str, optimizers: Sequence[Optimizer], parameter: Tensor) -> Ten
         if state and isinstance(state.get(name), Tensor):
             return _floating(name, state[name])
         if (copies := getattr(optimizer, name, None)) is not None:
-            own = {id(one): place for place, one in enumerate(held([optimizer]))}
+            index_of = {id(param): index for index, param in enumerate(held([optimizer]))}
             tensors = list(_tensors(copies))
-            if id(parameter) in own and own[id(parameter)] < len(tensors):
-                return _floating(name, tensors[own[id(parameter)]])
+            if id(parameter) in index_of and index_of[id(parameter)] < len(tensors):
+                return _floating(name, tensors[index_of[id(parameter)]])
     return None
 
 
@@ -256,8 +264,8 @@ class _Copies:
     def exact(self) -> bool:
         """Whether the parameters are these, but for rounding."""
         return all(
-            torch.equal(_flat(copy, one).to(one.dtype), _flat(one, one).to(one.dtype))
-            for one, copy in self.pairs
+            torch.equal(_flat(copy, param).to(param.dtype), _flat(param, param).to(param.dtype))
+            for param, copy in self.pairs
         )
 
     @property
@@ -268,7 +276,7 @@ class _Copies:
         """
         if self.name in _MEANS:
             return False
-        return self.exact or self.name == "z" or any(one in self.name for one in _SLOW)
+        return self.exact or self.name == "z" or any(word in self.name for word in _SLOW)
 
 
 class CopyWatch:
@@ -301,17 +309,21 @@ class CopyWatch:
             for copies, before, published in zip(
                 self._found, self._left_behind, self._published, strict=True
             ):
-                own = [some(_flat(copy, one)) for one, copy in copies.pairs]
-                again = all(map(torch.equal, own, published))
-                followed = copies.exact and _apart(own, published) < _apart(own, before)
+                values = [some(_flat(copy, param)) for param, copy in copies.pairs]
+                again = all(map(torch.equal, values, published))
+                followed = copies.exact and _apart(values, published) < _apart(values, before)
                 if not again and not followed and copies.go_back:
                     _refuse(copies)
             self._found, self._published = [], None
         if look:
-            known = {id(each) for _, each in self._parameters}
-            there = {(one.optimizer, one.name) for one in self._found}
-            near = [copies for one in self._optimizers for copies in _near(one, known)]
-            self._found += [one for one in near if (one.optimizer, one.name) not in there]
+            trained = {id(each) for _, each in self._parameters}
+            there = {(copies.optimizer, copies.name) for copies in self._found}
+            near = [
+                copies for optimizer in self._optimizers for copies in _near(optimizer, trained)
+            ]
+            self._found += [
+                copies for copies in near if (copies.optimizer, copies.name) not in there
+            ]
         self._before = self._now()
 
     @torch.no_grad()
@@ -323,38 +335,44 @@ class CopyWatch:
 
     def _now(self) -> list[list[Tensor]]:
         """Some elements of the parameters that have copies."""
-        return [[some(_flat(one, one)).clone() for one, _ in each.pairs] for each in self._found]
+        return [
+            [some(_flat(param, param)).clone() for param, _ in each.pairs] for each in self._found
+        ]
 
 
-def _near(optimizer: Optimizer, known: set[int]) -> Iterator[_Copies]:
+def _near(optimizer: Optimizer, trained: set[int]) -> Iterator[_Copies]:
     """What an optimizer keeps that is its parameters, or near them."""
     by_name: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    own = [one for one in held([optimizer]) if id(one) in known]
-    for name, one, value in (*_of_each(optimizer, own), *_of_all(optimizer, own)):
-        if one.dim() and _is_alike(value, one):
-            by_name.setdefault(name, []).append((one, value))
+    parameters = [param for param in held([optimizer]) if id(param) in trained]
+    for name, param, value in (*_of_each(optimizer, parameters), *_of_all(optimizer, parameters)):
+        if param.dim() and _is_alike(value, param):
+            by_name.setdefault(name, []).append((param, value))
     for name, pairs in by_name.items():
         if _follows(pairs):
             yield _Copies(optimizer, name, pairs)
 
 
-def _of_each(optimizer: Optimizer, own: Sequence[Tensor]) -> Iterator[tuple[str, Tensor, Any]]:
+def _of_each(
+    optimizer: Optimizer, parameters: Sequence[Tensor]
+) -> Iterator[tuple[str, Tensor, Any]]:
     """The state of every parameter, and its attributes, such as Megatron's `main_param`."""
-    for one in own:
-        state = optimizer.state.get(one)
+    for param in parameters:
+        state = optimizer.state.get(param)
         for name, value in state.items() if isinstance(state, Mapping) else ():
-            yield str(name), one, value
-        for name, value in vars(one).items():
+            yield str(name), param, value
+        for name, value in vars(param).items():
             if name not in {"grad", "_grad"}:
-                yield name, one, value
+                yield name, param, value
 
 
-def _of_all(optimizer: Optimizer, own: Sequence[Tensor]) -> Iterator[tuple[str, Tensor, Any]]:
+def _of_all(
+    optimizer: Optimizer, parameters: Sequence[Tensor]
+) -> Iterator[tuple[str, Tensor, Any]]:
     """Lists and dicts with a tensor for every parameter, of the optimizer and of its groups."""
     for name, value in vars(optimizer).items():
         tensors = list(_tensors(value)) if name not in {"state", "param_groups", "defaults"} else []
-        if len(tensors) == len(own):
-            yield from ((name, *pair) for pair in zip(own, tensors, strict=True))
+        if len(tensors) == len(parameters):
+            yield from ((name, *pair) for pair in zip(parameters, tensors, strict=True))
     for group in optimizer.param_groups:
         for name, value in group.items():
             tensors = list(_tensors(value)) if name != "params" else []
@@ -378,8 +396,10 @@ def _refuse(copies: _Copies) -> None:
 
 def _follows(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
     """Whether copies are the parameters, or near them."""
-    apart = _apart([_flat(copy, one) for one, copy in pairs], [_flat(one, one) for one, _ in pairs])
-    size = sum(float(_flat(one, one).square().sum()) for one, _ in pairs)
+    apart = _apart(
+        [_flat(copy, param) for param, copy in pairs], [_flat(param, param) for param, _ in pairs]
+    )
+    size = sum(float(_flat(param, param).square().sum()) for param, _ in pairs)
     return size > 0 and apart <= _NEAR**2 * size
 
 
@@ -404,16 +424,16 @@ def _tensors(value: Any, depth: int = _DEEP) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple) and depth:
-        for one in value:
-            yield from _tensors(one, depth - 1)
+        for element in value:
+            yield from _tensors(element, depth - 1)
     elif isinstance(value, dict) and depth:
-        for one in value.values():
-            yield from _tensors(one, depth - 1)
+        for element in value.values():
+            yield from _tensors(element, depth - 1)
 
 
-def _apart(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+def _apart(values: Sequence[Tensor], other: Sequence[Tensor]) -> float:
     """The square of the distance."""
-    return sum(float((a - b).square().sum()) for a, b in zip(one, other, strict=True))
+    return sum(float((a - b).square().sum()) for a, b in zip(values, other, strict=True))
 
 
 def _floating(name: str, value: Tensor) -> Tensor:

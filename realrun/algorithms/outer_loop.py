@@ -51,9 +51,9 @@ def finite_norm(
     )
 
 
-def _blame(given: Tensor | None, links: WorkerGroups) -> str:
+def _blame(norm: Tensor | None, links: WorkerGroups) -> str:
     """Who gave what is not finite, as a text. All ranks call this."""
-    ranks = links.which(here=given is not None and not bool(given.isfinite()))
+    ranks = links.which(here=norm is not None and not bool(norm.isfinite()))
     if ranks:
         which = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
         return f"from {which}, whose parameters held them at the launch; those of others did not"
@@ -82,23 +82,23 @@ def weighted_sum(tensor: Tensor) -> int:
     """
     data = tensor.detach().reshape(-1)
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()]
-    words, found, first = data.view(width), 0, 0
+    words, total, first = data.view(width), 0, 0
     for part in torch.split(words, 2**24):
         places = torch.arange(first, first + len(part), device=data.device) * _ODD | 1
-        found += int((part.long() * places).sum())
+        total += int((part.long() * places).sum())
         first += len(part)
-    return (found + 2**63) % 2**64 - 2**63
+    return (total + 2**63) % 2**64 - 2**63
 
 
-def rounding_numbers(place: int, flight: PendingAverage | None) -> dict[str, float]:
+def rounding_numbers(index: int, flight: PendingAverage | None) -> dict[str, float]:
     """To be saved: what quantization took off an average under way, which has arrived."""
     sent, mean = flight.rounding() if flight else (0.0, 0.0)
-    return {f"rounding_sent{place}": sent, f"rounding_mean{place}": mean}
+    return {f"rounding_sent{index}": sent, f"rounding_mean{index}": mean}
 
 
-def rounding_of(numbers: Mapping[str, float], place: int) -> list[Tensor]:
+def rounding_of(numbers: Mapping[str, float], index: int) -> list[Tensor]:
     """What `rounding_numbers` gave, as the `errors` of an average; none in older states."""
-    names = rounding_numbers(place, None)
+    names = rounding_numbers(index, None)
     values = [numbers.get(name, 0.0) for name in names]
     return [torch.tensor(values, dtype=torch.float64, device="cpu")]
 
@@ -173,7 +173,7 @@ class Counters:
     def stats(self, steps: int, elements: float, sent: int) -> Stats:
         """For users, after `steps` local steps; `elements` are those of the whole model."""
         considered = self.used * elements
-        names = {one.name for one in fields(Stats)}
+        names = {field.name for field in fields(Stats)}
         same = {name: value for name, value in asdict(self).items() if name in names}
         clipped = self.clipped / considered if considered else 0.0
         counted = {"steps": steps, "bytes_sent": sent, "clipped": clipped, "tau": self.tau or None}
@@ -203,7 +203,7 @@ class OuterLoop(ABC):
         self.rule, self.flat, self.links, self.average = rule, flat, links, average
         self.tau = tau or (rule.late.shortest_round if rule.late else 1)
         # FSDP2 may keep parameters gathered, after a forward without backward.
-        self._gathered = [one for one in model.modules() if isinstance(one, FSDPModule)]
+        self._gathered = [module for module in model.modules() if isinstance(module, FSDPModule)]
         vectors = {name: flat.empty(count) for name, count in rule.vectors().items()}
         self.state = State(flat.empty(), vectors, rule.numbers(), flat.chunk)
         flat.read(self.state.anchor)
@@ -248,9 +248,9 @@ class OuterLoop(ABC):
 
     def launch(self, vector: Tensor) -> PendingAverage:
         """Start averaging `vector` in place, for this round."""
-        given = torch.linalg.vector_norm(vector, torch.inf) if len(vector) else None
+        norm = torch.linalg.vector_norm(vector, torch.inf) if len(vector) else None
         flight = self.average.launch(vector, self.counters.round)
-        flight.given = given
+        flight.given = norm
         return flight
 
     def use_average(
@@ -381,20 +381,20 @@ class OuterLoop(ABC):
             "numbers": numbers,
         }
 
-    def load_state_dict(self, own: Mapping[str, Any]) -> None:
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` gave."""
         self.drain()
         self._clocks.clear()
         vectors = {"anchor": self.state.anchor, **self.state.vectors, **self.own_vectors()}
         for name, vector in vectors.items():
-            if name in own:
-                vector.copy_(own[name])
+            if name in saved:
+                vector.copy_(saved[name])
             else:  # of a rule that kept no momentum, as there was none
                 vector.zero_()
         self._mark_absorbed()
-        numbers = own["numbers"]
+        numbers = saved["numbers"]
         self.state.numbers = {name: numbers[name] for name in self.state.numbers}
-        counted = {one.name: numbers.get(one.name, one.default) for one in fields(Counters)}
+        counted = {field.name: numbers.get(field.name, field.default) for field in fields(Counters)}
         self.counters = Counters(**counted)
         self.average.sent = numbers["bytes_sent"]
         self.go_on(numbers)
@@ -490,8 +490,8 @@ class RoundLoop(OuterLoop):
         """How many averages are under way, and what rounding took off them, by always one name."""
         waiting = [*self.flights, *[None] * self.rule.staleness][: self.rule.staleness]
         numbers: dict[str, float] = {"in_flight": len(self.flights)}
-        for place, flight in enumerate(waiting):
-            numbers |= rounding_numbers(place, flight)
+        for index, flight in enumerate(waiting):
+            numbers |= rounding_numbers(index, flight)
         return numbers
 
     def go_on(self, numbers: Mapping[str, float]) -> None:

@@ -166,7 +166,7 @@ class Rounds:
         one_of("on_nonfinite", on_nonfinite, get_args(OnNonFinite))
         self._drops = on_nonfinite == "anchor"
         optimizers = optimizers_of(optimizer)
-        hooked = [one for each in optimizers for one in (each, *inner_optimizers(each))]
+        hooked = [inner for each in optimizers for inner in (each, *inner_optimizers(each))]
         self._masters = masters_of(master_weights, hooked)
         parameters = trainable(model, optimizers, self._masters)
         self._notices.meet("the start of averaging", seconds, needs=_ALL_RANKS)
@@ -176,9 +176,9 @@ class Rounds:
         self._links = WorkerGroups(
             workers, seconds, self._notices, transport.pg_options, average_over=over, owns=owns
         )
-        self._trained = {id(one) for _, one in parameters}
+        self._trained = {id(param) for _, param in parameters}
         if self._masters:
-            self._trained |= {id(one) for one in held(optimizers)}
+            self._trained |= {id(param) for param in held(optimizers)}
         self._parameters = parameters
         self._model, self._optimizers = model, optimizers
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
@@ -193,8 +193,8 @@ class Rounds:
         self._agree_on_all(flat, rule, tau, settings)
         self._replaced = self._links.share(
             (part, holders[name].ranks)
-            for name, one in tensors.items()
-            for part in parts_of(one).writable
+            for name, tensor in tensors.items()
+            for part in parts_of(tensor).writable
         )
         self._outer = self._loop_of(rule, flat, transport, seconds, tau)
         self._choosing = self._new_choice() if tau == "auto" else None
@@ -209,8 +209,8 @@ class Rounds:
         workers, parameters = self._links.workers, self._parameters
         layout, parts = describe(parameters, workers, rule, tau), "\n".join(flat.describe())
         self._layout = layout if len(workers.inner_ranks) == 1 else f"{layout}\n{parts}"
-        own = describe_settings(self._optimizers, rule, settings)
-        self._described = "\n".join([layout, *describe_others(self._model, parameters), *own])
+        lines = describe_settings(self._optimizers, rule, settings)
+        self._described = "\n".join([layout, *describe_others(self._model, parameters), *lines])
         self._links.agree("model, optimizer or setting", self._described, across=parts)
 
     def _loop_of(
@@ -462,8 +462,8 @@ class Rounds:
 
     def stats(self) -> Stats:
         """What was done so far; `steps` without those of others for which this rank had no data."""
-        found = self._outer.stats()
-        return replace(found, steps=found.steps - self._idle)
+        stats = self._outer.stats()
+        return replace(stats, steps=stats.steps - self._idle)
 
     def state_dict(self) -> dict[str, Any]:
         """All that is kept, this rank's part under the key `rankR`. All ranks call this.
@@ -477,10 +477,10 @@ class Rounds:
         """
         self._ready("state_dict()")
         self._refuse_lost("state_dict()")
-        say_mixed_models([one for _, one in self._parameters], type(self).__name__)
-        own = self._outer.state_dict()
-        own["numbers"][_MODEL] = self._watch.total()
-        return {_key(): {"layout": self._layout, **own}}
+        say_mixed_models([param for _, param in self._parameters], type(self).__name__)
+        state = self._outer.state_dict()
+        state["numbers"][_MODEL] = self._watch.total()
+        return {_key(): {"layout": self._layout, **state}}
 
     @torch.no_grad()
     def load_anchor(self, state: Mapping[str, Any]) -> None:
@@ -494,20 +494,20 @@ class Rounds:
         different anchors.
         """
         self._ready("load_anchor()")
-        own = next(iter(state.values()), None)
-        if not isinstance(own, Mapping) or "layout" not in own:
+        rank_state = next(iter(state.values()), None)
+        if not isinstance(rank_state, Mapping) or "layout" not in rank_state:
             raise OptionError(
                 f"the saved state holds {', '.join(sorted(map(str, state))) or 'nothing'};"
                 " load_anchor() takes what state_dict() of the algorithm gave"
             )
-        self._refuse_other_layout(own["layout"], _one_worker)
-        self._load(own)
+        self._refuse_other_layout(rank_state["layout"], _one_worker)
+        self._load(rank_state)
         self._outer.counters.step = 0
         self._outer.use_all()
         self._agree_on("anchor", mark_of(self._outer.state.anchor))
 
-    def _load(self, own: Mapping[str, Any]) -> None:
-        self._outer.load_state_dict(own)
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._outer.load_state_dict(state)
         if self._outer.counters.tau:
             self._choosing = None
 
@@ -546,10 +546,10 @@ class Rounds:
                 f"the saved state holds {', '.join(sorted(state)) or 'nothing'}, not {_key()}:"
                 " load it on as many ranks as saved it, or take load_anchor()"
             )
-        own = state[_key()]
-        self._refuse_other_layout(own["layout"])
-        self._load(own)
-        self._saved_with = own["numbers"].get(_MODEL)
+        rank_state = state[_key()]
+        self._refuse_other_layout(rank_state["layout"])
+        self._load(rank_state)
+        self._saved_with = rank_state["numbers"].get(_MODEL)
         if not self._watch.loaded():  # the model was, before this algorithm was made
             for tensor, before in self._replaced:
                 write(tensor, before)

@@ -100,8 +100,8 @@ class Clip:
             return NOT_CLIPPED
         kept = [norms for norms in (self._norms, self._running) if norms]
         squares = [torch.stack(norms).double().square().sum() for norms in kept]
-        found = torch.stack([torch.stack(self._counts).sum().double(), *squares]).tolist()
-        return Clipped(int(found[0]), *found[1:])
+        sums = torch.stack([torch.stack(self._counts).sum().double(), *squares]).tolist()
+        return Clipped(int(sums[0]), *sums[1:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

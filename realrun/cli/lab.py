@@ -53,13 +53,13 @@ def run(
 
 def _refuse_auto(words: list[str]) -> None:
     """Raise OptionError before the lab is built, for what its ranks would refuse."""
-    own = None
-    for place, word in enumerate(words):
+    stated = None
+    for index, word in enumerate(words):
         if word in {"-c", "--cluster"}:
-            own = next(iter(words[place + 1 :]), None)
+            stated = next(iter(words[index + 1 :]), None)
         elif word.startswith(("-c", "--cluster=")):
-            own = word
-    launching.refuse_auto(words, list(strategies_in(words)), cluster=own, ranks=None)
+            stated = word
+    launching.refuse_auto(words, list(strategies_in(words)), cluster=stated, ranks=None)
 
 
 @lab.command()

@@ -94,9 +94,9 @@ def refuse_auto(
             taken += ["-c", "lab.toml"]
         if ranks is not None:
             taken += ["-g", str(ranks)]
-        names = {one.partition("=")[0] for one in taken}
-        for given, default in _BATCH.items():
-            if names.isdisjoint(given):
+        names = {word.partition("=")[0] for word in taken}
+        for flags, default in _BATCH.items():
+            if names.isdisjoint(flags):
                 taken += default
         open_ = [name for name in ("tau", "delay") if getattr(parsed, name) == "auto"]
         raise OptionError(
@@ -107,9 +107,9 @@ def refuse_auto(
 
 def strategies_in(words: Sequence[str]) -> Iterator[str]:
     """The strategies among the options of a `realrun run`."""
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         if word in {"-s", "--strategy"}:
-            yield from words[place + 1 : place + 2]
+            yield from words[index + 1 : index + 2]
         elif word.startswith("--strategy="):
             yield word.partition("=")[2]
         elif word.startswith("-s"):

@@ -137,12 +137,12 @@ def probe(request: ProbeOptions, how: RankSettings) -> None:
 
 def _size(text: str) -> float:
     try:
-        found = parse(text, "B")
+        size = parse(text, "B")
     except UnitError as error:
         raise OptionError(f"--max-size: {error}") from None
-    if not 2**14 <= found <= 2**34:
+    if not 2**14 <= size <= 2**34:
         raise OptionError(f"--max-size is {text!r}; it must be 16 KiB to 16 GiB")
-    return found
+    return size
 
 
 def _measure(rank: "Rank", plan: "Plan", request: ProbeOptions) -> None:
@@ -195,8 +195,8 @@ def _print_links(out: "Console", fitted: "Fitted", name: str) -> None:
     from co2sim.common.tables import print_table  # noqa: PLC0415 - rich
 
     links = [
-        (place, scaled(link.bandwidth, "B/s"), duration(link.latency))
-        for place, link in (("inside a node", fitted.intra), ("between nodes", fitted.inter))
+        (where, scaled(link.bandwidth, "B/s"), duration(link.latency))
+        for where, link in (("inside a node", fitted.intra), ("between nodes", fitted.inter))
         if link is not None
     ]
     if not links:
@@ -253,11 +253,11 @@ def _print_processor(out: "Console", measured: "Measured", processor: "GPU") -> 
         ("overhead of an op", duration(measured.launch)),
         ("more if it waits for another stream", duration(measured.handover)),
     ]
-    for one in measured.slowdowns:
-        size = duration(one.seconds)
+    for slowdown in measured.slowdowns:
+        size = duration(slowdown.seconds)
         others += [
-            (f"kernel under all-reduces of {size}, times as long", f"{one.compute:.2f}"),
-            (f"all-reduce of {size} under kernels, times as long", f"{one.communication:.2f}"),
+            (f"kernel under all-reduces of {size}, times as long", f"{slowdown.compute:.2f}"),
+            (f"all-reduce of {size} under kernels, times as long", f"{slowdown.communication:.2f}"),
         ]
     if measured.together is not None:
         others.append(

@@ -114,12 +114,12 @@ def run(
             rank.folder = folder
             if rank.progress:
                 _foretell(case, rank.world, rounds)
-            found = measure(
+            measured = measure(
                 case, rank.world, kernels, rounds=rounds, check=check, progress=rank.progress
             )
-            if found:
-                record.write(rank.folder, found)
-                records.append(found)
+            if measured:
+                record.write(rank.folder, measured)
+                records.append(measured)
         if records:
             _print(records, folders, as_json=as_json)
 
@@ -183,12 +183,12 @@ def news() -> Say:
 
 
 def _print(records: Sequence[Record], folders: Sequence[Path], *, as_json: bool) -> None:
-    figures = [dict(found.figures) for found in records]
+    figures = [dict(each.figures) for each in records]
     if as_json:
         print(json.dumps(figures[0] if len(figures) == 1 else figures, indent=2))
         return
     from co2sim.report.text.result import print_result  # noqa: PLC0415 - rich
 
-    for one, folder in zip(figures, folders, strict=True):
-        print_result(Result.from_dict(one), measured=True)
+    for values, folder in zip(figures, folders, strict=True):
+        print_result(Result.from_dict(values), measured=True)
         print(f"timeline  {folder / 'trace.json'} (https://ui.perfetto.dev)\n")

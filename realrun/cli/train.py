@@ -64,8 +64,8 @@ _FromStep = Annotated[
 ]
 
 
-def _settings(steps: int, **given: Any) -> TrainSettings:
-    return TrainSettings(**{"steps": steps, "warmup": min(_WARMUP, steps // 2)} | given)
+def _settings(steps: int, **values: Any) -> TrainSettings:
+    return TrainSettings(**{"steps": steps, "warmup": min(_WARMUP, steps // 2)} | values)
 
 
 # What is None shows no default: it depends on others, or says that there is none.
@@ -109,7 +109,7 @@ def train(  # noqa: PLR0917 - one argument per option
     if describe:
         _describe(settings)
         return
-    going_on = resumed(from_step, given=resume)
+    going_on = resumed(from_step, resume=resume)
     _check(settings, how, out, going_on, estimate=estimate)
     from realrun.cli import ranks  # noqa: PLC0415 - torch
 
@@ -161,11 +161,11 @@ def _with_tau(strategy: str, tau: str | None) -> str:
     return title(with_options(parse(strategy), {"tau": tau}))
 
 
-def resumed(from_step: int | None, *, given: bool) -> Resume | None:
+def resumed(from_step: int | None, *, resume: bool) -> Resume | None:
     """What to continue from, if anything. Raises OptionError for --from-step without --resume."""
-    if from_step is not None and not given:
+    if from_step is not None and not resume:
         raise OptionError("--from-step says how to continue from a checkpoint: it needs --resume")
-    return Resume(from_step) if given else None
+    return Resume(from_step) if resume else None
 
 
 def check_out(settings: TrainSettings, out: Path, ranks: int, resume: Resume | None) -> None:
@@ -197,7 +197,7 @@ def run(
     with alone(out) if first else nullcontext():
         if first:
             _say(settings, out, resume)
-        with asked_to_stop(rank.world.rank) as asked, _shown(rank, settings) as shown:
+        with asked_to_stop(rank.world.rank) as signals, _shown(rank, settings) as shown:
             history = train_(
                 settings,
                 rank.world,
@@ -205,7 +205,7 @@ def run(
                 resume=resume or False,
                 estimate=estimate,
                 progress=shown,
-                stop=lambda: bool(asked),
+                stop=lambda: bool(signals),
             )
     if first:
         show(history, out, as_json=as_json)
@@ -246,20 +246,20 @@ def _estimates(history: History) -> dict[str, Any]:
 @contextmanager
 def asked_to_stop(rank: int) -> Iterator[list[int]]:
     """The signals that asked this process to stop: it shall do so in good order."""
-    asked: list[int] = []
+    signals: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
 
-    def ask(number: int, _: object) -> None:
-        if not asked and not rank:
+    def ask(signum: int, _: object) -> None:
+        if not signals and not rank:
             print("asked to stop: ends some steps later, with a checkpoint", file=sys.stderr)
-        asked.append(number)
+        signals.append(signum)
 
-    before = [signal.signal(number, ask) for number in numbers]
+    before = [signal.signal(signum, ask) for signum in numbers]
     try:
-        yield asked
+        yield signals
     finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+        for signum, handler in zip(numbers, before, strict=True):
+            signal.signal(signum, handler)
 
 
 @contextmanager
@@ -270,39 +270,43 @@ def _shown(rank: "Rank", settings: TrainSettings) -> "Iterator[OnStep | None]":
         return
     if not sys.stderr.isatty():
         line = rank.progress
-        yield lambda at: line(_line(settings, at))
+        yield lambda standing: line(_line(settings, standing))
         return
     with progress_bar(settings.name, shown=True) as bar:
         assert bar is not None
         bar(0, settings.last)
-        yield lambda at: bar(at.step, settings.last, _words(settings, at))
+        yield lambda standing: bar(standing.step, settings.last, _words(settings, standing))
 
 
-def _line(settings: TrainSettings, at: "Standing") -> str:
-    return f"{settings.name}: step {at.step} of {at.steps}, {_words(settings, at)}"
+def _line(settings: TrainSettings, standing: "Standing") -> str:
+    return (
+        f"{settings.name}: step {standing.step} of {standing.steps}, {_words(settings, standing)}"
+    )
 
 
-def _words(settings: TrainSettings, at: "Standing") -> str:
+def _words(settings: TrainSettings, standing: "Standing") -> str:
     unit = f"{UNITS[settings.task]}s"
-    seen = "" if at.validation_loss is None else f", validation {at.validation_loss:.4f}"
-    return f"loss {at.loss:.4f}{seen}, {scaled(at.tokens_per_s, unit)}/s"
+    seen = (
+        "" if standing.validation_loss is None else f", validation {standing.validation_loss:.4f}"
+    )
+    return f"loss {standing.loss:.4f}{seen}, {scaled(standing.tokens_per_s, unit)}/s"
 
 
-def _waiting(found: Mapping[str, Any], outer: Mapping[str, Any]) -> str:
+def _waiting(figures: Mapping[str, Any], outer: Mapping[str, Any]) -> str:
     """How late averages were used, and what waiting for them took."""
-    share = f"{found['waiting_share']:.1%} of the time waiting ({duration(found['waited'])})"
-    if not (found["delay"] or outer["staleness"]):
+    share = f"{figures['waiting_share']:.1%} of the time waiting ({duration(figures['waited'])})"
+    if not (figures["delay"] or outer["staleness"]):
         return f"averages are waited for as soon as they start, {share}"
-    steps, rounds = found["delay"], outer["staleness"]
+    steps, rounds = figures["delay"], outer["staleness"]
     tau = f"tau {outer['tau']}" if outer["tau"] else "tau not chosen yet"
     delay = counted(rounds, "round") if steps is None else counted(steps, "step")
-    averages = counted(found["averages"], "average")
-    return f"{tau}, delay {delay}, {found['late']} of {averages} came late, {share}"
+    averages = counted(figures["averages"], "average")
+    return f"{tau}, delay {delay}, {figures['late']} of {averages} came late, {share}"
 
 
 def _print(history: History, out: Path) -> None:
     """How it went, and where things are."""
-    found, facts = history.figures, history.facts
+    figures, facts = history.figures, history.facts
     if not history.rows:
         print(f"nothing left to train, and no row in {out / LOG}")
         return
@@ -310,63 +314,63 @@ def _print(history: History, out: Path) -> None:
     ranks = facts["nodes"] * facts["ranks_per_node"]
     print(
         f"{history.settings.name} on {counted(ranks, 'rank')}: {facts['parameters']:,} parameters,"
-        f" {found['step']:,} steps, {found['tokens']:,} {unit},"
-        f" {duration(found['seconds'])}, {scaled(found['tokens_per_s'], unit)}/s"
+        f" {figures['step']:,} steps, {figures['tokens']:,} {unit},"
+        f" {duration(figures['seconds'])}, {scaled(figures['tokens_per_s'], unit)}/s"
     )
-    if found["validation_loss"] is not None:
-        accuracy = "" if found["accuracy"] is None else f", accuracy {found['accuracy']:.1%}"
+    if figures["validation_loss"] is not None:
+        accuracy = "" if figures["accuracy"] is None else f", accuracy {figures['accuracy']:.1%}"
         print(
-            f"validation loss {found['validation_loss']:.4f} (best"
-            f" {found['best_validation_loss']:.4f}){accuracy}"
+            f"validation loss {figures['validation_loss']:.4f} (best"
+            f" {figures['best_validation_loss']:.4f}){accuracy}"
         )
-    if found["rounds"] is not None:
+    if figures["rounds"] is not None:
         print(
-            f"outer steps {found['rounds']}, sent {scaled(found['bytes_sent'], 'B')} per rank;"
-            f" last penalty {found['penalty']:.3f}, {found['clipped']:.3%} of elements clipped"
+            f"outer steps {figures['rounds']}, sent {scaled(figures['bytes_sent'], 'B')} per rank;"
+            f" last penalty {figures['penalty']:.3f}, {figures['clipped']:.3%} of elements clipped"
         )
-        print(_waiting(found, facts["outer_step"]))
+        print(_waiting(figures, facts["outer_step"]))
     print(f"log     {out / LOG}\nfigure  {out / FIGURE}")
     if history.stopped:
-        print(f"stopped after step {found['step']}; continue with --resume")
+        print(f"stopped after step {figures['step']}; continue with --resume")
 
 
-def _print_estimates(history: History, found: Estimates, out: Path) -> None:
+def _print_estimates(history: History, estimates: Estimates, out: Path) -> None:
     """The constants at every point, those for the bound, and the commands that take them."""
-    shown, points = console(), found.points
+    shown, points = console(), estimates.points
     print_lines(shown, "")
     print_table(
         shown,
-        f"constants of the bound: {counted(found.workers, 'worker')} with"
-        f" {counted(found.samples, 'sample')} in a batch, {len(points[0].losses)} batches at each"
-        " point; ± standard error",
+        f"constants of the bound: {counted(estimates.workers, 'worker')} with"
+        f" {counted(estimates.samples, 'sample')} in a batch, {len(points[0].losses)} batches at"
+        " each point; ± standard error",
         ("", *(f"after step {point.step}" for point in points), "for the bound"),
-        _rows(found),
+        _rows(estimates),
     )
     print_lines(shown, *limits(history.settings))
-    lines = commands(found, history.chosen, history.rows[-1].delay)
+    lines = commands(estimates, history.chosen, history.rows[-1].delay)
     print("\nWith the CLUSTER and the MODEL that you ask about:\n")  # whole lines, to copy
     print("\n".join(f"$ {line}" for line in lines.values()))
     print(f"\nestimates  {out / ESTIMATE}")
 
 
-def _rows(found: Estimates) -> list[tuple[str, ...]]:
+def _rows(estimates: Estimates) -> list[tuple[str, ...]]:
     def row(name: str, cells: list[str], chosen: str = "") -> tuple[str, ...]:
         return (name, *cells, chosen)
 
-    points = found.points
+    points = estimates.points
     return [
-        row("loss; gap", [f"{p.loss}" for p in points], f"{found.gap}"),
+        row("loss; gap", [f"{p.loss}" for p in points], f"{estimates.gap}"),
         row("|grad f|^2", [f"{p.gradient.floored}" for p in points]),
-        row("noise sigma^2", [f"{p.noise}" for p in points], f"{found.noise}"),
+        row("noise sigma^2", [f"{p.noise}" for p in points], f"{estimates.noise}"),
         row(
             "heterogeneity zeta^2",
             [f"{p.heterogeneity.floored}" for p in points],
-            f"{found.heterogeneity}",
+            f"{estimates.heterogeneity}",
         ),
         row(
             "L: largest |eigenvalue|",
             [f"{p.curvature:.4g}" for p in points],
-            f"{found.smoothness:.4g}",
+            f"{estimates.smoothness:.4g}",
         ),
         row("L: iterations, last change", [_iterations(p) for p in points]),
         row("L: on other samples", [f"{p.elsewhere}" for p in points]),

@@ -104,13 +104,13 @@ def synchronize(rank: int, world_size: int, machine: str) -> Clock:
     dist.all_gather_object(machines, machine)
     if len(set(machines)) == 1:
         return Clock()
-    found = Clock()
+    clock = Clock()
     for other in range(1, world_size):
         if rank == 0:
             _answer(other)
         elif rank == other:
-            found = _ask()
-    return found
+            clock = _ask()
+    return clock
 
 
 def _answer(other: int) -> None:
@@ -226,9 +226,9 @@ class World:
                     list(members), timeout=timedelta(seconds=self.deadline), backend=self.backend
                 )
             if self.rank in members:
-                place = members.index(self.rank)
+                index = members.index(self.rank)
                 nodes = len({rank // self.layout.gpus_per_node for rank in members})
-                self._made[stream, group] = RankCommunicator(made, tuple(members), place, nodes)
+                self._made[stream, group] = RankCommunicator(made, tuple(members), index, nodes)
 
     def group(self, purpose: str, kind: Group) -> dist.ProcessGroup:
         """The process group of this kind for a purpose, made at the first call. All ranks call it.
@@ -252,9 +252,9 @@ class World:
         for rank, other in enumerate(texts):
             if other != texts[0]:
                 lines = zip((texts[0] or "").splitlines(), (other or "").splitlines(), strict=False)
-                one, two = next((pair for pair in lines if pair[0] != pair[1]), (texts[0], other))
+                line, two = next((pair for pair in lines if pair[0] != pair[1]), (texts[0], other))
                 raise MismatchError(
-                    f"rank {rank} has another {what} than rank 0: {two!r} instead of {one!r}"
+                    f"rank {rank} has another {what} than rank 0: {two!r} instead of {line!r}"
                 )
 
     @contextlib.contextmanager
@@ -357,11 +357,11 @@ def _device(backend: Backend, local: int) -> torch.device:
 
 def need_gpus(count: int) -> None:
     """Raise OptionError unless this node has as many GPUs."""
-    found = torch.cuda.device_count()
-    if not found:
+    devices = torch.cuda.device_count()
+    if not devices:
         raise OptionError("backend nccl needs CUDA devices, and there is none; use --backend gloo")
-    if found < count:
-        raise OptionError(f"{count} ranks need a GPU each, and this node has {found}")
+    if devices < count:
+        raise OptionError(f"{count} ranks need a GPU each, and this node has {devices}")
 
 
 def _of_attempt(store: TCPStore | PrefixStore, env: Mapping[str, str]) -> TCPStore | PrefixStore:
@@ -394,10 +394,10 @@ def _machine() -> str:
 
 def gather_objects(world: World, value: object) -> list[object] | None:
     """The values of all ranks, on rank 0; None elsewhere."""
-    found: list[object] | None = [None] * world.layout.world_size if world.rank == 0 else None
+    answers: list[object] | None = [None] * world.layout.world_size if world.rank == 0 else None
     with world.together("collection of results"):
-        dist.gather_object(value, found)
-    return found
+        dist.gather_object(value, answers)
+    return answers
 
 
 def describe(device: torch.device, backend: Backend) -> dict[str, str]:

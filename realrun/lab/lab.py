@@ -119,13 +119,13 @@ def make_nodes(count: int, rates: SendRates, sites: int = 1) -> list[int]:
     )
     bridges = ["br0"]
     if rates.site is not None:
-        bridges = [_site(number, rates.node, rates.site) for number in range(sites)]
+        bridges = [_site(site, rates.node, rates.site) for site in range(sites)]
     return [_node(index, rates, bridges[index * sites // count]) for index in range(count)]
 
 
-def _site(number: int, node: BytesPerSecond, bandwidth: BytesPerSecond) -> str:
+def _site(site: int, node: BytesPerSecond, bandwidth: BytesPerSecond) -> str:
     """Make the bridge of a site, and its limited link to the others; its name."""
-    bridge, uplink, other = f"site{number}", f"wan{number}", f"from{number}"
+    bridge, uplink, other = f"site{site}", f"wan{site}", f"from{site}"
     _ip(
         f"link add {bridge} type bridge stp_state 0 forward_delay 0",
         f"link add {uplink} type veth peer name {other}",
@@ -558,10 +558,10 @@ def _first() -> None:
 
 
 def _inside(
-    asked: Mapping[str, Any], grace: Seconds, patience: Seconds, command: Sequence[str]
+    values: Mapping[str, Any], grace: Seconds, patience: Seconds, command: Sequence[str]
 ) -> int:
     """Build the lab around this process and run the ranks; the exit code."""
-    lab = Lab(**asked)
+    lab = Lab(**values)
     try:
         _state(lab)
         holders = make_nodes(lab.nodes, lab.rates, lab.sites)
@@ -577,11 +577,11 @@ def _inside(
                 )
                 cores = on_cores(rank, lab.world_size, sorted(os.sched_getaffinity(0)))
                 place = NodePlace(holders[rank // lab.gpus_per_node], cores)
-                own = {"GLOO_SOCKET_IFNAME": "eth0", CLUSTER: _CLUSTER_FILE}
-                own |= {REALTIME: os.environ.get(REALTIME, "1")}
-                own |= {DILATION: str(lab.dilation)}
-                own |= {SITES: str(lab.sites)} if lab.sites > 1 else {}
-                ranks.append(start(rank, command, {**variables, **own}, place))
+                stated = {"GLOO_SOCKET_IFNAME": "eth0", CLUSTER: _CLUSTER_FILE}
+                stated |= {REALTIME: os.environ.get(REALTIME, "1")}
+                stated |= {DILATION: str(lab.dilation)}
+                stated |= {SITES: str(lab.sites)} if lab.sites > 1 else {}
+                ranks.append(start(rank, command, {**variables, **stated}, place))
                 guard.put(ranks[-1].process.pid)
             return supervise(ranks, store, grace, cut=guard.cut)
     except Co2simError as error:

@@ -91,11 +91,11 @@ class Measured:
 
 def by_kind(samples: Iterable[Sample]) -> dict[tuple[Group, Kind], list[Sample]]:
     """The samples by group and kind of collective, by rising size; not those after an equal one."""
-    found: dict[tuple[Group, Kind], list[Sample]] = {}
+    samples_of: dict[tuple[Group, Kind], list[Sample]] = {}
     for sample in sorted(samples, key=lambda sample: sample.work.bytes):
         if sample.after != "equal":
-            found.setdefault((sample.work.group, sample.work.kind), []).append(sample)
-    return found
+            samples_of.setdefault((sample.work.group, sample.work.kind), []).append(sample)
+    return samples_of
 
 
 Vector: TypeAlias = NDArray[np.float64]
@@ -258,16 +258,16 @@ def _as_sums(terms: Vector, times: Vector) -> list[float]:
     ones, and sums are neither too long nor too short on average (iteratively reweighted least
     squares; a quasi-likelihood, Wedderburn 1974, of errors in proportion to the mean).
     """
-    found, sums = np.zeros(terms.shape[1]), times
+    values, sums = np.zeros(terms.shape[1]), times
     for _ in range(_MAX_TURNS):
         weighted = terms / sums[:, None]
         scale = np.linalg.norm(weighted, axis=0)
         scale[scale == 0] = 1.0
-        before, found = found, nnls(weighted / scale, times / sums)[0] / scale
-        sums = np.maximum(terms @ found, _MIN_SUM * times)
-        if np.allclose(found, before, rtol=_UNCHANGED, atol=0.0):
+        before, values = values, nnls(weighted / scale, times / sums)[0] / scale
+        sums = np.maximum(terms @ values, _MIN_SUM * times)
+        if np.allclose(values, before, rtol=_UNCHANGED, atol=0.0):
             break
-    return [float(number) for number in found]
+    return [float(value) for value in values]
 
 
 def fit_bursts(samples: Sequence[Sample], hosts: Cluster) -> Cluster:
@@ -362,11 +362,11 @@ def bare(
     """A cluster of which only communication matters; what hosts add is that of `hosts`."""
     gpu = GPU("any", 1.0, 1.0, {"fp32": 1.0}, ((1.0, 1.0),))
     size = (layout.nodes, layout.gpus_per_node)
-    found = Cluster("probed", gpu, *size, intra, inter, backend, "stream")
+    cluster = Cluster("probed", gpu, *size, intra, inter, backend, "stream")
     if hosts is None:
-        return found
+        return cluster
     host = replace(effects(hosts), wan=None)
-    return replace(found, call_overhead=hosts.call_overhead, host=host)
+    return replace(cluster, call_overhead=hosts.call_overhead, host=host)
 
 
 def predict(samples: Iterable[Sample], cluster: Cluster) -> list[Seconds]:
@@ -444,14 +444,14 @@ def _bounds(samples: Sequence[Sample], layout: Layout, backend: Backend) -> Vect
     The fit starts here. Without noise no latency is above these, and no bandwidth below.
     """
     numbers = []
-    for place, count in enumerate((layout.gpus_per_node, layout.nodes)):
-        links = [Link(1e18, float(place == 0)), Link(1e18, float(place == 1))]
+    for index, count in enumerate((layout.gpus_per_node, layout.nodes)):
+        links = [Link(1e18, float(index == 0)), Link(1e18, float(index == 1))]
         cluster = bare(layout, backend, links[0], links[1])
         costs = [(cost_of(sample.work, cluster), sample.seconds) for sample in samples]
         steps = [seconds / cost.latency for cost, seconds in costs if cost.latency]
-        speed = max((cost.bytes_per_link(cluster)[place] / s for cost, s in costs), default=0.0)
+        speed = max((cost.bytes_per_link(cluster)[index] / s for cost, s in costs), default=0.0)
         if count > 1 and not (steps and speed):
-            where = ("inside a node", "between nodes")[place]
+            where = ("inside a node", "between nodes")[index]
             raise OptionError(f"the link {where} cannot be fitted: no collective used it")
         numbers += [max(_MIN_LATENCY, min(steps, default=0.0)), max(1.0, speed)]
     bounds: Vector = np.log(numbers)
@@ -488,7 +488,9 @@ def fit(measured: Measured, lab: Cluster | None = None, *, rates: bool = True) -
     """
     layout, backend, lab = measured.layout, measured.backend, lab and in_payload(lab)
     samples = [
-        one for one in measured.collectives if one.after != "equal" or (lab and passes(one, lab))
+        sample
+        for sample in measured.collectives
+        if sample.after != "equal" or (lab and passes(sample, lab))
     ]
     hosts = fit_hosts(samples, lab) if lab else None
     if hosts and not rates:
@@ -550,16 +552,16 @@ def fit_gpu(measured: Measured) -> GPU | None:
     if not measured.compute:
         return None
     launch = measured.launch
-    found = {name: attained(samples, launch) for name, samples in measured.compute.items()}
-    peak = {name: max(speeds.values()) for name, speeds in found.items()}
-    first = next(iter(found))
+    by_name = {name: attained(samples, launch) for name, samples in measured.compute.items()}
+    peak = {name: max(speeds.values()) for name, speeds in by_name.items()}
+    first = next(iter(by_name))
     copy = max(measured.copies, key=lambda sample: sample.work.memory_bytes)
     return GPU(
         measured.machine,
         measured.memory,
         copy.work.memory_bytes / _net(copy, launch),
         peak,
-        tuple((flops, speed / peak[first]) for flops, speed in found[first].items()),
+        tuple((flops, speed / peak[first]) for flops, speed in by_name[first].items()),
         launch_overhead=launch,
         generation=measured.generation,
     )
@@ -571,7 +573,10 @@ def interference(slowdowns: Sequence[Slowdown]) -> tuple[float, Seconds]:
     A collective of `seconds` takes call + share x seconds from the kernels beside it, so that they
     take 1 / (1 - share) times as long but for the call. Short and long collectives tell them apart.
     """
-    lost = [(one.seconds, one.seconds * max(0.0, 1 - 1 / one.compute)) for one in slowdowns]
+    lost = [
+        (slowdown.seconds, slowdown.seconds * max(0.0, 1 - 1 / slowdown.compute))
+        for slowdown in slowdowns
+    ]
     (short, few), (long, many) = min(lost), max(lost)
     share, call = many / long, 0.0
     if long > short and few / short > share:

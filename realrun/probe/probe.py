@@ -59,10 +59,10 @@ _KERNELS = 6
 
 def groups(layout: Layout) -> list[Group]:
     """The groups to measure: those of more than one rank, each set of ranks once."""
-    found = [WORLD] if layout.world_size > 1 else []
+    groups_to_measure = [WORLD] if layout.world_size > 1 else []
     if layout.nodes > 1 and layout.gpus_per_node > 1:
-        found = [NODE, PEERS, WORLD]
-    return found
+        groups_to_measure = [NODE, PEERS, WORLD]
+    return groups_to_measure
 
 
 PAUSE, USE = Compute("pause", 1.0), Compute("use", 1.0)
@@ -110,7 +110,7 @@ def before(name: str, *, pauses: bool) -> Before:
 
 def in_turn(prefix: str, works: Iterable[Compute]) -> Schedule:
     """Works one after the other on one stream."""
-    ops = [Op(f"{prefix}{number}", work, "compute") for number, work in enumerate(works)]
+    ops = [Op(f"{prefix}{index}", work, "compute") for index, work in enumerate(works)]
     return Schedule(prefix.strip(), tuple(ops))
 
 
@@ -144,12 +144,12 @@ def crossing(count: int, nothing: Compute) -> Schedule:
     """Ops of two streams in turn, each waiting for the one before."""
     ops = [
         Op(
-            f"crossing {number}",
+            f"crossing {index}",
             nothing,
-            ("compute", "other")[number % 2],
-            (After(f"crossing {number - 1}"),) if number else (),
+            ("compute", "other")[index % 2],
+            (After(f"crossing {index - 1}"),) if index else (),
         )
-        for number in range(count)
+        for index in range(count)
     ]
     return Schedule("crossing", tuple(ops))
 
@@ -161,20 +161,18 @@ def overlapped(kernel: Compute, reduce: Collective, count: int, beside: int) -> 
     """
     kernels, reduces = [], []
     for turn in range(TURNS):
-        names = [f"kernel {turn} {number}" for number in range(ALONE + beside)]
+        names = [f"kernel {turn} {index}" for index in range(ALONE + beside)]
         waits = [After(f"tail {TAIL - 1}", 1)] if turn == 0 else []
         kernels += [
             Op(name, kernel, "compute", tuple(waits) if name == names[0] else ()) for name in names
         ]
         begin = (After(names[ALONE - 1]),)
         reduces += [
-            Op(f"reduce {turn} {number}", reduce, "comm", () if number else begin)
-            for number in range(count)
+            Op(f"reduce {turn} {index}", reduce, "comm", () if index else begin)
+            for index in range(count)
         ]
     end = (After(kernels[-1].name),)
-    reduces += [
-        Op(f"tail {number}", reduce, "comm", () if number else end) for number in range(TAIL)
-    ]
+    reduces += [Op(f"tail {index}", reduce, "comm", () if index else end) for index in range(TAIL)]
     return Schedule("compute under communication", (*kernels, *reduces))
 
 
@@ -192,8 +190,8 @@ def on_two_streams(kernel: Compute) -> Schedule:
         ("beside", "comm", f"alone {last}"),
     ):
         ops += [
-            Op(f"{row} {number}", kernel, stream, () if number else (After(after),))
-            for number in range(_KERNELS)
+            Op(f"{row} {index}", kernel, stream, () if index else (After(after),))
+            for index in range(_KERNELS)
         ]
     return Schedule("compute on two streams", tuple(ops))
 
@@ -217,12 +215,12 @@ def durations(traces: Iterable[Trace], schedule: Schedule) -> dict[str, list[Sec
             else:
                 spans.setdefault((span.op, span.rank), []).append(span)
     times: dict[str, list[Seconds]] = {}
-    for (op, _), found in spans.items():
+    for (op, _), group_spans in spans.items():
         if isinstance(works[op], Collective):
-            time = max(span.end for span in found) - max(span.start for span in found)
+            time = max(span.end for span in group_spans) - max(span.start for span in group_spans)
             times.setdefault(op, []).append(time)
         else:
-            time = median(span.end - span.start for span in found)
+            time = median(span.end - span.start for span in group_spans)
             times[op] = [max(time, *times.get(op, [0.0]))]
     return times
 
@@ -244,10 +242,14 @@ def slowdown(traces: Sequence[Trace]) -> Slowdown:
         start, end = max(span.start for span in ranks), max(span.end for span in ranks)
         reduces[not op.startswith("tail")].append(end - start)
         bursts.setdefault(turn, []).append((start, end))
-    extents = {turn: _joined(found) for turn, found in bursts.items()}
+    extents = {turn: _joined(extents_of_turn) for turn, extents_of_turn in bursts.items()}
     for span in spans:
         if span.op.startswith("kernel"):
-            near = [one for one in extents[span.round] if one[0] < span.end and span.start < one[1]]
+            near = [
+                extent
+                for extent in extents[span.round]
+                if extent[0] < span.end and span.start < extent[1]
+            ]
             if not near:
                 kernels[0].append(span.end - span.start)
             elif _within(span, near[0]):
@@ -257,24 +259,24 @@ def slowdown(traces: Sequence[Trace]) -> Slowdown:
 
 def _joined(extents: Sequence[tuple[Seconds, Seconds]]) -> list[tuple[Seconds, Seconds]]:
     """Those that follow one another at once, as one."""
-    found: list[tuple[Seconds, Seconds]] = []
+    joined: list[tuple[Seconds, Seconds]] = []
     for start, end in sorted(extents):
-        if found and start - found[-1][1] < _AT_ONCE:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if joined and start - joined[-1][1] < _AT_ONCE:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
         else:
-            found.append((start, end))
-    return found
+            joined.append((start, end))
+    return joined
 
 
 def times_as_long(trace: Trace) -> float:
     """Of one rank in `on_two_streams`: both streams, over one of them alone."""
-    found = []
+    ratios = []
     for turn in range(1, trace.rounds):
         spans = [s for s in trace.spans if s.round == turn and s.op != "meet"]
         alone = [s for s in spans if s.op.startswith("alone")]
         (first, middle), (_, last) = _extent(alone), _extent(spans)
-        found.append((last - middle) / (middle - first))
-    return median(found)
+        ratios.append((last - middle) / (middle - first))
+    return median(ratios)
 
 
 def _extent(spans: Sequence[Span]) -> tuple[Seconds, Seconds]:
@@ -313,8 +315,8 @@ def shared(world: World, value: T) -> T:
 
 def traces(world: World, task: ProbeTask) -> list[Trace]:
     """Execute a task once more than its rounds; the traces of all ranks, on rank 0."""
-    own = execute(task.schedule, task.kernels, task.rounds + 1, world)
-    return gather_objects(world, own) or []  # type: ignore[return-value]
+    trace = execute(task.schedule, task.kernels, task.rounds + 1, world)
+    return gather_objects(world, trace) or []  # type: ignore[return-value]
 
 
 def time(world: World, task: ProbeTask) -> dict[str, list[Seconds]]:
@@ -433,8 +435,8 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
     for turn in range(_PASSES):
         for task in tasks:
             say(f"{task.label}, pass {turn + 1} of {_PASSES}")
-            for op, found in time(world, task).items():
-                times.setdefault(op, []).append(found)
+            for op, lasted in time(world, task).items():
+                times.setdefault(op, []).append(lasted)
     middle = _mean if plan.means else median
     seconds = {op: middle(list(chain.from_iterable(passes))) for op, passes in times.items()}
     drifts = {op: _drift(passes) for op, passes in times.items()}
@@ -474,7 +476,7 @@ def _sweeps(
     world: World, max_size: Bytes, budget: Seconds, most: int, *, pauses: bool
 ) -> list[ProbeTask]:
     """A sweep for every group: sizes, and rounds up to `most`, as its share of time allows."""
-    found = []
+    tasks = []
     every = groups(world.layout)
     for group in every:
         share = budget / len(every) / _PASSES
@@ -492,8 +494,8 @@ def _sweeps(
         rounds = min(most, max(1, int(share / cost) - 1))
         schedule = sweep(group, list(Kind), sizes, pauses=pauses)
         kernels = _pausing(_PAUSE) if pauses else _Idle()
-        found.append(ProbeTask(f"collectives of {group}", schedule, kernels, rounds))
-    return found
+        tasks.append(ProbeTask(f"collectives of {group}", schedule, kernels, rounds))
+    return tasks
 
 
 def _beyond(group: Group, size: Bytes) -> ProbeTask:
@@ -517,7 +519,7 @@ def _trial(world: World, group: Group, size: int) -> Seconds:
 
 def _burns(world: World, precisions: Iterable[str], budget: Seconds) -> list[ProbeTask]:
     """Kernels of rising size for every precision, and copies."""
-    found = []
+    tasks = []
     named, device = list(precisions), world.device.type
     for name in named:
         kernels = burn(world, name)
@@ -533,11 +535,11 @@ def _burns(world: World, precisions: Iterable[str], budget: Seconds) -> list[Pro
         # Falling: a small kernel right after a large one is slow, as few are in a schedule.
         sizes = [least * _FACTOR**step for step in reversed(range(steps))]
         works = in_turn(f"{name} ", [Compute("probe", size) for size in sizes])
-        found.append(_task(world, f"kernels in {name}", works, kernels, _ROUNDS))
+        tasks.append(_task(world, f"kernels in {name}", works, kernels, _ROUNDS))
     if named:
         copies = in_turn("copy ", [Compute("probe", 0.0, size) for size in _COPIED[device]])
-        found.append(_task(world, "memory", copies, burn(world, named[0]), 4))
-    return found
+        tasks.append(_task(world, "memory", copies, burn(world, named[0]), 4))
+    return tasks
 
 
 def _overheads(world: World) -> list[ProbeTask]:
@@ -578,12 +580,12 @@ def _samples(
     prefix: str,
 ) -> tuple[ComputeSample, ...]:
     """By rising size."""
-    found = [
+    samples = [
         ComputeSample(work, seconds[op], drifts[op])
         for op, work in works.items()
         if op.startswith(prefix) and isinstance(work, Compute)
     ]
-    return tuple(sorted(found, key=lambda sample: sample.work.flops + sample.work.memory_bytes))
+    return tuple(sorted(samples, key=lambda sample: sample.work.flops + sample.work.memory_bytes))
 
 
 def _middle(seconds: dict[str, Seconds], prefix: str) -> Seconds:
@@ -614,7 +616,7 @@ def slowdowns(
     kernel = min(kernels, key=partial(_away, _SHORT_KERNEL))
     reduces = [s for s in collectives if s.work.kind is Kind.ALL_REDUCE and s.work.group == WORLD]
     chosen = [min(reduces, key=partial(_away, seconds)) for seconds in _SHORT_AND_LONG]
-    found = []
+    measured = []
     for reduce in dict.fromkeys(chosen):
         count = min(_MAX_AT_ONCE, max(1, round(_BESIDE / reduce.seconds)))
         beside = min(_MAX_AT_ONCE, math.ceil(count * reduce.seconds / kernel.seconds) + 1)
@@ -623,10 +625,10 @@ def slowdowns(
         rounds = min(_MAX_ROUNDS, max(_MIN_ROUNDS, int(budget / len(_SHORT_AND_LONG) / once)))
         task = ProbeTask("", schedule, burn(world, precision), rounds)
         ranks = traces(world, task)
-        found.append(
+        measured.append(
             shared(world, slowdown(ranks) if ranks else Slowdown(1.0, 1.0, reduce.seconds))
         )
-    return tuple(found)
+    return tuple(measured)
 
 
 def together(world: World, precision: str, kernels: Sequence[ComputeSample]) -> float:

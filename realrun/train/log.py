@@ -133,9 +133,9 @@ class Log:
 
     def fill(self, step: int, validation_loss: float, accuracy: float | None) -> None:
         """Add to the row of a step what was found out later."""
-        for place, row in enumerate(self.rows):
+        for index, row in enumerate(self.rows):
             if row.step == step:
-                self.rows[place] = replace(row, validation_loss=validation_loss, accuracy=accuracy)
+                self.rows[index] = replace(row, validation_loss=validation_loss, accuracy=accuracy)
         self._rewrite()
 
     def close(self) -> None:
@@ -189,9 +189,9 @@ def read(folder: Path) -> tuple[LogRow, ...]:
 
 def _row(texts: Mapping[str, str]) -> LogRow:
     whole = {"step", "tokens", "rounds", "bytes_sent", "late", "delay", "tau"}
-    told = {**dict.fromkeys(_ADDED, ""), **texts}
+    cells = {**dict.fromkeys(_ADDED, ""), **texts}
     values: dict[str, Any] = {
-        name: (int(told[name]) if name in whole else float(told[name])) if told[name] else None
+        name: (int(cells[name]) if name in whole else float(cells[name])) if cells[name] else None
         for name in _NAMES
     }
     return LogRow(**values)
@@ -228,8 +228,8 @@ def draw(
         figure = Figure(figsize=(11.0, 3.9), layout="constrained")
         axes = figure.subplots(1, len(_AXES), sharey=True)
         for axis, (name, label) in zip(axes, _AXES.items(), strict=True):
-            for place, (run, rows) in enumerate(runs.items()):
-                _lines(axis, name, rows, f"{run}: " if len(runs) > 1 else "", place)
+            for index, (run, rows) in enumerate(runs.items()):
+                _lines(axis, name, rows, f"{run}: " if len(runs) > 1 else "", index)
             axis.set_xlabel(label.format(unit))
             axis.set_xlim(left=0)
             if name != "seconds":
@@ -241,8 +241,8 @@ def draw(
         return render(figure, "png")
 
 
-def _lines(axis: Axes, name: str, rows: Sequence[LogRow], prefix: str, place: int) -> None:
-    colour = COLOURS[place % len(COLOURS)]
+def _lines(axis: Axes, name: str, rows: Sequence[LogRow], prefix: str, index: int) -> None:
+    colour = COLOURS[index % len(COLOURS)]
     seen = [row for row in rows if row.validation_loss is not None]
     axis.plot(
         [getattr(row, name) for row in rows],
@@ -256,7 +256,7 @@ def _lines(axis: Axes, name: str, rows: Sequence[LogRow], prefix: str, place: in
         [getattr(row, name) for row in seen],
         [row.validation_loss for row in seen],  # type: ignore[arg-type]
         color=colour,
-        marker=MARKERS[place % len(MARKERS)],
+        marker=MARKERS[index % len(MARKERS)],
         markersize=4,
         label=f"{prefix}validation, mean of the workers",
     )

@@ -62,9 +62,9 @@ class Validation:
         total = torch.zeros(3, dtype=torch.float64, device=self._world.device)
         with torch.no_grad(), self._method.mean(parts) as model:
             for turn in range(-(-len(batches) // size)):
-                place = turn * size + self._world.rank
-                seen = scores(model, batches[min(place, len(batches) - 1)])  # all ranks call it
-                if place < len(batches):
+                index = turn * size + self._world.rank
+                seen = scores(model, batches[min(index, len(batches) - 1)])  # all ranks call it
+                if index < len(batches):
                     total += seen
         dist.all_reduce(total)
         loss, accuracy = means(total)
@@ -399,17 +399,17 @@ class _Training:
         settings, stats = self.settings, None
         if not (evaluates or last or self.step % settings.log_every == 0):
             return
-        found: tuple[float | None, float | None] = (None, None)
+        seen: tuple[float | None, float | None] = (None, None)
         if evaluates and settings.evaluate == "during":
-            found = self.validation.take()
+            seen = self.validation.take()
         row = LogRow(
             step=self.step,
             tokens=self.step * settings.batch * self.task.units,
             seconds=self.seconds,
             train_loss=sum(self.losses) / len(self.losses),
             lr=settings.learning_rate(self.step),
-            validation_loss=found[0],
-            accuracy=found[1],
+            validation_loss=seen[0],
+            accuracy=seen[1],
         )
         self.losses = []
         if self.method.outer:
@@ -482,13 +482,13 @@ def _outer_step(outer: LocalUpdate) -> dict[str, Any]:
     """The options of the outer step; of late averages what was used where nothing was given."""
     rule, delay = outer.loop.rule, outer.stats().delay
     waits = rule.late is None
-    found = asdict(rule) | {"tau": outer.loop.tau if waits else outer.stats().tau}
+    options = asdict(rule) | {"tau": outer.loop.tau if waits else outer.stats().tau}
     late, tau = rule.late, outer.loop.tau
     if late is not None:
         keep, predict = kept(tau, late.keep, late.predict)
         used = predict if delay is None else bounded(tau, delay, keep, predict)
-        found |= {"keep": keep, "predict": used, "fragments": late.parts(tau)}
-    return found
+        options |= {"keep": keep, "predict": used, "fragments": late.parts(tau)}
+    return options
 
 
 def write_outcome(
@@ -506,7 +506,7 @@ def write_outcome(
     title = f"{task.name}, {parameters}, {counted(world.layout.world_size, 'rank')}"
     files = {MODEL: out.getvalue(), FIGURE: draw(runs, title, task.unit, task.loss)}
     if history.estimates:
-        found = history.estimates.to_dict(history.chosen, history.rows[-1].delay)
-        files[ESTIMATE] = f"{json.dumps(found, indent=2)}\n".encode()
+        estimates = history.estimates.to_dict(history.chosen, history.rows[-1].delay)
+        files[ESTIMATE] = f"{json.dumps(estimates, indent=2)}\n".encode()
     write_atomically({folder / name: data for name, data in files.items()})
     write_record(folder, history)

@@ -228,11 +228,11 @@ class TrainSettings:
 
 def _check_trained(name: str) -> None:
     """Raise OptionError for a strategy that only has a schedule, such as a user's own."""
-    known = sorted(IN_EVERY_STEP | algorithm_registry.LOCAL_UPDATES.keys())
-    if name not in known:
+    trainable = sorted(IN_EVERY_STEP | algorithm_registry.LOCAL_UPDATES.keys())
+    if name not in trainable:
         raise OptionError(
-            f"{name} has no training algorithm; those that have: {', '.join(known)} (`realrun run`"
-            " executes the schedule of any)"
+            f"{name} has no training algorithm; those that have: {', '.join(trainable)} (`realrun"
+            " run` executes the schedule of any)"
         )
 
 
@@ -318,8 +318,8 @@ def check_estimate(settings: TrainSettings, layout: Layout, *, resume: bool) -> 
 
 def _check_options(strategy: Strategy) -> None:
     default = type(strategy)()
-    for one in fields(default):  # type: ignore[arg-type]
-        name, why = one.name, _REFUSED.get(strategy.name, {}).get(one.name)
+    for field in fields(default):  # type: ignore[arg-type]
+        name, why = field.name, _REFUSED.get(strategy.name, {}).get(field.name)
         if why and getattr(strategy, name) != getattr(default, name):
             raise OptionError(f"{strategy.name}: {name} cannot be trained with: {why}")
     if not isinstance(strategy, LocalSteps):

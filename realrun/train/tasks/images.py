@@ -61,27 +61,27 @@ def split_images() -> Images:
     import sklearn  # noqa: PLC0415
     from sklearn.datasets import load_digits  # noqa: PLC0415
 
-    found = load_digits()
-    images, labels = found.images.astype(np.float32) / 16.0, found.target  # 0 to 16 shades
+    loaded = load_digits()
+    images, labels = loaded.images.astype(np.float32) / 16.0, loaded.target  # 0 to 16 shades
     held = np.arange(len(images)) % _HELD_OUT == _HELD_OUT - 1
     facts = {
         "data": "scikit-learn's digits",
         "scikit-learn": sklearn.__version__,
-        "sha256": fingerprint(found.images.tobytes(), found.target.tobytes()),
+        "sha256": fingerprint(loaded.images.tobytes(), loaded.target.tobytes()),
     }
     return Images(images[~held], labels[~held], images[held], labels[held], facts)
 
 
 def digits(size: str, device: torch.device) -> Task:
     """Classify digits. `settings.check` has checked that scikit-learn, an extra, is installed."""
-    found = split_images()
+    data = split_images()
 
     def on_device(images: np.ndarray, labels: np.ndarray) -> Batch:
         inputs, targets = torch.from_numpy(images)[:, None], torch.from_numpy(labels).long()
         return Batch(inputs.to(device), targets[:, None].to(device))
 
-    train = on_device(found.train, found.train_labels)
-    seen = on_device(found.held, found.held_labels)
+    train = on_device(data.train, data.train_labels)
+    seen = on_device(data.held, data.held_labels)
 
     def draw(numbers: np.ndarray) -> Batch:
         places = torch.from_numpy(numbers).to(device)
@@ -95,12 +95,15 @@ def digits(size: str, device: torch.device) -> Task:
         choices=len(train.inputs),
         draw=draw,
         validation=tuple(
-            Batch(seen.inputs[at : at + VALIDATION_BATCH], seen.targets[at : at + VALIDATION_BATCH])
-            for at in range(0, len(seen.inputs), VALIDATION_BATCH)
+            Batch(
+                seen.inputs[start : start + VALIDATION_BATCH],
+                seen.targets[start : start + VALIDATION_BATCH],
+            )
+            for start in range(0, len(seen.inputs), VALIDATION_BATCH)
         ),
         model=lambda: ConvNet(CONVNETS[size]),
         facts={
-            **found.facts,
+            **data.facts,
             "train": f"{len(train.inputs)} images",
             "validation": f"{len(seen.inputs)} images",
         },
@@ -136,14 +139,14 @@ def canvas(images: np.ndarray, labels: np.ndarray, seed: tuple[int, int]) -> tup
     drawn = np.random.default_rng(seed)
     shades, classes = np.zeros((SIDE, SIDE), np.float32), np.zeros((SIDE, SIDE), np.int64)
     for cell in drawn.permutation(_CELLS**2)[: drawn.integers(_FEWEST, _MAX + 1)]:
-        one, (down, right) = (
+        image, (down, right) = (
             drawn.integers(len(images)),
             drawn.integers(_CELL - _PIXELS + 1, size=2),
         )
         top, left = cell // _CELLS * _CELL + down, cell % _CELLS * _CELL + right
         there = slice(top, top + _PIXELS), slice(left, left + _PIXELS)
-        shades[there] = images[one]
-        classes[there] = np.where(images[one] >= _INK, labels[one] + 1, 0)
+        shades[there] = images[image]
+        classes[there] = np.where(images[image] >= _INK, labels[image] + 1, 0)
     return shades + drawn.uniform(0, _NOISE, shades.shape).astype(np.float32), classes
 
 
@@ -156,10 +159,10 @@ class Segmenter(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        one, two, four = channels, 2 * channels, 4 * channels
-        sizes = ((1, one), (one, two), (two, four), (four + two, two), (two + one, one))
+        small, two, four = channels, 2 * channels, 4 * channels
+        sizes = ((1, small), (small, two), (two, four), (four + two, two), (two + small, small))
         self.layers = nn.ModuleList(_block(inputs, outputs) for inputs, outputs in sizes)
-        self.head = nn.Conv2d(one, CLASSES, 1)
+        self.head = nn.Conv2d(small, CLASSES, 1)
 
     def forward(self, canvases: Tensor) -> Tensor:
         """Two times down and up; what was seen before goes to the layer of the same size."""
@@ -189,7 +192,7 @@ def _doubled(values: Tensor) -> Tensor:
 
 def segmentation(size: str, device: torch.device) -> Task:
     """Name the class of every pixel; validation has digits that are not in training."""
-    found = split_images()
+    data = split_images()
     last = range(0, _VALIDATED, VALIDATION_BATCH)
     return Task(
         name="segmentation",
@@ -197,17 +200,18 @@ def segmentation(size: str, device: torch.device) -> Task:
         unit="image",
         units=1,
         choices=_CHOICES,
-        draw=lambda numbers: _batch(found, numbers, device),
+        draw=lambda numbers: _batch(data, numbers, device),
         validation=tuple(
-            _batch(found, np.arange(at, at + VALIDATION_BATCH), device, held=True) for at in last
+            _batch(data, np.arange(start, start + VALIDATION_BATCH), device, held=True)
+            for start in last
         ),
         model=lambda: Segmenter(CONVNETS[size]),
         facts={
-            **found.facts,
-            "data": f"{found.facts['data']} on canvases of {SIDE} x {SIDE} pixels",
-            "train": f"{_CHOICES} canvases of {len(found.train)} digits",
-            "validation": f"{_VALIDATED} canvases of {len(found.held)} digits",
-            "sha256": fingerprint(found.facts["sha256"].encode(), _DESCRIBED.encode()),
+            **data.facts,
+            "data": f"{data.facts['data']} on canvases of {SIDE} x {SIDE} pixels",
+            "train": f"{_CHOICES} canvases of {len(data.train)} digits",
+            "validation": f"{_VALIDATED} canvases of {len(data.held)} digits",
+            "sha256": fingerprint(data.facts["sha256"].encode(), _DESCRIBED.encode()),
         },
     )
 
@@ -215,10 +219,8 @@ def segmentation(size: str, device: torch.device) -> Task:
 _DESCRIBED = repr((SIDE, _CELLS, _CELL, _FEWEST, _MAX, _INK, _NOISE, _CHOICES, _SEEDS))
 
 
-def _batch(
-    found: Images, numbers: np.ndarray, device: torch.device, *, held: bool = False
-) -> Batch:
-    images, labels = (found.held, found.held_labels) if held else (found.train, found.train_labels)
-    made = [canvas(images, labels, (_SEEDS[held], int(number))) for number in numbers]
+def _batch(data: Images, numbers: np.ndarray, device: torch.device, *, held: bool = False) -> Batch:
+    images, labels = (data.held, data.held_labels) if held else (data.train, data.train_labels)
+    made = [canvas(images, labels, (_SEEDS[held], int(index))) for index in numbers]
     shades, classes = (torch.from_numpy(np.stack(part)) for part in zip(*made, strict=True))
     return Batch(shades[:, None].to(device), classes.to(device))

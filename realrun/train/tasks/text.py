@@ -186,15 +186,15 @@ def encode(text: str) -> np.ndarray:
     """The number of every character, as uint8."""
     points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     table = np.full(_ASCII + 1, UNKNOWN, dtype=np.uint8)
-    for number, character in enumerate(CHARACTERS):
-        table[ord(character)] = number
-    found: np.ndarray = table[np.minimum(points, _ASCII)]
-    return found
+    for code, character in enumerate(CHARACTERS):
+        table[ord(character)] = code
+    codes: np.ndarray = table[np.minimum(points, _ASCII)]
+    return codes
 
 
 def decode(numbers: np.ndarray) -> str:
     """The text of these numbers, with U+FFFD for what is unknown."""
-    return "".join((CHARACTERS + "\N{REPLACEMENT CHARACTER}")[number] for number in numbers)
+    return "".join((CHARACTERS + "\N{REPLACEMENT CHARACTER}")[code] for code in numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ class Windows:
     def validation(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Their places and windows, by batch."""
         places = range(0, len(self.starts), VALIDATION_BATCH)
-        parts = [self.starts[at : at + VALIDATION_BATCH] for at in places]
+        parts = [self.starts[start : start + VALIDATION_BATCH] for start in places]
         return [(part, _cut(self.held, part, self.length)) for part in parts]
 
 
@@ -246,14 +246,14 @@ def windows(context: int, more: int = 0) -> Windows:
 
 
 def _cut(characters: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-    found: np.ndarray = characters[starts[:, None] + np.arange(length)].astype(np.int64)
-    return found
+    cut: np.ndarray = characters[starts[:, None] + np.arange(length)].astype(np.int64)
+    return cut
 
 
 def text(shape: GPTShape, device: torch.device) -> Task:
     """Predict the next character from up to `context` before it."""
     assert len(CHARACTERS) + 1 == VOCABULARY
-    found = windows(shape.context, more=1)
+    data = windows(shape.context, more=1)
 
     def shifted(characters: np.ndarray) -> Batch:
         on_device = torch.from_numpy(characters).to(device)
@@ -264,11 +264,11 @@ def text(shape: GPTShape, device: torch.device) -> Task:
         loss="cross-entropy, nats per token",
         unit="token",
         units=shape.context,
-        choices=found.choices,
-        draw=lambda numbers: shifted(found.drawn(numbers)),
-        validation=tuple(shifted(characters) for _, characters in found.validation()),
+        choices=data.choices,
+        draw=lambda numbers: shifted(data.drawn(numbers)),
+        validation=tuple(shifted(characters) for _, characters in data.validation()),
         model=lambda: GPT(shape),
-        facts=found.facts,
+        facts=data.facts,
     )
 
 
@@ -291,11 +291,11 @@ def hide(numbers: np.ndarray, characters: np.ndarray) -> Batch:
     """
     inputs, targets = characters.copy(), np.full_like(characters, LEFT_OUT)
     context = characters.shape[1]
-    asked = max(1, round(SHARE * context))
-    for row, number in enumerate(numbers):
-        drawn = np.random.default_rng((_SEED, int(number)))
-        places = drawn.choice(context, size=asked, replace=False)
-        how, others = drawn.random(asked), drawn.integers(VOCABULARY, size=asked)
+    count = max(1, round(SHARE * context))
+    for row, index in enumerate(numbers):
+        drawn = np.random.default_rng((_SEED, int(index)))
+        places = drawn.choice(context, size=count, replace=False)
+        how, others = drawn.random(count), drawn.integers(VOCABULARY, size=count)
         targets[row, places] = there = characters[row, places]
         seen = np.where(how < _REPLACED, others, there)
         inputs[row, places] = np.where(how < _HIDDEN, MASK, seen)
@@ -304,7 +304,7 @@ def hide(numbers: np.ndarray, characters: np.ndarray) -> Batch:
 
 def masked_text(shape: GPTShape, device: torch.device) -> Task:
     """Name hidden characters in windows of `context`."""
-    found = windows(shape.context)
+    data = windows(shape.context)
 
     def on_device(numbers: np.ndarray, characters: np.ndarray) -> Batch:
         hidden = hide(numbers, characters)
@@ -315,9 +315,9 @@ def masked_text(shape: GPTShape, device: torch.device) -> Task:
         loss="cross-entropy, nats per hidden token",
         unit="token",
         units=shape.context,
-        choices=found.choices,
-        draw=lambda numbers: on_device(numbers, found.drawn(numbers)),
-        validation=tuple(on_device(*one) for one in found.validation()),
+        choices=data.choices,
+        draw=lambda numbers: on_device(numbers, data.drawn(numbers)),
+        validation=tuple(on_device(*batch) for batch in data.validation()),
         model=lambda: GPT(shape, causal=False, vocabulary=VOCABULARY + 1),
-        facts=found.facts,
+        facts=data.facts,
     )
