@@ -13,10 +13,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from co2sim.common.errors import Co2simError
+from realrun.algorithms import zeropp
 from realrun.algorithms.quantization import dequantize, quantize
 from realrun.algorithms.zeropp import apply_zeropp
 from realrun.execute.world import World
-from realrun.torch_compat import ALL_GATHER, REDUCE_SCATTER, fsdp_param_groups
+from realrun.torch_compat import fsdp_param_groups
 from realrun.train.tasks.presets import GPTShape
 from realrun.train.tasks.task import loss_of
 from realrun.train.tasks.text import GPT, text
@@ -120,9 +121,7 @@ def bound(ranks: int, per_node: int, largest: float) -> float:
 def listening(heard: list[tuple[list[int], str, int]]) -> Iterator[None]:
     """Note every collective of weights and gradients: ranks, type, bytes of the buffer."""
 
-    def wrap(kind: str) -> Callable[..., Any]:
-        original = getattr(dist, kind)
-
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
             large = max(tensors, key=Tensor.numel)
@@ -133,16 +132,16 @@ def listening(heard: list[tuple[list[int], str, int]]) -> Iterator[None]:
 
         return call
 
-    names = (ALL_GATHER, REDUCE_SCATTER, "all_to_all_single")
-    wrapped = {name: wrap(name) for name in names}
-    before = {name: getattr(dist, name) for name in names}
-    for name in names:
-        setattr(dist, name, wrapped[name])
+    places = {(zeropp, "all_gather_single"), (zeropp, "reduce_scatter_single")}
+    places |= {(dist, "all_to_all_single")}
+    before = {place: getattr(*place) for place in places}
+    for place, call in before.items():
+        setattr(*place, wrap(call))
     try:
         yield
     finally:
-        for name in names:
-            setattr(dist, name, before[name])
+        for place, call in before.items():
+            setattr(*place, call)
 
 
 def sharded(reshard: int | None = None, policy: MixedPrecisionPolicy | None = None) -> nn.Module:
@@ -301,14 +300,14 @@ def wire(world: World, layouts: list[int], block: int) -> list[dict[str, Any]]:
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
             fully_shard(model, reshard_after_forward=True, mp_policy=policy)
             if name in {"off", "hpz"}:
-                zeropp = apply_zeropp(model, ranks_per_node=per_node, **options)
+                switched = apply_zeropp(model, ranks_per_node=per_node, **options)
             else:
-                zeropp = apply_zeropp(model, ranks_per_node=per_node, block=block, **options)
+                switched = apply_zeropp(model, ranks_per_node=per_node, block=block, **options)
             heard: list[tuple[list[int], str, int]] = []
             with listening(heard):
                 model(factors(world.rank, WIRE)).backward()
             sent = {
-                key: [getattr(zeropp, key).inside, getattr(zeropp, key).between]
+                key: [getattr(switched, key).inside, getattr(switched, key).between]
                 for key in ("forward", "backward", "reduce")
             }
             found.append({"name": name, "per_node": per_node, "heard": heard, "sent": sent})
@@ -359,8 +358,8 @@ def refusals(world: World) -> dict[str, str]:
         "op": why(lambda: reduce(torch.empty(2), torch.empty(8), world_group, op)),
     }
     os.environ["LOCAL_WORLD_SIZE"] = local
-    zeropp = apply_zeropp(model(), rounding="stochastic", seed=5)
-    assert zeropp.generator is not None
-    found["default"] = str(zeropp.places.per_node)
-    found["seed"] = str(zeropp.generator.initial_seed())
+    switched = apply_zeropp(model(), rounding="stochastic", seed=5)
+    assert switched.generator is not None
+    found["default"] = str(switched.places.per_node)
+    found["seed"] = str(switched.generator.initial_seed())
     return found
