@@ -111,11 +111,7 @@ def run(  # noqa: PLR0917 - one argument per option
         if how.nproc is None:
             case.load()
         else:
-<<<<<<< HEAD
-            resolve(case, Layout(1, nproc), means)[0].stage()
-=======
-            resolve(case, Layout(1, how.nproc), how.backend)[0].prepare()
->>>>>>> 7b4fb581 (The command lines of realrun come from its records)
+            resolve(case, Layout(1, how.nproc), how.backend)[0].stage()
     check_writable(out)
     from realrun.cli import ranks  # noqa: PLC0415 - torch
 
