@@ -21,8 +21,8 @@ from reports import machine, made_by, parser, publish, table
 
 from realrun.train import checkpoint
 from realrun.train.folder import Saved
-from realrun.train.tasks.gpt import GPT
 from realrun.train.tasks.presets import GPTS
+from realrun.train.tasks.text import GPT
 
 
 def state_of(size: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from co2sim.simulation.compute_cost import compute_time
 from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Trace
 from realrun.cli import ranks
+from realrun.cli.options import RankSettings
 from realrun.execute.executor import execute as carry_out
 from realrun.execute.kernels import Sleep
 from realrun.execute.world import gather_objects
@@ -40,7 +41,7 @@ from realrun.lab.lab import Lab
 from realrun.lab.time_dilation import for_cores
 from realrun.launch.launcher import cores
 from realrun.measure import merge
-from realrun.probe.schedules import groups
+from realrun.probe.probe import groups
 
 Row: TypeAlias = dict[str, Any]
 
@@ -130,7 +131,7 @@ def as_rank(out: Path, most: int, rounds: int) -> None:
         if traces is not None:
             out.write_text(json.dumps(times(merge(traces), body)))  # type: ignore[arg-type]
 
-    ranks.as_rank(ranks.RankSettings("gloo", 60.0, None), None, work)
+    ranks.as_rank(RankSettings(), None, work)
 
 
 def predicted(cluster: Cluster, most: int) -> dict[str, float]:

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from co2sim.common.units import Seconds
 from co2sim.schedule.schedule import WORLD
-from realrun.algorithms.delayed import Stats
+from realrun.algorithms import Stats
 from realrun.execute.world import World
 from realrun.train import History, TrainSettings
 from realrun.train.loop import Build

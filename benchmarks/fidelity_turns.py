@@ -41,13 +41,13 @@ from co2sim.simulation.noise import Noise
 from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Trace
 from realrun.cli import ranks
+from realrun.cli.options import RankSettings
 from realrun.execute.executor import execute as carry_out
 from realrun.execute.kernels import Burn
 from realrun.execute.world import gather_objects
 from realrun.measure import make_kernels, merge
-from realrun.probe.fit import fit_gpu
-from realrun.probe.samples import ComputeSample, Measured
-from realrun.probe.schedules import in_turn
+from realrun.probe.fit import ComputeSample, Measured, fit_gpu
+from realrun.probe.probe import in_turn
 from realrun.record import resolve
 
 Times: TypeAlias = dict[Compute, list[Seconds]]
@@ -177,7 +177,7 @@ def as_rank(cluster: str, job: LabJob, lengths: Sequence[int], seconds: Seconds,
         if rank.world.rank == 0:
             out.write_text(json.dumps(rows))
 
-    ranks.as_rank(ranks.RankSettings("gloo", 60.0, None), None, work)
+    ranks.as_rank(RankSettings(), None, work)
 
 
 def take_turns(

@@ -18,8 +18,8 @@ from reports import machine, made_by, parser, publish, table
 from torch.nn import functional
 
 from realrun.algorithms import CO2
-from realrun.train.tasks.gpt import GPT
 from realrun.train.tasks.presets import GPTS, VOCABULARY
+from realrun.train.tasks.text import GPT
 
 STEP_LIMIT, ROUND_LIMIT = 0.01, 0.05
 """Shares of a step, and of a round, that the hook and the outer step may take."""

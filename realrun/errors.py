@@ -145,16 +145,16 @@ def penalty(name: str, value: float, gap: Gap) -> None:
         raise OptionError(f"{name} is {value}, but gap={gap!r} computes it; use gap='constant'")
 
 
-def flag(name: str, given: object) -> None:
+def flag(name: str, value: object) -> None:
     """True or False."""
-    if not isinstance(given, bool):
-        raise OptionError(f"{name} is {given!r}; it must be True or False")
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} is {value!r}; it must be True or False")
 
 
-def one_of(name: str, given: str, allowed: Sequence[str]) -> None:
+def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
     """One of a few names."""
-    if given not in allowed:
-        raise OptionError(f"{name} is {given!r}; {nearest(str(given), allowed)}")
+    if value not in allowed:
+        raise OptionError(f"{name} is {value!r}; {nearest(str(value), allowed)}")
 
 
 def _below_one(name: str, value: float, allowed: str) -> None:

@@ -174,8 +174,8 @@ def _numbers_of_a_model(model: Model) -> Model:
 def _times_of_a_run(figures: dict[str, Any]) -> dict[str, Any]:
     for name in _COMPARED:
         value = figures.get(name)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and 0 <= value <= _LARGEST):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value <= _LARGEST):
             raise ValueError(f"{name} is {given(value)}; it must be 0 to {_LARGEST:g}")
     time = figures.get("round_time_s")
     if time is not None and time < _SHORTEST:

@@ -1,9 +1,9 @@
 """Names of torch that differ between the versions that are supported: 2.9 and later."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 _NEW = hasattr(dist, "all_gather_single")
@@ -11,30 +11,9 @@ ALL_GATHER = "all_gather_single" if _NEW else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if _NEW else "reduce_scatter_tensor"
 """What torch.distributed calls them."""
 
-
-def all_gather_single(
-    output: Tensor,
-    given: Tensor,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,  # noqa: FBT001, FBT002 - as torch has it
-) -> dist.Work | None:
-    """As `ALL_GATHER`."""
-    gather: Any = getattr(dist, ALL_GATHER)
-    work: dist.Work | None = gather(output, given, group=group, async_op=async_op)
-    return work
-
-
-def reduce_scatter_single(
-    output: Tensor,
-    given: Tensor,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,  # noqa: FBT001, FBT002 - as torch has it
-    **options: Any,
-) -> dist.Work | None:
-    """As `REDUCE_SCATTER`."""
-    scatter: Any = getattr(dist, REDUCE_SCATTER)
-    work: dist.Work | None = scatter(output, given, group=group, async_op=async_op, **options)
-    return work
+_Collective: TypeAlias = Callable[..., dist.Work | None]
+all_gather_single: _Collective = getattr(dist, ALL_GATHER)
+reduce_scatter_single: _Collective = getattr(dist, REDUCE_SCATTER)
 
 
 def fsdp_param_groups(module: FSDPModule) -> list[Any]:
@@ -49,7 +28,7 @@ def fsdp_param_groups(module: FSDPModule) -> list[Any]:
 
 def premul_factor(op: Any) -> float | None:
     """The factor of a `PREMUL_SUM`, which has no name before torch 2.11."""
-    found = getattr(op, "factor", None)
-    if found is None and hasattr(op, "__getstate__"):
-        _, found = op.__getstate__()
-    return found
+    factor = getattr(op, "factor", None)
+    if factor is None and hasattr(op, "__getstate__"):
+        _, factor = op.__getstate__()
+    return factor

@@ -23,9 +23,8 @@ from co2sim.schedule.schedule import DType
 from co2sim.strategies import parse
 from realrun import record
 from realrun.errors import PRECISIONS, one_of
-from realrun.lab.lab import INTRA_RATE, Lab, overrides
-from realrun.lab.time_dilation import SLEEPING, chosen
-from realrun.launch.launcher import Dilation, GpusPerNode, IntraRate, Nodes, Rate, Sites, Wan, cores
+from realrun.lab.lab import Dilation, Lab, overrides
+from realrun.lab.time_dilation import SLEEPING
 from realrun.launch.processes import started
 from realrun.record import folder_name
 
@@ -81,18 +80,14 @@ def compare(  # noqa: PLR0917 - one argument per option
     _report(comparisons, files, csv=csv, as_json=json_)
 
 
+@options.record_options(Lab, "stated")
 def lab(  # noqa: PLR0913, PLR0917 - one argument per option
     context: typer.Context,
     strategy: Annotated[
         list[str], typer.Option("--strategy", "-s", help="As in `realrun run`. Repeatable.")
     ],
     model: options.Model,
-    nodes: Nodes = 4,
-    gpus_per_node: GpusPerNode = 1,
-    rate: Rate = "1 Gbit/s",
-    intra_rate: IntraRate = INTRA_RATE,
-    sites: Sites = 1,
-    wan: Wan = None,
+    stated: Lab,
     dilation: Dilation = "auto",
     kernels: Annotated[
         str,
@@ -138,16 +133,15 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
         one_of("--precision", precision, PRECISIONS)
     load_model(model)
     check_writable(out)
-    kind = (*SLEEPING, "--kernels", kernels)
-    slower = chosen(dilation, kind, nodes * gpus_per_node, cores(), sites)
-    built = Lab(nodes, gpus_per_node, rate, intra_rate, sites, wan, slower)
-    inside = ["--nodes", str(nodes), "--gpus-per-node", str(gpus_per_node), "--rate", rate]
-    inside += ["--intra-rate", intra_rate, "--dilation", str(slower)]
+    built = stated.slower(dilation, (*SLEEPING, "--kernels", kernels))
+    inside = ["--nodes", str(built.nodes), "--gpus-per-node", str(built.gpus_per_node)]
+    inside += ["--rate", built.rate, "--intra-rate", built.intra_rate]
+    inside += ["--dilation", str(built.dilation)]
     strategies = [item for text in strategy for item in ("--strategy", text)]
     asked = ["--model", model, *strategies, "--kernels", kernels, "--out", str(out), "--json"]
     asked += ["--precision", precision] if precision else []
     with keeping("runs that had finished are kept"):
-        if cluster is None and (probe or nodes * gpus_per_node > 1):
+        if cluster is None and (probe or built.world_size > 1):
             cluster = str(out / "probe.toml")
             run = ["--gpu", "virtual"] if kernels == "sleep" else ["--precision", precision or FP32]
             run += [] if probe else ["--stated"]
@@ -155,8 +149,8 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
             on = ["--cluster", cluster, *_sites_of(built, cluster)]
         else:
             on = ["--cluster", cluster] if cluster else []
-        if wan is not None:
-            inside += ["--sites", str(sites), "--wan", wan]
+        if built.wan is not None:
+            inside += ["--sites", str(built.sites), "--wan", built.wan]
         _in_lab(inside, ["run", *on, *asked, *context.args])
         folders = [out / folder_name(text) for text in strategy]
         comparisons = _compared(folders)

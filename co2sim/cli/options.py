@@ -1,13 +1,13 @@
 """The options that several commands share, and the case that they describe."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -116,26 +116,35 @@ def pairs(texts: Iterable[str] | None, flag: str) -> dict[str, str]:
     return found
 
 
-def _declared() -> dict[str, tuple[Any, Any, convert.Option]]:
-    """Every field of `Case` and `Noise` that is an option: its type, its default, what it is."""
-    found = {}
-    for owner in (Case, Noise):
+class _Declared(NamedTuple):
+    """A field of a record that is an option: its type, its default, what it is, how it is read."""
+
+    hint: Any
+    default: Any
+    option: convert.Option
+    reader: convert.Reader | None
+
+
+def _declared(*owners: type[Any]) -> dict[str, _Declared]:
+    """Every field of records that is an option."""
+    options = {}
+    for owner in owners:
         hints = get_type_hints(owner)
         for one in fields(owner):
             if "option" in one.metadata:
                 default = None if one.default is MISSING else one.default
-                found[one.name] = hints[one.name], default, one.metadata["option"]
-    return found
+                option, reader = one.metadata["option"], convert.reader(owner, one.name)
+                options[one.name] = _Declared(hints[one.name], default, option, reader)
+    return options
 
 
-_DECLARED = _declared()
+_DECLARED = _declared(Case, Noise)
 
 
-def flag(name: str) -> Any:
-    """The option of a command line that a field of `Case` or `Noise` declares."""
-    hint, default, declared = _DECLARED[name]
+def flag(name: str, options: Mapping[str, _Declared] = _DECLARED) -> Any:
+    """The option of a command line that a field of a record declares, by default of the case."""
+    hint, default, declared, reader = options[name]
     spelled = declared.flags or (f"--{name.replace('_', '-')}",)
-    reader = convert.reader(Case, name)
     if reader:
         read = partial(reader.read, spelled[0])
         return typer.Option(*spelled, parser=read, metavar=reader.metavar, help=declared.help)
@@ -152,10 +161,12 @@ def flag(name: str) -> Any:
     return typer.Option(*spelled, help=declared.help)
 
 
-def _parameter(name: str, defaults: Mapping[str, Any]) -> Parameter:
-    hint, default, _ = _DECLARED[name]
+def _parameter(
+    name: str, defaults: Mapping[str, Any], options: Mapping[str, _Declared] = _DECLARED
+) -> Parameter:
+    hint, default, _, reader = options[name]
     default = defaults.get(name, default)
-    if convert.reader(Case, name):
+    if reader:
         hint = Any
     elif get_origin(hint) in {Mapping, dict}:
         hint = list[str] | None
@@ -163,7 +174,7 @@ def _parameter(name: str, defaults: Mapping[str, Any]) -> Parameter:
         hint = str
     elif any(get_origin(kind) is Literal for kind in get_args(hint)):
         hint = str | None
-    annotation: Any = Annotated[hint, flag(name)]
+    annotation: Any = Annotated[hint, flag(name, options)]
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
@@ -205,7 +216,6 @@ def _sharing(
     It has none that are in `but`. Those of `_PLACE` that are `optional` are empty unless they are
     given. `defaults` stand before those of `Case`.
     """
-    own = [p for p in signature(command).parameters.values() if p.name != target]
     shared = [
         Parameter(
             name,
@@ -218,15 +228,47 @@ def _sharing(
     ]
     shared += [
         _parameter(name, defaults)
-        for name, (_, _, declared) in _DECLARED.items()
-        if declared.group in groups and name not in but
+        for name, declared in _DECLARED.items()
+        if declared.option.group in groups and name not in but
     ]
     shared.sort(key=lambda p: p.default is not Parameter.empty)
+    return _with_parameters(command, target, shared, _case)
+
+
+def record_options(
+    record: type[Any],
+    target: str,
+    make: Callable[..., Any] | None = None,
+    *,
+    but: Collection[str] = (),
+    **defaults: Any,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator that gives a command the options that a record declares, but for those in `but`.
+
+    They stand in place of its parameter `target`, which receives the record, or what `make` makes
+    of the values. `defaults` stand before those of the record. A value that is None is left out.
+    """
+    options = _declared(record)
+    shared = [_parameter(name, defaults, options) for name in options if name not in but]
+
+    def made(values: dict[str, Any]) -> Any:
+        return (make or record)(**{n: value for n, value in values.items() if value is not None})
+
+    return lambda command: _with_parameters(command, target, shared, made)
+
+
+def _with_parameters(
+    command: Callable[..., None],
+    target: str,
+    shared: Sequence[Parameter],
+    make: Callable[[dict[str, Any]], Any],
+) -> Callable[..., None]:
+    """`command` with these parameters in place of `target`, which gets what is made of them."""
+    own = [p for p in signature(command).parameters.values() if p.name != target]
 
     @wraps(command)
     def wrapper(**given: Any) -> None:
-        case = _case({p.name: given.pop(p.name) for p in shared})
-        command(**{target: case}, **given)
+        command(**{target: make({p.name: given.pop(p.name) for p in shared})}, **given)
 
     parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*shared, *own)]
     wrapper.__signature__ = Signature(parameters)  # type: ignore[attr-defined]

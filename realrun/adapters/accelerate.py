@@ -41,10 +41,10 @@ def prepare(
     """
     refuse(accelerator)
     ready = accelerator.prepare_model(model, evaluation_mode=True)
-    given = optimizer if isinstance(optimizer, list) else [optimizer]
-    prepared = [accelerator.prepare_optimizer(one) for one in given]
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+    prepared = [accelerator.prepare_optimizer(each) for each in optimizers]
     made = algorithm(ready, prepared, **options)
-    files = _Files(made, sum(isinstance(one, _Files) for one in accelerator._custom_objects))  # noqa: SLF001 - what is registered for checkpoints
+    files = _Files(made, sum(isinstance(each, _Files) for each in accelerator._custom_objects))  # noqa: SLF001 - what is registered for checkpoints
     accelerator.register_save_state_pre_hook(files.save)
     accelerator.register_load_state_pre_hook(files.find)
     accelerator.register_for_checkpointing(files)
@@ -70,10 +70,10 @@ def refuse(accelerator: Accelerator) -> None:
 class _Files:
     """What the checkpoints of an accelerator hold besides: a file of every rank."""
 
-    def __init__(self, algorithm: LocalUpdate, number: int) -> None:
+    def __init__(self, algorithm: LocalUpdate, index: int) -> None:
         """The folder of the first is `local_updates`; of the next ones, by number, another."""
         self._algorithm = algorithm
-        self._name = f"{rank_files.FOLDER}_{number}" if number else rank_files.FOLDER
+        self._name = f"{rank_files.FOLDER}_{index}" if index else rank_files.FOLDER
         self._folder = Path()
 
     def save(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
@@ -85,8 +85,8 @@ class _Files:
         if self._algorithm.closed:
             return
         with self._algorithm.consensus(buffers=True):
-            at = models.index(self._algorithm.model)
-            weights[at] = copy.deepcopy(self._algorithm.model.state_dict())
+            index = models.index(self._algorithm.model)
+            weights[index] = copy.deepcopy(self._algorithm.model.state_dict())
 
     def find(self, models: list[nn.Module], folder: str) -> None:
         """The hook of `load_state`, before Accelerate reads its own files."""

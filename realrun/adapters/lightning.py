@@ -64,7 +64,10 @@ class LocalUpdateStrategy(DDPStrategy):
         self._running = self._algorithm(self.lightning_module, self.optimizers, **self._options)
         _leave_signals_to_ranks(trainer)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set outside
-        callbacks[:] = [_Finish(self), *(one for one in callbacks if not isinstance(one, _Finish))]
+        callbacks[:] = [
+            _Finish(self),
+            *(callback for callback in callbacks if not isinstance(callback, _Finish)),
+        ]
 
     @property
     def algorithm(self) -> LocalUpdate:
@@ -115,10 +118,7 @@ class LocalUpdateStrategy(DDPStrategy):
         super().on_exception(exception)
         self._leave()
         if self._running:
-            cause = self._running.cause_of(exception)
             self._running.__exit__(type(exception), exception, exception.__traceback__)
-            if cause:
-                raise cause from exception
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The consensus."""
@@ -143,12 +143,12 @@ class LocalUpdateStrategy(DDPStrategy):
 
     def _save_ranks(self, folder: Path, step: int) -> Path:
         """In a folder of this step: until the checkpoint is written, the one before is whole."""
-        place = folder / f"step{step}"
+        target = folder / f"step{step}"
         validating = self._leave()
-        rank_files.save(place, self.algorithm)
+        rank_files.save(target, self.algorithm)
         if validating:
             self.on_validation_start()
-        return place
+        return target
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove the files of the ranks, too."""
@@ -166,8 +166,8 @@ class LocalUpdateStrategy(DDPStrategy):
         if _MARK not in checkpoint:
             super().load_optimizer_state_dict(checkpoint)
             return
-        place = _ranks_of(self._source) / f"step{checkpoint['global_step']}"
-        rank_files.load(place, self.algorithm)
+        target = _ranks_of(self._source) / f"step{checkpoint['global_step']}"
+        rank_files.load(target, self.algorithm)
 
 
 def _leave_signals_to_ranks(trainer: Trainer) -> None:

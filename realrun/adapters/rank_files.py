@@ -16,7 +16,7 @@ from realrun.algorithms import LocalUpdate
 from realrun.algorithms.outer_loop import mark_of
 from realrun.errors import CheckpointError, DamagedError
 from realrun.train import checkpoint
-from realrun.train.collective_errors import run_on_all_ranks
+from realrun.train.checkpoint import run_on_all_ranks
 from realrun.train.folder import STATE, Saved, shown
 
 FOLDER = "local_updates"
@@ -31,7 +31,7 @@ def save(folder: Path, algorithm: LocalUpdate) -> None:
     rank, ranks = _me()
     state = {
         "model": dict(algorithm.model.state_dict()),
-        "optimizers": [one.state_dict() for one in algorithm.optimizers],
+        "optimizers": [optimizer.state_dict() for optimizer in algorithm.optimizers],
         "algorithm": next(iter(algorithm.state_dict().values())),
     }
     checkpoint.write(folder, state, {"ranks": ranks}, rank, _device(algorithm))
@@ -44,14 +44,16 @@ def load(folder: Path, algorithm: LocalUpdate) -> None:
     CheckpointError, the same on all ranks, when a file is not as it was written or of another
     number of optimizers, and OptionError when it is of another run.
     """
-    (rank, ranks), found = _me(), []
+    (rank, ranks), loaded = _me(), []
 
     def read() -> None:
         saved = Saved.of(folder)
         before = len(saved.states)
         state = checkpoint.read(folder, saved, rank if before == ranks else 0)
         try:
-            model, optimizers, own = (state[one] for one in ("model", "optimizers", "algorithm"))
+            model, optimizers, algorithm_state = (
+                state[name] for name in ("model", "optimizers", "algorithm")
+            )
             count = len(optimizers)
         except (LookupError, TypeError) as error:
             raise DamagedError(f"{STATE}: it is not that of an algorithm") from error
@@ -59,14 +61,14 @@ def load(folder: Path, algorithm: LocalUpdate) -> None:
             raise CheckpointError(
                 f"it is of {counted(count, 'optimizer')}, and here are {len(algorithm.optimizers)}"
             )
-        found.append((before, model, optimizers, own))
+        loaded.append((before, model, optimizers, algorithm_state))
 
     run_on_all_ranks(_device(algorithm), f"cannot read {shown(folder)}", read)
-    ((before, model, optimizers, own),) = found
-    for optimizer, one in zip(algorithm.optimizers, optimizers, strict=True):
-        optimizer.load_state_dict(one)
+    ((before, model, optimizers, algorithm_state),) = loaded
+    for optimizer, part in zip(algorithm.optimizers, optimizers, strict=True):
+        optimizer.load_state_dict(part)
     if before != ranks:
-        algorithm.load_anchor({"rank0": own})
+        algorithm.load_anchor({"rank0": algorithm_state})
         if rank == 0:
             warnings.warn(
                 f"{shown(folder)} is of {before} ranks, and here are {ranks}: all begin at the"
@@ -76,7 +78,7 @@ def load(folder: Path, algorithm: LocalUpdate) -> None:
             )
         return
     algorithm.model.load_state_dict(model)
-    algorithm.load_state_dict({f"rank{rank}": own})
+    algorithm.load_state_dict({f"rank{rank}": algorithm_state})
 
 
 def _me() -> tuple[int, int]:
@@ -97,17 +99,19 @@ def mean_where_different(model: nn.Module) -> None:
     """
     if not dist.is_initialized() or (size := dist.get_world_size()) == 1:
         return
-    tensors = [one.detach() for one in (*model.parameters(), *model.buffers())]
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
     marks = [""] * size
-    dist.all_gather_object(marks, mark_of(*(one.cpu().contiguous().view(-1) for one in tensors)))
+    dist.all_gather_object(
+        marks, mark_of(*(tensor.cpu().contiguous().view(-1) for tensor in tensors))
+    )
     if len(set(marks)) == 1:
         return
-    for one in tensors:
-        if one.is_floating_point():
-            mean = one.double()
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            mean = tensor.double()
             dist.all_reduce(mean)
-            one.copy_(mean / size)
+            tensor.copy_(mean / size)
         else:
-            sent = one.contiguous()
+            sent = tensor.contiguous()
             dist.broadcast(sent, 0)
-            one.copy_(sent)
+            tensor.copy_(sent)

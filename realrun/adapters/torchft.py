@@ -135,9 +135,9 @@ class _ManagedAverage(Average):
         super().__init__(None, "fp32", DEADLINE, bucket)
         self._manager = manager
 
-    def launch(self, vector: torch.Tensor, number: int) -> PendingAverage:
-        """Start averaging `vector` in place, for round `number`."""
-        flight, size = PendingAverage(number, vector), max(1, self._manager.num_participants())
+    def launch(self, vector: torch.Tensor, round_: int) -> PendingAverage:
+        """Start averaging `vector` in place, for round `round_`."""
+        flight, size = PendingAverage(round_, vector), max(1, self._manager.num_participants())
         for bucket in torch.split(vector, self._elements):
             flight.waits.append(partial(_wait, self._manager.allreduce(bucket)))
             self.sent += 2 * (size - 1) * -(-len(bucket) // size) * bucket.element_size()
@@ -160,9 +160,9 @@ class _QuorumLoop(RoundLoop):
         vars(self).update(vars(plain))
         self.average = _ManagedAverage(manager, bucket)
         self._manager, self._described = manager, algorithm.described
-        trained = {id(one) for one in algorithm.model.parameters() if one.requires_grad}
+        trained = {id(param) for param in algorithm.model.parameters() if param.requires_grad}
         every = (*algorithm.model.parameters(), *algorithm.model.buffers())
-        self._others = [one.detach() for one in every if id(one) not in trained]
+        self._others = [tensor.detach() for tensor in every if id(tensor) not in trained]
         self._flight: PendingAverage | None = None
         self._closing = self._given = self._committed = self._agreed = False
         self._renew()
@@ -275,38 +275,38 @@ class _QuorumLoop(RoundLoop):
         try:
             yield
         except (RuntimeError, TimeoutError) as error:
-            words, number = " ".join(str(error).split())[:200], self.counters.round
+            words, round_ = " ".join(str(error).split())[:200], self.counters.round
             raise RankFailure(
-                f"{what} failed in round {number}: torchft says {words!r}; is the lighthouse there,"
+                f"{what} failed in round {round_}: torchft says {words!r}; is the lighthouse there,"
                 " with as many workers as it and the Manager ask for, and quorum_timeout longer"
                 " than a round?",
                 op=what,
-                round=number,
+                round=round_,
             ) from error
 
     def give(self) -> dict[str, Any]:
         """What others need; torchft may read anchor and vectors until the next vote."""
         numbers = asdict(self.counters) | self.state.numbers
         numbers["round"] += self._closing  # the one to begin with
-        others = [one.clone() for one in self._others]
+        others = [tensor.clone() for tensor in self._others]
         kept = {"anchor": self.state.anchor, **self.state.vectors}
         return {"described": self._described, "kept": kept, "others": others, "numbers": numbers}
 
     @torch.no_grad()
-    def take(self, given: dict[str, Any]) -> None:
+    def take(self, state: dict[str, Any]) -> None:
         """Stand where the others stand. Raises MismatchError if they train something else."""
-        if given["described"] != self._described:
-            theirs, own = first_difference(given["described"], self._described)
+        if state["described"] != self._described:
+            theirs, ours = first_difference(state["described"], self._described)
             raise MismatchError(
-                f"this worker has another model, optimizer or setting than the others: {own!r}"
+                f"this worker has another model, optimizer or setting than the others: {ours!r}"
                 f" instead of {theirs!r}"
             )
-        self.state.anchor.copy_(given["kept"]["anchor"])
+        self.state.anchor.copy_(state["kept"]["anchor"])
         for name, vector in self.state.vectors.items():
-            vector.copy_(given["kept"][name])
-        for one, other in zip(self._others, given["others"], strict=True):
-            one.copy_(other)
-        numbers = given["numbers"]
+            vector.copy_(state["kept"][name])
+        for tensor, other in zip(self._others, state["others"], strict=True):
+            tensor.copy_(other)
+        numbers = state["numbers"]
         self.state.numbers = {name: numbers[name] for name in self.state.numbers}
         self.counters.round = numbers["round"] - self._closing
         names = ("used", "penalty", "clipped", "clip_residual", "running_residual", "missing")
@@ -326,9 +326,9 @@ class _QuorumLoop(RoundLoop):
         finally:
             self.publish(live)
 
-    def load_state_dict(self, own: Any) -> None:
+    def load_state_dict(self, state: Any) -> None:
         """Refuse: the state of one worker is not that of the others."""
-        del own
+        del state
         raise OptionError("with torchft a saved state is given to fault_tolerant() as `state`")
 
     def under_way(self) -> Iterable[PendingAverage]:

@@ -51,9 +51,9 @@ def with_local_updates(
             f"the config is a {type(config).__qualname__}, whose trainer has its own loop; it"
             " must be a torchtitan.trainer.Trainer.Config"
         )
-    given = {one.name: getattr(config, one.name) for one in fields(config)}
+    values = {field_.name: getattr(config, field_.name) for field_ in fields(config)}
     chosen = LocalUpdates(algorithm=algorithm, tau=tau, options=options)
-    return LocalUpdateTrainer.Config(**given, local_updates=chosen)
+    return LocalUpdateTrainer.Config(**values, local_updates=chosen)
 
 
 class LocalUpdateTrainer(Trainer):
@@ -93,9 +93,9 @@ class LocalUpdateTrainer(Trainer):
         if config.validator.enable:
             validate = self.validator.validate
 
-            def validate_agreed(*given: Any) -> None:
+            def validate_agreed(*arguments: Any) -> None:
                 with self.agreed():
-                    validate(*given)
+                    validate(*arguments)
 
             self.validator.validate = validate_agreed
 
@@ -140,10 +140,7 @@ class LocalUpdateTrainer(Trainer):
         try:
             super().train()
         except BaseException as error:
-            cause = self.algorithm.cause_of(error)
             self.algorithm.__exit__(type(error), error, error.__traceback__)
-            if cause:
-                raise cause from error
             raise
         if not self.algorithm.closed:
             self.algorithm.finish()
@@ -154,7 +151,7 @@ class LocalUpdateTrainer(Trainer):
 
         def agreed() -> dict[str, Any]:  # copies: it may be written while the model is trained
             with self.agreed():
-                return {name: one.clone() for name, one in model.state_dict().items()}
+                return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
         def load_agreed(state: dict[str, Any]) -> None:
             if STATE not in state:  # otherwise the worker's own model is loaded
@@ -168,11 +165,13 @@ class LocalUpdateTrainer(Trainer):
             algorithm.load_state_dict(state)
 
         def steps() -> dict[str, Any]:
-            if not all(one.state for one in optimizers):  # torchtitan would take a step to make it
+            if not all(
+                optimizer.state for optimizer in optimizers
+            ):  # torchtitan would take a step to make it
                 others = self.config.optimizer.build(model_parts=self.model_parts)
                 others.state_dict()
-                for one, other in zip(optimizers, others, strict=True):
-                    one.state.update(other.state)
+                for optimizer, other in zip(optimizers, others, strict=True):
+                    optimizer.state.update(other.state)
             return {self.worker: optimizers.state_dict()}
 
         def load_steps(state: dict[str, Any]) -> None:

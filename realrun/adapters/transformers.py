@@ -85,21 +85,17 @@ class LocalUpdateTrainer(Trainer):
         assert self.model is not None
         assert self.optimizer is not None
         self._running = self._algorithm(self.model, self.optimizer, **self._options)
-        place = Path(resume_from_checkpoint or "") / rank_files.FOLDER
-        if resume_from_checkpoint and place.is_dir():
-            rank_files.load(place, self._running)
+        folder = Path(resume_from_checkpoint or "") / rank_files.FOLDER
+        if resume_from_checkpoint and folder.is_dir():
+            rank_files.load(folder, self._running)
         return ready
 
     def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
         try:
             return super()._inner_training_loop(*args, **options)
         except BaseException as error:
-            if self._running is None:
-                raise
-            cause = self._running.cause_of(error)
-            self._running.__exit__(type(error), error, error.__traceback__)
-            if cause:
-                raise cause from error
+            if self._running:
+                self._running.__exit__(type(error), error, error.__traceback__)
             raise
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:

@@ -13,11 +13,11 @@ from co2sim.common.delayed_averaging import LateAverage
 from co2sim.common.errors import Co2simError, OptionError
 from realrun.algorithms.averaging import Transport
 from realrun.algorithms.co2 import CO2, Clipping
-from realrun.algorithms.delayed import Stats
+from realrun.algorithms.local_sgd import DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo
 from realrun.algorithms.local_update import LocalUpdate
+from realrun.algorithms.outer_loop import Stats
 from realrun.algorithms.process_groups import Wire, Worker, Workers
 from realrun.algorithms.quantization_format import Rounding
-from realrun.algorithms.synchronous import DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo
 from realrun.algorithms.zeropp import Places, Sent, ZeroPP, apply_zeropp
 from realrun.errors import Gap, MismatchError, NonFiniteError, RankFailure
 

@@ -90,7 +90,7 @@ class PendingAverage:
         """
         if not self.errors:
             return 0.0, 0.0
-        sent, mean = torch.stack([one.double() for one in self.errors]).sum(0).tolist()
+        sent, mean = torch.stack([error.double() for error in self.errors]).sum(0).tolist()
         return sent, mean
 
     def arrived(self) -> bool:
@@ -122,8 +122,8 @@ class PendingAverage:
                 return
             error = self._error(left)  # it has failed, or ended just after the time was up
         if error:
-            found = notices.cause(what, round=self.round) if notices else None
-            raise found or lost(what, error, self.deadline, round=self.round) from error
+            cause = notices.cause(what, round=self.round) if notices else None
+            raise cause or lost(what, error, self.deadline, round=self.round) from error
         self.waits.pop(0)
 
     def _error(self, seconds: Seconds) -> Exception | None:
@@ -266,14 +266,14 @@ class Average:
         """Whether ranks may be left out."""
         return self._present is not None
 
-    def launch(self, vector: Tensor, number: int) -> PendingAverage:
-        """Start averaging `vector` in place, for round `number`."""
+    def launch(self, vector: Tensor, round_: int) -> PendingAverage:
+        """Start averaging `vector` in place, for round `round_`."""
         if self._present is None or self._counting is None:
-            return self._launched(vector, number)
+            return self._launched(vector, round_)
         here = self._present()
         if not here:
             vector.zero_()
-        flight = self._launched(vector, number)
+        flight = self._launched(vector, round_)
         count = torch.tensor([float(here)], dtype=torch.float64, device="cpu")
         work = dist.all_reduce(count, group=self._counting, async_op=True)
         assert work is not None
@@ -287,13 +287,13 @@ class Average:
             if flight.members:
                 more = self._size / flight.members
                 flight.vector.mul_(more)
-                flight.errors = [one.double() * more**2 for one in flight.errors]
+                flight.errors = [error.double() * more**2 for error in flight.errors]
 
         flight.finish = finish
         return flight
 
-    def _launched(self, vector: Tensor, number: int) -> PendingAverage:
-        flight = PendingAverage(number, vector, deadline=self._deadline)
+    def _launched(self, vector: Tensor, round_: int) -> PendingAverage:
+        flight = PendingAverage(round_, vector, deadline=self._deadline)
         if self._notices:
             flight.notices, flight.step = self._notices, self._notices.now()
         if self._group is None or not len(vector):
@@ -370,17 +370,17 @@ class Average:
         rows = bucket.new_zeros(n * part)
         rows[: len(bucket)].copy_(bucket)
         quantized = quantize(rows.view(n, part), bits, BLOCK, refuse_non_finite=False)
-        given, first = to_wire(quantized), _taken_off(rows.view(n, part), quantized, bits) / n
-        taken = torch.empty_like(given)
-        dist.all_to_all_single(taken.view(-1), given.view(-1), group=self._group)
+        sent, first = to_wire(quantized), _taken_off(rows.view(n, part), quantized, bits) / n
+        taken = torch.empty_like(sent)
+        dist.all_to_all_single(taken.view(-1), sent.view(-1), group=self._group)
         mean = sum_rows(from_wire(taken, bits, BLOCK, part), bits, BLOCK, part).div_(n)
         quantized = quantize(mean, bits, BLOCK, refuse_non_finite=False)
         squares = torch.stack((first, _taken_off(mean, quantized, bits))).view(torch.uint8)
         taken = taken.new_empty(n, taken.shape[1] + _ERROR_BYTES)
         mine = torch.cat((to_wire(quantized), squares))
         all_gather_single(taken.view(-1), mine, group=self._group)
-        told = taken[:, -_ERROR_BYTES:].clone(memory_format=torch.contiguous_format)
-        errors.append(told.view(torch.float32).double().sum(0))
+        off = taken[:, -_ERROR_BYTES:].clone(memory_format=torch.contiguous_format)
+        errors.append(off.view(torch.float32).double().sum(0))
         codes, scales = from_wire(taken[:, :-_ERROR_BYTES], bits, BLOCK, part)
         bucket.copy_(dequantize(codes, scales, bits, BLOCK, part).view(-1)[: len(bucket)])
 

@@ -87,7 +87,7 @@ def parts_of(tensor: Tensor) -> Parts:
 def _parts_of_plain(tensor: Tensor, kind: str) -> Parts:
     if names := _SPARSE.get(tensor.layout):
         *structure, values = (_once(getattr(tensor, name)()) for name in names)
-        shapes = ", ".join(str(tuple(one.shape)) for one in (*structure, values))
+        shapes = ", ".join(str(tuple(part.shape)) for part in (*structure, values))
         return Parts(f"{kind} {_name(tensor.layout)} {shapes}", (values,), tuple(structure))
     if tensor.is_quantized:
         return _parts_of_quantized(tensor, kind)
@@ -109,10 +109,10 @@ def _parts_of_wrapper(tensor: Tensor, kind: str) -> Parts:
     names, _ = tensor.__tensor_flatten__()
     inside = [parts_of(getattr(tensor, name)) for name in names]
     return Parts(
-        f"{kind} of {', '.join(one.kind for one in inside)}",
-        structure=tuple(each for one in inside for each in (*one.structure, *one.values)),
-        copied=any(one.copied for one in inside),
-        opaque=any(one.opaque for one in inside),
+        f"{kind} of {', '.join(part.kind for part in inside)}",
+        structure=tuple(each for part in inside for each in (*part.structure, *part.values)),
+        copied=any(part.copied for part in inside),
+        opaque=any(part.opaque for part in inside),
     )
 
 
@@ -132,7 +132,8 @@ def _once(tensor: Tensor) -> Tensor:
         if not stride and size > 1:
             tensor = tensor.narrow(dim, 0, 1)
     strides = [
-        1 if size == 1 else one for one, size in zip(tensor.stride(), tensor.shape, strict=True)
+        1 if size == 1 else stride
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     ]
     return tensor.as_strided(tensor.shape, strides)
 
@@ -164,8 +165,11 @@ def write(tensor: Tensor, values: Tensor) -> None:
 
 def marks_of(tensors: Sequence[Tensor]) -> str:
     """A hash of plain tensors of any shape and type."""
-    real = [torch.view_as_real(one.resolve_conj()) if one.is_complex() else one for one in tensors]
-    return mark_of(*(one.resolve_neg().contiguous().view(-1) for one in real))
+    real = [
+        torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        for tensor in tensors
+    ]
+    return mark_of(*(tensor.resolve_neg().contiguous().view(-1) for tensor in real))
 
 
 def tensor_line(name: str, tensor: Tensor) -> str:
@@ -188,7 +192,7 @@ def tensor_line(name: str, tensor: Tensor) -> str:
 
 def warn_of_opaque(tensors: Mapping[str, Tensor]) -> None:
     """Warn of what can be neither sent to all ranks nor averaged."""
-    if names := [repr(name) for name, one in tensors.items() if parts_of(one).opaque]:
+    if names := [repr(name) for name, tensor in tensors.items() if parts_of(tensor).opaque]:
         warnings.warn(
             f"{', '.join(names[:8])} cannot be read (a subclass of Tensor without"
             " __tensor_flatten__, or a layout of a library): it is neither sent to all ranks nor"
@@ -238,10 +242,10 @@ class ExtraState:
 
     def check(self, also: Sequence[nn.Module]) -> None:
         """Raise OptionError for what is no module."""
-        for one in also:
-            if not isinstance(one, nn.Module):
+        for module in also:
+            if not isinstance(module, nn.Module):
                 raise OptionError(
-                    f"what is averaged besides is a {type(one).__name__}; it must be a"
+                    f"what is averaged besides is a {type(module).__name__}; it must be a"
                     " torch.nn.Module, such as torch.optim.swa_utils.AveragedModel: put tensors"
                     " into its buffers"
                 )
@@ -252,7 +256,9 @@ class ExtraState:
         Their values are hashed: the version of a tensor does not tell what is written to `.data`.
         """
         frozen = self._frozen() if self._links.has_others else {}
-        self._frozen_marks = {name: marks_of(parts_of(one).all) for name, one in frozen.items()}
+        self._frozen_marks = {
+            name: marks_of(parts_of(tensor).all) for name, tensor in frozen.items()
+        }
 
     def forget_frozen(self) -> None:
         """A saved state was loaded: any frozen weight may have moved before."""
@@ -281,17 +287,17 @@ class ExtraState:
 
     def _frozen(self) -> dict[str, Tensor]:
         named = self._model.named_parameters()
-        return {name: one for name, one in named if id(one) not in self._trained}
+        return {name: param for name, param in named if id(param) not in self._trained}
 
     def _collect(self, also: Sequence[nn.Module], *, buffers: bool) -> dict[str, Tensor]:
         """Tensors to look at, by name."""
         named = {**dict(self._model.named_buffers()), **self._frozen()} if buffers else {}
-        known = {id(one) for one in named.values()}
-        for number, module in enumerate(also):
-            for name, one in (*module.named_parameters(), *module.named_buffers()):
-                if id(one) not in known:
-                    named[f"{type(module).__name__} {number}: {name}"] = one
-                    known.add(id(one))
+        seen = {id(tensor) for tensor in named.values()}
+        for index, module in enumerate(also):
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if id(tensor) not in seen:
+                    named[f"{type(module).__name__} {index}: {name}"] = tensor
+                    seen.add(id(tensor))
         return named
 
     def _plan(
@@ -303,26 +309,28 @@ class ExtraState:
         """
         self.check(also)
         named = self._collect(also, buffers=buffers)
-        parts = {name: parts_of(one) for name, one in named.items()}
-        own = {name: self._entry(name, one) for name, one in parts.items() if not one.opaque}
+        parts = {name: parts_of(tensor) for name, tensor in named.items()}
+        entries_here = {
+            name: self._entry(name, part) for name, part in parts.items() if not part.opaque
+        }
         links = self._links
-        workers: list[list[Row]] = links.of_all(Row(links.rank, counts, own))
-        place = links.workers.inner_ranks.index(links.rank)
+        workers: list[list[Row]] = links.of_all(Row(links.rank, counts, entries_here))
+        rank_inside = links.workers.inner_ranks.index(links.rank)
         rows = [row for worker in workers for row in worker]
-        peers = [worker[place] for worker in workers]
+        peers = [worker[rank_inside] for worker in workers]
         vectors = _spectral_vectors(self._model, *also)
         tasks, words = [], []
         for name in dict.fromkeys(name for row in rows for name in row.entries):
-            told = [row.entries.get(name) for row in rows]
-            if not any(one is None or one.moved for one in told):
+            of_ranks = [row.entries.get(name) for row in rows]
+            if not any(entry is None or entry.moved for entry in of_ranks):
                 continue
-            if len({one.kind if one else "" for one in told}) > 1:
+            if len({entry.kind if entry else "" for entry in of_ranks}) > 1:
                 words.append(_unlike(name, rows))
                 continue
             sharded = isinstance(named[name], DTensor)
             entries = [row.entries[name] for row in (peers if sharded else rows)]
-            if len({one.mark for one in entries}) > 1:
-                first, finite = id(named[name]) in vectors, all(one.finite for one in entries)
+            if len({entry.mark for entry in entries}) > 1:
+                first, finite = id(named[name]) in vectors, all(entry.finite for entry in entries)
                 tasks.append(Task(name, parts[name], sharded, first, finite))
         counting = [any(row.counts for row in worker) for worker in workers]
         return tasks, counting if any(counting) else [True] * len(counting), words
@@ -331,7 +339,7 @@ class ExtraState:
         mark, kind = marks_of(parts.all), parts.kind
         if parts.structure:
             kind += f", structure with hash {marks_of(parts.structure)[:16]}"
-        finite = all(_all_finite(one) for one in parts.values if _has_mean(one))
+        finite = all(_all_finite(part) for part in parts.values if _has_mean(part))
         return Entry(kind, mark, finite, self._frozen_marks.get(name) != mark)
 
     @torch.no_grad()
@@ -342,18 +350,18 @@ class ExtraState:
         counts = counting[links.workers.peer_ranks.index(links.rank)]
         for task in tasks:
             for part in task.parts.values:
-                own, whole = dense(part), task.whole or not _has_mean(part)
+                here, whole = dense(part), task.whole or not _has_mean(part)
                 mean = links.mean(
-                    own, sharded=task.sharded, counting=counting, whole=whole, finite=task.finite
+                    here, sharded=task.sharded, counting=counting, whole=whole, finite=task.finite
                 )
-                if counts and not whole and not task.finite and _is_left_out(own, mean):
+                if counts and not whole and not task.finite and _is_left_out(here, mean):
                     left_out.append(task.name)
                 write(part, mean)
         if any(not task.finite for task in tasks):
-            told = links.of_all((links.rank, left_out))
-            words = [*words, *_left_out(dict(rank for worker in told for rank in worker))]
-        for one in words:
-            warnings.warn(one, stacklevel=6)
+            names_by_rank = links.of_all((links.rank, left_out))
+            words = [*words, *_left_out(dict(rank for worker in names_by_rank for rank in worker))]
+        for warning in words:
+            warnings.warn(warning, stacklevel=6)
 
 
 def _unlike(name: str, rows: Sequence[Row]) -> str:
@@ -369,10 +377,10 @@ def _unlike(name: str, rows: Sequence[Row]) -> str:
     )
 
 
-def _left_out(told: Mapping[int, Sequence[str]]) -> Iterator[str]:
-    """What is said of elements that are not finite on some ranks; `told` are names by rank."""
-    for name in dict.fromkeys(name for names in told.values() for name in names):
-        ranks = ", ".join(str(rank) for rank, names in told.items() if name in names)
+def _left_out(names_by_rank: Mapping[int, Sequence[str]]) -> Iterator[str]:
+    """What is said of elements that are not finite on some ranks; given by rank."""
+    for name in dict.fromkeys(name for names in names_by_rank.values() for name in names):
+        ranks = ", ".join(str(rank) for rank, names in names_by_rank.items() if name in names)
         yield (
             f"{name!r} has elements that are NaN or infinite on rank {ranks}, and not so on all"
             " ranks: these elements are averaged over the other ranks"
@@ -387,10 +395,10 @@ def _all_finite(tensor: Tensor) -> bool:
     return bool(_wide(tensor).isfinite().all())
 
 
-def _is_left_out(own: Tensor, mean: Tensor) -> bool:
+def _is_left_out(here: Tensor, mean: Tensor) -> bool:
     """Whether elements of this rank's are not finite, and not those of the mean."""
-    own, mean = _wide(own), _wide(mean)
-    return bool((~own.isfinite() & (own != mean) & ~(own.isnan() & mean.isnan())).any())
+    here, mean = _wide(here), _wide(mean)
+    return bool((~here.isfinite() & (here != mean) & ~(here.isnan() & mean.isnan())).any())
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -402,12 +410,12 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _spectral_vectors(*modules: nn.Module) -> set[int]:
     """Vectors of power iterations, by identity: the mean of two has another length and sign."""
-    found: set[int] = set()
-    for module in (each for one in modules for each in one.modules()):
+    vectors: set[int] = set()
+    for module in (each for parent in modules for each in parent.modules()):
         if isinstance(module, _SpectralNorm):
-            found |= {id(one) for one in module.buffers(recurse=False)}
+            vectors |= {id(vector) for vector in module.buffers(recurse=False)}
         for hook in module._forward_pre_hooks.values():  # noqa: SLF001 - where the older one is
             if isinstance(hook, SpectralNorm):
                 named = (f"{hook.name}_u", f"{hook.name}_v")
-                found |= {id(getattr(module, name, None)) for name in named}
-    return found
+                vectors |= {id(getattr(module, name, None)) for name in named}
+    return vectors

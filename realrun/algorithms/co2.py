@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from co2sim.common.delayed_averaging import Delay, LateAverage
 from co2sim.common.validation import whole
 from realrun import errors
-from realrun.algorithms.delayed import Clip, Clipped, State, Total
-from realrun.algorithms.local_update import Common, LocalUpdate, tau_of
+from realrun.algorithms.local_update import Common, LocalUpdate
 from realrun.algorithms.optimizers import Optimizers
 from realrun.algorithms.pacing import Tau
+from realrun.algorithms.rounds import tau_of
+from realrun.algorithms.rules import Clip, Clipped, Rule, State, Total
 from realrun.errors import DEFAULT_GAP, GAPS, Gap
 
 _LATEST = 100
@@ -19,7 +20,7 @@ _LATEST = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CO2Rule:
+class CO2Rule(Rule):
     """m <- beta m + D / Lambda, clipped to [-clip, clip]; then x <- x - alpha m.
 
     The published equation for the penalty Lambda is not available to us; it is a named choice:
@@ -41,8 +42,6 @@ class CO2Rule:
     clip: float | None = None
     residual_decay: float = 0.0
     staleness: int = 1
-    pull: None = None
-    late: LateAverage | None = None
 
     def __post_init__(self) -> None:
         """Refuse options out of range."""
@@ -243,5 +242,5 @@ def _clipping(clip: float | Clipping | None) -> dict[str, Any]:
     """The fields of the rule."""
     if clip is None:
         return {}
-    given = clip if isinstance(clip, Clipping) else Clipping(limit=clip)
-    return {"clip": given.limit, "residual_decay": given.residual_decay}
+    clipping = clip if isinstance(clip, Clipping) else Clipping(limit=clip)
+    return {"clip": clipping.limit, "residual_decay": clipping.residual_decay}

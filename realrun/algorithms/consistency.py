@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 
 from co2sim.common.errors import OptionError
 from realrun.algorithms.buffers import tensor_line
-from realrun.algorithms.delayed import Rule
 from realrun.algorithms.optimizers import rates
 from realrun.algorithms.outer_loop import OuterLoop, mark_of
 from realrun.algorithms.pacing import Tau
 from realrun.algorithms.process_groups import WorkerGroups, Workers
+from realrun.algorithms.rules import Rule
 from realrun.errors import MismatchError, warn_user
 
 
@@ -53,7 +53,9 @@ def say_mixed_models(parameters: Sequence[Tensor], algorithm: str) -> None:
     It keeps one rank's copy of a plain tensor. It has no public sign of a save: the frame that
     collects the states holds all that is saved.
     """
-    plain = {one.untyped_storage().data_ptr() for one in parameters if not isinstance(one, DTensor)}
+    plain = {
+        param.untyped_storage().data_ptr() for param in parameters if not isinstance(param, DTensor)
+    }
     if not plain or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
@@ -66,8 +68,8 @@ def say_mixed_models(parameters: Sequence[Tensor], algorithm: str) -> None:
         tensors = value.state_dict() if isinstance(value, nn.Module) else value
         if str(dist.get_rank()) in str(key) or not isinstance(tensors, Mapping):
             continue
-        own = [one for one in tensors.values() if type(one) in {Tensor, nn.Parameter}]
-        if plain & {one.untyped_storage().data_ptr() for one in own}:
+        values = [tensor for tensor in tensors.values() if type(tensor) in {Tensor, nn.Parameter}]
+        if plain & {tensor.untyped_storage().data_ptr() for tensor in values}:
             warn_user(
                 f"torch.distributed.checkpoint saves {key!r} of one rank only, and within a round"
                 f" every rank has another model: save it by a key of each rank,"
@@ -79,23 +81,23 @@ def say_mixed_models(parameters: Sequence[Tensor], algorithm: str) -> None:
 
 def refuse_wider(model: nn.Module, optimizers: Sequence[Optimizer], workers: Workers) -> None:
     """Raise OptionError for what several workers share: a DDP in the model, or a ZeRO-1."""
-    own = set(workers.inner_ranks)
+    inner = set(workers.inner_ranks)
     for module in model.modules():
         if not isinstance(module, DistributedDataParallel):
             continue
         ranks = dist.get_process_group_ranks(module.process_group)
-        if set(ranks) - own:
+        if set(ranks) - inner:
             raise OptionError(
                 f"the model is DDP over ranks {ranks}, but a worker is ranks {workers.inner_ranks}:"
                 " pass the bare module, or make it DDP over the worker's ranks (worker='node',"
                 " process_group=Workers.per_node().inner)"
             )
     zero = sys.modules.get("torch.distributed.optim")  # whose import takes long, and warns
-    for one in optimizers:
-        if zero is None or not isinstance(one, zero.ZeroRedundancyOptimizer):
+    for optimizer in optimizers:
+        if zero is None or not isinstance(optimizer, zero.ZeroRedundancyOptimizer):
             continue
-        ranks = dist.get_process_group_ranks(one.process_group)
-        if set(ranks) - own:
+        ranks = dist.get_process_group_ranks(optimizer.process_group)
+        if set(ranks) - inner:
             raise OptionError(
                 f"the optimizer is a ZeroRedundancyOptimizer over ranks {ranks}, but a worker is"
                 f" ranks {workers.inner_ranks}: it would send every rank's parameters to all; take"
@@ -113,7 +115,7 @@ def describe(parameters: list[tuple[str, Tensor]], workers: Workers, rule: Rule,
         f"averages used late = {_late(rule)}",
         f"workers = {len(workers.peer_ranks)} of {len(workers.inner_ranks)} ranks",
     ]
-    return "\n".join([*lines, *(_line(name, one) for name, one in parameters)])
+    return "\n".join([*lines, *(_line(name, param) for name, param in parameters)])
 
 
 def _late(rule: Rule) -> str:
@@ -127,31 +129,31 @@ def _late(rule: Rule) -> str:
 
 def describe_others(model: nn.Module, parameters: list[tuple[str, Tensor]]) -> list[str]:
     """What is sent at the start but not averaged: frozen parameters and buffers."""
-    known = {id(one) for _, one in parameters}
+    averaged = {id(param) for _, param in parameters}
     others = [*model.named_parameters(), *model.named_buffers()]
-    return [f"not averaged: {tensor_line(*pair)}" for pair in others if id(pair[1]) not in known]
+    return [f"not averaged: {tensor_line(*pair)}" for pair in others if id(pair[1]) not in averaged]
 
 
 def describe_settings(
     optimizers: Sequence[Optimizer], rule: Rule, settings: Mapping[str, object]
 ) -> list[str]:
     """Settings that must be equal on all ranks; they may change when a run is resumed."""
-    known = {
-        "optimizer": ", ".join(type(one).__name__ for one in optimizers),
-        **{one.name: getattr(rule, one.name) for one in fields(rule)},
+    values = {
+        "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers),
+        **{field.name: getattr(rule, field.name) for field in fields(rule)},
         **settings,
     }
-    return [f"{name} = {value}" for name, value in known.items()]
+    return [f"{name} = {value}" for name, value in values.items()]
 
 
-def _line(name: str, one: Tensor) -> str:
+def _line(name: str, param: Tensor) -> str:
     """Name, shape, type and order in memory; where a dimension is 1 its stride means nothing."""
-    dtype = str(one.dtype).removeprefix("torch.")
-    placed = f" {one.placements}" if isinstance(one, DTensor) else ""
+    dtype = str(param.dtype).removeprefix("torch.")
+    placed = f" {param.placements}" if isinstance(param, DTensor) else ""
     strides = tuple(
-        stride for stride, size in zip(one.stride(), one.shape, strict=True) if size > 1
+        stride for stride, size in zip(param.stride(), param.shape, strict=True) if size > 1
     )
-    return f"{name}: {tuple(one.shape)} {dtype}, strides {strides}{placed}"
+    return f"{name}: {tuple(param.shape)} {dtype}, strides {strides}{placed}"
 
 
 _ROW = 8
@@ -171,9 +173,9 @@ class RateWatch:
 
     def begin(self) -> None:
         """Compare. All ranks call this."""
-        own = rates(self._optimizers)
-        others = self._links.of_peers(own)
-        self._say([(other != own, other) for other in others], own, "begins with")
+        mine = rates(self._optimizers)
+        others = self._links.of_peers(mine)
+        self._say([(other != mine, other) for other in others], mine, "begins with")
 
     def end_round(self) -> None:
         """Tell the others, and look at what they told in rounds before. All ranks call this."""
@@ -182,9 +184,9 @@ class RateWatch:
             return
         while self._under_way and self._under_way[0][0].is_completed():
             self._look(*self._under_way.popleft())
-        own = rates(self._optimizers)
+        mine = rates(self._optimizers)
         row = torch.full((_ROW,), torch.nan, dtype=torch.float64, device="cpu")
-        first = [float(crc32(repr(own).encode())), *own][:_ROW]
+        first = [float(crc32(repr(mine).encode())), *mine][:_ROW]
         row[: len(first)] = torch.tensor(first, dtype=torch.float64, device="cpu")
         rows = [torch.empty_like(row) for _ in range(group.size())]
         work = dist.all_gather(rows, row, group, async_op=True)
@@ -198,18 +200,18 @@ class RateWatch:
                 work.wait()
         self._under_way.clear()
 
-    def _look(self, work: dist.Work, rows: list[Tensor], own: Tensor) -> None:
+    def _look(self, work: dist.Work, rows: list[Tensor], row_here: Tensor) -> None:
         with suppress(RuntimeError):  # what is lost is found where it is needed
             work.wait()
-            told = [(bool(one[0] != own[0]), _told(one)) for one in rows]
-            self._say(told, _told(own), "goes on with")
+            differences = [(bool(row[0] != row_here[0]), _told(row)) for row in rows]
+            self._say(differences, _told(row_here), "goes on with")
 
-    def _say(self, others: list[tuple[bool, list[float]]], own: list[float], verb: str) -> None:
+    def _say(self, others: list[tuple[bool, list[float]]], mine: list[float], verb: str) -> None:
         for rank, (differs, other) in zip(self._links.workers.peer_ranks, others, strict=True):
             if differs and not self._said:
                 self._said = True
                 warn_user(
-                    f"rank {rank} {verb} the learning rates {other}, this rank with {own}: the"
+                    f"rank {rank} {verb} the learning rates {other}, this rank with {mine}: the"
                     " average weights workers alike, so those with larger ones count for more"
                 )
 

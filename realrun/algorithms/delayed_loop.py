@@ -1,20 +1,59 @@
-"""The outer loop whose averages are used in the middle of the next round, without a restart."""
+"""The outer loop whose averages are used in the middle of the next round, without a restart.
+
+A worker stands at anchor + offset + its local steps since the last average was used. The offset is
+what it kept of its progress then. Vectors are fp32; the model holds their rounded sum, so that a
+displacement counts from the *rounded* start, as in `flat_parameters`.
+"""
 
 import time
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from co2sim.common.delayed_averaging import EVEN, LateAverage, bounded
-from realrun.algorithms.averaging import Average, PendingAverage
-from realrun.algorithms.delayed import Rule, State, depart, local_progress_since, stand
-from realrun.algorithms.flat_parameters import Flat
+from co2sim.common.delayed_averaging import EVEN, bounded
+from realrun.algorithms.averaging import PendingAverage
 from realrun.algorithms.outer_loop import OuterLoop, rounding_numbers, rounding_of
-from realrun.algorithms.pacing import AutoDelay, Launch, WaitWatch
-from realrun.algorithms.process_groups import WorkerGroups
+from realrun.algorithms.pacing import AutoDelay, Launch
+from realrun.algorithms.rules import State
+
+Parts: TypeAlias = Iterable[tuple[torch.dtype, slice]]
+"""Slices of a vector, each of one dtype of the model and small enough for a cache."""
+
+
+def take_displacement(
+    parts: Parts, anchor: Tensor, offset: Tensor, live: Tensor, moved: Tensor
+) -> None:
+    """`moved` <- anchor - where the worker stands: rounded(anchor + offset) - live - offset.
+
+    `live` is what the model holds. Exactly 0 where the offset is 0 and no step moved the model.
+    """
+    for dtype, span in parts:
+        start = (anchor[span] + offset[span]).to(dtype)
+        torch.sub(start, live[span], out=moved[span])
+        moved[span].sub_(offset[span])
+
+
+def take_offset(parts: Parts, anchor: Tensor, offset: Tensor, live: Tensor) -> None:
+    """`offset` <- where the worker stands, minus the anchor, with what rounding took off."""
+    for dtype, span in parts:
+        start = (anchor[span] + offset[span]).to(dtype)
+        offset[span].add_(live[span] - start)
+
+
+def local_progress_since(
+    launched: Tensor, live: Tensor, mean: Tensor, *, keep: float, predict: float
+) -> None:
+    """`launched` <- the offset: the share that is kept of the progress since the launch, and more.
+
+    `predict` is the share of the mean displacement that stands for the rest.
+    """
+    launched.neg_().add_(live).mul_(keep)
+    if predict:
+        launched.add_(mean, alpha=-predict)
 
 
 class DelayedLoop(OuterLoop):
@@ -26,24 +65,15 @@ class DelayedLoop(OuterLoop):
     or, when nothing is under way, half of what that was apart from the step with the mean.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        rule: Rule,
-        late: LateAverage,
-        flat: Flat,
-        links: WorkerGroups,
-        average: Average,
-        tau: int | None,
-    ) -> None:
-        """The state before round 0; without `tau` that of steps after which it is chosen."""
-        super().__init__(model, rule, flat, links, average, tau or late.shortest_round)
-        self._late, self.least = late, late.shortest_round
+    def _prepare(self, tau: int | None) -> None:
+        """Vectors of zeros, and fragments of the first rounds."""
+        assert self.rule.late is not None
+        self._late, flat = self.rule.late, self.flat
+        self.least = self._late.shortest_round
         self._means, self._own = flat.empty(), flat.empty()
-        self._alone = flat.empty() if late.preview else None
+        self._alone = flat.empty() if self._late.preview else None
         self._under_way: list[tuple[Launch, PendingAverage]] = []
-        self._most = 0 if tau else max(EVEN, late.fragments or 0)
-        self._watch = WaitWatch(links)
+        self._most = 0 if tau else max(EVEN, self._late.fragments or 0)
         self._divide()
         self._set_delay()
         self.counters.tau = tau or 0
@@ -109,14 +139,14 @@ class DelayedLoop(OuterLoop):
         launch = Launch(fragment, now, delay, now - self._since[fragment], time.monotonic())
         self._since[fragment] = now
         span, flat = self._spans[launch.fragment], self.flat
-        part, own, moved = self.state.part(span), self._own[span], self._means[span]
-        live = torch.empty_like(own)
+        part, kept, moved = self.state.part(span), self._own[span], self._means[span]
+        live = torch.empty_like(kept)
         flat.read(live, span.start)
-        depart(flat.parts(span.start, len(own)), part.anchor, own, live, moved)
+        take_displacement(flat.parts(span.start, len(kept)), part.anchor, kept, live, moved)
         if self._alone is not None:
             self._step_alone(span, part, self._alone[span], moved, live)
         if self._late.keeps == "launched":
-            own.copy_(live)
+            kept.copy_(live)
         self._under_way.append((launch, self.launch(moved)))
 
     def _step_alone(
@@ -159,23 +189,23 @@ class DelayedLoop(OuterLoop):
         if ends:
             keep, predict = 1.0, 0.0
         whole = self._late.keeps == "all"
-        part, own = self.state.part(span), self._own[span]
-        live = torch.empty_like(own)
+        part, kept = self.state.part(span), self._own[span]
+        live = torch.empty_like(kept)
         flat.read(live, span.start)
         if whole:
-            stand(flat.parts(span.start, len(own)), part.anchor, own, live)
+            take_offset(flat.parts(span.start, len(kept)), part.anchor, kept, live)
         before = part.anchor.clone() if whole or self._alone is not None else part.anchor
         self.use_average(flight, part, first=span.start, share=1 / len(self._spans))
         self.rule.move(part)
         if whole:
-            own.add_(before).sub_(part.anchor).mul_(keep)
+            kept.add_(before).sub_(part.anchor).mul_(keep)
         else:  # what a shorter round cannot predict is kept
             keep += predict * (1 - launch.covered / tau)
             share = predict * (launch.delay / tau)
-            local_progress_since(own, live, flight.vector, keep=keep, predict=share)
+            local_progress_since(kept, live, flight.vector, keep=keep, predict=share)
         if self._alone is not None:
-            own.add_(self._alone[span].add_(before).sub_(part.anchor).mul_(0.5))
-        self.publish(torch.add(part.anchor, own, out=live), span.start)
+            kept.add_(self._alone[span].add_(before).sub_(part.anchor).mul_(0.5))
+        self.publish(torch.add(part.anchor, kept, out=live), span.start)
 
     def _say_what_is_predicted(self, delay: int) -> None:
         less = bounded(self.tau, delay, self._keep, self._predict)
@@ -273,14 +303,14 @@ class DelayedLoop(OuterLoop):
         else:
             self.counters.tau = self.tau
         for fragment, span in enumerate(self._spans):
-            step, delay, number = (
+            step, delay, round_ = (
                 int(numbers[f"{name}{fragment}"]) for name in ("step", "delay", "round")
             )
             covered = int(numbers.get(f"covered{fragment}", self.tau))
             self._since[fragment] = step if step >= 0 else self._now() - covered
             if step >= 0:
                 flight = PendingAverage(
-                    number, self._means[span], errors=rounding_of(numbers, fragment)
+                    round_, self._means[span], errors=rounding_of(numbers, fragment)
                 )
                 self._under_way.append((Launch(fragment, step, delay, covered), flight))
         self._under_way.sort(key=lambda pair: pair[0].step)

@@ -1,26 +1,178 @@
-"""Notes of departure: who has left a training, after how many steps, and why."""
+"""Notes of departure: who has left a training, after how many steps, and why.
+
+They stand in the store of torch.distributed. A `TCPStore` waits for ever for a server that is
+stopped, so that a thread asks it. Once a second the same thread writes a sign of life, and reads
+notes. Nothing is concluded from signs while training continues: who is silent matters only where a
+collective has failed or took too long.
+"""
 
 import atexit
 import json
+import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from weakref import WeakSet, finalize, ref
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch.distributed as dist
-from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store
 
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
-from realrun.algorithms.rank_store import SIGN_INTERVAL, RankStore, Sign, StoreError, common_prefix
 from realrun.errors import MismatchError, NonFiniteError, RankFailure
+
+Answer = TypeVar("Answer")
+
+SIGN_INTERVAL: Seconds = 1.0
+"""Between two signs of life of a rank."""
+
+_ANSWER_LIMIT: Seconds = 5.0
+"""How long a store may take to answer; it does so in less than 1 ms mostly."""
+
+
+class StoreError(RuntimeError):
+    """The store is gone, or does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """A sign of life: the number of the sign, local steps, and what this rank waits for, if so."""
+
+    number: int
+    steps: int
+    waits_for: str
+
+
+class RankStore:
+    """A part of the store of torch.distributed, and the thread that asks it.
+
+    `gone`: the store has ended. `signs` counts the signs of life that this rank has written.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        sign: Callable[[], tuple[int, str]],
+        read: Callable[[PrefixStore], None],
+    ) -> None:
+        """Once a second the thread writes what `sign` gives (see Sign), and calls `read`."""
+        default = _get_default_store()
+        self._store = PrefixStore(prefix, default.clone())  # type: ignore[attr-defined] # of PrefixStore
+        self.rank, self.gone, self.signs = dist.get_rank(), False, 0
+        self._sign, self._read = sign, read
+        self._over_network = isinstance(_underlying(default), TCPStore)
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.held_by_rank_0 = self._over_network and not agent
+        self._calls: SimpleQueue[tuple[Callable[[PrefixStore], Any], Future[Any]] | None]
+        self._calls, self._unanswered = SimpleQueue(), Future[Any]()
+        self._unanswered.set_result(None)
+        self._thread = threading.Thread(target=self._serve, name="rank store", daemon=True)
+        self._thread.start()
+
+    def ask(self, call: Callable[[PrefixStore], Answer]) -> Answer:
+        """What `call` gives. Raises StoreError."""
+        if self.gone:
+            raise StoreError("it is gone")
+        if not self._unanswered.done():
+            raise StoreError("it does not answer")
+        answer: Future[Answer] = Future()
+        self._calls.put((call, answer))
+        try:
+            return answer.result(_ANSWER_LIMIT)
+        except TimeoutError as error:
+            self._unanswered = answer
+            raise StoreError("it does not answer") from error
+        except RuntimeError as error:
+            raise StoreError("it is gone") from error
+
+    def stop(self) -> None:
+        """No call comes any more."""
+        self.gone = True
+        self._calls.put(None)
+
+    def close(self) -> None:
+        """End the thread: none may be within a call of torch where the interpreter ends."""
+        self.stop()
+        self._thread.join(SIGN_INTERVAL)
+
+    def signs_of(self, ranks: Iterable[int]) -> dict[int, Sign]:
+        """The last sign of life of each rank that has given one. Raises StoreError."""
+
+        def read(store: PrefixStore) -> dict[int, Sign]:
+            there = [rank for rank in ranks if store.check([f"sign {rank}"])]
+            return {rank: Sign(*json.loads(store.get(f"sign {rank}"))) for rank in there}
+
+        return self.ask(read)
+
+    def _serve(self) -> None:
+        due = time.monotonic()
+        while True:
+            try:
+                request = self._calls.get(timeout=max(0.0, due - time.monotonic()))
+            except Empty:
+                due = time.monotonic() + SIGN_INTERVAL
+                try:
+                    self._each_second()
+                except RuntimeError:
+                    self.gone = True
+                continue
+            if request is None:
+                return
+            call, answer = request
+            try:
+                answer.set_result(call(self._store))
+            except Exception as error:  # noqa: BLE001 - it is raised where the question was asked
+                self.gone |= isinstance(error, RuntimeError)
+                answer.set_exception(error)
+
+    def _each_second(self) -> None:
+        if self.gone:
+            return
+        if self._over_network:  # a FileStore would grow with every sign
+            text = json.dumps([self.signs + 1, *self._sign()])
+            self._store.set(f"sign {self.rank}", text)
+        self._read(self._store)
+        self.signs += 1
+
+
+def _underlying(store: Any) -> Any:
+    """The store below prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+_WORLDS: WeakKeyDictionary[dist.ProcessGroup, list[int]] = WeakKeyDictionary()
+"""Of each default group of this process: its number, and how often it was numbered."""
+
+
+def common_prefix() -> str:
+    """A new part of the store for all ranks of torch.distributed. All call this in the same order.
+
+    Neither an attempt of torchrun before this one nor a default group that was destroyed has it.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if world not in _WORLDS:
+        count = _get_default_store().add(f"realrun/{attempt}/worlds", 1)
+        _WORLDS[world] = [(count - 1) // world.size(), 0]
+    index, calls = _WORLDS[world]
+    _WORLDS[world][1] += 1
+    return f"realrun/{attempt}/{index}/{calls}"
+
 
 _COUNT = "count"
 _OURS = tuple(
-    f"raised {one.__name__}" for one in (OptionError, MismatchError, NonFiniteError, RankFailure)
+    f"raised {kind.__name__}" for kind in (OptionError, MismatchError, NonFiniteError, RankFailure)
 )
 _SETTLE: Seconds = 0.4
 """How long after a failed collective a note may still come from the rank that caused it."""
@@ -81,11 +233,11 @@ class DepartureLog:
         self._store: RankStore | None = None
         if len(self.ranks) > 1:
             self._me = dist.get_rank()
-            own = ref(self)
+            reference = ref(self)
             self._store = RankStore(
                 common_prefix(),
-                lambda: one._sign() if (one := own()) else (0, ""),  # noqa: SLF001
-                lambda store: one._read(store) if (one := own()) else None,  # noqa: SLF001
+                lambda: log._sign() if (log := reference()) else (0, ""),  # noqa: SLF001
+                lambda store: log._read(store) if (log := reference()) else None,  # noqa: SLF001
             )
             finalize(self, self._store.stop).atexit = False
             _OPEN.add(self)
@@ -110,8 +262,8 @@ class DepartureLog:
         self._left = True
         _OPEN.discard(self)
         reason = raised(error) if error else ""
-        told = (error.ranks, error.cause or reason) if isinstance(error, RankFailure) else ((), "")
-        note = Departure(self._me, self.steps(), reason, *told)
+        blame = (error.ranks, error.cause or reason) if isinstance(error, RankFailure) else ((), "")
+        note = Departure(self._me, self.steps(), reason, *blame)
 
         def write(store: PrefixStore) -> None:
             store.set(str(self._me), json.dumps(asdict(note)))
@@ -161,18 +313,18 @@ class DepartureLog:
         self._met += 1
 
     def settle(
-        self, what: str, patience: Seconds, own: int, advance: Callable[[int], None]
+        self, what: str, patience: Seconds, steps_here: int, advance: Callable[[int], None]
     ) -> list[int]:
         """Wait until all come to `what`; gives the steps of each. All ranks call this.
 
-        This rank took `own` steps. Where another one waits for an average that is launched after
+        This rank took `steps_here`. Where another one waits for an average that is launched after
         more steps, `advance` takes this rank there. Raises RankFailure as `meet` does.
         """
         if self._store is None:
-            return [own]
+            return [steps_here]
         try:
             with self.waiting(what):
-                steps = self._settle(self._store, what, patience, own, advance)
+                steps = self._settle(self._store, what, patience, steps_here, advance)
         except StoreError as error:
             raise self._store_failure(what, error) from error
         self._met += 1
@@ -183,18 +335,18 @@ class DepartureLog:
         store: RankStore,
         what: str,
         patience: Seconds,
-        own: int,
+        steps_here: int,
         advance: Callable[[int], None],
     ) -> list[int]:
-        note = Departure(self._me, own, f"{_IS_AT}{what}", settles=True)
+        note = Departure(self._me, steps_here, f"{_IS_AT}{what}", settles=True)
         ended = f"{self._arrived} ended"
-        alike = f"{ended} after {own}"
+        alike = f"{ended} after {steps_here}"
 
-        def arrive(one: PrefixStore) -> None:
-            one.set(f"at {self._me}", json.dumps([self._met, asdict(note)]))
-            one.set(f"{ended} by {self._me}", str(own))
+        def arrive(prefixed: PrefixStore) -> None:
+            prefixed.set(f"at {self._me}", json.dumps([self._met, asdict(note)]))
+            prefixed.set(f"{ended} by {self._me}", str(steps_here))
             for key in (self._arrived, alike, ended):
-                one.add(key, 1)
+                prefixed.add(key, 1)
 
         store.ask(arrive)
         limit, pause, needed = time.monotonic() + patience, 0.001, 0
@@ -204,20 +356,20 @@ class DepartureLog:
                 break
             with suppress(StoreError):
                 needed = store.ask(self._needed)
-                left = left or [one for one in self._waiting() if not one.settles]
+                left = left or [note for note in self._waiting() if not note.settles]
             if left:
                 raise self._failure(what, left, None)
             if time.monotonic() > limit:
                 raise self._not_come(what, patience, "")
-            if needed > max(own, self.steps()):
+            if needed > max(steps_here, self.steps()):
                 advance(needed)
                 limit = time.monotonic() + patience
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
-        if store.ask(lambda one: one.add(alike, 0)) == len(self.ranks):
-            return [own] * len(self.ranks)
+        if store.ask(lambda prefixed: prefixed.add(alike, 0)) == len(self.ranks):
+            return [steps_here] * len(self.ranks)
         keys = [f"{ended} by {rank}" for rank in self.ranks]
-        return [int(steps) for steps in store.ask(lambda one: one.multi_get(keys))]
+        return [int(steps) for steps in store.ask(lambda prefixed: prefixed.multi_get(keys))]
 
     def _needed(self, store: PrefixStore) -> int:
         """After how many steps the average is launched that a rank waits for."""
@@ -260,15 +412,15 @@ class DepartureLog:
                 raise self._not_come(what, patience, needs)
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
-        if store.ask(lambda one: one.add(alike, 0)) == everybody:
+        if store.ask(lambda prefixed: prefixed.add(alike, 0)) == everybody:
             return []
         here = (note.steps, reason)
-        return [one for one in self._waiting() if (one.steps, one.reason) != here]
+        return [note for note in self._waiting() if (note.steps, note.reason) != here]
 
     def _count(self, store: RankStore, key: str, limit: float) -> int:
         """A counter; 0 until `limit` where the store does not answer. Raises StoreError."""
         try:
-            return store.ask(lambda one: one.add(key, 0))
+            return store.ask(lambda prefixed: prefixed.add(key, 0))
         except StoreError:
             if store.gone or time.monotonic() > limit:
                 raise
@@ -280,7 +432,7 @@ class DepartureLog:
         return f"arrived {self.ranks[0]} {self._met}"
 
     def _not_come(self, what: str, patience: Seconds, needs: str) -> RankFailure:
-        there = {one.rank for one in self._waiting()}
+        there = {note.rank for note in self._waiting()}
         missing = [rank for rank in self.ranks if rank not in there]
         silent, signs = self._watch(missing)
         have = "has" if len(missing) == 1 else "have"
@@ -298,12 +450,12 @@ class DepartureLog:
         def read(store: PrefixStore) -> list[Departure]:
             if not store.add(self._arrived, 0):
                 return []
-            found = []
+            departures = []
             for rank in self.ranks:
                 if store.check([f"at {rank}"]):
-                    number, note = json.loads(store.get(f"at {rank}"))
-                    found += [Departure(**note)] if number == self._met else []
-            return found
+                    meeting, note = json.loads(store.get(f"at {rank}"))
+                    departures += [Departure(**note)] if meeting == self._met else []
+            return departures
 
         return self._store.ask(read)
 
@@ -319,13 +471,13 @@ class DepartureLog:
 
     def _read(self, store: PrefixStore) -> None:
         """Read new notes of others; on the thread of the store alone."""
-        known = self._notes
-        if store.add(_COUNT, 0) <= len(known) + self._left:
+        notes = self._notes
+        if store.add(_COUNT, 0) <= len(notes) + self._left:
             return
         for rank in self.ranks:
-            if rank != self._me and rank not in known and store.check([str(rank)]):
+            if rank != self._me and rank not in notes and store.check([str(rank)]):
                 note = json.loads(store.get(str(rank)))
-                known[rank] = Departure(**note | {"blamed": tuple(note["blamed"])})
+                notes[rank] = Departure(**note | {"blamed": tuple(note["blamed"])})
 
     def _absent(self, behind: Callable[[int], bool]) -> list[Departure]:
         """Who has left and raised, or has left or waits elsewhere after steps that are behind."""
@@ -349,7 +501,7 @@ class DepartureLog:
 
         Not for errors of this package, which others find themselves, or at the next average.
         """
-        if absent := [one for one in self._known() if one.reason and not one.is_ours]:
+        if absent := [note for note in self._known() if note.reason and not note.is_ours]:
             raise self._failure("training", absent, None)
 
     def cause(
@@ -410,13 +562,13 @@ class DepartureLog:
         not waited for.
         """
         assert self._store is not None
-        begin, number, left = time.monotonic(), self._store.signs, len(self._notes)
+        begin, before, left = time.monotonic(), self._store.signs, len(self._notes)
         first = signs = self._store.signs_of(ranks)
         while True:
             silent = [rank for rank in ranks if rank in first and signs[rank] == first[rank]]
             never = [rank for rank in ranks if rank not in signs]
             long = time.monotonic() - begin > _SILENT
-            if not silent or (long and self._store.signs >= number + _SILENT_SIGNS):
+            if not silent or (long and self._store.signs >= before + _SILENT_SIGNS):
                 return sorted(silent + never), signs
             if len(self.notes()) > left:
                 return [], signs
@@ -492,16 +644,16 @@ def _ranks(ranks: list[int]) -> str:
 
 def _said_of_silent(ranks: list[int], signs: dict[int, Sign]) -> str:
     verb = "gives" if len(ranks) == 1 else "give"
-    known = [rank for rank in ranks if rank in signs]
+    seen = [rank for rank in ranks if rank in signs]
     return (
-        f"{_ranks(ranks)} {verb} no sign of life (killed, stopped or cut off){_steps(known, signs)}"
+        f"{_ranks(ranks)} {verb} no sign of life (killed, stopped or cut off){_steps(seen, signs)}"
     )
 
 
 def _said_of_late(ranks: list[int], signs: dict[int, Sign]) -> str:
     verb = "is" if len(ranks) == 1 else "are"
-    known = [rank for rank in ranks if rank in signs]
-    return f"{_ranks(ranks)} {verb} alive, and late{_steps(known, signs)}"
+    seen = [rank for rank in ranks if rank in signs]
+    return f"{_ranks(ranks)} {verb} alive, and late{_steps(seen, signs)}"
 
 
 def _steps(ranks: list[int], signs: dict[int, Sign]) -> str:
@@ -517,14 +669,14 @@ _OPEN: WeakSet[DepartureLog] = WeakSet()
 def _end() -> None:
     """The process ends, and algorithms were not closed."""
     error = getattr(sys, "last_value", None)
-    for one in list(_OPEN):
-        if error is None and one.now():
+    for log in list(_OPEN):
+        if error is None and log.now():
             sys.stderr.write(
                 "a training ended without finish(): its last steps are not averaged, and every rank"
                 " holds another model; call finish(), or train within a `with` block\n"
             )
-        one.leave(error)
-        one.end()
+        log.leave(error)
+        log.end()
 
 
 def of_network(error: BaseException) -> bool:

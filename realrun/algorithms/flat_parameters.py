@@ -7,7 +7,11 @@ Parameters of one dtype stand together, in the order of the model, each in the o
   leaves whole): this rank's 1/g of all that these g hold, in a row, rounded up, so the last ranks
   may have less, or nothing. Writing gathers the others'.
 
-So the vectors of a worker's ranks hold every element of the model once; see `replicas`.
+So the vectors of a worker's ranks hold every element of the model once. Which part of a tensor a
+rank holds, a DTensor tells by its mesh and placements. In a dimension of the mesh that shards the
+tensor the place of the rank counts: so with FSDP2, with tensor parallelism, and with both
+(`_StridedShard`). Ranks that differ only in other dimensions hold the same part: in those that
+replicate (HSDP), and in those that the mesh of this tensor lacks.
 
 Rounding. The fp32 vector is exact; the model holds it rounded to the parameters' dtype.
 A displacement is therefore taken from the *rounded* anchor, where the local steps began: a
@@ -17,6 +21,7 @@ would feed the rounding error back and undo all that fp32 keeps below the dtype'
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from typing import TypeAlias
 
@@ -27,8 +32,84 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from co2sim.common.errors import OptionError
-from realrun.algorithms.replicas import ALONE, Holders
+from realrun.algorithms.process_groups import WorkerGroups
 from realrun.torch_compat import all_gather_single
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """Who in a worker holds which part of a tensor.
+
+    This rank holds `part`, which is empty for the whole tensor. `ranks`, this one among them, hold
+    the same, and gather in `group`. `all_ranks` are the ranks of the worker, part by part.
+    """
+
+    part: str
+    ranks: tuple[int, ...]
+    all_ranks: tuple[tuple[int, ...], ...]
+    group: dist.ProcessGroup | None = None
+
+
+ALONE = Holders("", (0,), ((0,),))
+"""A worker of one rank."""
+
+
+def holders_of(tensors: Mapping[str, Tensor], links: WorkerGroups) -> dict[str, Holders]:
+    """The holders of named tensors. All ranks call this. Raises OptionError; see `part_of`."""
+    ranks = links.workers.inner_ranks
+    parts_here = {name: part_of(name, tensor, ranks) for name, tensor in tensors.items()}
+    rows = links.of_worker(parts_here)
+    names = dict.fromkeys(name for row in rows for name in row)  # the same on all of them
+
+    @cache
+    def alike(parts: Sequence[str | None]) -> tuple[tuple[int, ...], ...]:
+        pairs = list(zip(ranks, parts, strict=True))
+        return tuple(
+            tuple(rank for rank, other in pairs if other == part) for part in dict.fromkeys(parts)
+        )
+
+    by_name = {name: alike(tuple(row.get(name) for row in rows)) for name in names}
+    fewer = {
+        holders for every in by_name.values() for holders in every if 1 < len(holders) < len(ranks)
+    }
+    groups = links.among(fewer)
+    mine = {
+        name: next(holders for holders in by_name[name] if links.rank in holders)
+        for name in parts_here
+    }
+    return {
+        name: Holders(part, mine[name], by_name[name], groups.get(mine[name], links.gather))
+        for name, part in parts_here.items()
+    }
+
+
+def part_of(name: str, tensor: Tensor, ranks: Sequence[int]) -> str:
+    """What this rank holds of a tensor of its worker, `ranks`; nothing is said of a whole one.
+
+    Raises OptionError for a DTensor with partial sums, and for one on ranks of other workers.
+    """
+    if not isinstance(tensor, DTensor):
+        return ""
+    mesh = tensor.device_mesh
+    spread, here = sorted(mesh.mesh.flatten().tolist()), mesh.get_coordinate()
+    if here is None or set(spread) - set(ranks):
+        raise OptionError(
+            f"{name!r} is spread over ranks {spread}, but this rank's worker is ranks"
+            f" {list(ranks)}: the mesh must hold this rank, and no rank of another worker"
+            " (worker='node', or Workers.of_mesh)"
+        )
+    placed = list(zip(tensor.placements, here, mesh.shape, strict=True))
+    if any(placement.is_partial() for placement, _, _ in placed):
+        raise OptionError(
+            f"{name!r} is placed as {tensor.placements}; each placement must be a shard or"
+            " Replicate()"
+        )
+    return ", ".join(
+        f"{placement!r} {index} of {count}"
+        for placement, index, count in placed
+        if count > 1 and not placement.is_replicate()
+    )
+
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What fp32 holds exactly."""
@@ -62,13 +143,13 @@ class Member:
         master = self.masters(self.parameter) if self.masters else None
         if master is None:
             return memory(self.parameter)
-        found = memory(master)
-        if found.numel() != self.elements:
+        values = memory(master)
+        if values.numel() != self.elements:
             raise OptionError(
-                f"the master weights of {self.name!r} have {found.numel()} elements on this rank,"
+                f"the master weights of {self.name!r} have {values.numel()} elements on this rank,"
                 f" the parameter {self.elements}"
             )
-        return found
+        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,22 +175,25 @@ class Section:
 
         `vector` holds elements [first, last) of the section's row.
         """
-        at = 0
+        offset = 0
         for member in self.members:
-            low, high = max(at, first), min(at + member.elements, last)
+            low, high = max(offset, first), min(offset + member.elements, last)
             if low < high:
-                yield member.held()[low - at : high - at], vector[low - first : high - first]
-            at += member.elements
+                yield (
+                    member.held()[low - offset : high - offset],
+                    vector[low - first : high - first],
+                )
+            offset += member.elements
 
     def copies(self, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Memory of parameters, and their master weights, of elements [first, last) of the row."""
-        at = 0
+        offset = 0
         for member in self.members if self.has_masters else ():
-            low, high = max(at, first) - at, min(at + member.elements, last) - at
+            low, high = max(offset, first) - offset, min(offset + member.elements, last) - offset
             live, held = memory(member.parameter), member.held()
             if low < high and held.data_ptr() != live.data_ptr():
                 yield live[low:high], held[low:high]
-            at += member.elements
+            offset += member.elements
 
     @property
     def has_masters(self) -> bool:
@@ -160,13 +244,13 @@ class Flat:
         """
         if not parameters:
             raise OptionError("the model has no trainable parameters")
-        devices = {one.device for _, one in parameters}
+        devices = {param.device for _, param in parameters}
         if len(devices) > 1:
             raise OptionError(f"parameters are on {', '.join(sorted(map(str, devices)))}; use one")
-        for name, one in parameters:
-            _check(name, one)
-        known = holders or {name: ALONE for name, _ in parameters}
-        sections = lay_out(parameters, known, _me() if holders else 0, masters)
+        for name, param in parameters:
+            _check(name, param)
+        by_name = holders or {name: ALONE for name, _ in parameters}
+        sections = lay_out(parameters, by_name, _me() if holders else 0, masters)
         elements = sum(section.size for section in sections)
         return cls(sections, elements, devices.pop(), offload)
 
@@ -177,7 +261,7 @@ class Flat:
             for section in self.sections
         ]
         members = [member for section in self.sections for member in section.members]
-        return rows + [f"part of {one.name}: {one.part}" for one in members if one.part]
+        return rows + [f"part of {member.name}: {member.part}" for member in members if member.part]
 
     def empty(self, rows: int = 0, *, on_host: bool = False) -> Tensor:
         """A vector of zeros, or some rows of them."""
@@ -223,11 +307,11 @@ class Flat:
             low = max(section.start, start)
             yield section, low, max(low, min(section.start + section.size, start + elements))
 
-    def _gather(self, section: Section, own: Tensor) -> Tensor:
+    def _gather(self, section: Section, values: Tensor) -> Tensor:
         """The section's whole row, in its dtype, from all ranks that hold it."""
         assert section.group is not None
         mine = torch.zeros(section.share, dtype=section.dtype, device=self.device)
-        mine[: section.size].copy_(own)
+        mine[: section.size].copy_(values)
         row = torch.empty(
             section.share * len(section.ranks), dtype=section.dtype, device=self.device
         )
@@ -236,26 +320,26 @@ class Flat:
 
     def replicas(self) -> dict[tuple[int, ...], list[Tensor]]:
         """Memory of replicated parameters, by the ranks of the worker that must hold the same."""
-        found: dict[tuple[int, ...], list[Tensor]] = {}
+        replicas: dict[tuple[int, ...], list[Tensor]] = {}
         for section in self.sections:
             if section.share:
                 parts = [memory(member.parameter) for member in section.members]
-                found.setdefault(section.ranks, []).extend(parts)
-        return found
+                replicas.setdefault(section.ranks, []).extend(parts)
+        return replicas
 
     def round(self, vector: Tensor) -> None:
         """Round `vector` to what the model would hold."""
         for section in self.sections:
             if section.dtype != torch.float32:
-                own = section.own(vector)
-                own.copy_(own.to(section.dtype))
+                values = section.own(vector)
+                values.copy_(values.to(section.dtype))
 
-    def are_close(self, one: Tensor, other: Tensor) -> bool:
+    def are_close(self, vector: Tensor, other: Tensor) -> bool:
         """Whether vectors differ by what rounding leaves where noise was added and taken away."""
         return all(
             not section.size
             or bool(
-                (section.own(one) - section.own(other)).abs().max()
+                (section.own(vector) - section.own(other)).abs().max()
                 <= _ROUNDINGS * torch.finfo(section.dtype).eps * section.own(other).abs().max()
             )
             for section in self.sections
@@ -288,12 +372,12 @@ class Flat:
     def name_at(self, element: int) -> str:
         """The parameter that an element of the vector belongs to."""
         for section in self.sections:
-            at = element - section.start + section.first
+            offset = element - section.start + section.first
             if 0 <= element - section.start < section.size:
                 for member in section.members:
-                    if at < member.elements:
+                    if offset < member.elements:
                         return member.name
-                    at -= member.elements
+                    offset -= member.elements
         raise IndexError(f"element {element} of {self.elements}")
 
 
@@ -316,7 +400,8 @@ def lay_out(
     sections, start = [], 0
     for (dtype, _), row in groupby(ordered, key=kind):
         members = tuple(
-            Member(name, one, memory(one).numel(), holders[name].part, masters) for name, one in row
+            Member(name, param, memory(param).numel(), holders[name].part, masters)
+            for name, param in row
         )
         ranks, group = holders[members[0].name].ranks, holders[members[0].name].group
         whole = sum(member.elements for member in members)
@@ -388,7 +473,7 @@ def _check(name: str, parameter: Tensor) -> None:
     if parameter.dtype not in DTYPES:
         raise OptionError(
             f"{name!r} is {parameter.dtype}; averages are in fp32, so parameters must be one of"
-            f" {', '.join(str(one).removeprefix('torch.') for one in DTYPES)}"
+            f" {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}"
         )
     if not is_dense(parameter):
         strides = parameter.stride()

@@ -1,108 +1,24 @@
-"""The engine of the local-update family: counts steps, closes rounds, keeps state."""
+"""The local-update family: what all algorithms share, while they train and at their end."""
 
-import math
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from functools import wraps
 from inspect import signature
-from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
+from types import TracebackType
+from typing import Self, TypedDict, Unpack
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from co2sim.common.errors import Co2simError, OptionError
-from co2sim.common.units import Seconds, counted
-from co2sim.common.validation import whole
-from realrun.algorithms.averaging import Average, Transport
-from realrun.algorithms.buffers import ExtraState, parts_of, warn_of_opaque
-from realrun.algorithms.consistency import (
-    RateWatch,
-    describe,
-    describe_others,
-    describe_settings,
-    refuse_different_inside,
-    refuse_drift,
-    refuse_wider,
-)
-from realrun.algorithms.delayed import Rule, Stats
-from realrun.algorithms.delayed_loop import DelayedLoop
-from realrun.algorithms.departures import DepartureLog
-from realrun.algorithms.ending import Ending, no_mean
-from realrun.algorithms.flat_parameters import Flat
-from realrun.algorithms.master_weights import (
-    CopyWatch,
-    MasterWeights,
-    masters_of,
-    refuse_missing,
-    refuse_unlike,
-)
-from realrun.algorithms.optimizers import (
-    ATTACHED,
-    Optimizers,
-    count_nonfinite,
-    held,
-    optimizers_of,
-    refuse_others,
-    refuse_replaced,
-    say_idle,
-    trainable,
-)
-from realrun.algorithms.outer_loop import NobodyLeftError, OuterLoop, RoundLoop, mark_of
-from realrun.algorithms.pacing import AutoTau, Tau, clock_of
-from realrun.algorithms.process_groups import (
-    Wire,
-    Worker,
-    WorkerGroups,
-    Workers,
-    refuse_options,
-    wait_of,
-    workers_of,
-)
-from realrun.algorithms.replicas import holders_of
-from realrun.algorithms.resuming import Resumable
-from realrun.algorithms.step_counting import REMEDY, ModelWatch, StepHooks, inner_optimizers
-from realrun.errors import flag, one_of, warn_user
-
-
-def connected(
-    workers: Workers,
-    seconds: Seconds,
-    notices: DepartureLog,
-    pg_options: Any,
-    *,
-    owns: bool,
-    offload: bool,
-) -> WorkerGroups:
-    """The communicators; averages of what is on the host go over Gloo. Raises OptionError."""
-    flag("offload", offload)
-    over = "gloo" if offload else None
-    refuse_options(pg_options, over)
-    options = {"owns": owns, "average_over": over, "pg_options": pg_options}
-    return WorkerGroups(workers, seconds, notices=notices, **options)
-
-
-def loop_of(
-    model: nn.Module, rule: Rule, flat: Flat, links: WorkerGroups, average: Average, tau: Tau
-) -> OuterLoop:
-    """The loop that uses averages as the rule says."""
-    steps = None if tau == "auto" else tau
-    if rule.late:
-        return DelayedLoop(model, rule, rule.late, flat, links, average, steps)
-    return RoundLoop(model, rule, flat, links, average, steps or 1)
-
-
-def tau_of(tau: Tau) -> Tau:
-    """The option `tau`. Raises OptionError."""
-    if isinstance(tau, str) and tau != "auto":
-        raise OptionError(f"tau is {tau!r}; it must be a whole number of local steps, or 'auto'")
-    return tau if tau == "auto" else whole("tau", tau, 1)
-
-
-OnNonFinite: TypeAlias = Literal["raise", "anchor"]
-"""What becomes of a worker whose parameters are NaN or infinite where an average begins."""
+from co2sim.common.units import Seconds
+from realrun.algorithms.averaging import Transport
+from realrun.algorithms.departures import of_network
+from realrun.algorithms.optimizers import ATTACHED, MasterWeights
+from realrun.algorithms.outer_loop import NobodyLeftError
+from realrun.algorithms.process_groups import Wire, Worker
+from realrun.algorithms.rounds import OnNonFinite, Rounds, no_mean
+from realrun.errors import RankFailure, warn_user
 
 
 class Common(TypedDict, total=False):
@@ -117,35 +33,7 @@ class Common(TypedDict, total=False):
     offload: bool
 
 
-_START = (
-    "start of training (load the same weights on all; a layer that changes its weights does so in"
-    " the forward() of the model)"
-)
-
-
-def _with_notices(make: Callable[..., None]) -> Callable[..., None]:
-    """Of a constructor: others hear of an error in it."""
-
-    @wraps(make)
-    def begin(self: "LocalUpdate", *args: Any, **options: Any) -> None:
-        self._notices = DepartureLog.of_all_ranks()
-        try:
-            make(self, *args, **options)
-        except BaseException as error:
-            self._notices.leave(error)
-            self._notices.end()
-            raise
-
-    return begin
-
-
-_ALL_RANKS = (
-    ": all ranks of torch.distributed must make the algorithm, in the same order; a rank with other"
-    " work needs a torch.distributed without it"
-)
-
-
-class LocalUpdate(Resumable, Ending):
+class LocalUpdate(Rounds):
     """Close a round after every `tau` optimizer steps, by the rule of an algorithm.
 
     Use CO2, SlowMo, LocalSGD, OverlapLocalSGD or DiLoCo, as an object or as a context manager. The
@@ -215,320 +103,238 @@ class LocalUpdate(Resumable, Ending):
     def __init_subclass__(cls) -> None:
         """Show in help() what `**common: Unpack[Common]` stands for."""
         super().__init_subclass__()
-        own, shared = signature(cls.__init__), signature(LocalUpdate.__init__).parameters
-        named = list(own.parameters.values())
+        mine, shared = signature(cls.__init__), signature(LocalUpdate.__init__).parameters
+        named = list(mine.parameters.values())
         if "__init__" in vars(cls) and named[-1].annotation == Unpack[Common]:
             named[-1:] = [shared[name] for name in Common.__annotations__]
-            cls.__init__.__signature__ = own.replace(parameters=named)  # type: ignore[attr-defined]
-
-    @_with_notices
-    def __init__(  # noqa: PLR0913 - one argument per option
-        self,
-        model: nn.Module,
-        optimizer: Optimizers,
-        rule: Rule,
-        *,
-        tau: Tau,
-        worker: Worker = "gpu",
-        dtype: Wire | torch.dtype | Transport = "fp32",
-        check_every: int = 0,
-        timeout: Seconds | timedelta | None = None,
-        on_nonfinite: OnNonFinite = "raise",
-        master_weights: MasterWeights | None = None,
-        offload: bool = False,
-    ) -> None:
-        """Check the options, compare them with the other ranks, and start from equal parameters."""
-        transport = dtype if isinstance(dtype, Transport) else Transport(dtype)
-        seconds = wait_of(timeout)
-        tau = tau_of(tau)
-        self._check_every = whole("check_every", check_every)
-        one_of("on_nonfinite", on_nonfinite, get_args(OnNonFinite))
-        self._drops = on_nonfinite == "anchor"
-        optimizers = optimizers_of(optimizer)
-        hooked = [one for each in optimizers for one in (each, *inner_optimizers(each))]
-        self._masters = masters_of(master_weights, hooked)
-        parameters = trainable(model, optimizers, self._masters)
-        self._notices.meet("the start of averaging", seconds, needs=_ALL_RANKS)
-        workers = workers_of(worker)
-        refuse_wider(model, optimizers, workers)
-        notices, kind = self._notices, {"owns": worker in {"node", "site"}, "offload": offload}
-        self._links = connected(workers, seconds, notices, transport.pg_options, **kind)
-        self._trained = {id(one) for _, one in parameters}
-        if self._masters:
-            self._trained |= {id(one) for one in held(optimizers)}
-        self._parameters = parameters
-        self._model, self._optimizers = model, optimizers
-        tensors = dict([*model.named_parameters(), *model.named_buffers()])
-        holders = holders_of(tensors, self._links)
-        flat = Flat.of(parameters, holders, self._masters, offload=offload)
-        settings = {
-            "dtype": transport.wire,
-            "bucket_mib": transport.bucket_mib,
-            "check_every": self._check_every,
-            "on_nonfinite": on_nonfinite,
-        }
-        self._agree_on_all(flat, rule, tau, settings)
-        self._replaced = self._links.share(
-            (part, holders[name].ranks)
-            for name, one in tensors.items()
-            for part in parts_of(one).writable
-        )
-        average = Average(self._links.average, transport.wire, seconds, transport.bucket, notices)
-        if self._drops:
-            average.weigh(lambda: not self._dropped, self._links.counting)
-        self._outer = loop_of(model, rule, flat, self._links, average, tau)
-        self._choosing = self._new_choice() if tau == "auto" else None
-        self._extra = ExtraState(model, self._trained, self._links)
-        warn_of_opaque(tensors)
-        self._count_steps()
-
-    def _agree_on_all(
-        self, flat: Flat, rule: Rule, tau: Tau, settings: Mapping[str, object]
-    ) -> None:
-        """Compare model, optimizer and settings with the other ranks."""
-        workers, parameters = self._links.workers, self._parameters
-        layout, parts = describe(parameters, workers, rule, tau), "\n".join(flat.describe())
-        self._layout = layout if len(workers.inner_ranks) == 1 else f"{layout}\n{parts}"
-        own = describe_settings(self._optimizers, rule, settings)
-        self._described = "\n".join([layout, *describe_others(self._model, parameters), *own])
-        self._links.agree("model, optimizer or setting", self._described, across=parts)
-
-    def _count_steps(self) -> None:
-        """Hook into the optimizers' steps, and watch what else moves the model."""
-        self._rates = RateWatch(self._optimizers, self._links)
-        self._started, self._began = False, time.monotonic()
-        self._start: tuple[tuple[int, Tensor], str] | None = None
-        self._stepped: dict[Optimizer, int] = {}
-        self._said_uneven, self._drops_so_far = False, 0
-        model, parameters = self._model, self._parameters
-        self._watch = ModelWatch(model, parameters, self._outer.tau, self._before_forward)
-        self._hooks = StepHooks(self._optimizers, self._before_step, self._after_step, self._watch)
-        self._copies = CopyWatch(self._hooks.all, parameters)
-        ATTACHED.update(self._hooks.all)
+            cls.__init__.__signature__ = mine.replace(parameters=named)  # type: ignore[attr-defined]
 
     @property
-    def model(self) -> nn.Module:
-        """Whose parameters are averaged."""
-        return self._model
+    def closed(self) -> bool:
+        """Whether it has ended, and averages nothing any more."""
+        return self._closed
 
     @property
-    def optimizers(self) -> tuple[Optimizer, ...]:
-        """Those whose steps are counted, without wrappers."""
-        return self._optimizers
+    def evaluating(self) -> bool:
+        """Whether the model holds the consensus, for a moment."""
+        return self._evaluating
 
-    @property
-    def described(self) -> str:
-        """What all workers must have in common: parameters, optimizers and settings, in lines."""
-        return self._described
+    def cause_of(self, error: BaseException) -> RankFailure | None:
+        """The rank to blame, where an error is of a collective of others that failed with it.
 
-    @property
-    def loop(self) -> OuterLoop:
-        """What it does at the end of a round, and keeps between rounds."""
-        return self._outer
+        None for other errors, and where no rank has told why it left.
+        """
+        if isinstance(error, Co2simError) or not of_network(error):
+            return None
+        return self._links.notices.cause("a collective of others", foreign=True)
 
-    def use_loop(self, loop: OuterLoop) -> None:
-        """Take another loop, of an adapter, before the first step; the model is as it left it."""
-        self._outer, self._start = loop, None
-        self._watch.mark(counted=False)
+    @contextmanager
+    def consensus(self, *also: nn.Module, buffers: bool = False) -> Iterator[None]:
+        """Within, the model holds what `finish` would end with now: to evaluate it, or to save it.
 
-    def _before_step(self) -> None:
-        """Before step 0: weights may have been loaded since this was made."""
-        if self._evaluating:
+        Averages under way are waited for, and so is one of the progress that is in none of them.
+        With `buffers` the model's buffers (of BatchNorm) are the mean over all ranks within, and
+        so is all that the modules `also` hold, such as a moving average of the model. Afterwards
+        all is as before. All ranks enter and leave together, after the same number of steps; an
+        optimizer step inside raises OptionError, and so do another consensus, an end and a state.
+        Within `join` ranks may have left that would have to average: only averages under way count
+        there, and neither `also` nor `buffers` can be given.
+        """
+        self._ready("consensus()")
+        self._refuse_lost("consensus()")
+        self._extra.check(also)
+        if (also or buffers) and self._joining:
             raise OptionError(
-                "a step of the optimizer within consensus() would be discarded: take it outside"
+                "consensus() within join() averages no buffers and modules: other ranks may"
+                " have left; evaluate without them, or after the block"
             )
-        self._replaced = []
-        if self._saved_with is not None:
-            self._say_other_model(self._saved_with)
-        if self._masters and self._links.steps == 1:
-            refuse_unlike(self._masters, self._parameters)
-        if self._started:
-            return
-        self._started = True
-        self._extra.note_frozen()
-        self._links.notices.need(self._links.steps + 1)  # of ranks that end without a step
+        alone = self._closed or self._joining
+        if not alone:
+            self._links.meet("consensus()")
+            self._drop_nonfinite()
+        self._evaluating = True
+        shown = nullcontext() if alone else self._extra.averaged(also, buffers=buffers)
         try:
-            self._rates.begin()
-            loaded = self._start_here()
-            if self._masters:  # which every rank has made by itself
-                loaded += f", masters with hash {mark_of(self._outer.state.anchor)[:16]}"
-            self._links.agree(_START, "", across=loaded)
-        except Co2simError as error:
-            self._failure = error
-            raise
+            with self._outer.consensus(alone=alone), shown:
+                yield
+        finally:
+            self._evaluating = False
 
-    def _before_forward(self) -> bool:
-        """Before a forward pass, which may change weights; gives whether it is of the training."""
-        if not (self._started or self._evaluating or self._failure):
-            self._start_here()
-        return not self._evaluating
+    @torch.no_grad()
+    def finish(self, *also: nn.Module, buffers: bool = True) -> None:
+        """End the training: use all averages, and close. All ranks end with the same parameters.
 
-    def _start_here(self) -> str:
-        """Begin from what the model holds, outside of forward passes; a text of what that is."""
-        now = self._watch.place()
-        if self._start:
-            (version, values), text = self._start
-            if version == now[0] and torch.allclose(values, now[1], equal_nan=True):
-                return text
-        text = self._outer.restart()
-        self._start = now, text
-        return text
+        Steps since the last full round count: they are averaged, too, as a shorter round; so does
+        a step that only some of several optimizers have taken. `buffers`, as of BatchNorm, and all
+        that the modules `also` hold are averaged for good, see `realrun.algorithms.buffers`. All
+        ranks call this. They should have taken as many steps. Where a worker is one rank, those
+        with fewer take part in the averages that others still launch, as if they took steps that
+        move nothing, and all are warned; where it is several, all raise RankFailure.
+        Raises what a step raises, and OptionError, before anything changes, if the model has been
+        trained by steps that were not counted.
+        """
+        if self._failure or self._closed:
+            raise self._failure or OptionError("finish() comes before close(), once")
+        if self._joining:
+            raise OptionError("finish() within join(): the end of that block does it")
+        self._finish("finish()", also, buffers=buffers)
 
-    def _say_other_model(self, saved_with: float) -> None:
-        """Say where training continues from another model than the state was saved with."""
-        self._saved_with = None
-        if not math.isclose(self._watch.total(), saved_with, rel_tol=1e-9, abs_tol=1e-12):
-            warn_user(
-                f"the model is not the one with which the state of {type(self).__name__} was saved:"
-                " load this rank's own model and optimizer, too, or take load_anchor(), which needs"
-                " neither"
-            )
-
-    def _after_step(self, optimizer: Optimizer) -> None:
-        """A local step is over once every optimizer has taken one."""
-        self._stepped[optimizer] = self._stepped.get(optimizer, 0) + 1
-        if len(self._stepped) == len(self._optimizers):
-            self._stepped.clear()
-            self._count_step()
-        elif self._stepped[optimizer] > self._outer.tau and not self._said_uneven:
-            self._said_uneven = True
-            say_idle(self._optimizers, self._stepped, optimizer)
-
-    def _ready(self, what: str) -> None:
-        if self._evaluating:
-            raise OptionError(
-                f"{what} within consensus(), where the model holds another point: leave it"
-            )
-        if not self._closed:
-            refuse_others(self._optimizers, self._trained, type(self).__name__)
-            refuse_replaced(self._model, self._parameters)
-
-    def _refuse_lost(self, what: str, *, together: bool = False) -> None:
-        lost = "" if self._closed or self._idle else self._watch.lost(at_the_end=together)
-        ranks = self._links.which(here=bool(lost)) if together else []
-        if lost or ranks:
-            lost = lost or f"on rank {ranks[0]} the model has moved without a counted step"
-            raise OptionError(f"{what}: {lost}: {REMEDY}")
-
-    def _idle_step(self) -> None:
-        self._before_step()
-        self._count_step()
-
-    def _count_step(self) -> None:
-        if self._failure:
-            raise self._failure
-        counters = self._outer.counters
-        counters.step += 1
-        self._links.steps += 1
-        choosing = self._choosing
-        last = choosing.ends(self._outer.steps) if choosing else counters.step >= self._outer.tau
+    @torch.no_grad()
+    def _finish(self, what: str, also: Sequence[nn.Module], *, buffers: bool) -> None:
+        self._ready(what)
+        self._extra.check(also)
         try:
-            self._links.notices.poll()
-            first = self._links.steps == 1 or (last and not counters.round)
-            if self._masters and first and not self._idle:
-                refuse_missing(self._masters, self._parameters)
-            look, pull = first and not self._masters, self._watch.pull
-            if look or self._copies.found:
-                self._copies.stepped(look=look)
-            if pull.looks:
-                pull.stepped()
-            self._after_local_step(last=last)
-            if pull.looks:
-                pull.averaged(last=last)
-            if self._copies.found:
-                self._copies.averaged()
-            self._watch.mark()
+            steps = self._settle(what)
+            self._refuse_lost(what, together=True)
+            self._advance(max(steps))
+            if self._outer.counters.step and not self._outer.rule.late:
+                self._after_local_step(last=True)
+            self._drop_nonfinite()
+            self._outer.settle()
+            self._extra.average(also, buffers=buffers)
+        except RankFailure as error:
+            self._failure = RankFailure(
+                f"{error}; the model of this rank can be used and saved: it holds what its own last"
+                " step, or the last average, has left",
+                ranks=error.ranks,
+                op=error.op,
+                round=error.round,
+                cause=error.cause,
+            )
+            raise self._failure from error
         except NobodyLeftError as error:
-            if self._leaving:
-                raise
-            self._failure = no_mean(counters.round)
+            self._failure = no_mean(self._outer.counters.round)
             raise self._failure from error
         except Co2simError as error:
             self._failure = error
             raise
-
-    def _end_round(self) -> None:
-        self._after_local_step(last=True)
-
-    def _drop_nonfinite(self) -> None:
-        self._dropped = self._drops and not self._outer.is_finite()
-        if not self._dropped:
-            return
-        self._outer.drop_progress()
-        self._drops_so_far += 1
-        bad = count_nonfinite(self._optimizers)
-        warn_user(
-            f"rank {self._links.rank}: parameters were NaN or infinite in round"
-            f" {self._outer.counters.round}; this worker continues from the anchor, without its"
-            f" steps since the last average, {counted(self._drops_so_far, 'time')} so far"
-            + (
-                f"; {counted(bad, 'tensor')} of the optimizer's state hold them still: clear it"
-                " (optimizer.state.clear()), or it spoils every step"
-                if bad
-                else ""
+        self.close()
+        if min(steps) < max(steps):
+            warn_user(
+                f"ranks took {min(steps)} to {max(steps)} steps: at {what} those with fewer took"
+                " part in the last averages without further steps, so that all hold one model;"
+                " where numbers of steps differ, train within join()"
             )
-        )
 
-    @torch.no_grad()
-    def _after_local_step(self, *, last: bool) -> None:
-        counters = self._outer.counters
-        checks = self._check_every and (counters.round + 1) % self._check_every == 0
-        if last:
-            refuse_others(self._optimizers, self._trained, type(self).__name__)
-            refuse_replaced(self._model, self._parameters)
-            if checks or not counters.round:
-                refuse_different_inside(self._outer, self._links)
-        if last or self._outer.launches(last=last):
-            self._drop_nonfinite()
-        if not self._choosing:
-            self._outer.after_step(last=last)
-        elif last:
-            self._outer.settle()
-        if last:
-            now = time.monotonic()
-            self._outer.lap, self._began = now - self._began, now
-            counters.seconds += self._outer.lap
-            self._outer.close_round()
-            self._choose_tau()
-            if not self._outer.average.weighs:
-                self._rates.end_round()
-            if checks:
-                self.check_drift()
+    def _settle(self, what: str) -> list[int]:
+        """Wait for all to end; the steps of each. Where workers are single ranks they may differ.
 
-    def _new_choice(self) -> AutoTau:
-        """Raises OptionError where averages are waited for: no tau hides these."""
-        if not isinstance(self._outer, DelayedLoop):
+        A step that only some of several optimizers have taken counts.
+        """
+        lap, begun = self._outer.lap, bool(self._stepped)
+        steps_here = self._links.steps + begun
+        if not self._links.single:  # whose DDP or FSDP2 needs all ranks
+            self._links.meet(what, begun=begun, lap=lap)
+            return [steps_here]
+        patience = self._links.deadline + lap
+        return self._links.notices.settle(what, patience, steps_here, self._advance)
+
+    def _advance(self, steps: int) -> None:
+        """Continue to the `steps` that others took, without moving the model by own ones."""
+        if self._stepped:
+            self._stepped.clear()
+            self._count_step()
+        while self._links.steps < steps:
+            self._idle += 1
+            self._idle_step()
+
+    @contextmanager
+    def join(self, *also: nn.Module, buffers: bool = True) -> Iterator[None]:
+        """For data that are used up at different times: train within, with any number of steps.
+
+        A rank that leaves the block continues with what the others need, until all have left. An
+        average is the mean over the ranks that took a step since the one before. In the end all
+        ranks hold the anchor with all averages used, and this is closed. `also` and `buffers` are
+        averaged then, as by `finish`, over the ranks that took any step, and integers are those of
+        the first of these. A worker is one rank.
+        Raises OptionError, and what a step raises.
+        """
+        if len(self._links.workers.inner_ranks) > 1:
             raise OptionError(
-                f"tau is 'auto', but {type(self).__name__} waits for its averages, which no tau"
-                " hides: give a number"
+                f"a worker is ranks {self._links.workers.inner_ranks}, whose DDP or FSDP2 needs"
+                " equal numbers of steps; join() is for worker='gpu'"
             )
-        return AutoTau(self._links, self._outer.least, clock_of(self._outer.flat.device))
-
-    def _choose_tau(self) -> None:
-        if self._choosing is None:
+        if self._failure or self._closed or self._outer.counters.step or self._idle:
+            raise self._failure or OptionError("join() is entered once, between two rounds")
+        self._ready("join()")
+        self._extra.check(also)
+        self._outer.average.weigh(
+            lambda: self._idle < self._outer.tau and not self._dropped, self._links.counting
+        )
+        begin, self._joining = self._links.steps, True
+        yield
+        self._joining = False
+        if self._links.counting is None:
+            self.finish(*also, buffers=buffers)
             return
-        assert isinstance(self._outer, DelayedLoop)
-        tau = self._choosing.averaged()
-        if tau:
-            self._choosing = None
-            self._outer.choose(tau)
+        counts, self._leaving = self._links.steps > begin, True
+        with suppress(NobodyLeftError):
+            while True:
+                self._idle += 1
+                self._idle_step()
+        self._outer.drain()
+        self._outer.start_at_anchor()
+        self._extra.average(also, buffers=buffers, counts=counts)
+        self.close()
 
-    def check_drift(self) -> None:
-        """Compare a hash of the anchor across workers. All ranks call this.
+    def close(self) -> None:
+        """Wait for averages under way, without applying them, and let go of the optimizer.
 
-        Raises MismatchError that names the ranks whose anchor differs from that of most.
+        Waits until all ranks have closed or ended, a deadline at most. Raises RankFailure, with the
+        numbers of steps, for one that took more or fewer rounds, and for one that raised an error.
         """
-        refuse_drift(self._outer, self._links)
+        self._close(self._failure)
 
-    def any_rank(self, flag: bool) -> bool:  # noqa: FBT001 - it is all that this is about
-        """Whether a flag is set on any rank, such as by a signal: all stop after the same step.
+    def _close(self, error: BaseException | None) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._hooks.remove()
+        self._watch.remove()
+        ATTACHED.difference_update(self._hooks.all)
+        notices = self._links.notices
+        notices.leave(error)
+        try:
+            if error:
+                return
+            self._outer.drain()
+            patience = self._links.deadline + self._outer.lap
+            if missing := notices.compare(self._outer.tau, patience):
+                warn_user(
+                    f"ranks {missing} have not closed within {patience:g} s; this rank needs"
+                    " nothing more from them"
+                )
+        finally:
+            notices.end()
+        self._outer.average.close()
+        self._rates.close()
+        self._links.close()
 
-        All ranks call this after the same steps, and wait for each other. Raises RankFailure.
+    def __enter__(self) -> Self:
+        """The hook is there from the start. Raises OptionError once this is closed."""
+        if self._closed:
+            name = type(self).__name__
+            raise OptionError(f"this {name} is closed and averages nothing; make a new one")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Finish; after an exception only close, without waiting for others.
+
+        Raises RankFailure where the exception is of a collective of others that failed with a rank.
         """
-        self._ready("any_rank()")
-        return bool(self._links.largest([float(flag)])[0])
-
-    def stats(self) -> Stats:
-        """What was done so far; `steps` without those of others for which this rank had no data."""
-        found = self._outer.stats()
-        return replace(found, steps=found.steps - self._idle)
+        if error or self._failure or self._closed:
+            cause = None if self._closed or error is None else self.cause_of(error)
+            self._close(cause or error or self._failure)
+            if cause:
+                raise cause from error
+            return
+        try:
+            self._finish("the end of the block", (), buffers=True)
+        except BaseException as failure:
+            self._close(failure)
+            raise

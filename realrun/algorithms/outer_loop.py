@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from co2sim.common.units import Seconds
 from realrun.algorithms.averaging import Average, PendingAverage, Stopwatch, beside_training
-from realrun.algorithms.delayed import Clipped, Counters, Rule, State, Stats
 from realrun.algorithms.flat_parameters import Flat
 from realrun.algorithms.pacing import WaitWatch
 from realrun.algorithms.process_groups import WorkerGroups
+from realrun.algorithms.rules import Clipped, Rule, State
 from realrun.errors import NonFiniteError
 
 
@@ -51,9 +51,9 @@ def finite_norm(
     )
 
 
-def _blame(given: Tensor | None, links: WorkerGroups) -> str:
+def _blame(norm: Tensor | None, links: WorkerGroups) -> str:
     """Who gave what is not finite, as a text. All ranks call this."""
-    ranks = links.which(here=given is not None and not bool(given.isfinite()))
+    ranks = links.which(here=norm is not None and not bool(norm.isfinite()))
     if ranks:
         which = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
         return f"from {which}, whose parameters held them at the launch; those of others did not"
@@ -82,25 +82,102 @@ def weighted_sum(tensor: Tensor) -> int:
     """
     data = tensor.detach().reshape(-1)
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()]
-    words, found, first = data.view(width), 0, 0
+    words, total, first = data.view(width), 0, 0
     for part in torch.split(words, 2**24):
         places = torch.arange(first, first + len(part), device=data.device) * _ODD | 1
-        found += int((part.long() * places).sum())
+        total += int((part.long() * places).sum())
         first += len(part)
-    return (found + 2**63) % 2**64 - 2**63
+    return (total + 2**63) % 2**64 - 2**63
 
 
-def rounding_numbers(place: int, flight: PendingAverage | None) -> dict[str, float]:
+def rounding_numbers(index: int, flight: PendingAverage | None) -> dict[str, float]:
     """To be saved: what quantization took off an average under way, which has arrived."""
     sent, mean = flight.rounding() if flight else (0.0, 0.0)
-    return {f"rounding_sent{place}": sent, f"rounding_mean{place}": mean}
+    return {f"rounding_sent{index}": sent, f"rounding_mean{index}": mean}
 
 
-def rounding_of(numbers: Mapping[str, float], place: int) -> list[Tensor]:
+def rounding_of(numbers: Mapping[str, float], index: int) -> list[Tensor]:
     """What `rounding_numbers` gave, as the `errors` of an average; none in older states."""
-    names = rounding_numbers(place, None)
+    names = rounding_numbers(index, None)
     values = [numbers.get(name, 0.0) for name in names]
     return [torch.tensor(values, dtype=torch.float64, device="cpu")]
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What an algorithm has done so far, on this rank.
+
+    `late` counts averages that were not there when they were to be used, `waited` the seconds in
+    which training stood still for those that were due, not those that an evaluation or a checkpoint
+    waited for. `seconds` are those of all rounds, `waiting_share` is the part of them that was
+    waited. `bytes_sent` are the bytes that this rank sent to other workers for averages.
+    `tau` is how many local steps a round has, None until that is chosen. `delay` is how many local
+    steps after its launch an average is used, None where that is at the end of a round.
+    `penalty` is the last Lambda_t, 1 before the first average was used. `clipped` is the share of
+    elements of the momentum that were clipped, over all averages used and the whole model.
+
+    Sums over all averages used and the whole model say how far the outer momentum was from the
+    exact one, in squared units of parameters. `clip_residual` is that of |Lambda (u - clip(u))|^2
+    for u = beta m + D / Lambda, and `running_residual` that of the running mean of the same, where
+    CO2's `residual_decay` keeps one. `rounding_residual` is one of upper bounds of |D - D'|^2, with
+    the mean D' of int8 or int4 in the place of D; the rounding of bf16 is not measured. With T
+    rounds of tau local steps of size gamma (plain SGD, fp32 parameters),
+    eps <= (sqrt(clip_residual) + sqrt(rounding_residual)) / (gamma tau sqrt(T))
+    in units of one gradient is what `co2analysis bound --clip-residual` takes (docs/theory.md).
+    """
+
+    rounds: int
+    steps: int
+    penalty: float
+    clipped: float
+    clip_residual: float
+    rounding_residual: float
+    waited: Seconds
+    bytes_sent: int
+    late: int = 0
+    delay: int | None = None
+    running_residual: float = 0.0
+    tau: int | None = None
+    seconds: Seconds = 0.0
+
+    @property
+    def waiting_share(self) -> float:
+        """Of the time of all rounds, 0 to 1: how much of it training stood still for averages."""
+        return min(1.0, self.waited / self.seconds) if self.seconds else 0.0
+
+
+@dataclass(slots=True)
+class Counters:
+    """Rounds, steps of the round that has begun, averages used, and what became of them.
+
+    `clipped` counts elements of the whole model over all averages used, `missing` the steps that
+    rounds had less than `tau`, where `finish` ended them, or tau was chosen. `tau` is 0 until it is
+    chosen. For the residuals see Stats.
+    """
+
+    round: int = 0
+    step: int = 0
+    used: float = 0.0
+    penalty: float = 1.0
+    clipped: float = 0.0
+    clip_residual: float = 0.0
+    running_residual: float = 0.0
+    rounding_residual: float = 0.0
+    waited: Seconds = 0.0
+    late: int = 0
+    delay: int | None = None
+    missing: int = 0
+    tau: int = 0
+    seconds: Seconds = 0.0
+
+    def stats(self, steps: int, elements: float, sent: int) -> Stats:
+        """For users, after `steps` local steps; `elements` are those of the whole model."""
+        considered = self.used * elements
+        names = {field.name for field in fields(Stats)}
+        same = {name: value for name, value in asdict(self).items() if name in names}
+        clipped = self.clipped / considered if considered else 0.0
+        counted = {"steps": steps, "bytes_sent": sent, "clipped": clipped, "tau": self.tau or None}
+        return Stats(**same | counted, rounds=self.round)
 
 
 class NobodyLeftError(Exception):
@@ -117,23 +194,32 @@ class OuterLoop(ABC):
         flat: Flat,
         links: WorkerGroups,
         average: Average,
-        tau: int,
+        tau: int | None,
     ) -> None:
-        """The state before round 0 of `tau` steps: the anchor is what the model holds."""
-        self.rule, self.flat, self.links, self.tau = rule, flat, links, tau
-        self.average = average
+        """The state before round 0: the anchor is what the model holds.
+
+        Rounds have `tau` steps; without, as many as those after which it is chosen.
+        """
+        self.rule, self.flat, self.links, self.average = rule, flat, links, average
+        self.tau = tau or (rule.late.shortest_round if rule.late else 1)
         # FSDP2 may keep parameters gathered, after a forward without backward.
-        self._gathered = [one for one in model.modules() if isinstance(one, FSDPModule)]
+        self._gathered = [module for module in model.modules() if isinstance(module, FSDPModule)]
         vectors = {name: flat.empty(count) for name, count in rule.vectors().items()}
         self.state = State(flat.empty(), vectors, rule.numbers(), flat.chunk)
         flat.read(self.state.anchor)
         (self._elements,) = links.total([flat.elements])
-        self.counters = Counters(tau=tau)
+        self.counters = Counters(tau=self.tau)
         self._clocks: deque[Stopwatch] = deque()
         self._absorbed: torch.cuda.Event | None = None
         self._loaded = False
         self.lap: Seconds = 0.0
         """What the last round took."""
+        self._watch = WaitWatch(links)
+        self._prepare(tau)
+
+    @abstractmethod
+    def _prepare(self, tau: int | None) -> None:
+        """Make what a loop keeps besides; `tau` None: it is still to be chosen."""
 
     def restart(self) -> str:
         """Take the anchor again from the model; gives a text if that is another one."""
@@ -162,9 +248,9 @@ class OuterLoop(ABC):
 
     def launch(self, vector: Tensor) -> PendingAverage:
         """Start averaging `vector` in place, for this round."""
-        given = torch.linalg.vector_norm(vector, torch.inf) if len(vector) else None
+        norm = torch.linalg.vector_norm(vector, torch.inf) if len(vector) else None
         flight = self.average.launch(vector, self.counters.round)
-        flight.given = given
+        flight.given = norm
         return flight
 
     def use_average(
@@ -295,20 +381,20 @@ class OuterLoop(ABC):
             "numbers": numbers,
         }
 
-    def load_state_dict(self, own: Mapping[str, Any]) -> None:
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` gave."""
         self.drain()
         self._clocks.clear()
         vectors = {"anchor": self.state.anchor, **self.state.vectors, **self.own_vectors()}
         for name, vector in vectors.items():
-            if name in own:
-                vector.copy_(own[name])
+            if name in saved:
+                vector.copy_(saved[name])
             else:  # of a rule that kept no momentum, as there was none
                 vector.zero_()
         self._mark_absorbed()
-        numbers = own["numbers"]
+        numbers = saved["numbers"]
         self.state.numbers = {name: numbers[name] for name in self.state.numbers}
-        counted = {one.name: numbers.get(one.name, one.default) for one in fields(Counters)}
+        counted = {field.name: numbers.get(field.name, field.default) for field in fields(Counters)}
         self.counters = Counters(**counted)
         self.average.sent = numbers["bytes_sent"]
         self.go_on(numbers)
@@ -345,20 +431,11 @@ class RoundLoop(OuterLoop):
     those of `free` hold nothing that is needed.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        rule: Rule,
-        flat: Flat,
-        links: WorkerGroups,
-        average: Average,
-        tau: int,
-    ) -> None:
-        """The state before round 0."""
-        super().__init__(model, rule, flat, links, average, tau)
-        self._watch = WaitWatch(links)
+    def _prepare(self, tau: int | None) -> None:
+        """Buffers, of which none is under way."""
+        del tau
         self.flights: deque[PendingAverage] = deque()
-        self.free = [flat.empty() for _ in range(max(1, rule.staleness))]
+        self.free = [self.flat.empty() for _ in range(max(1, self.rule.staleness))]
 
     def after_step(self, *, last: bool) -> None:
         """The outer step. The order matters: with staleness 1, one buffer serves every average."""
@@ -413,8 +490,8 @@ class RoundLoop(OuterLoop):
         """How many averages are under way, and what rounding took off them, by always one name."""
         waiting = [*self.flights, *[None] * self.rule.staleness][: self.rule.staleness]
         numbers: dict[str, float] = {"in_flight": len(self.flights)}
-        for place, flight in enumerate(waiting):
-            numbers |= rounding_numbers(place, flight)
+        for index, flight in enumerate(waiting):
+            numbers |= rounding_numbers(index, flight)
         return numbers
 
     def go_on(self, numbers: Mapping[str, float]) -> None:

@@ -175,8 +175,8 @@ class AutoDelay:
         self.disturbed.discard(launch.step)
         if not self.measures and self.uses % _LOOK_AGAIN:
             return None
-        own = (time.monotonic() - launch.began) / took if took and launch.began else 0.0
-        unknown, pace, many = self.links.largest([float(disturbed), own, float(self.late)])
+        pace_here = (time.monotonic() - launch.began) / took if took and launch.began else 0.0
+        unknown, pace, many = self.links.largest([float(disturbed), pace_here, float(self.late)])
         if not self.measures:
             return self._look(0.0 if unknown else pace, many / _LOOK_AGAIN)
         if self.uses > 1 and took and not unknown:
@@ -184,8 +184,10 @@ class AutoDelay:
             self.paces.append(pace)
         if self.uses <= _UNSTEADY * self.wanted:
             steady = [not _differ(pace, before) for before in self.paces]
-            self.samples = [one for one, same in zip(self.samples, steady, strict=True) if same]
-            self.paces = [one for one, same in zip(self.paces, steady, strict=True) if same]
+            self.samples = [
+                sample for sample, same in zip(self.samples, steady, strict=True) if same
+            ]
+            self.paces = [pace for pace, same in zip(self.paces, steady, strict=True) if same]
         if len(self.samples) < self.wanted:
             return None
         self.measures, self.late = False, 0
@@ -208,7 +210,7 @@ class AutoDelay:
         """To be saved, always by the same names, with `most` fragments; 0: no such sample yet."""
         places = max(SAMPLES, most)
         padded = [*self.samples, *[0] * places][:places]
-        samples = {f"sample{place}": sample for place, sample in enumerate(padded)}
+        samples = {f"sample{index}": sample for index, sample in enumerate(padded)}
         pace = max(self.paces, default=0.0)
         return {"measures": self.measures, "uses": self.uses, "pace": pace, **samples}
 
@@ -216,7 +218,7 @@ class AutoDelay:
         """Continue from what was saved; averages that were under way then were waited for."""
         self.measures, self.uses = bool(numbers["measures"]), int(numbers["uses"])
         self.delay = 0 if self.measures else delay
-        saved = [int(numbers.get(f"sample{place}", 0)) for place in range(self.wanted)]
+        saved = [int(numbers.get(f"sample{index}", 0)) for index in range(self.wanted)]
         self.samples = [sample for sample in saved if sample]
         self.paces = [numbers.get("pace", 0.0)] * len(self.samples)
         self.disturbed = {launch.step for launch, _ in under_way}
@@ -265,6 +267,6 @@ class WaitWatch:
             )
 
 
-def _differ(one: Seconds, other: Seconds) -> bool:
+def _differ(pace: Seconds, other: Seconds) -> bool:
     """Whether steps are longer or shorter than they were; False where that is not known."""
-    return min(one, other) > 0 and max(one, other) > _STEADY * min(one, other)
+    return min(pace, other) > 0 and max(pace, other) > _STEADY * min(pace, other)

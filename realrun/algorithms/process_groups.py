@@ -73,9 +73,9 @@ class Workers:
                 "worker='node' needs torch.distributed initialized and LOCAL_WORLD_SIZE set, as"
                 " torchrun does"
             )
-        own = os.environ.get("LOCAL_WORLD_SIZE", ""), os.environ.get("LOCAL_RANK")
-        placed: list[tuple[str, str | None]] = [own] * dist.get_world_size()
-        dist.all_gather_object(placed, own)  # so that all refuse what one of them cannot do
+        placed_here = os.environ.get("LOCAL_WORLD_SIZE", ""), os.environ.get("LOCAL_RANK")
+        placed: list[tuple[str, str | None]] = [placed_here] * dist.get_world_size()
+        dist.all_gather_object(placed, placed_here)  # so that all refuse what one of them cannot do
         return cls._blocks(_node_size(placed))
 
     @classmethod
@@ -106,9 +106,9 @@ class Workers:
         differ in the others are one worker. Give submeshes of the others to FSDP2 and to tensor
         parallelism. Ranks with the same place in the others are peers. Raises OptionError.
         """
-        given = (across,) if isinstance(across, str) else tuple(across)
+        named = (across,) if isinstance(across, str) else tuple(across)
         names, ranks = tuple(mesh.mesh_dim_names or ()), mesh.mesh
-        if not given or len(set(given)) < len(given) or set(given) - set(names):
+        if not named or len(set(named)) < len(named) or set(named) - set(names):
             raise OptionError(
                 f"across is {across!r}; it must name one or more dimensions of the mesh, each once:"
                 f" {', '.join(names) or 'this one has no names (mesh_dim_names)'}"
@@ -118,9 +118,9 @@ class Workers:
                 f"the mesh holds ranks {sorted(ranks.flatten().tolist())} of"
                 f" {dist.get_world_size()}; give the mesh of all ranks, not a part of it"
             )
-        outer = [names.index(one) for one in given]
-        inside = [at for at in range(ranks.ndim) if at not in outer]
-        count = math.prod(ranks.size(at) for at in outer)
+        outer = [names.index(name) for name in named]
+        inside = [dimension for dimension in range(ranks.ndim) if dimension not in outer]
+        count = math.prod(ranks.size(dimension) for dimension in outer)
         return cls._rows(ranks.permute(*outer, *inside).reshape(count, -1).tolist())
 
     @classmethod
@@ -132,11 +132,11 @@ class Workers:
     @classmethod
     def _rows(cls, workers: Sequence[Sequence[int]]) -> "Workers":
         """Workers by their ranks; those at the same place are peers. All ranks call this."""
-        found = []
+        own_groups = []
         for rows in (workers, list(zip(*workers, strict=True))):
             groups = [(row, dist.new_group(list(row))) for row in rows]
-            found.append(next(group for row, group in groups if _me() in row))
-        return cls(peers=found[1], inner=found[0])
+            own_groups.append(next(group for row, group in groups if _me() in row))
+        return cls(peers=own_groups[1], inner=own_groups[0])
 
     @property
     def peer_ranks(self) -> list[int]:
@@ -229,11 +229,11 @@ class WorkerGroups:
         self,
         workers: Workers,
         deadline: float,
-        *,
-        owns: bool,
-        average_over: str | None = None,
-        pg_options: Any = None,
         notices: DepartureLog | None = None,
+        pg_options: Any = None,
+        *,
+        average_over: str | None = None,
+        owns: bool,
     ) -> None:
         """Connect. All ranks of torch.distributed call this, in the same order.
 
@@ -267,15 +267,17 @@ class WorkerGroups:
         the addresses in the store, of closed ones with the same members (torch 2.13).
         """
         everybody: list[Any] = [None] * dist.get_world_size()
-        own = (peers, inner, self._average_over)
-        dist.all_gather_object(everybody, own)
+        own_groups = (peers, inner, self._average_over)
+        dist.all_gather_object(everybody, own_groups)
         if len({over for _, _, over in everybody}) > 1:
             raise MismatchError("offload is True on some ranks and False on others")
         limit, behind = timedelta(seconds=self.deadline), _behind(self.deadline)
         self._several = any(len(inner) > 1 for _, inner, _ in everybody)
-        self.notices.narrow(_joined({self.rank}, [{*one[0], *one[1]} for one in everybody]))
+        self.notices.narrow(
+            _joined({self.rank}, [{*groups[0], *groups[1]} for groups in everybody])
+        )
         averaging = {peers for peers, _, _ in everybody}
-        every = {ranks for one in everybody for ranks in one[:2] if len(ranks) > 1}
+        every = {ranks for groups in everybody for ranks in groups[:2] if len(ranks) > 1}
         for ranks in sorted(every):
             kinds: list[tuple[Kind, str | None, timedelta]] = [("beside", "gloo", limit)]
             if ranks in {inner for _, inner, _ in everybody}:
@@ -293,10 +295,10 @@ class WorkerGroups:
 
         `sets` of ranks are those of this worker, the same on all of its ranks; others tell theirs.
         """
-        told = {ranks for one in self.of_peers(sorted(sets)) for ranks in one}
+        every_set = {ranks for rows in self.of_peers(sorted(sets)) for ranks in rows}
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         with self.together("connection of communicators"):
-            for ranks in sorted(told):
+            for ranks in sorted(every_set):
                 group = dist.new_group(list(ranks), timedelta(seconds=self.deadline))
                 if isinstance(group, dist.ProcessGroup) and self.rank in ranks:
                     made[ranks] = self._made[ranks, "gather"] = group
@@ -305,8 +307,8 @@ class WorkerGroups:
     def close(self) -> None:
         """Destroy the communicators. Nothing may be under way."""
         if dist.is_initialized():
-            own = [one for one in self._own if one not in {None, dist.group.WORLD}]
-            for made in (*self._made.values(), *own):
+            groups = [group for group in self._own if group not in {None, dist.group.WORLD}]
+            for made in (*self._made.values(), *groups):
                 dist.destroy_process_group(made)
         self._made, self._own = {}, ()
 
@@ -329,7 +331,7 @@ class WorkerGroups:
         sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         with self.together("sum over the ranks of a worker"):
             dist.all_reduce(sums, group=self._inner)
-        return [float(one) for one in sums]
+        return [float(total) for total in sums]
 
     def largest(self, numbers: Sequence[float]) -> list[float]:
         """The largest of each number on any rank. All ranks call this, and get the same.
@@ -348,7 +350,7 @@ class WorkerGroups:
                     if time.monotonic() > limit:
                         work.wait(timedelta(milliseconds=1))  # which says so
                     self.notices.check(what, self.steps)
-        return [float(one) for one in most]
+        return [float(value) for value in most]
 
     def _ended(self, work: dist.Work, seconds: float) -> bool:
         """Whether a collective ended within a number of seconds. Raises what it has failed with."""
@@ -376,16 +378,16 @@ class WorkerGroups:
             return
         texts = self.collect(text, group)
         index = next(i for i, other in enumerate(texts) if other != texts[0])
-        one, two = first_difference(texts[0], texts[index])
+        line, two = first_difference(texts[0], texts[index])
         raise MismatchError(
             f"rank {ranks[index]} has another {what} than rank {ranks[0]}: {two!r} instead of"
-            f" {one!r}"
+            f" {line!r}"
         )
 
     def different_inside(self, marks: Mapping[tuple[int, ...], str]) -> tuple[int, ...]:
         """The first of some sets of ranks of this worker whose marks for it differ, or none."""
-        found = {pair for one in self.collect(marks, self._inner) for pair in one.items()}
-        sets = [ranks for ranks, _ in found]
+        pairs = {pair for mark_of in self.collect(marks, self._inner) for pair in mark_of.items()}
+        sets = [ranks for ranks, _ in pairs]
         return min((ranks for ranks in sets if sets.count(ranks) > 1), default=())
 
     def drifted(self, mark: str) -> list[int]:
@@ -395,7 +397,7 @@ class WorkerGroups:
         marks = self.collect(mark, self._peers)
         usual = max(marks, key=marks.count)
         return [
-            rank for rank, one in zip(self.workers.peer_ranks, marks, strict=True) if one != usual
+            rank for rank, mark in zip(self.workers.peer_ranks, marks, strict=True) if mark != usual
         ]
 
     def of_peers(self, value: Any) -> list[Any]:
@@ -408,19 +410,19 @@ class WorkerGroups:
 
     def which(self, *, here: bool) -> list[int]:
         """The ranks where something is `here`. All ranks call this."""
-        found = [dist.get_rank()] if here and dist.is_initialized() else []
+        ranks = [dist.get_rank()] if here and dist.is_initialized() else []
         for group in (self._peers, self._inner):
-            found = sorted({rank for one in self.collect(found, group) for rank in one})
-        return found
+            ranks = sorted({rank for ranks in self.collect(ranks, group) for rank in ranks})
+        return ranks
 
     def collect(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
         """Everybody's value, by place in the group."""
         if group is None:
             return [value]
-        found: list[Any] = [None] * group.size()
+        values: list[Any] = [None] * group.size()
         with self.together("comparison between ranks"):
-            dist.all_gather_object(found, value, group=group)
-        return found
+            dist.all_gather_object(values, value, group=group)
+        return values
 
     @property
     def has_others(self) -> bool:
@@ -498,7 +500,7 @@ class WorkerGroups:
 
 def _joined(ranks: set[int], sets: Sequence[set[int]]) -> set[int]:
     """Some ranks, and all that sets join to them."""
-    more = ranks.union(*(one for one in sets if one & ranks))
+    more = ranks.union(*(members for members in sets if members & ranks))
     return ranks if more == ranks else _joined(more, sets)
 
 
@@ -530,7 +532,7 @@ def _mean(
         dist.all_reduce(share, group=group)
         return share
     kinds = [values.isfinite(), values == torch.inf, values == -torch.inf]
-    sums = torch.stack([share.nan_to_num(0, 0, 0), *(one.double() * here for one in kinds)])
+    sums = torch.stack([share.nan_to_num(0, 0, 0), *(kind.double() * here for kind in kinds)])
     dist.all_reduce(sums, group=group)
     mean, count, above, below = sums
     mean = torch.where(count > 0, mean * (members / count.clamp(min=1)), torch.nan)
@@ -554,12 +556,12 @@ def _broadcast(
             tensor.copy_(sent)
 
 
-def first_difference(one: str, two: str) -> tuple[str, str]:
+def first_difference(text: str, two: str) -> tuple[str, str]:
     """The first lines by one name in which two texts differ, which they do.
 
     A line is "name: ..." or "name = ..."; "nothing" where one text has none by a name.
     """
-    lines, others = one.splitlines(), two.splitlines()
+    lines, others = text.splitlines(), two.splitlines()
     only = [line for line in lines if line not in others]
     only_others = [line for line in others if line not in lines]
     first = [
@@ -596,8 +598,8 @@ def wire_of(dtype: Wire | torch.dtype) -> Wire:
     """The option `dtype`, by its name or as torch's: torch.bfloat16 is "bf16"."""
     if isinstance(dtype, torch.dtype):
         if dtype not in WIRES:
-            known = ", ".join(map(str, WIRES))
-            raise OptionError(f"dtype is {dtype}; averages travel as one of {known}")
+            names = ", ".join(map(str, WIRES))
+            raise OptionError(f"dtype is {dtype}; averages travel as one of {names}")
         return WIRES[dtype]
     one_of("dtype", dtype, get_args(Wire))
     return dtype
@@ -613,9 +615,9 @@ def wait_of(timeout: Seconds | timedelta | None) -> Seconds:
 
 def _timeout_of_default_group() -> Seconds:
     """What `init_process_group(timeout=...)` was given: torch has no public way to ask."""
-    world, found = dist.group.WORLD, [0.0]
+    world, timeouts = dist.group.WORLD, [0.0]
     for device in world._device_types if world else ():  # noqa: SLF001
         with suppress(RuntimeError, AttributeError):  # of a backend without options
             options = world._get_backend(device).options  # type: ignore[union-attr] # noqa: SLF001
-            found.append(options._timeout.total_seconds())  # noqa: SLF001
-    return max(found) or DEADLINE
+            timeouts.append(options._timeout.total_seconds())  # noqa: SLF001
+    return max(timeouts) or DEADLINE

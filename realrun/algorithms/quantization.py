@@ -63,10 +63,10 @@ def quantize(
     else:
         made = Quantized(*fused.quantize(x, bits, block, _seed(rounding, generator)))
     if refuse_non_finite and not bool(made.scales.isfinite().all()):
-        found = torch.nonzero(~made.scales.flatten().isfinite())
+        spoiled = torch.nonzero(~made.scales.flatten().isfinite())
         raise NonFiniteError(
-            f"cannot quantize inf or NaN: {len(found)} of {made.scales.numel()} blocks hold some,"
-            f" the first is block {int(found[0])}"
+            f"cannot quantize inf or NaN: {len(spoiled)} of {made.scales.numel()} blocks hold some,"
+            f" the first is block {int(spoiled[0])}"
         )
     return made
 
@@ -86,16 +86,16 @@ def dequantize(codes: Tensor, scales: Tensor, bits: Bits, block: int, elements: 
     fused = _fused(codes, bits, block)
     if fused is None or not codes.numel():
         return _dequantize(codes, scales, bits, block, elements)
-    found: Tensor = fused.dequantize(codes, scales, bits, block, elements)
-    return found
+    rows: Tensor = fused.dequantize(codes, scales, bits, block, elements)
+    return rows
 
 
 def sum_rows(rows: Quantized, bits: Bits, block: int, elements: int) -> Tensor:
     """The fp32 sum [elements] of quantized rows [ranks, ...], in the order of the ranks."""
     fused = _fused(rows.codes, bits, block)
     if fused is not None:
-        found: Tensor = fused.sum_rows(rows.codes, rows.scales, bits, block, elements)
-        return found
+        summed: Tensor = fused.sum_rows(rows.codes, rows.scales, bits, block, elements)
+        return summed
     total = dequantize(rows.codes[0], rows.scales[0], bits, block, elements)
     for codes, scales in zip(rows.codes[1:], rows.scales[1:], strict=True):
         total += dequantize(codes, scales, bits, block, elements)

@@ -31,8 +31,8 @@ _HALVES = tl.constexpr(0x4B000088)
 
 
 @triton.jit
-def _wide(number: tl.tensor) -> tl.tensor:
-    return tl.full((), number, tl.int64)
+def _wide(value: tl.tensor) -> tl.tensor:
+    return tl.full((), value, tl.int64)
 
 
 @triton.jit
@@ -45,9 +45,9 @@ def _tile(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Where in a row of `length` the lanes of blocks from `first` on are, and which there are."""
     lane = tl.arange(0, SIZE)[None, :]
-    at = tl.arange(0, BLOCKS)[:, None] * BLOCK + lane
+    lane_offset = tl.arange(0, BLOCKS)[:, None] * BLOCK + lane
     start = _wide(first) * BLOCK
-    return start + at, (lane < BLOCK) & (at < length - start)
+    return start + lane_offset, (lane < BLOCK) & (lane_offset < length - start)
 
 
 @triton.jit
@@ -96,15 +96,15 @@ def _encode(
     largest = tl.max(magnitude, axis=1, keep_dims=True).to(tl.float32, bitcast=True)
     scale = tl.where(largest < float("inf"), tl.maximum(largest * SHARE, SMALLEST), float("nan"))
     inverse = tl.div_rn(tl.full((BLOCKS, 1), 1.0, tl.float32), scale)
-    at, inside = _tile(first, row_bytes, BLOCK // PER, BLOCKS, SIZE // PER)
-    at += row * row_bytes
+    offset, inside = _tile(first, row_bytes, BLOCK // PER, BLOCKS, SIZE // PER)
+    offset += row * row_bytes
     draw, other = low, high
     if STOCHASTIC:
-        draw, other, _, _ = tl.rand4x(seed, at)
+        draw, other, _, _ = tl.rand4x(seed, offset)
     code = _rounded(low * inverse, draw, TOP, STOCHASTIC)
     if PER > 1:
         code = (code & 15) | (_rounded(high * inverse, other, TOP, STOCHASTIC) << 4)
-    tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
+    tl.store(codes + offset, code.to(codes.dtype.element_ty), mask=inside)
     index = tl.arange(0, BLOCKS)[:, None]
     tl.store(scales + (row * blocks + first) + index, scale, mask=index < blocks - first)
 
@@ -113,10 +113,10 @@ def _encode(
 def _sum(
     codes: tl.tensor,
     scales: tl.tensor,
-    at: tl.tensor,
+    offset: tl.tensor,
     inside: tl.tensor,
     index: tl.tensor,
-    own: tl.tensor,
+    in_first: tl.tensor,
     row_bytes: tl.tensor,
     row_scales: tl.tensor,
     ALIGNED: tl.constexpr,
@@ -126,21 +126,21 @@ def _sum(
 ) -> tuple[tl.tensor, tl.tensor]:
     """The fp32 sums over RANKS rows, in their order: low and high halves of bytes, or all twice.
 
-    Lanes have the scale of block `index`, unless ALIGNED is false: then only `own` ones do, and
-    all others that of the block after it.
+    Lanes have the scale of block `index`, unless ALIGNED is false: then only those `in_first` do,
+    and all others that of the block after it.
     """
     # -0.0, to which compilers know that adding changes nothing; Triton 3.6 reads that as 0.0.
     low = tl.full(inside.shape, -1.0, tl.float32) * 0.0
     high = low
     # Codes that are read one by one leave no registers to work on several ranks at once.
     for rank in tl.range(0, RANKS, loop_unroll_factor=min(RANKS, 4, VECTOR * PER)):
-        place = tl.max_contiguous(codes + _wide(rank) * row_bytes + at, [1, VECTOR])
-        code = tl.load(tl.multiple_of(place, [1, VECTOR]), mask=inside, other=0)
-        found = scales + (_wide(rank) * row_scales + index)
-        scale = tl.load(found, mask=index < row_scales, other=0.0)
+        address = tl.max_contiguous(codes + _wide(rank) * row_bytes + offset, [1, VECTOR])
+        code = tl.load(tl.multiple_of(address, [1, VECTOR]), mask=inside, other=0)
+        scale_address = scales + (_wide(rank) * row_scales + index)
+        scale = tl.load(scale_address, mask=index < row_scales, other=0.0)
         if not ALIGNED:
-            after = tl.load(found + 1, mask=index + 1 < row_scales, other=0.0)
-            scale = tl.where(own, scale, after)
+            after = tl.load(scale_address + 1, mask=index + 1 < row_scales, other=0.0)
+            scale = tl.where(in_first, scale, after)
         if PER > 1:
             both = code.to(tl.int32) ^ _HALVES
             upper = (both & -16).to(tl.float32, bitcast=True)
@@ -176,8 +176,8 @@ def quantize_kernel(
     row, first = _wide(program // groups), program % groups * BLOCKS
     row_bytes = _wide(units) * ALIGN
     elements = row_bytes * PER - ODD
-    at, inside = _tile(first, elements, BLOCK, BLOCKS, SIZE)
-    low = tl.load(x + row * elements + at, mask=inside, other=0.0).to(tl.float32)
+    offset, inside = _tile(first, elements, BLOCK, BLOCKS, SIZE)
+    low = tl.load(x + row * elements + offset, mask=inside, other=0.0).to(tl.float32)
     high = low
     if PER > 1:
         low, high = tl.split(tl.reshape(low, (BLOCKS, SIZE // 2, 2)))
@@ -208,18 +208,18 @@ def sum_kernel(
     """The fp32 sums of groups of RANKS quantized rows."""
     program = tl.program_id(0)
     row, first = _wide(program // groups), program % groups * BLOCKS
-    at, inside = _tile(first, _wide(units) * ALIGN, BLOCK // PER, BLOCKS, SIZE // PER)
+    offset, inside = _tile(first, _wide(units) * ALIGN, BLOCK // PER, BLOCKS, SIZE // PER)
     index = first + tl.arange(0, BLOCKS)[:, None]
     total, high = _sum(
         codes + row * RANKS * row_bytes, scales + row * RANKS * row_scales,
-        at, inside, index, inside, row_bytes, row_scales,
+        offset, inside, index, inside, row_bytes, row_scales,
         ALIGNED=True, VECTOR=VECTOR, RANKS=RANKS, PER=PER,
     )  # fmt: skip
     if PER > 1:
         total = tl.reshape(tl.join(total, high), (BLOCKS, SIZE))
     elements = _wide(units) * (ALIGN * PER) - ODD
-    at, inside = _tile(first, elements, BLOCK, BLOCKS, SIZE)
-    tl.store(out + row * elements + at, total, mask=inside)
+    offset, inside = _tile(first, elements, BLOCK, BLOCKS, SIZE)
+    tl.store(out + row * elements + offset, total, mask=inside)
 
 
 @triton.jit
@@ -252,18 +252,18 @@ def sum_and_quantize_kernel(
     program = tl.program_id(0)
     row, first = _wide(program // groups), program % groups * BLOCKS
     part_bytes = _wide(units) * ALIGN
-    at, inside = _tile(first, part_bytes, BLOCK // PER, BLOCKS, SIZE // PER)
+    offset, inside = _tile(first, part_bytes, BLOCK // PER, BLOCKS, SIZE // PER)
     begin = row * (part_bytes * PER - ODD)
     index = begin // BLOCK + first + tl.arange(0, BLOCKS)[:, None]
-    own = tl.arange(0, SIZE // PER)[None, :] < (BLOCK - begin % BLOCK) // PER
+    in_first = tl.arange(0, SIZE // PER)[None, :] < (BLOCK - begin % BLOCK) // PER
     low, high = _sum(
-        codes + row * part_bytes, scales, at, inside, index, own, row_bytes, row_scales,
+        codes + row * part_bytes, scales, offset, inside, index, in_first, row_bytes, row_scales,
         ALIGNED, VECTOR, RANKS, PER,
     )  # fmt: skip
     if not ALIGNED:  # a scale of the next part may be NaN
         low, high = tl.where(inside, low, 0.0), tl.where(inside, high, 0.0)
     if ODD:
-        high = tl.where(at < part_bytes - 1, high, 0.0)
+        high = tl.where(offset < part_bytes - 1, high, 0.0)
     _encode(
         low, high, new_codes, new_scales, seed, row, first, part_bytes, blocks,
         PER, TOP, SHARE, SMALLEST, STOCHASTIC, BLOCK, BLOCKS, SIZE,

@@ -40,15 +40,17 @@ _ALIKE = 0.5
 """The square of the cosine between steps back and averages: steps may be longer than these."""
 _MIN_CHANGES = 20
 """Changes without a step that are waited for, at least."""
-_WRAPPERS = [one for one in Optimizer.profile_hook_step.__code__.co_consts if iscode(one)]
+_WRAPPERS = [
+    constant for constant in Optimizer.profile_hook_step.__code__.co_consts if iscode(constant)
+]
 """The code of what torch puts around `step` to call its hooks."""
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Optimizers that it holds, of the same parameters: SAM has one that takes the steps."""
-    own = {id(one) for one in held([optimizer])}
-    found = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
-    return [one for one in found if {id(each) for each in held([one])} <= own]
+    parameters = {id(param) for param in held([optimizer])}
+    candidates = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    return [inner for inner in candidates if {id(each) for each in held([inner])} <= parameters]
 
 
 class StepHooks:
@@ -61,16 +63,18 @@ class StepHooks:
         after: Callable[[Optimizer], None],
         watch: "ModelWatch",
     ) -> None:
-        self._outer = {inner: one for one in optimizers for inner in inner_optimizers(one)}
+        self._outer = {
+            inner: optimizer for optimizer in optimizers for inner in inner_optimizers(optimizer)
+        }
         self._inside: set[Optimizer] = set()
         self._before, self._after, self._watch = before, after, watch
         self.all = (*optimizers, *self._outer)
         # A compiled step calls the hooks as they are: what they do with other ranks is no graph.
         pre, post = map(torch.compiler.disable, (self._pre, self._post))
         self._handles: list[RemovableHandle] = []
-        for one in self.all:
-            self._handles.append(one.register_step_pre_hook(pre))
-            self._handles.append(one.register_step_post_hook(post))
+        for hooked in self.all:
+            self._handles.append(hooked.register_step_pre_hook(pre))
+            self._handles.append(hooked.register_step_post_hook(post))
 
     def remove(self) -> None:
         """Let go of the optimizers."""
@@ -95,9 +99,9 @@ class StepHooks:
         outer = self._outer.get(optimizer, optimizer)
         if outer is not optimizer:
             self._inside.add(optimizer)
-            if any(one not in self._inside for one, of in self._outer.items() if of is outer):
+            if any(inner not in self._inside for inner, of in self._outer.items() if of is outer):
                 return
-            self._inside -= {one for one, of in self._outer.items() if of is outer}
+            self._inside -= {inner for inner, of in self._outer.items() if of is outer}
         self._after(outer)
 
     def _running(self) -> Iterator[Optimizer]:
@@ -105,9 +109,9 @@ class StepHooks:
         frame = sys._getframe(1)  # noqa: SLF001 - an exception leaves no frame, but a flag
         while frame is not None:
             if frame.f_code in _WRAPPERS:
-                one = frame.f_locals.get("self") or frame.f_locals["args"][0]
-                if one in self.all:
-                    yield one
+                optimizer = frame.f_locals.get("self") or frame.f_locals["args"][0]
+                if optimizer in self.all:
+                    yield optimizer
             frame = frame.f_back  # type: ignore[assignment]
 
 
@@ -181,9 +185,9 @@ class ForwardWatch:
         self._version, self._held = 0, self.moved
         self._modules = list(_entrances(model))
         self._handles: list[RemovableHandle] = []
-        for one in self._modules:
-            self._handles.append(one.register_forward_pre_hook(self._enter, prepend=True))
-            self._handles.append(one.register_forward_hook(self._leave, always_call=True))
+        for module in self._modules:
+            self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
     def __deepcopy__(self, memo: object) -> "ForwardWatch":
         """Hooks of a copied module do nothing: `_enter` knows the modules that are watched."""
@@ -220,7 +224,7 @@ class ForwardWatch:
     def _is_elsewhere(self, module: nn.Module) -> bool:
         capturing = self.moved.is_cuda and torch.cuda.is_current_stream_capturing()
         capturing |= torch._C._get_tracing_state() is not None  # noqa: SLF001 - as torch.jit asks
-        return capturing or not any(one is module for one in self._modules)
+        return capturing or not any(watched is module for watched in self._modules)
 
 
 class _Unwatched:
@@ -238,16 +242,16 @@ def _entrances(model: nn.Module) -> Iterator[nn.Module]:
     Embeddings that scale their weights are called alone in some models. FSDP2 is left out, whose
     parameters are others in a pass.
     """
-    if any(isinstance(one, FSDPModule) for one in model.modules()):
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
         return
     waiting = [model]
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, nn.ModuleDict | nn.ModuleList):
-            waiting += one.children()
+        module = waiting.pop()
+        if isinstance(module, nn.ModuleDict | nn.ModuleList):
+            waiting += module.children()
         else:
-            yield one
-            inside = (each for each in one.modules() if each is not one)
+            yield module
+            inside = (each for each in module.modules() if each is not module)
             yield from (each for each in inside if getattr(each, "max_norm", None) is not None)
 
 
@@ -267,22 +271,24 @@ class ModelWatch:
         before_forward: Callable[[], bool],
     ) -> None:
         """`before_forward`: see ForwardWatch."""
-        self._parameters = [one for _, one in parameters]
+        self._parameters = [param for _, param in parameters]
         chosen = [pair for pair in parameters if memory(pair[1]).numel()]
         self._watched = chosen[:: max(1, -(-len(chosen) // _WATCHED))]
-        self._names = [name for name, one in self._watched for _ in some(memory(one))]
+        self._names = [name for name, param in self._watched for _ in some(memory(param))]
         self._limit = max(_MIN_CHANGES, 4 * tau)
         self._passes, self._changes, self._version = 0, 0, -1
         self._counted = self.stepping = False
         self._by_hand = torch.zeros((), dtype=torch.float64, device="cpu")
         """The largest change by hand before a step."""
         self._seen: deque[Tensor] = deque(maxlen=2)
-        every = [one for one in self._parameters if not isinstance(one, DTensor)]
-        hooked = {id(one): one for one in (*every[:: max(1, len(every) // _HOOKED)], *every[-2:])}
+        every = [param for param in self._parameters if not isinstance(param, DTensor)]
+        hooked = {
+            id(param): param for param in (*every[:: max(1, len(every) // _HOOKED)], *every[-2:])
+        }
         self._fired: set[int] = set()
         self._handles = [
-            one.register_post_accumulate_grad_hook(torch.compiler.disable(self._passed))  # type: ignore[no-untyped-call]
-            for one in hooked.values()
+            param.register_post_accumulate_grad_hook(torch.compiler.disable(self._passed))  # type: ignore[no-untyped-call]
+            for param in hooked.values()
         ]
         self.forward = ForwardWatch(model, self._versions, self._now, before_forward)
         self.mark(counted=False)
@@ -372,7 +378,7 @@ class ModelWatch:
 
     def _versions(self) -> int:
         """A number that grows with every change of a parameter in place."""
-        return sum(one._version for one in self._parameters)  # noqa: SLF001 - torch has no other
+        return sum(param._version for param in self._parameters)  # noqa: SLF001 - torch has no other
 
     @torch.no_grad()
     def place(self) -> tuple[int, Tensor]:
@@ -385,7 +391,7 @@ class ModelWatch:
 
     def _now(self) -> Tensor:
         """The watched elements."""
-        rows = [some(memory(one)) for _, one in self._watched]
+        rows = [some(memory(param)) for _, param in self._watched]
         return torch.cat(rows).float() if rows else torch.zeros(1, device="cpu")
 
 

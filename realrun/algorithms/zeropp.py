@@ -78,8 +78,8 @@ class Places:
 
     def count_ring(self, sent: Sent, members: int, part: int) -> None:
         """Count a ring of `members` consecutive ranks: all but one part to the next."""
-        place = self.rank % members
-        if self.same_node(self.rank - place + (place + 1) % members):
+        index = self.rank % members
+        if self.same_node(self.rank - index + (index + 1) % members):
             sent.inside += (members - 1) * part
         else:
             sent.between += (members - 1) * part
@@ -99,18 +99,22 @@ class ZeroPP:
     generator: Generator | None = None
 
 
-class Gather(AllGather):
+class _FreshBuffers:
+    """Communication of a group of parameters, with fresh buffers, as FSDP2 has them."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """A fresh buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gather(_FreshBuffers, AllGather):
     """The gathers of a group of parameters."""
 
     def __init__(self, params: FSDPParamGroup, zeropp: ZeroPP, block: int) -> None:
         """Keep whose gathers these are; `block` 0 does not quantize."""
         self.params, self.zeropp, self.block = params, zeropp, block
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """A fresh buffer, as FSDP2's own."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -120,16 +124,16 @@ class Gather(AllGather):
         async_op: bool = False,  # noqa: FBT001, FBT002 - FSDP2's signature
     ) -> dist.Work | None:
         """Fill `output_tensor`, of which `input_tensor` is this rank's part."""
-        size, at = group.size(), self.zeropp.places
+        size, places = group.size(), self.zeropp.places
         backward = self.params._training_state == TrainingState.PRE_BACKWARD  # noqa: SLF001
-        backward = backward or size < at.nodes * at.per_node
+        backward = backward or size < places.nodes * places.per_node
         sent = self.zeropp.backward if backward else self.zeropp.forward
         if backward or not self.block:
-            at.count_ring(sent, size, input_tensor.numel() * input_tensor.element_size())
+            places.count_ring(sent, size, input_tensor.numel() * input_tensor.element_size())
             return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         _need_floats(input_tensor, "weights")
         wire = to_wire(quantize(input_tensor, 8, self.block, refuse_non_finite=False))
-        at.count_ring(sent, size, wire.numel())
+        places.count_ring(sent, size, wire.numel())
         received = wire.new_empty(size, wire.numel())
         work = all_gather_single(received.view(-1), wire, group=group, async_op=async_op)
         arrival = _Arrival(work, received, wire, output_tensor.view(size, -1), self.block)
@@ -167,18 +171,12 @@ class _Arrival(dist.Work):
         self.target.copy_(dequantize(codes, scales, 8, self.block, elements))
 
 
-class Reduce(ReduceScatter):
+class Reduce(_FreshBuffers, ReduceScatter):
     """The reduction of a group's gradients."""
 
     def __init__(self, zeropp: ZeroPP, block: int, rounding: Rounding) -> None:
         """Keep how to quantize; `block` 0 does not."""
         self.zeropp, self.block, self.rounding = zeropp, block, rounding
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """A fresh buffer, as FSDP2's own."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -190,9 +188,9 @@ class Reduce(ReduceScatter):
     ) -> dist.Work | None:
         """Reduce `input_tensor`, one part for every rank, to this rank's part."""
         if not self.block:
-            at = self.zeropp.places
+            places = self.zeropp.places
             size = output_tensor.numel() * output_tensor.element_size()
-            at.count_ring(self.zeropp.reduce, group.size(), size)
+            places.count_ring(self.zeropp.reduce, group.size(), size)
             return reduce_scatter_single(
                 output_tensor, input_tensor, group=group, op=op, async_op=async_op
             )
@@ -202,22 +200,24 @@ class Reduce(ReduceScatter):
 
     def _sum(self, gradient: Tensor) -> Tensor:
         """The fp32 sum over all ranks of this rank's part; one hop where there is one kind."""
-        at = self.zeropp.places
+        places = self.zeropp.places
         how = (self.block, self.rounding, self.zeropp.generator)
-        slices = gradient.view(at.nodes, at.per_node, -1)
+        slices = gradient.view(places.nodes, places.per_node, -1)
         part = slices.shape[-1]
-        if at.per_node == 1:
+        if places.per_node == 1:
             rows = quantize(slices[:, 0], 4, *how, refuse_non_finite=False)
         else:
             # Rank (node, local) owns slice (node, local). A rank with the same `local` on another
             # node collects the sums of this node for it: one row holds the slices of one `local`.
-            reordered = slices.transpose(0, 1).reshape(at.per_node, -1)
+            reordered = slices.transpose(0, 1).reshape(places.per_node, -1)
             rows = quantize(reordered, 4, *how, refuse_non_finite=False)
-            rows = self._exchange(rows, at.nodes * part, at.node_group)
-            if at.nodes == 1:
+            rows = self._exchange(rows, places.nodes * part, places.node_group)
+            if places.nodes == 1:
                 return sum_rows(rows, 4, self.block, part)
-            rows = sum_and_quantize(rows, 4, self.block, at.nodes * part, at.nodes, *how[1:])
-        rows = self._exchange(rows, part, at.peers_group)
+            rows = sum_and_quantize(
+                rows, 4, self.block, places.nodes * part, places.nodes, *how[1:]
+            )
+        rows = self._exchange(rows, part, places.peers_group)
         return sum_rows(rows, 4, self.block, part)
 
     def _exchange(self, rows: Quantized, elements: int, group: dist.ProcessGroup) -> Quantized:
@@ -253,8 +253,6 @@ def _factor(op: dist.ReduceOp | dist.ReduceOp.RedOpType, ranks: int) -> float:
         raise OptionError(f"qgz cannot reduce gradients by {op}; it can by SUM, AVG and PREMUL_SUM")
     return float(factor)
 
-
-__all__ = ["Places", "Sent", "ZeroPP", "apply_zeropp"]
 
 _BLOCK = 2048
 
@@ -328,7 +326,7 @@ def _check(block: int, rounding: str, *, qwz: bool, qgz: bool) -> None:
 
 def _param_groups(model: nn.Module) -> list[tuple[FSDPModule, FSDPParamGroup]]:
     """Every group of parameters that communicates together, with one of its modules."""
-    found: dict[int, tuple[FSDPModule, FSDPParamGroup]] = {}
+    by_id: dict[int, tuple[FSDPModule, FSDPParamGroup]] = {}
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise OptionError(
@@ -343,8 +341,8 @@ def _param_groups(model: nn.Module) -> list[tuple[FSDPModule, FSDPParamGroup]]:
                 " (shard_placement_fn); ZeRO++ needs one"
             )
         for group in groups:
-            found.setdefault(id(group), (module, group))
-    return list(found.values())
+            by_id.setdefault(id(group), (module, group))
+    return list(by_id.values())
 
 
 def _mesh(groups: Sequence[tuple[FSDPModule, FSDPParamGroup]]) -> DeviceMesh:
@@ -369,26 +367,26 @@ def _grid(mesh: DeviceMesh, per_node: int) -> DeviceMesh:
     ranks = mesh.mesh.view(-1, per_node)
     node, local = divmod(mesh.get_local_rank(), per_node)
     mine = (ranks[:, local].tolist(), ranks[node].tolist())
-    groups = [dist.new_group(one, use_local_synchronization=True) for one in mine]
+    groups = [dist.new_group(members, use_local_synchronization=True) for members in mine]
     names = ("between", "inside")
     return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)
 
 
-def _ranks_per_node(given: int | None, mesh: DeviceMesh) -> int:
-    if given is None:
+def _ranks_per_node(count: int | None, mesh: DeviceMesh) -> int:
+    if count is None:
         text = os.environ.get("LOCAL_WORLD_SIZE", "")
         if not text.isdecimal():
             raise OptionError(
                 f"ranks_per_node is not given and LOCAL_WORLD_SIZE is {text!r}: start ranks with"
                 " torchrun, or give it"
             )
-        given = int(text)
+        count = int(text)
     first, size = int(mesh.mesh[0]), mesh.size()
-    if given < 1 or size % given:
-        raise OptionError(f"ranks_per_node is {given}; it must divide the {size} ranks")
-    if first % given:
-        raise OptionError(f"ranks_per_node is {given}; the mesh begins with rank {first} of a node")
-    return given
+    if count < 1 or size % count:
+        raise OptionError(f"ranks_per_node is {count}; it must divide the {size} ranks")
+    if first % count:
+        raise OptionError(f"ranks_per_node is {count}; the mesh begins with rank {first} of a node")
+    return count
 
 
 def _agree(text: str, group: dist.ProcessGroup) -> None:

@@ -32,11 +32,11 @@ def _keep_stdout() -> None:
     if sys.stdout is None or sys.stderr is None:
         return  # which is refused as it is
     sys.stdout.flush()
-    own = os.dup(1)
+    stdout = os.dup(1)
     if "NCCL_DEBUG" in os.environ:
         os.dup2(2, 1)
     else:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.close(nowhere)
-    sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding, errors="backslashreplace")
+    sys.stdout = os.fdopen(stdout, "w", encoding=sys.stdout.encoding, errors="backslashreplace")

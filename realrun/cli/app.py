@@ -45,41 +45,44 @@ def _root(context: typer.Context, _version: Version = False) -> None:  # noqa: F
         print(context.get_help())
 
 
+_Cluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        "-c",
+        help="What the prediction is made from: a catalog name, or a TOML file such as `realrun"
+        " probe` writes. In the lab, the lab's own if left out.",
+    ),
+]
+_Kernels = Annotated[
+    str | None,
+    typer.Option(
+        help="flops: real matrix products of every op's size. sleep: hold the stream for the time"
+        " that the cluster's GPU needs. Default: flops; in the lab, sleep."
+    ),
+]
+
+
 @app.command()
 @options.model_options
-def run(  # noqa: PLR0913, PLR0917 - one argument per option
+@launching.rank_options
+def run(  # noqa: PLR0917 - one argument per option
     job: Case,
+    how: launching.RankSettings,
     strategy: Annotated[
         list[str],
         typer.Option(
             "--strategy", "-s", help="As in `co2sim run`. Repeatable: one run after the other."
         ),
     ],
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            "--cluster",
-            "-c",
-            help="What the prediction is made from: a catalog name, or a TOML file such as `realrun"
-            " probe` writes. In the lab, the lab's own if left out.",
-        ),
-    ] = None,
-    kernels: Annotated[
-        str | None,
-        typer.Option(
-            help="flops: real matrix products of every op's size. sleep: hold the stream for the"
-            " time that the cluster's GPU needs. Default: flops; in the lab, sleep."
-        ),
-    ] = None,
+    cluster: _Cluster = None,
+    kernels: _Kernels = None,
     rounds: Annotated[
         int,
         typer.Option(
             parser=options.whole("--rounds"), metavar="N", help="Rounds to measure, after warm-up."
         ),
     ] = 5,
-    nproc: launching.Nproc = None,
-    backend: launching.BackendName = "gloo",
-    deadline: launching.Deadline = "60 s",
     check: Annotated[  # noqa: FBT002
         bool,
         typer.Option(help="Let ranks compare every collective before they launch it."),
@@ -103,19 +106,15 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     if len(set(titles)) < len(titles):
         raise OptionError("a strategy is given twice")
     cases = [replace(job, cluster=stated, strategy=text) for text in strategy]
-    means = launching.known_backend(backend)
-    limit = launching.checked_deadline(deadline)
-    launching.checked_nproc(nproc)
-    launching.refuse_auto(sys.argv[2:], strategy, cluster=cluster, ranks=nproc)
+    launching.refuse_auto(sys.argv[2:], strategy, cluster=cluster, ranks=how.nproc)
     for case in cases:  # what is wrong is better said once than by every rank
-        if nproc is None:
+        if how.nproc is None:
             case.load()
         else:
-            resolve(case, Layout(1, nproc), means)[0].stage()
+            resolve(case, Layout(1, how.nproc), how.backend)[0].stage()
     check_writable(out)
     from realrun.cli import ranks  # noqa: PLC0415 - torch
 
-    settings = ranks.RankSettings(means, limit, nproc)
-    if nproc is not None:
-        raise typer.Exit(ranks.start(settings, sys.argv[1:]))
-    ranks.run(cases, settings, name, rounds, out, check=check, as_json=json_)  # type: ignore[arg-type]
+    if how.nproc is not None:
+        raise typer.Exit(ranks.start(how, sys.argv[1:]))
+    ranks.run(cases, how, name, rounds, out, check=check, as_json=json_)  # type: ignore[arg-type]

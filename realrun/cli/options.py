@@ -2,12 +2,12 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, get_args
 
-import typer
-
-from co2sim.cli.options import seconds, whole
+from co2sim.cli.options import record_options, seconds
 from co2sim.common import validation
+from co2sim.common.convert import Reader, option
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Backend
@@ -18,48 +18,50 @@ from realrun.lab.time_dilation import DILATION, dilation
 _LONGEST: Seconds = 7 * 86400.0
 """Of a deadline. Far below what the clocks of PyTorch can count."""
 
-Nproc = Annotated[
-    int | None,
-    typer.Option(
-        parser=whole("--nproc"),
-        metavar="N",
-        help="Start N ranks on this machine; default: be one of the ranks that torchrun, Slurm or"
-        " `realrun lab` started.",
-    ),
-]
-BackendName = Annotated[
-    str, typer.Option("--backend", help="gloo (CPU, works anywhere) or nccl (GPUs).")
-]
-Deadline = Annotated[
-    str,
-    typer.Option(help="The longest that a rank waits for another before all give up."),
-]
 
-
-def known_backend(text: str) -> Backend:
-    """A backend by its name. Raises OptionError for others, and for GPUs in a slower lab."""
-    if text not in get_args(Backend):
-        raise OptionError(f"--backend is {text!r}; {nearest(text, get_args(Backend))}")
-    if text == "nccl" and dilation() > 1:
-        raise OptionError(
-            f"--backend is nccl, and {DILATION} is {dilation()}: GPUs keep their own time; build"
-            " the lab with --dilation 1"
-        )
-    return text  # type: ignore[return-value]
-
-
-def checked_deadline(text: str) -> Seconds:
-    """A deadline in seconds, 1 s to 7 days. Raises OptionError for others."""
+def _seconds(_name: str, text: str) -> Seconds:
+    """A deadline, 1 s to 7 days. Raises OptionError for others."""
     deadline = seconds("--deadline", text, least=1.0)
     if deadline > _LONGEST:
         raise OptionError(f"--deadline is {text!r}; it must be at most 7 days")
     return deadline
 
 
-def checked_nproc(nproc: int | None) -> int | None:
-    """A number of ranks. Raises OptionError below 1."""
-    return None if nproc is None else validation.whole("--nproc", nproc, 1)
+@dataclass(frozen=True, slots=True)
+class RankSettings:
+    """How ranks meet. `nproc` ranks are started here; None: this process is a rank.
 
+    Raises OptionError for another backend, for GPUs in a slower lab, and for `nproc` below 1.
+    """
+
+    nproc: int | None = option(
+        None,
+        "Start N ranks on this machine; default: be one of the ranks that torchrun, Slurm or"
+        " `realrun lab` started.",
+        "ranks",
+    )
+    backend: Backend = option("gloo", "gloo (CPU, works anywhere) or nccl (GPUs).", "ranks")
+    deadline: Annotated[Seconds, Reader(_seconds, "TIME")] = option(
+        60.0, "The longest that a rank waits for another before all give up.", "ranks"
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be started."""
+        if self.backend not in get_args(Backend):
+            raise OptionError(
+                f"--backend is {self.backend!r}; {nearest(self.backend, get_args(Backend))}"
+            )
+        if self.backend == "nccl" and dilation() > 1:
+            raise OptionError(
+                f"--backend is nccl, and {DILATION} is {dilation()}: GPUs keep their own time;"
+                " build the lab with --dilation 1"
+            )
+        if self.nproc is not None:
+            validation.whole("--nproc", self.nproc, 1)
+
+
+rank_options = record_options(RankSettings, "how", deadline="60 s")
+"""Give a command the options of how ranks meet; its parameter `how` receives them."""
 
 _NOT_SIMULATED = ("--kernels", "--rounds", "--nproc", "--backend", "--deadline", "--out", "-o")
 """Options of `realrun run` that `co2sim run` does not have, or means otherwise; with a value."""
@@ -92,9 +94,9 @@ def refuse_auto(
             taken += ["-c", "lab.toml"]
         if ranks is not None:
             taken += ["-g", str(ranks)]
-        names = {one.partition("=")[0] for one in taken}
-        for given, default in _BATCH.items():
-            if names.isdisjoint(given):
+        names = {word.partition("=")[0] for word in taken}
+        for flags, default in _BATCH.items():
+            if names.isdisjoint(flags):
                 taken += default
         open_ = [name for name in ("tau", "delay") if getattr(parsed, name) == "auto"]
         raise OptionError(
@@ -105,9 +107,9 @@ def refuse_auto(
 
 def strategies_in(words: Sequence[str]) -> Iterator[str]:
     """The strategies among the options of a `realrun run`."""
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         if word in {"-s", "--strategy"}:
-            yield from words[place + 1 : place + 2]
+            yield from words[index + 1 : index + 2]
         elif word.startswith("--strategy="):
             yield word.partition("=")[2]
         elif word.startswith("-s"):

@@ -12,10 +12,10 @@ from typing import NoReturn
 from co2sim.common.errors import Co2simError, OptionError, error_line
 from co2sim.common.files import write_atomically
 from co2sim.common.units import Seconds, counted, duration
-from co2sim.hardware.cluster import Backend
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from realrun import record
+from realrun.cli.options import RankSettings
 from realrun.errors import BAD_INPUT, CheckpointError, RankFailure
 from realrun.execute.world import World, end, join, need_gpus
 from realrun.lab.time_dilation import lasting
@@ -35,15 +35,6 @@ _NEWS: Seconds = 5.0
 
 _MINUTES: Seconds = 120.0
 """From here on times are said in minutes."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankSettings:
-    """How ranks meet. `nproc` ranks are started here; None: this process is a rank."""
-
-    backend: Backend
-    deadline: Seconds
-    nproc: int | None
 
 
 def start(settings: RankSettings, arguments: Sequence[str], *, training: bool = False) -> int:
@@ -123,12 +114,12 @@ def run(
             rank.folder = folder
             if rank.progress:
                 _foretell(case, rank.world, rounds)
-            found = measure(
+            measured = measure(
                 case, rank.world, kernels, rounds=rounds, check=check, progress=rank.progress
             )
-            if found:
-                record.write(rank.folder, found)
-                records.append(found)
+            if measured:
+                record.write(rank.folder, measured)
+                records.append(measured)
         if records:
             _print(records, folders, as_json=as_json)
 
@@ -192,12 +183,12 @@ def news() -> Say:
 
 
 def _print(records: Sequence[Record], folders: Sequence[Path], *, as_json: bool) -> None:
-    figures = [dict(found.figures) for found in records]
+    figures = [dict(each.figures) for each in records]
     if as_json:
         print(json.dumps(figures[0] if len(figures) == 1 else figures, indent=2))
         return
     from co2sim.report.text.result import print_result  # noqa: PLC0415 - rich
 
-    for one, folder in zip(figures, folders, strict=True):
-        print_result(Result.from_dict(one), measured=True)
+    for values, folder in zip(figures, folders, strict=True):
+        print_result(Result.from_dict(values), measured=True)
         print(f"timeline  {folder / 'trace.json'} (https://ui.perfetto.dev)\n")

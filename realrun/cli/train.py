@@ -1,179 +1,86 @@
 """`realrun train`: train a small model on real data with any strategy."""
 
+import json
+import signal
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from co2sim.cli import options
 from co2sim.common.errors import OptionError
 from co2sim.common.files import check_writable
+from co2sim.common.progress import progress_bar
+from co2sim.common.tables import console, print_lines, print_table
+from co2sim.common.units import counted, duration, scaled
 from co2sim.schedule.schedule import Layout
 from co2sim.strategies import parse, with_options
 from co2sim.strategies.step import title
-from realrun.cli import options as launching
-from realrun.cli.train_rank import check_out, resumed, run
+from realrun.cli.options import RankSettings, rank_options
 from realrun.lab.time_dilation import DILATION, dilation
-from realrun.train.algorithm_registry import pairs
-from realrun.train.settings import TrainSettings
-from realrun.train.support import check, check_estimate
+from realrun.train.constants import Estimates, Point, commands, limits
+from realrun.train.folder import (
+    ESTIMATE,
+    FIGURE,
+    LOG,
+    Resume,
+    alone,
+    check_checkpoint,
+    check_free,
+    check_new,
+    check_steps,
+    checkpoints,
+)
+from realrun.train.log import History, read
+from realrun.train.settings import UNITS, TrainSettings, check, check_estimate
+
+if TYPE_CHECKING:
+    from realrun.cli.ranks import Rank
+    from realrun.train.loop import OnStep, Standing
 
 _WARMUP = 20
 """Steps, if there are twice as many."""
 
 
-def train(  # noqa: PLR0913, PLR0917 - one argument per option
-    task: Annotated[
-        str,
-        typer.Option(
-            "--task",
-            "-t",
-            help="text: a GPT on the characters of Python's standard library. masked_text: what"
-            " is hidden in them, with a transformer that looks both ways. digits: a convolutional"
-            " network on scikit-learn's digits. segmentation: the class of every pixel where some"
-            " of them are. points: clouds of points on surfaces, reconstructed.",
-        ),
-    ] = "text",
-    strategy: Annotated[
-        str,
-        typer.Option("--strategy", "-s", help="As in `co2sim run`: ddp, co2:tau=12, zeropp ..."),
-    ] = "ddp",
-    tau: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|auto",
-            help="Steps between averages: sets tau of the strategy. auto: of co2, the shortest"
-            " round that hides its averages, measured.",
-        ),
-    ] = None,
-    outer: Annotated[
-        str,
-        typer.Option(
-            metavar="OPTIONS",
-            help="Options of the outer step, which do not affect the schedule. co2: momentum, lr,"
-            " gap (constant or gap_aware), penalty, clip; slowmo, diloco: momentum, lr;"
-            " overlap_local_sgd: pull, momentum. As in momentum=0.5,gap=gap_aware.",
-        ),
-    ] = "",
-    size: Annotated[str, typer.Option(help="tiny, mini, small, medium or large.")] = "small",
-    context: Annotated[
-        int,
-        typer.Option(
-            parser=options.whole("--context"),
-            metavar="N",
-            show_default=False,
-            help="Characters in a sample of text; default: 64 to 256, by size.",
-        ),
-    ] = 0,
-    steps: Annotated[
-        int, typer.Option(parser=options.whole("--steps"), metavar="N", help="Optimizer steps.")
-    ] = 600,
-    stop: Annotated[
-        int,
-        typer.Option(
-            parser=options.whole("--stop"),
-            metavar="N",
-            show_default=False,
-            help="End after this step with a checkpoint, to continue with --resume.",
-        ),
-    ] = 0,
-    batch: Annotated[
-        int,
-        typer.Option(
-            parser=options.whole("--batch"),
-            metavar="N",
-            help="Samples per step over all ranks, which share them equally.",
-        ),
-    ] = 32,
-    optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
-    lr: Annotated[
-        float,
-        typer.Option(parser=options.number("--lr"), metavar="N", help="Highest learning rate."),
-    ] = 3e-3,
-    final_lr: Annotated[
-        float,
-        typer.Option(
-            parser=options.number("--final-lr"),
-            metavar="N",
-            help="Fraction of the highest learning rate at the last step, after half a cosine.",
-        ),
-    ] = 0.1,
-    warmup: Annotated[
-        int | None,
-        typer.Option(
-            parser=options.whole("--warmup"),
-            metavar="N",
-            help="Steps until lr is reached; default: 20, or half of all where those are fewer.",
-        ),
-    ] = None,
-    momentum: Annotated[
-        float,
-        typer.Option(
-            parser=options.number("--momentum"), metavar="N", help="Of sgd; adamw's beta1."
-        ),
-    ] = 0.9,
-    weight_decay: Annotated[
-        float,
-        typer.Option(
-            parser=options.number("--weight-decay"), metavar="N", help="Weight decay of matrices."
-        ),
-    ] = 0.01,
-    clip_grad: Annotated[
-        float,
-        typer.Option(
-            parser=options.number("--clip-grad"),
-            metavar="N",
-            help="Clip the norm of a worker's gradient to this; 0: no clipping.",
-        ),
-    ] = 1.0,
-    seed: Annotated[
-        int,
-        typer.Option(
-            parser=options.whole("--seed"), metavar="N", help="Seed of weights and of samples."
-        ),
-    ] = 0,
-    log_every: Annotated[
-        int,
-        typer.Option(
-            parser=options.whole("--log-every"), metavar="N", help="Steps between rows of the log."
-        ),
-    ] = 10,
-    eval_every: Annotated[
-        int,
-        typer.Option(
-            parser=options.whole("--eval-every"),
-            metavar="N",
-            help="Steps between validations, of the mean of all workers; local updates wait for"
-            " the end of a round. 0: only at the end.",
-        ),
-    ] = 100,
-    evaluate: Annotated[
-        str,
-        typer.Option(
-            help="during: at once, off the clock. after: once training is over, so that no average"
-            " that is under way gets free time.",
-        ),
-    ] = "during",
-    checkpoint_every: Annotated[
-        int,
-        typer.Option(
-            parser=options.whole("--checkpoint-every"),
-            metavar="N",
-            help="Steps between checkpoints, of which two are kept; 0: only at the end.",
-        ),
-    ] = 100,
+_Tau = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|auto",
+        help="Steps between averages: sets tau of the strategy. auto: of co2, the shortest round"
+        " that hides its averages, measured.",
+    ),
+]
+_FromStep = Annotated[
+    int | None,
+    typer.Option(
+        parser=options.whole("--from-step"),
+        metavar="N",
+        help="With --resume: continue from the checkpoint after this step, not from the last.",
+    ),
+]
+
+
+def _settings(steps: int, **values: Any) -> TrainSettings:
+    return TrainSettings(**{"steps": steps, "warmup": min(_WARMUP, steps // 2)} | values)
+
+
+# What is None shows no default: it depends on others, or says that there is none.
+@options.record_options(
+    TrainSettings, "settings", _settings, context=None, stop=None, warmup=None, checkpoint_every=100
+)
+@rank_options
+def train(  # noqa: PLR0917 - one argument per option
+    settings: TrainSettings,
+    how: RankSettings,
+    tau: _Tau = None,
     resume: Annotated[  # noqa: FBT002
         bool, typer.Option("--resume", help="Continue from the last checkpoint in --out, if any.")
     ] = False,
-    from_step: Annotated[
-        int | None,
-        typer.Option(
-            parser=options.whole("--from-step"),
-            metavar="N",
-            help="With --resume: continue from the checkpoint after this step, not from the last.",
-        ),
-    ] = None,
+    from_step: _FromStep = None,
     estimate: Annotated[  # noqa: FBT002
         bool,
         typer.Option(
@@ -189,9 +96,6 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
             help="Print the model of task text as a file for co2sim, and do not train.",
         ),
     ] = False,
-    nproc: launching.Nproc = None,
-    backend: launching.BackendName = "gloo",
-    deadline: launching.Deadline = "60 s",
     out: Annotated[
         Path,
         typer.Option(
@@ -201,54 +105,40 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Train a small model on real data, with checkpoints, a log and a figure of the loss."""
-    settings = TrainSettings(
-        task=task,  # type: ignore[arg-type]
-        strategy=_with_tau(strategy, tau),
-        size=size,
-        context=context,
-        steps=steps,
-        stop=stop,
-        batch=batch,
-        optimizer=optimizer,  # type: ignore[arg-type]
-        lr=lr,
-        final_lr=final_lr,
-        warmup=min(_WARMUP, steps // 2) if warmup is None else warmup,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        clip_grad=clip_grad,
-        outer=pairs(outer),
-        seed=seed,
-        log_every=log_every,
-        eval_every=eval_every,
-        evaluate=evaluate,  # type: ignore[arg-type]
-        checkpoint_every=checkpoint_every,
-    )
+    settings = replace(settings, strategy=_with_tau(settings.strategy, tau))
     if describe:
-        if task != "text":
-            raise OptionError("--describe needs --task text, the task whose model is a transformer")
-        print(settings.shape.toml(), end="")
+        _describe(settings)
         return
-    going_on = resumed(from_step, given=resume)
-    means = launching.known_backend(backend)
-    limit = launching.checked_deadline(deadline)
-    launching.checked_nproc(nproc)
-    _check_clock()
-    if nproc is not None:
-        check(settings, Layout(1, nproc))
-        if estimate:
-            check_estimate(settings, Layout(1, nproc), resume=resume)
-        check_out(settings, out, nproc, going_on)
-    check_writable(out)
+    going_on = resumed(from_step, resume=resume)
+    _check(settings, how, out, going_on, estimate=estimate)
     from realrun.cli import ranks  # noqa: PLC0415 - torch
 
-    how = ranks.RankSettings(means, limit, nproc)
-    if nproc is not None:
+    if how.nproc is not None:
         raise typer.Exit(ranks.start(how, sys.argv[1:], training=True))
 
     def work(rank: ranks.Rank) -> None:
         run(rank, settings, out, resume=going_on, estimate=estimate, as_json=json_)
 
     ranks.as_rank(how, None, work)
+
+
+def _describe(settings: TrainSettings) -> None:
+    if settings.task != "text":
+        raise OptionError("--describe needs --task text, the task whose model is a transformer")
+    print(settings.shape.toml(), end="")
+
+
+def _check(
+    settings: TrainSettings, how: RankSettings, out: Path, resume: Resume | None, *, estimate: bool
+) -> None:
+    """Refuse before any rank starts what cannot be trained."""
+    _check_clock()
+    if how.nproc is not None:
+        check(settings, Layout(1, how.nproc))
+        if estimate:
+            check_estimate(settings, Layout(1, how.nproc), resume=resume is not None)
+        check_out(settings, out, how.nproc, resume)
+    check_writable(out)
 
 
 def _check_clock() -> None:
@@ -269,3 +159,228 @@ def _with_tau(strategy: str, tau: str | None) -> str:
     if "tau" in strategy:
         raise OptionError(f"--tau {tau}, and --strategy {strategy} gives another one")
     return title(with_options(parse(strategy), {"tau": tau}))
+
+
+def resumed(from_step: int | None, *, resume: bool) -> Resume | None:
+    """What to continue from, if anything. Raises OptionError for --from-step without --resume."""
+    if from_step is not None and not resume:
+        raise OptionError("--from-step says how to continue from a checkpoint: it needs --resume")
+    return Resume(from_step) if resume else None
+
+
+def check_out(settings: TrainSettings, out: Path, ranks: int, resume: Resume | None) -> None:
+    """Refuse a folder that is of another training or in use, or what cannot be gone on from."""
+    check_free(out)
+    if not resume:
+        check_new(out)
+    elif last := resume.checkpoint(out):
+        check_checkpoint(last, settings.identity(), ranks)
+        check_steps(last, settings.steps)
+        if (out / LOG).exists():
+            read(out)
+
+
+def run(
+    rank: "Rank",
+    settings: TrainSettings,
+    out: Path,
+    *,
+    resume: Resume | None,
+    estimate: bool,
+    as_json: bool,
+) -> None:
+    """Train as one rank among others; rank 0 tells how it went."""
+    from realrun.train.loop import train as train_  # noqa: PLC0415 - torch
+
+    check(settings, rank.world.layout)
+    first = rank.world.rank == 0
+    with alone(out) if first else nullcontext():
+        if first:
+            _say(settings, out, resume)
+        with asked_to_stop(rank.world.rank) as signals, _shown(rank, settings) as shown:
+            history = train_(
+                settings,
+                rank.world,
+                out,
+                resume=resume or False,
+                estimate=estimate,
+                progress=shown,
+                stop=lambda: bool(signals),
+            )
+    if first:
+        show(history, out, as_json=as_json)
+
+
+def _say(settings: TrainSettings, out: Path, resume: Resume | None) -> None:
+    """Refuse a folder of another training; say what may surprise."""
+    if not resume:
+        check_new(out)
+    elif not checkpoints(out):
+        print(f"no checkpoint in {out}: starting at step 0", file=sys.stderr)
+    chooses = getattr(settings.parsed, "tau", None) == "auto"
+    if not chooses and (left := settings.last % settings.round):
+        print(
+            f"{settings.last} steps are no multiple of tau, {settings.round}: what workers"
+            f" learn in the last {left} enters only the final mean",
+            file=sys.stderr,
+        )
+
+
+def show(history: History, out: Path, *, as_json: bool) -> None:
+    """Tell how a training went."""
+    if as_json:
+        print(json.dumps({**history.figures, **_estimates(history)}, indent=2))
+        return
+    _print(history, out)
+    if history.estimates:
+        _print_estimates(history, history.estimates, out)
+
+
+def _estimates(history: History) -> dict[str, Any]:
+    if history.estimates is None:
+        return {}
+    delay = history.rows[-1].delay
+    return {"estimates": history.estimates.to_dict(history.chosen, delay)}
+
+
+@contextmanager
+def asked_to_stop(rank: int) -> Iterator[list[int]]:
+    """The signals that asked this process to stop: it shall do so in good order."""
+    signals: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def ask(signum: int, _: object) -> None:
+        if not signals and not rank:
+            print("asked to stop: ends some steps later, with a checkpoint", file=sys.stderr)
+        signals.append(signum)
+
+    before = [signal.signal(signum, ask) for signum in numbers]
+    try:
+        yield signals
+    finally:
+        for signum, handler in zip(numbers, before, strict=True):
+            signal.signal(signum, handler)
+
+
+@contextmanager
+def _shown(rank: "Rank", settings: TrainSettings) -> "Iterator[OnStep | None]":
+    """A bar on a terminal, else a line every few seconds; nothing on ranks other than 0."""
+    if rank.progress is None:
+        yield None
+        return
+    if not sys.stderr.isatty():
+        line = rank.progress
+        yield lambda standing: line(_line(settings, standing))
+        return
+    with progress_bar(settings.name, shown=True) as bar:
+        assert bar is not None
+        bar(0, settings.last)
+        yield lambda standing: bar(standing.step, settings.last, _words(settings, standing))
+
+
+def _line(settings: TrainSettings, standing: "Standing") -> str:
+    return (
+        f"{settings.name}: step {standing.step} of {standing.steps}, {_words(settings, standing)}"
+    )
+
+
+def _words(settings: TrainSettings, standing: "Standing") -> str:
+    unit = f"{UNITS[settings.task]}s"
+    seen = (
+        "" if standing.validation_loss is None else f", validation {standing.validation_loss:.4f}"
+    )
+    return f"loss {standing.loss:.4f}{seen}, {scaled(standing.tokens_per_s, unit)}/s"
+
+
+def _waiting(figures: Mapping[str, Any], outer: Mapping[str, Any]) -> str:
+    """How late averages were used, and what waiting for them took."""
+    share = f"{figures['waiting_share']:.1%} of the time waiting ({duration(figures['waited'])})"
+    if not (figures["delay"] or outer["staleness"]):
+        return f"averages are waited for as soon as they start, {share}"
+    steps, rounds = figures["delay"], outer["staleness"]
+    tau = f"tau {outer['tau']}" if outer["tau"] else "tau not chosen yet"
+    delay = counted(rounds, "round") if steps is None else counted(steps, "step")
+    averages = counted(figures["averages"], "average")
+    return f"{tau}, delay {delay}, {figures['late']} of {averages} came late, {share}"
+
+
+def _print(history: History, out: Path) -> None:
+    """How it went, and where things are."""
+    figures, facts = history.figures, history.facts
+    if not history.rows:
+        print(f"nothing left to train, and no row in {out / LOG}")
+        return
+    unit = f"{UNITS[history.settings.task]}s"
+    ranks = facts["nodes"] * facts["ranks_per_node"]
+    print(
+        f"{history.settings.name} on {counted(ranks, 'rank')}: {facts['parameters']:,} parameters,"
+        f" {figures['step']:,} steps, {figures['tokens']:,} {unit},"
+        f" {duration(figures['seconds'])}, {scaled(figures['tokens_per_s'], unit)}/s"
+    )
+    if figures["validation_loss"] is not None:
+        accuracy = "" if figures["accuracy"] is None else f", accuracy {figures['accuracy']:.1%}"
+        print(
+            f"validation loss {figures['validation_loss']:.4f} (best"
+            f" {figures['best_validation_loss']:.4f}){accuracy}"
+        )
+    if figures["rounds"] is not None:
+        print(
+            f"outer steps {figures['rounds']}, sent {scaled(figures['bytes_sent'], 'B')} per rank;"
+            f" last penalty {figures['penalty']:.3f}, {figures['clipped']:.3%} of elements clipped"
+        )
+        print(_waiting(figures, facts["outer_step"]))
+    print(f"log     {out / LOG}\nfigure  {out / FIGURE}")
+    if history.stopped:
+        print(f"stopped after step {figures['step']}; continue with --resume")
+
+
+def _print_estimates(history: History, estimates: Estimates, out: Path) -> None:
+    """The constants at every point, those for the bound, and the commands that take them."""
+    shown, points = console(), estimates.points
+    print_lines(shown, "")
+    print_table(
+        shown,
+        f"constants of the bound: {counted(estimates.workers, 'worker')} with"
+        f" {counted(estimates.samples, 'sample')} in a batch, {len(points[0].losses)} batches at"
+        " each point; ± standard error",
+        ("", *(f"after step {point.step}" for point in points), "for the bound"),
+        _rows(estimates),
+    )
+    print_lines(shown, *limits(history.settings))
+    lines = commands(estimates, history.chosen, history.rows[-1].delay)
+    print("\nWith the CLUSTER and the MODEL that you ask about:\n")  # whole lines, to copy
+    print("\n".join(f"$ {line}" for line in lines.values()))
+    print(f"\nestimates  {out / ESTIMATE}")
+
+
+def _rows(estimates: Estimates) -> list[tuple[str, ...]]:
+    def row(name: str, cells: list[str], chosen: str = "") -> tuple[str, ...]:
+        return (name, *cells, chosen)
+
+    points = estimates.points
+    return [
+        row("loss; gap", [f"{p.loss}" for p in points], f"{estimates.gap}"),
+        row("|grad f|^2", [f"{p.gradient.floored}" for p in points]),
+        row("noise sigma^2", [f"{p.noise}" for p in points], f"{estimates.noise}"),
+        row(
+            "heterogeneity zeta^2",
+            [f"{p.heterogeneity.floored}" for p in points],
+            f"{estimates.heterogeneity}",
+        ),
+        row(
+            "L: largest |eigenvalue|",
+            [f"{p.curvature:.4g}" for p in points],
+            f"{estimates.smoothness:.4g}",
+        ),
+        row("L: iterations, last change", [_iterations(p) for p in points]),
+        row("L: on other samples", [f"{p.elsewhere}" for p in points]),
+        row("L: along the next step", [_along(p) for p in points]),
+    ]
+
+
+def _iterations(point: Point) -> str:
+    return f"{point.iterations}, {point.change:.1%}"
+
+
+def _along(point: Point) -> str:
+    return "-" if point.along_step is None else f"{point.along_step:.4g}"

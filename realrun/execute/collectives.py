@@ -1,10 +1,17 @@
-"""Carry out a collective of a schedule, with the bytes that the schedule states."""
+"""Carry out a collective of a schedule, with the bytes that the schedule states.
+
+In an all-to-all that is routed all ranks count alike, from the schedule alone, how many tokens each
+sends to every other one: a framework would exchange these numbers first.
+"""
 
 import math
+import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -14,9 +21,146 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
 from co2sim.schedule.schedule import Collective, DType, Kind
 from co2sim.schedule.token_routing import TokenRouting
-from realrun.execute import token_plan
 from realrun.execute.world import RankCommunicator
 from realrun.torch_compat import all_gather_single, reduce_scatter_single
+
+Counts = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPlan:
+    """Rows of tokens between members, which stand on nodes of `per_node` in order.
+
+    `rows[i][j]` are for experts of member j: a token of member i for each of its experts there.
+    `copies[i][d]` are the tokens of member i that have experts on node d, whatever their number.
+    They take turns as rows, so that a member gets none of them more often than it has experts.
+    """
+
+    rows: Counts
+    copies: Counts
+    per_node: int
+
+    def peers(self, me: int) -> range:
+        """The members with one place in their nodes, by node."""
+        return range(me % self.per_node, len(self.rows), self.per_node)
+
+    def mates(self, me: int) -> range:
+        """The members of one node."""
+        first = me // self.per_node * self.per_node
+        return range(first, first + self.per_node)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Rows that a member gives to each member, and takes from it."""
+
+    gives: tuple[int, ...]
+    takes: tuple[int, ...]
+
+
+def flat_phases(plan: TokenPlan, me: int) -> tuple[Phase, ...]:
+    """The only phase of an all-to-all that is flat."""
+    return (Phase(plan.rows[me], tuple(row[me] for row in plan.rows)),)
+
+
+def node_phases(plan: TokenPlan, me: int) -> tuple[Phase, ...]:
+    """Copies to the peers of each node, then rows to its members."""
+    node, members, peers = me // plan.per_node, len(plan.rows), plan.peers(me)
+    between = Phase(
+        _spread(members, peers, plan.copies[me]),
+        _spread(members, peers, [plan.copies[peer][node] for peer in peers]),
+    )
+    mates = plan.mates(me)
+    inside = Phase(
+        _spread(members, mates, [sum(plan.rows[peer][mate] for peer in peers) for mate in mates]),
+        _spread(
+            members,
+            mates,
+            [sum(plan.rows[peer][me] for peer in plan.peers(mate)) for mate in mates],
+        ),
+    )
+    return between, inside
+
+
+def reversed_phases(phases: Sequence[Phase]) -> tuple[Phase, ...]:
+    """The same the other way round."""
+    return tuple(Phase(phase.takes, phase.gives) for phase in reversed(phases))
+
+
+def rows_passed_on(plan: TokenPlan, me: int) -> Tensor:
+    """Which of the copies that came from peers each row inside the node is, in order."""
+    node, indices = me // plan.per_node, []
+    peers = plan.peers(me)
+    first = [0, *accumulate(plan.copies[peer][node] for peer in peers)]
+    begun = dict.fromkeys(peers, 0)
+    for mate in plan.mates(me):
+        for index, peer in enumerate(peers):
+            rows, copies = plan.rows[peer][mate], plan.copies[peer][node]
+            turns = torch.arange(begun[peer], begun[peer] + rows)
+            indices.append(first[index] + turns % max(1, copies))
+            begun[peer] += rows
+    return torch.cat(indices)
+
+
+@lru_cache(maxsize=64)
+def plan_of(work: Collective, members: int, nodes: int) -> TokenPlan:
+    """The plan of a collective that is routed. Its busiest member is drawn, and so are the others.
+
+    A member gets as many rows as its weight says, but for one; each sends as many as any other.
+    """
+    routed = work.routed
+    assert routed is not None
+    tokens = max(1, round(work.elements / routed.width / routed.load / routed.active))
+    draw = random.Random(f"{work.group} {work.elements} {routed.load}")  # noqa: S311 - no secret
+    weights = _weights(members, routed.load, draw)
+    sent = tokens * routed.active
+    rows = _divided([sent * weight for weight in weights], members)
+    each, met = members // nodes, routed.nodes(nodes) / nodes
+    whole = [sum(weights[node * each : (node + 1) * each]) / each for node in range(nodes)]
+    wanted = _divided([members * tokens * met * weight for weight in whole], members)
+    each_has = max(1, routed.count // members)
+    copies = []
+    for mine, some in zip(rows, wanted, strict=True):
+        parts = [mine[node * each : (node + 1) * each] for node in range(nodes)]
+        copies.append(
+            tuple(
+                min(tokens, sum(part), max(wanted_rows, -(-max(part) // each_has)))
+                for part, wanted_rows in zip(parts, some, strict=True)
+            )
+        )
+    return TokenPlan(rows, tuple(copies), each)
+
+
+def _weights(members: int, load: float, draw: random.Random) -> list[float]:
+    """What each member gets, as a multiple of the mean: one `load`, the others less, unevenly."""
+    busiest = draw.randrange(members)
+    if members == 1:
+        return [1.0]
+    rest = (members - load) / (members - 1)
+    noise = [draw.uniform(-1, 1) for _ in range(members - 1)]
+    noise = [value - sum(noise) / len(noise) for value in noise]
+    most = max(map(abs, noise)) or 1.0
+    weights = [rest + value / most * min(rest, load - rest) / 2 for value in noise]
+    return [*weights[:busiest], load, *weights[busiest:]]
+
+
+def _divided(totals: Sequence[float], members: int) -> Counts:
+    """Whole parts of totals, for each of `members` as equal as can be: sums are off by one at most.
+
+    Of a sum c member i has (c + i) // members: together c (Hermite's identity).
+    """
+    ends = [0, *(round(total) for total in accumulate(totals))]
+    return tuple(
+        tuple((end + i) // members - (start + i) // members for start, end in pairwise(ends))
+        for i in range(members)
+    )
+
+
+def _spread(members: int, among: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
+    """Counts of some members; nothing for all others."""
+    count_of = dict(zip(among, counts, strict=True))
+    return tuple(count_of.get(member, 0) for member in range(members))
+
 
 _SUMMED = {DType.FP32: torch.float32, DType.FP16: torch.float16, DType.BF16: torch.bfloat16}
 """Types that can be added up on the way. int8 and int4 travel as bytes, with their scales."""
@@ -49,7 +193,7 @@ class Route:
     their sums.
     """
 
-    phases: tuple[token_plan.Phase, ...]
+    phases: tuple[Phase, ...]
     width: int
     arrived: Tensor
     passed: Tensor
@@ -58,7 +202,7 @@ class Route:
 
     def turn(self) -> None:
         """From one phase to the other."""
-        arrived, passed = (one.view(-1, self.width) for one in (self.arrived, self.passed))
+        arrived, passed = (rows.view(-1, self.width) for rows in (self.arrived, self.passed))
         if self.back:
             passed.zero_()
             passed.index_add_(0, self.index, arrived)
@@ -75,9 +219,7 @@ def allocate(
     all_to_all and are summed after dequantization. Tokens are never quantized.
     """
     if work.routed:
-        return _allocate_tokens(
-            work, work.routed, token_plan.plan_of(work, members, nodes), me, device
-        )
+        return _allocate_tokens(work, work.routed, plan_of(work, members, nodes), me, device)
     if work.kind in {Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE}:
         if work.dtype not in _SUMMED:
             raise OptionError(
@@ -90,22 +232,22 @@ def allocate(
     part = -(-size // members)
     match work.kind:
         case Kind.ALL_REDUCE | Kind.BROADCAST | Kind.REDUCE:
-            given = torch.zeros(size, dtype=dtype, device=device)
-            return Buffers(given, given)
+            sent = torch.zeros(size, dtype=dtype, device=device)
+            return Buffers(sent, sent)
         case Kind.REDUCE_SCATTER:
             sizes = (members * part, part)
         case Kind.ALL_GATHER:
             sizes = (part, members * part)
         case Kind.ALL_TO_ALL:
             sizes = (members * part, members * part)
-    given, taken = (torch.zeros(count, dtype=dtype, device=device) for count in sizes)
-    return Buffers(given, taken)
+    sent, taken = (torch.zeros(count, dtype=dtype, device=device) for count in sizes)
+    return Buffers(sent, taken)
 
 
 def _allocate_tokens(
     work: Collective,
     routed: TokenRouting,
-    plan: token_plan.TokenPlan,
+    plan: TokenPlan,
     me: int,
     device: torch.device,
 ) -> Buffers:
@@ -118,75 +260,77 @@ def _allocate_tokens(
         return torch.zeros(count * routed.width, dtype=_SUMMED[work.dtype], device=device)
 
     relayed = routed.by_node and plan.per_node < len(plan.rows)
-    phases = token_plan.by_node(plan, me) if relayed else token_plan.apart(plan, me)
+    phases = node_phases(plan, me) if relayed else flat_phases(plan, me)
     if routed.back:
-        phases = token_plan.back(phases)
+        phases = reversed_phases(phases)
     first, last = phases[0], phases[-1]
     arrived, passed = (rows(sum(count) if relayed else 0) for count in (first.takes, last.gives))
-    index = token_plan.passed_on(plan, me) if relayed else torch.zeros(0, dtype=torch.int64)
+    index = rows_passed_on(plan, me) if relayed else torch.zeros(0, dtype=torch.int64)
     route = Route(phases, routed.width, arrived, passed, index.to(device), routed.back)
     return Buffers(rows(sum(first.gives)), rows(sum(last.takes)), route)
 
 
-def carry_out(work: Collective, buffers: Buffers, at: RankCommunicator, deadline: Seconds) -> None:
+def carry_out(
+    work: Collective, buffers: Buffers, comm: RankCommunicator, deadline: Seconds
+) -> None:
     """Run a collective over Gloo and wait for its end, at most `deadline` seconds."""
-    given, taken, root = buffers.given, buffers.taken, work.root % len(at.members)
+    sent, taken, root = buffers.given, buffers.taken, work.root % len(comm.members)
     match work.kind:
         case Kind.ALL_REDUCE:
-            found = dist.all_reduce(given, group=at.group, async_op=True)
-            found.wait(timedelta(seconds=deadline))
+            work_ = dist.all_reduce(sent, group=comm.group, async_op=True)
+            work_.wait(timedelta(seconds=deadline))
         case Kind.REDUCE_SCATTER:
-            reduce_scatter(given, taken, at, deadline)
+            reduce_scatter(sent, taken, comm, deadline)
         case Kind.ALL_GATHER:
-            all_gather(given, taken, at, deadline)
+            all_gather(sent, taken, comm, deadline)
         case Kind.ALL_TO_ALL:
             if buffers.route:
-                send_tokens(buffers.route, given, taken, at, deadline)
+                send_tokens(buffers.route, sent, taken, comm, deadline)
             else:
-                all_to_all(given, taken, at, deadline)
+                all_to_all(sent, taken, comm, deadline)
         case Kind.BROADCAST:
-            broadcast(given, root, at, deadline)
+            broadcast(sent, root, comm, deadline)
         case Kind.REDUCE:
-            reduce(given, root, at, deadline)
+            reduce(sent, root, comm, deadline)
 
 
-def launch(work: Collective, buffers: Buffers, at: RankCommunicator) -> dist.Work:
+def launch(work: Collective, buffers: Buffers, comm: RankCommunicator) -> dist.Work:
     """Launch a collective over NCCL on the current stream."""
-    given, taken, group = buffers.given, buffers.taken, at.group
-    root = work.root % len(at.members)
+    sent, taken, group = buffers.given, buffers.taken, comm.group
+    root = work.root % len(comm.members)
     match work.kind:
         case Kind.ALL_REDUCE:
-            found = dist.all_reduce(given, group=group, async_op=True)
+            launched = dist.all_reduce(sent, group=group, async_op=True)
         case Kind.REDUCE_SCATTER:
-            found = reduce_scatter_single(taken, given, group=group, async_op=True)
+            launched = reduce_scatter_single(taken, sent, group=group, async_op=True)
         case Kind.ALL_GATHER:
-            found = all_gather_single(taken, given, group=group, async_op=True)
+            launched = all_gather_single(taken, sent, group=group, async_op=True)
         case Kind.ALL_TO_ALL:
             if buffers.route:
-                found = _launch_tokens(buffers.route, given, taken, group)
+                launched = _launch_tokens(buffers.route, sent, taken, group)
             else:
-                found = dist.all_to_all_single(taken, given, group=group, async_op=True)
+                launched = dist.all_to_all_single(taken, sent, group=group, async_op=True)
         case Kind.BROADCAST:
-            found = dist.broadcast(given, group_src=root, group=group, async_op=True)
+            launched = dist.broadcast(sent, group_src=root, group=group, async_op=True)
         case Kind.REDUCE:
-            found = dist.reduce(given, group_dst=root, group=group, async_op=True)
-    assert isinstance(found, dist.Work)
-    return found
+            launched = dist.reduce(sent, group_dst=root, group=group, async_op=True)
+    assert isinstance(launched, dist.Work)
+    return launched
 
 
 def _launch_tokens(
-    route: Route, given: Tensor, taken: Tensor, group: dist.ProcessGroup
+    route: Route, sent: Tensor, taken: Tensor, group: dist.ProcessGroup
 ) -> dist.Work | None:
-    def exchange(phase: token_plan.Phase, source: Tensor, result: Tensor) -> dist.Work | None:
+    def exchange(phase: Phase, source: Tensor, result: Tensor) -> dist.Work | None:
         takes, gives = ([n * route.width for n in counts] for counts in (phase.takes, phase.gives))
-        found: dist.Work | None = dist.all_to_all_single(
+        launched: dist.Work | None = dist.all_to_all_single(
             result, source, takes, gives, group=group, async_op=True
         )
-        return found
+        return launched
 
     if len(route.phases) == 1:
-        return exchange(route.phases[0], given, taken)
-    between = exchange(route.phases[0], given, route.arrived)
+        return exchange(route.phases[0], sent, taken)
+    between = exchange(route.phases[0], sent, route.arrived)
     assert between is not None
     between.wait()  # the stream waits, not the host
     route.turn()
@@ -206,9 +350,9 @@ SEGMENT_BYTES = 2**19
 class Exchange:
     """Messages of one collective. Every wait ends with an error at the deadline."""
 
-    def __init__(self, at: RankCommunicator, deadline: Seconds) -> None:
+    def __init__(self, comm: RankCommunicator, deadline: Seconds) -> None:
         """Start counting the deadline."""
-        self._at, self._limit = at, time.monotonic() + deadline
+        self._at, self._limit = comm, time.monotonic() + deadline
         self._sends: list[dist.Work] = []
 
     def send(self, tensor: Tensor, to: int, tag: int) -> None:
@@ -237,77 +381,81 @@ def segments(part: Tensor) -> list[Tensor]:
     return [part[start : start + size] for start in range(0, len(part), size)]
 
 
-def all_gather(source: Tensor, result: Tensor, at: RankCommunicator, deadline: Seconds) -> None:
+def all_gather(source: Tensor, result: Tensor, comm: RankCommunicator, deadline: Seconds) -> None:
     """Fill `result` with every member's `source`, in order of the members."""
-    n, me = len(at.members), at.me
+    n, me = len(comm.members), comm.me
     parts = result.view(n, -1)
     gives = [segments(source), *(segments(parts[(me - step) % n]) for step in range(1, n))]
-    exchange = Exchange(at, deadline)
+    exchange = Exchange(comm, deadline)
     receives: dict[tuple[int, int], dist.Work] = {}
-    for step, number in _along(n - 1, len(gives[0])):
-        tag = _tag(step, number)
-        receives[step, number] = exchange.receive(gives[step + 1][number], at.previous, tag)
+    for step, segment in _along(n - 1, len(gives[0])):
+        tag = _tag(step, segment)
+        receives[step, segment] = exchange.receive(gives[step + 1][segment], comm.previous, tag)
         if step:
-            exchange.wait(receives[step - 1, number])
-        exchange.send(gives[step][number], at.next, tag)
+            exchange.wait(receives[step - 1, segment])
+        exchange.send(gives[step][segment], comm.next, tag)
     parts[me].copy_(source)  # while the last messages are on their way
-    for number in range(len(gives[0])):
-        exchange.wait(receives[n - 2, number])
+    for segment in range(len(gives[0])):
+        exchange.wait(receives[n - 2, segment])
     exchange.finish()
 
 
-def reduce_scatter(source: Tensor, result: Tensor, at: RankCommunicator, deadline: Seconds) -> None:
+def reduce_scatter(
+    source: Tensor, result: Tensor, comm: RankCommunicator, deadline: Seconds
+) -> None:
     """Fill `result` with this member's part of the sum; `source` is left with partial sums."""
-    n, me = len(at.members), at.me
+    n, me = len(comm.members), comm.me
     parts = source.view(n, -1)
-    room = at.room((n - 1) * parts.shape[1], source.dtype).view(n - 1, -1)
+    room = comm.room((n - 1) * parts.shape[1], source.dtype).view(n - 1, -1)
     received = [segments(new) for new in room]
-    own = [segments(parts[(me - 1 - step) % n]) for step in range(n)]
-    totals = [*own[:-1], segments(result)]
-    exchange = Exchange(at, deadline)
+    own_parts = [segments(parts[(me - 1 - step) % n]) for step in range(n)]
+    totals = [*own_parts[:-1], segments(result)]
+    exchange = Exchange(comm, deadline)
     receives: dict[tuple[int, int], dist.Work] = {}
-    for step, number in _along(n, len(own[0])):
-        tag = _tag(step, number)
+    for step, segment in _along(n, len(own_parts[0])):
+        tag = _tag(step, segment)
         if step < n - 1:
-            receives[step, number] = exchange.receive(received[step][number], at.previous, tag)
+            receives[step, segment] = exchange.receive(received[step][segment], comm.previous, tag)
         if step:
-            exchange.wait(receives[step - 1, number])
-            new = received[step - 1][number]
-            torch.add(own[step][number], new, out=totals[step][number])
+            exchange.wait(receives[step - 1, segment])
+            new = received[step - 1][segment]
+            torch.add(own_parts[step][segment], new, out=totals[step][segment])
         if step < n - 1:
-            exchange.send(totals[step][number], at.next, tag)
+            exchange.send(totals[step][segment], comm.next, tag)
     exchange.finish()
 
 
-def all_to_all(source: Tensor, result: Tensor, at: RankCommunicator, deadline: Seconds) -> None:
+def all_to_all(source: Tensor, result: Tensor, comm: RankCommunicator, deadline: Seconds) -> None:
     """Send part i of `source` to member i; `result` gets the parts from all members, in order."""
-    n = len(at.members)
-    send_parts(source.view(n, -1).unbind(), result.view(n, -1).unbind(), at, Exchange(at, deadline))
+    n = len(comm.members)
+    send_parts(
+        source.view(n, -1).unbind(), result.view(n, -1).unbind(), comm, Exchange(comm, deadline)
+    )
 
 
 def send_parts(
     gives: Sequence[Tensor],
     takes: Sequence[Tensor],
-    at: RankCommunicator,
+    comm: RankCommunicator,
     exchange: Exchange,
     step: int = 0,
 ) -> None:
     """Send `gives[i]` to member i, and fill `takes[i]` from it; parts may differ in size."""
-    n, me = len(at.members), at.me
+    n, me = len(comm.members), comm.me
     parts = [(segments(give), segments(take)) for give, take in zip(gives, takes, strict=True)]
     others = [(me + distance) % n for distance in range(1, n)]
     receives = []
-    for number in range(max(len(one) for part in parts for one in part)):
-        tag = _tag(step, number)
+    for segment in range(max(len(pieces) for part in parts for pieces in part)):
+        tag = _tag(step, segment)
         # All receives come first: to announce one to a member waits behind what is sent to it.
         receives += [
-            exchange.receive(parts[member][1][number], member, tag)
+            exchange.receive(parts[member][1][segment], member, tag)
             for member in reversed(others)
-            if number < len(parts[member][1])
+            if segment < len(parts[member][1])
         ]
         for member in others:
-            if number < len(parts[member][0]):
-                exchange.send(parts[member][0][number], member, tag)
+            if segment < len(parts[member][0]):
+                exchange.send(parts[member][0][segment], member, tag)
     takes[me].copy_(gives[me])  # while the messages are on their way
     for work in receives:
         exchange.wait(work)
@@ -315,16 +463,16 @@ def send_parts(
 
 
 def send_tokens(
-    route: Route, source: Tensor, result: Tensor, at: RankCommunicator, deadline: Seconds
+    route: Route, source: Tensor, result: Tensor, comm: RankCommunicator, deadline: Seconds
 ) -> None:
     """Send rows of `source` as their route says; `result` gets what comes, by member or node."""
-    exchange = Exchange(at, deadline)
+    exchange = Exchange(comm, deadline)
 
-    def send(step: int, given: Tensor, taken: Tensor) -> None:
+    def send(step: int, sent: Tensor, taken: Tensor) -> None:
         phase, width = route.phases[step], route.width
-        gives = torch.split(given, [count * width for count in phase.gives])
+        gives = torch.split(sent, [count * width for count in phase.gives])
         takes = torch.split(taken, [count * width for count in phase.takes])
-        send_parts(gives, takes, at, exchange, step)
+        send_parts(gives, takes, comm, exchange, step)
 
     if len(route.phases) == 1:
         send(0, source, result)
@@ -334,39 +482,39 @@ def send_tokens(
     send(1, route.passed, result)
 
 
-def broadcast(buffer: Tensor, root: int, at: RankCommunicator, deadline: Seconds) -> None:
+def broadcast(buffer: Tensor, root: int, comm: RankCommunicator, deadline: Seconds) -> None:
     """Pass the `buffer` of the member at place `root` around the ring."""
-    exchange = Exchange(at, deadline)
-    first, last = at.me == root, at.next == root
+    exchange = Exchange(comm, deadline)
+    first, last = comm.me == root, comm.next == root
     receives = (
         []
         if first
-        else [exchange.receive(piece, at.previous, tag) for tag, piece in _tagged(0, buffer)]
+        else [exchange.receive(piece, comm.previous, tag) for tag, piece in _tagged(0, buffer)]
     )
-    for number, (tag, piece) in enumerate(_tagged(0, buffer)):
+    for segment, (tag, piece) in enumerate(_tagged(0, buffer)):
         if not first:
-            exchange.wait(receives[number])
+            exchange.wait(receives[segment])
         if not last:
-            exchange.send(piece, at.next, tag)
+            exchange.send(piece, comm.next, tag)
     exchange.finish()
 
 
-def reduce(buffer: Tensor, root: int, at: RankCommunicator, deadline: Seconds) -> None:
+def reduce(buffer: Tensor, root: int, comm: RankCommunicator, deadline: Seconds) -> None:
     """Sum every member's `buffer` on the way around the ring, into that of the member at `root`.
 
     The member after it starts. The buffers of the others are left with partial sums.
     """
-    exchange = Exchange(at, deadline)
-    first, last = at.previous == root, at.me == root
-    received = at.room(0 if first else len(buffer), buffer.dtype)
-    receives = [exchange.receive(piece, at.previous, tag) for tag, piece in _tagged(0, received)]
+    exchange = Exchange(comm, deadline)
+    first, last = comm.previous == root, comm.me == root
+    received = comm.room(0 if first else len(buffer), buffer.dtype)
+    receives = [exchange.receive(piece, comm.previous, tag) for tag, piece in _tagged(0, received)]
     new = segments(received)
-    for number, (tag, piece) in enumerate(_tagged(0, buffer)):
+    for segment, (tag, piece) in enumerate(_tagged(0, buffer)):
         if not first:
-            exchange.wait(receives[number])
-            piece.add_(new[number])
+            exchange.wait(receives[segment])
+            piece.add_(new[segment])
         if not last:
-            exchange.send(piece, at.next, tag)
+            exchange.send(piece, comm.next, tag)
     exchange.finish()
 
 
@@ -382,10 +530,10 @@ def _along(steps: int, count: int) -> Iterator[tuple[int, int]]:
 
 
 def _tagged(step: int, part: Tensor) -> Iterator[tuple[int, Tensor]]:
-    for number, piece in enumerate(segments(part)):
-        yield _tag(step, number), piece
+    for segment, piece in enumerate(segments(part)):
+        yield _tag(step, segment), piece
 
 
-def _tag(step: int, number: int) -> int:
+def _tag(step: int, segment: int) -> int:
     """Step and segment distinguish the messages of a pair."""
-    return step * 2**20 + number
+    return step * 2**20 + segment

@@ -103,19 +103,19 @@ def run_on_gpu(run: Run) -> Trace:
 def _communicate(run: Run, instance: Instance, place: Place, buffers: dict[str, Buffers]) -> None:
     op = instance.op
     assert isinstance(op.work, Collective)
-    given = buffers[op.name]
-    run.kernels.fill(instance, given.given)
-    at = run.world.communicator(op.stream, op.work.group)
-    if at is None:
-        alone(given)
+    pair = buffers[op.name]
+    run.kernels.fill(instance, pair.given)
+    comm = run.world.communicator(op.stream, op.work.group)
+    if comm is None:
+        alone(pair)
     else:
         try:
             if run.check:
-                compare(instance, at)
-            launch(op.work, given, at).wait()  # the stream waits, not the host
+                compare(instance, comm)
+            launch(op.work, pair, comm).wait()  # the stream waits, not the host
         except RuntimeError as error:
-            raise run.world.watch.lost(place, at.members, error) from error
-    run.kernels.drain(instance, given.taken)
+            raise run.world.watch.lost(place, comm.members, error) from error
+    run.kernels.drain(instance, pair.taken)
 
 
 def _origin(run: Run) -> tuple[torch.cuda.Event, Seconds]:
@@ -132,12 +132,12 @@ def _drain(
     run: Run, issued: list[_Issued], spans: list[Span], zero: torch.cuda.Event, offset: Seconds
 ) -> None:
     """Wait for every op in turn, none longer than the deadline, and read its events."""
-    for one in issued:
+    for issue in issued:
         limit = time.monotonic() + run.world.deadline
-        op, turn = one.instance.op, one.instance.round
-        place = Place(one.instance.number, turn, op.name)
+        op, turn = issue.instance.op, issue.instance.round
+        place = Place(issue.instance.number, turn, op.name)
         run.world.watch.enter(op.stream, place)
-        while not one.end.query():
+        while not issue.end.query():
             if run.world.watch.failure:
                 raise run.world.watch.failure
             if time.monotonic() > limit:
@@ -146,5 +146,5 @@ def _drain(
                 raise run.world.watch.lost(place, members, TimeoutError("it did not end"))
             time.sleep(_POLL)
         run.world.watch.exit(op.stream)
-        begin, end = (zero.elapsed_time(event) / 1e3 + offset for event in (one.start, one.end))
+        begin, end = (zero.elapsed_time(event) / 1e3 + offset for event in (issue.start, issue.end))
         spans.append(Span(run.world.rank, turn, op.name, op.stream, begin, end))

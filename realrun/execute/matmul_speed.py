@@ -54,17 +54,17 @@ def each_round(trace: Trace, schedule: Schedule, timed: Timed, rounds: int) -> l
 
 def _joined(spans: Sequence[Span]) -> list[tuple[Seconds, Seconds]]:
     """The times during which there was one at least, in order."""
-    found: list[tuple[Seconds, Seconds]] = []
+    joined: list[tuple[Seconds, Seconds]] = []
     for span in sorted(spans, key=lambda span: span.start):
-        if found and span.start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], span.end))
+        if joined and span.start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], span.end))
         else:
-            found.append((span.start, span.end))
-    return found
+            joined.append((span.start, span.end))
+    return joined
 
 
 def _beside(span: Span, busy: Sequence[tuple[Seconds, Seconds]]) -> bool:
-    last = bisect_left(busy, span.end, key=lambda one: one[0]) - 1
+    last = bisect_left(busy, span.end, key=lambda extent: extent[0]) - 1
     return last >= 0 and busy[last][1] > span.start
 
 
@@ -79,7 +79,7 @@ def slowest(flops: Flops, ranks: Sequence[Sequence[Seconds]], lag: int) -> Flops
     if not rounds:
         return None
     ends = [[0.0] * len(ranks)] * (1 + lag)
-    for times in zip(*(one[-rounds:] for one in ranks), strict=True):
+    for times in zip(*(times[-rounds:] for times in ranks), strict=True):
         met = max(ends[-1 - lag])
         ends.append([max(end, met) + time for end, time in zip(ends[-1], times, strict=True)])
     return flops * rounds / max(ends[-1])

@@ -47,8 +47,10 @@ class Run:
             sent = op.work.bytes, op.work.dtype, op.work.routed
             key = (op.stream, op.work.kind, op.work.group, *sent)
             if key not in made:
-                at = self.world.communicator(op.stream, op.work.group)
-                where = (len(at.members), self.world.device, at.me, at.nodes) if at else None
+                comm = self.world.communicator(op.stream, op.work.group)
+                where = (
+                    (len(comm.members), self.world.device, comm.me, comm.nodes) if comm else None
+                )
                 made[key] = allocate(op.work, *(where or (1, self.world.device)))
             by_op[op.name] = made[key]
         return by_op
@@ -82,7 +84,7 @@ def common_start(world: World) -> Seconds:
     return start - world.clock.offset
 
 
-def compare(instance: Instance, at: RankCommunicator) -> None:
+def compare(instance: Instance, comm: RankCommunicator) -> None:
     """Check that all members are about to run the same collective.
 
     Raises MismatchError, which names the first member that is not.
@@ -91,13 +93,13 @@ def compare(instance: Instance, at: RankCommunicator) -> None:
     mine = torch.zeros(_LABEL, dtype=torch.uint8)
     encoded = text.encode()[:_LABEL]
     mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    device = "cuda" if dist.get_backend(at.group) == "nccl" else "cpu"  # which NCCL can send
-    gathered = torch.zeros(len(at.members), _LABEL, dtype=torch.uint8, device=device)
-    all_gather_single(gathered.view(-1), mine.to(device), group=at.group)
+    device = "cuda" if dist.get_backend(comm.group) == "nccl" else "cpu"  # which NCCL can send
+    gathered = torch.zeros(len(comm.members), _LABEL, dtype=torch.uint8, device=device)
+    all_gather_single(gathered.view(-1), mine.to(device), group=comm.group)
     all_ = gathered.cpu()
-    for rank, label in zip(at.members, all_, strict=True):
+    for rank, label in zip(comm.members, all_, strict=True):
         if not torch.equal(label, all_[0]):
             first, other = (bytes(row.tolist()).rstrip(b"\0").decode() for row in (all_[0], label))
             raise MismatchError(
-                f"rank {rank} is about to run {other}, but rank {at.members[0]} {first}"
+                f"rank {rank} is about to run {other}, but rank {comm.members[0]} {first}"
             )

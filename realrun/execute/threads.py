@@ -18,8 +18,7 @@ from co2sim.simulation.trace import Span, Trace
 from realrun.errors import MismatchError, RankFailure
 from realrun.execute.collectives import alone, carry_out
 from realrun.execute.run import Run, common_start, compare
-from realrun.execute.world import RankCommunicator
-from realrun.lab.thread_priority import first
+from realrun.execute.world import RankCommunicator, first
 from realrun.lab.time_dilation import lasting, now
 from realrun.launch.monitor import Place
 
@@ -57,8 +56,8 @@ class _Threads:
 
     def trace(self) -> Trace:
         threads = [
-            threading.Thread(target=partial(self._stream, name, found), name=name, daemon=True)
-            for name, found in self.streams.items()
+            threading.Thread(target=partial(self._stream, name, instances), name=name, daemon=True)
+            for name, instances in self.streams.items()
         ]
         self.start = common_start(self.world)
         self.world.watch.listen(self._stop)
@@ -129,17 +128,17 @@ class _Threads:
         number, turn, op, _ = instance
         if self.failure:
             raise _Stopped
-        at = None
+        comm = None
         if isinstance(op.work, Collective):
-            at = self.world.communicator(op.stream, op.work.group)
-        if at or self.run.reports(instance):
+            comm = self.world.communicator(op.stream, op.work.group)
+        if comm or self.run.reports(instance):
             self._begin_at(ready, op.stream)
         self.run.begin(instance)
         place = Place(number, turn, op.name)
         self.world.watch.enter(op.stream, place)
         try:
             if isinstance(op.work, Collective):
-                end = self._communicate(instance, at, ready, place)
+                end = self._communicate(instance, comm, ready, place)
             else:
                 end = self.run.kernels.compute(instance, ready) or now()
         except (_Stopped, RankFailure, MismatchError) as error:
@@ -166,7 +165,7 @@ class _Threads:
         raise _Stopped from error
 
     def _communicate(
-        self, instance: Instance, at: RankCommunicator | None, ready: Seconds, place: Place
+        self, instance: Instance, comm: RankCommunicator | None, ready: Seconds, place: Place
     ) -> Seconds:
         """Carry out a collective; when it ends. Of a rank alone that is at once: nothing is sent.
 
@@ -176,18 +175,18 @@ class _Threads:
         assert isinstance(op.work, Collective)
         buffers = self.buffers[op.name]
         kernels.fill(instance, buffers.given)
-        if at is None:
+        if comm is None:
             alone(buffers)
             kernels.drain(instance, buffers.taken)
             return ready
         try:
             if self.run.check:
-                compare(instance, at)
-            carry_out(op.work, buffers, at, self.world.deadline)
+                compare(instance, comm)
+            carry_out(op.work, buffers, comm, self.world.deadline)
         except RuntimeError as error:
             if self.failure:
                 raise _Stopped from error
-            raise self.world.watch.lost(place, at.members, error) from error
+            raise self.world.watch.lost(place, comm.members, error) from error
         end = now()
         kernels.drain(instance, buffers.taken)
         return end

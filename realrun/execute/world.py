@@ -1,4 +1,7 @@
-"""The ranks of a run: who and where we are, and a communicator for every stream and group."""
+"""The ranks of a run: who and where we are, and a communicator for every stream and group.
+
+Threads that communicate are scheduled by Linux otherwise than those that compute (`communicating`).
+"""
 
 import contextlib
 import json
@@ -20,10 +23,61 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Backend
 from co2sim.schedule.schedule import Collective, Group, Layout, Schedule
-from realrun.errors import MismatchError, RankFailure, sites_of
-from realrun.lab.thread_priority import communicating
+from realrun.errors import REALTIME, MismatchError, RankFailure, sites_of
 from realrun.lab.time_dilation import dilation, now
 from realrun.launch.monitor import Place, Store, Watch
+
+_FIRST = 1
+"""Priority of all of them, of 1 to 99. It has to be one: some ask in a loop what others have done,
+and give way to their equals only (torch 2.13: the end of a buffer that Gloo's loop still holds)."""
+
+
+@contextlib.contextmanager
+def communicating() -> Iterator[None]:
+    """Threads that are started inside communicate: make process groups here.
+
+    Where REALRUN_REALTIME is 1 they are SCHED_FIFO and take a core at once, as a network card does
+    not wait for a kernel either. Beside matrix products a message waited for milliseconds
+    otherwise: Linux leaves a busy core to its thread until a time slice ends (docs/real-runs.md).
+
+    Elsewhere they are SCHED_BATCH and interrupt nothing when they wake up. A process group of Gloo
+    has a thread that serves its sockets. While another thread holds the lock of a connection, that
+    thread asks again and again without a pause (torch 2.13: epoll_wait and pthread_mutex_trylock).
+    If it has just interrupted the thread with the lock, on the same core, both stand still until
+    its time slice ends. Where ranks share few cores, small collectives lost more than half of their
+    time that way (`benchmarks/collectives.py`).
+    """
+    if not _ordinary():
+        yield  # the user has chosen a policy
+        return
+    changed = first() or _become("SCHED_BATCH")
+    try:
+        yield
+    finally:
+        if changed:
+            _become("SCHED_OTHER")
+
+
+def first() -> bool:
+    """This thread communicates from now on. Whether it comes first: if asked, and allowed."""
+    return os.environ.get(REALTIME) == "1" and _ordinary() and _become("SCHED_FIFO", _FIRST)
+
+
+def _ordinary() -> bool:
+    """Whether this thread has the usual policy, and the system others."""
+    with contextlib.suppress(AttributeError, OSError):
+        return os.sched_getscheduler(0) == os.SCHED_OTHER
+    return False
+
+
+def _become(policy: str, priority: int = 0) -> bool:
+    """Change the policy of this thread. Whether the system has it, and allows it."""
+    try:
+        os.sched_setscheduler(0, getattr(os, policy), os.sched_param(priority))
+    except (AttributeError, OSError):  # no Linux, or a sandbox that refuses: only slower
+        return False
+    return True
+
 
 _PINGS = 32
 
@@ -50,13 +104,13 @@ def synchronize(rank: int, world_size: int, machine: str) -> Clock:
     dist.all_gather_object(machines, machine)
     if len(set(machines)) == 1:
         return Clock()
-    found = Clock()
+    clock = Clock()
     for other in range(1, world_size):
         if rank == 0:
             _answer(other)
         elif rank == other:
-            found = _ask()
-    return found
+            clock = _ask()
+    return clock
 
 
 def _answer(other: int) -> None:
@@ -172,9 +226,9 @@ class World:
                     list(members), timeout=timedelta(seconds=self.deadline), backend=self.backend
                 )
             if self.rank in members:
-                place = members.index(self.rank)
+                index = members.index(self.rank)
                 nodes = len({rank // self.layout.gpus_per_node for rank in members})
-                self._made[stream, group] = RankCommunicator(made, tuple(members), place, nodes)
+                self._made[stream, group] = RankCommunicator(made, tuple(members), index, nodes)
 
     def group(self, purpose: str, kind: Group) -> dist.ProcessGroup:
         """The process group of this kind for a purpose, made at the first call. All ranks call it.
@@ -198,9 +252,9 @@ class World:
         for rank, other in enumerate(texts):
             if other != texts[0]:
                 lines = zip((texts[0] or "").splitlines(), (other or "").splitlines(), strict=False)
-                one, two = next((pair for pair in lines if pair[0] != pair[1]), (texts[0], other))
+                line, two = next((pair for pair in lines if pair[0] != pair[1]), (texts[0], other))
                 raise MismatchError(
-                    f"rank {rank} has another {what} than rank 0: {two!r} instead of {one!r}"
+                    f"rank {rank} has another {what} than rank 0: {two!r} instead of {line!r}"
                 )
 
     @contextlib.contextmanager
@@ -303,11 +357,11 @@ def _device(backend: Backend, local: int) -> torch.device:
 
 def need_gpus(count: int) -> None:
     """Raise OptionError unless this node has as many GPUs."""
-    found = torch.cuda.device_count()
-    if not found:
+    devices = torch.cuda.device_count()
+    if not devices:
         raise OptionError("backend nccl needs CUDA devices, and there is none; use --backend gloo")
-    if found < count:
-        raise OptionError(f"{count} ranks need a GPU each, and this node has {found}")
+    if devices < count:
+        raise OptionError(f"{count} ranks need a GPU each, and this node has {devices}")
 
 
 def _of_attempt(store: TCPStore | PrefixStore, env: Mapping[str, str]) -> TCPStore | PrefixStore:
@@ -340,10 +394,10 @@ def _machine() -> str:
 
 def gather_objects(world: World, value: object) -> list[object] | None:
     """The values of all ranks, on rank 0; None elsewhere."""
-    found: list[object] | None = [None] * world.layout.world_size if world.rank == 0 else None
+    answers: list[object] | None = [None] * world.layout.world_size if world.rank == 0 else None
     with world.together("collection of results"):
-        dist.gather_object(value, found)
-    return found
+        dist.gather_object(value, answers)
+    return answers
 
 
 def describe(device: torch.device, backend: Backend) -> dict[str, str]:

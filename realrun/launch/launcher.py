@@ -1,4 +1,4 @@
-"""Start the ranks of a run, alone or under a launcher, and the options of a lab for it."""
+"""Start the ranks of a run, alone or under a launcher."""
 
 import os
 import shutil
@@ -6,11 +6,8 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from co2sim.cli import options
 from co2sim.common.units import Seconds
 from realrun.errors import LaunchError
 from realrun.launch.monitor import STOPPED, supervise
@@ -25,44 +22,6 @@ from realrun.launch.processes import (
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-
-Nodes = Annotated[
-    int,
-    typer.Option(parser=options.whole("--nodes"), metavar="N", help="Nodes: one namespace each."),
-]
-GpusPerNode = Annotated[
-    int,
-    typer.Option(
-        parser=options.whole("--gpus-per-node"), metavar="N", help="Ranks that share a node."
-    ),
-]
-Rate = Annotated[
-    str, typer.Option(metavar="RATE", help="What each node sends at most, such as '1 Gbit/s'.")
-]
-Sites = Annotated[
-    int,
-    typer.Option(
-        parser=options.whole("--sites"), metavar="N", help="Sites that share the nodes, in order."
-    ),
-]
-Wan = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RATE", help="What each site sends to others at most, such as '50 Mbit/s'."
-    ),
-]
-Dilation = Annotated[
-    str,
-    typer.Option(
-        metavar="auto|N",
-        help="Run everything N times slower than stated, and clocks, too: times are those of the"
-        " cluster that the lab stands for. auto: as cores need it where kernels sleep, else 1.",
-    ),
-]
-IntraRate = Annotated[
-    str, typer.Option(metavar="RATE", help="What each rank sends at most inside its node.")
-]
 
 
 GRACE: Seconds = 5.0
@@ -96,11 +55,11 @@ def run_local(
     if not 1 <= nproc <= MAX_RANKS:
         raise LaunchError(f"cannot start {nproc} ranks; it must be 1 to {MAX_RANKS}")
     program = resolved(command)
-    asked = _Asked()
+    request = _Asked()
     draws = own_terminal and sys.stderr.isatty()
     try:
         with (
-            stoppable(asked.tell if ask_first else None),
+            stoppable(request.tell if ask_first else None),
             guard_process(patience) as guard,
             ranks_killed_at_end() as ranks,
         ):
@@ -109,12 +68,12 @@ def run_local(
                 variables = rank_environment(
                     rank, nproc, local_world_size=nproc, address="127.0.0.1", port=store.port
                 )
-                given = {**variables, **(environment or {})}
-                ranks.append(start(rank, program, given, errors=rank > 0 or not draws))
+                values = {**variables, **(environment or {})}
+                ranks.append(start(rank, program, values, errors=rank > 0 or not draws))
                 guard.put(ranks[-1].process.pid)
-                asked.ranks.append(ranks[-1])
-            code = supervise(ranks, store, grace, lambda: asked.number, guard.cut)
-            return 128 + asked.number if asked.number and not code else code
+                request.ranks.append(ranks[-1])
+            code = supervise(ranks, store, grace, lambda: request.number, guard.cut)
+            return 128 + request.number if request.number and not code else code
     except Stopped as stopped:
         print(STOPPED, file=sys.stderr)  # noqa: T201
         return stopped.exit_code
@@ -127,13 +86,13 @@ class _Asked:
     number: int = 0
     ranks: list[RankProcess] = field(default_factory=list)
 
-    def tell(self, number: int) -> None:
+    def tell(self, signum: int) -> None:
         """Tell them. Raises Stopped while there are none."""
         if not self.ranks:
-            raise Stopped(number)
-        self.number = number
-        for one in self.ranks:
-            one.process.terminate()
+            raise Stopped(signum)
+        self.number = signum
+        for rank in self.ranks:
+            rank.process.terminate()
 
 
 def resolved(command: Sequence[str]) -> list[str]:

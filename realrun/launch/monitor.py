@@ -55,17 +55,17 @@ def report_failure(
     is wrong with its input needs no other to say so, too.
     """
     index = store.add(f"{FAILURES}/reserved", 1) - 1
-    told = {"rank": rank, "reason": reason, "silent": silent, "said": said}
-    store.set(f"realrun/failure/{index}", json.dumps(told))
+    report = {"rank": rank, "reason": reason, "silent": silent, "said": said}
+    store.set(f"realrun/failure/{index}", json.dumps(report))
     store.add(FAILURES, 1)
 
 
 def failed_ranks(store: Store) -> list[int]:
     """The ranks that were reported to be silent."""
-    told = [
+    reports = [
         json.loads(store.get(f"realrun/failure/{index}")) for index in range(store.add(FAILURES, 0))
     ]
-    return [one["rank"] for one in told if one["silent"]]
+    return [report["rank"] for report in reports if report["silent"]]
 
 
 class Heartbeats:
@@ -161,11 +161,13 @@ class Watch:
         ]
         if silent:
             return self._fail(silent, "gives no sign of life", place, silent=True)
-        at = {rank: [Place(*p) for p in after[rank].get("at", {}).values()] for rank in others}
-        away = [r for r, at_ in at.items() if all(one.number != place.number for one in at_)]
-        behind = [r for r in away if at[r] and all(one.number < place.number for one in at[r])]
+        ops = {rank: [Place(*p) for p in after[rank].get("at", {}).values()] for rank in others}
+        away = [r for r, at_ in ops.items() if all(near.number != place.number for near in at_)]
+        behind = [r for r in away if ops[r] and all(near.number < place.number for near in ops[r])]
         for absent in behind[:1] or away[:1]:
-            where = f"in {' and '.join(map(str, at[absent]))}" if at[absent] else "between two ops"
+            where = (
+                f"in {' and '.join(map(str, ops[absent]))}" if ops[absent] else "between two ops"
+            )
             return self._fail(behind or away, f"is not there: it is {where}", place)
         return self._fail([], f"{place.op!r} failed: {_one_line(error)}", place)
 
@@ -192,13 +194,13 @@ class Watch:
         return self.failure
 
     def _hearts(self) -> dict[int, Mapping[str, Any]]:
-        found = {}
+        hearts = {}
         for rank in range(self._world_size):
             key = _heart(rank)
             if self._quietly(lambda key=key: self._store.check([key])):  # type: ignore[misc]
                 text = self._quietly(lambda key=key: self._store.get(key))  # type: ignore[misc]
-                found[rank] = json.loads(text) if text else {}
-        return found
+                hearts[rank] = json.loads(text) if text else {}
+        return hearts
 
     def _loop(self) -> None:
         while not self._stop.wait(_PERIOD):
@@ -217,13 +219,13 @@ class Watch:
         """Whether a failure was reported; keeps the first."""
         if not self._quietly(lambda: self._store.add(FAILURES, 0)):
             return False
-        told = json.loads(self._quietly(lambda: self._store.get("realrun/failure/0")) or "{}")
-        if not told:
+        report = json.loads(self._quietly(lambda: self._store.get("realrun/failure/0")) or "{}")
+        if not report:
             return False
         here = next(iter(self._places.values()), None)
         place, between = here or self._left, here is None
         self.failure = self.failure or failure(
-            [told["rank"]], told["reason"], place, between=between, said=told["said"]
+            [report["rank"]], report["reason"], place, between=between, said=report["said"]
         )
         return True
 
@@ -280,13 +282,16 @@ class RankOutput:
         """The stdout of rank 0 is passed on as it is."""
         self._selector = selectors.DefaultSelector()
         self.errors: dict[bytes, int] = {}
-        for one in ranks:
-            prefix = f"[rank {one.rank}] ".encode()
-            for pipe, sink in ((one.process.stdout, sys.stdout), (one.process.stderr, sys.stderr)):
+        for rank in ranks:
+            prefix = f"[rank {rank.rank}] ".encode()
+            for pipe, sink in (
+                (rank.process.stdout, sys.stdout),
+                (rank.process.stderr, sys.stderr),
+            ):
                 if pipe:
-                    plain = sink is sys.stdout and one.rank == 0
+                    plain = sink is sys.stdout and rank.rank == 0
                     errors = {} if sink is sys.stdout else self.errors
-                    stream = _Stream(pipe, sink, b"" if plain else prefix, (one.rank, errors))
+                    stream = _Stream(pipe, sink, b"" if plain else prefix, (rank.rank, errors))
                     self._selector.register(pipe, selectors.EVENT_READ, stream)
 
     def forward(self, timeout: Seconds) -> bool:
@@ -314,10 +319,10 @@ class _Stream:
     """One pipe, passed on line by line."""
 
     def __init__(
-        self, pipe: IO[bytes], sink: TextIO, prefix: bytes, told: tuple[int, dict[bytes, int]]
+        self, pipe: IO[bytes], sink: TextIO, prefix: bytes, first: tuple[int, dict[bytes, int]]
     ) -> None:
         self._pipe, self._sink, self._prefix = pipe, sink, prefix
-        self._rank, self._errors = told
+        self._rank, self._errors = first
         self._rest = b""
 
     def forward(self) -> bool:
@@ -371,7 +376,7 @@ def supervise(
     ranks: Sequence[RankProcess],
     store: Store,
     grace: Seconds,
-    asked: Callable[[], object] = lambda: False,
+    stopping: Callable[[], object] = lambda: False,
     cut: Callable[[], bool] = lambda: False,
 ) -> int:
     """Pass on what the ranks print until all have ended: 0 if all did so with 0, else 1 or 2.
@@ -382,7 +387,7 @@ def supervise(
     The first failure is reported to the others; ranks that still run `grace` later are killed. So
     is one without a heartbeat once others have ended, who would have waited for it.
     Rank 0's stdout is passed on as it is, every other line with its rank in front. Once the ranks
-    were `asked` to end by SIGTERM, one that ends by it has not failed: it was not ready yet to do
+    are `stopping`, by SIGTERM, one that ends by it has not failed: it was not ready yet to do
     so in good order, and the others, which need it, end with it. Where `cut` says that a guard has
     killed the ranks, no rank is to blame, and the code is 1.
     """
@@ -398,14 +403,14 @@ def supervise(
             ended = _ended(running)
             if ended and cut():
                 return 1
-            if asked() and any(one.process.returncode == -signal.SIGTERM for one in ended):
+            if stopping() and any(rank.process.returncode == -signal.SIGTERM for rank in ended):
                 _kill(running)
                 print(STOPPED, file=sys.stderr)  # noqa: T201 - as below
                 return int(first is not None)
-            failed = [one for one in ended if one.process.returncode]
-            codes |= {one.process.returncode for one in failed}
+            failed = [rank for rank in ended if rank.process.returncode]
+            codes |= {rank.process.returncode for rank in failed}
             if failed and first is None:  # of those found at once, one that was killed came first
-                first = min(failed, key=lambda one: (one.process.returncode > 0, one.rank))
+                first = min(failed, key=lambda rank: (rank.process.returncode > 0, rank.rank))
                 deadline = time.monotonic() + grace
                 with suppress(RuntimeError):
                     report_failure(store, first.rank, ending(first))
@@ -416,8 +421,8 @@ def supervise(
                 _kill(running)
     if first is None:
         return 0
-    told = output.errors or any(one.process.stderr is None for one in ranks)  # on the terminal
-    if codes == {_WRONG_INPUT} and not late and told:
+    heard = output.errors or any(rank.process.stderr is None for rank in ranks)  # on the terminal
+    if codes == {_WRONG_INPUT} and not late and heard:
         return _WRONG_INPUT
     _say(first, frozen, late)
     return 1
@@ -440,33 +445,33 @@ def _frozen(
     """Kill the ranks without a heartbeat, if others have ended."""
     if len(running) == len(ranks):
         return []
-    return _killed(running, [one.rank for one in running if hearts.silent(one.rank) > SILENT])
+    return _killed(running, [rank.rank for rank in running if hearts.silent(rank.rank) > SILENT])
 
 
 def _ended(running: list[RankProcess]) -> list[RankProcess]:
     """Take those that have ended out of the list, and kill what they started and left behind."""
-    found = [one for one in running if one.process.poll() is not None]
-    for one in found:
-        one.kill()
-        running.remove(one)
-    return found
+    ended = [rank for rank in running if rank.process.poll() is not None]
+    for rank in ended:
+        rank.kill()
+        running.remove(rank)
+    return ended
 
 
 def _killed(running: Sequence[RankProcess], numbers: Sequence[int]) -> list[RankProcess]:
     """Kill the ranks of these numbers."""
-    found = [one for one in running if one.rank in numbers]
-    _kill(found)
-    return found
+    killed = [rank for rank in running if rank.rank in numbers]
+    _kill(killed)
+    return killed
 
 
 def _kill(ranks: Sequence[RankProcess]) -> None:
-    for one in ranks:
-        one.kill()
+    for rank in ranks:
+        rank.kill()
 
 
-def ending(one: RankProcess) -> str:
+def ending(rank: RankProcess) -> str:
     """How a process ended: "was killed by SIGKILL"."""
-    code = one.process.returncode
+    code = rank.process.returncode
     if code >= 0:
         return f"exited with code {code}"
     with suppress(ValueError):
@@ -476,4 +481,4 @@ def ending(one: RankProcess) -> str:
 
 def _named(ranks: Sequence[RankProcess]) -> str:
     """As in "ranks 0, 2"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(one.rank) for one in ranks)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank.rank) for rank in ranks)}"

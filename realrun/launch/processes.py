@@ -114,8 +114,10 @@ def start(
     Its output goes into pipes; its errors stay with this process's own unless `errors`.
     """
     pipe = subprocess.PIPE
-    own = pipe if errors else None
-    return RankProcess(rank, started(place.command(command), environment, output=pipe, errors=own))
+    stderr = pipe if errors else None
+    return RankProcess(
+        rank, started(place.command(command), environment, output=pipe, errors=stderr)
+    )
 
 
 def started(
@@ -147,12 +149,12 @@ def ranks_killed_at_end() -> Generator[list[RankProcess]]:
     try:
         yield ranks
     finally:
-        for one in ranks:
-            if one.process.poll() is None:
-                one.kill()
-        for one in ranks:
-            one.process.wait()
-            for pipe in filter(None, (one.process.stdout, one.process.stderr)):
+        for rank in ranks:
+            if rank.process.poll() is None:
+                rank.kill()
+        for rank in ranks:
+            rank.process.wait()
+            for pipe in filter(None, (rank.process.stdout, rank.process.stderr)):
                 pipe.close()
 
 
@@ -207,9 +209,9 @@ def guard_process(patience: Seconds) -> Generator[LaunchGuard]:
 class Stopped(BaseException):
     """A signal told this process to stop."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.exit_code = 128 + number
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.exit_code = 128 + signum
 
 
 @contextmanager
@@ -220,21 +222,21 @@ def stoppable(first: Callable[[int], None] | None = None) -> Generator[None]:
     """
     signals = 0
 
-    def stop(number: int, _: FrameType | None) -> None:
+    def stop(signum: int, _: FrameType | None) -> None:
         nonlocal signals
         signals += 1
         if first and signals == 1:
-            first(number)
+            first(signum)
         elif signals == 1 + (first is not None):
-            raise Stopped(number)
+            raise Stopped(signum)
 
     before = {
-        number: signal.signal(number, stop)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) not in {signal.SIG_IGN, None}
+        signum: signal.signal(signum, stop)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(signum) not in {signal.SIG_IGN, None}
     }
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -7,8 +7,7 @@ from dataclasses import asdict
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, Unit, duration
 from co2sim.hardware.cluster import GPU, Link, TokenBucket
-from realrun.probe.fit import Fitted, interference
-from realrun.probe.samples import Measured
+from realrun.probe.fit import Fitted, Measured, interference
 
 NOTHING = (
     "nothing can be measured: a single rank has no other to communicate with, and --gpu leaves out"
@@ -37,11 +36,11 @@ def quantity(value: float, unit: Unit) -> str:
     value = float(f"{value:.4g}")
     if not value:
         return f"0 {unit}"
-    place = next(
+    prefix = next(
         (p for p in range(len(_PREFIXES)) if value < 1000.0 ** (p - 2)), len(_PREFIXES) - 1
     )
-    factor = 1000.0 ** (place - 3)
-    return f"{value / factor:.10g} {_PREFIXES[place]}{unit}"
+    factor = 1000.0 ** (prefix - 3)
+    return f"{value / factor:.10g} {_PREFIXES[prefix]}{unit}"
 
 
 def _lines(measured: Measured, fitted: Fitted, name: str, gpu: str | None) -> Iterator[str]:
@@ -88,9 +87,9 @@ def _host(measured: Measured, fitted: Fitted) -> Iterator[str]:
             times = [(kind, more) for kind, more in asdict(host.calls).items() if more]
             calls = [_fact(kind, _text(quantity(more, "s")), source) for kind, more in times]
             tables += ["", "[host.calls]", *calls]
-        for place, burst in (("intra", host.intra), ("inter", host.inter)):
-            if getattr(fitted, place) and burst:
-                tables += ["", f"[host.{place}]", *_burst(burst)]
+        for link_name, burst in (("intra", host.intra), ("inter", host.inter)):
+            if getattr(fitted, link_name) and burst:
+                tables += ["", f"[host.{link_name}]", *_burst(burst)]
     if facts or tables:
         yield from ["", "[host]", *facts, *tables]
 
@@ -134,8 +133,8 @@ def _scatter(fitted: Fitted, gpu: str | None) -> Iterator[str]:
 def _interference(measured: Measured, *, kernels: bool) -> Iterator[str]:
     if measured.slowdowns:
         beside = " and ".join(
-            f"{one.compute:.3g} beside those of {quantity(one.seconds, 's')}"
-            for one in measured.slowdowns
+            f"{slowdown.compute:.3g} beside those of {quantity(slowdown.seconds, 's')}"
+            for slowdown in measured.slowdowns
         )
         source = f"times as long as a kernel takes beside all-reduces of its rank: {beside}"
         value, _ = interference(measured.slowdowns)
@@ -213,10 +212,10 @@ def _links(measured: Measured, fitted: Fitted) -> Iterator[str]:
             raise OptionError(NOTHING)
         other = Link(fitted.processor.memory_bandwidth)
         why = dict.fromkeys(why, "not measured, since there is one rank: as fast as memory")
-    for place, link in (("intra", fitted.intra), ("inter", fitted.inter)):
+    for link_name, link in (("intra", fitted.intra), ("inter", fitted.inter)):
         yield ""
-        yield f"[{place}]"
-        source = fits if link else why[place]
+        yield f"[{link_name}]"
+        source = fits if link else why[link_name]
         rate = "what payload gets of the rate that the lab states" if fitted.stated else source
         yield _fact(
             "bandwidth",
@@ -227,7 +226,7 @@ def _links(measured: Measured, fitted: Fitted) -> Iterator[str]:
         yield _fact(
             "latency", _text(quantity((link or other).latency, "s")), source, assumed=link is None
         )
-        if place == "inter" and link and measured.slowdowns:
+        if link_name == "inter" and link and measured.slowdowns:
             times = measured.slowdowns[-1].communication
             source = (
                 f"an all-reduce takes {times:.3g} times as long while kernels run at the same time"

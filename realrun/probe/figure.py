@@ -18,8 +18,7 @@ from co2sim.common.units import duration, scaled
 from co2sim.hardware.cluster import GPU, Cluster
 from co2sim.schedule.schedule import Group, Kind
 from realrun.probe.cluster_file import size_text
-from realrun.probe.fit import Fitted, attained, bare, predict
-from realrun.probe.samples import Measured, Sample, by_kind
+from realrun.probe.fit import Fitted, Measured, Sample, attained, bare, by_kind, predict
 
 _COLOURS = dict(zip(Kind, COLOURS, strict=False))
 _MARKERS = dict(zip(Kind, "osD^vP", strict=True))
@@ -48,8 +47,12 @@ def figure(measured: Measured, fitted: Fitted, name: str) -> Figure:
         assert here is not None
         links = (fitted.intra or here, fitted.inter or here)
         cluster = bare(measured.layout, measured.backend, *links, fitted.hosts)
-        found = {kind: samples for (at, kind), samples in kinds.items() if at == group}
-        _collectives(axis, found, cluster)
+        samples_of = {
+            kind: samples
+            for (group_of_kind, kind), samples in kinds.items()
+            if group_of_kind == group
+        }
+        _collectives(axis, samples_of, cluster)
         axis.set_title(_title(group, measured), fontsize=9)
     if fitted.processor is not None:
         _kernels(axes[-1], measured, fitted.processor)
@@ -70,10 +73,10 @@ def _title(group: Group, measured: Measured) -> str:
     return f"{group}: {members} ranks"
 
 
-def _collectives(axis: Axes, found: Mapping[Kind, Sequence[Sample]], cluster: Cluster) -> None:
+def _collectives(axis: Axes, samples_of: Mapping[Kind, Sequence[Sample]], cluster: Cluster) -> None:
     """Time by size, for every kind."""
     sizes: list[float] = []
-    for kind, samples in found.items():
+    for kind, samples in samples_of.items():
         sizes = [sample.work.bytes for sample in samples]
         colour = _COLOURS[kind]
         axis.plot(
@@ -98,14 +101,14 @@ def _collectives(axis: Axes, found: Mapping[Kind, Sequence[Sample]], cluster: Cl
 def _kernels(axis: Axes, measured: Measured, gpu: GPU) -> None:
     """Attained fraction of the best speed by size, for every precision."""
     sizes: set[float] = set()
-    for number, (precision, samples) in enumerate(measured.compute.items()):
+    for index, (precision, samples) in enumerate(measured.compute.items()):
         speeds = attained(samples, measured.launch)
         sizes |= speeds.keys()
         axis.plot(
             list(speeds),
             [speed / gpu.peak[precision] for speed in speeds.values()],
-            color=COLOURS[number],
-            marker="osD"[number],
+            color=COLOURS[index],
+            marker="osD"[index],
             markersize=5,
             label=f"{precision}: at most {scaled(gpu.peak[precision], 'FLOP/s')}",
         )

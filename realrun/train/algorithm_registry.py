@@ -91,44 +91,44 @@ LOCAL_UPDATES = {
 """By strategy; those that are not here have no outer step."""
 
 
-def pairs(text: str) -> dict[str, str]:
+def pairs(_name: str, text: str) -> dict[str, str]:
     """Read "momentum=0.5,lr=1.0". Raises OptionError for what is no list of NAME=VALUE."""
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, separator, value = (part.strip() for part in item.partition("="))
         if not separator or not name or not value:
             raise OptionError(f"outer: {item!r} is not NAME=VALUE")
-        if name in found:
+        if name in options:
             raise OptionError(f"outer: {name} is given twice")
-        found[name] = value
-    return found
+        options[name] = value
+    return options
 
 
-def arguments(strategy: str, given: Mapping[str, str]) -> dict[str, Any]:
+def arguments(strategy: str, options: Mapping[str, str]) -> dict[str, Any]:
     """What the algorithm of this strategy takes. Raises OptionError for what it does not know."""
     if strategy not in LOCAL_UPDATES:
-        if given:
-            raise OptionError(f"{strategy} has no outer step: {next(iter(given))} does not apply")
+        if options:
+            raise OptionError(f"{strategy} has no outer step: {next(iter(options))} does not apply")
         return {}
-    known = LOCAL_UPDATES[strategy].outer
-    found = {}
-    for name, text in given.items():
-        if name not in known:
-            if not known:
+    allowed = LOCAL_UPDATES[strategy].outer
+    values = {}
+    for name, text in options.items():
+        if name not in allowed:
+            if not allowed:
                 raise OptionError(f"{strategy} takes the plain mean: it has no {name!r}")
             raise OptionError(
-                f"the outer step of {strategy} has no {name!r}; {nearest(name, known)}"
+                f"the outer step of {strategy} has no {name!r}; {nearest(name, allowed)}"
             )
-        found[known[name].argument] = _value(name, text, known[name])
-    if "penalty" in found:  # its range is right; does it apply?
-        errors.penalty("outer: penalty", found["penalty"], found.get("gap", errors.DEFAULT_GAP))
-    return found
+        values[allowed[name].argument] = _value(name, text, allowed[name])
+    if "penalty" in values:  # its range is right; does it apply?
+        errors.penalty("outer: penalty", values["penalty"], values.get("gap", errors.DEFAULT_GAP))
+    return values
 
 
 def _value(name: str, text: str, option: Option) -> Any:
     if option.check is None:
         errors.one_of(f"outer: {name}", text, errors.GAPS)
         return text
-    number = parse_number(f"outer: {name}", text)
-    option.check(f"outer: {name}", number)
-    return number
+    amount = parse_number(f"outer: {name}", text)
+    option.check(f"outer: {name}", amount)
+    return amount

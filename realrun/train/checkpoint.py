@@ -2,9 +2,11 @@
 
 Workers of local updates differ, so every rank saves what it holds. Nothing that is read can run
 code: tensors are safetensors, all else is JSON. A checkpoint is written beside its place and then
-renamed: one that has its name is whole. All ranks must see the same folder.
+renamed: one that has its name is whole. All ranks must see the same folder, and fail together:
+all raise one error.
 """
 
+import json
 import os
 import re
 import secrets
@@ -17,12 +19,12 @@ from typing import Any
 
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
 from realrun.errors import CheckpointError, DamagedError
 from realrun.execute.world import World
-from realrun.train.collective_errors import run_on_all_ranks
 from realrun.train.folder import (
     CHECKPOINTS,
     STATE,
@@ -37,6 +39,57 @@ from realrun.train.folder import (
     tensors_of,
     unread,
 )
+
+_CAUSE = 200
+"""Characters of an error, at most."""
+
+
+def run_on_all_ranks(device: torch.device, what: str, work: Callable[[], Any]) -> list[Any]:
+    """Do `work` on all ranks; what it gave on each, as JSON. All ranks call it.
+
+    They hear it over `device`. If it fails on any rank, all raise the same CheckpointError: `what`,
+    the rank and its error.
+    """
+    result, cause, damaged = None, "", False
+    try:
+        result = work()
+    except (OSError, MemoryError, CheckpointError) as error:
+        cause, damaged = _cause(error), isinstance(error, DamagedError)
+    answers = [json.loads(text) for text in _gather(device, json.dumps([result, cause, damaged]))]
+    causes = [answer[1] for answer in answers]
+    if not any(causes):
+        return [answer[0] for answer in answers]
+    first = next(rank for rank, cause_of_rank in enumerate(causes) if cause_of_rank)
+    which = "" if len(set(causes)) == 1 else f"rank {first}: "
+    kind = DamagedError if answers[first][2] else CheckpointError
+    raise kind(f"{what}: {which}{causes[first]}", everywhere=True)
+
+
+def _cause(error: Exception) -> str:
+    """Why, in one line: "rank0.safetensors: No space left on device"."""
+    if isinstance(error, OSError) and error.strerror:
+        name = f"{str(error.filename).rsplit('/', 1)[-1]}: " if error.filename else ""
+        return shown(f"{name}{error.strerror}", _CAUSE)
+    return shown(str(error) or "out of memory", _CAUSE)
+
+
+def _gather(device: torch.device, text: str) -> list[str]:
+    """The texts of all ranks; tensors, since objects would travel as pickles."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks == 1:
+        return [text]
+    encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    size = torch.tensor([len(encoded)], device=device)
+    sizes = [torch.empty_like(size) for _ in range(ranks)]
+    dist.all_gather(sizes, size)
+    padded = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
+    padded[: len(encoded)] = encoded
+    padded = padded.to(device)
+    gathered = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(gathered, padded)
+    pairs = zip(gathered, sizes, strict=True)
+    return [bytes(row[: int(count)].cpu().numpy()).decode() for row, count in pairs]
+
 
 _KEPT = 2
 """Checkpoints that stay; older ones are removed."""
@@ -61,14 +114,14 @@ def save(
 
     Raises CheckpointError like `write`.
     """
-    place = folder / CHECKPOINTS / checkpoint_name(step)
+    path = folder / CHECKPOINTS / checkpoint_name(step)
     whole = {**identity, "ranks": world.layout.world_size}
-    write(place, state, whole, world.rank, world.device)
+    write(path, state, whole, world.rank, world.device)
     if world.rank == 0:
-        for old in [one for one in checkpoints(folder) if step_of(one) <= step][:-_KEPT]:
+        for old in [path for path in checkpoints(folder) if step_of(path) <= step][:-_KEPT]:
             with suppress(OSError):
                 _remove(old.rename(_beside(old)))  # what has its name is whole
-    return place
+    return path
 
 
 def load(checkpoint: Path, identity: Mapping[str, Any], world: World) -> dict[str, Any]:
@@ -77,15 +130,15 @@ def load(checkpoint: Path, identity: Mapping[str, Any], world: World) -> dict[st
     Raises CheckpointError, the same on all ranks, when a file is not as it was written (the error
     names it, and the last checkpoint that is whole), or when it is of another training.
     """
-    found: list[Any] = []
+    states: list[Any] = []
 
     def work() -> None:
         saved = Saved.of(checkpoint)
         check_identity(saved.identity, identity, world.layout.world_size)
-        found.append(read(checkpoint, saved, world.rank))
+        states.append(read(checkpoint, saved, world.rank))
 
     reading(checkpoint, world, work)
-    return found[0]  # type: ignore[no-any-return]
+    return states[0]  # type: ignore[no-any-return]
 
 
 def reading(checkpoint: Path, world: World, work: Callable[[], None]) -> None:
@@ -104,7 +157,7 @@ def reading(checkpoint: Path, world: World, work: Callable[[], None]) -> None:
 
 
 def write(
-    place: Path,
+    path: Path,
     state: Mapping[str, Any],
     identity: Mapping[str, Any],
     rank: int,
@@ -115,14 +168,14 @@ def write(
     A checkpoint in its place is replaced. Raises CheckpointError, the same on all ranks, when one
     cannot write; then nothing is left of it, and what was there before is as it was.
     """
-    what = f"cannot write the checkpoint {shown(place)}"
+    what = f"cannot write the checkpoint {shown(path)}"
 
     def begin() -> str:
         if rank:
             return ""
-        place.parent.mkdir(parents=True, exist_ok=True)
-        _clean(place.parent)
-        made = _beside(place)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _clean(path.parent)
+        made = _beside(path)
         made.mkdir()
         return made.name
 
@@ -133,19 +186,19 @@ def write(
 
     def finish() -> None:
         if rank == 0:
-            files = {name: one for _, name, one in written}
+            files = {name: file for _, name, file in written}
             states = [rest for rest, *_ in written]
             content = {"identity": identity, "files": files, "states": states}
             _write_file(draft / STATE, state_text(content))
-            _put(draft, place)
+            _put(draft, path)
 
     try:
-        draft = place.with_name(run_on_all_ranks(device, what, begin)[0])
+        draft = path.with_name(run_on_all_ranks(device, what, begin)[0])
         written = run_on_all_ranks(device, what, own)
         run_on_all_ranks(device, what, finish)
     except BaseException:
         if rank == 0:
-            _clean(place.parent)
+            _clean(path.parent)
         raise
 
 
@@ -174,10 +227,10 @@ def split(value: Any, name: str, named: dict[str, Tensor]) -> Any:
         named[unique] = value
         return {"tensor": unique}
     if isinstance(value, Mapping):
-        pairs = [(split(key, f"{name}/", named), key, one) for key, one in value.items()]
-        return {"map": [[key, split(one, f"{name}/{was}", named)] for key, was, one in pairs]}
+        pairs = [(split(key, f"{name}/", named), key, item) for key, item in value.items()]
+        return {"map": [[key, split(item, f"{name}/{was}", named)] for key, was, item in pairs]}
     if isinstance(value, list | tuple):
-        items = [split(one, f"{name}/{at}", named) for at, one in enumerate(value)]
+        items = [split(item, f"{name}/{index}", named) for index, item in enumerate(value)]
         return {"tuple": items} if isinstance(value, tuple) else items
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -187,21 +240,23 @@ def split(value: Any, name: str, named: dict[str, Tensor]) -> Any:
 def join(value: Any, named: Mapping[str, Tensor]) -> Any:
     """The other way round. Raises KeyError, TypeError or ValueError for what `split` never gave."""
     if isinstance(value, list):
-        return [join(one, named) for one in value]
+        return [join(item, named) for item in value]
     if not isinstance(value, dict):
         return value
-    ((kind, found),) = value.items()
+    ((kind, content),) = value.items()
     if kind == "map":
-        return {join(key, named): join(one, named) for key, one in found}
+        return {join(key, named): join(item, named) for key, item in content}
     if kind == "tuple":
-        return tuple(join(one, named) for one in found)
-    return {"tensor": named}[kind][found]
+        return tuple(join(item, named) for item in content)
+    return {"tensor": named}[kind][content]
 
 
 def _packed(named: Mapping[str, Tensor]) -> bytes:
     """A file with these tensors: copies, since safetensors takes none that share memory."""
     whole = torch.contiguous_format
-    copies = {name: one.detach().cpu().clone(memory_format=whole) for name, one in named.items()}
+    copies = {
+        name: tensor.detach().cpu().clone(memory_format=whole) for name, tensor in named.items()
+    }
     return safetensors.torch.save(copies)
 
 
@@ -224,29 +279,29 @@ def _write_file(path: Path, data: bytes) -> dict[str, Any]:
     return {"bytes": len(data), "sha256": sha256(data).hexdigest()}
 
 
-def _put(draft: Path, place: Path) -> None:
+def _put(draft: Path, path: Path) -> None:
     """Give a draft its name; a checkpoint that has it goes. Raises OSError."""
     _sync(draft)
-    before = _beside(place)
+    before = _beside(path)
     with suppress(FileNotFoundError):
-        place.rename(before)
+        path.rename(before)
     try:
-        draft.rename(place)
+        draft.rename(path)
     except OSError:
         with suppress(FileNotFoundError):
-            before.rename(place)
+            before.rename(path)
         raise
-    _sync(place.parent)
+    _sync(path.parent)
     _remove(before)
 
 
 def _sync(folder: Path) -> None:
     """Bring the names in a folder to the disk."""
-    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(number)
+        os.fsync(descriptor)
     finally:
-        os.close(number)
+        os.close(descriptor)
 
 
 def _clean(parent: Path) -> None:
@@ -261,5 +316,5 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)  # it follows no link
 
 
-def _beside(place: Path) -> Path:
-    return place.with_name(f".{place.name}.{secrets.token_hex(8)}")
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}")

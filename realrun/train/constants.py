@@ -129,22 +129,23 @@ def mean(values: Sequence[float]) -> Estimate:
     return Estimate(float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values)))
 
 
-def moments(own: np.ndarray, shared: np.ndarray) -> tuple[Estimate, Estimate, Estimate]:
+def moments(by_worker: np.ndarray, shared: np.ndarray) -> tuple[Estimate, Estimate, Estimate]:
     """Sigma squared, zeta squared and |grad f|^2 from inner products of k >= 3 gradients.
 
-    `own` [k, k]: <g_ia, g_ib> of worker i's gradients of batches a and b, averaged over workers.
-    `shared` [k, k]: the same of their means over workers, <g_a, g_b>. Batches are independent, so
-    that off the diagonal the noise drops out: own has the expectation mean |grad f_i|^2 there, and
-    shared |grad f|^2. So all three are unbiased. Errors are those of the jackknife over batches,
+    `by_worker` [k, k]: <g_ia, g_ib> of worker i's gradients of batches a and b, averaged over
+    workers. `shared` [k, k]: the same of their means over workers, <g_a, g_b>. Batches are
+    independent, so that off the diagonal the noise drops out: the first has the expectation mean
+    |grad f_i|^2 there, and shared |grad f|^2. So all three are unbiased. Errors are those of the
+    jackknife over batches,
     which is never too small on average (Efron and Stein 1981). Where zeta squared is 0 its error is
     sqrt(2 (k - 1) / (k - 2)) times too large, 1.5 for k = 8: then nothing but products of noise of
     two batches enters.
     """
-    count = len(own)
+    count = len(by_worker)
     rest = [[b for b in range(count) if b != a] for a in range(count)]
-    without = np.array([_moments(own[np.ix_(r, r)], shared[np.ix_(r, r)]) for r in rest])
+    without = np.array([_moments(by_worker[np.ix_(r, r)], shared[np.ix_(r, r)]) for r in rest])
     errors = np.sqrt((count - 1) * without.var(axis=0))
-    values = _moments(own, shared)
+    values = _moments(by_worker, shared)
     noise, spread, gradient = map(Estimate, values.tolist(), errors.tolist())
     return noise, spread, gradient
 
@@ -159,24 +160,24 @@ def length(products: np.ndarray) -> Estimate:
     return Estimate(value, squared.error / (2 * value) if value else math.sqrt(squared.error))
 
 
-def _moments(own: np.ndarray, shared: np.ndarray) -> np.ndarray:
+def _moments(by_worker: np.ndarray, shared: np.ndarray) -> np.ndarray:
     """Sigma squared, zeta squared, |grad f|^2."""
     mine, common = (
         (matrix.sum() - np.trace(matrix)) / (len(matrix) * (len(matrix) - 1))
-        for matrix in (own, shared)
+        for matrix in (by_worker, shared)
     )
-    return np.array([np.trace(own) / len(own) - mine, mine - common, common])
+    return np.array([np.trace(by_worker) / len(by_worker) - mine, mine - common, common])
 
 
-def commands(found: Estimates, settings: TrainSettings, delay: int | None) -> dict[str, str]:
+def commands(estimates: Estimates, settings: TrainSettings, delay: int | None) -> dict[str, str]:
     """The command lines that take the constants, by command.
 
     `delay` is the number of steps after which averages were used, where there is one. Zeta squared
     is left out: workers of a training here draw from the same data, so that it is 0.
     """
-    given = (
-        f"--smoothness {found.smoothness:.4g} --noise {found.noise.value:.4g}"
-        f" --gap {found.gap.value:.4g}"
+    constants = (
+        f"--smoothness {estimates.smoothness:.4g} --noise {estimates.noise.value:.4g}"
+        f" --gap {estimates.gap.value:.4g}"
     )
     strategy = settings.parsed
     late = " --delay 0"
@@ -189,10 +190,10 @@ def commands(found: Estimates, settings: TrainSettings, delay: int | None) -> di
     if isinstance(strategy, LocalSteps):
         name = _without_tau(strategy, delay) if strategy.name in BOUNDED else "local_sgd"
     return {
-        "bound": f"co2analysis bound {given} --workers {found.workers}"
+        "bound": f"co2analysis bound {constants} --workers {estimates.workers}"
         f" --rounds {max(1, settings.last // settings.round)} --local-steps {settings.round}{late}",
-        "tau": f"co2analysis tau {given} --strategy {name} --micro-batch {found.micro_batch}"
-        " --accumulation 1 --cluster CLUSTER --model MODEL",
+        "tau": f"co2analysis tau {constants} --strategy {name}"
+        f" --micro-batch {estimates.micro_batch} --accumulation 1 --cluster CLUSTER --model MODEL",
     }
 
 
@@ -232,22 +233,22 @@ def limits(settings: TrainSettings) -> list[str]:
         " direction that was found, it is on average below."
     )
     steps = unlike_sgd(settings)
-    found = [gap, spread, curvature]
+    sentences = [gap, spread, curvature]
     if steps:
-        found.append(
+        sentences.append(
             f"The bound is about plain SGD: it does not cover {', '.join(steps)}. It ranks tau and"
             " delay; its gamma is not your lr."
         )
     strategy = settings.parsed
     if isinstance(strategy, CO2) and strategy.preview:
-        found.append("The bound is not about a preview: the commands are those without.")
+        sentences.append("The bound is not about a preview: the commands are those without.")
     if strategy.name in _WITH_OUTER_STEP:
-        found.append(
+        sentences.append(
             "The commands have an outer step of 1 without momentum or penalty: for others add"
             " --outer-step, --momentum, --most-penalty."
         )
     if isinstance(strategy, LocalSteps) and strategy.name not in BOUNDED:
-        found.append(
+        sentences.append(
             f"The bound is not about {strategy.name}: the commands are those of local_sgd."
         )
-    return found
+    return sentences

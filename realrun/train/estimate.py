@@ -57,16 +57,16 @@ def measure(function: RankLoss, step: int, batches: int = BATCHES) -> tuple[Poin
     """The constants here, and the gradient of batch 0, whose curvature it is. All ranks call it."""
     gradient, curvature = _power_iteration(function)
     gradients, losses, products = [], [], []
-    for number in range(1, batches + 1):
-        loss = function.loss(number)
+    for index in range(1, batches + 1):
+        loss = function.loss(index)
         slope = _slope(function, loss)
         gradients.append(slope.detach())
         losses.append(loss.detach())
         products.append(_product(function, slope, curvature.direction))
     mine = function.over_worker(torch.stack(gradients))
-    own = function.over_all(_inner_products(mine))
+    by_worker = function.over_all(_inner_products(mine))
     shared = _inner_products(function.over_all(mine))
-    noise, spread, squared = moments(own.cpu().numpy(), shared.cpu().numpy())
+    noise, spread, squared = moments(by_worker.cpu().numpy(), shared.cpu().numpy())
     elsewhere = length(_inner_products(function.over_all(torch.stack(products))).cpu().numpy())
     seen = function.over_all(torch.stack(losses).double()).tolist()
     point = Point(
@@ -104,18 +104,18 @@ def _power_iteration(function: RankLoss) -> tuple[Tensor, _Curvature]:
     slope = _slope(function, function.loss(0))
     random = torch.Generator().manual_seed(0)
     start = torch.randn(slope.numel(), generator=random).to(slope)
-    found = _Curvature(0.0, start / start.norm(), 0, math.inf)
-    while found.iterations < ITERATIONS and found.change > TOLERANCE:
-        product = function.over_all(_product(function, slope, found.direction))
+    curvature = _Curvature(0.0, start / start.norm(), 0, math.inf)
+    while curvature.iterations < ITERATIONS and curvature.change > TOLERANCE:
+        product = function.over_all(_product(function, slope, curvature.direction))
         size = product.norm().item()
         if size == 0.0:
-            found = _Curvature(0.0, found.direction, found.iterations + 1, 0.0)
+            curvature = _Curvature(0.0, curvature.direction, curvature.iterations + 1, 0.0)
             break
-        change = size / found.value - 1.0 if found.value else math.inf
+        change = size / curvature.value - 1.0 if curvature.value else math.inf
         # Ranks must agree on when to stop, to the last bit.
         agreed = function.over_all(torch.tensor([abs(change)], device=slope.device)).item()
-        found = _Curvature(size, product / size, found.iterations + 1, agreed)
-    return function.over_all(slope.detach().clone()), found
+        curvature = _Curvature(size, product / size, curvature.iterations + 1, agreed)
+    return function.over_all(slope.detach().clone()), curvature
 
 
 def _slope(function: RankLoss, loss: Tensor) -> Tensor:
@@ -164,9 +164,9 @@ class Estimator:
         if isinstance(strategy, LocalSteps) and method.workers < size:
             node = world.group("training", Replica.of(strategy).inside)
 
-        def loss(number: int) -> Tensor:
-            samples = settings.batch * (1 if number else CURVED)
-            batch = task.batch(settings.seed, MOST + 1 + number, samples, world.rank, size)
+        def loss(index: int) -> Tensor:
+            samples = settings.batch * (1 if index else CURVED)
+            batch = task.batch(settings.seed, MOST + 1 + index, samples, world.rank, size)
             return loss_of(method.bare, batch)
 
         self._function = RankLoss(

@@ -57,9 +57,9 @@ def check_place(folder: Path) -> None:
         file = folder / name
         if file.exists() and not is_regular(file):
             raise OptionError(f"{file} is not a regular file: remove it, or choose another --out")
-    place = folder / CHECKPOINTS
-    if lexists(place) and not is_folder(place):
-        raise OptionError(f"{place} is not a folder: remove it, or choose another --out")
+    path = folder / CHECKPOINTS
+    if lexists(path) and not is_folder(path):
+        raise OptionError(f"{path} is not a folder: remove it, or choose another --out")
 
 
 def checkpoint_name(step: int) -> str:
@@ -69,8 +69,8 @@ def checkpoint_name(step: int) -> str:
 
 def checkpoints(folder: Path) -> list[Path]:
     """All whole checkpoints of a training, the last one last."""
-    found = (folder / CHECKPOINTS).glob("step-*")
-    return sorted((path for path in found if _NAME.fullmatch(path.name)), key=step_of)
+    paths = (folder / CHECKPOINTS).glob("step-*")
+    return sorted((path for path in paths if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -92,22 +92,22 @@ class Resume:
         Raises OptionError when there is none of that step, or none of a training that has ended.
         """
         check_place(folder)
-        found = checkpoints(folder)
-        if self.step is None and found:
-            return found[-1]
+        saved = checkpoints(folder)
+        if self.step is None and saved:
+            return saved[-1]
         if self.step is None:
-            ended = next((one for one in (RECORD, MODEL) if (folder / one).exists()), None)
+            ended = next((name for name in (RECORD, MODEL) if (folder / name).exists()), None)
             if ended:
                 raise OptionError(
                     f"{folder} holds a training that has ended ({ended}), and no checkpoint to"
                     " continue from: choose another --out"
                 )
             return None
-        for path in found:
+        for path in saved:
             if step_of(path) == self.step:
                 return path
-        steps = ", ".join(str(step_of(path)) for path in found[-_SHOWN:])
-        there = f"those in {folder} are of steps {steps}" if found else f"{folder} holds none"
+        steps = ", ".join(str(step_of(path)) for path in saved[-_SHOWN:])
+        there = f"those in {folder} are of steps {steps}" if saved else f"{folder} holds none"
         raise OptionError(f"--from-step is {self.step}, and there is no such checkpoint: {there}")
 
 
@@ -127,11 +127,11 @@ class Saved:
         if start != _start(rest):
             raise DamagedError(f"{STATE}: it is not what was written")
         try:
-            found = json.loads(text)
-            made = Saved(found["identity"], found["files"], found["states"])
+            content = json.loads(text)
+            made = Saved(content["identity"], content["files"], content["states"])
         except (ValueError, LookupError, RecursionError) as error:
             raise DamagedError(f"{STATE}: it is not that of a checkpoint") from error
-        if [type(one) for one in (made.identity, made.files, made.states)] != [dict, dict, list]:
+        if [type(part) for part in (made.identity, made.files, made.states)] != [dict, dict, list]:
             raise DamagedError(f"{STATE}: it is not that of a checkpoint")
         return made
 
@@ -229,12 +229,14 @@ def unread(checkpoint: Path) -> str:
 def offer(checkpoint: Path) -> str:
     """What to do instead: the last checkpoint before this one that is whole."""
     folder, step = checkpoint.parent.parent, step_of(checkpoint)
-    for one in reversed([path for path in checkpoints(folder) if step_of(path) < step]):
+    for before in reversed([path for path in checkpoints(folder) if step_of(path) < step]):
         try:
-            Saved.of(one).check(one)
+            Saved.of(before).check(before)
         except CheckpointError:
             continue
-        return f"{one.name} is whole: continue from it with --resume --from-step {step_of(one)}"
+        return (
+            f"{before.name} is whole: continue from it with --resume --from-step {step_of(before)}"
+        )
     return "no checkpoint before it is whole: start again with another --out"
 
 
@@ -252,7 +254,8 @@ def _read(path: Path, most: int) -> bytes:
 def shown(what: object, most: int = 80) -> str:
     """A text for an error: on one line, nothing that a terminal would obey, its end if long."""
     text = "".join(
-        one if one.isprintable() else ascii(one)[1:-1] for one in " ".join(str(what).split())
+        character if character.isprintable() else ascii(character)[1:-1]
+        for character in " ".join(str(what).split())
     )
     return text if len(text) <= most else f"...{text[3 - most :]}"
 
@@ -272,8 +275,8 @@ def alone(folder: Path) -> Iterator[Callable[[], None]]:
     does. Where a file system has no such locks there is none. Raises OptionError when another
     training has it.
     """
-    with _locked(folder, fcntl.LOCK_EX) as number:
-        yield partial(_take, number, folder, fcntl.LOCK_SH)
+    with _locked(folder, fcntl.LOCK_EX) as descriptor:
+        yield partial(_take, descriptor, folder, fcntl.LOCK_SH)
 
 
 @contextmanager
@@ -287,15 +290,15 @@ def among(folder: Path) -> Iterator[None]:
 def _locked(folder: Path, how: int) -> Iterator[int]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise OptionError(f"cannot write into {folder}: {reason}") from error
     try:
-        _take(number, folder, how)
-        yield number
+        _take(descriptor, folder, how)
+        yield descriptor
     finally:
-        os.close(number)
+        os.close(descriptor)
 
 
 def check_free(folder: Path) -> None:
@@ -305,11 +308,11 @@ def check_free(folder: Path) -> None:
             pass
 
 
-def _take(number: int, folder: Path, how: int) -> None:
+def _take(descriptor: int, folder: Path, how: int) -> None:
     limit = time.monotonic() + _PATIENCE
     while True:
         try:
-            fcntl.flock(number, how | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, how | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > limit:
                 raise OptionError(

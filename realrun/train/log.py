@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -21,32 +21,8 @@ from realrun.train.constants import Estimates
 from realrun.train.folder import LOG, RECORD
 from realrun.train.settings import TrainSettings
 
-
-class OuterStats(Protocol):
-    """What an outer step tells; see `realrun.algorithms`."""
-
-    @property
-    def rounds(self) -> int: ...  # noqa: D102
-    @property
-    def penalty(self) -> float: ...  # noqa: D102
-    @property
-    def clipped(self) -> float: ...  # noqa: D102
-    @property
-    def clip_residual(self) -> float: ...  # noqa: D102
-    @property
-    def running_residual(self) -> float: ...  # noqa: D102
-    @property
-    def rounding_residual(self) -> float: ...  # noqa: D102
-    @property
-    def waited(self) -> float: ...  # noqa: D102
-    @property
-    def bytes_sent(self) -> int: ...  # noqa: D102
-    @property
-    def late(self) -> int: ...  # noqa: D102
-    @property
-    def delay(self) -> int | None: ...  # noqa: D102
-    @property
-    def tau(self) -> int | None: ...  # noqa: D102
+if TYPE_CHECKING:
+    from realrun.algorithms import Stats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,25 +55,13 @@ class LogRow:
     running_residual: float | None = None
     tau: int | None = None
 
-    def with_stats(self, stats: OuterStats) -> "LogRow":
+    def with_stats(self, stats: "Stats") -> "LogRow":
         """The row with what an outer step tells."""
-        return replace(
-            self,
-            rounds=stats.rounds,
-            penalty=stats.penalty,
-            clipped=stats.clipped,
-            waited=stats.waited,
-            bytes_sent=stats.bytes_sent,
-            late=stats.late,
-            delay=stats.delay,
-            clip_residual=stats.clip_residual,
-            rounding_residual=stats.rounding_residual,
-            running_residual=stats.running_residual,
-            tau=stats.tau,
-        )
+        return replace(self, **{name: getattr(stats, name) for name in _OF_OUTER_STEP})
 
 
 _NAMES = tuple(field.name for field in fields(LogRow))
+_OF_OUTER_STEP = _NAMES[_NAMES.index("rounds") :]
 _ADDED = ("clip_residual", "rounding_residual", "running_residual", "tau")
 """Columns that older logs lack."""
 
@@ -169,9 +133,9 @@ class Log:
 
     def fill(self, step: int, validation_loss: float, accuracy: float | None) -> None:
         """Add to the row of a step what was found out later."""
-        for place, row in enumerate(self.rows):
+        for index, row in enumerate(self.rows):
             if row.step == step:
-                self.rows[place] = replace(row, validation_loss=validation_loss, accuracy=accuracy)
+                self.rows[index] = replace(row, validation_loss=validation_loss, accuracy=accuracy)
         self._rewrite()
 
     def close(self) -> None:
@@ -225,9 +189,9 @@ def read(folder: Path) -> tuple[LogRow, ...]:
 
 def _row(texts: Mapping[str, str]) -> LogRow:
     whole = {"step", "tokens", "rounds", "bytes_sent", "late", "delay", "tau"}
-    told = {**dict.fromkeys(_ADDED, ""), **texts}
+    cells = {**dict.fromkeys(_ADDED, ""), **texts}
     values: dict[str, Any] = {
-        name: (int(told[name]) if name in whole else float(told[name])) if told[name] else None
+        name: (int(cells[name]) if name in whole else float(cells[name])) if cells[name] else None
         for name in _NAMES
     }
     return LogRow(**values)
@@ -264,8 +228,8 @@ def draw(
         figure = Figure(figsize=(11.0, 3.9), layout="constrained")
         axes = figure.subplots(1, len(_AXES), sharey=True)
         for axis, (name, label) in zip(axes, _AXES.items(), strict=True):
-            for place, (run, rows) in enumerate(runs.items()):
-                _lines(axis, name, rows, f"{run}: " if len(runs) > 1 else "", place)
+            for index, (run, rows) in enumerate(runs.items()):
+                _lines(axis, name, rows, f"{run}: " if len(runs) > 1 else "", index)
             axis.set_xlabel(label.format(unit))
             axis.set_xlim(left=0)
             if name != "seconds":
@@ -277,8 +241,8 @@ def draw(
         return render(figure, "png")
 
 
-def _lines(axis: Axes, name: str, rows: Sequence[LogRow], prefix: str, place: int) -> None:
-    colour = COLOURS[place % len(COLOURS)]
+def _lines(axis: Axes, name: str, rows: Sequence[LogRow], prefix: str, index: int) -> None:
+    colour = COLOURS[index % len(COLOURS)]
     seen = [row for row in rows if row.validation_loss is not None]
     axis.plot(
         [getattr(row, name) for row in rows],
@@ -292,7 +256,7 @@ def _lines(axis: Axes, name: str, rows: Sequence[LogRow], prefix: str, place: in
         [getattr(row, name) for row in seen],
         [row.validation_loss for row in seen],  # type: ignore[arg-type]
         color=colour,
-        marker=MARKERS[place % len(MARKERS)],
+        marker=MARKERS[index % len(MARKERS)],
         markersize=4,
         label=f"{prefix}validation, mean of the workers",
     )

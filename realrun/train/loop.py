@@ -1,35 +1,42 @@
 """The training loop: one for all strategies."""
 
 import gc
+import io
 import json
 import math
+import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+from co2sim.common.delayed_averaging import bounded, kept
 from co2sim.common.errors import CatalogError, Co2simError, OptionError
-from co2sim.common.units import Seconds
+from co2sim.common.files import write_atomically
+from co2sim.common.units import Seconds, counted
+from co2sim.common.version import own_version
 from co2sim.schedule.schedule import WORLD
+from realrun.algorithms import LocalUpdate
 from realrun.algorithms.departures import of_network
 from realrun.errors import BAD_INPUT, CheckpointError, DamagedError, RankFailure, TrainingError
 from realrun.execute.threads import short_collections
-from realrun.execute.world import World
+from realrun.execute.world import World, describe
 from realrun.launch.monitor import Place
-from realrun.train import checkpoint, outcome, support
-from realrun.train.collective_errors import run_on_all_ranks
+from realrun.train import checkpoint
+from realrun.train.checkpoint import run_on_all_ranks
 from realrun.train.estimate import Estimator
-from realrun.train.folder import LOG, Resume, check_steps
-from realrun.train.log import History, Log, LogRow, read
+from realrun.train.folder import ESTIMATE, FIGURE, LOG, MODEL, Resume, check_steps
+from realrun.train.log import History, Log, LogRow, draw, read, write_record
 from realrun.train.parallelize import WrappedModel, build
-from realrun.train.settings import TrainSettings
+from realrun.train.settings import TrainSettings, check, check_estimate
 from realrun.train.tasks.registry import make_task
 from realrun.train.tasks.task import Task, loss_of, means, scores
 
@@ -55,9 +62,9 @@ class Validation:
         total = torch.zeros(3, dtype=torch.float64, device=self._world.device)
         with torch.no_grad(), self._method.mean(parts) as model:
             for turn in range(-(-len(batches) // size)):
-                place = turn * size + self._world.rank
-                seen = scores(model, batches[min(place, len(batches) - 1)])  # all ranks call it
-                if place < len(batches):
+                index = turn * size + self._world.rank
+                seen = scores(model, batches[min(index, len(batches) - 1)])  # all ranks call it
+                if index < len(batches):
                     total += seen
         dist.all_reduce(total)
         loss, accuracy = means(total)
@@ -242,9 +249,9 @@ def train(
     Raises OptionError for what cannot be trained here, TrainingError when the loss is no number any
     more, CheckpointError, MismatchError when ranks differ, and RankFailure when one is lost.
     """
-    support.check(settings, world.layout)
+    check(settings, world.layout)
     if estimate:
-        support.check_estimate(settings, world.layout, resume=bool(resume))
+        check_estimate(settings, world.layout, resume=bool(resume))
     task = make_task(settings.task, settings.size, settings.shape, world.device)
     identity = {**settings.identity(), "data": task.facts["sha256"]}
     world.agree("training", json.dumps({**identity, "steps": settings.steps}, indent=1))
@@ -392,17 +399,17 @@ class _Training:
         settings, stats = self.settings, None
         if not (evaluates or last or self.step % settings.log_every == 0):
             return
-        found: tuple[float | None, float | None] = (None, None)
+        seen: tuple[float | None, float | None] = (None, None)
         if evaluates and settings.evaluate == "during":
-            found = self.validation.take()
+            seen = self.validation.take()
         row = LogRow(
             step=self.step,
             tokens=self.step * settings.batch * self.task.units,
             seconds=self.seconds,
             train_loss=sum(self.losses) / len(self.losses),
             lr=settings.learning_rate(self.step),
-            validation_loss=found[0],
-            accuracy=found[1],
+            validation_loss=seen[0],
+            accuracy=seen[1],
         )
         self.losses = []
         if self.method.outer:
@@ -433,12 +440,12 @@ class _Training:
         history = History(
             self.settings,
             tuple(self.log.rows),
-            outcome.facts(self.task, self.method, self.world),
+            facts(self.task, self.method, self.world),
             stopped=self.step < self.settings.steps,
             estimates=self.estimator.result() if self.estimator else None,
         )
         if self.folder:
-            outcome.write(self.folder, history, self.task, self.method, self.world)
+            write_outcome(self.folder, history, self.task, self.method, self.world)
         return history
 
     def _standing(self) -> Standing:
@@ -452,3 +459,54 @@ class _Training:
         place = Place(self.step, self.rounds, f"{what} {self.step}")
         with report_rank_errors(self.world, place):
             yield
+
+
+def facts(task: Task, method: WrappedModel, world: World) -> Mapping[str, Any]:
+    """Facts about the data, the model, the outer step with its defaults, and the machine."""
+    layout, outer = world.layout, method.outer
+    return {
+        **task.facts,
+        "workers": method.workers,
+        **({"outer_step": _outer_step(outer)} if isinstance(outer, LocalUpdate) else {}),
+        "parameters": sum(p.numel() for p in method.bare.parameters()),
+        "nodes": layout.nodes,
+        "ranks_per_node": layout.gpus_per_node,
+        "co2sim": own_version(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        **describe(world.device, world.backend),
+    }
+
+
+def _outer_step(outer: LocalUpdate) -> dict[str, Any]:
+    """The options of the outer step; of late averages what was used where nothing was given."""
+    rule, delay = outer.loop.rule, outer.stats().delay
+    waits = rule.late is None
+    options = asdict(rule) | {"tau": outer.loop.tau if waits else outer.stats().tau}
+    late, tau = rule.late, outer.loop.tau
+    if late is not None:
+        keep, predict = kept(tau, late.keep, late.predict)
+        used = predict if delay is None else bounded(tau, delay, keep, predict)
+        options |= {"keep": keep, "predict": used, "fragments": late.parts(tau)}
+    return options
+
+
+def write_outcome(
+    folder: Path, history: History, task: Task, method: WrappedModel, world: World
+) -> None:
+    """Write parameters, figure and record. All ranks call this; rank 0 writes."""
+    with method.mean():
+        whole = method.whole()
+    if world.rank:
+        return
+    out = io.BytesIO()
+    torch.save(whole, out)
+    runs = {history.settings.name: history.rows}
+    parameters = f"{history.facts['parameters']:,} parameters"
+    title = f"{task.name}, {parameters}, {counted(world.layout.world_size, 'rank')}"
+    files = {MODEL: out.getvalue(), FIGURE: draw(runs, title, task.unit, task.loss)}
+    if history.estimates:
+        estimates = history.estimates.to_dict(history.chosen, history.rows[-1].delay)
+        files[ESTIMATE] = f"{json.dumps(estimates, indent=2)}\n".encode()
+    write_atomically({folder / name: data for name, data in files.items()})
+    write_record(folder, history)

@@ -28,7 +28,6 @@ from realrun import algorithms
 from realrun.algorithms.process_groups import Workers
 from realrun.execute.world import World
 from realrun.train import algorithm_registry
-from realrun.train.log import OuterStats
 from realrun.train.settings import IN_EVERY_STEP, TrainSettings
 
 _TYPES = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16, DType.FP16: torch.float16}
@@ -115,7 +114,7 @@ class OuterStep(Protocol):
     def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
     def take_state(self, state: dict[str, Any]) -> None: ...  # noqa: D102
     def agree_on_state(self) -> None: ...  # noqa: D102
-    def stats(self) -> OuterStats: ...  # noqa: D102
+    def stats(self) -> algorithms.Stats: ...  # noqa: D102
     def __enter__(self) -> object: ...
     def __exit__(self, *error: object) -> None: ...
 
@@ -174,8 +173,8 @@ class WrappedModel:
     def put(self, parts: Iterable[Tensor]) -> None:
         """Write parameters."""
         self._forget()
-        for place, part in zip(self.held, parts, strict=True):
-            place.copy_(part)
+        for target, part in zip(self.held, parts, strict=True):
+            target.copy_(part)
 
     @contextmanager
     def mean(self, parts: Sequence[Tensor] | None = None) -> Iterator[nn.Module]:
@@ -184,17 +183,17 @@ class WrappedModel:
             yield self.bare
             self._forget()
             return
-        own = self.copy()
-        flat = torch.cat([part.flatten() for part in (parts or own)])
+        kept = self.copy()
+        flat = torch.cat([part.flatten() for part in (parts or kept)])
         if self.peers is not None:
             dist.all_reduce(flat, group=self.peers)
             flat /= self.workers
-        sizes = [part.numel() for part in own]
-        self.put(p.view_as(o) for p, o in zip(torch.split(flat, sizes), own, strict=True))
+        sizes = [part.numel() for part in kept]
+        self.put(p.view_as(o) for p, o in zip(torch.split(flat, sizes), kept, strict=True))
         try:
             yield self.bare
         finally:
-            self.put(own)
+            self.put(kept)
 
     def whole(self) -> dict[str, Tensor]:
         """The parameters of the whole model by name. All ranks call it."""
@@ -213,8 +212,8 @@ class WrappedModel:
         """As optimizers do it, but shards become what the parameters are."""
         parameters = [p for group in self.stepper.param_groups for p in group["params"]]
         states = {
-            number: {name: _like(value, parameters[int(number)]) for name, value in values.items()}
-            for number, values in state["state"].items()
+            index: {name: _like(value, parameters[int(index)]) for name, value in values.items()}
+            for index, values in state["state"].items()
         }
         self.stepper.load_state_dict({**state, "state": states})
 
@@ -227,7 +226,7 @@ def local(tensor: Tensor) -> Tensor:
 def _local(value: Any) -> Any:
     """The same, inside of the state of an optimizer."""
     if isinstance(value, dict):
-        return {key: _local(one) for key, one in value.items()}
+        return {key: _local(item) for key, item in value.items()}
     return local(value) if isinstance(value, Tensor) else value
 
 

@@ -1,18 +1,25 @@
-"""The settings of a training, checked. Needs no torch."""
+"""The settings of a training, checked; what cannot be trained is refused. Needs no torch."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.util import find_spec
+from typing import Annotated, Any, Literal, get_args
 
+from co2sim.common.convert import Reader, option
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import between, whole
+from co2sim.schedule.schedule import WORLD, DType, Layout
 from co2sim.strategies import Strategy, parse
 from co2sim.strategies.co2 import CO2
-from co2sim.strategies.local import LocalSteps, round_steps
+from co2sim.strategies.fsdp import FSDP
+from co2sim.strategies.local import LocalSteps, Replica, round_steps
 from co2sim.strategies.step import title
-from realrun.errors import one_of
+from co2sim.strategies.zero import Zero1, Zero2
+from co2sim.strategies.zeropp import ZeroPP
+from realrun.errors import SITES, one_of
 from realrun.train import algorithm_registry
+from realrun.train.algorithm_registry import LOCAL_UPDATES
 from realrun.train.tasks.presets import GPTS, GPTShape, known_size
 
 TaskName = Literal["text", "masked_text", "digits", "segmentation", "points"]
@@ -32,7 +39,7 @@ OF_TEXT = frozenset({"text", "masked_text"})
 """Tasks whose samples are `context` characters."""
 
 IN_EVERY_STEP = frozenset({"ddp", "zero1", "zero2", "zero3", "zeropp", "fsdp"})
-"""Strategies that are trained without an outer step; the others are those of `outer.OPTIONS`."""
+"""Strategies that are trained without an outer step; the others are those of `LOCAL_UPDATES`."""
 
 MOST = 10**9
 """Of steps, samples and seeds."""
@@ -44,37 +51,70 @@ _HOW = ("stop", "log_every", "eval_every", "checkpoint_every", "evaluate")
 class TrainSettings:
     """What to train, and how. Raises OptionError for values that are not allowed.
 
-    `batch` is samples of an optimizer step over all ranks; a sample of text is `context`
-    characters (0: the preset's own). The learning rate rises linearly for `warmup` steps to `lr`
-    and falls along half a cosine to `final_lr` x `lr` at the last of `steps`. `clip_grad` bounds
-    the norm of each worker's gradient (0: not). `momentum` is that of sgd, and beta1 of adamw.
-    `stop` ends the run after this step, with a checkpoint (0: at `steps`).
-
-    Every `eval_every` steps the validation loss is taken (0: only at the end); local updates wait
-    for the end of the round. `evaluate` "during": at once, off the clock. "after": once training is
-    over, from copies of the parameters, so that an average that is in flight gets no free time.
+    The learning rate rises linearly for `warmup` steps to `lr` and falls along half a cosine to
+    `final_lr` x `lr` at the last of `steps`. With `evaluate` "after" the validation loss is that of
+    copies of the parameters.
     """
 
-    task: TaskName = "text"
-    strategy: str = "ddp"
-    size: str = "small"
-    context: int = 0
-    steps: int = 600
-    stop: int = 0
-    batch: int = 32
-    optimizer: OptimizerName = "adamw"
-    lr: float = 3e-3
-    final_lr: float = 0.1
-    warmup: int = 20
-    momentum: float = 0.9
-    weight_decay: float = 0.01
-    clip_grad: float = 1.0
-    outer: Mapping[str, str] = field(default_factory=dict)
-    seed: int = 0
-    log_every: int = 10
-    eval_every: int = 100
-    evaluate: Evaluate = "during"
-    checkpoint_every: int = 0
+    task: TaskName = option(
+        "text",
+        "text: a GPT on the characters of Python's standard library. masked_text: what is hidden in"
+        " them, with a transformer that looks both ways. digits: a convolutional network on"
+        " scikit-learn's digits. segmentation: the class of every pixel where some of them are."
+        " points: clouds of points on surfaces, reconstructed.",
+        "train",
+        "--task",
+        "-t",
+    )
+    strategy: str = option(
+        "ddp", "As in `co2sim run`: ddp, co2:tau=12, zeropp ...", "train", "--strategy", "-s"
+    )
+    size: str = option("small", "tiny, mini, small, medium or large.", "train")
+    context: int = option(
+        0, "Characters in a sample of text; default: 64 to 256, by size.", "train"
+    )
+    steps: int = option(600, "Optimizer steps.", "train")
+    stop: int = option(
+        0, "End after this step with a checkpoint, to continue with --resume.", "train"
+    )
+    batch: int = option(32, "Samples per step over all ranks, which share them equally.", "train")
+    optimizer: OptimizerName = option("adamw", "adamw or sgd.", "train")
+    lr: float = option(3e-3, "Highest learning rate.", "train")
+    final_lr: float = option(
+        0.1, "Fraction of the highest learning rate at the last step, after half a cosine.", "train"
+    )
+    warmup: int = option(
+        20, "Steps until lr is reached; default: 20, or half of all where those are fewer.", "train"
+    )
+    momentum: float = option(0.9, "Of sgd; adamw's beta1.", "train")
+    weight_decay: float = option(0.01, "Weight decay of matrices.", "train")
+    clip_grad: float = option(
+        1.0, "Clip the norm of a worker's gradient to this; 0: no clipping.", "train"
+    )
+    outer: Annotated[Mapping[str, str], Reader(algorithm_registry.pairs, "OPTIONS")] = option(
+        {},
+        "Options of the outer step, which do not affect the schedule. co2: momentum, lr, gap"
+        " (constant or gap_aware), penalty, clip; slowmo, diloco: momentum, lr; overlap_local_sgd:"
+        " pull, momentum. As in momentum=0.5,gap=gap_aware.",
+        "train",
+    )
+    seed: int = option(0, "Seed of weights and of samples.", "train")
+    log_every: int = option(10, "Steps between rows of the log.", "train")
+    eval_every: int = option(
+        100,
+        "Steps between validations, of the mean of all workers; local updates wait for the end of a"
+        " round. 0: only at the end.",
+        "train",
+    )
+    evaluate: Evaluate = option(
+        "during",
+        "during: at once, off the clock. after: once training is over, so that no average that is"
+        " under way gets free time.",
+        "train",
+    )
+    checkpoint_every: int = option(
+        0, "Steps between checkpoints, of which two are kept; 0: only at the end.", "train"
+    )
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -188,9 +228,105 @@ class TrainSettings:
 
 def _check_trained(name: str) -> None:
     """Raise OptionError for a strategy that only has a schedule, such as a user's own."""
-    known = sorted(IN_EVERY_STEP | algorithm_registry.LOCAL_UPDATES.keys())
-    if name not in known:
+    trainable = sorted(IN_EVERY_STEP | algorithm_registry.LOCAL_UPDATES.keys())
+    if name not in trainable:
         raise OptionError(
-            f"{name} has no training algorithm; those that have: {', '.join(known)} (`realrun run`"
-            " executes the schedule of any)"
+            f"{name} has no training algorithm; those that have: {', '.join(trainable)} (`realrun"
+            " run` executes the schedule of any)"
+        )
+
+
+_FETCHED = {
+    "prefetch": "FSDP2 fetches one layer ahead",
+    "max_live": "FSDP2 fetches one layer ahead",
+    "gathers": "FSDP2 fetches a layer at once",
+    "reduce_bucket": "FSDP2 reduces a layer at once",
+    "max_reuse": "nothing is recomputed",
+}
+_REFUSED: dict[str, Mapping[str, str]] = {
+    "zero1": {"bucket": "torch's ZeroRedundancyOptimizer has no buckets"},
+    "zero2": {
+        "bucket": "FSDP2 reduces a layer at a time",
+        "owners": "FSDP2 scatters gradients and gathers parameters",
+    },
+    "zero3": _FETCHED,
+    "zeropp": _FETCHED | {"chunks": "a gradient is exchanged at once"},
+    "fsdp": {
+        "sync": "a step has one micro-step",
+        "clip": "--clip-grad bounds the norm, or does not",
+        "version": "torch trains with fully_shard",
+    },
+    **{name: update.refused for name, update in LOCAL_UPDATES.items()},
+}
+"""Options that torch's own form of a strategy, or ours, does not have, with the reason."""
+
+_SHARDED = ("zero2", "zero3", "zeropp", "fsdp")
+"""What leaves a rank with a part of the parameters."""
+
+MIN_STEPS = 3
+"""Of a training with three points to estimate at."""
+
+
+def check(settings: TrainSettings, layout: Layout) -> None:
+    """Raise OptionError for what cannot be trained on these ranks."""
+    strategy = settings.parsed
+    _check_options(strategy)
+    if settings.task in {"digits", "segmentation"} and find_spec("sklearn") is None:
+        raise OptionError(
+            f"task {settings.task} needs scikit-learn, which is not installed: pip install"
+            " '.[train]'"
+        )
+    if isinstance(strategy, ZeroPP) and strategy.hpz_group not in {0, layout.gpus_per_node}:
+        raise OptionError(
+            f"zeropp: hpz_group={strategy.hpz_group} cannot be trained with: the groups are the"
+            f" nodes, of {layout.gpus_per_node} ranks here"
+        )
+    if isinstance(strategy, FSDP):
+        strategy.sharding(layout, WORLD)
+    if isinstance(strategy, Zero1 | Zero2):
+        strategy.sharing(layout, WORLD)
+    if isinstance(strategy, LocalSteps) and strategy.worker == "site" and layout.sites == 1:
+        raise OptionError(
+            f"{strategy.name}: worker=site needs 2 sites or more, and there is 1: set {SITES} to"
+            " their number for every rank, or train in a lab with --sites"
+        )
+    ranks = layout.world_size
+    if settings.batch % ranks:
+        raise OptionError(
+            f"batch is {settings.batch}; it must be a multiple of the {ranks} ranks, which share it"
+        )
+
+
+def check_estimate(settings: TrainSettings, layout: Layout, *, resume: bool) -> None:
+    """Raise OptionError where the constants of the bound cannot be estimated."""
+    strategy = settings.parsed
+    sharded = strategy.name
+    if isinstance(strategy, LocalSteps):
+        inside = Replica.of(strategy).ranks(layout) > 1
+        sharded = (strategy.inner or "zero2") if inside else ""
+    if sharded in _SHARDED:
+        raise OptionError(
+            f"--estimate needs whole models on every rank, and {sharded} shards them; use ddp"
+        )
+    if resume:
+        raise OptionError("--estimate begins at the start of a training: not with --resume")
+    if settings.last < MIN_STEPS:
+        raise OptionError(
+            f"--estimate needs {MIN_STEPS} steps at least, and there are {settings.last}"
+        )
+
+
+def _check_options(strategy: Strategy) -> None:
+    default = type(strategy)()
+    for field in fields(default):  # type: ignore[arg-type]
+        name, why = field.name, _REFUSED.get(strategy.name, {}).get(field.name)
+        if why and getattr(strategy, name) != getattr(default, name):
+            raise OptionError(f"{strategy.name}: {name} cannot be trained with: {why}")
+    if not isinstance(strategy, LocalSteps):
+        return
+    if strategy.dtype is DType.FP16:
+        raise OptionError("dtype=fp16 cannot be trained with; use fp32, bf16, int8 or int4")
+    if strategy.inner == "zero1":
+        raise OptionError(
+            "inner=zero1 cannot be trained with; use ddp, zero2, zero3, zeropp or fsdp"
         )

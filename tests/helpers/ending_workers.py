@@ -1,6 +1,5 @@
 """What ranks of the tests of how algorithms end do."""
 
-import copy
 import os
 import signal
 import time
@@ -16,7 +15,7 @@ from local_problem import algorithm_of, co2_of, network, optimizer, train, vecto
 from torch import nn
 
 from co2sim.common.errors import Co2simError
-from realrun.algorithms import DiLoCo, LocalSGD, RankFailure
+from realrun.algorithms import LocalSGD, RankFailure
 from realrun.algorithms.departures import DepartureLog
 from realrun.execute.world import World
 
@@ -64,34 +63,6 @@ def finished(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return found
-
-
-def evaluated(world: World) -> dict[str, Any]:
-    """Buffers and a copy of the model within `consensus`, before, after, and after `finish`."""
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
-    optim = optimizer(model, "sgd")
-    ema = copy.deepcopy(model)
-    co2 = co2_of(model, optim, tau=2)
-    with torch.no_grad():
-        model[1].running_mean.fill_(world.rank)
-        model[1].num_batches_tracked.fill_(7 + world.rank)
-        ema[0].bias.fill_(10.0 * world.rank)
-
-    def look() -> list[float]:
-        return [
-            float(model[1].running_mean[0]),
-            float(model[1].num_batches_tracked),
-            float(ema[0].bias[0].detach()),
-        ]
-
-    before = look()
-    with co2.consensus(ema, buffers=True):
-        inside = look()
-    with co2.consensus():
-        plain = look()
-    after = look()
-    co2.finish(ema, buffers=True)
-    return {"before": before, "inside": inside, "plain": plain, "after": after, "end": look()}
 
 
 def misused(world: World) -> dict[str, Any]:
@@ -155,26 +126,6 @@ def not_joined(world: World) -> dict[str, str]:
     return found
 
 
-def rates(world: World) -> list[str]:
-    """What is said where rank 2 begins with another learning rate, has one later, or neither."""
-    said = []
-    for odd in ("first", "later", ""):
-        model = network()
-        rate = 0.2 if odd == "first" and world.rank == 2 else 0.1
-        optim = torch.optim.SGD(model.parameters(), lr=rate)
-        with (
-            warnings.catch_warnings(record=True) as caught,
-            DiLoCo(model, optim, tau=1),
-        ):
-            warnings.simplefilter("always")
-            train(model, optim, world.rank, range(2))
-            if odd == "later" and world.rank == 2:
-                optim.param_groups[0]["lr"] = 0.05
-            train(model, optim, world.rank, range(2, 9))
-        said.append(" ".join(str(one.message) for one in caught))
-    return said
-
-
 def told(call: Callable[[], Any]) -> str:
     """The error in words that a call ends with."""
     try:
@@ -182,22 +133,6 @@ def told(call: Callable[[], Any]) -> str:
     except (Co2simError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def unfrozen(world: World) -> dict[str, str]:
-    """A parameter is trained since the last round: what evaluates, saves and ends says."""
-    model = network()
-    model[0].weight.requires_grad_(requires_grad=False)
-    optim = optimizer(model, "sgd")
-    co2 = co2_of(model, optim, tau=4, delay=2)
-    train(model, optim, world.rank, range(5))
-    model[0].weight.requires_grad_(requires_grad=True)
-    train(model, optim, world.rank, range(5, 6))
-    return {
-        "consensus": told(lambda: co2.consensus().__enter__()),
-        "state": told(co2.state_dict),
-        "finish": told(co2.finish),
-    }
 
 
 def within(world: World) -> dict[str, str]:

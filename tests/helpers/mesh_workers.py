@@ -95,13 +95,6 @@ def whole(model: nn.Module) -> Tensor:
     )
 
 
-def placements(world: World, inside: str) -> dict[str, str]:
-    """How parameters are placed."""
-    del world
-    model = spread(inside, mesh_of(inside), 0)
-    return {name: str(getattr(one, "placements", "")) for name, one in model.named_parameters()}
-
-
 def follow(world: World, inside: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Train by every case: the whole model of this rank's worker after each round, and stats."""
     del world

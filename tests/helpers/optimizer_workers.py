@@ -4,7 +4,6 @@ import copy
 import warnings
 from contextlib import suppress
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -56,16 +55,6 @@ def muon(world: World) -> dict[str, Any]:
     co2.finish()
     end = vector(model).tolist()
     return {"steps": co2.stats().steps, "end": end, "losses": [first, loss(model, 0, 0).item()]}
-
-
-def wrapped(world: World) -> int:
-    """An optimizer in two wrappers, as libraries put around it."""
-    model = network()
-    inner = optimizer(model, "sgd")
-    co2 = co2_of(model, SimpleNamespace(optimizer=SimpleNamespace(optimizer=inner)), tau=2)  # type: ignore[arg-type]
-    train(model, inner, world.rank, range(4))
-    co2.close()
-    return co2.stats().rounds
 
 
 def refused(world: World) -> list[str]:

@@ -92,16 +92,6 @@ def _differences(whole: History, rest: History) -> list[str]:
     return wrong
 
 
-def deferred(world: World) -> list[list[float | None]]:
-    """Validation losses of a training that takes them at once, and of one that does it after."""
-    found = []
-    for evaluate in ("during", "after"):
-        given = {"strategy": "overlap_local_sgd:tau=4", "steps": 16, "eval_every": 4, **SMALL}
-        history = train(TrainSettings(evaluate=evaluate, **given), world)
-        found.append([row.validation_loss for row in history.rows])
-    return found
-
-
 def stopped(world: World) -> list[int]:
     """Steps after which ranks stop, when only the last of them is asked to."""
     asked = []

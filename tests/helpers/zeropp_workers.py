@@ -1,10 +1,8 @@
 """What ranks of the ZeRO++ tests do."""
 
-import argparse
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,17 +11,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 
 from co2sim.common.errors import Co2simError
+from realrun.algorithms import zeropp
 from realrun.algorithms.quantization import dequantize, quantize
 from realrun.algorithms.zeropp import apply_zeropp
 from realrun.execute.world import World
-from realrun.torch_compat import ALL_GATHER, REDUCE_SCATTER, fsdp_param_groups
+from realrun.torch_compat import fsdp_param_groups
+from realrun.train.tasks.presets import GPTShape
+from realrun.train.tasks.task import loss_of
+from realrun.train.tasks.text import GPT, text
 
-STEPS = 8
-"""In which the loss of the small GPT falls by a fifth."""
-
+SHAPE = GPTShape(layers=2, hidden=32, heads=4, context=32)
 OFF = {"qwz": False, "hpz": False, "qgz": False}
 SHAPES = ((1500, 40), (7, 5), (1,), (64, 33))
 """Of parameters whose gradients are known: a large one, and some that FSDP2 must pad."""
@@ -122,9 +121,7 @@ def bound(ranks: int, per_node: int, largest: float) -> float:
 def listening(heard: list[tuple[list[int], str, int]]) -> Iterator[None]:
     """Note every collective of weights and gradients: ranks, type, bytes of the buffer."""
 
-    def wrap(kind: str) -> Callable[..., Any]:
-        original = getattr(dist, kind)
-
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
             large = max(tensors, key=Tensor.numel)
@@ -135,77 +132,22 @@ def listening(heard: list[tuple[list[int], str, int]]) -> Iterator[None]:
 
         return call
 
-    names = (ALL_GATHER, REDUCE_SCATTER, "all_to_all_single")
-    wrapped = {name: wrap(name) for name in names}
-    before = {name: getattr(dist, name) for name in names}
-    for name in names:
-        setattr(dist, name, wrapped[name])
+    places = {(zeropp, "all_gather_single"), (zeropp, "reduce_scatter_single")}
+    places |= {(dist, "all_to_all_single")}
+    before = {place: getattr(*place) for place in places}
+    for place, call in before.items():
+        setattr(*place, wrap(call))
     try:
         yield
     finally:
-        for name in names:
-            setattr(dist, name, before[name])
+        for place, call in before.items():
+            setattr(*place, call)
 
 
-class Layer(nn.Module):
-    """Attention and a multilayer perceptron."""
-
-    def __init__(self, width: int) -> None:
-        """Four heads."""
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Rows of tokens, [batch, length, width]."""
-        batch, length, width = x.shape
-        parts = self.qkv(self.first(x)).view(batch, length, 3, 4, width // 4)
-        q, k, v = parts.permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(functional.gelu(self.up(self.second(x))))
-
-
-class GPT(nn.Module):
-    """Two layers over characters."""
-
-    def __init__(self, width: int = 32, length: int = 32) -> None:
-        """The same on every rank."""
-        super().__init__()
-        torch.manual_seed(0)
-        self.token, self.place = nn.Embedding(128, width), nn.Embedding(length, width)
-        self.layers = nn.ModuleList([Layer(width) for _ in range(2)])
-        self.head = nn.Linear(width, 128, bias=False)
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.1)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """The mean loss of predicting every next character."""
-        x = self.token(tokens[:, :-1]) + self.place.weight
-        for layer in self.layers:
-            x = layer(x)
-        logits = self.head(x).float()
-        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def text() -> Tensor:
-    """Characters of a module of the standard library."""
-    source = Path(argparse.__file__).read_text(encoding="utf-8")
-    return torch.tensor([min(ord(letter), 127) for letter in source])
-
-
-def batch(data: Tensor, step: int, rank: int, length: int = 32) -> Tensor:
-    """What a rank sees in a step."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    starts = torch.randint(len(data) - length - 1, (8,), generator=generator)
-    return torch.stack([data[start : start + length + 1] for start in starts.tolist()])
-
-
-def sharded(reshard: int | None = None, policy: MixedPrecisionPolicy | None = None) -> GPT:
-    """A GPT after fully_shard, layer by layer."""
-    model = GPT()
+def sharded(reshard: int | None = None, policy: MixedPrecisionPolicy | None = None) -> nn.Module:
+    """A small GPT after fully_shard, layer by layer."""
+    torch.manual_seed(0)
+    model = GPT(SHAPE)
     how = {"mp_policy": policy or MixedPrecisionPolicy(), "reshard_after_forward": reshard}
     for layer in model.layers:
         fully_shard(layer, **how)
@@ -213,16 +155,17 @@ def sharded(reshard: int | None = None, policy: MixedPrecisionPolicy | None = No
     return model
 
 
-def train(model: GPT, steps: int, accumulate: int = 1) -> tuple[list[float], Tensor]:
+def train(model: nn.Module, steps: int, accumulate: int = 1) -> tuple[list[float], Tensor]:
     """AdamW; gives the losses of all ranks' mean, and all weights."""
-    data, rank = text(), dist.get_rank()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    task, rank, ranks = text(SHAPE, torch.device("cpu")), dist.get_rank(), dist.get_world_size()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(steps):
         total = torch.zeros(())
         for micro in range(accumulate):
             model.set_requires_gradient_sync(micro == accumulate - 1)
-            loss = model(batch(data, step * accumulate + micro, rank)) / accumulate
+            batch = task.batch(0, step * accumulate + micro, 8 * ranks, rank, ranks)
+            loss = loss_of(model, batch) / accumulate
             loss.backward()
             total += loss.detach()
         optimizer.step()
@@ -230,7 +173,7 @@ def train(model: GPT, steps: int, accumulate: int = 1) -> tuple[list[float], Ten
         losses.append(total)
     every = torch.stack(losses)
     dist.all_reduce(every)
-    every /= dist.get_world_size()
+    every /= ranks
     return every.tolist(), flat([whole(weight) for weight in model.parameters()])
 
 
@@ -266,23 +209,6 @@ def quality(world: World, steps: int, parts: list[str], **options: Any) -> list[
             apply_zeropp(model, ranks_per_node=2, **switches, **options)
         losses = train(model, steps)[0][-10:]
         found.append(sum(losses) / len(losses))
-    return found
-
-
-def settings(world: World) -> dict[str, list[list[float]]]:
-    """Mixed precision, accumulation and fp16 gradients with all parts: losses beside FSDP2's."""
-    del world
-    cases = {
-        "bf16": (MixedPrecisionPolicy(torch.bfloat16, torch.float32), 1),
-        "bf16, accumulated": (MixedPrecisionPolicy(torch.bfloat16), 3),
-        "fp16 gradients": (MixedPrecisionPolicy(None, torch.float16), 1),
-    }
-    found = {}
-    for name, (policy, accumulate) in cases.items():
-        plain = train(sharded(policy=policy), STEPS, accumulate)[0]
-        model = sharded(policy=policy)
-        apply_zeropp(model, ranks_per_node=2, block=64, rounding="stochastic")
-        found[name] = [plain, train(model, STEPS, accumulate)[0]]
     return found
 
 
@@ -374,14 +300,14 @@ def wire(world: World, layouts: list[int], block: int) -> list[dict[str, Any]]:
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
             fully_shard(model, reshard_after_forward=True, mp_policy=policy)
             if name in {"off", "hpz"}:
-                zeropp = apply_zeropp(model, ranks_per_node=per_node, **options)
+                switched = apply_zeropp(model, ranks_per_node=per_node, **options)
             else:
-                zeropp = apply_zeropp(model, ranks_per_node=per_node, block=block, **options)
+                switched = apply_zeropp(model, ranks_per_node=per_node, block=block, **options)
             heard: list[tuple[list[int], str, int]] = []
             with listening(heard):
                 model(factors(world.rank, WIRE)).backward()
             sent = {
-                key: [getattr(zeropp, key).inside, getattr(zeropp, key).between]
+                key: [getattr(switched, key).inside, getattr(switched, key).between]
                 for key in ("forward", "backward", "reduce")
             }
             found.append({"name": name, "per_node": per_node, "heard": heard, "sent": sent})
@@ -432,8 +358,8 @@ def refusals(world: World) -> dict[str, str]:
         "op": why(lambda: reduce(torch.empty(2), torch.empty(8), world_group, op)),
     }
     os.environ["LOCAL_WORLD_SIZE"] = local
-    zeropp = apply_zeropp(model(), rounding="stochastic", seed=5)
-    assert zeropp.generator is not None
-    found["default"] = str(zeropp.places.per_node)
-    found["seed"] = str(zeropp.generator.initial_seed())
+    switched = apply_zeropp(model(), rounding="stochastic", seed=5)
+    assert switched.generator is not None
+    found["default"] = str(switched.places.per_node)
+    found["seed"] = str(switched.generator.initial_seed())
     return found

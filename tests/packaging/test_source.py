@@ -11,9 +11,6 @@ FOLDERS = ("co2sim", "realrun", "analysis", "benchmarks", "examples", "docs")
 LONGEST = 60
 
 COMMAND_LINES = {
-    ("realrun/cli/app.py", "run"),
-    ("realrun/cli/probe.py", "probe"),
-    ("realrun/cli/train.py", "train"),
     ("analysis/cli/convergence.py", "bound"),
     ("analysis/cli/convergence.py", "tau"),
     ("analysis/cli/published.py", "validate_command"),

@@ -89,10 +89,10 @@ class PointAutoencoder(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        one, two, four = width, 2 * width, 4 * width
+        small, two, four = width, 2 * width, 4 * width
         self.layers = nn.ModuleList(
             [
-                nn.Sequential(nn.Linear(3, one), nn.ReLU(), nn.Linear(one, two), nn.ReLU()),
+                nn.Sequential(nn.Linear(3, small), nn.ReLU(), nn.Linear(small, two), nn.ReLU()),
                 nn.Linear(two, four),
                 nn.Sequential(nn.LayerNorm(four), nn.Linear(four, two), nn.ReLU()),
                 nn.Sequential(nn.Linear(two, four), nn.ReLU()),
@@ -112,7 +112,7 @@ def points(size: str, device: torch.device) -> Task:
     """Reconstruct clouds; validation has other ones."""
 
     def batch(numbers: np.ndarray, seed: int = _SEEDS[0]) -> Batch:
-        made = [cloud((seed, int(number))) for number in numbers]
+        made = [cloud((seed, int(index))) for index in numbers]
         noisy, exact = (torch.from_numpy(np.stack(part)) for part in zip(*made, strict=True))
         return Batch(noisy.to(device), exact.to(device))
 
@@ -125,8 +125,8 @@ def points(size: str, device: torch.device) -> Task:
         choices=_CHOICES,
         draw=batch,
         validation=tuple(
-            batch(np.arange(at, at + VALIDATION_BATCH), _SEEDS[1])
-            for at in range(0, _VALIDATED, VALIDATION_BATCH)
+            batch(np.arange(start, start + VALIDATION_BATCH), _SEEDS[1])
+            for start in range(0, _VALIDATED, VALIDATION_BATCH)
         ),
         model=lambda: PointAutoencoder(POINT_WIDTHS[size]),
         facts={

@@ -61,7 +61,7 @@ class GPTShape:
 # The model of `realrun train --task text`; the norms of co2sim have a weight and a bias, as here.
 name = "GPT of {self.parameters} parameters"
 kind = "transformer"
-source = "definition: realrun.train.tasks.gpt"
+source = "definition: realrun.train.tasks.text"
 layers = {self.layers}
 hidden = {self.hidden}
 heads = {self.heads}

@@ -2,10 +2,9 @@
 
 import torch
 
-from realrun.train.tasks.digits import digits
+from realrun.train.tasks.images import digits, segmentation
 from realrun.train.tasks.point_clouds import points
 from realrun.train.tasks.presets import GPTShape
-from realrun.train.tasks.segmentation import segmentation
 from realrun.train.tasks.task import Task
 from realrun.train.tasks.text import masked_text, text
 

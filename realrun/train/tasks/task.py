@@ -85,20 +85,20 @@ def means(total: Tensor) -> tuple[float, float | None]:
     return loss / count, None if math.isnan(right) else right / count
 
 
-def chamfer(one: Tensor, other: Tensor) -> Tensor:
+def chamfer(cloud: Tensor, other: Tensor) -> Tensor:
     """How far clouds [batch, points, 3] are from each other: [batch].
 
     The squared distance to the nearest point of the other, mean over the points, both ways.
     Source: Fan, Su and Guibas, A Point Set Generation Network, 2017, equation 1, with means.
     """
-    apart = (one[:, :, None] - other[:, None]).square().sum(3)
+    apart = (cloud[:, :, None] - other[:, None]).square().sum(3)
     return apart.amin(2).mean(1) + apart.amin(1).mean(1)
 
 
 def fingerprint(*parts: bytes) -> str:
     """SHA-256 of data, to compare runs by."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
-        found.update(len(part).to_bytes(8, "little"))
-        found.update(part)
-    return found.hexdigest()
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()

@@ -2,6 +2,10 @@
 
 They are always there, so nothing is downloaded. They depend on the version of Python: losses of
 two versions do not compare, and the record of a run holds the version and a hash of the data.
+
+The model is a small transformer: pre-norm blocks, a head tied to the embedding. A causal one learns
+its positions. One that looks both ways turns queries and keys by their places: with learned
+positions it finds no neighbours for hundreds of steps.
 """
 
 import platform
@@ -12,11 +16,110 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 from co2sim.common.errors import OptionError
-from realrun.train.tasks.gpt import GPT
 from realrun.train.tasks.presets import VOCABULARY, GPTShape
 from realrun.train.tasks.task import LEFT_OUT, VALIDATION_BATCH, Batch, Task, fingerprint
+
+_SPREAD = 0.02
+"""Standard deviation of initial weights, as in GPT-2."""
+
+_BASE = 100.0
+"""Of the angles; 10,000 in the source, whose contexts are longer than these of 64 to 256."""
+
+
+def turned(x: Tensor) -> Tensor:
+    """Pairs of features of x [..., time, features], an even number, turned by angles of places.
+
+    The product of two then depends on how far they are apart. Source: Su et al., RoFormer: Enhanced
+    Transformer with Rotary Position Embedding, 2021, eq. 34.
+    """
+    time, features = x.shape[-2:]
+    speeds = _BASE ** (-torch.arange(0, features, 2, device=x.device) / features)
+    angles = torch.arange(time, device=x.device)[:, None] * speeds
+    cosines, sines = angles.cos(), angles.sin()
+    first, second = x[..., 0::2], x[..., 1::2]
+    pair = (first * cosines - second * sines, first * sines + second * cosines)
+    return torch.stack(pair, dim=-1).flatten(-2)
+
+
+class Attention(nn.Module):
+    """Self-attention: [batch, time, hidden] to the same."""
+
+    def __init__(self, hidden: int, heads: int, *, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.taken = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.given = nn.Linear(hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Every place looks at itself and at those before it; if not causal, at all."""
+        batch, time, hidden = x.shape
+        query, key, value = (
+            part.view(batch, time, self.heads, -1).transpose(1, 2)
+            for part in self.taken(x).split(hidden, dim=2)
+        )
+        if not self.causal:
+            query, key = turned(query), turned(key)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        out: Tensor = self.given(mixed.transpose(1, 2).reshape(batch, time, hidden))
+        return out
+
+
+class Layer(nn.Module):
+    """Attention and an MLP of four times the width, each with a norm before it and a residual."""
+
+    def __init__(self, hidden: int, heads: int, *, causal: bool) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.attention = Attention(hidden, heads, causal=causal)
+        self.wide = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.narrow = nn.Linear(4 * hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, time, hidden] to the same."""
+        x = x + self.attention(self.norm1(x))
+        out: Tensor = x + self.narrow(functional.gelu(self.wide(self.norm2(x))))
+        return out
+
+
+class GPT(nn.Module):
+    """Characters [batch, time] to logits [batch, time, vocabulary]; time is at most `context`.
+
+    Not `causal`, it looks both ways, as BERT does.
+    Weights come from torch's global generator. Source of the shape and the initial weights:
+    Radford et al., Language Models are Unsupervised Multitask Learners, 2019 (GPT-2): N(0, 0.02),
+    and the matrices that write to the shortcut scaled by 1 / sqrt(2 layers).
+    """
+
+    def __init__(
+        self, shape: GPTShape, *, causal: bool = True, vocabulary: int = VOCABULARY
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = nn.Embedding(vocabulary, shape.hidden)
+        self.positions = nn.Embedding(shape.context, shape.hidden) if causal else None
+        self.layers = nn.ModuleList(
+            Layer(shape.hidden, shape.heads, causal=causal) for _ in range(shape.layers)
+        )
+        self.norm = nn.LayerNorm(shape.hidden)
+        for name, weight in self.named_parameters():
+            if weight.dim() > 1:
+                written = name.endswith(("given.weight", "narrow.weight"))
+                shrink = (2 * shape.layers) ** -0.5 if written else 1.0
+                nn.init.normal_(weight, std=_SPREAD * shrink)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        """Logits of the character that follows each; if not causal, of the one that is there."""
+        x = self.embedding(characters)
+        if self.positions:
+            x = x + self.positions(torch.arange(characters.shape[1], device=x.device))
+        for layer in self.layers:
+            x = layer(x)
+        return functional.linear(self.norm(x), self.embedding.weight)
+
 
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n\t"
 """Printable ASCII, newline and tab; their place is their number."""
@@ -83,15 +186,15 @@ def encode(text: str) -> np.ndarray:
     """The number of every character, as uint8."""
     points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     table = np.full(_ASCII + 1, UNKNOWN, dtype=np.uint8)
-    for number, character in enumerate(CHARACTERS):
-        table[ord(character)] = number
-    found: np.ndarray = table[np.minimum(points, _ASCII)]
-    return found
+    for code, character in enumerate(CHARACTERS):
+        table[ord(character)] = code
+    codes: np.ndarray = table[np.minimum(points, _ASCII)]
+    return codes
 
 
 def decode(numbers: np.ndarray) -> str:
     """The text of these numbers, with U+FFFD for what is unknown."""
-    return "".join((CHARACTERS + "\N{REPLACEMENT CHARACTER}")[number] for number in numbers)
+    return "".join((CHARACTERS + "\N{REPLACEMENT CHARACTER}")[code] for code in numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +219,7 @@ class Windows:
     def validation(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Their places and windows, by batch."""
         places = range(0, len(self.starts), VALIDATION_BATCH)
-        parts = [self.starts[at : at + VALIDATION_BATCH] for at in places]
+        parts = [self.starts[start : start + VALIDATION_BATCH] for start in places]
         return [(part, _cut(self.held, part, self.length)) for part in parts]
 
 
@@ -143,14 +246,14 @@ def windows(context: int, more: int = 0) -> Windows:
 
 
 def _cut(characters: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-    found: np.ndarray = characters[starts[:, None] + np.arange(length)].astype(np.int64)
-    return found
+    cut: np.ndarray = characters[starts[:, None] + np.arange(length)].astype(np.int64)
+    return cut
 
 
 def text(shape: GPTShape, device: torch.device) -> Task:
     """Predict the next character from up to `context` before it."""
     assert len(CHARACTERS) + 1 == VOCABULARY
-    found = windows(shape.context, more=1)
+    data = windows(shape.context, more=1)
 
     def shifted(characters: np.ndarray) -> Batch:
         on_device = torch.from_numpy(characters).to(device)
@@ -161,11 +264,11 @@ def text(shape: GPTShape, device: torch.device) -> Task:
         loss="cross-entropy, nats per token",
         unit="token",
         units=shape.context,
-        choices=found.choices,
-        draw=lambda numbers: shifted(found.drawn(numbers)),
-        validation=tuple(shifted(characters) for _, characters in found.validation()),
+        choices=data.choices,
+        draw=lambda numbers: shifted(data.drawn(numbers)),
+        validation=tuple(shifted(characters) for _, characters in data.validation()),
         model=lambda: GPT(shape),
-        facts=found.facts,
+        facts=data.facts,
     )
 
 
@@ -188,11 +291,11 @@ def hide(numbers: np.ndarray, characters: np.ndarray) -> Batch:
     """
     inputs, targets = characters.copy(), np.full_like(characters, LEFT_OUT)
     context = characters.shape[1]
-    asked = max(1, round(SHARE * context))
-    for row, number in enumerate(numbers):
-        drawn = np.random.default_rng((_SEED, int(number)))
-        places = drawn.choice(context, size=asked, replace=False)
-        how, others = drawn.random(asked), drawn.integers(VOCABULARY, size=asked)
+    count = max(1, round(SHARE * context))
+    for row, index in enumerate(numbers):
+        drawn = np.random.default_rng((_SEED, int(index)))
+        places = drawn.choice(context, size=count, replace=False)
+        how, others = drawn.random(count), drawn.integers(VOCABULARY, size=count)
         targets[row, places] = there = characters[row, places]
         seen = np.where(how < _REPLACED, others, there)
         inputs[row, places] = np.where(how < _HIDDEN, MASK, seen)
@@ -201,7 +304,7 @@ def hide(numbers: np.ndarray, characters: np.ndarray) -> Batch:
 
 def masked_text(shape: GPTShape, device: torch.device) -> Task:
     """Name hidden characters in windows of `context`."""
-    found = windows(shape.context)
+    data = windows(shape.context)
 
     def on_device(numbers: np.ndarray, characters: np.ndarray) -> Batch:
         hidden = hide(numbers, characters)
@@ -212,9 +315,9 @@ def masked_text(shape: GPTShape, device: torch.device) -> Task:
         loss="cross-entropy, nats per hidden token",
         unit="token",
         units=shape.context,
-        choices=found.choices,
-        draw=lambda numbers: on_device(numbers, found.drawn(numbers)),
-        validation=tuple(on_device(*one) for one in found.validation()),
+        choices=data.choices,
+        draw=lambda numbers: on_device(numbers, data.drawn(numbers)),
+        validation=tuple(on_device(*batch) for batch in data.validation()),
         model=lambda: GPT(shape, causal=False, vocabulary=VOCABULARY + 1),
-        facts=found.facts,
+        facts=data.facts,
     )

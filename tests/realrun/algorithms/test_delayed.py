@@ -24,7 +24,7 @@ from realrun.algorithms import (  # noqa: E402 - needs torch
     OptionError,
     SlowMo,
 )
-from realrun.algorithms.delayed import depart, local_progress_since, stand  # noqa: E402 - needs torch
+from realrun.algorithms.delayed_loop import local_progress_since, take_displacement, take_offset  # noqa: E402 - needs torch
 from realrun.algorithms.pacing import (  # noqa: E402 - needs torch
     SAMPLES,
     AutoDelay,
@@ -32,35 +32,6 @@ from realrun.algorithms.pacing import (  # noqa: E402 - needs torch
     Launch,
     WaitWatch,
 )
-
-
-def test_one_worker_equals_the_transcription() -> None:
-    """Every delay up to a whole round, with momentum and clipping; nothing is waited for."""
-    for inner, tau, d, keep, predict, preview in [
-        ("sgd", 1, 1, 1.0, 0.0, False),
-        ("sgd", 3, 1, 0.5, 0.5, False),
-        ("sgd", 3, 2, 1.0, 1.0, False),
-        ("sgd", 3, 3, 0.25, 0.75, False),
-        ("sgd", 1, 1, 1.0, 0.0, True),
-        ("sgd", 3, 2, 0.5, 0.5, True),
-    ]:
-        rounds = 5
-        x0, step = reference.steps_of(1, inner, 1)
-        options: dict[str, Any] = {"keep": keep, "predict": predict, "preview": preview}
-        wanted = reference.late_co2(
-            x0, step, 1, rounds, tau=tau, d=d, beta=0.5, alpha=0.8, phi=0.05, **options
-        )
-        model = network()
-        optim = optimizer(model, inner)
-        with co2_of(
-            model, optim, tau=tau, delay=d, outer_momentum=0.5, outer_lr=0.8, clip=0.05, **options
-        ) as co2:
-            for t in range(rounds):
-                train(model, optim, 0, range(t * tau, (t + 1) * tau))
-                np.testing.assert_allclose(vector(model).numpy(), wanted[t][0], atol=2e-6)
-        stats = co2.stats()
-        assert (stats.rounds, stats.steps, stats.delay, stats.late) == (rounds, rounds * tau, d, 0)
-        assert stats.clipped > 0
 
 
 @given(
@@ -90,7 +61,7 @@ def test_with_all_kept_the_mean_moves_as_in_local_sgd(steps: tuple[int, int], se
         if k % tau == 0:
             moved = [torch.empty_like(x0) for _ in x]
             for i in range(workers):
-                depart(parts, anchor, own[i], x[i], moved[i])
+                take_displacement(parts, anchor, own[i], x[i], moved[i])
                 own[i].copy_(x[i])
             mean, flying = torch.stack(moved).mean(0), k
 
@@ -161,9 +132,9 @@ def test_a_parameter_that_did_not_move_has_no_displacement(
     anchors, own = torch.tensor(anchor), torch.full((3,), offset)
     live = (anchors + own).bfloat16().float()
     parts, moved = [(torch.bfloat16, slice(0, 3))], torch.ones(3)
-    depart(parts, anchors, own, live, moved)
+    take_displacement(parts, anchors, own, live, moved)
     assert torch.equal(moved, -own)
-    stand(parts, anchors, own, live)
+    take_offset(parts, anchors, own, live)
     assert torch.equal(own, torch.full((3,), offset))
 
 

@@ -17,7 +17,6 @@ from torch import distributed as dist  # noqa: E402 - needs torch
 from realrun.algorithms import (  # noqa: E402
     LocalSGD,
     departures,
-    rank_store,
 )
 from realrun.algorithms.departures import DepartureLog  # noqa: E402 - needs torch
 
@@ -205,7 +204,7 @@ def test_notes_of_another_attempt_or_group_are_elsewhere(monkeypatch: pytest.Mon
     for attempt in ("0", "0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        prefixes += [rank_store.common_prefix(), rank_store.common_prefix()]
+        prefixes += [departures.common_prefix(), departures.common_prefix()]
         dist.destroy_process_group()
     assert len(set(prefixes)) == 6
 
@@ -306,7 +305,7 @@ def test_a_store_that_is_gone_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> 
     """The process that held it has ended well; the deadline of 60 s was waited for."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
-    monkeypatch.setattr(rank_store, "_get_default_store", lambda: client)
+    monkeypatch.setattr(departures, "_get_default_store", lambda: client)
     monkeypatch.setattr(departures, "common_prefix", lambda: "notes")
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     one = DepartureLog([0, 1], lambda: 12)

@@ -15,9 +15,8 @@ import torch.distributed as dist  # noqa: E402 - needs torch
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402 - needs torch
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402 - needs torch
 
-from realrun.algorithms.flat_parameters import DTYPES, Flat, lay_out  # noqa: E402 - needs torch
+from realrun.algorithms.flat_parameters import DTYPES, Flat, Holders, holders_of, lay_out  # noqa: E402
 from realrun.algorithms.process_groups import WorkerGroups, Workers  # noqa: E402 - needs torch
-from realrun.algorithms.replicas import Holders, holders_of  # noqa: E402 - needs torch
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4)
 

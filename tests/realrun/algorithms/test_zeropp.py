@@ -128,7 +128,7 @@ def test_a_small_gpt_trains_to_the_same_loss() -> None:
     hpZ alone gives the bits of FSDP2, which another test shows.
     """
     plain, *others = four("quality", steps=40, parts=["", "qwz", "qgz", "all"], block=BLOCK)[0]
-    assert plain < 3.0  # it has learnt: 4.85 at the start
+    assert plain < 3.2  # it has learnt: 4.6 at the start
     assert others == pytest.approx([plain] * 3, rel=0.02)
     assert plain not in others
 

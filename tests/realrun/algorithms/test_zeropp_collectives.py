@@ -25,7 +25,6 @@ from realrun.algorithms.zeropp import (  # noqa: E402 - needs torch
     ZeroPP,
     _generator,
 )
-from realrun.torch_compat import ALL_GATHER  # noqa: E402 - needs torch
 
 BLOCK = 8
 PART = 16
@@ -46,7 +45,7 @@ def two_by_two(monkeypatch: pytest.MonkeyPatch) -> Places:
     def exchange(output: Tensor, given: Tensor, **_: object) -> None:
         output.copy_(given)
 
-    monkeypatch.setattr(dist, ALL_GATHER, gather)
+    monkeypatch.setattr("realrun.algorithms.zeropp.all_gather_single", gather)
     monkeypatch.setattr(dist, "all_to_all_single", exchange)
     return Places(2, 2, 0, group(2), group(2))
 

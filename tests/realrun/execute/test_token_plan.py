@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 
 import tiny
 
-from realrun.execute.token_plan import plan_of
+from realrun.execute.collectives import plan_of
 
 
 def routed(tokens: int, members: int, **options: Any) -> Collective:

@@ -21,8 +21,18 @@ from co2sim.schedule.schedule import WORLD, Collective, DType, Kind
 from co2sim.simulation.collective_cost import cost_of
 from realrun.cli.lab import cluster
 from realrun.errors import LabError, LaunchError
-from realrun.lab.lab import TOOLS, Lab, check_machine, run_lab, stated_cluster
-from realrun.lab.network_namespaces import FRAME, PAYLOAD, burst, on_cores, payload_share
+from realrun.lab.lab import (
+    FRAME,
+    PAYLOAD,
+    TOOLS,
+    Lab,
+    burst,
+    check_machine,
+    on_cores,
+    payload_share,
+    run_lab,
+    stated_cluster,
+)
 from realrun.lab.time_dilation import for_cores
 from realrun.launch.launcher import cores
 
@@ -100,7 +110,7 @@ def test_stated_cluster_is_read_by_co2sim(tmp_path: Path) -> None:
 
 def test_cluster_is_printed_for_a_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     """`realrun lab cluster` prints what the lab will state."""
-    cluster(2, 1, "1 Gbit/s")
+    cluster.__wrapped__(Lab(2, 1, "1 Gbit/s"))
     slower = for_cores(2, cores())
     assert capsys.readouterr().out == stated_cluster(Lab(2, 1, "1 Gbit/s", dilation=slower))
 

@@ -14,10 +14,9 @@ from co2sim.catalog import load_cluster
 from co2sim.common.errors import OptionError
 from co2sim.schedule.schedule import Layout
 from realrun.errors import LabError
-from realrun.lab.lab import Lab, check_machine, stated_cluster
-from realrun.lab.network_namespaces import FRAME, PAYLOAD, queue, site_burst
+from realrun.lab.lab import FRAME, PAYLOAD, Lab, check_machine, queue, site_burst, stated_cluster
 from realrun.train import TrainSettings
-from realrun.train.support import check
+from realrun.train.settings import check
 
 LEARNED = ["local_sgd:tau=2,inner=ddp", "co2:tau=4,delay=3,inner=zero2", "diloco:tau=4,inner=fsdp"]
 

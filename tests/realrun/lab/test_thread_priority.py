@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from realrun.errors import REALTIME
-from realrun.lab.thread_priority import communicating, first
+from realrun.execute.world import communicating, first
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "SCHED_BATCH"), reason="Linux alone has SCHED_BATCH"

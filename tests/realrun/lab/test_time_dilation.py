@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from co2sim.common.errors import OptionError
-from realrun.cli.options import known_backend
+from realrun.cli.options import RankSettings
 from realrun.cli.train import _check_clock
 from realrun.lab import time_dilation
 
@@ -55,5 +55,5 @@ def test_what_goes_by_another_clock_is_refused() -> None:
     with pytest.raises(OptionError, match="REALRUN_DILATION is 3"):
         _check_clock()
     with pytest.raises(OptionError, match="--backend is nccl"):
-        known_backend("nccl")
-    assert known_backend("gloo") == "gloo"
+        RankSettings(backend="nccl")
+    assert RankSettings(backend="gloo").nproc is None

@@ -41,10 +41,19 @@ from co2sim.studies.calibration import Calibrated, calibrate
 from co2sim.studies.measured_runs import MeasuredRun
 from realrun.probe import fit
 from realrun.probe.cluster_file import to_toml
-from realrun.probe.fit import fit_gpu, interference
-from realrun.probe.hosts import fit_bursts, fit_hosts, passes
-from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown, fit_line
-from realrun.probe.schedules import (
+from realrun.probe.fit import (
+    ComputeSample,
+    Measured,
+    Sample,
+    Slowdown,
+    fit_bursts,
+    fit_gpu,
+    fit_hosts,
+    fit_line,
+    interference,
+    passes,
+)
+from realrun.probe.probe import (
     PAUSE,
     SWEPT,
     USE,

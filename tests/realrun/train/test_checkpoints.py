@@ -30,7 +30,7 @@ from co2sim.common.errors import OptionError
 from co2sim.schedule.schedule import Layout
 from realrun.cli import main
 from realrun.errors import CheckpointError, DamagedError
-from realrun.train import checkpoint, collective_errors, folder, log
+from realrun.train import checkpoint, folder, log
 from realrun.train.folder import STATE, Resume, Saved, check_checkpoint, checkpoints
 from realrun.train.settings import TrainSettings
 
@@ -44,7 +44,7 @@ TEXTS = [""] * RANKS
 @pytest.fixture(autouse=True, scope="module")
 def gathered() -> Iterator[None]:
     """Ranks are threads of this process, and hear each other through a list."""
-    alone = collective_errors._gather
+    alone = checkpoint._gather
 
     def gather(device: Any, text: str) -> list[str]:
         if device.ranks == 1:
@@ -56,7 +56,7 @@ def gathered() -> Iterator[None]:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collective_errors, "_gather", gather)
+        patch.setattr(checkpoint, "_gather", gather)
         yield
 
 

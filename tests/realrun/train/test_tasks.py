@@ -1,8 +1,5 @@
 """What is learned: drawn alike by any number of ranks, and learned."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +9,20 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
-from places import ROOT  # noqa: E402 - as the next
-from scipy.spatial import cKDTree  # noqa: E402 - as above
+from ranks import realrun  # noqa: E402 - as above
+from scipy.spatial import cKDTree  # noqa: E402
 
 from realrun.train.log import read  # noqa: E402
 from realrun.train.settings import UNITS, TrainSettings  # noqa: E402
-from realrun.train.tasks.digits import split_images  # noqa: E402 - needs torch
-from realrun.train.tasks.gpt import turned  # noqa: E402 - needs torch
+from realrun.train.tasks.images import (  # noqa: E402
+    CLASSES,
+    SIDE,
+    canvas,
+    split_images,
+)
 from realrun.train.tasks.point_clouds import SURFACES  # noqa: E402 - needs torch
 from realrun.train.tasks.presets import VOCABULARY  # noqa: E402
-from realrun.train.tasks.registry import make_task  # noqa: E402 - needs torch
-from realrun.train.tasks.segmentation import CLASSES, SIDE, canvas  # noqa: E402 - needs torch
+from realrun.train.tasks.registry import make_task  # noqa: E402
 from realrun.train.tasks.task import (  # noqa: E402 - needs torch
     LEFT_OUT,
     Task,
@@ -31,7 +31,12 @@ from realrun.train.tasks.task import (  # noqa: E402 - needs torch
     means,
     scores,
 )
-from realrun.train.tasks.text import MASK, SHARE, hide  # noqa: E402 - needs torch
+from realrun.train.tasks.text import (  # noqa: E402
+    MASK,
+    SHARE,
+    hide,
+    turned,
+)
 
 CPU = torch.device("cpu")
 
@@ -163,17 +168,8 @@ def test_points_lie_on_their_surface() -> None:
 @pytest.mark.parametrize("name", ["masked_text", "segmentation", "points"])
 def test_the_command_trains_every_task(name: str, tmp_path: Path) -> None:
     """On two ranks with CO2; the log has an accuracy where places have classes."""
-    options = f"-t {name} --size tiny --steps 8 --batch 4 --warmup 2 --nproc 2 -o o"
-    options += " -s co2.published:tau=2"
-    done = subprocess.run(
-        [sys.executable, "-m", "realrun", "train", *options.split()],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    options = f"-t {name} --size tiny --steps 8 --batch 4 --warmup 2 -o o -s co2.published:tau=2"
+    done = realrun(tmp_path, 2, "train", *options.split())
     assert done.returncode == 0, done.stderr
     last = read(tmp_path / "o")[-1]
     assert last.step == 8

@@ -16,12 +16,10 @@ from co2sim.schedule.schedule import Layout
 from co2sim.strategies.co2 import CO2
 from realrun.train import folder, log
 from realrun.train.log import Log, LogRow, draw
-from realrun.train.settings import TrainSettings
-from realrun.train.support import check
-from realrun.train.tasks.gpt import GPT
+from realrun.train.settings import TrainSettings, check
 from realrun.train.tasks.presets import GPTS, VOCABULARY, GPTShape
 from realrun.train.tasks.task import Task, loss_of
-from realrun.train.tasks.text import UNKNOWN, corpus, decode, encode, text
+from realrun.train.tasks.text import GPT, UNKNOWN, corpus, decode, encode, text
 
 CPU = torch.device("cpu")
 SHAPE = GPTShape(layers=2, hidden=16, heads=2, context=24)
@@ -113,7 +111,7 @@ def test_later_characters_do_not_change_earlier_logits() -> None:
 
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is an extra."""
-    monkeypatch.setattr("realrun.train.support.find_spec", lambda _: None)
+    monkeypatch.setattr("realrun.train.settings.find_spec", lambda _: None)
     with pytest.raises(OptionError, match=r"pip install '\.\[train\]'"):
         check(TrainSettings(task="digits"), Layout(1, 1))
 

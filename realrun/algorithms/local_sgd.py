@@ -1,4 +1,8 @@
-"""Local SGD: local steps, then a blocking average of the models."""
+"""Local SGD, and what others have made of its outer step: SlowMo, DiLoCo, Overlap-Local-SGD.
+
+Averages are waited for at the end of a round, but for Overlap-Local-SGD, which uses them a round
+later, and streaming DiLoCo, some steps later. CO2 has its own module.
+"""
 
 from dataclasses import dataclass
 from typing import Unpack
@@ -9,19 +13,13 @@ from co2sim.common.delayed_averaging import Delay, LateAverage
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import whole
 from realrun import errors
-from realrun.algorithms.delayed import (
-    NOT_CLIPPED,
-    Clipped,
-    MomentumRule,
-    State,
-    Total,
-)
 from realrun.algorithms.local_update import Common, LocalUpdate
 from realrun.algorithms.optimizers import Optimizers
+from realrun.algorithms.rules import NOT_CLIPPED, Clipped, MomentumRule, Rule, State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalSGDRule:
+class LocalSGDRule(Rule):
     """x <- x - D, the mean of the workers' models.
 
     Averaging what moved equals averaging models in exact arithmetic and loses less in low
@@ -29,33 +27,12 @@ class LocalSGDRule:
     arXiv 1805.09767.
     """
 
-    staleness: int = 0
-    pull: None = None
-    clips: bool = False
-    late: None = None
-
-    def vectors(self) -> dict[str, int]:
-        """Nothing."""
-        return {}
-
-    def numbers(self) -> dict[str, float]:
-        """None."""
-        return {}
-
-    def weigh(self, state: State, norm: float, total: Total) -> float:
-        """No penalty."""
-        del state, norm, total
-        return 1.0
-
     def absorb(self, state: State, average: Tensor, penalty: float) -> Clipped:
         """Nothing is under way, so the anchor may move at once."""
         del penalty
         for anchor, mean in state.chunks(state.anchor, average):
             anchor.sub_(mean)
         return NOT_CLIPPED
-
-    def move(self, state: State) -> None:
-        """The anchor has moved."""
 
 
 class LocalSGD(LocalUpdate):
@@ -169,7 +146,7 @@ class DiLoCo(LocalUpdate):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OverlapLocalSGDRule:
+class OverlapLocalSGDRule(Rule):
     """The end of round t, with anchor z_0 = x_0 and v = 0.
 
     1. from round 1 on, wait for X_{t-1}, the mean of the models pulled in round t-1;
@@ -186,8 +163,6 @@ class OverlapLocalSGDRule:
     pull: float
     anchor_momentum: float
     staleness: int = 1
-    clips: bool = False
-    late: None = None
 
     def __post_init__(self) -> None:
         """Refuse options out of range."""
@@ -198,15 +173,6 @@ class OverlapLocalSGDRule:
         """The anchor's momentum."""
         return {"momentum": 0}
 
-    def numbers(self) -> dict[str, float]:
-        """None."""
-        return {}
-
-    def weigh(self, state: State, norm: float, total: Total) -> float:
-        """No penalty."""
-        del state, norm, total
-        return 1.0
-
     def absorb(self, state: State, average: Tensor, penalty: float) -> Clipped:
         """Anchor: v <- b v - D; z <- z + v."""
         del penalty
@@ -215,9 +181,6 @@ class OverlapLocalSGDRule:
             v.mul_(self.anchor_momentum).sub_(mean)
             anchor.add_(v)
         return NOT_CLIPPED
-
-    def move(self, state: State) -> None:
-        """The anchor has moved."""
 
 
 class OverlapLocalSGD(LocalUpdate):
