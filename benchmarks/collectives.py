@@ -29,7 +29,7 @@ from co2sim.catalog import load_cluster
 from co2sim.hardware.cluster import Cluster
 from co2sim.schedule import schedule
 from co2sim.schedule.schedule import WORLD, Collective, Compute, DType, Group, Kind, Op, Schedule
-from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.costs import compute_time
 from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Trace
 from realrun.cli import ranks

@@ -36,7 +36,7 @@ from co2sim.prediction.job import Stage
 from co2sim.prediction.measure import measured
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Compute
-from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.costs import compute_time
 from co2sim.simulation.noise import Noise
 from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Trace

@@ -12,7 +12,7 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.job import Stage
 from co2sim.prediction.measure import measured
 from co2sim.schedule.schedule import Compute, DType
-from co2sim.simulation.compute_cost import work_time
+from co2sim.simulation.costs import work_time
 from co2sim.simulation.trace import Span, Trace
 from realrun.errors import MismatchError
 from realrun.execute.executor import execute

@@ -36,8 +36,7 @@ from analysis.measured.spans import Key, Split, split
 from co2sim.common.units import Bytes, Flops, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import Collective, Compute, Group, Kind, Schedule
-from co2sim.simulation.collective_cost import cost_of
-from co2sim.simulation.compute_cost import work_time
+from co2sim.simulation.costs import cost_of, work_time
 from co2sim.simulation.trace import Trace
 
 _MAX_INFLATION = 6.0

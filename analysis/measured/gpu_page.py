@@ -17,7 +17,7 @@ from co2sim.models.memory import OVERHEAD
 from co2sim.models.workload import Workload
 from co2sim.prediction.driver import simulate
 from co2sim.schedule.schedule import Compute, Kernels
-from co2sim.simulation.compute_cost import compute_time, kernel_time
+from co2sim.simulation.costs import compute_time, kernel_time
 
 Section: TypeAlias = Sequence[Mapping[str, Any]]
 

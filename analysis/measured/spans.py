@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import Collective, Group, Schedule
-from co2sim.simulation.collective_cost import CollectiveCost, cost_of
+from co2sim.simulation.costs import CollectiveCost, cost_of
 from co2sim.simulation.trace import Span, Trace
 
 Key: TypeAlias = tuple[str, int, int]

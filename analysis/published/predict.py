@@ -19,7 +19,7 @@ from co2sim.prediction.job import Stage
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Collective, Compute, Kind, Schedule
 from co2sim.simulation import metrics
-from co2sim.simulation.collective_cost import cost_of
+from co2sim.simulation.costs import cost_of
 from co2sim.simulation.lowering import alone
 from co2sim.simulation.run import execute, expected_slowdown
 from co2sim.strategies import parse

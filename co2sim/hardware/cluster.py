@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from co2sim.common.errors import OptionError
-from co2sim.common.remembered import remembered
+from co2sim.common.resources import remembered
 from co2sim.common.units import BytesPerSecond, Flops, Seconds
 from co2sim.common.validation import (
     MAX_NODES,

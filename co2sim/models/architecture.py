@@ -17,7 +17,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from co2sim.common.errors import OptionError
-from co2sim.common.remembered import remembered
+from co2sim.common.resources import remembered
 from co2sim.common.units import Bytes, Flops
 from co2sim.common.validation import Count, Natural, Quantity, check, whole
 from co2sim.schedule.mesh import Mesh

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from co2sim.common.remembered import remembered
+from co2sim.common.resources import remembered
 from co2sim.common.validation import Count, Fraction, Multiple, Quantity, Slowdown, Spread, check
 from co2sim.hardware.cluster import GPU, Cluster, KernelTimes, one_efficiency
 from co2sim.models.framework import Factor, Framework

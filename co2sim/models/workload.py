@@ -29,8 +29,7 @@ from co2sim.models.architecture import (
     product_flops,
     shard_model,
 )
-from co2sim.models.framework import Framework, Loss
-from co2sim.models.recompute import Recomputation, Recompute, layers, recomputation
+from co2sim.models.framework import Framework, Loss, Recomputation, Recompute, layers, recomputation
 from co2sim.schedule.mesh import Mesh
 from co2sim.schedule.schedule import (
     Collective,

@@ -25,16 +25,15 @@ from typing import NamedTuple
 
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
+from co2sim.models.framework import recomputation
 from co2sim.models.memory import activations
-from co2sim.models.recompute import recomputation
 from co2sim.models.workload import Workload
 from co2sim.prediction.job import Job, Stage, call_strategy, stage_of
 from co2sim.prediction.measure import PassTimes, between_stages, pass_times, sent_on
 from co2sim.schedule.exchanges import TENSOR
-from co2sim.schedule.pipeline import Pipeline, ends
+from co2sim.schedule.mesh import Pipeline, ends
 from co2sim.schedule.schedule import Collective, Compute, Op
-from co2sim.simulation.collective_cost import cost_of, traffic
-from co2sim.simulation.compute_cost import work_time
+from co2sim.simulation.costs import cost_of, traffic, work_time
 from co2sim.simulation.noise import QUIET
 from co2sim.simulation.run import expected_slowest
 from co2sim.strategies import LocalSteps, is_built_in

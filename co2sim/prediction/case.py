@@ -25,8 +25,14 @@ from co2sim.common.convert import Count, Number, Reader, Within, option
 from co2sim.common.errors import OptionError, nearest
 from co2sim.hardware.cluster import GPU, Cluster
 from co2sim.hardware.offloading import ASSUMED, unknown
-from co2sim.models.framework import AttentionKernel, Checkpointing, Loss
-from co2sim.models.recompute import Recompute, check_applies, recomputation
+from co2sim.models.framework import (
+    AttentionKernel,
+    Checkpointing,
+    Loss,
+    Recompute,
+    check_applies,
+    recomputation,
+)
 from co2sim.models.stack import UNNAMED, Stack
 from co2sim.models.workload import (
     MAX_RANK,
@@ -40,7 +46,7 @@ from co2sim.models.workload import (
 from co2sim.prediction.job import Job, Stage, stage_cluster
 from co2sim.schedule.mesh import Mesh
 from co2sim.schedule.schedule import DType
-from co2sim.simulation.compute_cost import peak_flops
+from co2sim.simulation.costs import peak_flops
 from co2sim.simulation.noise import QUIET, Noise, RunOptions
 from co2sim.strategies import LocalSteps, Strategy
 from co2sim.strategies.step import title

@@ -23,7 +23,7 @@ from co2sim.common.delayed_averaging import LONGEST, bounded
 from co2sim.common.errors import OptionError
 from co2sim.common.progress import Done
 from co2sim.common.units import Bytes, Seconds
-from co2sim.models.recompute import Recompute
+from co2sim.models.framework import Recompute
 from co2sim.models.workload import MAX_SAMPLES, Model
 from co2sim.prediction.bounds import Shared, StepBound
 from co2sim.prediction.case import AUTO, Case, tokens_of_batch

@@ -18,17 +18,16 @@ from co2sim.common.resources import LruCache
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.architecture import Block
+from co2sim.models.framework import Recompute, check_applies
 from co2sim.models.memory import activations, overhead
-from co2sim.models.recompute import Recompute, check_applies
 from co2sim.models.stack import Setting
 from co2sim.models.workload import Model, Workload
 from co2sim.schedule.exchanges import apply_tensor_parallelism
-from co2sim.schedule.mesh import Mesh
-from co2sim.schedule.pipeline import Pipeline
+from co2sim.schedule.mesh import Mesh, Pipeline
 from co2sim.schedule.schedule import Layout, Schedule
 from co2sim.simulation.noise import RunOptions
-from co2sim.strategies import Strategy, is_built_in
-from co2sim.strategies.local import OUTER
+from co2sim.strategies import LocalSteps, Strategy, is_built_in
+from co2sim.strategies.local import OUTER, workers_of
 from co2sim.strategies.step import title
 
 _T = TypeVar("_T")
@@ -76,6 +75,12 @@ class Job:
         work = self.workload
         more = ", adapters" if work.lora else ""
         return f"{work.narrow or work.precision}, {work.attention}, {work.recompute}{more}"
+
+    @property
+    def workers(self) -> int:
+        """The replicas that step on their own; 1: all step together."""
+        strategy = self.strategy
+        return workers_of(strategy, self.layout) if isinstance(strategy, LocalSteps) else 1
 
     @cached_property
     def alike(self) -> tuple[int, ...]:

@@ -20,14 +20,11 @@ from co2sim.models.workload import Workload
 from co2sim.prediction.job import Job, Stage, chunks_of, stage_of
 from co2sim.prediction.notes import beyond_the_table
 from co2sim.prediction.result import Result
-from co2sim.schedule.mesh import MESH, Mesh
-from co2sim.schedule.pipeline import Pipeline, ends
+from co2sim.schedule.mesh import MESH, Mesh, Pipeline, ends
 from co2sim.schedule.schedule import Collective, Compute, Kind, tensor
 from co2sim.simulation import metrics
-from co2sim.simulation.collective_cost import cost_of, traffic
-from co2sim.simulation.compute_cost import compute_time, kernel_parts, peak_flops
+from co2sim.simulation.costs import compute_time, cost_of, kernel_parts, peak_flops, traffic
 from co2sim.simulation.trace import Trace
-from co2sim.strategies.local import workers_of
 from co2sim.strategies.step import title
 
 _SEND = "send_receive"
@@ -176,7 +173,7 @@ def result_of(line: "Line") -> Result:
         nodes=cluster.nodes,
         trained_parameters=work.trained if work.lora else None,
         parameters=work.parameters,
-        workers=workers_of(job.strategy, job.layout),
+        workers=job.workers,
         global_batch=gpus // work.together * work.samples_per_gpu,
         tokens_per_gpu_per_step=_each(work.samples_per_gpu * job.model.tokens, work.together),
         precision=work.narrow or str(work.precision),

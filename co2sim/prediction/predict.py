@@ -26,8 +26,7 @@ from co2sim.prediction.measure import Line, StageFigures, order_of, result_of
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Collective, Schedule
 from co2sim.simulation import metrics
-from co2sim.simulation.collective_cost import cost_of, traffic
-from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.costs import compute_time, cost_of, traffic
 from co2sim.simulation.metrics import Window
 from co2sim.simulation.noise import QUIET, RunOptions
 from co2sim.simulation.run import Simulator

@@ -19,8 +19,7 @@ from co2sim.common import files
 from co2sim.common.errors import CatalogError, Co2simError, OptionError, given
 from co2sim.common.files import text_of
 from co2sim.common.validation import first_problem
-from co2sim.models.framework import AttentionKernel, Checkpointing, Loss
-from co2sim.models.recompute import recomputation
+from co2sim.models.framework import AttentionKernel, Checkpointing, Loss, recomputation
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.simulation.metrics import scalability_ratio

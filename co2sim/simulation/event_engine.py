@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from co2sim.common.units import Bytes, Seconds
 from co2sim.schedule.schedule import Collective, Group
-from co2sim.simulation.compute_cost import Processor
-from co2sim.simulation.lowering import LoweredSchedule, Times
-from co2sim.simulation.network import Transfer, max_min_rates
+from co2sim.simulation.costs import Processor
+from co2sim.simulation.lowering import LoweredSchedule, Times, Transfer
+from co2sim.simulation.network import max_min_rates
 
 AFTER_ALL = 9
 """Priority behind all that happens at the same instant, which has 1."""

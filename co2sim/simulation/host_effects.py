@@ -18,10 +18,9 @@ from simpy.events import EventPriority
 from co2sim.common.units import BytesPerSecond, Seconds
 from co2sim.hardware.cluster import FULLY_IDLE, Cluster, HostEffects
 from co2sim.schedule.schedule import Collective, Schedule
-from co2sim.simulation.collective_cost import CollectiveCost, cost_of
-from co2sim.simulation.compute_cost import Processor
-from co2sim.simulation.lowering import Communicator, Folding, LoweredSchedule
-from co2sim.simulation.network import NOTHING, Flow, Network, Transfer
+from co2sim.simulation.costs import CollectiveCost, Processor, cost_of
+from co2sim.simulation.lowering import NOTHING, Communicator, Folding, LoweredSchedule, Transfer
+from co2sim.simulation.network import Flow, Network
 from co2sim.simulation.reference_engine import Communicators, Simulation
 from co2sim.simulation.token_bucket import Buckets, Shaper, shapers
 

@@ -16,10 +16,41 @@ from co2sim.common.units import Bytes, BytesPerSecond, Seconds
 from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster, Tier
 from co2sim.schedule.schedule import Collective, Compute, Group, Layout, Schedule
-from co2sim.simulation.collective_cost import CollectiveCost, cost_of, costs_of, uplinks
-from co2sim.simulation.compute_cost import work_time
-from co2sim.simulation.network import NOTHING, Transfer
+from co2sim.simulation.costs import CollectiveCost, cost_of, costs_of, uplinks, work_time
 from co2sim.simulation.noise import Noise
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A collective of one communicator on its links.
+
+    `loads` are the bytes on each link, `copies` the number of equal flows that a folded one stands
+    for there, `latency` comes before the first byte, and `solo` is what the bytes take alone.
+    """
+
+    loads: Mapping[Hashable, Bytes]
+    copies: Mapping[Hashable, int]
+    latency: Seconds
+    solo: Seconds
+
+    @property
+    def alone(self) -> Seconds:
+        """What the bytes take on an idle network: as on the network, by the rate of a flow."""
+        return 1.0 / (1.0 / self.solo) if self.solo else 0.0
+
+    @property
+    def takes_time(self) -> bool:
+        """Whether it has latency or bytes."""
+        return self.solo > 0 or self.latency > 0
+
+    def scaled(self, factor: float) -> "Transfer":
+        """The same with `factor` times the bytes and the latency."""
+        loads = {link: size * factor for link, size in self.loads.items()}
+        return replace(self, loads=loads, latency=factor * self.latency, solo=factor * self.solo)
+
+
+NOTHING = Transfer({}, {}, 0.0, 0.0)
+"""What a rank that is alone transfers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,12 @@ back get equal bytes per second, and what slower flows leave over goes to the fa
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import simpy
 
 from co2sim.common.units import Bytes, BytesPerSecond, Seconds
+from co2sim.simulation.lowering import Transfer
 
 _TOLERANCE = 1e-12
 _MAX_PASSES = 1000
@@ -94,39 +95,6 @@ def _fill(wanted: Sequence[tuple[float, int]], capacity: float) -> float:
         left -= demand * count
         waiting -= count
     return math.inf
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """A collective of one communicator on its links.
-
-    `loads` are the bytes on each link, `copies` the number of equal flows that a folded one stands
-    for there, `latency` comes before the first byte, and `solo` is what the bytes take alone.
-    """
-
-    loads: Mapping[Hashable, Bytes]
-    copies: Mapping[Hashable, int]
-    latency: Seconds
-    solo: Seconds
-
-    @property
-    def alone(self) -> Seconds:
-        """What the bytes take on an idle network: as on the network, by the rate of a flow."""
-        return 1.0 / (1.0 / self.solo) if self.solo else 0.0
-
-    @property
-    def takes_time(self) -> bool:
-        """Whether it has latency or bytes."""
-        return self.solo > 0 or self.latency > 0
-
-    def scaled(self, factor: float) -> "Transfer":
-        """The same with `factor` times the bytes and the latency."""
-        loads = {link: size * factor for link, size in self.loads.items()}
-        return replace(self, loads=loads, latency=factor * self.latency, solo=factor * self.solo)
-
-
-NOTHING = Transfer({}, {}, 0.0, 0.0)
-"""What a rank that is alone transfers."""
 
 
 @dataclass(eq=False, slots=True)

@@ -15,9 +15,9 @@ from simpy.events import EventPriority
 
 from co2sim.common.units import Seconds
 from co2sim.schedule.schedule import Compute, Group, Instance
-from co2sim.simulation.compute_cost import Processor
-from co2sim.simulation.lowering import Communicator, LoweredSchedule, Times
-from co2sim.simulation.network import NOTHING, Network, Transfer
+from co2sim.simulation.costs import Processor
+from co2sim.simulation.lowering import NOTHING, Communicator, LoweredSchedule, Times, Transfer
+from co2sim.simulation.network import Network
 
 _AFTER_ALL_ELSE = EventPriority(9)
 """SimPy priority behind everything else that happens at the same instant."""

@@ -22,7 +22,7 @@ from co2sim.models.stack import Stack
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Compute
-from co2sim.simulation.compute_cost import KernelParts, compute_time, kernel_parts
+from co2sim.simulation.costs import KernelParts, compute_time, kernel_parts
 from co2sim.studies.batch import Failure, run_all
 from co2sim.studies.measured_runs import MeasuredRun, Profile
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster
-from co2sim.models.recompute import Recompute
+from co2sim.models.framework import Recompute
 from co2sim.models.stack import Stack
 from co2sim.models.workload import Model
 from co2sim.prediction.bounds import Shared, StepBound

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from co2sim.common.errors import Co2simError, EngineError, OptionError
 from co2sim.common.progress import Done
 from co2sim.hardware.cluster import Cluster
-from co2sim.models.recompute import Recompute
+from co2sim.models.framework import Recompute
 from co2sim.prediction import power
 from co2sim.prediction.bounds import Least
 from co2sim.prediction.case import Case

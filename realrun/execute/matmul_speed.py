@@ -13,7 +13,7 @@ from co2sim.common.units import Flops, FlopsPerSecond, Seconds
 from co2sim.hardware.cluster import GPU
 from co2sim.prediction.case import Case
 from co2sim.schedule.schedule import Collective, Compute, Schedule
-from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.costs import compute_time
 from co2sim.simulation.trace import Span, Trace
 
 

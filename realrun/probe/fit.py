@@ -18,8 +18,7 @@ from co2sim.common.units import Bytes, BytesPerSecond, Flops, FlopsPerSecond, Se
 from co2sim.hardware.cluster import GPU, Backend, Calls, Cluster, HostEffects, Link, TokenBucket
 from co2sim.schedule.schedule import Collective, Compute, Group, Kind, Layout
 from co2sim.simulation import token_bucket
-from co2sim.simulation.collective_cost import cost_of
-from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.costs import compute_time, cost_of
 
 Before = Literal["meeting", "pause", "equal"]
 

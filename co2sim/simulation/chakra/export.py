@@ -16,7 +16,7 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import Collective, Compute, Group, Instance, Layout, Schedule
 from co2sim.simulation.chakra import works
 from co2sim.simulation.chakra.schema import FILE, VERSION, delimited, numbered, schema, to_json
-from co2sim.simulation.compute_cost import work_time
+from co2sim.simulation.costs import work_time
 
 NAME = "trace"
 """Files are called trace.0.et, trace.1.et and so on: what ASTRA-sim puts behind its argument."""

@@ -48,7 +48,7 @@ from co2sim.simulation.chakra.schema import (
     read_members,
     schema,
 )
-from co2sim.simulation.collective_cost import traffic
+from co2sim.simulation.costs import traffic
 from co2sim.simulation.metrics import Window
 from co2sim.simulation.noise import RunOptions
 from co2sim.simulation.run import Simulator

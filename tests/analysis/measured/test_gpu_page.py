@@ -15,7 +15,7 @@ from analysis.measured.gpu_page import read, tables
 from co2sim.catalog import load_cluster, load_model, load_stack
 from co2sim.common.errors import CatalogError
 from co2sim.models.workload import Workload
-from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.costs import compute_time
 
 H100 = ROOT / "benchmarks/results/gpu/h100.json"
 

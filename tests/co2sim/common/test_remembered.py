@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from co2sim.common.remembered import remembered
+from co2sim.common.resources import remembered
 
 
 @dataclass(frozen=True)

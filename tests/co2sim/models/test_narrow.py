@@ -10,7 +10,7 @@ from co2sim.common.errors import OptionError
 from co2sim.models.architecture import Experts, Transformer, language_model
 from co2sim.models.workload import NARROW, Workload
 from co2sim.schedule.schedule import DType, Gemm, Kernels
-from co2sim.simulation.compute_cost import kernel_parts
+from co2sim.simulation.costs import kernel_parts
 
 BODY = Transformer(
     layers=1,

@@ -14,14 +14,14 @@ from one_sample import simulate, sweep
 from co2sim import OptionError
 from co2sim.catalog import load_cluster, load_model, load_stack
 from co2sim.models.architecture import Experts, Transformer, language_model
+from co2sim.models.framework import OPERATORS, recomputation
 from co2sim.models.memory import activations
-from co2sim.models.recompute import OPERATORS, recomputation
 from co2sim.models.workload import Model, Workload
 from co2sim.prediction.case import Case
 from co2sim.prediction.job import stage_of
 from co2sim.prediction.notes import FEW_STATISTICS, IDLE_CHECKPOINTING
 from co2sim.schedule.schedule import Collective, Kernels, Kind, Layout, Schedule
-from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.costs import compute_time
 from co2sim.strategies import parse
 from co2sim.studies.candidates import Space, candidates
 

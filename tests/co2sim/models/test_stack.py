@@ -29,8 +29,7 @@ from co2sim.schedule.schedule import (
     Kernels,
     Kind,
 )
-from co2sim.simulation.collective_cost import cost_of
-from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.costs import compute_time, cost_of
 
 PEAK, MEMORY = 1e15, 1e12
 GPU = replace(

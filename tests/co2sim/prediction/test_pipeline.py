@@ -15,9 +15,8 @@ from co2sim.hardware.cluster import Cluster, Link
 from co2sim.models.architecture import Transformer, language_model
 from co2sim.models.workload import Workload
 from co2sim.prediction.job import stage_of
-from co2sim.schedule.mesh import Mesh
-from co2sim.schedule.pipeline import Pipeline, ends
-from co2sim.simulation.collective_cost import traffic
+from co2sim.schedule.mesh import Mesh, Pipeline, ends
+from co2sim.simulation.costs import traffic
 
 LAYERS = 8
 MODEL = language_model(

@@ -20,7 +20,7 @@ from co2sim.models.workload import Workload
 from co2sim.schedule import schedule as sched
 from co2sim.schedule.exchanges import TENSOR
 from co2sim.schedule.schedule import WORLD, Collective, Group, Kind, Layout, Schedule, tensor
-from co2sim.simulation.collective_cost import costs_of, traffic
+from co2sim.simulation.costs import costs_of, traffic
 from co2sim.simulation.run import execute
 from co2sim.strategies import chaining
 

@@ -40,7 +40,7 @@ from co2sim.schedule.schedule import (
 )
 from co2sim.simulation import chakra
 from co2sim.simulation.chakra import export, schema
-from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.costs import compute_time
 from co2sim.simulation.run import execute
 
 pytest.importorskip("chakra.schema.protobuf.et_def_pb2", reason="the extra chakra is missing")

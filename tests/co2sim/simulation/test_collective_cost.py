@@ -30,8 +30,7 @@ from co2sim.schedule.schedule import (
     experts,
 )
 from co2sim.schedule.token_routing import TokenRouting
-from co2sim.simulation.collective_cost import cost_of, traffic
-from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.costs import compute_time, cost_of, traffic
 
 Message = tuple[int, int, float]
 """Sender, receiver, bytes."""

@@ -30,8 +30,7 @@ from co2sim.schedule.schedule import (
 )
 from co2sim.schedule.token_routing import TokenRouting
 from co2sim.simulation import event_engine
-from co2sim.simulation.collective_cost import traffic
-from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.costs import compute_time, traffic
 from co2sim.simulation.lowering import (
     LoweredSchedule,
     lower,

@@ -17,7 +17,7 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.measure import measured
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Collective, Schedule
-from co2sim.simulation.collective_cost import Traffic, traffic
+from co2sim.simulation.costs import Traffic, traffic
 from co2sim.simulation.metrics import communication, window
 from co2sim.simulation.noise import Noise
 from co2sim.simulation.run import execute

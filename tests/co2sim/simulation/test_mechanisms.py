@@ -28,8 +28,7 @@ from co2sim.schedule.schedule import (
     Kernels,
     Kind,
 )
-from co2sim.simulation.collective_cost import cost_of
-from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.costs import compute_time, cost_of
 
 CLUSTER = load_cluster("dgx2-ib1", {"inter.ring_loss": "0"}).value.resized(64)
 PRODUCT = Gemm(10_000, 5_000, 10_000, width=2.0)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from co2sim.catalog import load_cluster
 from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import NODE, WORLD, Collective, DType, Group, Kind
-from co2sim.simulation.collective_cost import cost_of
+from co2sim.simulation.costs import cost_of
 
 US = 1e-6
 H100 = load_cluster("dgx-h100", {"inter.ring_loss": "0"}).value.resized(512)

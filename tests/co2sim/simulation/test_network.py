@@ -7,7 +7,8 @@ import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from co2sim.simulation.network import Network, Transfer, max_min_rates
+from co2sim.simulation.lowering import Transfer
+from co2sim.simulation.network import Network, max_min_rates
 
 Loads = Mapping[Hashable, float]
 LINKS = ("a", "b", "c", "d", "e")

@@ -10,7 +10,7 @@ from test_collective_cost import messages
 
 from co2sim.hardware.cluster import Cluster, Link, Tier
 from co2sim.schedule.schedule import PEERS, WORLD, Collective, DType, Group, Kind
-from co2sim.simulation.collective_cost import cost_of
+from co2sim.simulation.costs import cost_of
 from co2sim.simulation.metrics import window
 from co2sim.simulation.run import execute
 

@@ -13,7 +13,7 @@ from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.models.workload import Block, Model, Workload
 from co2sim.schedule.schedule import Collective, Compute, Layout
-from co2sim.simulation.collective_cost import traffic
+from co2sim.simulation.costs import traffic
 
 SIZE = 1000
 """Parameters of a layer."""

@@ -18,7 +18,7 @@ from co2sim.models.memory import host_memory
 from co2sim.prediction.driver import run
 from co2sim.schedule.schedule import Compute, DType, Layout, Schedule
 from co2sim.simulation.chakra.export import durations
-from co2sim.simulation.collective_cost import traffic
+from co2sim.simulation.costs import traffic
 from co2sim.simulation.run import execute
 
 M = 2000

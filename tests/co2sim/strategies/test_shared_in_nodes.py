@@ -13,7 +13,7 @@ from co2sim.common.errors import OptionError
 from co2sim.prediction.case import Case
 from co2sim.prediction.job import schedule_of
 from co2sim.schedule.schedule import Collective, Layout, Schedule
-from co2sim.simulation.collective_cost import traffic
+from co2sim.simulation.costs import traffic
 from co2sim.simulation.run import execute
 
 M = 2000

@@ -16,7 +16,7 @@ from co2sim.hardware.cluster import Cluster, HostEffects, Link, TokenBucket
 from co2sim.prediction.case import Case
 from co2sim.prediction.goodput import trained_of
 from co2sim.schedule.schedule import SITE, SITE_PEERS, Collective, DType, Kind, Layout, Op, Schedule
-from co2sim.simulation.collective_cost import traffic
+from co2sim.simulation.costs import traffic
 from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Trace
 

@@ -14,7 +14,7 @@ from co2sim.common.errors import Co2simError, OptionError
 from co2sim.hardware.cluster import Link
 from co2sim.models.workload import AttentionScores, Block, MatMul, Model, Workload
 from co2sim.schedule.schedule import After, Collective, Compute, DType, Kind, Layout, Op, Schedule
-from co2sim.simulation.collective_cost import traffic
+from co2sim.simulation.costs import traffic
 from co2sim.simulation.run import execute
 from co2sim.strategies.sharded import prefetch_waits
 from co2sim.strategies.step import Bucket, buckets, pieces

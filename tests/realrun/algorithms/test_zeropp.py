@@ -9,7 +9,7 @@ from tiny import cluster
 from co2sim import strategies
 from co2sim.models.workload import Block, Model, Workload
 from co2sim.schedule.schedule import Collective, Layout
-from co2sim.simulation.collective_cost import traffic
+from co2sim.simulation.costs import traffic
 from co2sim.strategies.step import QUANTIZED
 
 pytest.importorskip("torch")

@@ -13,7 +13,7 @@ from analysis.measured.comparison import compare, summarise
 from analysis.measured.page import named
 from co2sim.common.errors import CatalogError
 from co2sim.schedule.schedule import Collective, Compute
-from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.costs import compute_time
 from realrun import record
 from realrun.execute.matmul_speed import Products, at_speed, beside, each_round, slowest
 from realrun.record import Record

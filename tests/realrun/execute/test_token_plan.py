@@ -11,7 +11,7 @@ from ranks import on_ranks
 from co2sim.hardware.cluster import Link
 from co2sim.schedule.schedule import Collective, DType, Kind, experts
 from co2sim.schedule.token_routing import TokenRouting, most_load
-from co2sim.simulation.collective_cost import cost_of
+from co2sim.simulation.costs import cost_of
 
 pytest.importorskip("torch")
 

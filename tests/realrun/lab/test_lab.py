@@ -18,7 +18,7 @@ from tiny import cluster as tiny_cluster
 from co2sim.catalog import load_cluster
 from co2sim.hardware.cluster import HostEffects, TokenBucket
 from co2sim.schedule.schedule import WORLD, Collective, DType, Kind
-from co2sim.simulation.collective_cost import cost_of
+from co2sim.simulation.costs import cost_of
 from realrun.cli.lab import cluster
 from realrun.errors import LabError, LaunchError
 from realrun.lab.lab import (

@@ -33,8 +33,7 @@ from co2sim.schedule.schedule import (
     Op,
     Schedule,
 )
-from co2sim.simulation.collective_cost import cost_of
-from co2sim.simulation.compute_cost import compute_time
+from co2sim.simulation.costs import compute_time, cost_of
 from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Span, Trace
 from co2sim.studies.calibration import Calibrated, calibrate
