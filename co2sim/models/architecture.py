@@ -286,6 +286,15 @@ class Model:
         return 3 * sum(block.flops for block in self.blocks) - spared
 
 
+@remembered(objects=1, most=64)
+def kinds(model: Model) -> tuple[int, ...]:
+    """For every block the place of the first one that is equal but for its name."""
+    first: dict[Block, int] = {}
+    return tuple(
+        first.setdefault(replace(block, name=""), place) for place, block in enumerate(model.blocks)
+    )
+
+
 LAYER_CALLS = 26
 """Operations of one layer's forward pass in an eager framework with the fusions of Megatron-LM:
 

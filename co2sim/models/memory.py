@@ -10,9 +10,11 @@ allocator serves all that (`torch.cuda.max_memory_allocated`), and holds more th
 it there are the CUDA context and the buffers of NCCL: `OVERHEAD`.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from co2sim.common.units import Bytes
+from co2sim.models.architecture import kinds
 from co2sim.models.workload import OPTIMIZER_BYTES, Block, Workload
 from co2sim.schedule.schedule import Compute, Group, Layout, Schedule
 
@@ -87,13 +89,23 @@ def activations(job: Workload, held: float = 1.0) -> dict[str, Bytes]:
     block's activations, `tied_gradient` that of an embedding by the head that shares it: autograd
     adds the embedding's own at the very end.
     """
-    blocks = job.model.blocks
-    repeated = [block for block in blocks if job.repeats(block)]
-    kept = held * sum(_kept(job, block) for block in blocks if not job.repeats(block))
+    times: Counter[tuple[int, bool]] = Counter()
+    different: dict[tuple[int, bool], Block] = {}
+    for kind, block in zip(kinds(job.model), job.model.blocks, strict=True):
+        alike = kind, job.repeats(block)
+        times[alike] += 1
+        different.setdefault(alike, block)
+    blocks = different.values()
+    kept = inputs = tied = 0.0
+    for alike, block in different.items():
+        if alike[1]:
+            inputs += times[alike] * block.boundary_bytes
+        else:
+            kept += held * times[alike] * _kept(job, block)
+        tied += 0 if block.adapters else times[alike] * block.tied
     always = {
-        "checkpoints": held * _scaled(job, sum(block.boundary_bytes for block in repeated)),
-        "tied_gradient": sum(block.tied for block in blocks if not block.adapters)
-        * job.precision.bytes,
+        "checkpoints": held * _scaled(job, inputs),
+        "tied_gradient": tied * job.precision.bytes,
     }
     loss = {"activations": kept, "logits": max(_loss(job, block) for block in blocks)}
     backward = max(

@@ -26,6 +26,7 @@ from co2sim.models.architecture import (
     Model,
     Routing,
     TensorParallelCommunication,
+    kinds,
     product_flops,
     shard_model,
 )
@@ -337,10 +338,10 @@ class Workload(Mesh, Framework):
 
     @cached_property
     def _works(self) -> tuple[BlockWork, ...]:
-        shared: dict[tuple[Block, bool], tuple[Compute, Compute]] = {}
+        shared: dict[tuple[int, bool], tuple[Compute, Compute]] = {}
         works = []
-        for block in self.model.blocks:
-            key = replace(block, name=""), self.repeats(block)
+        for kind, block in zip(kinds(self.model), self.model.blocks, strict=True):
+            key = kind, self.repeats(block)
             if key not in shared:
                 shared[key] = self._passes(block)
             works.append(BlockWork(block, *shared[key]))

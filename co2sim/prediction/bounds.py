@@ -29,7 +29,7 @@ from co2sim.models.framework import recomputation
 from co2sim.models.memory import activations
 from co2sim.models.workload import Workload
 from co2sim.prediction.job import Job, Stage, call_strategy, stage_of
-from co2sim.prediction.measure import PassTimes, between_stages, pass_times, sent_on
+from co2sim.prediction.measure import between_stages, pass_times, sent_on
 from co2sim.schedule.exchanges import TENSOR
 from co2sim.schedule.mesh import Pipeline, ends
 from co2sim.schedule.schedule import Collective, Compute, Op
@@ -65,17 +65,19 @@ class Passes(NamedTuple):
     @classmethod
     def of(cls, job: Workload, cluster: Cluster) -> "Passes":
         """Those of one GPU's share of a job. Of exchanges on one machine nothing is known."""
-        known: dict[int, PassTimes] = {}
+        taken: dict[int, tuple[Seconds, ...]] = {}
         alone = cache(lambda work: cost_of(work, cluster).duration_alone(cluster))
         rows: list[tuple[Seconds, ...]] = []
+        free = cluster.host is not None
         for work in job.share.works():
-            for one in (work.forward, work.backward):
-                if id(one) not in known:
-                    free = cluster.host is not None
-                    known[id(one)] = pass_times(one, cluster, job.precision, free=free, alone=alone)
-            there, back = known[id(work.forward)], known[id(work.backward)]
-            both = (one + other for one, other in zip(there, back, strict=True))
-            rows.append((there.took, back.took, *both))
+            if id(work.forward) not in taken:
+                there, back = (
+                    pass_times(half, cluster, job.precision, free=free, alone=alone)
+                    for half in (work.forward, work.backward)
+                )
+                both = (one + other for one, other in zip(there, back, strict=True))
+                taken[id(work.forward)] = there.took, back.took, *both
+            rows.append(taken[id(work.forward)])
         return cls(*(tuple(accumulate(column, initial=0.0)) for column in zip(*rows, strict=True)))
 
 

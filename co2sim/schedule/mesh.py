@@ -12,6 +12,7 @@ own. A stage with several chunks has every `pp`-th of all chunks (Narayanan et a
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from itertools import groupby
 from typing import Annotated, Any, Self
 
@@ -63,8 +64,10 @@ class Mesh:
 
     def __post_init__(self) -> None:
         """Convert and check the numbers, of all that a mesh has."""
-        for name, value in declared(Mesh, self.mesh_values()).items():
-            object.__setattr__(self, name, value)
+        stated = tuple(self.mesh_values().values())
+        if not _is_plain(stated):
+            for name, value in declared(Mesh, self.mesh_values()).items():
+                object.__setattr__(self, name, value)
 
     def mesh_values(self) -> dict[str, Any]:
         """The fields of a mesh by name, of a record that has more of them."""
@@ -176,6 +179,14 @@ class Mesh:
 
 MESH = tuple(field.name for field in fields(Mesh))
 """The names of the fields."""
+
+
+@lru_cache(maxsize=256, typed=True)
+def _is_plain(stated: tuple[Any, ...]) -> bool:
+    """Whether these are what a mesh holds already; a job is changed more often than its mesh."""
+    return all(type(value) in {int, bool} for value in stated) and list(stated) == list(
+        declared(Mesh, dict(zip(MESH, stated, strict=True))).values()
+    )
 
 
 _NOT_YET: Seconds = -1.0
