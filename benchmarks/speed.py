@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from reports import folder, machine, made_by, parser, table
 
-from co2sim import Case, run
+from co2sim import Case, run, simulate
 from co2sim.catalog import load_cluster, load_model
 from co2sim.simulation.noise import Noise
 
@@ -177,10 +177,29 @@ def unfolded(strategy: str, gpus: int) -> None:
     print(json.dumps({"seconds": seconds, "gib": high / 2**30, "rounds": result.rounds_simulated}))
 
 
+def question(**batch: object) -> Callable[[], object]:
+    """What answers a question on 64 H100, each time with another bandwidth."""
+    speeds = cycle(f"{400 + number} Gbit/s" for number in range(100))
+    return lambda: simulate(
+        "dgx-h100",
+        "llama-7b",
+        "zero2",
+        gpus=64,
+        overrides={"inter.bandwidth": next(speeds)},
+        **batch,  # type: ignore[arg-type]
+    )
+
+
 def measurements(*, quick: bool) -> list[SpeedLine]:
     """All of them; `quick`: once each."""
     few, many = (1, 1) if quick else (10, 30)
-    found = [
+    loop = timed(lambda: sum(range(10**7)), many)
+    found = [SpeedLine("sum of 10 million numbers, to compare machines", loop, "ms", [])]
+    given = {"micro_batch": 1, "accumulation": 1, "recompute": "none"}
+    for what, batch, most in (("given", given, 8), ("chosen", {}, 25)):
+        times = timed(question(**batch), many)
+        found.append(limited(f"`zero2`, 7B, 64 H100, batch {what}", times, most, "ms"))
+    found += [
         limited(f"`{name}`, 7B, 128 GPUs", timed(runs(name), many), 4, "ms") for name in FOLDED
     ]
     found.append(limited(f"`{CO2}`, 7B, 128 GPUs", timed(runs(CO2), few), 30, "ms"))
