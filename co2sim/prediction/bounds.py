@@ -75,7 +75,7 @@ class Passes(NamedTuple):
                     pass_times(half, cluster, job.precision, free=free, alone=alone)
                     for half in (work.forward, work.backward)
                 )
-                both = (one + other for one, other in zip(there, back, strict=True))
+                both = (first + second for first, second in zip(there, back, strict=True))
                 taken[id(work.forward)] = there.took, back.took, *both
             rows.append(taken[id(work.forward)])
         return cls(*(tuple(accumulate(column, initial=0.0)) for column in zip(*rows, strict=True)))
@@ -104,7 +104,7 @@ class _Added:
         """With what `other`, of one micro-step more, has more, several times."""
         names = "fixed", "waits", "again", "busy", "sends"
         pairs = ((name, (getattr(self, name), getattr(other, name))) for name in names)
-        grown = {name: one + times * max(0.0, two - one) for name, (one, two) in pairs}
+        grown = {name: first + times * max(0.0, second - first) for name, (first, second) in pairs}
         return replace(self, **grown)
 
 
@@ -121,11 +121,11 @@ def added(stage: Stage) -> _Added:
         far = sent.wan / cluster.wan.payload_bandwidth if cluster.wan else 0.0
         busy = max(sent.nic / cluster.inter.payload_bandwidth, far)
         return _Added(0.0, 0.0, 0.0, busy, busy, local=schedule.steps)
-    known = [
+    alone = [
         0.0 if isinstance(work, Compute) and work.kernel in _PASSES else _alone(work, stage)
         for work in schedule.works
     ]
-    seconds = [known[number] for number in schedule.work_numbers]
+    seconds = [alone[index] for index in schedule.work_numbers]
     streams: dict[str, Seconds] = {}
     sends: dict[str, Seconds] = {}
     for op, time in zip(schedule.body, seconds, strict=True):
@@ -133,8 +133,8 @@ def added(stage: Stage) -> _Added:
         if isinstance(op.work, Collective):
             sends[op.stream] = sends.get(op.stream, 0.0) + time
     busy, beside = (
-        max((t for name, t in found.items() if name not in {COMPUTE, TENSOR}), default=0.0)
-        for found in (streams, sends)
+        max((t for name, t in totals.items() if name not in {COMPUTE, TENSOR}), default=0.0)
+        for totals in (streams, sends)
     )
     waits, again = _waits(schedule.body, seconds)
     return _Added(streams[COMPUTE], waits, again, busy, beside, _chain(schedule.body, seconds))
@@ -158,12 +158,12 @@ def _waits(body: Sequence[Op], seconds: Sequence[Seconds]) -> tuple[Seconds, Sec
     """
     behind: dict[tuple[int, str], tuple[int, Seconds]] = {}  # the last main op, and how far behind
     before: dict[str, tuple[int, Seconds]] = {}  # the same of the last op of each stream
-    nothing, found, again = (-1, 0.0), 0.0, 0.0
+    nothing, waits, again = (-1, 0.0), 0.0, 0.0
     main, exchanged, repeats = -1, False, False
     exchanges = any(op.stream == TENSOR for op in body)
     for turn in (0, 1):
-        found = again = 0.0
-        for place, op in enumerate(body):
+        waits = again = 0.0
+        for index, op in enumerate(body):
             last, distance = before.get(op.stream, nothing)
             for wait in op.after:
                 anchor, far = behind.get((turn - wait.rounds_ago, wait.op), nothing)
@@ -171,16 +171,16 @@ def _waits(body: Sequence[Op], seconds: Sequence[Seconds]) -> tuple[Seconds, Sec
                     last, distance = anchor, far
             if op.stream == COMPUTE:
                 if last == main and not exchanged:
-                    found += distance
+                    waits += distance
                     again += 0.0 if repeats else distance
-                main, exchanged = turn * len(body) + place, False
+                main, exchanged = turn * len(body) + index, False
                 repeats = exchanges and _kernel(op) == "backward"
                 now = main, 0.0
             else:
                 exchanged = exchanged or op.stream == TENSOR
-                now = last, distance + seconds[place]
+                now = last, distance + seconds[index]
             behind[turn, op.name] = before[op.stream] = now
-    return found, again
+    return waits, again
 
 
 def _chain(body: Sequence[Op], seconds: Sequence[Seconds]) -> Seconds:
@@ -192,17 +192,17 @@ def _chain(body: Sequence[Op], seconds: Sequence[Seconds]) -> Seconds:
     before: dict[str, tuple[int, str]] = {}
     forward = max(n for n, op in enumerate(body) if _kernel(op) == "forward")
     for turn in (0, 1):
-        for place, op in enumerate(body):
+        for index, op in enumerate(body):
             waits = [(turn - wait.rounds_ago, wait.op) for wait in op.after]
             waits += [before[op.stream]] if op.stream in before else []
             before[op.stream] = turn, op.name
             chains = [behind[wait] for wait in waits if wait in behind]
             if turn and op.stream == COMPUTE:
                 return max(chains, default=0.0)
-            if place > forward and not turn and _kernel(op) in _PASSES:
+            if index > forward and not turn and _kernel(op) in _PASSES:
                 chains.append(0.0)
             if chains:
-                took = 0.0 if op.stream == TENSOR else seconds[place]
+                took = 0.0 if op.stream == TENSOR else seconds[index]
                 behind[turn, op.name] = max(chains) + took
     return 0.0
 
@@ -302,7 +302,7 @@ class StepBound:
     def _step(self, stages: "_Stages", steps: int, more: _Added, waits: Seconds) -> Seconds:
         """Of the first stage alone."""
         passes = steps * (sum(stages.forward[0]) + sum(stages.backward[0]))
-        computing, beside, blocking = (steps * one for one in stages.first)
+        computing, beside, blocking = (steps * part for part in stages.first)
         busy, sends = more.busy / more.local, more.sends / more.local
         share = self._slower
         main = max(passes, self._slowdown * computing + share * beside + blocking)
@@ -336,7 +336,7 @@ class StepBound:
             for stage in range(work.pp)
         ]
         first = tuple(sum(column[:: work.pp]) for column in (computing, beside, blocking))
-        return _Stages([one[0] for one in chunks], [one[1] for one in chunks], first)
+        return _Stages([chunk[0] for chunk in chunks], [chunk[1] for chunk in chunks], first)
 
     def _one_by_one(self, micro_batch: int, every: int, cuts: Sequence[int]) -> "_Stages":
         """Where every second layer, say, of a stage is made again, as if it were a model."""
@@ -350,16 +350,18 @@ class StepBound:
             layer, of_stage = 0, list[list[Seconds]]()
             for start, end in parts[stage :: self._work.pp]:
                 of_chunk = [0.0] * len(plain)
-                for place in range(start, end):
-                    inside = bool(blocks[place].boundary_bytes) and not blocks[place].logits
+                for block in range(start, end):
+                    inside = bool(blocks[block].boundary_bytes) and not blocks[block].logits
                     layer += inside
                     taken = again if inside and layer % every == 0 else plain
-                    for number, column in enumerate(taken):
-                        of_chunk[number] += column[place + 1] - column[place]
+                    for index, column in enumerate(taken):
+                        of_chunk[index] += column[block + 1] - column[block]
                 of_stage.append(of_chunk)
             sums.append(of_stage)
-        first = tuple(sum(one[number] for one in sums[0]) for number in (2, 3, 4))
-        forward, backward = ([[one[way] for one in stage] for stage in sums] for way in (0, 1))
+        first = tuple(sum(sums_of[index] for sums_of in sums[0]) for index in (2, 3, 4))
+        forward, backward = (
+            [[sums_of[way] for sums_of in stage] for stage in sums] for way in (0, 1)
+        )
         return _Stages(forward, backward, first)
 
     def _more(self, steps: int) -> _Added:

@@ -98,14 +98,14 @@ def read_global_batch(name: str, value: Any) -> int | str:
 
 def tokens_of_batch(value: Any) -> float | None:
     """Those that a text such as "4M-tokens" says; None for others."""
-    found = _TOKENS.fullmatch(value.strip()) if isinstance(value, str) else None
-    if not found:
+    match = _TOKENS.fullmatch(value.strip()) if isinstance(value, str) else None
+    if not match:
         return None
     try:
-        number = float(found[1])
+        amount = float(match[1])
     except ValueError:
         return None
-    tokens = number * {"": 1.0, "k": 1e3, "m": 1e6}[found[2].lower()]
+    tokens = amount * {"": 1.0, "k": 1e3, "m": 1e6}[match[2].lower()]
     return tokens if 1 <= tokens <= _MAX_SAMPLES else None
 
 
@@ -231,20 +231,20 @@ class Case(Mesh):
 
     def __post_init__(self) -> None:
         """Convert every value, once and for all."""
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        found = convert.declared(Case, given) | {
+        stated = {f.name: getattr(self, f.name) for f in fields(self)}
+        converted = convert.declared(Case, stated) | {
             "cluster": _named("cluster", self.cluster, Cluster),
             "model": _named("model", self.model, Model),
             "stack": _named("stack", self.stack, Stack),
             "strategy": _strategy(self.strategy),
             "overrides": convert.texts("overrides", self.overrides),
         }
-        if found["recompute"] != AUTO:
-            found["recompute"] = str(recomputation(found["recompute"]))
+        if converted["recompute"] != AUTO:
+            converted["recompute"] = str(recomputation(converted["recompute"]))
         if not isinstance(self.noise, Noise):
             raise OptionError(f"noise is {convert.shown(self.noise)}; it must be a Noise")
-        for name, value in found.items():
-            if value is not given[name]:
+        for name, value in converted.items():
+            if value is not stated[name]:
                 object.__setattr__(self, name, value)
 
     @property
@@ -259,8 +259,8 @@ class Case(Mesh):
     def asked(self) -> frozenset[str]:
         """The stack and the options that it has values for, as far as a user gave them."""
         names = ("attention", "checkpointing", "loss")
-        given = {name for name in names if getattr(self, name) is not None}
-        return frozenset(given | ({"stack"} if self.stack else set()))
+        options = {name for name in names if getattr(self, name) is not None}
+        return frozenset(options | ({"stack"} if self.stack else set()))
 
     def load(self) -> tuple[Entry[Cluster], Entry[Model]]:
         """The cluster, with what the stack makes of its GPU, and the model."""
@@ -270,29 +270,29 @@ class Case(Mesh):
             cluster = replace(cluster, value=within)
         return cluster, _entry(self.model, load_model, self._overrides_of("model."))
 
-    def inlined(self, known: dict[tuple[object, ...], Contents | None] | None = None) -> "Case":
+    def inlined(self, cache: dict[tuple[object, ...], Contents | None] | None = None) -> "Case":
         """The case with what stands in its files in place of their names.
 
         `known` are files that were read before, and gets those that are read now. Raises
         CatalogError for what cannot be read.
         """
-        known = {} if known is None else known
+        cache = {} if cache is None else cache
 
         def contents(read: Callable[..., Contents | None], name: Any, *more: Any) -> Any:
             if not isinstance(name, str) or not name:
                 return name
-            key = (read.__name__, name, *(str(one) for one in more))
-            if key not in known:
-                known[key] = read(name, *more)
-            return known[key] or name
+            key = (read.__name__, name, *(str(value) for value in more))
+            if key not in cache:
+                cache[key] = read(name, *more)
+            return cache[key] or name
 
         named = {k: v for k, v in self.overrides.items() if k in {"gpu", "failures"}}
-        found = {
+        inlined = {
             "cluster": contents(cluster_contents, self.cluster, named),
             "model": contents(model_contents, self.model),
             "stack": contents(stack_contents, self.stack),
         }
-        changed = {name: one for name, one in found.items() if one is not getattr(self, name)}
+        changed = {k: value for k, value in inlined.items() if value is not getattr(self, k)}
         return replace(self, **changed) if changed else self
 
     def load_stack(self) -> Entry[Stack]:
@@ -370,8 +370,8 @@ class Case(Mesh):
     @property
     def parsed(self) -> Strategy:
         """The strategy as an object."""
-        given = self.strategy
-        return strategies.parse(given) if isinstance(given, str) else given
+        strategy = self.strategy
+        return strategies.parse(strategy) if isinstance(strategy, str) else strategy
 
     def _workload(self, model: Model, cluster: Cluster) -> Workload:
         if self.recompute == AUTO:
@@ -408,24 +408,24 @@ class Case(Mesh):
 
     def _types(self, gpu: GPU) -> tuple[DType, Narrow | None]:
         """Of all but products of layers, and of these, if it is narrower."""
-        asked = (self.precision or gpu.preferred_precision).lower()
-        if asked not in NARROW:
-            if asked not in gpu.precisions:
-                known = [*gpu.precisions, *(n for n, k in NARROW.items() if k.peak in gpu.peak)]
+        wanted = (self.precision or gpu.preferred_precision).lower()
+        if wanted not in NARROW:
+            if wanted not in gpu.precisions:
+                allowed = [*gpu.precisions, *(n for n, k in NARROW.items() if k.peak in gpu.peak)]
                 raise OptionError(
-                    f"{gpu.name} has no {asked} in our catalog; {nearest(asked, known)}"
+                    f"{gpu.name} has no {wanted} in our catalog; {nearest(wanted, allowed)}"
                 )
-            return DType(asked), None
-        kind = NARROW[asked]
+            return DType(wanted), None
+        kind = NARROW[wanted]
         peak_flops(gpu, kind.peak)
-        if kind.also and not any(one in gpu.peak for one in kind.also):
-            raise OptionError(f"{gpu.name} multiplies no {asked}; it has {kind.peak}")
+        if kind.also and not any(name in gpu.peak for name in kind.also):
+            raise OptionError(f"{gpu.name} multiplies no {wanted}; it has {kind.peak}")
         if gpu.kernels is None:
             raise OptionError(
-                f"precision={asked} needs the speed of products, and nothing says how fast those of"
-                f" {gpu.name} are"
+                f"precision={wanted} needs the speed of products, and nothing says how fast those"
+                f" of {gpu.name} are"
             )
-        return DType(gpu.preferred_precision), cast(Narrow, asked)
+        return DType(gpu.preferred_precision), cast(Narrow, wanted)
 
     def _accumulation(self, groups: int) -> int:
         micro_batch = _number("micro_batch", self.micro_batch)
@@ -455,13 +455,13 @@ def assumed(
     Those of the host are named where a job has states there.
     """
     missing = unknown(cluster.value) if offload else {}
-    found = [Fact(f"cluster.{path}", a.text, a.why, assumed=True) for path, a in missing.items()]
-    known = (
+    of_host = [Fact(f"cluster.{k}", a.text, a.why, assumed=True) for k, a in missing.items()]
+    stated = (
         fact
         for fact in _under("cluster", cluster)
         if offload or fact.path.removeprefix("cluster.") not in ASSUMED
     )
-    return (*known, *found, *_under("model", model))
+    return (*stated, *of_host, *_under("model", model))
 
 
 def _under(prefix: str, entry: Entry[Any]) -> list[Fact]:
@@ -495,36 +495,38 @@ def _check_sites(strategy: Strategy, cluster: Cluster) -> None:
 
 
 def _entry(
-    given: Any, load: Callable[[Any, Mapping[str, str]], Entry[Any]], overrides: Mapping[str, str]
+    reference: Any,
+    load: Callable[[Any, Mapping[str, str]], Entry[Any]],
+    overrides: Mapping[str, str],
 ) -> Entry[Any]:
-    if isinstance(given, str | Contents):
-        return load(given, overrides)
+    if isinstance(reference, str | Contents):
+        return load(reference, overrides)
     if overrides:
         raise OptionError(
             f"overrides ({next(iter(overrides))}) apply to names and files, not to objects"
         )
-    return Entry(given, ())
+    return Entry(reference, ())
 
 
-def _named(name: str, given: Any, kind: type[Any]) -> Any:
+def _named(name: str, reference: Any, kind: type[Any]) -> Any:
     """A name, a path as a text, or an object of `kind`."""
-    if isinstance(given, os.PathLike):
-        return str(given) if is_file(str(given)) else f"./{given}"
-    if not isinstance(given, str | kind | Contents):
+    if isinstance(reference, os.PathLike):
+        return str(reference) if is_file(str(reference)) else f"./{reference}"
+    if not isinstance(reference, str | kind | Contents):
         raise OptionError(
-            f"{name} is {convert.shown(given)}; it must be a catalog name, the path of a file, or"
-            f" a {kind.__name__}"
+            f"{name} is {convert.shown(reference)}; it must be a catalog name, the path of a file,"
+            f" or a {kind.__name__}"
         )
-    return given
+    return reference
 
 
-def _strategy(given: Any) -> Any:
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, type) and hasattr(given, "schedule"):
-        return strategies.checked(given)
+def _strategy(strategy: Any) -> Any:
+    if isinstance(strategy, str):
+        return strategy
+    if not isinstance(strategy, type) and hasattr(strategy, "schedule"):
+        return strategies.checked(strategy)
     raise OptionError(
-        f"strategy is {convert.shown(given)}; it must be a text such as 'co2(tau=48)', or a"
+        f"strategy is {convert.shown(strategy)}; it must be a text such as 'co2(tau=48)', or a"
         " strategy such as CO2(tau=48)"
     )
 

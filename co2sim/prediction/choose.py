@@ -76,13 +76,13 @@ class PublishedBatch:
 
 def published_batches() -> tuple[PublishedBatch, ...]:
     """Those of `catalog/batches.toml`."""
-    return tuple(PublishedBatch(**one) for one in read_table("batches")["training"])
+    return tuple(PublishedBatch(**row) for row in read_table("batches")["training"])
 
 
 def published_like(model: Model) -> PublishedBatch:
     """The training whose model is nearest in size."""
     size = math.log(model.parameters)
-    return min(published_batches(), key=lambda one: abs(math.log(one.parameters) - size))
+    return min(published_batches(), key=lambda training: abs(math.log(training.parameters) - size))
 
 
 def samples_of(global_batch: int | str, model: Model, *, adapters: bool = False) -> tuple[int, str]:
@@ -299,12 +299,12 @@ def divided(samples: int, groups: int) -> int:
 
     Raises OptionError where the nearest are more than an eighth away.
     """
-    found = _easily_divided(samples / groups) * groups
-    if abs(found / samples - 1) > _NEAR:
+    nearest = _easily_divided(samples / groups) * groups
+    if abs(nearest / samples - 1) > _NEAR:
         raise OptionError(
             f"they do not divide the global batch of {samples:,} samples, nor any near"
         )
-    return found
+    return nearest
 
 
 def _easily_divided(share: float) -> int:
@@ -315,8 +315,8 @@ def _easily_divided(share: float) -> int:
     if share <= 1:
         return 1
     unit = 2.0 ** max(0, math.floor(math.log2(share)) - 1)
-    found = round(share / unit) * unit
-    return int(found) if abs(found / share - 1) <= _NEAR else round(share)
+    nearest = round(share / unit) * unit
+    return int(nearest) if abs(nearest / share - 1) <= _NEAR else round(share)
 
 
 def divisors(samples: int) -> list[int]:
@@ -442,11 +442,11 @@ def least_that_holds(low: int, high: int, guess: int, holds: Callable[[int], boo
 
     Asked are numbers near the guess, then ever farther ones, then the middle of what is left.
     """
-    at, reach = min(max(guess, low), high - 1), 1
+    trial, reach = min(max(guess, low), high - 1), 1
     while low < high:
-        if holds(at):
-            high, nearby = at, at - reach
+        if holds(trial):
+            high, nearby = trial, trial - reach
         else:
-            low, nearby = at + 1, at + reach
-        at, reach = nearby if low <= nearby < high else (low + high) // 2, 2 * reach
+            low, nearby = trial + 1, trial + reach
+        trial, reach = nearby if low <= nearby < high else (low + high) // 2, 2 * reach
     return high

@@ -76,7 +76,7 @@ _OPTIONS = [f.name for f in (*fields(Case), *fields(Noise)) if f.name not in _AS
 
 def _keywords() -> Signature:
     """The signature of `simulate` with every option, for shells and notebooks that complete it."""
-    own = signature(simulate).parameters
+    parameters = signature(simulate).parameters
     defaults = {f.name: f.default for f in (*fields(Case), *fields(Noise))} | OPEN_BATCH
     hints = get_type_hints(Case) | get_type_hints(Noise)
     options = [
@@ -84,7 +84,7 @@ def _keywords() -> Signature:
         for name in _OPTIONS
         for default in [None if defaults[name] is MISSING else defaults[name]]
     ]
-    *places, progress, _ = own.values()
+    *places, progress, _ = parameters.values()
     return Signature([*places, *options, progress], return_annotation=Result)
 
 
@@ -107,20 +107,20 @@ def make_case(
     **options: Unpack[Options],
 ) -> Case:
     """The case that the arguments of `simulate` describe; what they leave open is "auto"."""
-    given: dict[str, Any] = {**options}
-    unknown = [name for name in given if name not in _OPTIONS]
+    values: dict[str, Any] = {**options}
+    unknown = [name for name in values if name not in _OPTIONS]
     if unknown:
         raise OptionError(f"unknown option {unknown[0]!r}; {nearest(unknown[0], _OPTIONS)}")
-    uneven = {f.name: given.pop(f.name) for f in fields(Noise) if f.name in given}
+    uneven = {f.name: values.pop(f.name) for f in fields(Noise) if f.name in values}
     noise = _noise(uneven.pop("node_speed", None) or {}, uneven)
-    if given.get("overrides", {}) is None:
-        del given["overrides"]
+    if values.get("overrides", {}) is None:
+        del values["overrides"]
     if noise != QUIET:
-        if given.get("noise", QUIET) != QUIET:
+        if values.get("noise", QUIET) != QUIET:
             raise OptionError("give noise, or jitter, straggle, seed and node_speed, not both")
-        given["noise"] = noise
-    given = OPEN_BATCH | given | {"cluster": cluster, "model": model, "strategy": strategy}
-    return Case(**given)
+        values["noise"] = noise
+    values = OPEN_BATCH | values | {"cluster": cluster, "model": model, "strategy": strategy}
+    return Case(**values)
 
 
 def _noise(node_speed: Any, others: Mapping[str, Any]) -> Noise:
@@ -244,7 +244,9 @@ def _one_site_alone(question: Case, job: Job, result: Result) -> tuple[str, ...]
     who = f"one site alone, {counted(alone.gpus, 'GPU')} with {alone.strategy}"
     times = alone.tokens_per_s / result.tokens_per_s
     text = f"{who}: {alone.tokens_per_s:,.0f} {alone.unit}s/s, {figures(times)} times as many"
-    factors = [step_factor(one.strategy, scale_of(one), NO_GOAL) for one in (result, alone)]
+    factors = [
+        step_factor(answer.strategy, scale_of(answer), NO_GOAL) for answer in (result, alone)
+    ]
     if all(factors) and factors[0] != factors[1]:
         worth = times * factors[0].factor / factors[1].factor  # type: ignore[union-attr]
         text += f", and {figures(worth)} times as fast to the same loss"
@@ -298,9 +300,9 @@ def _situation(job: Job, setting: Setting, result: Result) -> Situation:
     """What makes the result more or less sure."""
     apart, misfit = from_measured(setting, job.measured)
     gpu = job.cluster.gpu
-    known = gpu.kernels is not None and (not gpu.stack or setting.gpu in published_gpus())
+    is_known = gpu.kernels is not None and (not gpu.stack or setting.gpu in published_gpus())
     experts = job.model.active_parameters < job.model.parameters
-    return Situation.of(result, known=known, apart=apart, misfit=misfit, experts=experts)
+    return Situation.of(result, known=is_known, apart=apart, misfit=misfit, experts=experts)
 
 
 _CERTAIN = ("parameters", "gradients", "optimizer")

@@ -150,23 +150,23 @@ def setting_of(cluster: Cluster, model: Model, result: Result, kernels: str = ""
     )
 
 
-def distance(one: Setting, other: Setting) -> float:
+def distance(here: Setting, there: Setting) -> float:
     """Of two runs of one stack: 1 for twice the parameters, or four times of something else.
 
     The network counts where both use one, and kernels where both state them.
     """
-    far = abs(math.log2(one.parameters / other.parameters))
-    far += 0.5 * abs(math.log2(one.gpus / other.gpus))
-    far += 0.5 * abs(math.log2(one.tokens / other.tokens))
-    far += 0.5 * abs(math.log2(one.divided / other.divided))
-    if one.network and other.network:
-        far += abs(math.log2(one.network / other.network))
-    if one.kernels and other.kernels and one.kernels != other.kernels:
+    far = abs(math.log2(here.parameters / there.parameters))
+    far += 0.5 * abs(math.log2(here.gpus / there.gpus))
+    far += 0.5 * abs(math.log2(here.tokens / there.tokens))
+    far += 0.5 * abs(math.log2(here.divided / there.divided))
+    if here.network and there.network:
+        far += abs(math.log2(here.network / there.network))
+    if here.kernels and there.kernels and here.kernels != there.kernels:
         far += _OTHER
-    return far + _OTHER * (one.gpu != other.gpu) + _OTHER * (one.shares != other.shares)
+    return far + _OTHER * (here.gpu != there.gpu) + _OTHER * (here.shares != there.shares)
 
 
-def between(one: Result, other: Result) -> float:
+def between(first: Result, second: Result) -> float:
     """The distance of two results of one model on one GPU."""
     here, there = (
         Setting(
@@ -177,20 +177,20 @@ def between(one: Result, other: Result) -> float:
             divided=result.layer_gpus,
             tokens=result.tokens_per_gpu_per_step * result.pp / result.accumulation,
         )
-        for result in (one, other)
+        for result in (first, second)
     )
     return distance(here, there)
 
 
-def from_measured(own: Setting, measured: Sequence[Setting]) -> tuple[float, float]:
+def from_measured(setting: Setting, measured: Sequence[Setting]) -> tuple[float, float]:
     """The distance to the nearest of the runs that calibrated a stack, and the misfit of that one.
 
     inf where none is on this GPU, or where only one of the two trains local steps.
     """
     alike = [
-        (distance(own, one), one.misfit)
-        for one in measured
-        if one.gpu == own.gpu and (one.shares == "steps") == (own.shares == "steps")
+        (distance(setting, run), run.misfit)
+        for run in measured
+        if run.gpu == setting.gpu and (run.shares == "steps") == (setting.shares == "steps")
     ]
     return min(alike, default=(math.inf, 0.0))
 
@@ -201,28 +201,28 @@ def nearest(case: Case, result: Result, count: int = 5) -> list[Near]:
     return nearest_to(setting_of(cluster.value, model.value, result), result)[:count]
 
 
-def nearest_to(own: Setting, result: Result) -> list[Near]:
+def nearest_to(setting: Setting, result: Result) -> list[Near]:
     """All published runs, the nearest first."""
-    found = [
-        Near(run, distance(run.setting, own) + _OTHER * (run.stack != result.stack))
+    runs = [
+        Near(run, distance(run.setting, setting) + _OTHER * (run.stack != result.stack))
         for run in published_runs()
     ]
-    return sorted(found, key=lambda one: one.distance)
+    return sorted(runs, key=lambda near: near.distance)
 
 
 def evidence_rows(near: Sequence[Near]) -> list[tuple[str, ...]]:
     """For a table with the columns of `EVIDENCE_COLUMNS`."""
     return [
         (
-            one.run.source,
-            f"{one.run.model}, {one.run.gpus:,} {one.run.gpu}, {one.run.strategy}",
-            one.run.stack,
-            f"{one.run.published:,.0f}",
-            f"{one.run.predicted:,.0f}",
-            f"{one.run.error:+.0%}",
-            f"{one.distance:.1f}",
+            row.run.source,
+            f"{row.run.model}, {row.run.gpus:,} {row.run.gpu}, {row.run.strategy}",
+            row.run.stack,
+            f"{row.run.published:,.0f}",
+            f"{row.run.predicted:,.0f}",
+            f"{row.run.error:+.0%}",
+            f"{row.distance:.1f}",
         )
-        for one in near
+        for row in near
     ]
 
 
@@ -372,9 +372,9 @@ class ErrorModel:
 
     def deviation(self, situation: Situation) -> float:
         """Of log(published / predicted)."""
-        found = [self.deviations[name] * size for name, size in situation.parts.items()]
+        parts = [self.deviations[name] * size for name, size in situation.parts.items()]
         more = 0.0 if situation.known else _UNKNOWN_GPU, _EXPERTS if situation.experts else 0.0
-        return math.hypot(*found, *more)
+        return math.hypot(*parts, *more)
 
     def reach(self, situation: Situation) -> float:
         """How far a 90 % interval of log(published / predicted) reaches to both sides."""
@@ -435,7 +435,7 @@ class RunKind:
         return f"{self.gpu}, {_IN_WORDS[self.exchange]}, {self.extent}"
 
 
-def why_not_comparable(strategy: Strategy, layout: Layout, known: Collection[str]) -> str:
+def why_not_comparable(strategy: Strategy, layout: Layout, names: Collection[str]) -> str:
     """A text: what a strategy gathers otherwise than those of these names; empty if nothing.
 
     When blocks are gathered is the framework's own: what is known of FSDP, over all ranks, is not
@@ -443,8 +443,8 @@ def why_not_comparable(strategy: Strategy, layout: Layout, known: Collection[str
     """
     if says(strategy, "shares") != "parameters":
         return ""
-    there = f"there {' and '.join(known)}"
-    if strategy.name not in known:
+    there = f"there {' and '.join(names)}"
+    if strategy.name not in names:
         return f"{strategy.name}, {there}"
     if isinstance(strategy, FSDP) and strategy.sharding(layout, WORLD).replicas:
         return f"{strategy.name} in groups, {there} over all GPUs"
@@ -657,14 +657,14 @@ def faster(cluster: Cluster, compute: float = 1.0, communication: float = 1.0) -
     )
 
 
-def overlaps(one: Interval, other: Interval) -> bool:
+def overlaps(first: Interval, second: Interval) -> bool:
     """Whether two predictions have intervals, and these overlap.
 
     Errors of two strategies on one cluster are alike, in part: their order is surer than this says.
     """
-    if one.low is None or one.high is None or other.low is None or other.high is None:
+    if first.low is None or first.high is None or second.low is None or second.high is None:
         return False
-    return one.low <= other.high and other.low <= one.high
+    return first.low <= second.high and second.low <= first.high
 
 
 # --- order ----------------------------------------------------------------------------------------
@@ -675,21 +675,25 @@ def interval_of(result: Result) -> Interval:
     return Interval(result.tokens_per_s_low, result.tokens_per_s_high, result.interval_source)
 
 
-def unshared(one: Result, other: Result) -> float:
+def unshared(first: Result, second: Result) -> float:
     """How far a 90 % interval of the logarithm of their ratio reaches, by their own errors.
 
     inf for runs of two models, or on two clusters or stacks, whose errors are not alike.
     """
     pairs = error_model().pairs
-    alike = (one.cluster, one.model, one.stack) == (other.cluster, other.model, other.stack)
-    return pairs.reach(between(one, other)) if pairs and alike else math.inf
+    alike = (first.cluster, first.model, first.stack) == (
+        second.cluster,
+        second.model,
+        second.stack,
+    )
+    return pairs.reach(between(first, second)) if pairs and alike else math.inf
 
 
-def undecided(one: Result, other: Result) -> bool:
+def undecided(first: Result, second: Result) -> bool:
     """Whether either may be the faster one: their intervals overlap, and so do what they differ by.
 
     Two without an interval, such as measured ones, are never undecided.
     """
-    if not overlaps(interval_of(one), interval_of(other)):
+    if not overlaps(interval_of(first), interval_of(second)):
         return False
-    return abs(math.log(one.tokens_per_s / other.tokens_per_s)) <= unshared(one, other)
+    return abs(math.log(first.tokens_per_s / second.tokens_per_s)) <= unshared(first, second)

@@ -145,8 +145,8 @@ def _hardware_flops(job: Job) -> float:
     """Of a sample over all stages: which layers a stage repeats depends on what it has."""
     whole = _undivided(job.workload)
     return sum(
-        job.alike.count(number) * stage_of(whole, number).hardware_flops_per_sample
-        for number in set(job.alike)
+        job.alike.count(stage) * stage_of(whole, stage).hardware_flops_per_sample
+        for stage in set(job.alike)
     )
 
 
@@ -155,7 +155,8 @@ def result_of(line: "Line") -> Result:
     job, first = line.job, line.stages[0]
     cluster, work, steps = job.cluster, job.workload, first.steps
     gpus, step = cluster.layout.world_size, line.step
-    memory = max((one.stage.memory() for one in line.different), key=lambda items: items["total"])
+    of_stages = (figures.stage.memory() for figures in line.different)
+    memory = max(of_stages, key=lambda items: items["total"])
     sent = {name: size / steps for name, size in first.sent.items()}
     sent |= {name: sent.get(name, 0.0) + size for name, size in line.sent.items()}
     busy = first.busy + line.sending * steps
@@ -241,7 +242,7 @@ class Line:
     @property
     def different(self) -> list[StageFigures]:
         """One of each kind."""
-        return [self.stages[number] for number in sorted(set(self.job.alike))]
+        return [self.stages[stage] for stage in sorted(set(self.job.alike))]
 
     @cached_property
     def between(self) -> Seconds:
@@ -251,8 +252,8 @@ class Line:
     @cached_property
     def paid(self) -> "_Ended":
         """When the stages end."""
-        passes = {one.stage.number: _passes(one.stage, free=False) for one in self.different}
-        return _Ended.of(self, passes, [one.step_time for one in self.stages], self.between)
+        passes = {part.stage.number: _passes(part.stage, free=False) for part in self.different}
+        return _Ended.of(self, passes, [figures.step_time for figures in self.stages], self.between)
 
     @property
     def step(self) -> Seconds:
@@ -265,8 +266,8 @@ class Line:
         first = self.stages[0]
         if not self.several:
             return first.exposed
-        passes = {one.stage.number: _passes(one.stage, free=True) for one in self.different}
-        steps = [(one.free_round or one.round_time) / one.steps for one in self.stages]
+        passes = {part.stage.number: _passes(part.stage, free=True) for part in self.different}
+        steps = [(part.free_round or part.round_time) / part.steps for part in self.stages]
         free = _Ended.of(self, passes, steps, 0.0).step
         return max(0.0, self.step - free) * first.steps
 
@@ -333,7 +334,7 @@ class _Ended(NamedTuple):
         between: Seconds,
     ) -> "_Ended":
         """`passes` forward and backward by chunk of each kind of stage, `steps` of each alone."""
-        forward, backward = zip(*(passes[number] for number in line.job.alike), strict=True)
+        forward, backward = zip(*(passes[stage] for stage in line.job.alike), strict=True)
         ended = ends(line.order, forward, backward, between)
         taken = [
             line.order.micros * (sum(there) + sum(back))
@@ -354,7 +355,7 @@ def _passes(stage: Stage, *, free: bool) -> tuple[tuple[Seconds, ...], tuple[Sec
         return tuple(sum(islice(taken, count)) for count in counts)
 
     blocks = work.works()
-    return times([one.forward for one in blocks]), times([one.backward for one in blocks])
+    return times([block.forward for block in blocks]), times([block.backward for block in blocks])
 
 
 class PassTimes(NamedTuple):
@@ -385,10 +386,10 @@ def pass_times(
     gpu = cluster.gpu
     if free or work.exchanges is None:
         return PassTimes(compute_time(work, gpu, precision), 0.0, 0.0)
-    alone = alone or (lambda one: cost_of(one, cluster).duration_alone(cluster))
+    alone = alone or (lambda exchange: cost_of(exchange, cluster).duration_alone(cluster))
     before, beside, behind = (
-        sum(map(alone, found))
-        for found in (work.exchanges.before, work.exchanges.beside, work.exchanges.behind)
+        sum(map(alone, exchanges))
+        for exchanges in (work.exchanges.before, work.exchanges.beside, work.exchanges.behind)
     )
     compute = compute_time(work, gpu, precision, before + beside + behind)
     return PassTimes(compute, beside, before + behind)

@@ -65,7 +65,7 @@ def budget_limit(job: Job) -> Limit | None:
 def _parts(job: Job) -> list[Sequence[Block]]:
     """The blocks of each stage."""
     work = job.workload
-    return [stage_of(work, number).share.model.blocks for number in range(work.pp)]
+    return [stage_of(work, stage).share.model.blocks for stage in range(work.pp)]
 
 
 def _of_options(strategy: Zero3 | ZeroPP, parts: Sequence[Sequence[Block]]) -> Limit | None:
@@ -85,28 +85,28 @@ def _of_options(strategy: Zero3 | ZeroPP, parts: Sequence[Sequence[Block]]) -> L
     return Limit(words, better, ",".join(f"{name}={value}" for name, value in options.items()))
 
 
-def _prefetch_words(given: str, budget: int, parts: Sequence[Sequence[Block]]) -> str:
+def _prefetch_words(words: str, budget: int, parts: Sequence[Sequence[Block]]) -> str:
     sizes = [block.parameters for blocks in parts for block in blocks]
     largest = _largest(parts)
     return (
-        f"{given}: that prefetch budget is less than {sum(size > budget for size in sizes)} of"
+        f"{words}: that prefetch budget is less than {sum(size > budget for size in sizes)} of"
         f" {counted(len(sizes), 'block')} need ({largest.name} has"
         f" {counted(largest.parameters, 'parameter')})"
     )
 
 
 def _live_words(limit: int, pairs: Sequence[tuple[Block, Block]]) -> str:
-    one, other = max(pairs, key=_together)
+    first, second = max(pairs, key=_together)
     over = sum(_together(pair) > limit for pair in pairs)
     return (
         f"max_live={limit}: that limit is less than {over} of {counted(len(pairs), 'block')} need"
-        f" beside the one before ({one.name} and {other.name} have"
-        f" {counted(_together((one, other)), 'parameter')})"
+        f" beside the one before ({first.name} and {second.name} have"
+        f" {counted(_together((first, second)), 'parameter')})"
     )
 
 
 def _largest(parts: Sequence[Sequence[Block]]) -> Block:
-    return max((block for blocks in parts for block in blocks), key=lambda one: one.parameters)
+    return max((block for blocks in parts for block in blocks), key=lambda block: block.parameters)
 
 
 def _together(pair: tuple[Block, Block]) -> int:
@@ -130,9 +130,9 @@ def offloaded(job: Job) -> tuple[str, ...]:
 
 def beyond_the_table(gpu: GPU, job: Workload) -> list[Fact]:
     """Passes outside of the table of efficiencies, and flash attention without a known speed."""
-    found = _unknown_attention(gpu, job)
+    facts = _unknown_attention(gpu, job)
     if not gpu.efficiency:
-        return found
+        return facts
     works = job.works()
     sizes = [pass_.flops for w in works for pass_ in (w.forward, w.backward) if pass_.flops]
     (least, at_least), (most, at_most) = gpu.efficiency[0], gpu.efficiency[-1]
@@ -145,8 +145,8 @@ def beyond_the_table(gpu: GPU, job: Workload) -> list[Fact]:
                 f"a pass of the job has {scaled(size, 'FLOP')}; the {word} pass whose efficiency"
                 f" is known has {scaled(bound, 'FLOP')}, and its efficiency is taken"
             )
-            found.append(Fact("cluster.gpu.efficiency", str(value), why, assumed=True))
-    return found
+            facts.append(Fact("cluster.gpu.efficiency", str(value), why, assumed=True))
+    return facts
 
 
 def _unknown_attention(gpu: GPU, job: Workload) -> list[Fact]:
@@ -254,7 +254,7 @@ def remarks(job: Job, gpus: int, asked: Collection[str] = ()) -> tuple[str, ...]
 
 def alike(notes: Iterable[Sequence[str]]) -> list[str]:
     """The remarks among the notes of results, once each."""
-    return list(dict.fromkeys(note for one in notes for note in one if is_alike(note)))
+    return list(dict.fromkeys(note for of_result in notes for note in of_result if is_alike(note)))
 
 
 def is_alike(note: str) -> bool:

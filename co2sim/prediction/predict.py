@@ -78,28 +78,28 @@ def repeated(
     under_way = np.sort(starts, axis=None), np.sort(ends, axis=None)
     last: list[Repeated] = []
     for start, end in zip(starts, ends, strict=True):
-        found = [(row, _window(start[row], end[row], *under_way)) for row in rows]
-        last = [Repeated(row, window) for row, window in found if window]
-        if len(last) < len(found):
+        windows = [(row, _window(start[row], end[row], *under_way)) for row in rows]
+        last = [Repeated(row, window) for row, window in windows if window]
+        if len(last) < len(windows):
             return None
     return last
 
 
 def _rows(schedule: Schedule, steps: re.Pattern[str]) -> list[_Places]:
     """Places [step, op] of each row of steps; none if those of a row do not do the same."""
-    found: dict[str, dict[int, list[int]]] = {}
-    for place, (name, _) in enumerate(schedule.places):
+    rows_of: dict[str, dict[int, list[int]]] = {}
+    for index, (name, _) in enumerate(schedule.places):
         if match := steps.match(name):
-            found.setdefault(match[1], {}).setdefault(int(match[2]), []).append(place)
+            rows_of.setdefault(match[1], {}).setdefault(int(match[2]), []).append(index)
     rows: list[_Places] = []
-    for numbered in found.values():
-        row = [numbered[number] for number in sorted(numbered)[-1 - _ROW : -1]]
+    for numbered in rows_of.values():
+        row = [numbered[step] for step in sorted(numbered)[-1 - _ROW : -1]]
         if len(row) < _ROW or len(set(map(len, row))) > 1:
             return []
         rows.append(np.array(row))
         apart = np.diff(rows[-1], axis=0)
-        does = [[(schedule.work_numbers[n], schedule.offsets[n]) for n in one] for one in row]
-        if (apart != apart[0, 0]).any() or any(one != does[0] for one in does):
+        does = [[(schedule.work_numbers[n], schedule.offsets[n]) for n in step] for step in row]
+        if (apart != apart[0, 0]).any() or any(step != does[0] for step in does):
             return []
     return rows if steps is _LOCAL_STEP or len(rows) == schedule.steps else []
 
@@ -123,10 +123,10 @@ def _window(
         return None
     if (ends - starts).max() > period + close:
         return None
-    own = np.count_nonzero((starts < end - close) & (ends > first + close))
+    inside = np.count_nonzero((starts < end - close) & (ends > first + close))
     begun = np.searchsorted(all_starts, end - close)
     over = np.searchsorted(all_ends, first + close, side="right")
-    return Window(first, first + period, 1) if begun - over == own else None
+    return Window(first, first + period, 1) if begun - over == inside else None
 
 
 def predict(job: Job, done: Done | None = None) -> Result:
@@ -136,15 +136,16 @@ def predict(job: Job, done: Done | None = None) -> Result:
             f"pp={job.workload.pp} does not combine with jitter, straggle or node_speed"
         )
     order = order_of(job)  # which refuses what it does not allow before anything is simulated
-    figures = {number: stage_figures(job, number, done) for number in sorted(set(job.alike))}
-    return result_of(Line(job, tuple(figures[number] for number in job.alike), order))
+    figures = {stage: stage_figures(job, stage, done) for stage in sorted(set(job.alike))}
+    return result_of(Line(job, tuple(figures[stage] for stage in job.alike), order))
 
 
 def step_time(job: Job, done: Done | None = None) -> Seconds:
     """How long an optimizer step takes, and nothing else of it."""
     order = order_of(job)
-    figures = {n: stage_figures(job, n, done, free=False) for n in sorted(set(job.alike))}
-    return Line(job, tuple(figures[number] for number in job.alike), order).step
+    stages = sorted(set(job.alike))
+    figures = {stage: stage_figures(job, stage, done, free=False) for stage in stages}
+    return Line(job, tuple(figures[stage] for stage in job.alike), order).step
 
 
 def stage_figures(
@@ -200,22 +201,22 @@ def _first_try(stage: Stage) -> int:
     """Micro-steps enough for what else a step does to end meanwhile, such as an average."""
     schedule, cluster, work = stage.schedule, stage.cluster, stage.workload
     others = {
-        schedule.works[number]
-        for (name, _), number in zip(schedule.places, schedule.work_numbers, strict=True)
+        schedule.works[index]
+        for (name, _), index in zip(schedule.places, schedule.work_numbers, strict=True)
         if not _MICRO_STEP.match(name)
     }
     longest = max(
         (
-            cost_of(one, cluster).duration_alone(cluster)
-            for one in others
-            if isinstance(one, Collective)
+            cost_of(work_, cluster).duration_alone(cluster)
+            for work_ in others
+            if isinstance(work_, Collective)
         ),
         default=0.0,
     )
     passes = sum(
-        compute_time(one, cluster.gpu, work.precision)
+        compute_time(work_, cluster.gpu, work.precision)
         for block in work.works()
-        for one in (block.forward, block.backward)
+        for work_ in (block.forward, block.backward)
     )
     return _FEWEST + (math.ceil(_SLOWER * longest / passes) if passes else 0)
 
@@ -289,17 +290,17 @@ _More: TypeAlias = Sequence[tuple[Repeated, int]]
 
 def _left_out(schedule: Schedule, trace: Trace, micros: int, steps: int) -> _More | None:
     """What is left out: `micros` micro-steps in each of `steps` local steps; None if it differs."""
-    found: list[tuple[Repeated, int]] = []
+    repeats: list[tuple[Repeated, int]] = []
     more = steps - schedule.steps
     if micros:
         ones = repeated(schedule, trace)
         if ones is None:
             return None
         again = len(ones) - _ROW  # the local step that repeats
-        found = [(one, micros * (1 + more * (n == again))) for n, one in enumerate(ones)]
+        repeats = [(part, micros * (1 + more * (n == again))) for n, part in enumerate(ones)]
     if more:
         ones = repeated(schedule, trace, _LOCAL_STEP)
         if ones is None:
             return None
-        found += [(one, more) for one in ones]
-    return found
+        repeats += [(part, more) for part in ones]
+    return repeats
