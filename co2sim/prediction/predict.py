@@ -22,7 +22,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.progress import Done
 from co2sim.common.units import Seconds
 from co2sim.prediction.job import Job, Stage
-from co2sim.prediction.measure import Line, StageFigures, order_of, result_of
+from co2sim.prediction.measure import Line, StageFigures, order_of, rates, result_of
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Collective, Schedule
 from co2sim.simulation import metrics
@@ -172,6 +172,17 @@ def stage_figures(
     figures = _figures(job.stage(number), 0, done, free=free)
     assert figures
     return figures
+
+
+def at_speed(result: Result, job: Job) -> Result:
+    """The result with the speed of another job: its times and rates, and nothing else of it."""
+    step = step_time(job)
+    return replace(
+        result,
+        **rates(job, step),
+        step_time_s=step,
+        round_time_s=step * result.steps_per_round,
+    )
 
 
 def _may_repeat(options: RunOptions) -> bool:

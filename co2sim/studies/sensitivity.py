@@ -16,7 +16,9 @@ from co2sim.hardware.failures import PARTS
 from co2sim.prediction import driver
 from co2sim.prediction.calibrations import replaced
 from co2sim.prediction.case import Case
-from co2sim.prediction.result import Result
+from co2sim.prediction.choose import choose
+from co2sim.prediction.measure import rates
+from co2sim.prediction.predict import at_speed, step_time
 from co2sim.prediction.totals import totals_of
 from co2sim.strategies import parse
 from co2sim.strategies.local import LocalSteps
@@ -197,10 +199,13 @@ def _turns(behind: Callable[[float], float], now: float, here: float) -> Iterato
 
 def _score(option: Candidate, case: Case, wanted: Objective) -> float:
     """The score of an option where a number of its case is another."""
-    result = driver.run(case)
-    found = totals_of(case, result, wanted.tokens, wanted.goal)
-    assert found is not None, strategy_title(case.strategy)
-    return replace(option, result=result, totals=found).score(wanted.want)
+    if wanted.want == "least-energy":  # which waiting counts in, too
+        result = driver.run(case)
+    else:
+        result = at_speed(option.result, choose(case)[0].job())
+    totals = totals_of(case, result, wanted.tokens, wanted.goal)
+    assert totals is not None, strategy_title(case.strategy)
+    return replace(option, result=result, totals=totals).score(wanted.want)
 
 
 MORE = 1.1
@@ -243,13 +248,13 @@ def levers(case: Case) -> list[Sensitivity]:
     plain, moves = moved(case)
     sized = plain.cluster
     assert isinstance(sized, Cluster)
-    before = driver.run(plain)
+    before = _speed(plain)
     marginal = _marginal(plain, sized, before)
     found = []
     for change, better in moves:
-        gain = driver.run(replace(plain, cluster=better)).tokens_per_s / before.tokens_per_s - 1
+        gain = _speed(replace(plain, cluster=better)) / before - 1
         gain = gain if abs(gain) > _ROUNDING else 0.0
-        gpus = gain * before.tokens_per_s / marginal if marginal else None
+        gpus = gain * before / marginal if marginal else None
         price = sized.price_per_gpu
         worth = None if gpus is None or price is None else gpus * price * 3600
         found.append(
@@ -284,12 +289,18 @@ def _moves(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
             yield path, replaced(cluster, path, link.latency / MORE)
 
 
-def _marginal(case: Case, cluster: Cluster, before: Result) -> float | None:
+def _marginal(case: Case, cluster: Cluster, before: float) -> float | None:
     """Tokens/s that a further GPU gives, by adding a node to each site; None for no more."""
-    more = cluster.layout.world_size + cluster.gpus_per_node * cluster.sites
+    gpus = cluster.layout.world_size
+    more = cluster.gpus_per_node * cluster.sites
     try:
-        after = driver.run(replace(case, gpus=more))
+        gain = (_speed(replace(case, gpus=gpus + more)) - before) / more
     except Co2simError:  # a global batch that does not divide, say
-        return before.tokens_per_s / before.gpus
-    gain = (after.tokens_per_s - before.tokens_per_s) / (more - before.gpus)
+        return before / gpus
     return gain if gain > 0 else None
+
+
+def _speed(case: Case) -> float:
+    """Tokens/s of a case with numbers."""
+    job = case.job()
+    return float(rates(job, step_time(job))["tokens_per_s"])
