@@ -18,7 +18,7 @@ from co2sim.catalog.specs import UNITS
 from co2sim.common.plots import GREY
 from co2sim.common.units import counted, duration, percent, scaled
 from co2sim.hardware.cluster import Cluster
-from co2sim.report import bar_charts
+from co2sim.report import charts
 from co2sim.report.html import MAX_ROUNDS, Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import Round, TimelineBar
 from co2sim.report.tables import Table
@@ -305,7 +305,7 @@ def _time(shown: Sequence[ComparedRun], rank: int) -> PageSection:
         table=Table(("round", *op_table.BREAKDOWN.values()), rows),
     )
     note = f"Rank {rank}: the last round that was measured, or two where a round is one step."
-    chart = bar_charts.timeline(rounds.values(), {WAITS: GREY})
+    chart = charts.timeline(rounds.values(), {WAITS: GREY})
     lines = Timelines(note, rounds, chart)
     return PageSection("time", "Where the time goes", figures=[figure], timelines=lines)
 

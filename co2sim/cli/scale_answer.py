@@ -89,9 +89,10 @@ def _pictures(
     """By kind of file; nothing where the extra is missing."""
     if not installed():
         return {}
-    from co2sim.report.bar_charts import draw  # noqa: PLC0415 - of an extra
+    from co2sim.report.chart_style import pictures  # noqa: PLC0415 - of an extra
+    from co2sim.report.charts import chart  # noqa: PLC0415 - as above
 
-    return draw(cases, named, comparisons, speeds(cases[0].noise))
+    return pictures(chart(cases, named, comparisons, speeds(cases[0].noise)), columns=2)
 
 
 def _outcomes(

@@ -34,7 +34,7 @@ from co2sim.studies.table import check_column, order, to_frame
 from co2sim.studies.workers.loky_pool import Engine, opened
 
 if TYPE_CHECKING:
-    from co2sim.report.sweep import Swept
+    from co2sim.report.sweep_page import Swept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ def _show(
     ]
     files = {} if csv is None else {csv: frame.to_csv(index=False).encode()}
     if wishes.report:
-        from co2sim.report.sweep import Swept  # noqa: PLC0415 - Altair
+        from co2sim.report.sweep_page import Swept  # noqa: PLC0415 - Altair
 
         swept = Swept(
             cases=cases,

@@ -1,11 +1,13 @@
 """What charts share: Vega-Lite in the colours of the page, one for each thing on it."""
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import altair as alt
+import vl_convert
 
 from co2sim.common.plots import COLOURS
 from co2sim.report.tables import Answered
@@ -70,13 +72,13 @@ CONFIG: Spec = {
 }
 
 
-def of_works(kinds: Sequence[str]) -> list[str]:
+def of_works(kinds: Sequence[str]) -> dict[str, str]:
     """A colour for each kind of work: blues of what computes, browns of what communicates."""
     sends = [kind for kind in kinds if kind in _SENT]
     others = [kind for kind in kinds if kind not in _SENT | _PASSES.keys()]
-    found = _PASSES | dict(zip(sends, cycled(_SENDING, len(sends)), strict=True))
-    found |= dict(zip(others, cycled(_COMPUTING, len(others)), strict=True))
-    return [found[kind] for kind in kinds]
+    colours = _PASSES | dict(zip(sends, cycled(_SENDING, len(sends)), strict=True))
+    colours |= dict(zip(others, cycled(_COMPUTING, len(others)), strict=True))
+    return {kind: colours[kind] for kind in kinds}
 
 
 FAINT = 0.6
@@ -114,29 +116,91 @@ def row_height(lines: int) -> int:
     return max(ROW, 8 + _LINE * lines)
 
 
-def points_of(
-    rows: Rows, x: alt.X, y: alt.Y, names: Sequence[str], tips: Sequence[alt.Tooltip]
-) -> list[alt.Chart]:
+def fit_points(rows: Rows, encoding: Mapping[str, Any], **mark: Any) -> list[alt.Chart]:
     """Points, hollow where a case does not fit in memory."""
-    colour, shape = by_strategy(names)
     return [
-        alt.Chart(data(here))
-        .mark_point(size=60, filled=fits)
-        .encode(x=x, y=y, color=colour, shape=shape, opacity=faded(names), tooltip=list(tips))
+        alt.Chart(data(here)).mark_point(filled=fits, **mark).encode(**encoding)
         for fits in (True, False)
         if (here := [row for row in rows if row["fits"] == fits])
     ]
 
 
+def interval(
+    rows: Rows, along: str, encoding: Mapping[str, Any], *, area: bool = False, **mark: Any
+) -> alt.Chart:
+    """From `low` to `high` along a channel, "x" or "y", of the rows that have both: lines or areas.
+
+    In `encoding` the channel is that of the value.
+    """
+    low = encoding[along].copy()
+    low.shorthand = "low:Q"
+    base = alt.Chart(data(rows)).transform_filter("isValid(datum.low)")
+    drawn = base.mark_area(**mark) if area else base.mark_rule(**mark)
+    return drawn.encode(**{**encoding, along: low, f"{along}2": "high:Q"})
+
+
+BAND = 0.18
+"""Opacity of an interval behind its line."""
+
+
+def banded(
+    rows: Rows,
+    x: alt.X,
+    y: alt.Y,
+    names: Sequence[str],
+    tips: Sequence[alt.Tooltip],
+    *,
+    several: bool,
+) -> list[alt.Chart]:
+    """Intervals, lines (with several places on the x axis) and points, one colour a strategy.
+
+    `rows` have a `value`, which `y` names, and `low` and `high`, which are None without interval.
+    """
+    colour, shape = by_strategy(names)
+    encoding = {"x": x, "y": y, "color": colour}
+    thin = faded(names, BAND if several else 2 * BAND, band=True)
+    wide = {} if several else {"strokeWidth": 5}
+    behind = interval(rows, "y", encoding | {"opacity": thin}, area=several, **wide)
+    encoding["opacity"] = faded(names)
+    lines = [alt.Chart(data(rows)).mark_line().encode(**encoding)] if several else []
+    points = fit_points(rows, encoding | {"shape": shape, "tooltip": list(tips)}, size=60)
+    return picked([behind, *lines, *points], names)
+
+
+def stacked(
+    source: alt.Data, x: alt.X, y: alt.Y, colour: alt.Color, tips: Sequence[Any]
+) -> alt.Chart:
+    """Bars whose parts follow each other by `place`."""
+    bars = alt.Chart(source).mark_bar()
+    return bars.encode(x=x, y=y, color=colour, order=alt.Order("place:Q"), tooltip=list(tips))
+
+
+def line_at(channel: alt.X | alt.Y, value: float, *, dash: Sequence[int] = (4, 3)) -> alt.Chart:
+    """A dashed line across the chart where a channel has a value."""
+    field = str(channel.shorthand).removesuffix(":Q")
+    rule = alt.Chart(data([{field: value}])).mark_rule(strokeDash=list(dash), color=TEXT)
+    return rule.encode(**{"x" if isinstance(channel, alt.X) else "y": channel})
+
+
+def gpu_axis(sizes: Sequence[int], field: str = "gpus") -> alt.X:
+    """Numbers of GPUs, each with its label."""
+    return alt.X(
+        f"{field}:Q",
+        title="GPUs",
+        scale=alt.Scale(type="log", base=2, nice=False, padding=16),
+        axis=alt.Axis(values=list(sizes), format=",d"),
+    )
+
+
+STAR = (
+    "M0,-1L0.225,-0.309L0.951,-0.309L0.363,0.118L0.588,0.809L0,0.382L-0.588,0.809"
+    "L-0.363,0.118L-0.951,-0.309L-0.225,-0.309Z"
+)
+
+
 def by_strategy(names: Sequence[str]) -> tuple[alt.Color, alt.Shape]:
     """The same colour and shape for a strategy in every chart."""
-    known = list(dict.fromkeys(names))
-    shapes = alt.Scale(domain=known, range=cycled(_SHAPES, len(known)))
-    legend = columns_for(known)
-    return (
-        alt.Color("strategy:N", title=None, scale=_colours(names), legend=legend),
-        alt.Shape("strategy:N", title=None, scale=shapes, legend=legend),
-    )
+    return by_colour("strategy", names), by_shape("strategy", names)
 
 
 def crowded(names: Sequence[str]) -> bool:
@@ -144,9 +208,9 @@ def crowded(names: Sequence[str]) -> bool:
     return len(dict.fromkeys(names)) > _CROWD
 
 
-def columns_for(known: Sequence[str], **options: Any) -> alt.Legend:
+def columns_for(names: Sequence[str], **options: Any) -> alt.Legend:
     """As many columns as there is room for, however wide the chart is."""
-    longest = 40 + _LETTER * max(map(len, known))
+    longest = 40 + _LETTER * max(map(len, names))
     return alt.Legend(columns=alt.expr(f"max(1, floor(width / {longest}))"), **options)
 
 
@@ -176,28 +240,29 @@ def faded(names: Sequence[str], shown: float = 1.0, *, band: bool = False) -> An
     return alt.condition(chosen, alt.value(shown), alt.value(0.1))
 
 
-def _colours(names: Sequence[str]) -> alt.Scale:
-    known = list(dict.fromkeys(names))
-    return alt.Scale(domain=known, range=cycled(PALETTE, len(known)))
-
-
-def by_shape(field: str, names: Sequence[str]) -> alt.Shape:
-    """A shape for each, in its own legend."""
-    known = list(dict.fromkeys(names))
-    scale = alt.Scale(domain=known, range=cycled(_SHAPES, len(known)))
-    legend = columns_for(known, symbolFillColor=TEXT, symbolStrokeColor=TEXT)
-    return alt.Shape(f"{field}:N", title=None, scale=scale, legend=legend)
+def by_shape(field: str, names: Sequence[str], **legend: Any) -> alt.Shape:
+    """A shape for each name."""
+    distinct = list(dict.fromkeys(names))
+    scale = alt.Scale(domain=distinct, range=cycled(_SHAPES, len(distinct)))
+    return alt.Shape(f"{field}:N", title=None, scale=scale, legend=columns_for(distinct, **legend))
 
 
 def by_colour(field: str, names: Sequence[str]) -> alt.Color:
-    """A colour for each, in its own legend."""
-    known = list(dict.fromkeys(names))
-    return alt.Color(f"{field}:N", title=None, scale=_colours(known), legend=columns_for(known))
+    """A colour for each name."""
+    distinct = list(dict.fromkeys(names))
+    colours = dict(zip(distinct, cycled(PALETTE, len(distinct)), strict=True))
+    return coloured(field, colours, columns_for(distinct))
+
+
+def coloured(field: str, colours: Mapping[str, str], legend: alt.Legend | None = None) -> alt.Color:
+    """These colours of these names, in this order."""
+    scale = alt.Scale(domain=list(colours), range=list(colours.values()))
+    return alt.Color(f"{field}:N", title=None, scale=scale, legend=legend or alt.Undefined)
 
 
 def cycled(values: Sequence[str], count: int) -> list[str]:
     """This number of values, from the first on again where they are too few."""
-    return [values[at % len(values)] for at in range(count)]
+    return [values[place % len(values)] for place in range(count)]
 
 
 def data(rows: Sequence[Mapping[str, Any]]) -> alt.InlineData:
@@ -207,11 +272,23 @@ def data(rows: Sequence[Mapping[str, Any]]) -> alt.InlineData:
 
 def spec(chart: Any, height: int) -> Spec:
     """As wide as the page lets it."""
-    found: Spec = chart.properties(width="container", height=height).to_dict()
+    made: Spec = chart.properties(width="container", height=height).to_dict()
     below = {"bottom": {"direction": "vertical", "anchor": "start", "margin": 6}}
-    found["config"] = CONFIG | {"legend": CONFIG["legend"] | {"layout": below}}
-    found["autosize"] = {"type": "fit-x", "contains": "padding"}
-    return found
+    made["config"] = CONFIG | {"legend": CONFIG["legend"] | {"layout": below}}
+    made["autosize"] = {"type": "fit-x", "contains": "padding"}
+    return made
+
+
+def pictures(chart: Any, **legend: Any) -> dict[str, bytes]:
+    """A chart for paper by kind of file, "png" and "svg": black on white."""
+    drawn = chart.to_dict()
+    drawn["config"] = CONFIG | {"background": "white", "font": "sans-serif"}
+    drawn["config"]["legend"] = CONFIG["legend"] | {"labelLimit": 0} | legend
+    text = json.dumps(drawn).replace(TEXT, "#000000")
+    return {
+        "png": vl_convert.vegalite_to_png(text, scale=2),
+        "svg": vl_convert.vegalite_to_svg(text).encode(),
+    }
 
 
 _WIDE = 8.0
@@ -281,14 +358,14 @@ def scale_of(*, log: bool, padding: int = 16) -> alt.Scale:
 
 def log_ticks(values: Iterable[float]) -> Any:
     """The 1, 2 and 5 of every decade of values, or more; Vega's own where these are too few."""
-    known = [value for value in values if value > 0]
-    low, high = min(known, default=1.0), max(known, default=1.0)
+    positive = [value for value in values if value > 0]
+    low, high = min(positive, default=1.0), max(positive, default=1.0)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 6, 8)):
         ticks = [step * 10.0**power for power in powers for step in steps]
-        found = [tick for tick in ticks if low <= tick <= high]
-        if _FEW <= len(found) <= _MAX_TICKS:
-            return found
+        inside = [tick for tick in ticks if low <= tick <= high]
+        if _FEW <= len(inside) <= _MAX_TICKS:
+            return inside
     return alt.Undefined
 
 
@@ -305,5 +382,5 @@ def _powers(low: float, high: float) -> list[float]:
 
 def wide(values: Iterable[float]) -> bool:
     """Whether values are better drawn on a log scale."""
-    known = list(values)
-    return bool(known) and min(known) > 0 and max(known) > _WIDE * min(known)
+    every = list(values)
+    return bool(every) and min(every) > 0 and max(every) > _WIDE * min(every)

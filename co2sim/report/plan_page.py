@@ -6,13 +6,24 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
+import altair as alt
+
 from co2sim.common.units import counted, number, scaled
 from co2sim.prediction.case import Case
 from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.step_factors import remark, scale_of
 from co2sim.prediction.totals import Totals
-from co2sim.report import bar_charts, decision_charts, sections
-from co2sim.report.chart_style import picking
+from co2sim.report import charts, sections
+from co2sim.report.chart_style import (
+    ROW,
+    TEXT,
+    Rows,
+    Spec,
+    data,
+    line_at,
+    picking,
+    spec,
+)
 from co2sim.report.html import Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import last_round
 from co2sim.report.tables import Answered, Table, ranged
@@ -273,7 +284,7 @@ def _options(planned: Planned) -> PageSection:
     wanted, shown = planned.found.wanted, planned.shown
     several = len({one.cluster for one in shown}) > 1
     limits = {"days": wanted.deadline, "cost": wanted.budget}
-    chart = bar_charts.front(
+    chart = charts.front(
         shown,
         [one.strategy for one in shown],
         planned.named | planned.traded,
@@ -313,10 +324,38 @@ def _turns(turns: Sequence[BreakEven]) -> PageSection:
         "Each number alone: from what it is now (the dashed line) to the value at which the"
         " answer turns.",
         "how many times what it is now each number is where the answer turns",
-        decision_charts.turns(turns),
+        _turns_chart(turns),
     )
     table = Figure("The same in numbers", table=breaks(turns))
     return PageSection("turns", "What would change the answer", figures=[figure, table])
+
+
+def _turns_chart(turns: Sequence[BreakEven]) -> Spec:
+    """How many times each number is what it is now where the answer turns."""
+    rows: Rows = [
+        {
+            "what": f"{turn.what}\n{turn.shown_now} → {turn.shown_at}: {turn.winner} wins",
+            "now": 1.0,
+            "times": turn.at / turn.now,
+            "place": place,
+        }
+        for place, turn in enumerate(turns)
+    ]
+    log = alt.Scale(type="log", nice=False, padding=16)
+    x = alt.X("times:Q", title="times what it is now", scale=log, axis=alt.Axis(format="~r"))
+    now = alt.X("now:Q", title="times what it is now", scale=log)
+    base = alt.Chart(data(rows)).encode(y=alt.Y("place:O", title=None, axis=None))
+    tips = [alt.Tooltip("what:N", title="now, and where it turns")]
+    words = base.mark_text(
+        align="left", dy=-26, color=TEXT, fontSize=11, lineBreak="\n", limit=alt.expr("width")
+    )
+    layers = [
+        line_at(now, 1.0),
+        base.mark_rule(strokeWidth=3, color=TEXT).encode(x=now, x2="times:Q", tooltip=tips),
+        base.mark_point(size=90, filled=True, color=TEXT, opacity=1).encode(x=x, tooltip=tips),
+        words.encode(x=alt.value(0), text=alt.Text("what:N")),
+    ]
+    return spec(alt.layer(*layers), 3 * ROW * len(rows))
 
 
 def _timelines(planned: Planned) -> Timelines | None:
@@ -328,7 +367,7 @@ def _timelines(planned: Planned) -> Timelines | None:
     }
     if not rounds:  # pipelines have no round that all ranks follow
         return None
-    return Timelines("One rank of each.", rounds, bar_charts.timeline(rounds.values()))
+    return Timelines("One rank of each.", rounds, charts.timeline(rounds.values()))
 
 
 def _useful(planned: Planned) -> PageSection:

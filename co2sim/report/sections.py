@@ -7,7 +7,7 @@ from co2sim.prediction.figures import shared_batch
 from co2sim.prediction.intervals import EVIDENCE_COLUMNS, evidence_rows, nearest
 from co2sim.prediction.notes import is_alike
 from co2sim.prediction.published import SpeedComparison
-from co2sim.report import bar_charts, line_charts, tables
+from co2sim.report import charts, tables
 from co2sim.report.chart_style import picking
 from co2sim.report.html import Figure, PageSection, Timelines
 from co2sim.report.tables import Answered, Table
@@ -56,7 +56,7 @@ def money(every: Sequence[Answered], names: Sequence[str]) -> PageSection:
     if table is None:
         return PageSection("money", "Days and money")
     one = len({(each.cluster, each.result.gpus) for each in every}) == 1
-    chart = None if one else bar_charts.front(fitting(every), names)
+    chart = None if one else charts.front(fitting(every), names)
     if chart is None:
         return PageSection("money", "Days and energy", figures=_days(every, names))
     note = (
@@ -91,7 +91,7 @@ def _days(every: Sequence[Answered], names: Sequence[str]) -> list[Figure]:
             title=f"Days on {cluster}",
             note=f"Bands are 90 % intervals.{misfits(group)}{picking(names)}",
             label="days by number of GPUs, a line for each strategy",
-            chart=line_charts.days(fitting(group), names, fitting(every)),
+            chart=charts.days(fitting(group), names, fitting(every)),
             table=tables.trainings(group),
         )
         for cluster in dict.fromkeys(one.cluster for one in every)
@@ -110,7 +110,7 @@ def time(
             note="Blue is computing, brown communication. Exposed: computing waits for it. The"
             " table sums the spans of one rank by work; they overlap.",
             label="shares of the time of a round, a bar for each strategy",
-            chart=bar_charts.shares(group),
+            chart=charts.shares(group),
             table=tables.times(group),
         )
         for cluster, group in groups.items()
@@ -125,7 +125,7 @@ def memory(groups: Mapping[str, Sequence[Answered]]) -> PageSection:
             title=f"A GPU of {cluster}, of {_sizes(group)}",
             note="The dashed line is what the GPU has.",
             label="memory of a GPU by item, a bar for each strategy",
-            chart=bar_charts.memory(group),
+            chart=charts.memory(group),
             table=tables.memory(group),
         )
         for cluster, group in groups.items()
@@ -150,7 +150,7 @@ def gains(found: Mapping[str, Sequence[Sensitivity]]) -> PageSection:
                     note="A tenth more of each number by itself, by simulation; latencies are"
                     " divided by 1.1.",
                     label="growth of throughput where one number of the hardware is a tenth better",
-                    chart=bar_charts.gains(shown),
+                    chart=charts.gains(shown),
                     table=tables.gains(shown),
                 )
             )

@@ -4,7 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import altair as alt
 import pandas as pd
 
 from co2sim.common.units import counted
@@ -12,13 +14,31 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.figures import shared_batch
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, remark
-from co2sim.report import decision_charts, sections
+from co2sim.report import sections
+from co2sim.report.chart_style import (
+    BAND,
+    HEIGHT,
+    TEXT,
+    NumberAxis,
+    Rows,
+    Spec,
+    by_colour,
+    data,
+    interval,
+    number_axis,
+    prefixed,
+    scale_of,
+    spec,
+    wide,
+)
 from co2sim.report.html import Figure, Page, PageSection
 from co2sim.report.tables import Answered, Table
 from co2sim.report.text import solve, totals
+from co2sim.report.text.solve import crossing
 from co2sim.studies.grid import display_name, offer_name, strategy_title
 from co2sim.studies.sensitivity import Sensitivity
-from co2sim.studies.solve import Solved
+from co2sim.studies.solve import Solved, ValueRange
+from co2sim.studies.targets import Metric
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +141,7 @@ def _reached(group: Sequence[Solved], place: int, answers: AllSolved) -> PageSec
         note=f"Diamonds: from where the figure is {side} what the dashed lines say, with the 90 %"
         " interval of that value. Bands are 90 % intervals of the figure.",
         label=f"{metric.words} by {axis.path}, a line for each strategy",
-        chart=decision_charts.solved(group, [strategy_title(one.case.strategy) for one in group]),
+        chart=_chart(group, [strategy_title(one.case.strategy) for one in group]),
         table=_points(group),
     )
     rows = [
@@ -182,3 +202,135 @@ def _files(answers: AllSolved) -> dict[str, tuple[str, str]]:
         "solve.csv": ("text/csv", pd.DataFrame(rows).to_csv(index=False)),
         "solve.json": ("application/json", json.dumps(plain, indent=1)),
     }
+
+
+def _chart(solved: Sequence[Solved], names: Sequence[str]) -> Spec:
+    """The figure of a target over the number, a line for each strategy, and where it is enough."""
+    target, currency = solved[0].target, solved[0].currency
+    across = number_axis(solved[0].axis)
+    rows = _eventful(
+        [row for each in solved for row in _chart_points(each, across)], solved, across
+    )
+    levels = target.values  # noqa: PD011 - of a target
+    figures = [row["value"] for row in rows if row["value"] is not None] + [*levels]
+    drawn = [row["x"] for row in rows]
+    y = _upright(target.metric, currency, log=target.metric.unit != "share" and wide(figures))
+    x, colour = across.encoding("x", drawn, log=True), by_colour("strategy", names)
+    encoding = {"x": x, "y": y, "color": colour}
+    base = alt.Chart(data(rows)).encode(**encoding)
+    tips = ["strategy:N", alt.Tooltip("at:N", title=across.path), *_tips(target.name)]
+    limits = [{"value": value, "words": target.metric.shown(value, currency)} for value in levels]
+    lines = alt.Chart(data(limits)).encode(y=y)
+    layers = [
+        interval(rows, "y", encoding, area=True, opacity=BAND),
+        base.mark_line(),
+        base.mark_point(size=30, filled=True).encode(tooltip=tips),
+        lines.mark_rule(strokeDash=[4, 3], color=TEXT),
+        lines.mark_text(align="left", dx=4, dy=-6, color=TEXT, fontSize=11).encode(
+            x=alt.value(0), text="words:N"
+        ),
+    ]
+    if marks := [row for each in solved for row in _crossings(each, across)]:
+        layers += _marked(marks, encoding)
+    return spec(alt.layer(*layers), HEIGHT + 60)
+
+
+_STILL = 0.02
+"""A figure that moves by less than this share of all that it does stands still."""
+
+
+def _eventful(rows: Rows, found: Sequence[Solved], across: NumberAxis) -> Rows:
+    """The points between the first and the last place where a figure moves, or is enough."""
+    ends = [end for each in found for row in _crossings(each, across) for end in _spread(row)]
+    drawn = sorted({row["x"] for row in rows})
+    for name in dict.fromkeys(row["strategy"] for row in rows):
+        line = [row for row in rows if row["strategy"] == name and row["value"] is not None]
+        line.sort(key=lambda row: row["x"])
+        values = [row["value"] for row in line]
+        still = _STILL * (max(values, default=0.0) - min(values, default=0.0))
+        moving = [row["x"] for row in line if abs(row["value"] - values[0]) > still]
+        moved = [row["x"] for row in line if abs(row["value"] - values[-1]) > still]
+        ends += [*moving[:1], *moved[-1:]]
+    if not ends:
+        return rows
+    low = max([x for x in drawn if x < min(ends)], default=drawn[0])
+    high = min([x for x in drawn if x > max(ends)], default=drawn[-1])
+    return [row for row in rows if low <= row["x"] <= high]
+
+
+def _spread(row: dict[str, Any]) -> list[float]:
+    return [end for end in (row["x"], row["low"], row["high"]) if end is not None]
+
+
+def _chart_points(each: Solved, across: NumberAxis) -> Rows:
+    strategy, metric = strategy_title(each.case.strategy), each.target.metric
+    return [
+        {
+            "strategy": strategy,
+            "x": value * across.factor,
+            "at": each.axis.shown(value),
+            "value": figure,
+            "said": "" if figure is None else metric.shown(figure, each.currency),
+            "low": band and band[0],
+            "high": band and band[1],
+            "interval": band and " to ".join(metric.shown(end, each.currency) for end in band),
+        }
+        for (value, figure), band in zip(each.points, each.bands, strict=True)
+    ]
+
+
+def _crossings(each: Solved, across: NumberAxis) -> Rows:
+    """Where the figure crosses the values of the target, with the interval of the one crossing."""
+    rows: Rows = []
+    for answer in each.answers:
+        found = (crossing(spans or ()) for spans in (answer.hoped, answer.sure))
+        ends = [end for end in found if end is not None]
+        edges = _edges(answer.met)
+        ends = ends if len(edges) == 1 and len(ends) > 1 else []
+        rows += [
+            {
+                "strategy": strategy_title(each.case.strategy),
+                "x": edge * across.factor,
+                "at": each.axis.shown(edge),
+                "value": answer.value,
+                "said": each.target.metric.shown(answer.value, each.currency),
+                "low": min(ends) * across.factor if ends else None,
+                "high": max(ends) * across.factor if ends else None,
+                "interval": " to ".join(map(each.axis.shown, sorted(ends))),
+            }
+            for edge in edges
+        ]
+    return rows
+
+
+def _edges(met: Sequence[ValueRange]) -> list[float]:
+    """Ends of ranges that are crossings."""
+    ends = [(span.low, span.open_low) for span in met] + [(s.high, s.open_high) for s in met]
+    return [end for end, is_open in ends if not is_open]
+
+
+def _marked(marks: Rows, encoding: Mapping[str, Any]) -> list[Any]:
+    """Diamonds, and thick lines for their intervals."""
+    tips = ["strategy:N", alt.Tooltip("said:N", title="reached"), alt.Tooltip("at:N", title="at")]
+    tips.append(alt.Tooltip("interval:N", title="90 % interval"))
+    diamonds = alt.Chart(data(marks)).mark_point(shape="diamond", size=130, filled=True, opacity=1)
+    rules = interval(marks, "x", encoding, strokeWidth=3, opacity=0.6)
+    return [rules, diamonds.encode(**encoding, tooltip=tips)]
+
+
+def _tips(name: str) -> list[alt.Tooltip]:
+    return [alt.Tooltip("said:N", title=name), alt.Tooltip("interval:N", title="90 % interval")]
+
+
+def _upright(metric: Metric, currency: str | None, *, log: bool) -> alt.Y:
+    title = {"money": f"{metric.words}, {currency or 'USD'}"}
+    formats = {"share": ".0%", "days": "~g", "money": "~s", "": "~s"}
+    axis = alt.Axis(labelExpr=prefixed("s"))
+    if metric.unit != "s":
+        axis = alt.Axis(format=formats[metric.unit])
+    return alt.Y(
+        "value:Q",
+        title=title.get(metric.unit, metric.words),
+        scale=scale_of(log=log, padding=10),
+        axis=axis,
+    )

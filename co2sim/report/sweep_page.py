@@ -1,18 +1,48 @@
 """The page of `co2sim sweep`: figures over what varies, as lines or as bars."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
+from typing import Any
 
+import altair as alt
+
+from co2sim.common.errors import Co2simError
+from co2sim.common.units import parse, parse_price
 from co2sim.prediction.case import Case
-from co2sim.report import sections, sweep_charts, tables
+from co2sim.prediction.figures import ends
+from co2sim.prediction.intervals import undecided
+from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import Goal
+from co2sim.report import sections, tables
+from co2sim.report.chart_style import (
+    FAINT,
+    HEIGHT,
+    STRATEGIES,
+    TEXT,
+    NumberAxis,
+    Rows,
+    Spec,
+    banded,
+    data,
+    high,
+    interval,
+    log_ticks,
+    number_axis,
+    picking,
+    scale_of,
+    spec,
+    wide,
+)
 from co2sim.report.html import Figure, Page, PageSection
-from co2sim.report.sweep import Swept
 from co2sim.report.tables import Answered
 from co2sim.report.text import totals
-from co2sim.studies.grid import display_name
+from co2sim.studies.batch import Failure, Outcome
+from co2sim.studies.grid import Setting, display_name, offer_names, strategy_title
 from co2sim.studies.table import to_frame
+from co2sim.studies.targets import Axis, axis_of
 
 _MAX_ROWS = 200
 """Of one table."""
@@ -24,13 +54,311 @@ _MAX_CHARACTERS = 250_000
 """Of a file inside of the page."""
 
 
+MAX_BARS = 40
+MAX_LINES = 40
+MAX_POINTS = 800
+"""Of one chart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swept:
+    """Cases with what each varies and what became of it, in the order of the table.
+
+    `rows` are what --json prints of them. `missing` says how many were done where an interrupt
+    left some out. `command` repeats it all.
+    """
+
+    cases: Sequence[Case]
+    settings: Sequence[Setting]
+    outcomes: Sequence[Outcome]
+    rows: Sequence[Mapping[str, object]]
+    goal: Goal
+    tokens: float | None
+    command: str
+    missing: str = ""
+
+    @cached_property
+    def names(self) -> list[str]:
+        """What each case varies, as a text."""
+        return [named(setting) for setting in self.settings]
+
+    @cached_property
+    def all(self) -> list[Answered]:
+        """The cases that gave a result; what they vary stands for their strategy."""
+        tokens = self.tokens
+        found = (
+            [None] * len(self.cases)
+            if tokens is None
+            else totals.totals_for(self.cases, self.outcomes, tokens, self.goal)
+        )
+        every = zip(self.names, self.cases, self.outcomes, found, strict=True)
+        offers = offer_names(case.cluster for case in self.cases)
+        return [
+            Answered(offers[display_name(case.cluster)], name, case, outcome, totals)
+            for name, case, outcome, totals in every
+            if isinstance(outcome, Result)
+        ]
+
+    @cached_property
+    def failed(self) -> list[str]:
+        """The cases without a result, each with its reason."""
+        return [
+            f"{name}: {outcome.reason}"
+            for name, outcome in zip(self.names, self.outcomes, strict=True)
+            if isinstance(outcome, Failure)
+        ]
+
+    @cached_property
+    def paths(self) -> list[str]:
+        """What varies."""
+        return list(self.settings[0])
+
+    @cached_property
+    def varied(self) -> dict[str, str]:
+        """The values of each path as texts."""
+        return {
+            path: ", ".join(dict.fromkeys(display_name(setting[path]) for setting in self.settings))
+            for path in self.paths
+        }
+
+    @cached_property
+    def across(self) -> NumberAxis | None:
+        """How the first thing that varies is drawn, if all its values are numbers."""
+        return self._numbers[0]
+
+    @cached_property
+    def placed(self) -> list[tuple[float, str, str]]:
+        """Of the cases with a result: the first number as it is drawn, as it was given; the rest.
+
+        The rest is what names the line: the strategy where nothing else varies.
+        """
+        first, *others = self.paths
+        every = zip(self.settings, self.outcomes, self._numbers[1], strict=True)
+        return [
+            (
+                value,
+                display_name(setting[first]),
+                named({path: setting[path] for path in others}) or self._alone,
+            )
+            for setting, outcome, value in every
+            if isinstance(outcome, Result)
+        ]
+
+    @cached_property
+    def _alone(self) -> str:
+        return strategy_title(self.cases[0].strategy)
+
+    @cached_property
+    def _numbers(self) -> tuple[NumberAxis | None, list[float]]:
+        path = self.paths[0]
+        texts = [display_name(setting[path]) for setting in self.settings]
+        return _numbers(path, self.cases[0], texts) or (None, [0.0] * len(texts))
+
+    def answer(self) -> list[str]:
+        """The best case: the cheapest and the fastest training, or the highest throughput."""
+        every = self.all
+        if self.tokens is not None:
+            trainings = [(one.strategy, one.result, one.totals) for one in every]
+            heads = totals.chosen(trainings)
+            known = heads.items()
+            said = []
+            for head, (name, result, found) in known:
+                assert found is not None
+                lost = f"; it {result.misfit.lower()} in memory" if result.misfit else ""
+                said.append(f"{head}: {name}, {totals.in_short(found, result.unit)}{lost}.")
+            return [*said, *totals.traded(heads)] or totals.sentences(trainings)
+        fitting = self._ranked
+        if not fitting:
+            return [f"None of {len(every):,} cases fits in memory."]
+        best = fitting[0]
+        text = f"{best.strategy} is the fastest at {best.result.tokens_per_s:,.0f}"
+        text += f" {best.result.unit}s/s"
+        if best.result.tokens_per_s_low is not None:
+            text += f" (90 %: {ends(best.result)})"
+        return [f"{text}."]
+
+    @cached_property
+    def best(self) -> Answered:
+        """The case that the answer names first."""
+        if self.tokens is not None:
+            trainings = [(one.strategy, one.result, one.totals) for one in self.all]
+            known = totals.chosen(trainings)
+            if known:
+                result = next(iter(known.values()))[1]
+                return next(one for one in self.all if one.result is result)
+        return next(iter([*self._ranked, *self.all]))
+
+    @cached_property
+    def _ranked(self) -> list[Answered]:
+        """Those that fit in memory, the fastest first."""
+        fitting = [one for one in self.all if one.result.fits_in_memory]
+        return sorted(fitting, key=lambda one: -one.result.tokens_per_s)
+
+    def doubts(self) -> list[str]:
+        """What is missing, what failed, and whether the order of the first two is certain."""
+        said = [f"This sweep was interrupted: {self.missing}."] if self.missing else []
+        if self.failed:
+            said.append(f"{len(self.failed):,} of {len(self.cases):,} cases failed.")
+        first, second = ([*self._ranked, None, None])[:2]
+        if first and second and self.tokens is None and undecided(first.result, second.result):
+            said.append(
+                f"Between it and {second.strategy} it is undecided: they differ by less than may be"
+                " wrong."
+            )
+        return said
+
+
+def named(setting: Setting) -> str:
+    """What a case varies, as a text."""
+    return ", ".join(f"{path}={display_name(value)}" for path, value in setting.items())
+
+
+def _numbers(path: str, case: Case, texts: Sequence[str]) -> tuple[NumberAxis, list[float]] | None:
+    """The values in what they are drawn in; None unless all of them are numbers."""
+    try:
+        axis = axis_of(case, path)
+        drawn = number_axis(axis)
+        return drawn, [_value(text, axis) * drawn.factor for text in texts]
+    except Co2simError:  # what nothing is solved for, such as jitter, may be a plain number
+        pass
+    try:
+        return NumberAxis(path), [parse(text, "") for text in texts]
+    except Co2simError:
+        return None
+
+
+def _value(text: str, axis: Axis) -> float:
+    return parse_price(text)[0] if axis.unit == "USD/s" else parse(text, axis.unit)
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A figure of a case with the ends of its interval, in `unit`; `format` is that of its axis."""
+
+    title: str
+    unit: str
+    format: str
+    of: Callable[[Answered], tuple[float, float | None, float | None]]
+
+
+def measures(swept: Swept) -> list[Measure]:
+    """Throughput; days, and money where all prices are in one currency, for tokens to train."""
+    unit = f"{swept.all[0].result.unit}s/s"
+    found = [Measure(f"{unit} of all GPUs", unit, "~s", _speed_of)]
+    totals = [one.totals for one in swept.all]
+    if not any(totals):
+        return found
+    found.append(Measure("Days", "days", ",~r", _days))
+    currencies = {total.currency for total in totals if total}
+    if len(currencies) == 1 and None not in currencies:
+        currency = str(currencies.pop())
+        found.append(Measure(f"Cost, {currency}", currency, "~s", _cost))
+    return found
+
+
+def _speed_of(one: Answered) -> tuple[float, float | None, float | None]:
+    result = one.result
+    return result.tokens_per_s, result.tokens_per_s_low, result.tokens_per_s_high
+
+
+def _days(one: Answered) -> tuple[float, float | None, float | None]:
+    assert one.totals is not None
+    return one.totals.days, one.totals.days_low, one.totals.days_high
+
+
+def _cost(one: Answered) -> tuple[float, float | None, float | None]:
+    found = one.totals
+    assert found is not None
+    assert found.cost is not None
+    return found.cost, found.cost_low, found.cost_high
+
+
+def _chart(swept: Swept, measure: Measure) -> tuple[Spec, str]:
+    """Lines where the first thing that varies is a number, else bars; what was left out."""
+    pairs = zip(swept.all, swept.placed, strict=True)
+    known = [(one, place) for one, place in pairs if measure.of is _speed_of or one.totals]
+    if swept.across is None:
+        shown = [one for one, _ in known[:MAX_BARS]]
+        return _bars(shown, measure), left_out("cases", len(known), MAX_BARS)
+    lines: dict[str, Rows] = {}
+    for one, (x, at, line) in known:
+        lines.setdefault(line, []).append(_chart_row(one, measure, line, x, at))
+    kept = [sorted(rows, key=_x) for rows in list(lines.values())[:MAX_LINES]]
+    count = sum(map(len, kept))
+    every = -(-count // MAX_POINTS)
+    words = left_out("lines", len(lines), MAX_LINES)
+    words += f" Of {count:,} points one in {every} is drawn." if every > 1 else ""
+    words += picking([rows[0]["strategy"] for rows in kept])
+    return _lines(swept.across, [row for rows in kept for row in rows[::every]], measure), words
+
+
+def _x(row: dict[str, Any]) -> float:
+    return float(row["x"])
+
+
+def left_out(what: str, count: int, most: int) -> str:
+    """What is said of more than a page can show."""
+    return f" The first {most} of {count:,} {what} are drawn." if count > most else ""
+
+
+def _chart_row(one: Answered, measure: Measure, line: str, x: float, at: str) -> dict[str, Any]:
+    value, low, high_ = measure.of(one)
+    return {
+        "strategy": line,
+        "x": x,
+        "at": at,
+        "value": value,
+        "low": low,
+        "high": high_,
+        "fits": one.result.fits_in_memory,
+    }
+
+
+def _tips(measure: Measure) -> list[alt.Tooltip]:
+    return [
+        alt.Tooltip("value:Q", title=measure.unit, format=",.4~r"),
+        alt.Tooltip("low:Q", title="90 %: from", format=",.4~r"),
+        alt.Tooltip("high:Q", title="to", format=",.4~r"),
+        alt.Tooltip("fits:N", title="fits in memory"),
+    ]
+
+
+def _lines(across: NumberAxis, rows: Rows, measure: Measure) -> Spec:
+    """A line for each combination of the others."""
+    names = [row["strategy"] for row in rows]
+    drawn = [row["x"] for row in rows]
+    x = across.encoding("x", drawn, log=wide(drawn))
+    ends = [end for row in rows for end in (row["value"], row["low"], row["high"]) if end]
+    log = wide(ends)
+    values = log_ticks(ends) if log else alt.Undefined
+    scale, axis = scale_of(log=log, padding=10), alt.Axis(format=measure.format, values=values)
+    y = alt.Y("value:Q", title=measure.unit, scale=scale, axis=axis)
+    tips = [alt.Tooltip("strategy:N"), alt.Tooltip("at:N", title=across.path), *_tips(measure)]
+    return spec(alt.layer(*banded(rows, x, y, names, tips, several=True)), HEIGHT)
+
+
+def _bars(group: Sequence[Answered], measure: Measure) -> Spec:
+    """A bar for each case, and a line for its interval."""
+    rows = [_chart_row(one, measure, one.strategy, 0.0, "") for one in group]
+    x = alt.X("value:Q", title=measure.unit, axis=alt.Axis(format=measure.format))
+    bars = alt.Chart(data(rows)).mark_bar(color=TEXT)
+    bars = bars.encode(
+        x=x,
+        y=STRATEGIES,
+        opacity=alt.condition("datum.fits", alt.value(FAINT), alt.value(0.25)),
+        tooltip=[alt.Tooltip("strategy:N", title="case"), *_tips(measure)],
+    )
+    ends = interval(rows, "x", {"x": x, "y": STRATEGIES}, strokeWidth=2, color=TEXT)
+    return spec(alt.layer(bars, ends), high(group))
+
+
 def page(swept: Swept) -> Page:
     """Nothing is simulated for it. Of very many cases the first ones are shown, and it says so."""
     every = swept.all
     files, cut = _files(swept)
-    bars = sorted(every[: sweep_charts.MAX_BARS], key=_cluster)
+    bars = sorted(every[:MAX_BARS], key=_cluster)
     groups = {name: list(group) for name, group in groupby(bars, key=_cluster)}
-    more = sweep_charts.left_out("cases", len(every), sweep_charts.MAX_BARS).strip()
+    more = left_out("cases", len(every), MAX_BARS).strip()
     plain = [replace(one, strategy=one.result.strategy) for one in every]
     trust = sections.trust(plain, plain)
     return Page(
@@ -79,8 +407,8 @@ def _few(lines: Sequence[str]) -> list[str]:
     return [*lines[:_MAX_TEXTS], *([f"and {left:,} more"] if left > 0 else [])]
 
 
-def _figure(swept: Swept, measure: sweep_charts.Measure) -> Figure:
-    chart, words = sweep_charts.chart(swept, measure)
+def _figure(swept: Swept, measure: Measure) -> Figure:
+    chart, words = _chart(swept, measure)
     shape = "; hollow points do" if swept.across else "; pale bars do"
     misfits = any(not one.result.fits_in_memory for one in swept.all)
     return Figure(
@@ -95,7 +423,7 @@ def _speed(swept: Swept) -> PageSection:
     """Throughput, and a table of every case."""
     table = tables.speeds(swept.all[:_MAX_ROWS])
     named = replace(table, columns=("case", *table.columns[1:]))
-    first, *_ = sweep_charts.measures(swept)
+    first, *_ = measures(swept)
     chart = replace(_figure(swept, first), table=named)
     return PageSection("speed", "Speed", figures=[chart], notes=_cut_rows(swept))
 
@@ -103,7 +431,7 @@ def _speed(swept: Swept) -> PageSection:
 def _money(swept: Swept) -> PageSection:
     """Days and money by what varies; against each other where the cases are few."""
     every = swept.all
-    _, *others = sweep_charts.measures(swept)
+    _, *others = measures(swept)
     if not others:
         return PageSection("money", "Days and money")
     few = len(every) <= _MAX_ON_FRONT

@@ -11,9 +11,9 @@ from co2sim.common.plots import COLOURS
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.report import html, sections
-from co2sim.report.bar_charts import PARTS
 from co2sim.report.bundle import vega
 from co2sim.report.chart_style import HEIGHT, ROW, STRATEGIES, TEXT, Spec, by_strategy, spec
+from co2sim.report.charts import memory_line, shares_of
 from co2sim.report.explore.board import MAX_CASES
 from co2sim.report.explore.controls import Control
 from co2sim.report.explore.grid import Exactness, ExploreGrid
@@ -190,12 +190,9 @@ def curve() -> Spec:
     ]
     band = base.transform_filter("isValid(datum.low)").mark_area(opacity=_BAND)
     fill = alt.condition("datum.fits", alt.value(1.0), alt.value(0.0))
-    points = base.mark_point(size=60, filled=False).encode(
-        x=x, y=y, color=colour, shape=shape, tooltip=tips
-    )
-    inside = base.mark_point(size=60, filled=True).encode(
-        x=x, y=y, color=colour, shape=shape, opacity=fill, tooltip=tips
-    )
+    marks = {"x": x, "y": y, "color": colour, "shape": shape, "tooltip": tips}
+    points = base.mark_point(size=60, filled=False).encode(**marks)
+    inside = base.mark_point(size=60, filled=True).encode(**marks, opacity=fill)
     layers = [
         band.encode(x=x, color=colour, **ends),
         base.mark_line().encode(x=x, y=y, color=colour),
@@ -208,26 +205,7 @@ def curve() -> Spec:
 
 def shares() -> Spec:
     """What a round is spent on, a bar for each strategy."""
-    colours = [COLOURS[5], COLOURS[2], COLOURS[1], COLOURS[7]]
-    chart = (
-        alt.Chart(_ROWS)
-        .mark_bar()
-        .encode(
-            x=alt.X(
-                "share:Q",
-                title="share of a round",
-                axis=alt.Axis(format=".0%"),
-                scale=alt.Scale(domain=[0, 1]),
-            ),
-            y=STRATEGIES,
-            color=alt.Color(
-                "part:N", title=None, scale=alt.Scale(domain=list(PARTS), range=colours)
-            ),
-            order=alt.Order("place:Q"),
-            tooltip=["strategy:N", "part:N", alt.Tooltip("share:Q", format=".1%")],
-        )
-    )
-    return spec(chart, ROW)
+    return spec(shares_of(_ROWS), ROW)
 
 
 def memory() -> Spec:
@@ -241,9 +219,4 @@ def memory() -> Spec:
             tooltip=["strategy:N", alt.Tooltip("size:Q", format=".3~g", title="GiB")],
         )
     )
-    rule = (
-        alt.Chart(_NOW)
-        .mark_rule(strokeDash=[6, 4], strokeWidth=2, color=TEXT)
-        .encode(x="has:Q", tooltip=[alt.Tooltip("has:Q", format=".4~g", title="GiB it has")])
-    )
-    return spec(alt.layer(bars, rule), ROW)
+    return spec(alt.layer(bars, memory_line(_NOW, "has:Q")), ROW)

@@ -15,7 +15,7 @@ from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, scale_of, step_factor
 from co2sim.prediction.totals import tokens_of
-from co2sim.report.bar_charts import parts
+from co2sim.report.charts import parts
 from co2sim.strategies import Strategy, parse
 from co2sim.strategies.step import title
 from co2sim.studies.grid import strategy_title, with_changes

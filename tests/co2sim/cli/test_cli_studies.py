@@ -16,7 +16,7 @@ from co2sim.common.files import write_atomically
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
 from co2sim.prediction.published import RunCell, SpeedComparison
-from co2sim.report.bar_charts import chart
+from co2sim.report.charts import chart
 
 Run = Callable[..., tuple[int, str, str]]
 SMALL = ("-c", "dgx-h100", "-m", "gpt2-small", "-g", "16")

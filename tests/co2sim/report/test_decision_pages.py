@@ -23,7 +23,7 @@ from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL
 from co2sim.prediction.totals import result_to_dict
 from co2sim.report import bundle
-from co2sim.report.sweep import Swept
+from co2sim.report.sweep_page import Swept
 from co2sim.studies import batch
 from co2sim.studies.batch import Failure
 from co2sim.studies.grid import cases_of, settings

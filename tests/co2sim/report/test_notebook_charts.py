@@ -20,7 +20,7 @@ from co2sim import Case, OptionError
 from co2sim.models.memory import GIB
 from co2sim.prediction import driver
 from co2sim.report import rounds
-from co2sim.report.bar_charts import parts
+from co2sim.report.charts import parts
 from co2sim.schedule.schedule import Compute, Op, Schedule
 from co2sim.simulation import metrics
 from co2sim.simulation.trace import Trace

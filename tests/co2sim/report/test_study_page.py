@@ -26,7 +26,7 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.driver import run
 from co2sim.prediction.intervals import nearest
 from co2sim.prediction.step_factors import NO_GOAL
-from co2sim.report import bar_charts, bundle, html, rounds, sections, study_page
+from co2sim.report import charts, bundle, html, rounds, sections, study_page
 from co2sim.report.study_page import Study
 from co2sim.studies.grid import over_sizes
 
@@ -171,7 +171,7 @@ def test_a_timeline_holds_the_round_in_few_bars(strategy: str) -> None:
 def test_shares_of_a_round_sum_to_one() -> None:
     """Computing alone, computing with communication behind it, exposed, and slower ranks."""
     for one in study_of().all:
-        shares = bar_charts.parts(one.result)
+        shares = charts.parts(one.result)
         assert sum(shares.values()) == pytest.approx(1)
         assert all(share >= 0 for share in shares.values())
         assert shares["exposed communication"] == pytest.approx(one.result.exposed_share)

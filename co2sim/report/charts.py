@@ -1,48 +1,61 @@
-"""Charts of what a round and the memory of a GPU consist of, of gains, and of timelines."""
+"""Charts of pages: rounds, memory, gains, timelines, speed and days over GPUs, days against money.
+
+And the picture of `co2sim scale`.
+"""
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from textwrap import wrap
 from typing import Any
 
 import altair as alt
-import vl_convert
 
 from co2sim.models.memory import GIB
 from co2sim.prediction.case import Case
 from co2sim.prediction.figures import shared_batch
 from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.result import Result
+from co2sim.prediction.totals import Totals
 from co2sim.report.chart_style import (
+    BAND,
     BROWN,
     COLUMNS,
-    CONFIG,
     FAINT,
     GREY,
     HEIGHT,
     ROW,
     SKY,
+    STAR,
     STRATEGIES,
     TAN,
     TEXT,
     Drawn,
     Rows,
     Spec,
+    banded,
     by_colour,
     by_shape,
     by_strategy,
+    coloured,
     data,
     faded,
+    fit_points,
+    gpu_axis,
     high,
+    interval,
+    line_at,
     log_ticks,
     of_works,
     picked,
+    row_height,
+    scale_of,
     spec,
+    stacked,
 )
-from co2sim.report.line_charts import STAR, banded, gpu_axis
 from co2sim.report.rounds import Round
 from co2sim.report.tables import Answered
+from co2sim.studies.grid import display_name, offer_name
 from co2sim.studies.sensitivity import Sensitivity
 
 PARTS = (
@@ -71,25 +84,24 @@ def share_bars(named: Sequence[tuple[str, Result]], *, told: bool = False) -> Dr
         for place, (part, share) in enumerate(parts(result).items())
         if share or not told
     ]
-    values = {row["part"]: f"{row['share']:.1%}" for row in rows} if told else {}
-    known = [part for part in PARTS if part in values] if told else list(PARTS)
+    if not told:
+        return shares_of(data(rows))
+    values = {row["part"]: f"{row['share']:.1%}" for row in rows}
+    return shares_of(data(rows), [part for part in PARTS if part in values], _ALONE, values)
+
+
+def shares_of(
+    source: alt.Data,
+    shown: Sequence[str] = PARTS,
+    y: alt.Y = STRATEGIES,
+    values: Mapping[str, str] | None = None,
+) -> Drawn:
+    """Bars of rows with `strategy`, `part`, `share` and the `place` of the part."""
     colours = dict(zip(PARTS, (SKY, TAN, BROWN, GREY), strict=True))
-    return (
-        alt.Chart(data(rows))
-        .mark_bar()
-        .encode(
-            x=alt.X("share:Q", title="share of a round", axis=alt.Axis(format=".0%", tickCount=5)),
-            y=_ALONE if told else STRATEGIES,
-            color=alt.Color(
-                "part:N",
-                title=None,
-                scale=alt.Scale(domain=known, range=[colours[part] for part in known]),
-                legend=_legend(values),
-            ),
-            order=alt.Order("place:Q"),
-            tooltip=["strategy:N", "part:N", alt.Tooltip("share:Q", format=".1%")],
-        )
-    )
+    colour = coloured("part", {part: colours[part] for part in shown}, _legend(values or {}))
+    x = alt.X("share:Q", title="share of a round", axis=alt.Axis(format=".0%", tickCount=5))
+    tips = ["strategy:N", "part:N", alt.Tooltip("share:Q", format=".1%")]
+    return stacked(source, x, y, colour, tips)
 
 
 def _legend(values: Mapping[str, str], **options: Any) -> alt.Legend:
@@ -123,30 +135,20 @@ def memory_bars(named: Sequence[tuple[str, Result]], *, told: bool = False) -> D
         if item != "total" and size
     ]
     has = named[0][1].gpu_memory_bytes / GIB
-    items = list(dict.fromkeys(row["item"] for row in rows))
+    items = {row["item"]: _OF_ITEMS.get(row["item"], GREY) for row in rows}
     values = {row["item"]: f"{row['size']:.3g} GiB" for row in rows} if told else {}
-    bars = (
-        alt.Chart(data(rows))
-        .mark_bar()
-        .encode(
-            x=alt.X("size:Q", title="GiB on a GPU"),
-            y=_ALONE if told else STRATEGIES,
-            color=alt.Color(
-                "item:N",
-                title=None,
-                scale=alt.Scale(domain=items, range=[_OF_ITEMS.get(item, GREY) for item in items]),
-                legend=_legend(values, columns=3 if told else 2),
-            ),
-            order=alt.Order("place:Q"),
-            tooltip=["strategy:N", "item:N", alt.Tooltip("size:Q", format=".3~g", title="GiB")],
-        )
-    )
-    rule = (
-        alt.Chart(data([{"size": has}]))
-        .mark_rule(strokeDash=[6, 4], strokeWidth=2, color=TEXT)
-        .encode(x="size:Q", tooltip=[alt.Tooltip("size:Q", format=".4~g", title="GiB it has")])
-    )
-    return alt.layer(bars, rule)
+    x = alt.X("size:Q", title="GiB on a GPU")
+    colour = coloured("item", items, _legend(values, columns=3 if told else 2))
+    tips = ["strategy:N", "item:N", alt.Tooltip("size:Q", format=".3~g", title="GiB")]
+    bars = stacked(data(rows), x, _ALONE if told else STRATEGIES, colour, tips)
+    return alt.layer(bars, memory_line(data([{"size": has}]), "size:Q"))
+
+
+def memory_line(source: alt.Data, field: str) -> Drawn:
+    """What a GPU has."""
+    tip = alt.Tooltip(field, format=".4~g", title="GiB it has")
+    rule = alt.Chart(source).mark_rule(strokeDash=[6, 4], strokeWidth=2, color=TEXT)
+    return rule.encode(x=field, tooltip=[tip])
 
 
 _OF_ITEMS = {
@@ -189,53 +191,37 @@ def timeline(rounds: Collection[Round], fixed: Mapping[str, str] | None = None) 
 
     `fixed` are kinds that come last, with their own colours.
     """
-    fixed = fixed or {}
-    here = dict.fromkeys(bar.kind for one in rounds for bar in one.bars)
-    kinds = [kind for kind in here if kind not in fixed]
-    own = {kind: colour for kind, colour in fixed.items() if kind in here}
+    colours = kinds_of(rounds, fixed or {})
     lanes = max(len({bar.stream for bar in one.bars}) for one in rounds)
-    return spec(timeline_bars([], kinds, 1, own), ROW * lanes)
+    return spec(timeline_bars([], colours, 1), ROW * lanes)
 
 
-def timeline_bars(
-    rows: Rows, kinds: Sequence[str], length: float, fixed: Mapping[str, str] | None = None
-) -> Drawn:
-    """A round of `length` ms on one rank; `rows` are those of `TimelineBar`.
+def kinds_of(rounds: Iterable[Round], fixed: Mapping[str, str]) -> dict[str, str]:
+    """Colours of the kinds of bars; `fixed` are kinds that come last, with their own."""
+    here = dict.fromkeys(bar.kind for one in rounds for bar in one.bars)
+    last = {kind: colour for kind, colour in fixed.items() if kind in here}
+    return of_works([kind for kind in here if kind not in fixed]) | last
 
-    `fixed` are further kinds with their colours.
-    """
-    fixed = fixed or {}
-    zoom = alt.selection_interval(bind="scales", encodings=["x"])
-    return (
-        alt.Chart(data(rows))
-        .mark_bar(height=ROW - 8)
-        .encode(
-            x=alt.X(
-                "start:Q",
-                title="ms",
-                scale=alt.Scale(domain=[0, length], nice=False),
-                axis=alt.Axis(tickCount=8),
-            ),
-            x2="end:Q",
-            y=alt.Y("stream:N", sort=None, title=None),
-            color=alt.Color(
-                "kind:N",
-                title=None,
-                scale=alt.Scale(domain=[*kinds, *fixed], range=[*of_works(kinds), *fixed.values()]),
-                legend=alt.Legend(columns=COLUMNS),
-            ),
-            tooltip=[
-                "kind:N",
-                alt.Tooltip("ops:N"),
-                alt.Tooltip("start:Q", format=".4~g", title="start, ms"),
-                alt.Tooltip("length:Q", format=".4~g", title="takes, ms"),
-            ],
-        )
-        .add_params(zoom)
+
+def timeline_bars(rows: Rows, colours: Mapping[str, str], length: float) -> alt.Chart:
+    """A round of `length` ms on one rank, to zoom in; `rows` are those of `TimelineBar`."""
+    x = alt.X(
+        "start:Q",
+        title="ms",
+        scale=alt.Scale(domain=[0, length], nice=False),
+        axis=alt.Axis(tickCount=8),
     )
-
-
-_BAND = 0.18
+    tips = [
+        "kind:N",
+        alt.Tooltip("ops:N"),
+        alt.Tooltip("start:Q", format=".4~g", title="start, ms"),
+        alt.Tooltip("length:Q", format=".4~g", title="takes, ms"),
+    ]
+    colour = coloured("kind", colours, alt.Legend(columns=COLUMNS))
+    y = alt.Y("stream:N", sort=None, title=None)
+    bars = alt.Chart(data(rows)).mark_bar(height=ROW - 8)
+    zoom = alt.selection_interval(bind="scales", encodings=["x"])
+    return bars.encode(x=x, x2="end:Q", y=y, color=colour, tooltip=tips).add_params(zoom)
 
 
 def front(
@@ -270,10 +256,17 @@ def front(
     x = alt.X("days:Q", scale=log, title="days", axis=_axis("~r", rows, "days"))
     unit = str(currencies.pop()) if currencies else "GPU-hours"
     y = alt.Y("cost:Q", scale=log, title=unit, axis=_axis("~s", rows, "cost"))
+    looks = _looks(shown, names, offers=offers)
+    tips = [
+        alt.Tooltip("name:N"),
+        alt.Tooltip("days:Q", format=",.3~g"),
+        alt.Tooltip("cost:Q", format=",.3~s", title=unit),
+        alt.Tooltip("front:N", title="nothing is cheaper and faster"),
+    ]
     layers = [
-        *_intervals(rows, x, y, log, _looks(shown, names, offers=offers)["color"], names),
+        *_intervals(rows, x, y, log, looks["color"], names),
         *_joined([row for row in rows if row["front"]], x, y),
-        *_points(rows, x, y, unit, _looks(shown, names, offers=offers), names),
+        *fit_points(rows, {"x": x, "y": y, "opacity": faded(names), "tooltip": tips, **looks}),
         *_marks([row for row in rows if row["mark"]], x, y),
         *(_limit(name, value, log) for name, value in (limits or {}).items()),
     ]
@@ -293,63 +286,40 @@ def _looks(
     clusters = [one.cluster for one in every]
     sizes = sorted({one.result.gpus for one in every})
     ticks = [sizes[0], sizes[len(sizes) // 2], sizes[-1]] if len(sizes) > 3 else sizes  # noqa: PLR2004
-    size = alt.Size(
-        "gpus:Q",
-        title="GPUs",
-        scale=alt.Scale(type="log", range=[40, 320]) if len(sizes) > 1 else alt.Undefined,
-        legend=alt.Legend(values=ticks, columns=len(ticks), symbolFillColor=TEXT)
-        if len(sizes) > 1
-        else None,
-    )
-    if offers:
-        return {
-            "color": by_colour("cluster", clusters),
-            "shape": by_shape("strategy", names),
-            "size": size,
-        }
+    size = alt.Size("gpus:Q", title="GPUs", legend=None)
+    if len(sizes) > 1:
+        size = alt.Size(
+            "gpus:Q",
+            title="GPUs",
+            scale=alt.Scale(type="log", range=[40, 320]),
+            legend=alt.Legend(values=ticks, columns=len(ticks), symbolFillColor=TEXT),
+        )
+    ink = {"symbolFillColor": TEXT, "symbolStrokeColor": TEXT}
     colour, shape = by_strategy(names)
-    several = len(set(clusters)) > 1
-    return {
-        "color": colour,
-        "shape": by_shape("cluster", clusters) if several else shape,
-        "size": size,
-    }
+    if offers:
+        colour, shape = by_colour("cluster", clusters), by_shape("strategy", names, **ink)
+    elif len(set(clusters)) > 1:
+        shape = by_shape("cluster", clusters, **ink)
+    return {"color": colour, "shape": shape, "size": size}
 
 
 def _intervals(
     rows: Rows, x: alt.X, y: alt.Y, log: alt.Scale, colour: Any, names: Sequence[str]
 ) -> Iterator[Any]:
-    """Lines across and upright."""
+    """Lines across and upright, where ends are known."""
     thin = faded(names, 0.4, band=True)
-    across = alt.X("days_low:Q", scale=log, title="days")
-    for rule in _rules(rows, "days_low"):
-        yield rule.encode(x=across, x2="days_high:Q", y=y, color=colour, opacity=thin)
-    upright = alt.Y("cost_low:Q", scale=log)
-    for rule in _rules(rows, "cost_low"):
-        yield rule.encode(x=x, y=upright, y2="cost_high:Q", color=colour, opacity=thin)
+    across = {"x": alt.X("days_low:Q", scale=log, title="days"), "x2": "days_high:Q", "y": y}
+    upright = {"x": x, "y": alt.Y("cost_low:Q", scale=log), "y2": "cost_high:Q"}
+    for low, encoding in (("days_low", across), ("cost_low", upright)):
+        if ends := [row for row in rows if row[low] is not None]:
+            rule = alt.Chart(data(ends)).mark_rule()
+            yield rule.encode(**encoding, color=colour, opacity=thin)
 
 
 def _joined(line: Rows, x: alt.X, y: alt.Y) -> Iterator[Any]:
     """What nothing beats, dashed."""
     if line:
         yield alt.Chart(data(line)).mark_line(color=TEXT, strokeDash=[4, 3]).encode(x=x, y=y)
-
-
-def _points(
-    rows: Rows, x: alt.X, y: alt.Y, unit: str, looks: Mapping[str, Any], names: Sequence[str]
-) -> Iterator[Any]:
-    """Hollow where a case does not fit in memory."""
-    tips = [
-        alt.Tooltip("name:N"),
-        alt.Tooltip("days:Q", format=",.3~g"),
-        alt.Tooltip("cost:Q", format=",.3~s", title=unit),
-        alt.Tooltip("front:N", title="nothing is cheaper and faster"),
-    ]
-    for fits in (True, False):
-        here = [row for row in rows if row["fits"] == fits]
-        if here:
-            marks = alt.Chart(data(here)).mark_point(filled=fits)
-            yield marks.encode(x=x, y=y, opacity=faded(names), tooltip=tips, **looks)
 
 
 def _training(one: Answered) -> dict[str, Any]:
@@ -375,12 +345,6 @@ def _training(one: Answered) -> dict[str, Any]:
     }
 
 
-def _rules(rows: Rows, known: str) -> list[Any]:
-    """Lines for intervals, where any is known."""
-    found = [row for row in rows if row[known] is not None]
-    return [alt.Chart(data(found)).mark_rule()] if found else []
-
-
 def _marks(rows: Rows, x: alt.X, y: alt.Y) -> Iterator[Any]:
     """Rings, with words below the first one and above the others, which may lie near."""
     for row in rows:
@@ -392,11 +356,10 @@ def _marks(rows: Rows, x: alt.X, y: alt.Y) -> Iterator[Any]:
 
 def _limit(name: str, value: float, log: alt.Scale) -> Any:
     """A line at the most days, or the most money."""
-    rule = alt.Chart(data([{name: value}])).mark_rule(strokeDash=[2, 3], color=TEXT)
-    tip = [alt.Tooltip(f"{name}:Q", title=f"the most {name}", format=",.6~g")]
-    if name == "days":
-        return rule.encode(x=alt.X("days:Q", scale=log), tooltip=tip)
-    return rule.encode(y=alt.Y("cost:Q", scale=log), tooltip=tip)
+    across = name == "days"
+    channel = alt.X("days:Q", scale=log) if across else alt.Y("cost:Q", scale=log)
+    tip = alt.Tooltip(f"{name}:Q", title=f"the most {name}", format=",.6~g")
+    return line_at(channel, value, dash=(2, 3)).encode(tooltip=[tip])
 
 
 def _undominated(rows: Rows) -> Rows:
@@ -418,34 +381,17 @@ _LETTER = 7
 """Pixels, about."""
 
 
-def draw(
-    cases: Sequence[Case],
-    results: Sequence[Result],
-    comparisons: Sequence[SpeedComparison],
-    uneven: str = "",
-) -> dict[str, bytes]:
-    """The picture as PNG and SVG. Bands are 90 % intervals, stars are published.
-
-    What does not fit in memory is not drawn, unless nothing fits. `uneven` says what makes ranks
-    differ.
-    """
-    drawn = chart(cases, results, comparisons, uneven).to_dict()
-    drawn["config"] = CONFIG | {"background": "white", "font": "sans-serif"}
-    drawn["config"]["legend"] = CONFIG["legend"] | {"labelLimit": 0, "columns": 2}
-    text = json.dumps(drawn).replace(TEXT, "#000000")
-    return {
-        "png": vl_convert.vegalite_to_png(text, scale=2),
-        "svg": vl_convert.vegalite_to_svg(text).encode(),
-    }
-
-
 def chart(
     cases: Sequence[Case],
     results: Sequence[Result],
     comparisons: Sequence[SpeedComparison],
-    uneven: str,
+    uneven: str = "",
 ) -> Any:
-    """The picture as Altair has it."""
+    """The picture of `co2sim scale`. Bands are 90 % intervals, stars are published.
+
+    What does not fit in memory is not drawn, unless nothing fits. `uneven` says what makes ranks
+    differ.
+    """
     misfits = list(dict.fromkeys(one.strategy for one in results if not one.fits_in_memory))
     if not all(one.strategy in misfits for one in results):
         pairs = [pair for pair in zip(cases, results, strict=True) if pair[1].fits_in_memory]
@@ -515,9 +461,182 @@ def _panel(
     )
     layers = banded(rows, x, y, names, [], several=len({row["gpus"] for row in rows}) > 1)
     if stars:
-        mark = alt.Chart(data(stars)).mark_point(shape=STAR, size=200, filled=False, strokeWidth=2)
-        layers.append(mark.encode(x=x, y=y, color=by_strategy(names)[0]))
+        layers.append(_stars(stars, x, y, names, 200, 2))
     title = alt.TitleParams(
         wrap(results[0].cluster, _WIDTH // _LETTER), fontSize=11, fontWeight="normal"
     )
     return alt.layer(*layers, title=title, width=_WIDTH, height=HEIGHT)
+
+
+def scaling(
+    group: Sequence[Answered],
+    names: Sequence[str],
+    comparisons: Iterable[SpeedComparison] = (),
+    every: Sequence[Answered] = (),
+) -> Spec:
+    """Throughput over GPUs, one line a strategy; bands are 90 % intervals, stars are published.
+
+    All cases of the group are of one cluster; `names` are the strategies of the page, and the axis
+    has room for `every` case of it, so that clusters can be compared.
+    """
+    rows = [_speed(one) for one in group]
+    unit = f"{group[0].result.unit}s/s"
+    stars = _published(comparisons, group[0], set(names))
+    if alone(group) and not stars:
+        return _each(rows, names, unit, ",.0f", "~s")
+    layers, x, y = _over_gpus(rows, names, unit, ",.0f", "~s", map(_speed, every))
+    if stars:
+        tips = [
+            alt.Tooltip("strategy:N"),
+            alt.Tooltip("gpus:Q", title="GPUs"),
+            alt.Tooltip("value:Q", title=f"published {unit}", format=",.0f"),
+            alt.Tooltip("error:Q", title="predicted is off by", format="+.1%"),
+        ]
+        layers.append(_stars(stars, x, y, names, 160, 1.5).encode(tooltip=tips))
+    return spec(alt.layer(*layers), HEIGHT)
+
+
+def _stars(
+    stars: Rows, x: alt.X, y: alt.Y, names: Sequence[str], size: float, width: float
+) -> alt.Chart:
+    """What was published."""
+    mark = alt.Chart(data(stars)).mark_point(shape=STAR, size=size, filled=False, strokeWidth=width)
+    return mark.encode(x=x, y=y, color=by_colour("strategy", names))
+
+
+def days(group: Sequence[Answered], names: Sequence[str], every: Sequence[Answered] = ()) -> Spec:
+    """Days of the training over GPUs, as `scaling`; cases without totals have none."""
+    rows = [_days(one, one.totals) for one in group if one.totals]
+    if alone(group):
+        return _each(rows, names, "days", ",.3~g", ",~r")
+    others = (_days(one, one.totals) for one in every if one.totals)
+    layers, _, _ = _over_gpus(rows, names, "days", ",.3~g", ",~r", others)
+    return spec(alt.layer(*layers), HEIGHT)
+
+
+def _days(one: Answered, totals: Totals) -> dict[str, Any]:
+    low, high = totals.days_low, totals.days_high
+    return _speed(one) | {
+        "value": totals.days,
+        "low": low,
+        "high": high,
+        "interval": _interval(low, high, ",.3g"),
+    }
+
+
+def alone(group: Sequence[Answered]) -> bool:
+    """Whether all are of one size: then there is no line to draw."""
+    return len({one.result.gpus for one in group}) == 1
+
+
+def _each(rows: Rows, names: Sequence[str], unit: str, shown: str, ticks: str) -> Spec:
+    """A point with its interval for each strategy, one below the other."""
+    colour = by_strategy(names)[0].copy().legend(None)
+    axis = alt.Axis(format=ticks, tickCount=5)
+    x = alt.X("value:Q", title=unit, scale=scale_of(log=False), axis=axis)
+    encoding = {"x": x, "y": STRATEGIES, "color": colour}
+    tips = [alt.Tooltip("strategy:N"), *_tips(unit, shown)]
+    layers = [interval(rows, "x", encoding, strokeWidth=5, opacity=2 * BAND)]
+    layers += fit_points(rows, encoding | {"tooltip": tips}, size=90, opacity=1)
+    most = max(1 + row["strategy"].count(", ") for row in rows)
+    return spec(alt.layer(*layers), len(rows) * row_height(most))
+
+
+def _tips(unit: str, shown: str) -> list[alt.Tooltip]:
+    return [
+        alt.Tooltip("gpus:Q", title="GPUs"),
+        alt.Tooltip("value:Q", title=unit, format=shown),
+        alt.Tooltip("interval:N", title="90 % interval"),
+        alt.Tooltip("memory:N"),
+    ]
+
+
+def _over_gpus(
+    rows: Rows,
+    names: Sequence[str],
+    unit: str,
+    shown: str,
+    ticks: str,
+    every: Iterable[dict[str, Any]] = (),
+) -> tuple[list[alt.Chart], alt.X, alt.Y]:
+    """The layers of a figure over GPUs, and its axes, with room for every row of the page."""
+    ends = [v for row in every for v in (row["value"], row["low"], row["high"]) if v is not None]
+    sizes = sorted({row["gpus"] for row in rows})
+    x = gpu_axis(sizes)
+    log = alt.Scale(type="log", nice=False, padding=10)
+    if ends:
+        log = alt.Scale(type="log", nice=False, domain=[min(ends), max(ends)], padding=10)
+    axis = alt.Axis(format=ticks, values=log_ticks(ends))
+    y = alt.Y("value:Q", title=unit, scale=log, axis=axis)
+    tips = [alt.Tooltip("strategy:N"), *_tips(unit, shown)]
+    return banded(rows, x, y, names, tips, several=len(sizes) > 1), x, y
+
+
+def _interval(low: float | None, high: float | None, shown: str) -> str:
+    return "" if low is None or high is None else f"{low:{shown}} to {high:{shown}}"
+
+
+def scaled(group: Sequence[Answered], names: Sequence[str]) -> Spec | None:
+    """Throughput per GPU, relative to one node; None for a single size, or where none is known."""
+    rows: Rows = [
+        {
+            "strategy": one.strategy,
+            "gpus": one.result.gpus,
+            "value": one.efficiency,
+            "exposed": one.result.exposed_share,
+        }
+        for one in group
+        if one.efficiency is not None
+    ]
+    sizes = sorted({row["gpus"] for row in rows})
+    if len(sizes) < 2:  # noqa: PLR2004
+        return None
+    colour, shape = by_strategy(names)
+    most = max(1.0, *(row["value"] for row in rows))
+    y = alt.Y(
+        "value:Q",
+        title="throughput per GPU, relative to one node",
+        axis=alt.Axis(format=".0%", tickCount=5),
+        scale=alt.Scale(domain=[0, most], nice=False),
+    )
+    tips = [
+        *("strategy:N", "gpus:Q"),
+        alt.Tooltip("value:Q", format=".1%", title="relative to one node"),
+        alt.Tooltip("exposed:Q", format=".1%", title="exposed communication"),
+    ]
+    base = alt.Chart(data(rows)).encode(x=gpu_axis(sizes), y=y, color=colour, opacity=faded(names))
+    points = base.mark_point(size=60, filled=True).encode(shape=shape, tooltip=tips)
+    return spec(alt.layer(*picked([base.mark_line(), points], names)), HEIGHT)
+
+
+def _speed(one: Answered) -> dict[str, Any]:
+    result = one.result
+    low, high = result.tokens_per_s_low, result.tokens_per_s_high
+    return {
+        "strategy": one.strategy,
+        "gpus": result.gpus,
+        "value": result.tokens_per_s,
+        "low": low,
+        "high": high,
+        "interval": _interval(low, high, ",.0f"),
+        "fits": result.fits_in_memory,
+        "memory": result.misfit or result.memory_fit,
+    }
+
+
+def _published(comparisons: Iterable[SpeedComparison], shown: Answered, names: set[str]) -> Rows:
+    """Of the cluster of a case, but for those in which something else was varied."""
+    if shown.cluster not in {display_name(shown.case.cluster), offer_name(shown.case.cluster)}:
+        return []
+    return [
+        {
+            "strategy": one.cell.strategy,
+            "gpus": one.cell.gpus,
+            "value": one.cell.value,
+            "error": one.error,
+        }
+        for one in comparisons
+        if not one.cell.over
+        and one.cell.cluster == display_name(shown.case.cluster)
+        and one.cell.strategy in names
+    ]
