@@ -18,7 +18,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.files import check_writable, write_atomically
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.hardware.cluster import Cluster
-from co2sim.report.bundle import check
+from co2sim.report.bundle import check, check_installed
 from co2sim.schedule.schedule import DType
 from co2sim.strategies import parse
 from realrun import record
@@ -71,6 +71,8 @@ def compare(  # noqa: PLR0917 - one argument per option
     if figure is not None and figure.suffix not in {".png", ".svg"}:
         raise OptionError(f"--figure {figure}: the file must end in .png or .svg")
     check("--report", report)
+    if figure is not None:
+        check_installed()
     changes = options.pairs(overrides, "--set")
     comparisons = _compared(runs, cluster, changes)
     files = {} if figure is None else _figures(comparisons, figure, rank)
@@ -128,6 +130,8 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
     for text in strategy:
         parse(text)
     check("--report", report)
+    if figure is not None:
+        check_installed()
     _check_kernels(kernels, cluster, probe=probe)
     if precision is not None:
         one_of("--precision", precision, PRECISIONS)
@@ -275,7 +279,7 @@ def _page(
 
 def _figures(comparisons: Sequence["RunComparison"], figure: Path, rank: int) -> dict[Path, bytes]:
     """The figure, or one per run, whose file name holds the name of the run."""
-    from analysis.measured.charts import draw  # noqa: PLC0415 - matplotlib
+    from analysis.measured.charts import draw  # noqa: PLC0415 - Altair
 
     if len(comparisons) == 1:
         return {figure: draw(comparisons[0], rank, figure.suffix)}

@@ -9,7 +9,7 @@ from typing import Any
 
 from analysis.measured import charts, op_table
 from analysis.measured.attribution import AGREES, Cause
-from analysis.measured.charts import WAITS, RankWindow, windows
+from analysis.measured.charts import WAITS, windows
 from analysis.measured.comparison import RunComparison, summarise
 from analysis.measured.op_table import OpError, by_label, causes
 from analysis.measured.order import OrderError, order_errors
@@ -18,9 +18,8 @@ from co2sim.catalog.specs import UNITS
 from co2sim.common.plots import GREY
 from co2sim.common.units import counted, duration, percent, scaled
 from co2sim.hardware.cluster import Cluster
-from co2sim.report import charts
+from co2sim.report.charts import timeline
 from co2sim.report.html import MAX_ROUNDS, Figure, Page, PageSection, Timelines
-from co2sim.report.rounds import Round, TimelineBar
 from co2sim.report.tables import Table
 
 
@@ -290,7 +289,7 @@ def _time(shown: Sequence[ComparedRun], rank: int) -> PageSection:
         for side, part in zip(charts.SIDES, one.run.time_breakdowns, strict=True)
     }
     rounds = {
-        f"{one.name}, {side}": _round(during)
+        f"{one.name}, {side}": during.round()
         for one in shown
         for side, during in zip(charts.SIDES, windows(one.run, rank), strict=True)
     }
@@ -305,24 +304,9 @@ def _time(shown: Sequence[ComparedRun], rank: int) -> PageSection:
         table=Table(("round", *op_table.BREAKDOWN.values()), rows),
     )
     note = f"Rank {rank}: the last round that was measured, or two where a round is one step."
-    chart = charts.timeline(rounds.values(), {WAITS: GREY})
+    chart = timeline(rounds.values(), {WAITS: GREY})
     lines = Timelines(note, rounds, chart)
     return PageSection("time", "Where the time goes", figures=[figure], timelines=lines)
-
-
-def _round(during: RankWindow) -> Round:
-    length = during.end - during.start
-    bars = [
-        TimelineBar(
-            stream=bar.stream,
-            kind=bar.label,
-            ops=bar.first if bar.count == 1 else f"{bar.first} to {bar.last} ({bar.count} ops)",
-            start=1e3 * bar.start,
-            end=1e3 * bar.end,
-        )
-        for bar in during.bars(length)
-    ]
-    return Round(1e3 * length, tuple(bars))
 
 
 def _lines(runs: Sequence[ComparedRun], kind: str) -> list[str]:

@@ -89,10 +89,11 @@ def _pictures(
     """By kind of file; nothing where the extra is missing."""
     if not installed():
         return {}
-    from co2sim.report.chart_style import pictures  # noqa: PLC0415 - of an extra
+    from co2sim.report.chart_style import picture  # noqa: PLC0415 - of an extra
     from co2sim.report.charts import chart  # noqa: PLC0415 - as above
 
-    return pictures(chart(cases, named, comparisons, speeds(cases[0].noise)), columns=2)
+    drawn = chart(cases, named, comparisons, speeds(cases[0].noise))
+    return {kind: picture(drawn, kind, columns=2) for kind in ("png", "svg")}
 
 
 def _outcomes(

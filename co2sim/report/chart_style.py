@@ -15,6 +15,8 @@ from co2sim.schedule.schedule import Kind
 from co2sim.studies.targets import Axis
 
 Spec: TypeAlias = dict[str, Any]
+Encoding: TypeAlias = dict[str, Any]
+"""Channels of a chart by name."""
 Rows: TypeAlias = list[dict[str, Any]]
 Drawn: TypeAlias = Any
 """A chart of Altair, whose methods forget of which kind it is."""
@@ -74,11 +76,16 @@ CONFIG: Spec = {
 
 def of_works(kinds: Sequence[str]) -> dict[str, str]:
     """A colour for each kind of work: blues of what computes, browns of what communicates."""
-    sends = [kind for kind in kinds if kind in _SENT]
-    others = [kind for kind in kinds if kind not in _SENT | _PASSES.keys()]
+    sends = [kind for kind in kinds if _sent(kind)]
+    others = [kind for kind in kinds if not _sent(kind) and kind not in _PASSES]
     colours = _PASSES | dict(zip(sends, cycled(_SENDING, len(sends)), strict=True))
     colours |= dict(zip(others, cycled(_COMPUTING, len(others)), strict=True))
     return {kind: colours[kind] for kind in kinds}
+
+
+def _sent(kind: str) -> bool:
+    """Whether it is a collective, such as "all-reduce" or "all_reduce over world"."""
+    return kind.partition(" over ")[0].replace("_", "-") in _SENT
 
 
 FAINT = 0.6
@@ -116,7 +123,7 @@ def row_height(lines: int) -> int:
     return max(ROW, 8 + _LINE * lines)
 
 
-def fit_points(rows: Rows, encoding: Mapping[str, Any], **mark: Any) -> list[alt.Chart]:
+def fit_points(rows: Rows, encoding: Encoding, **mark: Any) -> list[alt.Chart]:
     """Points, hollow where a case does not fit in memory."""
     return [
         alt.Chart(data(here)).mark_point(filled=fits, **mark).encode(**encoding)
@@ -126,8 +133,8 @@ def fit_points(rows: Rows, encoding: Mapping[str, Any], **mark: Any) -> list[alt
 
 
 def interval(
-    rows: Rows, along: str, encoding: Mapping[str, Any], *, area: bool = False, **mark: Any
-) -> alt.Chart:
+    rows: Rows, along: str, encoding: Encoding, *, area: bool = False, **mark: Any
+) -> Drawn:
     """From `low` to `high` along a channel, "x" or "y", of the rows that have both: lines or areas.
 
     In `encoding` the channel is that of the value.
@@ -135,7 +142,7 @@ def interval(
     low = encoding[along].copy()
     low.shorthand = "low:Q"
     base = alt.Chart(data(rows)).transform_filter("isValid(datum.low)")
-    drawn = base.mark_area(**mark) if area else base.mark_rule(**mark)
+    drawn: Drawn = base.mark_area(**mark) if area else base.mark_rule(**mark)
     return drawn.encode(**{**encoding, along: low, f"{along}2": "high:Q"})
 
 
@@ -157,7 +164,7 @@ def banded(
     `rows` have a `value`, which `y` names, and `low` and `high`, which are None without interval.
     """
     colour, shape = by_strategy(names)
-    encoding = {"x": x, "y": y, "color": colour}
+    encoding: Encoding = {"x": x, "y": y, "color": colour}
     thin = faded(names, BAND if several else 2 * BAND, band=True)
     wide = {} if several else {"strokeWidth": 5}
     behind = interval(rows, "y", encoding | {"opacity": thin}, area=several, **wide)
@@ -167,15 +174,13 @@ def banded(
     return picked([behind, *lines, *points], names)
 
 
-def stacked(
-    source: alt.Data, x: alt.X, y: alt.Y, colour: alt.Color, tips: Sequence[Any]
-) -> alt.Chart:
+def stacked(source: alt.Data, x: alt.X, y: alt.Y, colour: alt.Color, tips: Sequence[Any]) -> Drawn:
     """Bars whose parts follow each other by `place`."""
     bars = alt.Chart(source).mark_bar()
     return bars.encode(x=x, y=y, color=colour, order=alt.Order("place:Q"), tooltip=list(tips))
 
 
-def line_at(channel: alt.X | alt.Y, value: float, *, dash: Sequence[int] = (4, 3)) -> alt.Chart:
+def line_at(channel: alt.X | alt.Y, value: float, *, dash: Sequence[int] = (4, 3)) -> Drawn:
     """A dashed line across the chart where a channel has a value."""
     field = str(channel.shorthand).removesuffix(":Q")
     rule = alt.Chart(data([{field: value}])).mark_rule(strokeDash=list(dash), color=TEXT)
@@ -279,16 +284,15 @@ def spec(chart: Any, height: int) -> Spec:
     return made
 
 
-def pictures(chart: Any, **legend: Any) -> dict[str, bytes]:
-    """A chart for paper by kind of file, "png" and "svg": black on white."""
+def picture(chart: Any, kind: str, **legend: Any) -> bytes:
+    """A chart as a file for paper, "png" or "svg": black on white."""
     drawn = chart.to_dict()
     drawn["config"] = CONFIG | {"background": "white", "font": "sans-serif"}
     drawn["config"]["legend"] = CONFIG["legend"] | {"labelLimit": 0} | legend
     text = json.dumps(drawn).replace(TEXT, "#000000")
-    return {
-        "png": vl_convert.vegalite_to_png(text, scale=2),
-        "svg": vl_convert.vegalite_to_svg(text).encode(),
-    }
+    if kind == "png":
+        return vl_convert.vegalite_to_png(text, scale=2)
+    return vl_convert.vegalite_to_svg(text).encode()
 
 
 _WIDE = 8.0

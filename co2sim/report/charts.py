@@ -31,6 +31,7 @@ from co2sim.report.chart_style import (
     TAN,
     TEXT,
     Drawn,
+    Encoding,
     Rows,
     Spec,
     banded,
@@ -193,7 +194,7 @@ def timeline(rounds: Collection[Round], fixed: Mapping[str, str] | None = None) 
     """
     colours = kinds_of(rounds, fixed or {})
     lanes = max(len({bar.stream for bar in one.bars}) for one in rounds)
-    return spec(timeline_bars([], colours, 1), ROW * lanes)
+    return spec(timeline_bars([], colours, 1).add_params(ZOOM), ROW * lanes)
 
 
 def kinds_of(rounds: Iterable[Round], fixed: Mapping[str, str]) -> dict[str, str]:
@@ -203,8 +204,12 @@ def kinds_of(rounds: Iterable[Round], fixed: Mapping[str, str]) -> dict[str, str
     return of_works([kind for kind in here if kind not in fixed]) | last
 
 
-def timeline_bars(rows: Rows, colours: Mapping[str, str], length: float) -> alt.Chart:
-    """A round of `length` ms on one rank, to zoom in; `rows` are those of `TimelineBar`."""
+ZOOM = alt.selection_interval(bind="scales", encodings=["x"])
+"""Of the time axis of a timeline."""
+
+
+def timeline_bars(rows: Rows, colours: Mapping[str, str], length: float) -> Drawn:
+    """A round of `length` ms on one rank; `rows` are those of `TimelineBar`."""
     x = alt.X(
         "start:Q",
         title="ms",
@@ -220,8 +225,7 @@ def timeline_bars(rows: Rows, colours: Mapping[str, str], length: float) -> alt.
     colour = coloured("kind", colours, alt.Legend(columns=COLUMNS))
     y = alt.Y("stream:N", sort=None, title=None)
     bars = alt.Chart(data(rows)).mark_bar(height=ROW - 8)
-    zoom = alt.selection_interval(bind="scales", encodings=["x"])
-    return bars.encode(x=x, x2="end:Q", y=y, color=colour, tooltip=tips).add_params(zoom)
+    return bars.encode(x=x, x2="end:Q", y=y, color=colour, tooltip=tips)
 
 
 def front(
@@ -308,8 +312,12 @@ def _intervals(
 ) -> Iterator[Any]:
     """Lines across and upright, where ends are known."""
     thin = faded(names, 0.4, band=True)
-    across = {"x": alt.X("days_low:Q", scale=log, title="days"), "x2": "days_high:Q", "y": y}
-    upright = {"x": x, "y": alt.Y("cost_low:Q", scale=log), "y2": "cost_high:Q"}
+    across: Encoding = {
+        "x": alt.X("days_low:Q", scale=log, title="days"),
+        "x2": "days_high:Q",
+        "y": y,
+    }
+    upright: Encoding = {"x": x, "y": alt.Y("cost_low:Q", scale=log), "y2": "cost_high:Q"}
     for low, encoding in (("days_low", across), ("cost_low", upright)):
         if ends := [row for row in rows if row[low] is not None]:
             rule = alt.Chart(data(ends)).mark_rule()
@@ -498,7 +506,7 @@ def scaling(
 
 def _stars(
     stars: Rows, x: alt.X, y: alt.Y, names: Sequence[str], size: float, width: float
-) -> alt.Chart:
+) -> Drawn:
     """What was published."""
     mark = alt.Chart(data(stars)).mark_point(shape=STAR, size=size, filled=False, strokeWidth=width)
     return mark.encode(x=x, y=y, color=by_colour("strategy", names))
@@ -534,7 +542,7 @@ def _each(rows: Rows, names: Sequence[str], unit: str, shown: str, ticks: str) -
     colour = by_strategy(names)[0].copy().legend(None)
     axis = alt.Axis(format=ticks, tickCount=5)
     x = alt.X("value:Q", title=unit, scale=scale_of(log=False), axis=axis)
-    encoding = {"x": x, "y": STRATEGIES, "color": colour}
+    encoding: Encoding = {"x": x, "y": STRATEGIES, "color": colour}
     tips = [alt.Tooltip("strategy:N"), *_tips(unit, shown)]
     layers = [interval(rows, "x", encoding, strokeWidth=5, opacity=2 * BAND)]
     layers += fit_points(rows, encoding | {"tooltip": tips}, size=90, opacity=1)

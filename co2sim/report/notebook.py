@@ -24,6 +24,7 @@ from co2sim.report.chart_style import (
     TEXT,
     Drawn,
     Rows,
+    banded,
     by_strategy,
     coloured,
     data,
@@ -31,7 +32,7 @@ from co2sim.report.chart_style import (
     interval,
     of_works,
 )
-from co2sim.report.charts import banded, kinds_of, memory_bars, share_bars, timeline_bars
+from co2sim.report.charts import ZOOM, kinds_of, memory_bars, share_bars, timeline_bars
 from co2sim.report.rounds import kind_of, round_of
 from co2sim.schedule.schedule import Op, Schedule
 from co2sim.simulation.trace import Trace
@@ -80,7 +81,7 @@ def of_trace(trace: Trace, schedule: Schedule, rank: int | None = None) -> alt.C
     found = round_of(schedule, trace, traced.index(rank), _WIDTH)
     rows = [bar.to_dict() for bar in found.bars]
     lanes = {bar.stream for bar in found.bars}
-    chart = timeline_bars(rows, kinds_of([found], {}), found.length)
+    chart = timeline_bars(rows, kinds_of([found], {}), found.length).add_params(ZOOM)
     count = trace.ranks[rank]
     stands = f", which stands for {count:,} equal ranks" if count > 1 else ""
     length = duration(found.length / 1e3)

@@ -19,6 +19,7 @@ from co2sim.report.chart_style import (
     BAND,
     HEIGHT,
     TEXT,
+    Encoding,
     NumberAxis,
     Rows,
     Spec,
@@ -216,7 +217,7 @@ def _chart(solved: Sequence[Solved], names: Sequence[str]) -> Spec:
     drawn = [row["x"] for row in rows]
     y = _upright(target.metric, currency, log=target.metric.unit != "share" and wide(figures))
     x, colour = across.encoding("x", drawn, log=True), by_colour("strategy", names)
-    encoding = {"x": x, "y": y, "color": colour}
+    encoding: Encoding = {"x": x, "y": y, "color": colour}
     base = alt.Chart(data(rows)).encode(**encoding)
     tips = ["strategy:N", alt.Tooltip("at:N", title=across.path), *_tips(target.name)]
     limits = [{"value": value, "words": target.metric.shown(value, currency)} for value in levels]
@@ -309,7 +310,7 @@ def _edges(met: Sequence[ValueRange]) -> list[float]:
     return [end for end, is_open in ends if not is_open]
 
 
-def _marked(marks: Rows, encoding: Mapping[str, Any]) -> list[Any]:
+def _marked(marks: Rows, encoding: Encoding) -> list[Any]:
     """Diamonds, and thick lines for their intervals."""
     tips = ["strategy:N", alt.Tooltip("said:N", title="reached"), alt.Tooltip("at:N", title="at")]
     tips.append(alt.Tooltip("interval:N", title="90 % interval"))

@@ -12,7 +12,16 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.report import html, sections
 from co2sim.report.bundle import vega
-from co2sim.report.chart_style import HEIGHT, ROW, STRATEGIES, TEXT, Spec, by_strategy, spec
+from co2sim.report.chart_style import (
+    HEIGHT,
+    ROW,
+    STRATEGIES,
+    TEXT,
+    Encoding,
+    Spec,
+    by_strategy,
+    spec,
+)
 from co2sim.report.charts import memory_line, shares_of
 from co2sim.report.explore.board import MAX_CASES
 from co2sim.report.explore.controls import Control
@@ -190,7 +199,7 @@ def curve() -> Spec:
     ]
     band = base.transform_filter("isValid(datum.low)").mark_area(opacity=_BAND)
     fill = alt.condition("datum.fits", alt.value(1.0), alt.value(0.0))
-    marks = {"x": x, "y": y, "color": colour, "shape": shape, "tooltip": tips}
+    marks: Encoding = {"x": x, "y": y, "color": colour, "shape": shape, "tooltip": tips}
     points = base.mark_point(size=60, filled=False).encode(**marks)
     inside = base.mark_point(size=60, filled=True).encode(**marks, opacity=fill)
     layers = [
