@@ -12,9 +12,8 @@ import altair as alt
 from analysis.published.errors import CellPrediction, ErrorSummary, summarized
 from analysis.published.report import ValidationReport, percent, signed, whole_percent
 from co2sim.common.units import counted, figures
-from co2sim.report import markdown
 from co2sim.report.chart_style import HEIGHT, PALETTE, ROW, TEXT, Spec, cycled, data, spec
-from co2sim.report.html import Figure, Page, PageSection
+from co2sim.report.html import Figure, Page, PageSection, from_markdown
 from co2sim.report.tables import Table
 
 _FITTED = {"fit": "fitted", "check": "not fitted"}
@@ -47,7 +46,7 @@ def page(
         sections=[
             _errors(report.rows),
             _cells(report.rows),
-            PageSection("whole", "The whole report", text=markdown.to_html(text, deeper=1)),
+            PageSection("whole", "The whole report", text=from_markdown(text, deeper=1)),
         ],
         commands=[command],
         files={

@@ -112,9 +112,9 @@ def _write(
     question: "Question", varied: Mapping[str, str], out: Path, tolerance: float, jobs: int
 ) -> None:
     """Simulate the grid, and write the page."""
-    from co2sim.report.explore.build import build  # noqa: PLC0415 - numpy, only when needed
-    from co2sim.report.explore.controls import controls, varying  # noqa: PLC0415
+    from co2sim.report.explore.grid import build  # noqa: PLC0415 - numpy, only when needed
     from co2sim.report.explore.page import begin, exactness, static_page  # noqa: PLC0415 - Altair
+    from co2sim.report.explore.question import controls, varying  # noqa: PLC0415
 
     made = {one.path: one for one in controls(question) if one.path not in _WITH_SERVER}
     for path, values in varied.items():

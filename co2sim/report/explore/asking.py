@@ -15,9 +15,15 @@ from co2sim.common.errors import CatalogError, Co2simError, OptionError, nearest
 from co2sim.prediction import driver
 from co2sim.prediction.case import OPEN_BATCH, Case
 from co2sim.prediction.step_factors import Goal
-from co2sim.report.explore.controls import Control, controls
 from co2sim.report.explore.page import asked
-from co2sim.report.explore.question import MAX_STRATEGIES, Question, figures, lost
+from co2sim.report.explore.question import (
+    MAX_STRATEGIES,
+    Control,
+    Question,
+    controls,
+    figures,
+    lost,
+)
 from co2sim.report.html import render
 from co2sim.report.study_page import Study, page
 from co2sim.report.text import result as text_result

@@ -1,12 +1,31 @@
-"""The grid behind a page without a server, and the figures between what was simulated."""
+"""The grid behind a page without a server: what is simulated, and the figures between.
+
+Every position of a control that is no continuous one is simulated. Of a continuous one some are,
+its knots: enough that figures between them are as exact as asked for, first in the midst of knots
+along some lines, then at random positions, until none of those drawn last is too far off. After
+control-C the last grid that is whole is kept.
+"""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise, product
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from itertools import count, pairwise, product
+from statistics import median
 from typing import Any, TypeAlias
 
-from co2sim.report.explore.controls import Control
+from co2sim.common.errors import Co2simError, OptionError
+from co2sim.common.progress import progress_bar
+from co2sim.common.units import Seconds, duration
+from co2sim.hardware.failures import Failures
+from co2sim.prediction.case import Case
+from co2sim.prediction.result import Result
+from co2sim.report.explore.question import Control, Figures, Lost, Question, figures, lost
+from co2sim.studies.batch import Failure, Interrupted, Outcome, run_on
+from co2sim.studies.workers.flow import Pool
+from co2sim.studies.workers.loky_pool import Engine, opened
 
 LOGARITHMIC = ("tokens_per_s", "lost", "lost_least", "lost_most")
 """Figures that are interpolated by their logarithms."""
@@ -158,3 +177,476 @@ def _short(values: Sequence[Any]) -> Any:
     ]
     same = all(one == other for one, other in pairwise(rounded))
     return rounded[0] if same and rounded else rounded
+
+
+MAX_CASES = 20_000
+"""That are simulated for one page: minutes, and a page of a few MB."""
+
+_FAILING = "failures"
+_ARITHMETIC = "price_per_gpu"
+"""Needs no simulation."""
+
+Knots = list[set[int]]
+"""Of a strategy, by control."""
+
+
+@dataclass(frozen=True)
+class Board:
+    """A question and its controls."""
+
+    question: Question
+    controls: tuple[Control, ...]
+
+    @property
+    def places(self) -> range:
+        """Of the strategies."""
+        return range(len(self.question.strategies))
+
+    @property
+    def failures(self) -> int | None:
+        """The place of the control of failures."""
+        paths = [control.path for control in self.controls]
+        return next((at for at, path in enumerate(paths) if path.startswith(_FAILING)), None)
+
+    def axes(self, place: int) -> tuple[int, ...]:
+        """Controls that change the simulation of a strategy."""
+        return tuple(
+            at
+            for at, control in enumerate(self.controls)
+            if place in control.strategies and control.path != _ARITHMETIC and at != self.failures
+        )
+
+    def loose(self, place: int) -> list[int]:
+        """Those of the axes that are continuous."""
+        return [at for at in self.axes(place) if self.controls[at].continuous]
+
+    def begin(self) -> list[int]:
+        """Where all controls begin."""
+        return [control.at for control in self.controls]
+
+    def coarsest(self, place: int) -> Knots:
+        """All stops; of continuous controls both ends and the one that they begin at."""
+        return [
+            {0, control.at, len(control.stops) - 1}
+            if at in self.loose(place)
+            else set(range(len(control.stops)))
+            for at, control in enumerate(self.controls)
+        ]
+
+    def drawn(self, place: int, draw: random.Random) -> list[int]:
+        """Random positions of what a strategy has."""
+        found = self.begin()
+        for at in self.axes(place):
+            found[at] = draw.randrange(len(self.controls[at].stops))
+        return found
+
+    def case(self, place: int, positions: Sequence[int]) -> Case:
+        """The case there."""
+        return self.question.loaded(place, self._settings(positions))
+
+    def title(self, place: int, positions: Sequence[int]) -> str:
+        """The strategy there, with its options."""
+        return self.question.title(place, self._settings(positions))
+
+    def _settings(self, positions: Sequence[int]) -> dict[str, str]:
+        stops = (
+            (control.path, control.stops[at].setting)
+            for control, at in zip(self.controls, positions, strict=True)
+        )
+        return {path: setting for path, setting in stops if setting is not None}
+
+    def failing(self, positions: Positions, stop: int) -> Failures | None:
+        """The failures there, where their control is at this stop."""
+        moved = list(positions)
+        moved[self.failures or 0] = stop
+        settings = {
+            control.path: control.stops[at].setting or ""
+            for control, at in zip(self.controls, moved, strict=True)
+            if control.path.startswith(_FAILING)
+        }
+        key = tuple(settings.items())
+        if key not in self._failing:
+            cluster = self.question.case(0, settings).load()[0].value
+            self._failing[key] = cluster.failures
+        return self._failing[key]
+
+    @cached_property
+    def _failing(self) -> dict[tuple[tuple[str, str], ...], Failures | None]:
+        return {}
+
+    def counts(self, knots: Sequence[Knots]) -> list[int]:
+        """How many cases the grid of each strategy is."""
+        return [
+            math.prod(len(chosen[at]) for at in self.axes(place))
+            for place, chosen in enumerate(knots)
+        ]
+
+    def refuse_many(self, knots: Sequence[Knots]) -> None:
+        """Raise OptionError where the grids would be too many cases."""
+        counts = self.counts(knots)
+        if sum(counts) <= MAX_CASES:
+            return
+        place = counts.index(max(counts))
+        sizes = [(self.controls[at].path, len(knots[place][at])) for at in self.axes(place)]
+        most = max(sizes, key=lambda pair: pair[1])[0]
+        raise OptionError(
+            f"there are {sum(counts):,} positions to simulate, {max(counts):,} of"
+            f" {self.question.titles[place]} ("
+            + " x ".join(f"{path} {count}" for path, count in sizes)
+            + f"); at most {MAX_CASES:,} are; give fewer strategies, fewer values with"
+            f" --vary {most}=..., or a wider --tolerance"
+        )
+
+
+ENDED = "not simulated: control-C came before"
+
+
+class Known:
+    """What was simulated: results with their cases, or why there are none.
+
+    After control-C nothing more is simulated, and `ended` is True. `rate` is how long a case took.
+    """
+
+    def __init__(self, board: Board, pool: Pool | None) -> None:
+        """On these workers, or without any in this process."""
+        self.board, self.pool = board, pool
+        self.found: dict[tuple[int, Positions], tuple[Case, Result] | str] = {}
+        self.ended = False
+        self.rate: Seconds = 0.0
+
+    def simulate(self, wanted: Iterable[tuple[int, Positions]], what: str) -> None:
+        """Those that are not known yet."""
+        cases: dict[tuple[int, Positions], Case] = {}
+        for key in wanted:
+            if key not in self.found and key not in cases:
+                try:
+                    cases[key] = self.board.case(*key)
+                except Co2simError as error:
+                    self.found[key] = str(error)
+        began, outcomes = time.monotonic(), self._outcomes(list(cases.values()), what)
+        self.rate = (time.monotonic() - began) / len(cases) if cases else self.rate
+        for place, (key, case) in enumerate(cases.items()):
+            outcome = outcomes.get(place)
+            if isinstance(outcome, Result):
+                self.found[key] = case, outcome
+            else:
+                self.found[key] = outcome.reason if outcome else ENDED
+
+    def _outcomes(self, cases: list[Case], what: str) -> Mapping[int, Outcome]:
+        """By the places of the cases; those that control-C left are missing."""
+        if self.ended or not cases:
+            return {}
+        try:
+            return dict(enumerate(run_on(self.pool, cases, what=what)))
+        except Interrupted as interrupt:
+            self.ended = True
+            return interrupt.outcomes
+        except Co2simError:  # none of them can be simulated, each for its own reason
+            return {place: _alone(case) for place, case in enumerate(cases)}
+
+    def figures(self, place: int, positions: Positions) -> Figures | str:
+        """What is shown of it."""
+        found = self.found[place, positions]
+        return found if isinstance(found, str) else figures(*found, self.board.question.goal)
+
+
+def _alone(case: Case) -> Outcome:
+    try:
+        return run_on(None, [case], progress=False)[0]
+    except Co2simError as error:
+        cause = error.__cause__
+        return Failure(case.title, cause if isinstance(cause, Exception) else error)
+
+
+_LINES = 3
+"""Of each continuous control and strategy, along which knots are looked for."""
+_LOOKS = 6
+"""Positions that are simulated along a line, about."""
+_TIMED = 12
+"""Positions by which it says how long the others take."""
+_FIRST = "simulating the first positions"
+_CHECKS = 40
+"""Random positions where figures are compared with the simulator's, of all strategies together."""
+
+
+def build(
+    question: Question,
+    controls: Sequence[Control],
+    tolerance: float,
+    jobs: int,
+    say: Callable[[str], None] = lambda _: None,
+) -> ExploreGrid:
+    """Simulate. Raises OptionError for more than `MAX_CASES` cases.
+
+    Knots are added where random positions are too far off, until new ones are all within
+    `tolerance`, or no more cases may be simulated. `say` gets how long it takes, once the first
+    positions are known. Raises KeyboardInterrupt at a control-C before these.
+    """
+    board = Board(question, tuple(controls))
+    knots = [board.coarsest(place) for place in board.places]
+    board.refuse_many(knots)
+    with opened(Engine(jobs=jobs), sum(board.counts(knots))) as pool:
+        known = Known(board, pool)
+        words = _open(board, known, knots)
+        grids, errors = _refined(board, known, knots, tolerance, lambda: say(words))
+    off = [error.throughput for error in errors]
+    exactness = Exactness(
+        tolerance=tolerance,
+        checked=len(errors),
+        median=median(off) if off else 0.0,
+        largest=max(off, default=0.0),
+        largest_exposed=max((error.exposed for error in errors), default=0.0),
+    )
+    whole = tuple(_with_failures(board, known, grids))
+    simulated = sum(one != ENDED for one in known.found.values())
+    return ExploreGrid(board.controls, board.failures, whole, exactness, simulated, known.ended)
+
+
+@dataclass(frozen=True, slots=True)
+class _Error:
+    """How far throughput (relative) and the exposed share are off at positions between knots."""
+
+    place: int
+    positions: Positions
+    throughput: float
+    exposed: float
+
+
+def _refined(
+    board: Board, known: Known, knots: list[Knots], tolerance: float, begin: Callable[[], None]
+) -> tuple[tuple[StrategyGrid, ...], list[_Error]]:
+    """The grids with as many knots as it takes, and how far off they are between them.
+
+    After control-C those that were simulated whole, at least the coarsest with what is known of it.
+    """
+    whole = [[set(stops) for stops in one] for one in knots]
+    try:
+        begin()
+        _simulated(board, known, knots)
+        _look_along_lines(board, known, knots, tolerance)
+        for seed in count():
+            grids = _simulated(board, known, knots)
+            if known.ended:
+                break
+            whole = [[set(stops) for stops in one] for one in knots]
+            errors = _errors(board, known, grids, _drawn(board, grids, seed))
+            if known.ended or not _refine(board, knots, errors, tolerance):
+                break
+    except KeyboardInterrupt:  # between simulations
+        known.ended = True
+    if known.ended:
+        grids = _simulated(board, known, whole)
+        errors = _errors(board, known, grids, known.found)
+    return grids, errors
+
+
+def _open(board: Board, known: Known, knots: Sequence[Knots]) -> str:
+    """Simulate the first positions; how long all will take, as a text.
+
+    Raises KeyboardInterrupt at a control-C: what came before it makes no page.
+    """
+    points = [
+        (place, _placed(board, place, point))
+        for place in board.places
+        for point in product(*(sorted(knots[place][at]) for at in board.axes(place)))
+    ]
+    first = random.Random(0).sample(points, min(_TIMED, len(points)))  # noqa: S311 - no secret
+    begin = tuple(board.begin())
+    known.simulate(((place, begin) for place in board.places), _FIRST)  # workers start, and read
+    known.simulate(first, _FIRST)
+    if known.ended:
+        raise KeyboardInterrupt
+    loose = sum(len(board.loose(place)) for place in board.places)
+    more = sum(key not in known.found for key in points)
+    more += loose * _LINES * _LOOKS + bool(loose) * _CHECKS
+    return (
+        f"about {duration(known.rate * more)} more, for about {more:,} positions; control-C ends it"
+        " earlier, and keeps what is done"
+    )
+
+
+def _look_along_lines(board: Board, known: Known, knots: Sequence[Knots], tolerance: float) -> None:
+    """Add knots to continuous controls: the others are where they begin, and at random places.
+
+    The middle of two knots becomes one where it is off by more than tolerated, and so on.
+    """
+    draw = random.Random(0)  # noqa: S311 - no secret
+    open_ = [
+        (_Line(board, known, place, at, tuple(other)), *ends)
+        for place in board.places
+        for at in board.loose(place)
+        for other in [board.begin(), *(board.drawn(place, draw) for _ in range(_LINES - 1))]
+        for ends in pairwise(sorted(knots[place][at]))
+    ]
+    while open_ and not known.ended:
+        middles = [(line, low, (low + high) // 2, high) for line, low, high in open_]
+        middles = [one for one in middles if one[1] < one[2]]
+        wanted = ((line.place, line.point(stop)) for line, *stops in middles for stop in stops)
+        known.simulate(wanted, "looking where figures bend")
+        open_ = []
+        for line, low, middle, high in middles:
+            if line.off(low, middle, high) > tolerance:
+                knots[line.place][line.at].add(middle)
+                open_ += [(line, low, middle), (line, middle, high)]
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Positions of a strategy that differ in one control, that at `at`."""
+
+    board: Board
+    known: Known
+    place: int
+    at: int
+    other: Positions
+
+    def point(self, stop: int) -> Positions:
+        """Where the control is at this stop."""
+        return (*self.other[: self.at], stop, *self.other[self.at + 1 :])
+
+    def off(self, low: int, middle: int, high: int) -> float:
+        """How far throughput between two stops is from that in the middle; 0 if one failed."""
+        stops = self.board.controls[self.at].stops
+        found = [self.known.found[self.place, self.point(at)] for at in (low, middle, high)]
+        speeds = [math.log(one[1].tokens_per_s) for one in found if not isinstance(one, str)]
+        if len(speeds) < len(found):
+            return 0.0
+        first, here, last = (math.log(stops[at].value or 1.0) for at in (low, middle, high))
+        share = (here - first) / (last - first)
+        return abs(math.expm1((1 - share) * speeds[0] + share * speeds[2] - speeds[1]))
+
+
+def _simulated(board: Board, known: Known, knots: Sequence[Knots]) -> tuple[StrategyGrid, ...]:
+    board.refuse_many(knots)
+    shown = [[tuple(sorted(knots[p][at])) for at in board.axes(p)] for p in board.places]
+    points = [
+        [_placed(board, place, point) for point in product(*shown[place])] for place in board.places
+    ]
+    wanted = ((place, point) for place in board.places for point in points[place])
+    known.simulate(wanted, "simulating positions")
+    return tuple(
+        _grid_of(board, known, place, tuple(shown[place]), points[place]) for place in board.places
+    )
+
+
+def _placed(board: Board, place: int, point: Sequence[int]) -> Positions:
+    """Positions of all controls: those that the strategy does not have are where they begin."""
+    found = board.begin()
+    for at, stop in zip(board.axes(place), point, strict=True):
+        found[at] = stop
+    return tuple(found)
+
+
+def _grid_of(
+    board: Board,
+    known: Known,
+    place: int,
+    knots: tuple[tuple[int, ...], ...],
+    points: Sequence[Positions],
+) -> StrategyGrid:
+    """Without what failures take: see `_with_failures`."""
+    found = [known.figures(place, point) for point in points]
+    values = {
+        field.name: [None if isinstance(one, str) else getattr(one, field.name) for one in found]
+        for field in fields(Figures)
+    }
+    values["strategy"] = [
+        board.title(place, point) if isinstance(one, str) else one.strategy
+        for point, one in zip(points, found, strict=True)
+    ]
+    failed = {at: one for at, one in enumerate(found) if isinstance(one, str)}
+    return StrategyGrid(
+        board.question.titles[place], board.axes(place), knots, points, values, failed, {}
+    )
+
+
+def _with_failures(board: Board, known: Known, grids: Sequence[StrategyGrid]) -> list[StrategyGrid]:
+    """The grids with what failures take, at all stops of their control; as they are without one."""
+    if board.failures is None:
+        return list(grids)
+    stops = range(len(board.controls[board.failures].stops))
+    total = len(stops) * sum(len(grid.points) for grid in grids)
+    before = 0
+    made: list[StrategyGrid] = []
+    with progress_bar("failures") as done:
+        for place, grid in enumerate(grids):
+            found: list[Lost | None] = []
+            for stop in stops:
+                found += [_lost(board, known, place, one, stop) for one in grid.points]
+                if done:
+                    done(before + len(found), total)
+            before += len(found)
+            taken = {
+                field.name: [None if one is None else getattr(one, field.name) for one in found]
+                for field in fields(Lost)
+            }
+            made.append(replace(grid, lost=taken))
+    return made
+
+
+def _lost(board: Board, known: Known, place: int, point: Positions, stop: int) -> Lost | None:
+    """What failures take at a point, where their control is at this stop."""
+    found = known.found[place, point]
+    if isinstance(found, str):
+        return None
+    case, result = found
+    cluster = case.load()[0].value
+    return lost(
+        replace(case, cluster=replace(cluster, failures=board.failing(point, stop))), result
+    )
+
+
+def _drawn(
+    board: Board, grids: Sequence[StrategyGrid], seed: int
+) -> Iterable[tuple[int, Positions]]:
+    """Random positions of the strategies that are interpolated."""
+    draw = random.Random(1 + seed)  # noqa: S311 - no secret
+    between_knots = [
+        place
+        for place, grid in enumerate(grids)
+        if any(
+            len(knots) < len(board.controls[at].stops)
+            for at, knots in zip(grid.controls, grid.knots, strict=True)
+        )
+    ]
+    for place in between_knots:
+        for _ in range(_CHECKS // len(between_knots)):
+            yield place, tuple(board.drawn(place, draw))
+
+
+def _errors(
+    board: Board,
+    known: Known,
+    grids: Sequence[StrategyGrid],
+    positions: Iterable[tuple[int, Positions]],
+) -> list[_Error]:
+    """At those of the positions that are no knots."""
+    points = [set(grid.points) for grid in grids]
+    wanted = [(place, one) for place, one in dict.fromkeys(positions) if one not in points[place]]
+    known.simulate(wanted, "checking between positions")
+    errors = []
+    for place, one in wanted:
+        exact, shown = known.figures(place, one), between(grids[place], board.controls, one)
+        if isinstance(exact, Figures) and shown is not None:
+            off = abs(shown["tokens_per_s"] / exact.tokens_per_s - 1)
+            errors.append(_Error(place, one, off, abs(shown["exposed"] - exact.exposed)))
+    return errors
+
+
+def _refine(board: Board, knots: list[Knots], errors: Sequence[_Error], tolerance: float) -> bool:
+    """Make knots of the positions that are too far off, the worst first; whether there were any.
+
+    Where they would be too many cases, none are made.
+    """
+    added = False
+    for error in sorted(errors, key=lambda error: -error.throughput):
+        if error.throughput <= tolerance:
+            break
+        more = [{*stops} for stops in knots[error.place]]
+        for at in board.loose(error.place):
+            more[at].add(error.positions[at])
+        wanted = [*knots[: error.place], more, *knots[error.place + 1 :]]
+        if more != knots[error.place] and sum(board.counts(wanted)) <= MAX_CASES:
+            knots[error.place] = more
+            added = True
+    return added

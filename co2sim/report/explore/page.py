@@ -23,10 +23,8 @@ from co2sim.report.chart_style import (
     spec,
 )
 from co2sim.report.charts import memory_line, shares_of
-from co2sim.report.explore.board import MAX_CASES
-from co2sim.report.explore.controls import Control
-from co2sim.report.explore.grid import Exactness, ExploreGrid
-from co2sim.report.explore.question import MAX_STRATEGIES, Question
+from co2sim.report.explore.grid import MAX_CASES, Exactness, ExploreGrid
+from co2sim.report.explore.question import MAX_STRATEGIES, Control, Question
 from co2sim.report.tables import Answered
 from co2sim.studies.grid import display_name
 

@@ -1,24 +1,30 @@
-"""What is asked: strategies with one model on one cluster, and what is set besides."""
+"""What is asked: strategies with one model on one cluster, and the sliders of its numbers."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from co2sim.common.cli import refuse_twice
-from co2sim.common.errors import OptionError
+from co2sim.common.errors import Co2simError, OptionError, UnitError
+from co2sim.common.units import parse, parse_price
 from co2sim.hardware.cluster import Cluster
+from co2sim.hardware.failures import PARTS
 from co2sim.models.memory import GIB
 from co2sim.models.workload import Model
 from co2sim.prediction import power
-from co2sim.prediction.case import Case
+from co2sim.prediction.case import AUTO, Case
 from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, scale_of, step_factor
 from co2sim.prediction.totals import tokens_of
 from co2sim.report.charts import parts
-from co2sim.strategies import Strategy, parse
+from co2sim.strategies import Strategy
+from co2sim.strategies import parse as parse_strategy
 from co2sim.strategies.step import title
-from co2sim.studies.grid import strategy_title, with_changes
+from co2sim.studies.grid import gpu_counts, settings, strategy_title, with_changes
+from co2sim.studies.targets import Axis, axis_of
 
 MAX_STRATEGIES = 12
 """What a chart can tell apart."""
@@ -53,7 +59,7 @@ class Question:
     @cached_property
     def parsed(self) -> tuple[Strategy, ...]:
         """The strategies, as objects."""
-        return tuple(map(parse, self.strategies))
+        return tuple(map(parse_strategy, self.strategies))
 
     @property
     def titles(self) -> tuple[str, ...]:
@@ -184,3 +190,233 @@ def lost(case: Case, result: Result) -> Lost | None:
     if kept is None:
         return None
     return Lost(lost=1 - kept.useful, lost_least=1 - kept.high, lost_most=1 - kept.low)
+
+
+_PREFERRED = (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0)
+"""The preferred numbers R10 of ISO 3: ten to a decade, evenly on a log scale."""
+
+_COARSE = (1.0, 2.0, 5.0)
+_TENFOLD = (1.0,)
+_TAUS = (4, 12, 48)
+_DELAYS = (1, 4)
+_BATCHES = (1, 2, 4, 8)
+_MAX_SIZES = 4
+_FASTER, _SLOWER = 4.0, 30.0
+"""How many times more, or less, bandwidth a slider reaches."""
+_MAX_STOPS = 64
+_DAY = 86400.0
+_GIVEN = ("cluster", "model", "strategy")
+
+AS_GIVEN = "as given"
+_FASTEST = "the fastest that fits"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A position of a slider: what it sets, as `grid.vary` takes it, and how people read it.
+
+    `setting` is None where everything stays as it was given; `value` is None where that is no
+    number.
+    """
+
+    text: str
+    setting: str | None
+    value: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """A number and the positions of its slider, of which `at` is where it begins.
+
+    A `continuous` one may be interpolated between positions. `strategies` are the places of those
+    that have this number. It begins with what was given, but where `given` is False.
+    """
+
+    path: str
+    title: str
+    stops: tuple[Stop, ...]
+    at: int
+    continuous: bool
+    strategies: tuple[int, ...]
+    given: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the page."""
+        return asdict(self)
+
+
+def controls(question: Question) -> list[Control]:
+    """The controls of a question: of the hardware, the batch, the strategies, price and failures.
+
+    Numbers that the cluster does not have, such as a price, have none.
+    """
+    case = question.case(0, {})
+    cluster = case.load()[0].value
+    made = [_gpus(question), _micro_batch(question.job)]
+    links = [("inter", "between nodes")] if cluster.nodes_per_site > 1 else []
+    links += [("wan", "between sites")] if cluster.wan and cluster.sites > 1 else []
+    for link, where in links:
+        bandwidth = f"{link}.bandwidth"
+        made.append(_spread(case, bandwidth, f"bandwidth {where}", _SLOWER, _FASTER))
+        if getattr(cluster, link).latency:
+            made.append(_spread(case, f"{link}.latency", f"latency {where}", 10.0, 100.0, _TENFOLD))
+    made += _options(question)
+    if cluster.price_per_gpu:
+        made.append(_spread(case, "price_per_gpu", "price of a GPU", 4.0, 4.0))
+    made += _failing(case, cluster if case.gpus is None else cluster.resized(case.gpus))
+    everyone = tuple(range(len(question.strategies)))
+    return [
+        control if control.strategies else replace(control, strategies=everyone) for control in made
+    ]
+
+
+def varying(question: Question, path: str, values: str) -> Control:
+    """A control with these positions, as a user gives them: "1, 4, 12".
+
+    Raises OptionError for values that the path cannot have.
+    """
+    if path in _GIVEN:
+        raise OptionError(f"--vary {path}: a page is about those that --{path} gives")
+    texts = [str(setting[path]) for setting in settings({path: values})]
+    if path == "gpus":
+        gpu_counts(question.job, values)
+    if len(texts) > _MAX_STOPS:
+        raise OptionError(f"--vary {path} has {len(texts)} values; at most {_MAX_STOPS} are shown")
+    places = tuple(i for i in range(len(question.strategies)) if question.takes(i, path))
+    if not places:
+        raise OptionError(f"--vary {path}: no strategy that is given has it")
+    numbers = [_number(question.case(places[0], {path: text}), path, text) for text in texts]
+    if path == "price_per_gpu":
+        loaded = [question.case(places[0], {path: text}).load()[0].value for text in texts]
+        currencies = sorted({cluster.currency for cluster in loaded})
+        if len(currencies) > 1:
+            raise OptionError(f"--vary {path}: prices are in {' and '.join(currencies)}; give one")
+    stops = [Stop(text, text, value) for text, value in zip(texts, numbers, strict=True)]
+    if None not in numbers:
+        stops.sort(key=lambda stop: stop.value or 0.0)
+    known = next((made for made in controls(question) if made.path == path), None)
+    title = known.title if known else path
+    now = known.stops[known.at].value if known else None
+    same = [at for at, stop in enumerate(stops) if stop.value is not None and stop.value == now]
+    at = same[0] if same else len(stops) - 1 if path == "gpus" else 0  # several nodes, not one
+    return Control(
+        path, title, tuple(stops), at, continuous=False, strategies=places, given=bool(same)
+    )
+
+
+def _number(case: Case, path: str, text: str) -> float | None:
+    """The value behind a text, where it is a number. Raises Co2simError for what cannot be."""
+    cluster = case.load()[0].value
+    if path == "price_per_gpu":
+        return cluster.price_per_gpu
+    try:
+        unit = axis_of(case, path).unit
+        return parse(text, unit) if unit else float(text)
+    except (Co2simError, ValueError):
+        return None
+
+
+def _gpus(question: Question) -> Control:
+    """Those that are given, or one node doubled up to the whole cluster."""
+    sizes = gpu_counts(question.job)[-_MAX_SIZES:]
+    now = question.job.gpus or sizes[-1]
+    return _whole("gpus", "GPUs", [*sizes, now], now)
+
+
+def _micro_batch(job: Case) -> Control:
+    path, title, now = "micro_batch", "micro-batch", job.micro_batch
+    if isinstance(now, int):
+        return _whole(path, title, [*_BATCHES, now], now)
+    made = _whole(path, title, _BATCHES, _BATCHES[0])
+    return replace(made, stops=(Stop(_FASTEST, AUTO, None), *made.stops))
+
+
+def _whole(path: str, title: str, values: Sequence[int], now: int) -> Control:
+    ordered = sorted(set(values))
+    stops = tuple(Stop(f"{value:,}", str(value), float(value)) for value in ordered)
+    return Control(path, title, stops, ordered.index(now), continuous=False, strategies=())
+
+
+def _options(question: Question) -> Iterator[Control]:
+    """Of the strategies that have them; at first each has what was given."""
+    for name, words, usual in (
+        ("tau", "local steps of a round (tau)", _TAUS),
+        ("delay", "how late an average is used (delay)", _DELAYS),
+    ):
+        path = f"strategy.{name}"
+        places = tuple(i for i in range(len(question.strategies)) if question.takes(i, path))
+        if not places:
+            continue
+        given = {getattr(question.parsed[place], name) for place in places}
+        alike = given.pop() if len(given) == 1 else None
+        if isinstance(alike, int):
+            made = _whole(path, words, [*usual, alike], alike)
+        else:
+            made = _whole(path, words, usual, usual[0])
+            made = replace(made, stops=(Stop(AS_GIVEN, None, None), *made.stops), at=0)
+        yield replace(made, strategies=places)
+
+
+def _failing(case: Case, cluster: Cluster) -> Iterator[Control]:
+    """The mean time between failures of the first part that has one, at the size of the job."""
+    if cluster.failures is None:
+        return
+    failures = cluster.failures.of_job(cluster.layout.world_size, cluster.nodes)
+    part = next(name for name in PARTS if getattr(failures, name))
+    of = "preemptions of a node" if part == "preemption" else f"failures of a {part}"
+    title = f"mean time between {of}"
+    now = getattr(failures, part)
+    yield _spread(case, f"failures.{part}", title, 30.0, 10.0, _COARSE, now)
+
+
+def _spread(
+    case: Case,
+    path: str,
+    title: str,
+    less: float,
+    more: float,
+    series: Sequence[float] = _PREFERRED,
+    now: Any = None,
+) -> Control:
+    """Preferred numbers around what there is (`now`), which is its own position."""
+    axis = axis_of(case, path)
+    if now is None:
+        now = case.load()[0].value
+        for part in path.split("."):
+            now = getattr(now, part)
+    unit = _counted_in(axis)
+    low, high = max(now / less, axis.low) / unit, min(now * more, axis.high) / unit
+    values = [value * unit for value in _preferred(low, high, series)]
+    values = sorted([*(value for value in values if not _same(value, now)), now])
+    stops = tuple(_stop(axis, value) for value in values)
+    return Control(path, title, stops, values.index(now), continuous=True, strategies=())
+
+
+def _stop(axis: Axis, value: float) -> Stop:
+    """Its setting is what people read, where that says all."""
+    shown = axis.shown(value)
+    try:
+        read = parse_price(shown)[0] if axis.unit == "USD/s" else parse(shown, axis.unit)
+    except UnitError:  # "1,000 days": people read thousands with a comma
+        read = math.nan
+    return Stop(shown, shown if _same(read, value) else axis.text(value), value)
+
+
+def _same(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-9)
+
+
+def _counted_in(axis: Axis) -> float:
+    """What people count in: bits where we count in bytes, hours and days where in seconds."""
+    if axis.path.startswith("failures."):
+        return _DAY
+    return {"B/s": 1 / 8, "USD/s": 1 / 3600}.get(axis.unit, 1.0)
+
+
+def _preferred(low: float, high: float, series: Sequence[float]) -> Iterator[float]:
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    for decade in range(first, last + 1):
+        for step in series:
+            value = float(f"{step}e{decade}")
+            if low * (1 - 1e-9) <= value <= high * (1 + 1e-9):
+                yield value

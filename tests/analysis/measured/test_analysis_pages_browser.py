@@ -10,8 +10,7 @@ from test_analysis_pages import EVIL, compared, invented, text_of, validated
 
 from analysis.measured.comparison import compare
 from analysis.published.report import brief_report
-from co2sim.report.html import Page, PageSection, render
-from co2sim.report.markdown import to_html
+from co2sim.report.html import Page, PageSection, from_markdown, render
 from co2sim.simulation.noise import Noise
 
 __all__ = ["browser"]
@@ -43,7 +42,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Runs of three causes, published cells, and Markdown with all it has."""
     runs = compared({EVIL: ("ddp", slower_network), "latency": ("zero2", more_latency)})
     runs.append(compare("slow node", measured("zero3", noise=Noise(node_speed={1: 0.7}))))
-    prose = [PageSection("prose", "Prose", text=to_html(PROSE, deeper=1))]
+    prose = [PageSection("prose", "Prose", text=from_markdown(PROSE, deeper=1))]
     texts = {
         "compare": text_of(runs),
         "validate": validated(brief_report(invented("co2", "zeropp", "zeropp-volume"))),

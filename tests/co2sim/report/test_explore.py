@@ -21,11 +21,10 @@ from co2sim.common.errors import OptionError
 from co2sim.prediction.case import OPEN_BATCH, Case
 from co2sim.prediction.driver import run
 from co2sim.prediction.totals import totals_of
-from co2sim.report.explore import board, build
-from co2sim.report.explore.controls import Control, Stop, controls, varying
+from co2sim.report.explore import grid as grids
 from co2sim.report.explore.grid import CHOSEN, ExploreGrid, Positions, StrategyGrid, between
 from co2sim.report.explore.page import asked, exactness
-from co2sim.report.explore.question import Question, figures
+from co2sim.report.explore.question import Control, Question, Stop, controls, figures, varying
 
 PREFERRED = {10, 12.5, 16, 20, 25, 32, 40, 50, 63, 80}
 TOKENS = 1e10
@@ -66,7 +65,7 @@ def few(asked: Question) -> list[Control]:
 def made() -> tuple[Question, ExploreGrid]:
     """A grid, simulated once."""
     found = question()
-    return found, build.build(found, few(found), TOLERANCE, 1)
+    return found, grids.build(found, few(found), TOLERANCE, 1)
 
 
 def settings(shown: list[Control] | tuple[Control, ...], positions: Positions) -> dict[str, str]:
@@ -187,7 +186,7 @@ def test_positions_are_added_until_the_tolerance_is_met_or_there_are_too_many(
     assert made["inter.latency"].continuous
     latencies = [f"{2.0**power} ms" for power in range(-4, 6)]
     many = replace(varying(asked, "inter.latency", ", ".join(latencies)), continuous=True)
-    grid = build.build(asked, [speeds, many], 0.008, 1)
+    grid = grids.build(asked, [speeds, many], 0.008, 1)
     assert grid.exactness.checked
     assert grid.exactness.met
     assert grid.exactness.largest <= 0.008
@@ -195,8 +194,8 @@ def test_positions_are_added_until_the_tolerance_is_met_or_there_are_too_many(
     for figure in (f"{grid.exactness.largest:.2%}", f"{grid.exactness.checked}", "0.80%"):
         assert f" {figure} " in text
     size = len(grid.strategies[0].points)
-    monkeypatch.setattr(build, "MAX_CASES", size - 1)
-    less = build.build(asked, [speeds, many], 0.008, 1)
+    monkeypatch.setattr(grids, "MAX_CASES", size - 1)
+    less = grids.build(asked, [speeds, many], 0.008, 1)
     assert len(less.strategies[0].points) < size
     assert not less.exactness.met
     assert less.exactness.largest > 0.01
@@ -238,7 +237,7 @@ def test_a_position_that_cannot_be_simulated_says_why() -> None:
     """Others are shown; between two knots, of which one failed, nothing is."""
     asked = question("ddp", global_batch=24, overrides={})
     shown = [varying(asked, "gpus", "8, 16"), *few(asked)[2:3]]
-    grid = build.build(asked, shown, TOLERANCE, 1)
+    grid = grids.build(asked, shown, TOLERANCE, 1)
     (one,) = grid.strategies
     wrong = {point[0] for at, point in enumerate(one.points) if at in one.failed}
     assert wrong == {1}
@@ -251,7 +250,7 @@ def test_a_page_of_nothing_but_failures_is_still_a_page() -> None:
     """A batch that no position has."""
     asked = question("ddp", global_batch=7, overrides={})
     shown = [varying(asked, "gpus", "8, 16")]
-    grid = build.build(asked, shown, TOLERANCE, 1)
+    grid = grids.build(asked, shown, TOLERANCE, 1)
     why = grid.strategies[0].failed
     assert set(why) == {0, 1}
     assert all("global_batch=7" in text for text in why.values())
@@ -267,7 +266,7 @@ def test_what_is_open_is_chosen_at_each_position() -> None:
         varying(asked, "gpus", "8, 64"),
         varying(asked, "inter.bandwidth", "25 Gbit/s, 3.2 Tbit/s"),
     ]
-    (one,) = build.build(asked, shown, 0.1, 1).strategies
+    (one,) = grids.build(asked, shown, 0.1, 1).strategies
     for at, point in enumerate(one.points):
         result = run(asked.case(0, settings(shown, point)))
         assert one.values["samples"][at] == result.global_batch
@@ -281,7 +280,7 @@ def test_positions_of_tau_name_the_strategy_with_it() -> None:
     """No row says tau=12 where the slider says 4, also where nothing can be simulated."""
     asked = question("co2:tau=12,delay=1,worker=node", global_batch=24, overrides={})
     shown = [varying(asked, "gpus", "8, 16"), varying(asked, "strategy.tau", "4, 48")]
-    (one,) = build.build(asked, shown, TOLERANCE, 1).strategies
+    (one,) = grids.build(asked, shown, TOLERANCE, 1).strategies
     assert {point[0] for at, point in enumerate(one.points) if at in one.failed} == {1}
     for point, name in zip(one.points, one.values["strategy"], strict=True):
         assert f"tau={shown[1].stops[point[1]].text}," in name
@@ -302,7 +301,7 @@ def test_control_c_keeps_what_is_done() -> None:
 
     asked = question("ddp", overrides={})
     shown = [one for one in controls(asked) if one.path in {"gpus", "inter.bandwidth"}]
-    grid = build.build(asked, shown, 1e-4, 1, stop)
+    grid = grids.build(asked, shown, 1e-4, 1, stop)
     (one,) = grid.strategies
     assert grid.ended
     assert 0 < len(one.points) - len(one.failed) <= grid.simulated
@@ -358,14 +357,14 @@ def test_too_many_positions_are_refused_before_anything_is_simulated(
 ) -> None:
     """In one line that says which list is the longest."""
     asked = question("ddp")
-    monkeypatch.setattr(board, "run_on", lambda *_, **__: pytest.fail("something was simulated"))
+    monkeypatch.setattr(grids, "run_on", lambda *_, **__: pytest.fail("something was simulated"))
     shown = [
         varying(asked, path, ", ".join(map(str, range(1, 61))))
         for path in ("micro_batch", "accumulation")
     ]
     shown += [varying(asked, "model.seq_len", ", ".join(str(8 * i) for i in range(1, 41)))]
     with pytest.raises(OptionError, match=r"144,000 .*20,000") as raised:
-        build.build(asked, shown, TOLERANCE, 1)
+        grids.build(asked, shown, TOLERANCE, 1)
     assert "\n" not in str(raised.value)
 
 

@@ -25,8 +25,7 @@ from test_explore_server import OWN, Served
 from co2sim.prediction.driver import run
 from co2sim.prediction.driver import simulate as simulate_open
 from co2sim.prediction.totals import totals_of
-from co2sim.report.explore import build
-from co2sim.report.explore.grid import between
+from co2sim.report.explore.grid import between, build
 from co2sim.report.explore.page import static_page
 
 __all__ = ["browser"]
@@ -302,7 +301,7 @@ def test_names_run_no_script(opened: Open, tmp_path: Path, served: str) -> None:
             re.sub(r"(?m)^name = .*$", lambda _, line=line: line, text, count=1), "utf-8"
         )
     asked = question("ddp", cluster=str(cluster), model=str(model), overrides={})
-    grid = build.build(asked, few(asked), 0.5, 1)
+    grid = build(asked, few(asked), 0.5, 1)
     case = asked.case(0, {})
     page = tmp_path / "page.html"
     page.write_bytes(static_page(asked, grid, [(case, run(case))], f"co2sim {EVIL}"))

@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim.report.markdown import to_html
+from co2sim.report.html import from_markdown
 
 HARMLESS = {
     *("p", "br", "hr", "em", "strong", "s", "code", "pre", "blockquote", "a"),
@@ -37,7 +37,7 @@ PARTS = [
 @given(st.lists(st.sampled_from(PARTS), max_size=12))
 def test_no_text_becomes_a_tag_that_acts_or_loads(parts: list[str]) -> None:
     """Only tags that Markdown has, without pictures, handlers and addresses that run."""
-    for tag, attributes in Tags(to_html("".join(parts))).found:
+    for tag, attributes in Tags(from_markdown("".join(parts))).found:
         assert tag in HARMLESS
         assert not any(name.startswith("on") or name == "src" for name in attributes)
         assert not (attributes.get("href") or "").startswith(("javascript:", "data:"))
@@ -45,7 +45,7 @@ def test_no_text_becomes_a_tag_that_acts_or_loads(parts: list[str]) -> None:
 
 def test_tables_and_code_scroll_in_boxes_with_names() -> None:
     """A reader with a keyboard reaches them, one with a screen reader hears what they are."""
-    text = to_html("| a | b |\n| --- | ---: |\n| c | 1 |\n\n```sh\nls\n```\n\n    indented\n")
+    text = from_markdown("| a | b |\n| --- | ---: |\n| c | 1 |\n\n```sh\nls\n```\n\n    indented\n")
     found = Tags(text).found
     boxes = [attributes for tag, attributes in found if tag == "div"]
     assert [box["aria-label"] for box in boxes] == ["a, b", "code", "code"]

@@ -26,7 +26,7 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.driver import run
 from co2sim.prediction.intervals import nearest
 from co2sim.prediction.step_factors import NO_GOAL
-from co2sim.report import charts, bundle, html, rounds, sections, study_page
+from co2sim.report import bundle, charts, html, rounds, sections, study_page
 from co2sim.report.study_page import Study
 from co2sim.studies.grid import over_sizes
 
