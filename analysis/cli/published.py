@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from analysis.published.calibrate import Fit
     from analysis.published.cells import Cell
     from analysis.published.errors import CellPrediction
-    from analysis.published.figures.paper_figures import PaperFigure
     from analysis.published.goodput import Compared
+    from analysis.published.paper_figures import PaperFigure
     from analysis.published.report import ValidationReport
     from analysis.published.runs import TrainingRun
     from co2sim.prediction.published import Use
@@ -87,7 +87,7 @@ def validate_command(  # noqa: PLR0917 - one argument per option
     with progress_bar("predicting published cells", after=1.0) as progress:
         rows = errors.validate(chosen, progress)
     if figures is not None:
-        from analysis.published.figures.paper_figures import draw  # noqa: PLC0415 - matplotlib
+        from analysis.published.paper_figures import draw  # noqa: PLC0415 - matplotlib
 
         files |= {figures / name: content for name, content in draw(rows, papers_).items()}
     text = ""
@@ -225,7 +225,7 @@ def figures(
     """
     kinds = _kinds(format_)
     check_writable(out)
-    from analysis.published.figures.paper_figures import paper_figures  # noqa: PLC0415 - matplotlib
+    from analysis.published.paper_figures import paper_figures  # noqa: PLC0415 - matplotlib
 
     with progress_bar("predicting published cells", after=1.0) as progress:
         drawn, left_out = paper_figures(papers, only or (), done=progress)

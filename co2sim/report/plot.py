@@ -1,20 +1,17 @@
 """`co2sim.plot`: a chart of a result, a trace, a schedule or a table, for a notebook."""
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import whole
 from co2sim.prediction.result import Result
+from co2sim.report.bundle import check_installed
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation.trace import Trace
 
 if TYPE_CHECKING:
     import altair as alt
     import pandas as pd
-
-MISSING = "a chart needs Altair: pip install '.[report]'"
-"""What a user without the extra reads."""
 
 
 def plot(
@@ -47,8 +44,7 @@ def plot(
         OptionError: for a column, rank or number that is not there, or another schedule than that
             of the trace, or without the extra `report`.
     """
-    if find_spec("altair") is None:
-        raise OptionError(MISSING)
+    check_installed()
     from co2sim.report import notebook  # noqa: PLC0415 - Altair is optional
 
     if isinstance(shown, Result):

@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from co2sim.prediction.case import Case
-from co2sim.prediction.figures import shared_batch
+from co2sim.prediction.figures import ends, shared_batch
 from co2sim.prediction.intervals import EVIDENCE_COLUMNS, evidence_rows, nearest
 from co2sim.prediction.notes import is_alike
 from co2sim.prediction.published import SpeedComparison
+from co2sim.prediction.result import Result
 from co2sim.report import charts, tables
 from co2sim.report.chart_style import picking
 from co2sim.report.html import Figure, PageSection, Timelines
@@ -20,6 +21,21 @@ def surest(one: Answered, *undecided: str) -> list[str]:
     """How sure an answer is, in a line or two."""
     source = one.result.interval_source
     return [*undecided, f"90 % interval: {source}." if source else "There is no interval."]
+
+
+def best(every: Sequence[Answered], trainings: totals.Trainings) -> Answered:
+    """The case that an answer names first: the best training, or the fastest that fits."""
+    named = totals.chosen(trainings)
+    if named:
+        result = next(iter(named.values()))[1]
+        return next(one for one in every if one.result is result)
+    return max(fitting(every), key=lambda one: one.result.tokens_per_s)
+
+
+def speed_of(result: Result) -> str:
+    """Throughput with its interval."""
+    text = f"{result.tokens_per_s:,.0f} {result.unit}s/s"
+    return text if result.tokens_per_s_low is None else f"{text} (90 %: {ends(result)})"
 
 
 def evidence(one: Answered) -> list[str]:

@@ -10,7 +10,6 @@ from itertools import groupby, pairwise, zip_longest
 from co2sim.common.errors import Co2simError
 from co2sim.common.units import counted
 from co2sim.prediction.case import Case
-from co2sim.prediction.figures import ends
 from co2sim.prediction.intervals import undecided
 from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.result import Result
@@ -98,24 +97,15 @@ class Study:
     @cached_property
     def best(self) -> Answered:
         """The case that the answer names first."""
-        named = totals.chosen(self._trainings()) if self.tokens is not None else {}
-        if named:
-            result = next(iter(named.values()))[1]
-            return next(one for one in self.all if one.result is result)
-        fitting = [one for one in self.all if one.result.fits_in_memory] or list(self.all)
-        return max(fitting, key=lambda one: one.result.tokens_per_s)
+        return sections.best(self.all, self._trainings() if self.tokens is not None else ())
 
     def answer(self) -> list[str]:
         """The answer, a sentence each; the first one stands for all."""
         if self.tokens is None:
             return [*_compared(self.largest), *self._fastest()]
         trainings = self._trainings()
-        known = totals.chosen(trainings).items()
-        if not known:
-            return totals.sentences(trainings)
-        said = [f"{head}: {_words(*one)}" for head, one in known]
-        compared = [] if self._priced else list(_compared(self.largest))
-        return [*compared, *said, *totals.traded(dict(known))]
+        compared = [] if self._priced or not totals.chosen(trainings) else _compared(self.largest)
+        return [*compared, *totals.in_brief(trainings)]
 
     @property
     def _priced(self) -> bool:
@@ -171,13 +161,9 @@ class Study:
             if first is None:
                 yield f"On {size} of {name} nothing of this fits in memory."
                 continue
-            result = first.result
-            text = f"On {size} of {name}, {first.strategy}"
-            text += " is the fastest at" if len(group) > 1 else " runs at"
-            text += f" {result.tokens_per_s:,.0f} {result.unit}s/s"
-            if result.tokens_per_s_low is not None:
-                text += f" (90 %: {ends(result)})"
-            yield f"{text}."
+            verb = "is the fastest" if len(group) > 1 else "runs"
+            speed = sections.speed_of(first.result)
+            yield f"On {size} of {name}, {first.strategy} {verb} at {speed}."
 
     def _trainings(self) -> totals.Trainings:
         return [
@@ -188,12 +174,6 @@ class Study:
             )
             for one in self.all
         ]
-
-
-def _words(name: str, result: Result, found: Totals | None) -> str:
-    assert found is not None
-    lost = f"; it {result.misfit.lower()} in memory" if result.misfit else ""
-    return f"{name}, {totals.in_short(found, result.unit)}{lost}."
 
 
 def page(study: Study) -> Page:

@@ -12,7 +12,6 @@ import altair as alt
 from co2sim.common.errors import Co2simError
 from co2sim.common.units import parse, parse_price
 from co2sim.prediction.case import Case
-from co2sim.prediction.figures import ends
 from co2sim.prediction.intervals import undecided
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
@@ -156,37 +155,20 @@ class Swept:
 
     def answer(self) -> list[str]:
         """The best case: the cheapest and the fastest training, or the highest throughput."""
-        every = self.all
         if self.tokens is not None:
-            trainings = [(one.strategy, one.result, one.totals) for one in every]
-            heads = totals.chosen(trainings)
-            known = heads.items()
-            said = []
-            for head, (name, result, found) in known:
-                assert found is not None
-                lost = f"; it {result.misfit.lower()} in memory" if result.misfit else ""
-                said.append(f"{head}: {name}, {totals.in_short(found, result.unit)}{lost}.")
-            return [*said, *totals.traded(heads)] or totals.sentences(trainings)
-        fitting = self._ranked
-        if not fitting:
-            return [f"None of {len(every):,} cases fits in memory."]
-        best = fitting[0]
-        text = f"{best.strategy} is the fastest at {best.result.tokens_per_s:,.0f}"
-        text += f" {best.result.unit}s/s"
-        if best.result.tokens_per_s_low is not None:
-            text += f" (90 %: {ends(best.result)})"
-        return [f"{text}."]
+            return totals.in_brief(self._trainings())
+        if not self._ranked:
+            return [f"None of {len(self.all):,} cases fits in memory."]
+        first = self._ranked[0]
+        return [f"{first.strategy} is the fastest at {sections.speed_of(first.result)}."]
+
+    def _trainings(self) -> totals.Trainings:
+        return [(one.strategy, one.result, one.totals) for one in self.all]
 
     @cached_property
     def best(self) -> Answered:
         """The case that the answer names first."""
-        if self.tokens is not None:
-            trainings = [(one.strategy, one.result, one.totals) for one in self.all]
-            known = totals.chosen(trainings)
-            if known:
-                result = next(iter(known.values()))[1]
-                return next(one for one in self.all if one.result is result)
-        return next(iter([*self._ranked, *self.all]))
+        return sections.best(self.all, self._trainings() if self.tokens is not None else ())
 
     @cached_property
     def _ranked(self) -> list[Answered]:

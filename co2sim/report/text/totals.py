@@ -262,6 +262,17 @@ def sentences(trainings: Trainings) -> list[str]:
     return [*said, *traded(best)]
 
 
+def in_brief(trainings: Trainings) -> list[str]:
+    """The answer as `sentences` has it, of each training only days and money."""
+    best = chosen(trainings)
+    said = []
+    for head, (name, result, total) in best.items():
+        assert total is not None
+        lost = f"; it {result.misfit.lower()} in memory" if result.misfit else ""
+        said.append(f"{head}: {name}, {in_short(total, result.unit)}{lost}.")
+    return [*said, *traded(best)] if best else sentences(trainings)
+
+
 def chosen(trainings: Trainings) -> dict[str, tuple[str, Result, Totals | None]]:
     """The best trade, the cheapest and the fastest of those that fit in memory, or of all.
 

@@ -19,11 +19,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from places import GOLDEN
 
+from analysis.published import paper_figures as module
 from analysis.published.cells import Cell, Unpredicted, from_papers, unpredicted
 from analysis.published.errors import CellPrediction
-from analysis.published.figures import paper_figures as module
-from analysis.published.figures.paper_figures import PaperFigure, draw, paper_figures
-from analysis.published.figures.style import FORMATS, STYLE_FILE
+from analysis.published.figure_style import FORMATS, STYLE_FILE
+from analysis.published.paper_figures import PaperFigure, draw, paper_figures
 from analysis.published.papers import PAPERS
 from analysis.published.report import signed
 from analysis.published.tables import from_csv, ratios

@@ -118,7 +118,7 @@ def test_without_altair_a_chart_says_what_to_install(monkeypatch: pytest.MonkeyP
     schedule, trace = tiny_trace()
     result = simulate("a100-tcp80", "gpt2-small", "ddp", gpus=16)
     frame = co2sim.scale("a100-tcp80", "gpt2-small", "ddp", gpus=[8, 16])
-    monkeypatch.setattr("co2sim.report.plot.find_spec", lambda _: None)
+    monkeypatch.setattr("co2sim.report.bundle.find_spec", lambda _: None)
     for drawn in (
         lambda: co2sim.plot(result),
         lambda: co2sim.plot(schedule),

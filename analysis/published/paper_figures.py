@@ -20,7 +20,7 @@ from matplotlib.typing import LineStyleType
 
 from analysis.published.cells import Cell, Quantity, Unpredicted, from_papers, unpredicted
 from analysis.published.errors import CellPrediction, ErrorSummary, validate
-from analysis.published.figures.style import (
+from analysis.published.figure_style import (
     PLAIN,
     STAR,
     WIDTH,
@@ -262,12 +262,19 @@ def _throughputs(
     axis.set_title("tokens per second")
 
 
-def _line(axis: Axes, points: Sequence[CellPrediction], look: Look) -> None:
-    """A curve in its band; points are filled where they are predicted, hollow where fitted on."""
+def _line(
+    axis: Axes, points: Sequence[CellPrediction], look: Look, units: Sequence[float] = ()
+) -> None:
+    """A curve in its band; points are filled where they are predicted, hollow where fitted on.
+
+    Of each point what is drawn is divided by its unit; default: 1.
+    """
     gpus = [point.cell.setup.gpus for point in points]
-    values = [point.predicted for point in points]
+    pairs = list(zip(points, units or [1.0] * len(points), strict=True))
+    values = [point.predicted / unit for point, unit in pairs]
     if all(point.has_interval for point in points):
-        low, high = [point.low for point in points], [point.high for point in points]
+        low = [point.low / unit for point, unit in pairs]
+        high = [point.high / unit for point, unit in pairs]
         axis.fill_between(gpus, low, high, color=look.colour, alpha=_PALE, lw=0)
     axis.plot(gpus, values, ls=look.line, color=look.colour)
     for point, size, value in zip(points, gpus, values, strict=True):
@@ -364,27 +371,12 @@ def quality(rows: Sequence[QualityCell]) -> Figure:
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, ((model, quantity), some) in zip(axes, panels.items(), strict=True):
         for place, row in enumerate(some):
-            spread = row.spread or None
-            axis.errorbar(
-                place,
-                row.value,
-                yerr=spread,
-                fmt="*",
-                ms=10,
-                mfc=PLAIN.fill,
-                color="black",
-                capsize=3,
-            )
+            sign: dict[str, Any] = {"fmt": "*", "ms": 10, "mfc": PLAIN.fill, "color": "black"}
+            axis.errorbar(place, row.value, yerr=row.spread or None, capsize=3, **sign)
             note = f"\n± {row.spread:g}" if row.spread else ""
-            axis.annotate(
-                f"{row.value:g}{note}",
-                (place, row.value + row.spread),
-                (0, 7),
-                textcoords="offset points",
-                ha="center",
-                fontsize=7,
-                fontweight="bold",
-            )
+            text: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 7}
+            top = (place, row.value + row.spread)
+            axis.annotate(f"{row.value:g}{note}", top, (0, 7), fontweight="bold", **text)
         axis.set_xticks(range(len(some)), [shown(row.strategy) for row in some])
         axis.set_xlim(-0.7, len(some) - 0.3)
         axis.margins(y=0.45)
@@ -584,23 +576,11 @@ def fsdp_scaling(rows: Sequence[CellPrediction]) -> Figure:
     look = looks(families)
     for axis, (family, some) in zip(axes, families.items(), strict=False):
         sizes = [row.cell.setup.gpus for row in some]
-        base = some[0].predicted / sizes[0] / 100
-        shares = {
-            name: [value / size / base for value, size in zip(values, sizes, strict=True)]
-            for name, values in {
-                "low": [row.low for row in some],
-                "high": [row.high for row in some],
-                "ours": [row.predicted for row in some],
-                "published": [row.cell.published for row in some],
-            }.items()
-        }
-        one = look[family]
-        axis.fill_between(sizes, shares["low"], shares["high"], color=one.colour, alpha=0.2, lw=0)
-        axis.plot(sizes, shares["ours"], "-", color=one.colour)
-        for row, size, share in zip(some, sizes, shares["ours"], strict=True):
-            fill = "white" if row.cell.use == "fit" else one.colour
-            axis.plot(size, share, "o", color=one.colour, mfc=fill, ms=4, zorder=4)
-        axis.plot(sizes, shares["published"], ls="", mfc=one.fill, **STAR)
+        units = [size * some[0].predicted / sizes[0] / 100 for size in sizes]
+        one = replace(look[family], marker="o", line="-")
+        _line(axis, some, one, units)
+        published = [row.cell.published / unit for row, unit in zip(some, units, strict=True)]
+        axis.plot(sizes, published, ls="", mfc=one.fill, **STAR)
         axis.set_xscale("log", base=2)
         axis.set_xticks(sizes, [f"{size}" for size in sizes], fontsize=7)
         axis.minorticks_off()
@@ -610,7 +590,7 @@ def fsdp_scaling(rows: Sequence[CellPrediction]) -> Figure:
         axis.set_xlabel("GPUs")
     axes[0].set_ylabel("tokens/s per GPU, % of ours\nfor the fewest GPUs")
     star = Line2D([], [], ls="", mfc="white", label="published", **STAR)
-    band = Patch(color="black", alpha=0.2, lw=0, label="90 % interval")
+    band = Patch(color="black", alpha=_PALE, lw=0, label="90 % interval")
     legend(figure, [star, *_uses(shown, "-"), band], columns=4)
     return figure
 

@@ -1,1 +1,0 @@
-"""Figures of published results beside our values, as `figures` and `validate` write them."""
