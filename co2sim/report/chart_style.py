@@ -289,10 +289,17 @@ def picture(chart: Any, kind: str, **legend: Any) -> bytes:
     drawn = chart.to_dict()
     drawn["config"] = CONFIG | {"background": "white", "font": "sans-serif"}
     drawn["config"]["legend"] = CONFIG["legend"] | {"labelLimit": 0} | legend
-    text = json.dumps(drawn).replace(TEXT, "#000000")
+    black = inked(drawn, "#000000")
     if kind == "png":
-        return vl_convert.vegalite_to_png(text, scale=2)
-    return vl_convert.vegalite_to_svg(text).encode()
+        return vl_convert.vegalite_to_png(black, scale=2)
+    return vl_convert.vegalite_to_svg(black).encode()
+
+
+def inked(drawn: Spec, ink: str) -> Spec:
+    """A specification with this colour where it has that of the page; its data stay."""
+    without = {key: value for key, value in drawn.items() if key != "datasets"}
+    made: Spec = json.loads(json.dumps(without).replace(f'"{TEXT}"', f'"{ink}"'))
+    return made | {"datasets": drawn.get("datasets", {})}
 
 
 _WIDE = 8.0

@@ -3,7 +3,6 @@
 They have dark text on white: readable in light and dark notebooks, and where one is printed.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,6 +28,7 @@ from co2sim.report.chart_style import (
     coloured,
     data,
     gpu_axis,
+    inked,
     interval,
     of_works,
 )
@@ -112,32 +112,13 @@ def _shown(chart: Any, title: str, *below: str) -> Any:
     head = alt.TitleParams(
         _cut(title), subtitle=[_cut(text) for text in below if text], anchor="start"
     )
-    found = chart.properties(title=head).to_dict()
-    found["config"] = json.loads(json.dumps(CONFIG).replace(TEXT, _INK)) | _PAPER
-    return alt.Chart.from_dict(_inked(found))
+    drawn = chart.properties(title=head).to_dict()
+    drawn["config"] = CONFIG | _PAPER
+    return alt.Chart.from_dict(inked(drawn, _INK))
 
 
 def _cut(text: str) -> str:
     return text if len(text) <= _CUT else f"{text[: _CUT - 1]}…"
-
-
-def _inked(value: Any) -> Any:
-    """With its own colour where marks have that of the page."""
-    if isinstance(value, list):
-        return [_inked(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    return {key: _ink(one) if key in _COLOURED else _inked(one) for key, one in value.items()}
-
-
-_COLOURED = {"color", "range"}
-"""Keys of a specification that hold colours. Others, and data, may hold the same word as a name."""
-
-
-def _ink(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_ink(one) for one in value]
-    return _INK if value == TEXT else _inked(value)
 
 
 _ROW = 20

@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
 
 import altair as alt
 
@@ -189,7 +188,7 @@ def page(planned: Planned) -> Page:
             _turns(planned.turns),
             sections.time(groups, _timelines(planned)),
             sections.memory(groups),
-            sections.gains({_about(named[0]): planned.levers} if named else {}),
+            sections.gains({named[0].title: planned.levers} if named else {}),
             _useful(planned),
             sections.trust(planned.shown, named or planned.shown[:1]),
             sections.inputs_of((display_name(one), replace(job, cluster=one)) for one in clusters),
@@ -260,23 +259,11 @@ def _doubts(planned: Planned) -> list[str]:
 
 def _groups(planned: Planned) -> dict[str, list[Answered]]:
     """By cluster, the options that have bars, the number of GPUs in their names."""
-    every = sorted(planned.shown[: min(len(planned.best), _MAX_BARS)], key=_cluster)
-    return {
-        name: [replace(one, strategy=_sized(one)) for one in group]
-        for name, group in groupby(every, key=_cluster)
-    }
-
-
-def _cluster(one: Answered) -> str:
-    return one.cluster
-
-
-def _sized(one: Answered) -> str:
-    return f"{one.strategy}, {counted(one.result.gpus, 'GPU')}"
-
-
-def _about(one: Answered) -> str:
-    return f"{one.strategy} on {counted(one.result.gpus, 'GPU')} of {one.cluster}"
+    groups = sections.by_cluster(
+        replace(one, strategy=f"{one.strategy}, {counted(one.result.gpus, 'GPU')}")
+        for one in planned.shown[: min(len(planned.best), _MAX_BARS)]
+    )
+    return dict(sorted(groups.items()))
 
 
 def _options(planned: Planned) -> PageSection:
@@ -361,7 +348,7 @@ def _turns_chart(turns: Sequence[BreakEven]) -> Spec:
 def _timelines(planned: Planned) -> Timelines | None:
     """The choice's above the runner-up's."""
     rounds = {
-        f"{words}: {_about(one)}": last_round(one.case)
+        f"{words}: {one.title}": last_round(one.case)
         for words, one in planned.named.items()
         if one.case.pp == 1
     }

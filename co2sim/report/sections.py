@@ -83,6 +83,14 @@ def money(every: Sequence[Answered], names: Sequence[str]) -> PageSection:
     return PageSection("money", "Days and money", figures=[figure])
 
 
+def by_cluster(every: Iterable[Answered]) -> dict[str, list[Answered]]:
+    """The cases by cluster, these in the order of their first ones."""
+    groups: dict[str, list[Answered]] = {}
+    for one in every:
+        groups.setdefault(one.cluster, []).append(one)
+    return groups
+
+
 def fitting(every: Sequence[Answered]) -> Sequence[Answered]:
     """The cases that charts show: those that fit in memory; all where none does."""
     return [one for one in every if one.result.fits_in_memory] or every
@@ -110,9 +118,7 @@ def _days(every: Sequence[Answered], names: Sequence[str]) -> list[Figure]:
             chart=charts.days(fitting(group), names, fitting(every)),
             table=tables.trainings(group),
         )
-        for cluster in dict.fromkeys(one.cluster for one in every)
-        for group in [[one for one in every if one.cluster == cluster and one.totals]]
-        if group
+        for cluster, group in by_cluster(one for one in every if one.totals).items()
     ]
 
 
@@ -237,9 +243,4 @@ def _lines(shown: Sequence[Answered], kind: str) -> list[str]:
     for one in shown:
         for text in getattr(one.result, kind):
             found.setdefault(text, one)
-    return [
-        text
-        if is_alike(text)
-        else f"{one.strategy} on {one.result.gpus} GPUs of {one.cluster}: {text}"
-        for text, one in found.items()
-    ]
+    return [text if is_alike(text) else f"{one.title}: {text}" for text, one in found.items()]

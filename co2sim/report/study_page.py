@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import groupby, pairwise, zip_longest
+from itertools import pairwise, zip_longest
 
 from co2sim.common.errors import Co2simError
 from co2sim.common.units import counted
@@ -14,7 +14,7 @@ from co2sim.prediction.intervals import undecided
 from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, local_updates, remark, scale_of
-from co2sim.prediction.totals import Totals, result_to_dict
+from co2sim.prediction.totals import result_to_dict
 from co2sim.prediction.verdict import Verdict
 from co2sim.report import charts, sections, tables
 from co2sim.report.chart_style import picking
@@ -22,7 +22,7 @@ from co2sim.report.html import MAX_ROUNDS, Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import last_round
 from co2sim.report.tables import Answered
 from co2sim.report.text import totals
-from co2sim.report.text.result import verdict_lines
+from co2sim.report.text.result import too_close, verdict_lines
 from co2sim.studies.grid import display_name, offer_names, strategy_title
 from co2sim.studies.one_node import efficiencies
 from co2sim.studies.sensitivity import Sensitivity, levers
@@ -53,10 +53,7 @@ class Study:
     @cached_property
     def all(self) -> tuple[Answered, ...]:
         """Every case with its figures."""
-        if self.tokens is None:
-            found: Sequence[Totals | None] = [None] * len(self.cases)
-        else:
-            found = totals.totals_for(self.cases, self.results, self.tokens, self.goal)
+        found = totals.totals_for(self.cases, self.results, self.tokens, self.goal)
         titles = [strategy_title(case.strategy) for case in self.cases]
         scaled = efficiencies(self.cases, self.results)
         rows = zip(self._offers, titles, self.cases, self.results, found, strict=True)
@@ -83,7 +80,7 @@ class Study:
     @cached_property
     def clusters(self) -> dict[str, list[Answered]]:
         """The cases by cluster."""
-        return {name: list(group) for name, group in groupby(self.all, lambda one: one.cluster)}
+        return sections.by_cluster(self.all)
 
     @cached_property
     def largest(self) -> dict[str, list[Answered]]:
@@ -166,14 +163,7 @@ class Study:
             yield f"On {size} of {name}, {first.strategy} {verb} at {speed}."
 
     def _trainings(self) -> totals.Trainings:
-        return [
-            (
-                f"{one.strategy} on {counted(one.result.gpus, 'GPU')} of {one.cluster}",
-                one.result,
-                one.totals,
-            )
-            for one in self.all
-        ]
+        return [(one.title, one.result, one.totals) for one in self.all]
 
 
 def page(study: Study) -> Page:
@@ -263,9 +253,7 @@ def _levers(study: Study) -> list[Sensitivity]:
 
 
 def _gains(study: Study, found: Sequence[Sensitivity]) -> PageSection:
-    best = study.best
-    about = f"{best.strategy} on {best.result.gpus} GPUs of {best.cluster}"
-    return sections.gains({about: found})
+    return sections.gains({study.best.title: found})
 
 
 _MAX = 3
@@ -354,12 +342,7 @@ def _too_close(group: Sequence[Answered]) -> str:
         for one, other in pairwise(ranked)
         if _undecided(one, other)
     ]
-    if not pairs:
-        return ""
-    more = f"; and {len(pairs) - _MAX} pairs more" if len(pairs) > _MAX else ""
-    size = counted(group[0].result.gpus, "GPU")
-    shown = "; ".join(pairs[:_MAX])
-    return f"undecided at {size}, too close to call: {shown}{more}"
+    return too_close(pairs, group[0].result.gpus, _MAX) if pairs else ""
 
 
 def _undecided(one: Answered, other: Answered) -> bool:

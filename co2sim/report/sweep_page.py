@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
 from typing import Any
 
 import altair as alt
@@ -84,12 +83,7 @@ class Swept:
     @cached_property
     def all(self) -> list[Answered]:
         """The cases that gave a result; what they vary stands for their strategy."""
-        tokens = self.tokens
-        found = (
-            [None] * len(self.cases)
-            if tokens is None
-            else totals.totals_for(self.cases, self.outcomes, tokens, self.goal)
-        )
+        found = totals.totals_for(self.cases, self.outcomes, self.tokens, self.goal)
         every = zip(self.names, self.cases, self.outcomes, found, strict=True)
         offers = offer_names(case.cluster for case in self.cases)
         return [
@@ -338,8 +332,7 @@ def page(swept: Swept) -> Page:
     """Nothing is simulated for it. Of very many cases the first ones are shown, and it says so."""
     every = swept.all
     files, cut = _files(swept)
-    bars = sorted(every[:MAX_BARS], key=_cluster)
-    groups = {name: list(group) for name, group in groupby(bars, key=_cluster)}
+    groups = dict(sorted(sections.by_cluster(every[:MAX_BARS]).items()))
     more = left_out("cases", len(every), MAX_BARS).strip()
     plain = [replace(one, strategy=one.result.strategy) for one in every]
     trust = sections.trust(plain, plain)
@@ -371,10 +364,6 @@ def _heading(swept: Swept) -> str:
     clusters = list(dict.fromkeys(one.cluster for one in swept.all))
     where = f" on {clusters[0]}" if len(clusters) == 1 else ""
     return f"{sections.about(swept.all, swept.tokens)}{where}: {swept.best.strategy}"
-
-
-def _cluster(one: Answered) -> str:
-    return one.cluster
 
 
 def _inputs(swept: Swept) -> list[tuple[str, Case]]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from co2sim.catalog import Fact
-from co2sim.common.units import duration, figures, percent, scaled
+from co2sim.common.units import counted, duration, figures, percent, scaled
 from co2sim.prediction.case import Case
 from co2sim.prediction.figures import in_table
 from co2sim.prediction.intervals import error_model
@@ -31,6 +31,11 @@ class Answered:
     totals: Totals | None
     asked: bool = False
     efficiency: float | None = None
+
+    @property
+    def title(self) -> str:
+        """The strategy, on how many GPUs of which cluster."""
+        return f"{self.strategy} on {counted(self.result.gpus, 'GPU')} of {self.cluster}"
 
 
 _NAMED = 12

@@ -604,9 +604,11 @@ def not_told_apart(named: Sequence[tuple[str, Result]]) -> str:
         for (one, first), (other, second) in pairwise(ranked)
         if undecided(first, second)
     ]
-    if not pairs:
-        return ""
-    size = counted(ranked[0][1].gpus, "GPU")
-    more = len(pairs) - _PAIRS
-    named_ = "; ".join(pairs[:_PAIRS]) + (f"; and {more} pairs more" if more > 0 else "")
-    return f"undecided at {size}, too close to call: {named_}"
+    return too_close(pairs, ranked[0][1].gpus, _PAIRS) if pairs else ""
+
+
+def too_close(pairs: Sequence[str], gpus: int, most: int) -> str:
+    """One line that names the first pairs whose order is undecided."""
+    more = len(pairs) - most
+    names = "; ".join(pairs[:most]) + (f"; and {more} pairs more" if more > 0 else "")
+    return f"undecided at {counted(gpus, 'GPU')}, too close to call: {names}"

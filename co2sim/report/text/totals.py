@@ -128,9 +128,11 @@ def _clusters(cases: Sequence[Case]) -> list[Cluster]:
 
 
 def totals_for(
-    cases: Sequence[Case], outcomes: Sequence[object], tokens: float, goal: Goal
+    cases: Sequence[Case], outcomes: Sequence[object], tokens: float | None, goal: Goal
 ) -> list[Totals | None]:
-    """The totals of cases by their outcomes; None where one is no result."""
+    """The totals of cases by their outcomes; None where one is no result, or without tokens."""
+    if tokens is None:
+        return [None] * len(cases)
     return [
         totals_of(case, outcome, tokens, goal) if isinstance(outcome, Result) else None
         for case, outcome in zip(cases, outcomes, strict=True)
