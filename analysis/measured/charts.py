@@ -21,7 +21,9 @@ from co2sim.report.chart_style import (
     Spec,
     coloured,
     data,
+    equality,
     picture,
+    shaped,
     spec,
     stacked,
 )
@@ -78,7 +80,7 @@ def errors(by_run: Mapping[str, Mapping[str, float]]) -> Spec:
         for what, error in mine.items()
     ]
     names = list(dict.fromkeys(row["what"] for row in rows))
-    shapes = alt.Scale(domain=names, range=["circle", "diamond", "square"][: len(names)])
+    shapes = dict(zip(names, ("circle", "diamond", "square"), strict=False))
     axis = alt.Axis(format="+.0%", tickCount=6)
     x = alt.X("error:Q", title="error of the prediction", axis=axis, scale=alt.Scale(padding=12))
     points = (
@@ -88,7 +90,7 @@ def errors(by_run: Mapping[str, Mapping[str, float]]) -> Spec:
             x=x,
             y=_RUN,
             color=coloured("what", dict(zip(names, (BLUE, VERMILION, GREEN), strict=False))),
-            shape=alt.Shape("what:N", title=None, scale=shapes),
+            shape=shaped("what", shapes),
             tooltip=["run:N", "what:N", alt.Tooltip("error:Q", format="+.1%")],
         )
     )
@@ -134,11 +136,8 @@ def ops(every: Sequence[OpError]) -> Spec | None:
     first, last = (math.floor(math.log10(end)) for end in ends)
     axis = alt.Axis(format="~g", values=[10.0**power for power in range(first, last + 1)])
     log = alt.Scale(type="log", domain=ends, nice=False)
-    line = [{"predicted": end, "measured": end} for end in ends]
     x = alt.X("predicted:Q", scale=log, title="predicted ms", axis=axis)
     y = alt.Y("measured:Q", scale=log, title="measured ms", axis=axis)
-    here = _present(_SHAPES, rows)
-    shapes = alt.Scale(domain=list(here), range=list(here.values()))
     points = (
         alt.Chart(data(rows))
         .mark_point(filled=True, opacity=0.85)
@@ -147,7 +146,7 @@ def ops(every: Sequence[OpError]) -> Spec | None:
             y=y,
             size=alt.Size("share:Q", legend=None, scale=alt.Scale(domain=[0, 1], range=[50, 900])),
             color=coloured("cause", _present(_CAUSES, rows)),
-            shape=alt.Shape("cause:N", title=None, scale=shapes),
+            shape=shaped("cause", _present(_SHAPES, rows)),
             tooltip=[
                 "op:N",
                 alt.Tooltip("count:Q", format="~g", title="per round"),
@@ -159,8 +158,7 @@ def ops(every: Sequence[OpError]) -> Spec | None:
             ],
         )
     )
-    equal = alt.Chart(data(line)).mark_line(color=TEXT, strokeDash=[4, 3]).encode(x=x, y=y)
-    return spec(alt.layer(equal, points), HEIGHT)
+    return spec(alt.layer(equality(x, y, ends), points), HEIGHT)
 
 
 def causes(by_run: Mapping[str, Mapping[Cause, float]]) -> Spec:

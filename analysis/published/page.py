@@ -12,7 +12,20 @@ import altair as alt
 from analysis.published.errors import CellPrediction, ErrorSummary, summarized
 from analysis.published.report import ValidationReport, percent, signed, whole_percent
 from co2sim.common.units import counted, figures
-from co2sim.report.chart_style import HEIGHT, PALETTE, ROW, TEXT, Spec, cycled, data, spec
+from co2sim.report.chart_style import (
+    HEIGHT,
+    PALETTE,
+    ROW,
+    TEXT,
+    Spec,
+    coloured,
+    cycled,
+    data,
+    equality,
+    interval,
+    shaped,
+    spec,
+)
 from co2sim.report.html import Figure, Page, PageSection, from_markdown
 from co2sim.report.tables import Table
 
@@ -214,16 +227,10 @@ def _cells_chart(rows: Sequence[CellPrediction], every: Sequence[CellPrediction]
     x = alt.X("published:Q", scale=log, title="published", axis=axis)
     y = alt.Y("predicted:Q", scale=log, title="predicted", axis=axis)
     colour = _colours(every, rows)
-    line = [{"published": end, "predicted": end} for end in ends]
-    layers = [alt.Chart(data(line)).mark_line(color=TEXT, strokeDash=[4, 3]).encode(x=x, y=y)]
-    certain = [row for row in marks if row["low"] is not None]
-    if certain:
-        ends_of = {"y": alt.Y("low:Q", scale=log, title="predicted"), "y2": "high:Q"}
-        rule = alt.Chart(data(certain)).mark_rule(opacity=0.25)
-        layers.append(rule.encode(x=x, **ends_of, color=colour))
-    names = [name for name in _SHAPES if any(row["fitted"] == name for row in marks)]
-    scale = alt.Scale(domain=names, range=[_SHAPES[name] for name in names])
-    shape = alt.Shape("fitted:N", title=None, scale=scale)
+    layers = [equality(x, y, ends)]
+    layers.append(interval(marks, "y", {"x": x, "y": y, "color": colour}, opacity=0.25))
+    uses = {row["fitted"] for row in marks}
+    shape = shaped("fitted", {use: name for use, name in _SHAPES.items() if use in uses})
     layers += [
         alt.Chart(data(here))
         .mark_point(size=55, filled=name == "not fitted", opacity=0.9)
@@ -241,11 +248,10 @@ def _colours(
     names = sorted({row.cell.source for row in every})
     colours = dict(zip(names, cycled(PALETTE, len(names)), strict=True))
     here = sorted({row.cell.source for row in (every if shown is None else shown)})
-    scale = alt.Scale(domain=here, range=[colours[name] for name in here])
-    return alt.Color("source:N", title=None, scale=scale)
+    return coloured("source", {name: colours[name] for name in here})
 
 
-def _row(row: CellPrediction) -> dict[str, object]:
+def _row(row: CellPrediction) -> dict[str, Any]:
     fitted = _FITTED[row.cell.use]
     return {
         "cell": row.cell.name,

@@ -265,6 +265,19 @@ def coloured(field: str, colours: Mapping[str, str], legend: alt.Legend | None =
     return alt.Color(f"{field}:N", title=None, scale=scale, legend=legend or alt.Undefined)
 
 
+def shaped(field: str, shapes: Mapping[str, str]) -> alt.Shape:
+    """These shapes of these names, in this order."""
+    scale = alt.Scale(domain=list(shapes), range=list(shapes.values()))
+    return alt.Shape(f"{field}:N", title=None, scale=scale)
+
+
+def equality(x: alt.X, y: alt.Y, ends: Sequence[float]) -> Drawn:
+    """A dashed line where both figures are equal."""
+    fields = [str(channel.shorthand).removesuffix(":Q") for channel in (x, y)]
+    line = alt.Chart(data([dict.fromkeys(fields, end) for end in ends]))
+    return line.mark_line(color=TEXT, strokeDash=[4, 3]).encode(x=x, y=y)
+
+
 def cycled(values: Sequence[str], count: int) -> list[str]:
     """This number of values, from the first on again where they are too few."""
     return [values[place % len(values)] for place in range(count)]
