@@ -1,10 +1,8 @@
 """The pages of `co2sim plan`, `solve` and `sweep` say what --json says, and no more than fits."""
 
-import base64
 import html
 import io
 import json
-import re
 from pathlib import Path
 
 import pandas as pd
@@ -14,7 +12,7 @@ pytest.importorskip("altair", reason="the extra `report` is not installed")
 pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 
 from commands import Command, written
-from html_pages import drawn_points, held
+from html_pages import drawn_points, files, first_screen, heading, held
 
 from co2sim.common.errors import OptionError
 from co2sim.prediction.case import Case
@@ -61,24 +59,6 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return (*given, "--global-batch", "256", "--deadline", "300 days", "--json")
 
 
-def files_of(text: str) -> dict[str, str]:
-    """The files inside of a page."""
-    links = re.findall(r'download="([^"]+)" href="data:[^;]+;base64,([^"]+)"', text)
-    return {name: base64.b64decode(content).decode() for name, content in links}
-
-
-def heading(text: str) -> str:
-    """The answer."""
-    found = re.search(r"<h1>(.*?)</h1>", text)
-    assert found
-    return html.unescape(found[1])
-
-
-def first_screen(text: str) -> str:
-    """What a reader sees before any click: the heading, the facts and the first chart."""
-    return html.unescape(text.partition("<header>")[2].partition("<details>")[0])
-
-
 def test_the_page_of_a_plan_says_what_json_says(
     tmp_path_factory: pytest.TempPathFactory, plan: tuple[str, ...]
 ) -> None:
@@ -90,8 +70,8 @@ def test_the_page_of_a_plan_says_what_json_says(
     offer = EVIL if "fast" in choice["cluster"] else "ü" * 39
     assert all(words in heading(text) for words in (*named, f"{choice['gpus']} GPUs", offer))
     assert all(sentence in html.unescape(text) for sentence in found["answer"])
-    files = files_of(text)
-    assert json.loads(files["plan.json"]) == found
+    inside = files(text)
+    assert json.loads(inside["plan.json"]) == found
     points = [point for point in drawn_points(held(text, "specs")["options-0"]) if "days" in point]
     drawn = {(point["days"], point["cost"]) for point in points if "cost" in point}
     options = [one["totals"] for one in (*found["best"], *found["front"])]
@@ -107,7 +87,7 @@ def test_the_page_of_a_plan_says_what_json_says(
     assert sizes == {
         (one["totals"]["days"], one["gpus"]) for one in (*found["best"], *found["front"])
     }
-    frame = pd.read_csv(io.StringIO(files["plan.csv"]))
+    frame = pd.read_csv(io.BytesIO(inside["plan.csv"]))
     assert set(zip(frame["days"], frame["cost"], strict=True)) == drawn
     assert 300.0 in {point["days"] for point in points}
 
@@ -131,8 +111,8 @@ def test_the_page_of_solve_says_what_json_says(tmp_path_factory: pytest.TempPath
     found, text = json.loads(done.out), done.text
     assert all(words in heading(text) for words in ("inter.bandwidth", "efficiency", "a100-tcp80"))
     assert all(one["answer"] in first_screen(text) for one in found)
-    files = files_of(text)
-    assert json.loads(files["solve.json"]) == found
+    inside = files(text)
+    assert json.loads(inside["solve.json"]) == found
     points = drawn_points(held(text, "specs")["target-0-0"])
     curve = {(p["strategy"], round(p["x"] / 8), p["value"]) for p in points if "at" in p}
     for one in found:
@@ -147,7 +127,7 @@ def test_the_page_of_solve_says_what_json_says(tmp_path_factory: pytest.TempPath
             (met,) = answer["met"]
             assert (one["strategy"], round(met["low"]), answer["value"]) in curve
     assert {"90 %", "50 %"} <= {point.get("words") for point in points}
-    assert len(pd.read_csv(io.StringIO(files["solve.csv"]))) == sum(len(o["points"]) for o in found)
+    assert len(pd.read_csv(io.BytesIO(inside["solve.csv"]))) == sum(len(o["points"]) for o in found)
 
 
 def test_an_answer_needs_no_case_that_works(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -162,8 +142,8 @@ def test_the_page_of_a_sweep_says_what_json_says(tmp_path_factory: pytest.TempPa
     """Lines over the first number in its unit, one for each combination of the others."""
     done = written(tmp_path_factory, *SWEEP, "--json")
     rows, text = json.loads(done.out), done.text
-    files = files_of(text)
-    assert json.loads(files["sweep.json"]) == rows
+    inside = files(text)
+    assert json.loads(inside["sweep.json"]) == rows
     points = drawn_points(held(text, "specs")["speed-0"])
     found = {(point["at"], point["strategy"], point["value"]) for point in points}
     assert found == {
@@ -218,7 +198,7 @@ def test_an_interrupted_sweep_says_so_on_its_page(
     assert cli(*SWEEP, "--report", "r.html").code == 130
     text = Path("r.html").read_text("utf-8")
     assert "3 of 4 cases" in text
-    assert len(json.loads(files_of(text)["sweep.json"])) == 3
+    assert len(json.loads(files(text)["sweep.json"])) == 3
     assert cli(*SWEEP[:-2], "--vary", "micro_batch=0", "--report", "none.html").code == 2
     assert not Path("none.html").exists()
 

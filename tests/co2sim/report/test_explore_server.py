@@ -1,9 +1,6 @@
 """The server of `co2sim explore`: who may ask, what may be read, and exact answers."""
 
-import base64
 import errno
-import hashlib
-import html
 import http.client
 import json
 import os
@@ -19,6 +16,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from html_pages import policy_of
 from places import ROOT
 
 pytest.importorskip("altair", reason="the extra `report` is not installed")
@@ -169,16 +167,10 @@ def test_headers_and_the_policy_of_the_page(client: TestClient) -> None:
         assert "access-control-allow-origin" not in given.headers
         assert "server" not in given.headers
     policy = answer.headers["content-security-policy"]
-    inside = re.search(r'Security-Policy" content="([^"]+)"', answer.text)
-    assert inside
-    assert html.unescape(inside[1]) in policy
+    inside, hashes = policy_of(answer.text)
+    assert inside in policy
     rules = dict(rule.strip().partition(" ")[::2] for rule in policy.split(";"))
-    scripts = re.findall(r"<script>(.*?)</script>", answer.text, re.DOTALL)
-    hashes = [
-        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-        for text in scripts
-    ]
-    assert len(scripts) == 3
+    assert len(hashes) == 3
     assert rules["script-src"].split() == hashes
     assert rules["default-src"] == "'none'"
     assert rules["connect-src"] == "'self'"

@@ -1,7 +1,5 @@
 """The page of `co2sim report`: one file that says what the simulator said, and loads nothing."""
 
-import base64
-import hashlib
 import io
 import json
 import re
@@ -13,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from html_pages import drawn_points, held
+from html_pages import drawn_points, files, first_screen, heading, held, loads, policy_of
 
 pytest.importorskip("altair", reason="the extra `report` is not installed")
 pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
@@ -69,9 +67,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_the_first_screen_names_the_case_and_its_interval(text: str) -> None:
     """Model, tokens and cluster head the page; below are the days of the best trade, and runs."""
-    heading = re.search(r"<h1>(.*?)</h1>", text)
-    assert heading
-    words = unescape(heading[1])
+    words = heading(text)
     study = study_of(tokens=1e9, overrides=PRICED)
     best = study.best.totals
     assert best is not None
@@ -80,7 +76,7 @@ def test_the_first_screen_names_the_case_and_its_interval(text: str) -> None:
     named = (study.best.result.model, "1e9 tokens", "a100-tcp80", study.best.strategy)
     assert all(name in words for name in named)
     assert words in unescape(text.partition("<title>")[2].partition("</title>")[0])
-    shown = unescape(text.partition("<header>")[2].partition("<details>")[0])
+    shown = first_screen(text)
     ends = (best.days, best.days_low, best.days_high)
     assert all(f"{days:.3g}" in shown for days in ends)
     assert all(near.run.source in shown for near in nearest(study.best.case, study.best.result, 2))
@@ -117,9 +113,9 @@ def colours(spec: Any) -> set[str]:
 
 def test_the_data_inside_is_what_the_simulator_says(text: str) -> None:
     """CSV and JSON hold every case; the points of the chart are their throughputs."""
-    links = dict(re.findall(r'download="([^"]+)" href="data:[^;]+;base64,([^"]+)"', text))
-    rows = json.loads(base64.b64decode(links["study.json"]))
-    frame = pd.read_csv(io.BytesIO(base64.b64decode(links["study.csv"])))
+    inside = files(text)
+    rows = json.loads(inside["study.json"])
+    frame = pd.read_csv(io.BytesIO(inside["study.csv"]))
     assert len(rows) == len(frame) == 6
     for row, (_, line) in zip(rows, frame.iterrows(), strict=True):
         found = simulate("a100-tcp80", "gpt2-small", row["strategy"], gpus=row["gpus"])
@@ -132,19 +128,12 @@ def test_the_data_inside_is_what_the_simulator_says(text: str) -> None:
 
 def test_nothing_is_loaded_and_only_its_own_scripts_may_run(text: str) -> None:
     """The policy names the hash of each script, and allows no other source of anything."""
-    policy = unescape(re.search(r'Security-Policy" content="([^"]+)"', text)[1])  # type: ignore[index]
+    policy, hashes = policy_of(text)
     assert policy.startswith("default-src 'none'")
     assert "unsafe-eval" not in policy
-    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
-    assert len(scripts) == 2
-    for script in scripts:
-        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        assert f"'sha256-{digest}'" in policy
-    outside = text
-    for script in scripts:
-        outside = outside.replace(script, "")
-    assert not re.search(r'(?:src|href)="(?!data:|#)', outside)
-    assert "@import" not in outside
+    assert len(hashes) == 2
+    assert all(digest in policy for digest in hashes)
+    assert not loads(text)
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "diloco:tau=50,fragments=4,delay=3"])
