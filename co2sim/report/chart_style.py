@@ -166,8 +166,8 @@ def banded(
     colour, shape = by_strategy(names)
     encoding: Encoding = {"x": x, "y": y, "color": colour}
     thin = faded(names, BAND if several else 2 * BAND, band=True)
-    wide = {} if several else {"strokeWidth": 5}
-    behind = interval(rows, "y", encoding | {"opacity": thin}, area=several, **wide)
+    thick = {} if several else {"strokeWidth": 5}
+    behind = interval(rows, "y", encoding | {"opacity": thin}, area=several, **thick)
     encoding["opacity"] = faded(names)
     lines = [alt.Chart(data(rows)).mark_line().encode(**encoding)] if several else []
     points = fit_points(rows, encoding | {"shape": shape, "tooltip": list(tips)}, size=60)

@@ -101,7 +101,8 @@ class Study:
         if self.tokens is None:
             return [*_compared(self.largest), *self._fastest()]
         trainings = self._trainings()
-        compared = [] if self._priced or not totals.chosen(trainings) else _compared(self.largest)
+        alone = self._priced or not totals.chosen(trainings)
+        compared = [] if alone else list(_compared(self.largest))
         return [*compared, *totals.in_brief(trainings)]
 
     @property
