@@ -535,7 +535,7 @@ def _clip(
     tune: bool,
 ) -> Any:
     """What is asked about clipping, as a Clip; None if nothing is."""
-    from analysis.convergence.clip_report import Clip  # noqa: PLC0415 - scipy, only for this command
+    from analysis.convergence.bound_report import Clip  # noqa: PLC0415 - scipy, only for this command
 
     if decay and residual is None:
         raise OptionError("--residual-decay is that of --clip-residual, which is missing")

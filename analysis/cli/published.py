@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from analysis.published.papers import DATA_VARIABLE, PAPERS, TABLES_ELSEWHERE
 from analysis.published.parameters import GROUPS
+from analysis.published.runs import DATA_VARIABLE, PAPERS, TABLES_ELSEWHERE
 from co2sim.cli import options
 from co2sim.common.cli import command_line, print_json
 from co2sim.common.errors import OptionError, nearest
@@ -145,7 +145,7 @@ def _page(
 
 def _missing(every: Sequence["Cell"], chosen: Sequence["Cell"], folder: Path) -> Iterator[str]:
     """Of a table that is not at hand nothing is predicted, or every as fitted: what to say."""
-    from analysis.published.papers import papers  # noqa: PLC0415 - pydantic
+    from analysis.published.runs import papers  # noqa: PLC0415 - pydantic
 
     for key in papers(folder).keys() & TABLES_ELSEWHERE.keys():
         if any(cell.source == key for cell in every):

@@ -7,11 +7,12 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.convergence.problems import Array
 from co2sim.common import validation
 from co2sim.common.delayed_averaging import kept
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import between, whole
+
+Array = NDArray[np.float64]
 
 MAX_STEPS = 100_000
 """The longest delay in local steps; a round has at most as many."""

@@ -8,7 +8,7 @@ from typing import Any
 from joblib import Parallel, delayed
 from rich.console import Console
 
-from analysis.convergence import bound, clip_report, clipping
+from analysis.convergence import bound, bound_report, clipping
 from analysis.convergence.bound import Bound
 from analysis.convergence.setting import Delay, Late, Setting
 from co2sim.common.errors import OptionError
@@ -82,7 +82,7 @@ class Choice:
     def least_phi(self, largest: float | None) -> float | None:
         """The clip whose bias alone adds 1 %, for M = `largest` or else sqrt(2 L Delta)."""
         start = clipping.start_gradient(self.setting)
-        return clip_report.recommended(self.setting, start if largest is None else largest)
+        return bound_report.recommended(self.setting, start if largest is None else largest)
 
 
 def simulated(case: Case, taus: Sequence[int]) -> list[Timing]:
@@ -361,12 +361,12 @@ def print_tau(
     """
     title, columns, heads = _heads(timings)
     rows = []
-    for place, timing in enumerate(timings):
+    for row, timing in enumerate(timings):
         cells = [_cell(timing, choices) for _, choices in advices]
         if target is not None:
-            until = reached[place]
+            until = reached[row]
             cells.append("-" if until is None else _time(until))
-        rows.append((*heads[place], duration(timing.round_time), timing.share, *cells))
+        rows.append((*heads[row], duration(timing.round_time), timing.share, *cells))
     columns += ["round", "exposed", *(f"bound after {_time(time)}" for time, _ in advices)]
     if target is not None:
         columns.append(f"time to {target:g}")
@@ -394,7 +394,7 @@ def print_tau(
 def _clip(choices: Sequence[Choice], largest: float | None) -> Iterator[str]:
     """Which clip costs next to nothing at the best tau."""
     if choices and (chosen := best(choices)).least_phi(largest) is not None:
-        yield clip_report.recommendation(chosen.setting, largest)
+        yield bound_report.recommendation(chosen.setting, largest)
 
 
 def _heads(timings: Sequence[Timing]) -> tuple[str, list[str], list[tuple[str, ...]]]:
@@ -441,7 +441,7 @@ def tau_to_dict(
                         "rounds": choice.rounds,
                         "inner_step": choice.inner_step,
                         "least_phi": choice.least_phi(largest),
-                        "bound": {**asdict(choice.bound), "total": choice.bound.total},
+                        "bound": bound.plain(choice.bound),
                     }
                     for choice in choices
                 ],

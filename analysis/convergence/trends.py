@@ -16,9 +16,8 @@ from rich.console import Console
 
 from analysis.convergence import bound
 from analysis.convergence.bound import Bound
-from analysis.convergence.problems import Array, disagreement
-from analysis.convergence.setting import RunSize, Setting, Variants, variants
-from analysis.convergence.simulate import Simulation
+from analysis.convergence.setting import Array, RunSize, Setting, Variants, variants
+from analysis.convergence.simulate import Simulation, disagreement
 from co2sim.common.errors import OptionError
 from co2sim.common.tables import print_table
 

@@ -10,10 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from analysis.measured.attribution import Cause
+from analysis.measured.attribution import Cause, active_starts
 from analysis.measured.comparison import RunComparison, TimeBreakdown
 from analysis.measured.op_table import OpError
-from analysis.measured.spans import active_starts
 from co2sim.common.errors import OptionError
 from co2sim.common.plots import (
     BLUE,

@@ -9,8 +9,13 @@ import pandas as pd
 from rich.console import Console
 
 from analysis.measured.attribution import Cause, Difference, dominant, totals
-from analysis.measured.comparison import AT_SPEED, RunComparison, RunSummary, summarise
-from analysis.measured.order import order_errors
+from analysis.measured.comparison import (
+    AT_SPEED,
+    RunComparison,
+    RunSummary,
+    order_errors,
+    summarise,
+)
 from co2sim.common.tables import print_lines, print_table
 from co2sim.common.units import Seconds, counted, duration, percent, scaled
 from co2sim.schedule.schedule import Collective, Op, Schedule

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from analysis.published.papers import PAPERS, Paper, papers
 from analysis.published.parameters import GROUPS
-from analysis.published.runs import RunSetup, TrainingRun, training_runs
+from analysis.published.runs import PAPERS, Paper, RunSetup, TrainingRun, papers, training_runs
 from co2sim.common.errors import CatalogError, Co2simError, OptionError, nearest
 from co2sim.models.workload import Workload
 from co2sim.prediction.calibrations import figures_of

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
 
-from analysis.published.papers import PAPERS
+from analysis.published.runs import PAPERS
 from co2sim.catalog import load_cluster
 from co2sim.common import files
 from co2sim.common.errors import CatalogError, UnitError

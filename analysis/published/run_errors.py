@@ -19,9 +19,8 @@ from scipy.optimize import minimize
 
 from analysis.published.cells import cell_of_run
 from analysis.published.errors import CellPrediction, ErrorSummary, summarized
-from analysis.published.papers import PAPERS
 from analysis.published.predict import simulated
-from analysis.published.runs import TrainingRun
+from analysis.published.runs import PAPERS, TrainingRun
 from analysis.published.stack_fit import (
     SHARED,
     Shared,

@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from analysis.published.papers import PAPERS
 from analysis.published.predict import simulated
-from analysis.published.runs import TrainingRun
+from analysis.published.runs import PAPERS, TrainingRun
 from co2sim.catalog import load_cluster
 from co2sim.common.errors import CatalogError
 from co2sim.prediction.case import Case

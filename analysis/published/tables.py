@@ -13,13 +13,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from analysis.published.cells import Cell, cell_of, check_runs, from_papers, group_of
-from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, Paper, papers, tables_elsewhere
 from analysis.published.runs import (
+    PAPERS,
+    TABLES_ELSEWHERE,
     Count,
+    Paper,
     Published,
     RunSetup,
     csv_rows,
     file_beside,
+    papers,
+    tables_elsewhere,
     whole,
 )
 from co2sim.common.errors import CatalogError, Co2simError

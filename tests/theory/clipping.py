@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from analysis.convergence import bound, clipping
 from analysis.convergence.bound import Bound, Infeasible
-from analysis.convergence.problems import Array, Problem
-from analysis.convergence.setting import Late, RunSize, Setting, size_of, variants_of
-from analysis.convergence.simulate import run
+from analysis.convergence.setting import Array, Late, RunSize, Setting, size_of, variants_of
+from analysis.convergence.simulate import Problem, run
 from theory.cells import Cells, Check, table
 from theory.problems import Pieces, same
 

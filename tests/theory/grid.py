@@ -10,9 +10,16 @@ import numpy as np
 
 from analysis.convergence import bound, clipping
 from analysis.convergence.bound import TERMS, Bound, Infeasible
-from analysis.convergence.problems import Array, Gaussian, Problem, Sampler
-from analysis.convergence.setting import Late, Setting, Variants, select, size_of, variants_of
-from analysis.convergence.simulate import run
+from analysis.convergence.setting import (
+    Array,
+    Late,
+    Setting,
+    Variants,
+    select,
+    size_of,
+    variants_of,
+)
+from analysis.convergence.simulate import Gaussian, Problem, Sampler, run
 from analysis.convergence.verify import margin
 from theory.cells import Cells, Check, table
 from theory.oracle import exact

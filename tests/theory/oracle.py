@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.convergence import exact_moments
-from analysis.convergence.exact_moments import LateSystem, Moments
-from analysis.convergence.problems import Array, Gaussian, Problem, Quadratic
-from analysis.convergence.setting import RunSize, Variants, select, variants
-from analysis.convergence.simulate import Simulation, run
+from analysis.convergence.setting import Array, RunSize, Variants, select, variants
+from analysis.convergence.simulate import Gaussian, Problem, Quadratic, Simulation, run
+from theory import exact_moments
 from theory.cells import Cells, Check
+from theory.exact_moments import LateSystem, Moments
 from theory.problems import FAMILIES, same
 
 IDENTITY = 1e-12

@@ -11,7 +11,8 @@ from scipy.optimize import minimize
 from scipy.special import expit
 from sklearn import datasets
 
-from analysis.convergence.problems import Array, Cosine, Problem, Quadratic
+from analysis.convergence.setting import Array
+from analysis.convergence.simulate import Cosine, Problem, Quadratic
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ import pytest
 
 from analysis.convergence import bound
 from analysis.convergence.bound import Bound, Infeasible
-from analysis.convergence.problems import Problem
 from analysis.convergence.setting import Outcome, RunSize, Setting, Variants
-from analysis.convergence.simulate import run
+from analysis.convergence.simulate import Problem, run
 from theory import __main__ as command
 from theory import clipping, controls, grid, oracle
 from theory.cells import Cells, Check

@@ -17,8 +17,8 @@ from simulated_record import measured
 
 from analysis.convergence import bound, clipping, tau, verify
 from analysis.convergence.bound import Bound
-from analysis.convergence.problems import disagreement
 from analysis.convergence.setting import Late, Setting
+from analysis.convergence.simulate import disagreement
 from analysis.convergence.tau import print_tau
 from co2sim.common.errors import OptionError
 from co2sim.prediction.case import Case

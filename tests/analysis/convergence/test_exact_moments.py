@@ -8,13 +8,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.special import expit
+from theory import exact_moments
+from theory.exact_moments import LateSystem
 from theory.problems import FAMILIES, Minibatches, apart, breast_cancer, same
 
-from analysis.convergence import exact_moments
-from analysis.convergence.exact_moments import LateSystem
-from analysis.convergence.problems import Array, Problem, Quadratic, disagreement
-from analysis.convergence.setting import RunSize, Variants, variants
-from analysis.convergence.simulate import run
+from analysis.convergence.setting import Array, RunSize, Variants, variants
+from analysis.convergence.simulate import Problem, Quadratic, disagreement, run
 from analysis.convergence.trends import Batches, digits
 from co2sim.common.errors import OptionError
 

@@ -24,8 +24,8 @@ from analysis.published.errors import CellPrediction
 from analysis.published.figures import paper_figures as module
 from analysis.published.figures.paper_figures import PaperFigure, draw, paper_figures
 from analysis.published.figures.style import FORMATS, STYLE_FILE
-from analysis.published.papers import PAPERS
 from analysis.published.report import signed
+from analysis.published.runs import PAPERS
 from analysis.published.tables import from_csv, ratios
 
 KEYS = ("co2", "zeropp")

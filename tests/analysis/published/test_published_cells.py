@@ -12,8 +12,8 @@ from places import GOLDEN, ROOT
 
 from analysis.published.cells import Cell, from_papers, run_kind, unpredicted
 from analysis.published.errors import validate
-from analysis.published.papers import PAPERS
 from analysis.published.predict import predict, result_of
+from analysis.published.runs import PAPERS
 from analysis.published.tables import known_cells
 from co2sim.catalog import names
 from co2sim.common.errors import CatalogError, OptionError

@@ -9,9 +9,9 @@ from places import GOLDEN
 
 from analysis.published import calibrate, errors
 from analysis.published.cells import Cell, changed, with_constants
-from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, tables_elsewhere
 from analysis.published.parameters import GROUPS, stated
 from analysis.published.predict import predict, result_of
+from analysis.published.runs import PAPERS, TABLES_ELSEWHERE, tables_elsewhere
 from analysis.published.tables import from_csv, known_cells, ratios
 
 ROWS = GOLDEN / "fsdp-rows.csv"

@@ -14,10 +14,10 @@ from analysis.cli.app import app
 from analysis.published import diagnosis, errors, sensitivity
 from analysis.published.calibrate import root_of
 from analysis.published.cells import Cell, from_papers, with_strategy_options
-from analysis.published.papers import PAPERS, tables_elsewhere
 from analysis.published.parameters import GROUPS
 from analysis.published.predict import predict
 from analysis.published.report import ValidationReport, full_report, render, signed
+from analysis.published.runs import PAPERS, tables_elsewhere
 from co2sim.common.errors import OptionError
 
 CO2 = """method,network,tau,gpus,words_per_s,scalability_16_to_128,note

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.published.papers import PAPERS
-from analysis.published.runs import TrainingRun, training_runs
+from analysis.published.runs import PAPERS, TrainingRun, training_runs
 from co2sim.catalog import names
 from co2sim.common.errors import CatalogError, OptionError
 

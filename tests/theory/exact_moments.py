@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.convergence.problems import Array, Quadratic
-from analysis.convergence.setting import RunSize, Variants
+from analysis.convergence.setting import Array, RunSize, Variants
+from analysis.convergence.simulate import Quadratic
 from co2sim.common.errors import OptionError
 
 _PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
