@@ -394,8 +394,7 @@ def timing(steps: int, seconds: float) -> tau.Timing:
 def shown(timings: Sequence[tau.Timing], seconds: float) -> str:
     """What `tau` prints of rounds."""
     out = Console(width=250, record=True, file=io.StringIO())
-    advice = [(seconds, tau.after(PROBLEM, timings, seconds))]
-    print_tau(out, timings, advice, None, [], tau.assumptions(PROBLEM, timings))
+    print_tau(out, tau.advise(PROBLEM, timings, [seconds]))
     return out.export_text()
 
 
