@@ -100,7 +100,7 @@ def delay(text: str | Delay) -> Delay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lateness:
-    """How averages are late, as a command is told; see `Late`."""
+    """How averages are late, as the options of a command say; see `Late`."""
 
     delay: Annotated[Delay, Reader(lambda _, text: delay(text), "DELAY")] = option(
         ONE_ROUND,
@@ -253,23 +253,18 @@ class Variants:
         return len(self.inner_step)
 
 
-def variants(  # noqa: PLR0913 - one argument per field
-    inner_step: Array | float,
-    *,
-    outer_step: Array | float = 1.0,
-    momentum: Array | float = 0.0,
-    penalty: Array | float = 1.0,
-    clip: Array | float = np.inf,
-    noise: Array | float = 0.0,
-    keep: Array | float = 1.0,
-    predict: Array | float = 0.0,
-    decay: Array | float = 0.0,
-    most_penalty: Array | float = 0.0,
-) -> Variants:
-    """Variants from numbers and arrays of one length, which are broadcast together."""
-    values = (inner_step, outer_step, momentum, penalty, clip, noise, keep, predict, decay)
-    parts = np.broadcast_arrays(*(np.atleast_1d(value) for value in (*values, most_penalty)))
+def variants(inner_step: Array | float, **others: Array | float) -> Variants:
+    """Variants from numbers and arrays of one length, which are broadcast together.
+
+    Those that are not among `others` do nothing: 0, or 1 for `_ONES`, and no clip.
+    """
+    values = {field.name: 0.0 for field in fields(Variants)} | dict.fromkeys(_ONES, 1.0)
+    chosen = values | {"clip": np.inf, "inner_step": inner_step} | others
+    parts = np.broadcast_arrays(*map(np.atleast_1d, chosen.values()))
     return Variants(*(np.array(part, dtype=float) for part in parts))
+
+
+_ONES = ("outer_step", "penalty", "keep")
 
 
 def variants_of(settings: Sequence[Setting], clip: Array | float = np.inf) -> Variants:

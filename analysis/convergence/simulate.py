@@ -30,20 +30,8 @@ class Problem(Protocol):
         """The default starting point x_0: [d]."""
 
     @property
-    def smoothness(self) -> float:
-        """L: the largest Lipschitz constant of the gradients of the f_i."""
-
-    @property
-    def convex(self) -> bool:
-        """Whether every f_i is convex."""
-
-    @property
     def heterogeneous(self) -> bool:
         """Whether the f_i differ."""
-
-    @property
-    def most_spread(self) -> float | None:
-        """The largest `disagreement` anywhere; None where it is not bounded, or not known."""
 
     def value(self, point: Array) -> Array:
         """The distance f - f_inf at points [..., d]: [...]."""
@@ -101,24 +89,9 @@ class Quadratic:
     start: Array
 
     @property
-    def smoothness(self) -> float:
-        """L."""
-        return float(self.curvature.max())
-
-    @property
-    def convex(self) -> bool:
-        """Whether no curvature is negative."""
-        return bool((self.curvature >= 0).all())
-
-    @property
     def heterogeneous(self) -> bool:
         """Whether there are several rows."""
         return len(self.curvature) > 1
-
-    @property
-    def most_spread(self) -> float | None:
-        """Zero for equal workers; else it grows with the distance."""
-        return None if self.heterogeneous else 0.0
 
     @cached_property
     def mean_curvature(self) -> Array:
@@ -162,26 +135,9 @@ class Cosine:
     curvature: float
 
     @property
-    def smoothness(self) -> float:
-        """L = the largest amplitude x frequency^2 + curvature."""
-        return float(self.amplitude.max()) * self.frequency**2 + self.curvature
-
-    @property
-    def convex(self) -> bool:
-        """Whether the parabola outweighs every wave."""
-        return float(self.amplitude.max()) * self.frequency**2 <= self.curvature
-
-    @property
     def heterogeneous(self) -> bool:
         """Whether there are several rows."""
         return len(self.amplitude) > 1
-
-    @property
-    def most_spread(self) -> float:
-        """The largest spread. Per coordinate it is convex in sin(frequency x): an end is worst."""
-        waves = (self.amplitude - self.amplitude.mean()) * self.frequency
-        ends = [((sign * waves + self.tilt) ** 2).mean(axis=0) for sign in (1, -1)]
-        return float(np.maximum(*ends).sum())
 
     def value(self, point: Array) -> Array:
         """The distance f - f_inf."""

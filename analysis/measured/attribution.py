@@ -173,9 +173,9 @@ def _running_starts(
     groups = {op.name: op.work.group for op in schedule.body if isinstance(op.work, Collective)}
     free: dict[tuple[int, Group], Seconds] = {}
     for span in sorted((span for span in trace.spans if span.op in groups), key=lambda s: s.end):
-        key, place = (span.op, span.round, span.rank), (span.rank, groups[span.op])
-        running[key] = min(span.end, max(starts[key], free.get(place, 0.0)))
-        free[place] = span.end
+        key, member = (span.op, span.round, span.rank), (span.rank, groups[span.op])
+        running[key] = min(span.end, max(starts[key], free.get(member, 0.0)))
+        free[member] = span.end
     return running
 
 
@@ -352,13 +352,6 @@ class _Cost:
     growing: Seconds
 
 
-@dataclass(frozen=True, slots=True)
-class _Alone:
-    """Measured time alone of a work, as fitted: its fixed part; None where sizes do not tell."""
-
-    fixed: Seconds | None
-
-
 def attribute(
     schedule: Schedule,
     cluster: Cluster,
@@ -475,8 +468,8 @@ def _fit(
     after: Mapping[Key, Split],
     paces: Mapping[int, float],
     costs: Mapping[str, _Cost],
-) -> dict[Work, _Alone]:
-    """Fixed and growing measured time alone of every work, by pool."""
+) -> dict[Work, Seconds | None]:
+    """The fixed part of the measured time alone of every work; None where sizes do not tell."""
     times: dict[_Cost, tuple[list[Seconds], list[Seconds]]] = {}
     for key in keys:
         cost, item = costs[key[0]], after[key]
@@ -486,7 +479,7 @@ def _fit(
     pools: dict[Group | None, list[_Cost]] = {}
     for cost in times:
         pools.setdefault(cost.pool, []).append(cost)
-    fits: dict[Work, _Alone] = {}
+    fits: dict[Work, Seconds | None] = {}
     for pool in pools.values():
         any_fixed = any(cost.fixed for cost in pool)
         points = [
@@ -500,12 +493,12 @@ def _fit(
         ]
         factor = fixed_and_slope(points)
         for cost, point in zip(pool, points, strict=True):
-            fits[cost.work] = _Alone(None if factor is None else factor * point.fixed)
+            fits[cost.work] = None if factor is None else factor * point.fixed
     return fits
 
 
 def _parts(
-    cost: _Cost, before: Split, after: Split, pace: float, fits: Mapping[Work, _Alone]
+    cost: _Cost, before: Split, after: Split, pace: float, fits: Mapping[Work, Seconds | None]
 ) -> dict[Cause, Seconds]:
     """The error of one op by cause."""
     collective = cost.pool is not None
@@ -517,7 +510,7 @@ def _parts(
     mean = _mean(before.active, after.active)
     parts |= {cause: mean * math.log(ratio) for cause, ratio in ratios.items()}
     alone = after.active - before.active - sum(parts[cause] for cause in ratios)
-    measured = fits[cost.work].fixed
+    measured = fits[cost.work]
     if measured is not None:
         base = after.alone / ratios.get(Cause.STRAGGLER, 1.0)
         usual = _mean(before.alone, base)
@@ -529,12 +522,12 @@ def _parts(
     return parts
 
 
-def _mean(one: Seconds, other: Seconds) -> Seconds:
-    """The logarithmic mean: other - one = mean x log(other / one). 0 if either is 0."""
-    if one <= 0 or other <= 0:
+def _mean(first: Seconds, second: Seconds) -> Seconds:
+    """The logarithmic mean: second - first = mean x log(second / first). 0 if either is 0."""
+    if first <= 0 or second <= 0:
         return 0.0
-    change = math.log(other / one)
-    return (other - one) / change if abs(change) > 1e-9 else one  # noqa: PLR2004 - rounding
+    change = math.log(second / first)
+    return (second - first) / change if abs(change) > 1e-9 else first  # noqa: PLR2004 - rounding
 
 
 def totals(differences: Sequence[Difference]) -> dict[Cause, Seconds]:

@@ -1,7 +1,7 @@
 """Predicted against measured: two traces of one schedule, joined by op, round and rank."""
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import combinations
@@ -16,7 +16,7 @@ from co2sim.catalog.facts import override, plain
 from co2sim.catalog.specs import ClusterSpec, as_file, put_rates
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds, percent
-from co2sim.common.validation import Place, first_problem, names_at
+from co2sim.common.validation import first_problem, names_at
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction.job import Stage
 from co2sim.prediction.measure import measured
@@ -155,8 +155,8 @@ class RunComparison:
     @property
     def speed(self) -> float | None:
         """Of large matrix products in the run, as a fraction of what the cluster says."""
-        found = self.record.product_speed
-        return found and beside(found, self.cluster.gpu, self.predicted.precision)
+        speed = self.record.product_speed
+        return speed and beside(speed, self.cluster.gpu, self.predicted.precision)
 
     @property
     def at_speed_error(self) -> float | None:
@@ -176,7 +176,7 @@ class RunComparison:
     def times(self) -> list[TimeError]:
         """Times of a round, those of communication first."""
         here, there = self.predicted, self.measured
-        found = [
+        errors = [
             ("communication busy, per round", "comm_busy_s", self.comm_busy_error),
             ("communication exposed, per round", "exposed_comm_s", self.exposed_error),
             *(
@@ -186,7 +186,7 @@ class RunComparison:
         ]
         times = [
             TimeError(words, getattr(here, key), there.get(key), error)
-            for words, key, error in found
+            for words, key, error in errors
         ]
         if self.at_speed is not None:
             words, here = f"round time, {AT_SPEED}", self.at_speed
@@ -215,9 +215,9 @@ def compare(name: str, record: Record, cluster: Cluster | None = None) -> RunCom
     stage = case.stage()
     _check(name, record, stage)
     simulated, predicted = _predict(stage, record)
-    found = None
+    of_speed = None
     if record.product_speed is not None:
-        _, found = _predict(at_speed(case, record.product_speed).stage(), record)
+        _, of_speed = _predict(at_speed(case, record.product_speed).stage(), record)
     differences = attribute(
         stage.schedule,
         stage.cluster,
@@ -236,7 +236,7 @@ def compare(name: str, record: Record, cluster: Cluster | None = None) -> RunCom
         measured=_measured(stage.schedule, record),
         simulated=simulated,
         differences=differences,
-        at_speed=found,
+        at_speed=of_speed,
     )
 
 
@@ -288,8 +288,8 @@ def _check(name: str, record: Record, stage: Stage) -> None:
             f"{name} says that {record.rounds} rounds were measured;"
             f" it must be 1 to {trace.rounds}, the rounds of its trace"
         )
-    known = {op.name for op in stage.schedule.body}
-    unknown = next((span.op for span in trace.spans if span.op not in known), None)
+    names = {op.name for op in stage.schedule.body}
+    unknown = next((span.op for span in trace.spans if span.op not in names), None)
     if unknown is not None:
         raise OptionError(
             f"{name}: its trace has an op {unknown!r}, which {stage.schedule.name} does not have"
@@ -333,28 +333,19 @@ class RunSummary:
 
 def summarise(comparisons: Sequence[RunComparison]) -> RunSummary:
     """Median and largest absolute errors of at least one run."""
-    rounds = [abs(one.round_time_error) for one in comparisons]
-    busy = _absolute(one.comm_busy_error for one in comparisons)
-    exposed = _absolute(one.exposed_error for one in comparisons)
-    overlap = _absolute(one.overlap_difference for one in comparisons)
-    fair = _absolute(one.at_speed_error for one in comparisons)
-    return RunSummary(
-        runs=len(comparisons),
-        median_comm_busy_error=median(busy) if busy else None,
-        largest_comm_busy_error=max(busy, default=None),
-        median_exposed_error=median(exposed) if exposed else None,
-        largest_exposed_error=max(exposed, default=None),
-        median_overlap_difference=median(overlap) if overlap else None,
-        largest_overlap_difference=max(overlap, default=None),
-        median_round_time_error=median(rounds),
-        largest_round_time_error=max(rounds),
-        median_at_speed_error=median(fair) if fair else None,
-        largest_at_speed_error=max(fair, default=None),
-    )
+    values: dict[str, Any] = {"runs": len(comparisons)}
+    for name in ERRORS:
+        errors = [abs(e) for run in comparisons if (e := getattr(run, name)) is not None]
+        values[f"median_{name}"] = median(errors) if errors else None
+        values[f"largest_{name}"] = max(errors, default=None)
+    return RunSummary(**values)
 
 
-def _absolute(values: Iterable[float | None]) -> list[float]:
-    return [abs(value) for value in values if value is not None]
+ERRORS = (
+    *("comm_busy_error", "exposed_error", "overlap_difference"),
+    *("round_time_error", "at_speed_error"),
+)
+"""Names of the errors of a run, and of its difference."""
 
 
 def changed(cluster: Cluster, changes: Mapping[str, str]) -> Cluster:
@@ -377,12 +368,10 @@ def changed(cluster: Cluster, changes: Mapping[str, str]) -> Cluster:
     try:
         return ClusterSpec.model_validate(plain(tree)).build()
     except ValidationError as error:
-        problem = first_problem(error, partial(names_at, ClusterSpec), _dotted)
+        problem = first_problem(
+            error, partial(names_at, ClusterSpec), lambda path: ".".join(map(str, path))
+        )
         raise OptionError(f"--set: {problem}") from error
-
-
-def _dotted(place: Place) -> str:
-    return ".".join(map(str, place))
 
 
 _TIE = 0.006
@@ -432,13 +421,11 @@ class OrderError:
 
 def order_errors(named: Sequence[tuple[str, RunComparison]]) -> list[OrderError]:
     """All pairs of runs of one question whose order is not as predicted, the certain ones first."""
-    found: list[OrderError] = []
-    for one, other in combinations(named, 2):
-        if _question(one[1]) != _question(other[1]):
-            continue
-        first, second = sorted((one, other), key=lambda pair: pair[1].step_times[0])
-        found += _reversed(first, second)
-    return sorted(found, key=lambda error: (not error.certain, error.measured))
+    errors: list[OrderError] = []
+    for pair in combinations(named, 2):
+        if _question(pair[0][1]) == _question(pair[1][1]):
+            errors += _reversed(*sorted(pair, key=lambda run: run[1].step_times[0]))
+    return sorted(errors, key=lambda error: (not error.certain, error.measured))
 
 
 def _question(run: RunComparison) -> tuple[object, ...]:

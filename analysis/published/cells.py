@@ -108,7 +108,10 @@ def with_constants(cell: Cell, values: Mapping[str, float]) -> Cell:
 
     def change(run: RunSetup) -> RunSetup:
         mine = GROUPS[cell.group].on(run.cluster)
-        return _replaced(run, {one.path: values[one.name] for one in mine if one.name in values})
+        return _replaced(
+            run,
+            {constant.path: values[constant.name] for constant in mine if constant.name in values},
+        )
 
     return changed(cell, change)
 
@@ -180,13 +183,13 @@ def _of_results(folder: Path) -> Iterator[Cell | Unpredicted]:
     sources = papers(folder)
     for path in sorted(folder.glob("*/results.toml")):
         key = path.parent.name
-        for number, row in enumerate(read_cells(path), start=1):
+        for count, row in enumerate(read_cells(path), start=1):
             cell, reason = None, _not_simulated(sources.get(key), row)
             if not reason and isinstance(row, RunCell):
                 try:
                     cell = cell_of(sources[key], row)
                 except Co2simError as error:
-                    raise CatalogError(f"{path}, cell {number}: {error}") from error
+                    raise CatalogError(f"{path}, cell {count}: {error}") from error
                 try:
                     check_runs(cell)
                 except Co2simError as error:

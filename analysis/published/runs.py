@@ -434,13 +434,13 @@ def csv_rows(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
         raise CatalogError(f"cannot read {path}: it is not a text in UTF-8") from error
     columns: list[str] = []
     rows: list[tuple[int, Row]] = []
-    for number, line in enumerate(lines, start=1):
+    for count, line in enumerate(lines, start=1):
         if not line.strip() or line.startswith("#"):
             continue
         try:
             texts = [text.strip() for text in next(csv.reader([line], strict=True))]
         except csv.Error as error:
-            raise CatalogError(f"{path}, line {number}: {error}") from error
+            raise CatalogError(f"{path}, line {count}: {error}") from error
         if not columns:
             columns = texts
             twice = next((name for name in columns if name and columns.count(name) > 1), None)
@@ -448,10 +448,10 @@ def csv_rows(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
                 raise CatalogError(f"{path} has the column {twice} twice")
         elif len(texts) != len(columns):
             raise CatalogError(
-                f"{path}, line {number}: {len(texts)} fields under {len(columns)} columns"
+                f"{path}, line {count}: {len(texts)} fields under {len(columns)} columns"
             )
         else:
-            rows.append((number, dict(zip(columns, texts, strict=True))))
+            rows.append((count, dict(zip(columns, texts, strict=True))))
     if not columns:
         raise CatalogError(f"{path}: no rows")
     return columns, rows

@@ -1,7 +1,7 @@
 """Speed and learning in one answer: how many steps a method needs for each one of DDP.
 
 Pure functions over results. A user's own factors come first. Of models with 10 million parameters
-and more the factor is that of published losses (`published_factors`), of smaller ones that of
+and more the factor is that of published losses (`factor_of_training`), of smaller ones that of
 co2sim/catalog/step_factors.toml, which says how it was measured.
 """
 
@@ -15,7 +15,6 @@ from co2sim.catalog.facts import read_table
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.units import Seconds, counted
 from co2sim.common.validation import above, between, whole
-from co2sim.prediction import published_factors
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Layout
@@ -235,11 +234,11 @@ def _published(
     own = known.name == "diloco"
     if not own and toy is None:
         return None
-    found = published_factors.of_training(parameters, workers, steps, late=late)
-    source, low, high = published_factors.basis(), found.low, found.high
+    found = factor_of_training(parameters, workers, steps, late=late)
+    source, low, high = _basis(), found.low, found.high
     if late:
         source += "; used a round late: arXiv 2502.12996"
-        low = published_factors.of_training(parameters, workers, steps).low
+        low = factor_of_training(parameters, workers, steps).low
     if toy is not None and (late or not own):
         high = max(high, toy.factor)
         source += f"; the high end is {toy.measured} of {toy.source}"
@@ -382,3 +381,78 @@ def _lateness(strategy: Any) -> tuple[float, float, float]:
 @cache
 def _entries() -> tuple[Mapping[str, Any], ...]:
     return tuple(read_table("step_factors")["factor"])
+
+
+# --- published losses, for a size of the model and a number of workers ----------------------------
+
+FAR = 4.0
+"""A size is beyond the published ones if it is this many times larger or smaller."""
+
+_DEVIATIONS = 2.0
+"""Half a range in standard deviations; twice that beyond what is published."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedFactor:
+    """A step factor by published losses, its range, and in what it is beyond them."""
+
+    factor: float
+    low: float
+    high: float
+    beyond: tuple[str, ...]
+
+
+def factor_of_training(
+    parameters: int, workers: int, tau: int, *, late: bool = False
+) -> PublishedFactor:
+    """The factor of DiLoCo by the law of the published losses.
+
+    Rounds shorter than the published ones count as these, and sizes beyond the published ones as
+    the nearest of them: that the factor falls with the size is not extrapolated. `late` averages
+    are used a round later.
+    """
+    law = published_losses()["law"]
+    smallest, largest = law["sizes"]
+    shortest, longest = law["taus"]
+    logarithm = (
+        law["constant"]
+        + law["workers"] * math.log(workers)
+        + law["tau"] * math.log(max(tau, shortest) / shortest)
+        + law["parameters"] * math.log(min(max(parameters, smallest), largest) / 1e9)
+        + (math.log(law["late"]) if late else 0.0)
+    )
+    beyond = []
+    if not smallest / FAR <= parameters <= largest * FAR:
+        beyond.append(f"{_short(parameters)} parameters")
+    if workers > law["most_workers"]:
+        beyond.append(f"{workers} workers")
+    if tau > longest:
+        beyond.append(f"tau={tau}")
+    elif tau < shortest:
+        beyond.append(f"tau={tau} (the factor is that of tau={shortest})")
+    width = _DEVIATIONS * law["deviation"] * (2 if beyond else 1)
+    ends = math.exp(logarithm - width), math.exp(logarithm + width)
+    return PublishedFactor(math.exp(logarithm), *ends, tuple(beyond))
+
+
+def _basis() -> str:
+    """What the law rests on, as a text."""
+    law = published_losses()["law"]
+    smallest, largest = map(_short, law["sizes"])
+    shortest, longest = law["taus"]
+    return (
+        f"published losses of DiLoCo with {smallest} to {largest} parameters, 1 to"
+        f" {law['most_workers']} workers, tau {shortest} to {longest}: arXiv 2503.09799, 2501.18512"
+    )
+
+
+def published_losses() -> Mapping[str, Any]:
+    """Those of co2sim/catalog/published_step_factors.toml, and the law that is fitted to them."""
+    return read_table("published_step_factors")
+
+
+def _short(parameters: float) -> str:
+    """A number of parameters in millions or billions."""
+    if parameters >= 1e9:  # noqa: PLR2004
+        return f"{parameters / 1e9:.3g} billion"
+    return f"{parameters / 1e6:.3g} million"

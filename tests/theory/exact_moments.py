@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analysis.convergence.setting import Array, RunSize, Variants
-from analysis.convergence.simulate import Quadratic
 from co2sim.common.errors import OptionError
+from theory.problems import Quadratic
 
 _PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
 """Entries of the symmetric matrix of second moments of (x, m, 1), in the order of the vector."""

@@ -20,10 +20,10 @@ from matplotlib.patches import Rectangle
 from places import GOLDEN
 
 from analysis.published.cells import Cell, Unpredicted, from_papers, unpredicted
-from analysis.published.errors import CellPrediction
 from analysis.published.figures import paper_figures as module
 from analysis.published.figures.paper_figures import PaperFigure, draw, paper_figures
 from analysis.published.figures.style import FORMATS, STYLE_FILE
+from analysis.published.predict import CellPrediction
 from analysis.published.report import signed
 from analysis.published.runs import PAPERS
 from analysis.published.tables import from_csv, ratios
