@@ -3,7 +3,6 @@
 import typer
 
 from analysis.cli import convergence, measured, published
-from analysis.cli.convergence import bound
 from co2sim.common.cli import Version
 
 app = typer.Typer(
@@ -34,7 +33,7 @@ app.command("runs")(published.runs)
 app.command("figures")(published.figures)
 app.command("calibrate")(published.calibrate_command)
 app.command("goodput")(published.goodput)
-app.command("bound")(bound)
+app.command("bound")(convergence.bound)
 app.command("tau")(convergence.tau)
 app.command("trends")(convergence.trends)
 app.command("verify")(convergence.verify)

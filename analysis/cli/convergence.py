@@ -1,13 +1,17 @@
-"""The commands of `co2analysis` about convergence: tau, trends, verify."""
+"""The commands of `co2analysis` about convergence: bound, verify, tau, trends.
+
+The options of a setting are those that the fields of `Setting` declare.
+"""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
-from analysis.convergence.setting import ONE_ROUND, Delay, Late, delay, late_average
+from analysis.convergence.setting import Lateness, Setting
 from co2sim.cli import options
 from co2sim.common import validation
 from co2sim.common.cli import print_json
@@ -28,58 +32,6 @@ def whole(flag: str, words: str) -> Any:
     return typer.Option(flag, parser=options.whole(flag), metavar="N", help=words)
 
 
-_SMOOTHNESS = number("--smoothness", "L: Lipschitz constant of every worker's gradient.")
-_NOISE = number("--noise", "Sigma squared: variance of one worker's gradient.")
-_GAP = number("--gap", "Delta: loss at the start minus its lowest value.")
-
-Smoothness = Annotated[float, _SMOOTHNESS]
-Noise = Annotated[float, _NOISE]
-Gap = Annotated[float, _GAP]
-AskedSmoothness = Annotated[float | None, _SMOOTHNESS]
-"""These three are for a command that says itself which of them are missing."""
-AskedNoise = Annotated[float | None, _NOISE]
-AskedGap = Annotated[float | None, _GAP]
-Heterogeneity = Annotated[
-    float, number("--heterogeneity", "Zeta squared: mean of |grad f_i - grad f|^2.")
-]
-Workers = Annotated[int | None, whole("--workers", "G: workers whose models are averaged.")]
-Rounds = Annotated[int | None, whole("--rounds", "T: rounds; each ends with an average.")]
-Tau = Annotated[int | None, whole("--local-steps", "Tau: steps between averages.")]
-InnerStep = Annotated[
-    float | None,
-    number(
-        "--inner-step",
-        "Gamma: learning rate of local steps; default: the one with the least bound.",
-    ),
-]
-OuterStep = Annotated[float, number("--outer-step", "Alpha: learning rate of the outer step.")]
-Momentum = Annotated[float, number("--momentum", "Beta: outer momentum, in [0, 1).")]
-Penalty = Annotated[float, number("--penalty", "Lambda: constant divisor of averages, 1 or more.")]
-MostPenalty = Annotated[
-    float | None, number("--most-penalty", "Largest Lambda, if it varies from 1 on.")
-]
-AskedDelay = Annotated[
-    Delay,
-    typer.Option(
-        "--delay",
-        parser=delay,
-        metavar="DELAY",
-        help="When an average is used: 3 or '3 steps' after its launch, without a restart; '1"
-        " round' later with a restart, as in CO2; 0 is SlowMo or local SGD.",
-    ),
-]
-Keep = Annotated[
-    float | None,
-    number(
-        "--keep",
-        "Share of the steps since its launch that a late average leaves; default: that of CO2, 1 in"
-        " rounds of less than 8 steps, else 1/2.",
-    ),
-]
-Predict = Annotated[
-    float | None,
-    number("--predict", "Share that the mean displacement predicts instead; default: 1 - keep."),
-]
 GradientBound = Annotated[
     float | None,
     number(
@@ -87,7 +39,6 @@ GradientBound = Annotated[
         "M: the largest partial derivative of any worker's loss; default: sqrt(2 L Delta).",
     ),
 ]
-Convex = Annotated[bool, typer.Option("--convex", help="Every worker's function is convex.")]
 Run = Annotated[
     Path | None,
     typer.Option(
@@ -96,45 +47,47 @@ Run = Annotated[
         help="A training: its setting, its constants (--estimate), and its clipping residual.",
     ),
 ]
+Command = Callable[..., None]
 
 
-def lateness(
-    when: Delay, local_steps: int, keep: float | None, predict: float | None
-) -> Late | None:
-    """How averages are late by local steps; None where they are late by rounds."""
-    if when.steps is not None:
-        return late_average(when.steps, local_steps, keep, predict)
-    if keep is not None or predict is not None:
-        raise OptionError(
-            f"--keep and --predict are for a delay in local steps, such as 3; --delay is {when}"
-        )
-    return None
+def _of_setting(command: Command) -> Command:
+    """Give a command the options of a setting: `values` of its fields, and `late`."""
+    command = options.record_options(Lateness, "late")(command)
+    return options.record_options(Setting, "values", dict)(command)
 
 
-def all_given(
-    smoothness: float | None, noise: float | None, gap: float | None
-) -> tuple[float, float, float]:
-    """The three, or one error that names all that are missing."""
-    if smoothness is not None and noise is not None and gap is not None:
-        return smoothness, noise, gap
-    constants = {"--smoothness": smoothness, "--noise": noise, "--gap": gap}
-    missing = [flag for flag, value in constants.items() if value is None]
-    raise OptionError(
-        f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; the bound needs"
-        " --smoothness, --noise and --gap"
-    )
+_BATCH = ("gpus", "micro_batch", "accumulation", "global_batch", "recompute", "overrides")
 
 
+def _of_problem(command: Command) -> Command:
+    """The same but for what differs between taus; `batch` receives what is given of a case."""
+    others = [field.name for field in fields(Case) if field.name not in _BATCH]
+    command = options.record_options(Case, "batch", dict, but=others, **OPEN_BATCH)(command)
+    of_runs = [field.name for field in fields(Setting) if _group(field) == "run"]
+    return options.record_options(Setting, "values", dict, but=of_runs)(command)
+
+
+def _group(field: Field[Any]) -> str:
+    """That of an option; empty for a field that is none."""
+    return field.metadata["option"].group if "option" in field.metadata else ""
+
+
+def _refuse_missing(values: Mapping[str, object], names: Sequence[str], remedy: str) -> None:
+    """Raise OptionError that names all required numbers without a value."""
+    missing = [f"--{name.replace('_', '-')}" for name in names if values.get(name) is None]
+    if missing:
+        are = "is" if len(missing) == 1 else "are"
+        raise OptionError(f"{', '.join(missing)} {are} missing; {remedy}")
+
+
+@_of_problem
 def tau(  # noqa: PLR0913 - one argument per option
     runs: Annotated[
         list[Path] | None,
         typer.Argument(metavar="[RUN...]", help="Folders of real runs whose rounds were measured."),
     ] = None,
     *,
-    smoothness: AskedSmoothness = None,
-    noise: AskedNoise = None,
-    gap: AskedGap = None,
-    heterogeneity: Heterogeneity = 0.0,
+    values: dict[str, Any],
     cluster: Annotated[
         str | None, typer.Option("--cluster", "-c", help="Simulate rounds on this cluster.")
     ] = None,
@@ -148,12 +101,7 @@ def tau(  # noqa: PLR0913 - one argument per option
             " each tau, the least delay that hides its averages.",
         ),
     ] = "co2",
-    gpus: Annotated[int | None, options.flag("gpus")] = None,
-    micro_batch: Annotated[Any, options.flag("micro_batch")] = OPEN_BATCH["micro_batch"],
-    accumulation: Annotated[int | None, options.flag("accumulation")] = None,
-    global_batch: Annotated[Any, options.flag("global_batch")] = OPEN_BATCH["global_batch"],
-    recompute: Annotated[Any, options.flag("recompute")] = OPEN_BATCH["recompute"],
-    overrides: Annotated[list[str] | None, options.flag("overrides")] = None,
+    batch: dict[str, Any],
     taus: Annotated[
         str | None,
         typer.Option(help="Taus to simulate; default: 1 to 256, and longer while that is better."),
@@ -164,10 +112,6 @@ def tau(  # noqa: PLR0913 - one argument per option
     target: Annotated[
         float | None, number("--target", "Also the time until the bound is this small.")
     ] = None,
-    outer_step: OuterStep = 1.0,
-    momentum: Momentum = 0.0,
-    penalty: Penalty = 1.0,
-    most_penalty: MostPenalty = None,
     gradient_bound: GradientBound = None,
     json_: options.Json = False,
 ) -> None:
@@ -178,63 +122,42 @@ def tau(  # noqa: PLR0913 - one argument per option
     which `co2sim run` takes for tau=auto, is named beside it. The batch is that of `co2sim run`.
     """
     from analysis.convergence import tau as advice  # noqa: PLC0415 - scipy, only for this command
-    from analysis.convergence.setting import Setting  # noqa: PLC0415
-    from analysis.convergence.tau import print_tau, tau_to_dict  # noqa: PLC0415
 
     _refuse_tau(strategy)
     advice.averaging(parse(strategy))
-    of_simulation = {"--cluster": cluster, "--gpus": gpus, "--taus": taus, "--set": overrides}
+    of_simulation = {
+        "--cluster": cluster,
+        "--gpus": batch.get("gpus"),
+        "--taus": taus,
+        "--set": batch.get("overrides"),
+    }
     _check_source(runs, of_simulation)
     if target is not None:
         validation.above("--target", target, 0)
     if gradient_bound is not None:
         validation.at_least("--gradient-bound", gradient_bound, 0)
-    smoothness, noise, gap = all_given(smoothness, noise, gap)
-    problem = Setting(
-        smoothness=smoothness,
-        noise=noise,
-        heterogeneity=heterogeneity,
-        gap=gap,
-        workers=1,
-        rounds=1,
-        local_steps=1,
-        inner_step=1.0,
-        outer_step=outer_step,
-        momentum=momentum,
-        penalty=penalty,
-        most_penalty=most_penalty,
-    )
+    required = ("smoothness", "noise", "gap")
+    _refuse_missing(values, required, "the bound needs --smoothness, --noise and --gap")
+    problem = Setting(workers=1, rounds=1, local_steps=1, inner_step=1.0, **values)
     lengths = [options.seconds("--times", text) for text in times.split(",")]
     hides = None
     if cluster is None:
         timings = advice.measured(runs or [])
     else:
-        case = advice.settled(
-            Case(
-                cluster=cluster,
-                model=model,
-                strategy=strategy,
-                gpus=gpus,
-                micro_batch=micro_batch,
-                accumulation=accumulation,
-                global_batch=global_batch,
-                recompute=recompute,
-                overrides=options.pairs(overrides, "--set"),
-            )
-        )
+        batch["overrides"] = options.pairs(batch.get("overrides"), "--set")
+        case = Case(cluster=cluster, model=model, strategy=strategy, **batch)
+        case = advice.settled(case)
         hides = advice.hiding(case)
         timings = (
             advice.searched(problem, case, lengths)
             if taus is None
-            else advice.simulated(case, [options.whole("--taus")(t) for t in taus.split(",")])
+            else advice.simulated(case, [options.whole("--taus")(text) for text in taus.split(",")])
         )
-    advices = [(length, advice.after(problem, timings, length)) for length in lengths]
-    reached = [] if target is None else [advice.until(problem, t, target) for t in timings]
-    assumed = advice.assumptions(problem, timings)
+    answer = advice.advise(problem, timings, lengths, target, hides)
     if json_:
-        print_json(tau_to_dict(timings, advices, reached, assumed, gradient_bound, hides=hides))
+        print_json(advice.tau_to_dict(answer, gradient_bound))
         return
-    print_tau(console(), timings, advices, target, reached, assumed, gradient_bound, hides=hides)
+    advice.print_tau(console(), answer, gradient_bound)
 
 
 def _refuse_tau(strategy: str) -> None:
@@ -303,30 +226,18 @@ def trends(
     networks.print_all(console(), lines, target)
 
 
-def verify(  # noqa: PLR0913, PLR0917 - one argument per constant
-    smoothness: AskedSmoothness = None,
-    noise: AskedNoise = None,
-    gap: AskedGap = None,
-    workers: Workers = None,
-    rounds: Rounds = None,
-    local_steps: Tau = None,
-    heterogeneity: Heterogeneity = 0.0,
-    inner_step: InnerStep = None,
-    outer_step: OuterStep = 1.0,
-    momentum: Momentum = 0.0,
-    penalty: Penalty = 1.0,
-    most_penalty: MostPenalty = None,
-    delay: AskedDelay = ONE_ROUND,
-    keep: Keep = None,
-    predict: Predict = None,
-    convex: Convex = False,  # noqa: FBT002
+@_of_setting
+def verify(
+    *,
+    values: dict[str, Any],
+    late: Lateness,
+    run: Run = None,
     phi: Annotated[
         float | None,
         number("--phi", "Clip the momentum at this, in units of a sum of gradients."),
     ] = None,
-    run: Run = None,
     seeds: Annotated[int, whole("--seeds", "Runs of each problem; 2 or more.")] = 16,
-    json_: options.Json = False,  # noqa: FBT002
+    json_: options.Json = False,
 ) -> None:
     """Check the bound of one setting against simulated runs; exit code 1 if they violate it.
 
@@ -338,19 +249,7 @@ def verify(  # noqa: PLR0913, PLR0917 - one argument per constant
 
     if phi is not None:
         validation.above("--phi", phi, 0)
-    setting, tune, _ = _setting(
-        run,
-        smoothness=smoothness,
-        noise=noise,
-        gap=gap,
-        workers=workers,
-        rounds=rounds,
-        local_steps=local_steps,
-        inner_step=inner_step,
-        heterogeneity=heterogeneity,
-        convex=convex,
-        method=_Method(outer_step, momentum, penalty, most_penalty, delay, keep, predict),
-    )
+    setting, tune, _ = _setting(run, values, late)
     runs.check_size(setting, seeds)
     setting = bounds.tuned(setting) if tune else setting
     with progress_bar("simulating") as progress:
@@ -364,23 +263,12 @@ def verify(  # noqa: PLR0913, PLR0917 - one argument per constant
         raise typer.Exit(1)
 
 
-def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
-    smoothness: AskedSmoothness = None,
-    noise: AskedNoise = None,
-    gap: AskedGap = None,
-    workers: Workers = None,
-    rounds: Rounds = None,
-    local_steps: Tau = None,
-    heterogeneity: Heterogeneity = 0.0,
-    inner_step: InnerStep = None,
-    outer_step: OuterStep = 1.0,
-    momentum: Momentum = 0.0,
-    penalty: Penalty = 1.0,
-    most_penalty: MostPenalty = None,
-    delay: AskedDelay = ONE_ROUND,
-    keep: Keep = None,
-    predict: Predict = None,
-    convex: Convex = False,  # noqa: FBT002
+@_of_setting
+def bound(
+    *,
+    values: dict[str, Any],
+    late: Lateness,
+    run: Run = None,
     allowed_delay: Annotated[
         float | None,
         number(
@@ -411,8 +299,7 @@ def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
         ),
     ] = None,
     gradient_bound: GradientBound = None,
-    run: Run = None,
-    json_: options.Json = False,  # noqa: FBT002
+    json_: options.Json = False,
 ) -> None:
     """The bound of the mean squared gradient for one setting, by term; or "infeasible".
 
@@ -421,109 +308,62 @@ def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
     and quantization are covered by the size of the error that a run recorded (--clip-residual, or
     --run), a clip alone also before a run (--phi).
     """
-    from analysis.convergence.bound_report import (  # noqa: PLC0415 - scipy, only for this command
-        answer,
-        bound_to_dict,
-        print_bound,
-    )
-    from analysis.convergence.run_record import print_run  # noqa: PLC0415
+    from analysis.convergence import bound_report, run_record  # noqa: PLC0415 - scipy
 
     if allowed_delay is not None:
         validation.at_least("--allowed-delay", allowed_delay, 0)
     setting, tune, recorded = _setting(
-        run,
-        smoothness=smoothness,
-        noise=noise,
-        gap=gap,
-        workers=workers,
-        rounds=rounds,
-        local_steps=local_steps,
-        inner_step=inner_step,
-        heterogeneity=heterogeneity,
-        convex=convex,
-        method=_Method(outer_step, momentum, penalty, most_penalty, delay, keep, predict),
-        refused={
-            "clip_residual": (clip_residual, None),
-            "residual_decay": (residual_decay, 0.0),
-        },
+        run, values, late, clip_residual=(clip_residual, None), residual_decay=(residual_decay, 0.0)
     )
     residual, decay = clip_residual, residual_decay
     if recorded is not None and recorded.residual:
         residual, decay = recorded.best_residual(setting)
     clip = _clip(residual, decay, phi, gradient_bound, tune=tune)
-    answered = answer(setting, tune=tune, price=allowed_delay, clip=clip)
+    answered = bound_report.answer(setting, tune=tune, price=allowed_delay, clip=clip)
     if json_:
         of_run = {} if recorded is None else {"run": recorded.to_dict()}
-        print_json(bound_to_dict(answered) | of_run)
+        print_json(bound_report.bound_to_dict(answered) | of_run)
         return
-    print_bound(console(), answered)
+    bound_report.print_bound(console(), answered)
     if recorded is not None:
-        print_run(console(), recorded)
-
-
-class _Method(NamedTuple):
-    """The options of the outer step and of the delay."""
-
-    outer_step: float = 1.0
-    momentum: float = 0.0
-    penalty: float = 1.0
-    most_penalty: float | None = None
-    delay: Delay = ONE_ROUND
-    keep: float | None = None
-    predict: float | None = None
+        run_record.print_run(console(), recorded)
 
 
 def _setting(
     run: Path | None,
-    *,
-    method: _Method,
-    heterogeneity: float,
-    convex: bool,
-    refused: Mapping[str, tuple[object, object]] | None = None,
-    **values: Any,
-) -> tuple[Any, bool, Any]:
+    values: dict[str, Any],
+    late: Lateness,
+    **refused: tuple[object, object],
+) -> tuple[Setting, bool, Any]:
     """The Setting of the options; whether its inner step is left open, then 1; the RunRecord.
 
     Of a run the method comes from its folder: its options, and those that are `refused`, have to be
     at their defaults, which stand behind the values. Raises OptionError for these, and for what is
     missing.
     """
-    from analysis.convergence.run_record import read_run  # noqa: PLC0415 - scipy, not for help
-    from analysis.convergence.setting import Setting  # noqa: PLC0415
-
-    recorded = None if run is None else read_run(run)
-    if recorded is None:
-        *numbers, when, keep, predict = method
-        values |= dict(zip(_Method._fields, numbers, strict=False))
-        values["delay"] = when.rounds
-        values["late"] = lateness(when, values["local_steps"] or 1, keep, predict)
+    if run is None:
+        recorded = None
+        values["delay"] = late.delay.rounds
+        values["late"] = late.average(values.get("local_steps", 1))
     else:
-        pairs = zip(_Method._fields, zip(method, _Method(), strict=True), strict=True)
-        _refuse_with_run({**dict(pairs), **(refused or {})})
+        from analysis.convergence.run_record import read_run  # noqa: PLC0415 - not for help
+
+        recorded = read_run(run)
+        method = [field for field in fields(Setting) if _group(field) == "method"]
+        said = {field.name: (values.pop(field.name, None), field.default) for field in method}
+        said |= {field.name: (getattr(late, field.name), field.default) for field in fields(late)}
+        for name, (value, default) in (said | refused).items():
+            if value not in {None, default}:
+                flag = name.replace("_", "-")
+                raise OptionError(
+                    f"--{flag} does not go with --run, which takes it from the training"
+                )
         values = recorded.given(values)
-    _refuse_missing(values)
+    required = ("smoothness", "noise", "gap", "workers", "rounds", "local_steps")
+    _refuse_missing(values, required, "give numbers, or --run FOLDER of a training with --estimate")
     tune = values.get("inner_step") is None
     values |= {"inner_step": 1.0} if tune else {}
-    return Setting(heterogeneity=heterogeneity, convex=convex, **values), tune, recorded
-
-
-def _refuse_with_run(options_: Mapping[str, tuple[object, object]]) -> None:
-    """Raise OptionError for an option that is not at its default: the training says it."""
-    for name, (value, default) in options_.items():
-        if value != default:
-            flag = name.replace("_", "-")
-            raise OptionError(f"--{flag} does not go with --run, which takes it from the training")
-
-
-def _refuse_missing(values: Mapping[str, object]) -> None:
-    """Raise OptionError for required numbers that neither an option nor a run says."""
-    names = ("smoothness", "noise", "gap", "workers", "rounds", "local_steps")
-    missing = [f"--{name.replace('_', '-')}" for name in names if values.get(name) is None]
-    if missing:
-        raise OptionError(
-            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; give numbers, or"
-            " --run FOLDER of a training with --estimate"
-        )
+    return Setting(**values), tune, recorded
 
 
 def _clip(
@@ -535,7 +375,7 @@ def _clip(
     tune: bool,
 ) -> Any:
     """What is asked about clipping, as a Clip; None if nothing is."""
-    from analysis.convergence.clip_report import Clip  # noqa: PLC0415 - scipy, only for this command
+    from analysis.convergence.bound_report import Clip  # noqa: PLC0415 - scipy, only for this command
 
     if decay and residual is None:
         raise OptionError("--residual-decay is that of --clip-residual, which is missing")

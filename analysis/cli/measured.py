@@ -142,8 +142,8 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
     inside += ["--rate", built.rate, "--intra-rate", built.intra_rate]
     inside += ["--dilation", str(built.dilation)]
     strategies = [item for text in strategy for item in ("--strategy", text)]
-    asked = ["--model", model, *strategies, "--kernels", kernels, "--out", str(out), "--json"]
-    asked += ["--precision", precision] if precision else []
+    words = ["--model", model, *strategies, "--kernels", kernels, "--out", str(out), "--json"]
+    words += ["--precision", precision] if precision else []
     with keeping("runs that had finished are kept"):
         if cluster is None and (probe or built.world_size > 1):
             cluster = str(out / "probe.toml")
@@ -155,7 +155,7 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
             on = ["--cluster", cluster] if cluster else []
         if built.wan is not None:
             inside += ["--sites", str(built.sites), "--wan", built.wan]
-        _in_lab(inside, ["run", *on, *asked, *context.args])
+        _in_lab(inside, ["run", *on, *words, *context.args])
         folders = [out / folder_name(text) for text in strategy]
         comparisons = _compared(folders)
         files = {} if figure is None else _figures(comparisons, figure, 0)

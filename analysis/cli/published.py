@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from analysis.published.papers import DATA_VARIABLE, PAPERS, TABLES_ELSEWHERE
 from analysis.published.parameters import GROUPS
+from analysis.published.runs import DATA_VARIABLE, PAPERS, TABLES_ELSEWHERE
 from co2sim.cli import options
 from co2sim.common.cli import command_line, print_json
 from co2sim.common.errors import OptionError, nearest
@@ -21,9 +21,9 @@ from co2sim.report.bundle import check
 if TYPE_CHECKING:
     from analysis.published.calibrate import Fit
     from analysis.published.cells import Cell
-    from analysis.published.errors import CellPrediction
     from analysis.published.goodput import Compared
     from analysis.published.paper_figures import PaperFigure
+    from analysis.published.predict import CellPrediction
     from analysis.published.report import ValidationReport
     from analysis.published.runs import TrainingRun
     from co2sim.prediction.published import Use
@@ -70,7 +70,7 @@ def validate_command(  # noqa: PLR0917 - one argument per option
 
     A pipe or a file gets the report in Markdown; a terminal gets tables that fit.
     """
-    from analysis.published import errors, tables  # noqa: PLC0415 - numpy, pydantic
+    from analysis.published import predict, tables  # noqa: PLC0415 - numpy, pydantic
     from analysis.published import report as reports  # noqa: PLC0415 - as above
 
     check("--report", report)
@@ -85,7 +85,7 @@ def validate_command(  # noqa: PLR0917 - one argument per option
         typer.echo(f"note: {note}", err=True)
     files: dict[Path, bytes] = {}
     with progress_bar("predicting published cells", after=1.0) as progress:
-        rows = errors.validate(chosen, progress)
+        rows = predict.validate(chosen, progress)
     if figures is not None:
         from analysis.published.paper_figures import draw  # noqa: PLC0415 - matplotlib
 
@@ -145,7 +145,7 @@ def _page(
 
 def _missing(every: Sequence["Cell"], chosen: Sequence["Cell"], folder: Path) -> Iterator[str]:
     """Of a table that is not at hand nothing is predicted, or every as fitted: what to say."""
-    from analysis.published.papers import papers  # noqa: PLC0415 - pydantic
+    from analysis.published.runs import papers  # noqa: PLC0415 - pydantic
 
     for key in papers(folder).keys() & TABLES_ELSEWHERE.keys():
         if any(cell.source == key for cell in every):
@@ -266,8 +266,8 @@ def _kinds(text: str) -> list[str]:
     kinds = list(dict.fromkeys(part.strip().lower() for part in text.split(",")))
     for kind in kinds:
         if kind not in _FORMATS.split(","):
-            known = nearest(kind, _FORMATS.split(","))
-            raise OptionError(f"--format: {kind!r} is no kind of file; {known}")
+            others = nearest(kind, _FORMATS.split(","))
+            raise OptionError(f"--format: {kind!r} is no kind of file; {others}")
     return kinds
 
 
@@ -341,15 +341,8 @@ def runs(  # noqa: PLR0917 - one argument per option
     if fit + own + memory + unfitted > 1:
         raise OptionError("give one of --fit, --own, --memory and --unfitted")
     every = training_runs(papers)
-    if memory:
-        candidates = [run for run in every if run.memory_gib is not None]
-    else:
-        candidates = [run for run in every if (run.unfitted if unfitted else run.headline)]
-    keys = list(dict.fromkeys(run.paper for run in candidates))
-    for key in source or ():
-        if key not in keys:
-            raise OptionError(f"unknown source {key!r}; {nearest(key, keys)}")
-    chosen = [run for run in candidates if not source or run.paper in source]
+    kind = "memory_kind" if memory else "unfitted" if unfitted else "headline"
+    chosen = _of_sources([run for run in every if getattr(run, kind)], source)
     if fit:
         _fit_runs(every, papers, jobs)
         print(f"written: {papers / stack_fit.RECORD}, and the catalog")
@@ -362,6 +355,17 @@ def runs(  # noqa: PLR0917 - one argument per option
         else:
             title = "errors of throughput, each source left out of the fit"
             _print_errors(title, [row for _, row, _ in rows], intervals=True)
+
+
+def _of_sources(
+    candidates: Sequence["TrainingRun"], sources: Sequence[str] | None
+) -> list["TrainingRun"]:
+    """Those of some sources, by default of all. Raises OptionError for an unknown one."""
+    keys = list(dict.fromkeys(run.paper for run in candidates))
+    for key in sources or ():
+        if key not in keys:
+            raise OptionError(f"unknown source {key!r}; {nearest(key, keys)}")
+    return [run for run in candidates if not sources or run.paper in sources]
 
 
 def _predicted_runs(
@@ -459,7 +463,7 @@ def _plain_run(run: "TrainingRun", row: "CellPrediction", result: "Result") -> d
 
 def _print_errors(title: str, rows: Sequence["CellPrediction"], *, intervals: bool = False) -> None:
     """Errors by source, and of all."""
-    from analysis.published.errors import ErrorSummary, summarized  # noqa: PLC0415 - scipy
+    from analysis.published.predict import ErrorSummary, summarized  # noqa: PLC0415 - scipy
     from co2sim.common.tables import console, print_table  # noqa: PLC0415 - rich
 
     def source(row: "CellPrediction") -> list[str]:

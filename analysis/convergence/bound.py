@@ -4,7 +4,7 @@ The steps are those of docs/theory-proofs.md. The largest feasible step has a cl
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from scipy.optimize import minimize_scalar
 
@@ -44,6 +44,11 @@ class Bound:
 
 
 TERMS = ("optimization", "noise", "staleness", "drift")
+
+
+def plain(terms: "Bound | Infeasible | None") -> dict[str, float] | None:
+    """The terms and their sum, for JSON; None without a bound."""
+    return {**asdict(terms), "total": terms.total} if isinstance(terms, Bound) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +97,7 @@ def drift(setting: Setting) -> float:
     """
     if setting.late is not None:
         return late_drift(setting, setting.late)
-    step = setting.inner_step
-    growth = 1 + step * setting.smoothness
-    if setting.convex and step * setting.smoothness <= 2:  # noqa: PLR2004 - the formula's
-        growth = 1.0
+    step, growth = setting.inner_step, _growth(setting)
     pull = step * math.sqrt(setting.heterogeneity)
     spread = step * step * setting.noise * (1 - 1 / setting.workers)
     square = total = 0.0

@@ -1,18 +1,160 @@
-"""What `co2analysis bound` prints."""
+"""What `co2analysis bound` prints, and what it and `tau` say of clipping."""
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 
-from analysis.convergence import bound, clip_report
+from analysis.convergence import bound, clipping
 from analysis.convergence.bound import TERMS, Bound, Infeasible
-from analysis.convergence.clip_report import Clip, Clipped
 from analysis.convergence.setting import Delay, Setting, late_average
 from co2sim.common.tables import print_table
 from co2sim.common.units import counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip:
+    """What is known about a clip: what a run recorded, or phi and the largest derivative.
+
+    `residual` is eps of `clipping.with_residual`, by `decay`. `largest` is M of
+    `clipping.with_noise`; without it sqrt(2 L Delta) is taken, which for equal data holds where f
+    is not above its value at the start.
+    """
+
+    residual: float | None = None
+    decay: float = 0.0
+    phi: float | None = None
+    largest: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clipped:
+    """The bounds of a clipped setting: None where it was not asked for, or nothing is proved.
+
+    `floor` is what A may stay above with this phi, `least_phi` the one whose bias adds 1 %.
+    """
+
+    clip: Clip
+    largest: float
+    measured: Bound | Infeasible | None
+    prior: Bound | Infeasible | None
+    threshold: float | None
+    floor: float
+    least_phi: float | None
+
+
+def clip_bounds(setting: Setting, clip: Clip) -> Clipped:
+    """Evaluate what was asked for. Raises OptionError for what is out of range, or not covered."""
+    largest = clipping.start_gradient(setting) if clip.largest is None else clip.largest
+    phi, residual = clip.phi, clip.residual
+    before = phi is not None or clip.largest is not None
+    return Clipped(
+        clip=clip,
+        largest=largest,
+        measured=None
+        if residual is None
+        else clipping.with_residual(setting, residual, decay=clip.decay),
+        prior=None if phi is None else clipping.prior(setting, largest, phi),
+        threshold=None if phi is None else clipping.threshold(setting, phi),
+        floor=0.0 if phi is None else clipping.floor(setting, phi),
+        least_phi=recommended(setting, largest) if before else None,
+    )
+
+
+def recommended(setting: Setting, largest: float) -> float | None:
+    """The least clip whose bias alone adds 1 %; None where nothing is proved about any."""
+    covered = setting.late is None and setting.most_penalty is None
+    if not covered or bound.load(setting) >= 1:
+        return None
+    return clipping.least_phi(setting, largest)
+
+
+def _clip_to_dict(setting: Setting, bounds: Clipped) -> dict[str, Any]:
+    """The same as plain values."""
+    values: dict[str, Any] = {}
+    if bounds.clip.residual is not None:
+        values["residual"] = bounds.clip.residual
+        values["decay"] = bounds.clip.decay
+        values["bound_with_residual"] = bound.plain(bounds.measured)
+    if bounds.clip.phi is not None:
+        values["phi"] = bounds.clip.phi
+        values["phi_in_parameters"] = setting.inner_step * bounds.clip.phi
+        values["never_clipped_below"] = bounds.threshold
+        values["bound_with_phi"] = bound.plain(bounds.prior)
+        values["floor"] = bounds.floor
+    if bounds.clip.phi is not None or bounds.clip.largest is not None:
+        values["gradient_bound"] = bounds.largest
+        values["least_phi"] = bounds.least_phi
+    return values
+
+
+def _clip_rows(setting: Setting, bounds: Clipped) -> Iterator[tuple[str, str]]:
+    """Lines of the table."""
+    clip = bounds.clip
+    if clip.residual is not None:
+        of = f" of a running mean, decay {clip.decay:g}" if clip.decay else ""
+        yield "momentum error eps" + of, f"{clip.residual:.6g}"
+        if isinstance(bounds.measured, Bound):
+            yield "... staleness term with it", f"{bounds.measured.staleness:.6g}"
+            yield "... drift term with it", f"{bounds.measured.drift:.6g}"
+        yield "... bound with this error", _clip_total(bounds.measured)
+    if clip.phi is not None:
+        yield "clip phi", f"{clip.phi:.6g}"
+        yield "... in units of parameters, gamma phi", f"{setting.inner_step * clip.phi:.6g}"
+        least = "... a mean gradient of a round is clipped only above Phi ="
+        yield least, f"{bounds.threshold:.6g}"
+        yield "... bound with this clip", _clip_total(bounds.prior)
+        yield "... floor of the mean of |grad f|^2", f"{bounds.floor:.6g}"
+    if clip.phi is not None or clip.largest is not None:
+        origin = "" if clip.largest is not None else " (sqrt(2 L Delta))"
+        yield "largest partial derivative M", f"{bounds.largest:.6g}{origin}"
+        if bounds.least_phi is not None:
+            yield f"phi whose bias alone adds {clipping.SHARE:.0%}", f"{bounds.least_phi:.6g}"
+
+
+def _clip_total(terms: Bound | Infeasible | None) -> str:
+    if isinstance(terms, Bound):
+        return f"{terms.total:.6g}"
+    return "infeasible" if isinstance(terms, Infeasible) else "none: Theorem 2 needs M below Phi"
+
+
+def _clip_warnings(setting: Setting, bounds: Clipped) -> Iterator[str]:
+    """What is wrong with a clip, a sentence each."""
+    phi, least = bounds.clip.phi, bounds.least_phi
+    if phi is None or least is None or phi >= least:
+        return
+    origin = "" if bounds.clip.largest is not None else " (--gradient-bound sets it)"
+    words = (
+        f"phi = {phi:g} is too small for M = {bounds.largest:.4g}{origin}: it should be {least:.4g}"
+        f" at least, whose bias adds {clipping.SHARE:.0%}."
+    )
+    if bounds.floor:
+        words += (
+            f" There is noise of this variance with which the mean of |grad f|^2 stays at"
+            f" {bounds.floor:.3g} or more, however long the training and however small the steps:"
+            " phi has to grow as T^(1/4)."
+        )
+    if setting.noise == 0:
+        kappa = clipping.slowdown(setting, bounds.largest, phi)
+        words += f" Training is up to {kappa:.3g} times as slow."
+    yield words
+
+
+def recommendation(setting: Setting, largest: float | None) -> str:
+    """A clip for a setting that has one, in a sentence. Raises OptionError as `least_phi` does."""
+    largest = clipping.start_gradient(setting) if largest is None else largest
+    least = clipping.least_phi(setting, largest)
+    return (
+        f"A clip of phi = {least:.3g} (gamma phi = {setting.inner_step * least:.3g} in units of"
+        f" parameters) has a bias that alone adds {clipping.SHARE:.0%} to the bound, if no partial"
+        f" derivative exceeds {largest:.3g}; terms of second order add more, and phi has to grow as"
+        " T^(1/4)."
+    )
+
+
+# --- delays -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +302,7 @@ def answer(
     longest = None if price is None else allowed(setting, price, tune=tune)
     setting = bound.tuned(setting) if tune else setting
     published = bound.published(replace(setting, delay=0, late=None))
-    clipped = None if clip is None else clip_report.clipped(setting, clip)
+    clipped = None if clip is None else clip_bounds(setting, clip)
     return BoundAnswer(setting, tune, bound.evaluate(setting), published, longest, clipped)
 
 
@@ -174,14 +316,14 @@ def bound_to_dict(answered: BoundAnswer) -> dict[str, Any]:
         "load": bound.load(answered.setting),
         "feasible": isinstance(terms, Bound),
         "why_infeasible": None if isinstance(terms, Bound) else why_infeasible(answered.setting),
-        "bound": {**asdict(terms), "total": terms.total} if isinstance(terms, Bound) else None,
+        "bound": bound.plain(terms),
         "slowmo_published": answered.published if isinstance(answered.published, float) else None,
     }
     if answered.setting.late is not None:
         values["mean_over_all_steps"] = answered.mean_over_all
         values["drift_over_waiting"] = answered.drift_of_waiting
     if answered.clipped is not None:
-        values["clipping"] = clip_report.to_dict(answered.setting, answered.clipped)
+        values["clipping"] = _clip_to_dict(answered.setting, answered.clipped)
     values["drift_bounded_below"] = bound.bounded_below(answered.setting)
     values["not_covered"] = uncovered(answered)
     if answered.allowed is not None:
@@ -199,7 +341,7 @@ def _allowed_to_dict(longest: Allowed) -> dict[str, Any]:
                 "delay": str(line.delay),
                 "inner_step": line.inner_step,
                 "load": line.load,
-                "bound": {**asdict(line.bound), "total": line.bound.total} if line.bound else None,
+                "bound": bound.plain(line.bound),
                 "price": line.price,
             }
             for line in longest.lines
@@ -231,7 +373,7 @@ def print_bound(out: Console, answered: BoundAnswer) -> None:
     else:
         rows.append(("bound of the mean of E|grad f|^2", "infeasible, see below"))
     if answered.clipped is not None:
-        rows += clip_report.rows(setting, answered.clipped)
+        rows += _clip_rows(setting, answered.clipped)
     unbounded = "none: it needs more rounds"
     rows.append(
         (
@@ -245,7 +387,7 @@ def print_bound(out: Console, answered: BoundAnswer) -> None:
     if answered.allowed is not None:
         _print_allowed(out, setting, answered.allowed)
     if answered.clipped is not None:
-        for sentence in clip_report.sentences(setting, answered.clipped):
+        for sentence in _clip_warnings(setting, answered.clipped):
             out.print(f"{sentence}\n", highlight=False, markup=False)
     below = bound.bounded_below(setting)
     if below is not None:

@@ -72,8 +72,8 @@ class RunRecord:
         kept = [] if self.running is None else [(self.running + self.rounding, self.decay)]
 
         def total(pair: tuple[float, float]) -> float:
-            found = with_residual(setting, pair[0], decay=pair[1])
-            return found.total if isinstance(found, Bound) else math.inf
+            terms = with_residual(setting, pair[0], decay=pair[1])
+            return terms.total if isinstance(terms, Bound) else math.inf
 
         return min([(self.residual, 0.0), *kept], key=total)
 

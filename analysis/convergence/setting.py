@@ -2,16 +2,19 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.convergence.problems import Array
 from co2sim.common import validation
+from co2sim.common.convert import Reader, option
 from co2sim.common.delayed_averaging import kept
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import between, whole
+
+Array = NDArray[np.float64]
 
 MAX_STEPS = 100_000
 """The longest delay in local steps; a round has at most as many."""
@@ -95,6 +98,40 @@ def delay(text: str | Delay) -> Delay:
     return Delay(count, 0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lateness:
+    """How averages are late, as the options of a command say; see `Late`."""
+
+    delay: Annotated[Delay, Reader(lambda _, text: delay(text), "DELAY")] = option(
+        ONE_ROUND,
+        "When an average is used: 3 or '3 steps' after its launch, without a restart; '1 round'"
+        " later with a restart, as in CO2; 0 is SlowMo or local SGD.",
+        "late",
+    )
+    keep: float | None = option(
+        None,
+        "Share of the steps since its launch that a late average leaves; default: that of CO2, 1"
+        " in rounds of less than 8 steps, else 1/2.",
+        "late",
+    )
+    predict: float | None = option(
+        None,
+        "Share that the mean displacement predicts instead; default: 1 - keep.",
+        "late",
+    )
+
+    def average(self, local_steps: int) -> Late | None:
+        """What is done with averages that are late by local steps; None for whole rounds."""
+        if self.delay.steps is not None:
+            return late_average(self.delay.steps, local_steps, self.keep, self.predict)
+        if self.keep is not None or self.predict is not None:
+            raise OptionError(
+                "--keep and --predict are for a delay in local steps, such as 3; --delay is"
+                f" {self.delay}"
+            )
+        return None
+
+
 SMALLEST, LARGEST = 1e-60, 1e60
 """The magnitudes of constants for which no term over- or underflows."""
 _ABOVE_0 = ("smoothness", "inner_step", "outer_step")
@@ -109,36 +146,42 @@ _RANGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What the bound is about. Squared gradients below are in units of f squared per x squared.
+    """What the bound is about: the fields say it, those of the command line in their help.
 
-    `smoothness` is L: every worker's f_i has an L-Lipschitz gradient. `noise` is sigma squared:
-    the variance of one worker's stochastic gradient, summed over coordinates. `heterogeneity` is
-    zeta squared: the mean over workers of |grad f_i - grad f|^2 where the run comes by. `gap` is
-    Delta = f(x_0) - inf f. `workers` is G, `rounds` T, `local_steps` tau, `inner_step` gamma,
-    `outer_step` alpha, `momentum` beta in [0, 1), `penalty` Lambda >= 1. With `most_penalty` the
-    penalty may vary in [1, most_penalty] instead, by a rule that knows only the points where rounds
-    began. `delay` is how many rounds late an average is used: 1 is CO2, 0 is SlowMo, and 0 with
-    outer_step 1 and momentum 0 is local SGD. With `late` averages are used some local steps late
-    instead, without a restart, and `delay` does not count. `convex`: every f_i is convex.
+    Squared gradients are in units of f squared per x squared. A penalty that varies does so in
+    [1, most_penalty], by a rule that knows only the points where rounds began. `delay` is how many
+    rounds late an average is used: 1 is CO2, 0 is SlowMo, and 0 with outer_step 1 and momentum 0 is
+    local SGD. With `late` averages are used some local steps late instead, without a restart, and
+    `delay` does not count.
 
     Raises OptionError for what is out of range.
     """
 
-    smoothness: float
-    noise: float
-    heterogeneity: float = 0.0
-    gap: float
-    workers: int
-    rounds: int
-    local_steps: int
-    inner_step: float
-    outer_step: float = 1.0
-    momentum: float = 0.0
-    penalty: float = 1.0
-    most_penalty: float | None = None
+    smoothness: float = option(
+        MISSING, "L: Lipschitz constant of every worker's gradient.", "problem"
+    )
+    noise: float = option(MISSING, "Sigma squared: variance of one worker's gradient.", "problem")
+    heterogeneity: float = option(0.0, "Zeta squared: mean of |grad f_i - grad f|^2.", "problem")
+    gap: float = option(MISSING, "Delta: loss at the start minus its lowest value.", "problem")
+    workers: int = option(MISSING, "G: workers whose models are averaged.", "run")
+    rounds: int = option(MISSING, "T: rounds; each ends with an average.", "run")
+    local_steps: int = option(MISSING, "Tau: steps between averages.", "run")
+    inner_step: float = option(
+        MISSING,
+        "Gamma: learning rate of local steps; default: the one with the least bound.",
+        "run",
+    )
+    outer_step: float = option(1.0, "Alpha: learning rate of the outer step.", "method")
+    momentum: float = option(0.0, "Beta: outer momentum, in [0, 1).", "method")
+    penalty: float = option(1.0, "Lambda: constant divisor of averages, 1 or more.", "method")
+    most_penalty: float | None = option(None, "Largest Lambda, if it varies from 1 on.", "method")
     delay: int = 1
     late: Late | None = None
-    convex: bool = False
+    convex: bool = option(
+        False,  # noqa: FBT003
+        "Every worker's function is convex.",
+        "run",
+    )
 
     def __post_init__(self) -> None:
         for name in _ABOVE_0:
@@ -210,23 +253,18 @@ class Variants:
         return len(self.inner_step)
 
 
-def variants(  # noqa: PLR0913 - one argument per field
-    inner_step: Array | float,
-    *,
-    outer_step: Array | float = 1.0,
-    momentum: Array | float = 0.0,
-    penalty: Array | float = 1.0,
-    clip: Array | float = np.inf,
-    noise: Array | float = 0.0,
-    keep: Array | float = 1.0,
-    predict: Array | float = 0.0,
-    decay: Array | float = 0.0,
-    most_penalty: Array | float = 0.0,
-) -> Variants:
-    """Variants from numbers and arrays of one length, which are broadcast together."""
-    values = (inner_step, outer_step, momentum, penalty, clip, noise, keep, predict, decay)
-    parts = np.broadcast_arrays(*(np.atleast_1d(value) for value in (*values, most_penalty)))
+def variants(inner_step: Array | float, **others: Array | float) -> Variants:
+    """Variants from numbers and arrays of one length, which are broadcast together.
+
+    Those that are not among `others` do nothing: 0, or 1 for `_ONES`, and no clip.
+    """
+    values = {field.name: 0.0 for field in fields(Variants)} | dict.fromkeys(_ONES, 1.0)
+    chosen = values | {"clip": np.inf, "inner_step": inner_step} | others
+    parts = np.broadcast_arrays(*map(np.atleast_1d, chosen.values()))
     return Variants(*(np.array(part, dtype=float) for part in parts))
+
+
+_ONES = ("outer_step", "penalty", "keep")
 
 
 def variants_of(settings: Sequence[Setting], clip: Array | float = np.inf) -> Variants:

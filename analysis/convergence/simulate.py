@@ -1,21 +1,165 @@
-"""A simulator of CO2, SlowMo and local SGD: many variants, seeds and workers at once.
+"""A simulator of CO2, SlowMo and local SGD, and problems for it whose constants are known.
 
-Arrays have the leading axes (variants, seeds, workers). All variants of one call see the same
-noise unless they are `apart`, and so do calls with the same seed and sizes: differences between
-them have little noise.
+Many variants, seeds and workers run at once: arrays have the leading axes (variants, seeds,
+workers). All variants of one call see the same noise unless they are `apart`, and so do calls with
+the same seed and sizes: differences between them have little noise.
+
+Every worker i of a problem has its own f_i, and f is their mean. A point has the shape [..., d];
+the points of the workers have [..., G, d]. Where all f_i are equal, any number of workers will do.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.convergence.problems import Array, Gaussian, Problem, Sampler, disagreement
-from analysis.convergence.setting import Outcome, RunSize, Variants
+from analysis.convergence.setting import Array, Outcome, RunSize, Variants
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import whole
+
+
+class Problem(Protocol):
+    """What an experiment and the bound need to know."""
+
+    @property
+    def start(self) -> Array:
+        """The default starting point x_0: [d]."""
+
+    @property
+    def heterogeneous(self) -> bool:
+        """Whether the f_i differ."""
+
+    def value(self, point: Array) -> Array:
+        """The distance f - f_inf at points [..., d]: [...]."""
+
+    def gradient(self, point: Array) -> Array:
+        """The gradient of f: [..., d]."""
+
+    def gradients(self, points: Array) -> Array:
+        """The gradient of each worker's f_i at its own point: [..., G, d]."""
+
+
+class Sampler(Protocol):
+    """Where the noise of gradients comes from."""
+
+    def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[Any]:
+        """What the steps of `shape` (steps, seeds, workers) need, the same for all variants."""
+
+    def gradients(
+        self, points: Array, drawn: NDArray[Any], deviation: Array
+    ) -> tuple[Array, Array | None]:
+        """Noisy gradients at points [..., seeds, G, d] from what was drawn for one step.
+
+        `deviation` is the sigma of each variant, [..., 1, 1, 1], if noise is chosen. With it come
+        the variances [..., seeds, G], where the points decide them.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Gaussian:
+    """Added Gaussian noise, E|noise|^2 = sigma^2 in all, the same in every coordinate."""
+
+    problem: Problem
+
+    def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        """Standard normal numbers over sqrt(d): [*shape, d]."""
+        dimension = len(self.problem.start)
+        return np.asarray(rng.standard_normal((*shape, dimension)) / np.sqrt(dimension))
+
+    def gradients(
+        self, points: Array, drawn: NDArray[Any], deviation: Array
+    ) -> tuple[Array, Array | None]:
+        """The exact gradients plus noise."""
+        return self.problem.gradients(points) + deviation * drawn, None
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """The functions f_i = sum over coordinates of curvature_i (x - centre_i)^2 / 2.
+
+    `curvature` and `centre` are [G, d], or [1, d] for equal workers; L is the largest curvature.
+    """
+
+    curvature: Array
+    centre: Array
+    start: Array
+
+    @property
+    def heterogeneous(self) -> bool:
+        """Whether there are several rows."""
+        return len(self.curvature) > 1
+
+    @cached_property
+    def mean_curvature(self) -> Array:
+        """The Hessian of f: [d]."""
+        return np.asarray(self.curvature.mean(axis=0))
+
+    @cached_property
+    def optimum(self) -> Array:
+        """The minimum of f: [d]."""
+        weights = self.curvature.sum(axis=0)
+        flat = weights == 0
+        return np.where(
+            flat, 0.0, (self.curvature * self.centre).sum(axis=0) / np.where(flat, 1.0, weights)
+        )
+
+    def value(self, point: Array) -> Array:
+        """The distance f - f_inf."""
+        return np.asarray((self.mean_curvature * (point - self.optimum) ** 2).sum(axis=-1) / 2)
+
+    def gradient(self, point: Array) -> Array:
+        """The gradient of f."""
+        return self.mean_curvature * (point - self.optimum)
+
+    def gradients(self, points: Array) -> Array:
+        """The gradients of the f_i."""
+        return self.curvature * (points - self.centre)
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """The functions amplitude_i (1 - cos(frequency x)) + curvature x^2/2 + tilt_i x.
+
+    They are nonconvex where amplitude x frequency^2 > curvature. `amplitude` is [G, 1], `tilt`
+    [G, d] with mean 0 over workers, so that f has no tilt and f_inf = 0 at x = 0.
+    """
+
+    amplitude: Array
+    tilt: Array
+    start: Array
+    frequency: float
+    curvature: float
+
+    @property
+    def heterogeneous(self) -> bool:
+        """Whether there are several rows."""
+        return len(self.amplitude) > 1
+
+    def value(self, point: Array) -> Array:
+        """The distance f - f_inf."""
+        waves = self.amplitude.mean() * (1 - np.cos(self.frequency * point))
+        return np.asarray((waves + self.curvature * point**2 / 2).sum(axis=-1))
+
+    def gradient(self, point: Array) -> Array:
+        """The gradient of f."""
+        waves = self.amplitude.mean() * self.frequency * np.sin(self.frequency * point)
+        return np.asarray(waves + self.curvature * point)
+
+    def gradients(self, points: Array) -> Array:
+        """The gradients of the f_i."""
+        waves = self.amplitude * self.frequency * np.sin(self.frequency * points)
+        return np.asarray(waves + self.curvature * points + self.tilt)
+
+
+def disagreement(problem: Problem, point: Array, workers: int) -> Array:
+    """The mean over G = `workers` of |grad f_i - grad f|^2 at points [..., d]: [...]."""
+    everywhere = np.repeat(point[..., None, :], workers, axis=-2)
+    apart = problem.gradients(everywhere) - problem.gradient(point)[..., None, :]
+    return np.asarray((apart**2).sum(axis=-1).mean(axis=-1))
 
 
 class InnerSteps:

@@ -8,7 +8,7 @@ from typing import Any
 from joblib import Parallel, delayed
 from rich.console import Console
 
-from analysis.convergence import bound, clip_report, clipping
+from analysis.convergence import bound, bound_report, clipping
 from analysis.convergence.bound import Bound
 from analysis.convergence.setting import Delay, Late, Setting
 from co2sim.common.errors import OptionError
@@ -82,7 +82,7 @@ class Choice:
     def least_phi(self, largest: float | None) -> float | None:
         """The clip whose bias alone adds 1 %, for M = `largest` or else sqrt(2 L Delta)."""
         start = clipping.start_gradient(self.setting)
-        return clip_report.recommended(self.setting, start if largest is None else largest)
+        return bound_report.recommended(self.setting, start if largest is None else largest)
 
 
 def simulated(case: Case, taus: Sequence[int]) -> list[Timing]:
@@ -339,62 +339,83 @@ ASSUMPTIONS = (
 )
 
 
-Advices = Sequence[tuple[Seconds, Sequence[Choice]]]
-"""Times of training, and what every tau gives after each."""
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """The answer of `co2analysis tau`.
+
+    `choices` holds times of training, and what every tau gives after each. `reached` are the times
+    to `target` by tau, None where that takes too long to tell; both are empty without a target.
+    `hides` is the tau that hides its averages, where that is known.
+    """
+
+    timings: Sequence[Timing]
+    choices: Sequence[tuple[Seconds, Sequence[Choice]]]
+    target: float | None
+    reached: Sequence[Seconds | None]
+    assumed: Sequence[str]
+    hides: int | None
+
+    @property
+    def longest(self) -> int:
+        """The largest tau."""
+        return max(timing.tau for timing in self.timings)
 
 
-def print_tau(
-    out: Console,
+def advise(
+    problem: Setting,
     timings: Sequence[Timing],
-    advices: Advices,
-    target: float | None,
-    reached: Sequence[Seconds | None],
-    assumed: Sequence[str],
-    largest: float | None = None,
-    *,
+    lengths: Sequence[Seconds],
+    target: float | None = None,
     hides: int | None = None,
-) -> None:
+) -> Advice:
+    """What every tau gives after each time of training, and when it reaches the target."""
+    reached = [] if target is None else [until(problem, timing, target) for timing in timings]
+    choices = [(length, after(problem, timings, length)) for length in lengths]
+    return Advice(timings, choices, target, reached, assumptions(problem, timings), hides)
+
+
+def print_tau(out: Console, advice: Advice, largest: float | None = None) -> None:
     """Rounds and predicted errors by tau, the best of each time, why, and what is assumed.
 
-    `hides` is the tau that hides its averages, where that is known. `largest` is the largest
-    partial derivative, for the clip that is recommended.
+    `largest` is the largest partial derivative, for the clip that is recommended.
     """
+    timings, by_time, target = advice.timings, advice.choices, advice.target
     title, columns, heads = _heads(timings)
     rows = []
-    for place, timing in enumerate(timings):
-        cells = [_cell(timing, choices) for _, choices in advices]
+    for row, timing in enumerate(timings):
+        cells = [_cell(timing, choices) for _, choices in by_time]
         if target is not None:
-            until = reached[place]
-            cells.append("-" if until is None else _time(until))
-        rows.append((*heads[place], duration(timing.round_time), timing.share, *cells))
-    columns += ["round", "exposed", *(f"bound after {_time(time)}" for time, _ in advices)]
+            reached = advice.reached[row]
+            cells.append("-" if reached is None else _time(reached))
+        rows.append((*heads[row], duration(timing.round_time), timing.share, *cells))
+    columns += ["round", "exposed", *(f"bound after {_time(time)}" for time, _ in by_time)]
     if target is not None:
         columns.append(f"time to {target:g}")
     print_table(out, title, columns, rows)
     least = ", ".join(
-        f"{best(choices).timing.tau} after {_time(time)}" for time, choices in advices if choices
+        f"{best(choices).timing.tau} after {_time(time)}" for time, choices in by_time if choices
     )
-    if least and hides is not None:
-        hiding_ = f"tau that hides its averages, as `co2sim run` takes it: {hides}"
+    if least and advice.hides is not None:
+        hiding_ = f"tau that hides its averages, as `co2sim run` takes it: {advice.hides}"
         out.print(f"{hiding_}; tau with the least bound: {least}\n", highlight=False, markup=False)
     large = [str(timing.tau) for timing in timings if timing.fits_in_memory is False]
     if large:
         which = "" if len(large) == len(timings) else f"tau {', '.join(large)}: "
         note = f"{which}does not fit in the memory of a GPU: shown as if it did\n"
         out.print(note, highlight=False, markup=False)
-    for time, choices in advices:
-        why = " ".join([*explain(choices, _most(timings)), *_clip(choices, largest)])
+    for time, choices in by_time:
+        why = " ".join([*explain(choices, advice.longest), *_clip(choices, largest)])
         words = why or "not even one round fits in"
         out.print(f"after {_time(time)}: {words}\n", highlight=False, markup=False)
     out.print("assumed:", highlight=False)
-    for sentence in assumed:
+    for sentence in advice.assumed:
         out.print(f"- {sentence}", highlight=False, markup=False)
 
 
 def _clip(choices: Sequence[Choice], largest: float | None) -> Iterator[str]:
     """Which clip costs next to nothing at the best tau."""
     if choices and (chosen := best(choices)).least_phi(largest) is not None:
-        yield clip_report.recommendation(chosen.setting, largest)
+        yield bound_report.recommendation(chosen.setting, largest)
 
 
 def _heads(timings: Sequence[Timing]) -> tuple[str, list[str], list[tuple[str, ...]]]:
@@ -414,23 +435,11 @@ def _title(timing: Timing) -> str:
     return f"{timing.workers} workers, averages {timing.lateness} late; rounds {timing.source}"
 
 
-def _most(timings: Sequence[Timing]) -> int:
-    return max(timing.tau for timing in timings)
-
-
-def tau_to_dict(
-    timings: Sequence[Timing],
-    advices: Advices,
-    reached: Sequence[Seconds | None],
-    assumed: Sequence[str],
-    largest: float | None = None,
-    *,
-    hides: int | None = None,
-) -> dict[str, Any]:
+def tau_to_dict(advice: Advice, largest: float | None = None) -> dict[str, Any]:
     """The same as plain values."""
     return {
-        "tau_that_hides": hides,
-        "timings": [asdict(timing) for timing in timings],
+        "tau_that_hides": advice.hides,
+        "timings": [asdict(timing) for timing in advice.timings],
         "after": [
             {
                 "seconds": time,
@@ -441,16 +450,16 @@ def tau_to_dict(
                         "rounds": choice.rounds,
                         "inner_step": choice.inner_step,
                         "least_phi": choice.least_phi(largest),
-                        "bound": {**asdict(choice.bound), "total": choice.bound.total},
+                        "bound": bound.plain(choice.bound),
                     }
                     for choice in choices
                 ],
-                "why": list(explain(choices, _most(timings))) if choices else [],
+                "why": list(explain(choices, advice.longest)),
             }
-            for time, choices in advices
+            for time, choices in advice.choices
         ],
-        "seconds_to_target": list(reached),
-        "assumptions": list(assumed),
+        "seconds_to_target": list(advice.reached),
+        "assumptions": list(advice.assumed),
     }
 
 

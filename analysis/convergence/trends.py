@@ -16,9 +16,8 @@ from rich.console import Console
 
 from analysis.convergence import bound
 from analysis.convergence.bound import Bound
-from analysis.convergence.problems import Array, disagreement
-from analysis.convergence.setting import RunSize, Setting, Variants, variants
-from analysis.convergence.simulate import Simulation
+from analysis.convergence.setting import Array, RunSize, Setting, Variants, variants
+from analysis.convergence.simulate import Simulation, disagreement
 from co2sim.common.errors import OptionError
 from co2sim.common.tables import print_table
 
@@ -41,24 +40,9 @@ class MLP:
     start: Array
 
     @property
-    def smoothness(self) -> float:
-        """Not known; see `curvature`."""
-        return float("nan")
-
-    @property
-    def convex(self) -> bool:
-        """Not."""
-        return False
-
-    @property
     def heterogeneous(self) -> bool:
         """Whether workers have different images."""
         return len(self.images) > 1
-
-    @property
-    def most_spread(self) -> float | None:
-        """Zero for workers that share all images; else not known."""
-        return None if self.heterogeneous else 0.0
 
     def value(self, point: Array) -> Array:
         """The mean loss over all images: [...]."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -13,9 +13,8 @@ from scipy.stats import norm, t
 from analysis.convergence import bound, clipping
 from analysis.convergence.bound import Bound, Infeasible
 from analysis.convergence.bound_report import why_infeasible
-from analysis.convergence.problems import Array, Cosine, Problem, Quadratic
-from analysis.convergence.setting import Setting, size_of, variants_of
-from analysis.convergence.simulate import Simulation
+from analysis.convergence.setting import Array, Setting, size_of, variants_of
+from analysis.convergence.simulate import Cosine, Problem, Quadratic, Simulation
 from co2sim.common.progress import Done
 from co2sim.common.tables import print_table
 from co2sim.common.validation import whole
@@ -173,9 +172,7 @@ def to_dict(setting: Setting, compared: Sequence[Comparison]) -> dict[str, Any]:
                 "problem": each.problem,
                 "measured": _finite(each.measured),
                 "error": _finite(each.error),
-                "bound": {**asdict(each.bound), "total": each.bound.total}
-                if isinstance(each.bound, Bound)
-                else None,
+                "bound": bound.plain(each.bound),
                 "ratio": None if each.ratio is None else _finite(each.ratio),
                 "clip_residual": each.residual,
             }

@@ -32,12 +32,194 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.measured.spans import Key, Split, split
 from co2sim.common.units import Bytes, Flops, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import Collective, Compute, Group, Kind, Schedule
-from co2sim.simulation.costs import cost_of, work_time
-from co2sim.simulation.trace import Trace
+from co2sim.simulation.costs import CollectiveCost, cost_of, work_time
+from co2sim.simulation.trace import Span, Trace
+
+Key: TypeAlias = tuple[str, int, int]
+"""Op, round and rank: what the spans of two traces are joined by."""
+
+_CLOSE = 0.999
+"""The largest fraction of its time that anything loses to others."""
+_ROUNDING = 1e-9
+"""Fractions, and sums of weights, below which there is only rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One span, in seconds: `waiting` for the last member of its group, then `active`.
+
+    `overlap_fraction` of a collective, below 1, is the part of its active time that it loses to
+    others of the rank. For a compute op it is the part during which communication of the rank is
+    under way, up to 1: `attribution` says how much of that is lost.
+    """
+
+    waiting: Seconds
+    active: Seconds
+    overlap_fraction: float
+
+    @property
+    def total(self) -> Seconds:
+        """Length of the span."""
+        return self.waiting + self.active
+
+    @property
+    def alone(self) -> Seconds:
+        """What the active time would be without what is lost to others."""
+        return self.active * (1 - self.overlap_fraction)
+
+
+class _Steps:
+    """A sum of weighted intervals, and its integrals over time."""
+
+    def __init__(self, intervals: Iterable[tuple[Seconds, Seconds, float]]) -> None:
+        changes: dict[Seconds, float] = defaultdict(float)
+        for start, end, weight in intervals:
+            changes[start] += weight
+            changes[end] -= weight
+        self._times = np.array(sorted(changes))
+        level = np.cumsum([changes[time] for time in self._times])[:-1]
+        some = level > _ROUNDING
+        shares = np.divide(1.0, level, out=np.zeros_like(level), where=some)
+        length = np.diff(self._times)
+        self._covered = np.concatenate([[0.0], np.cumsum(length * some)])
+        self._shared = np.concatenate([[0.0], np.cumsum(length * shares)])
+
+    def _integral(self, start: Seconds, end: Seconds, values: NDArray[np.float64]) -> float:
+        if not len(self._times):
+            return 0.0
+        return float(np.diff(np.interp([start, end], self._times, values))[0])
+
+    def covered(self, start: Seconds, end: Seconds) -> Seconds:
+        """Time with at least one interval."""
+        return self._integral(start, end, self._covered)
+
+    def shared(self, start: Seconds, end: Seconds) -> Seconds:
+        """Time, each instant divided by the weight of all intervals there."""
+        return self._integral(start, end, self._shared)
+
+
+def split(trace: Trace, schedule: Schedule, cluster: Cluster, first: int) -> dict[Key, Split]:
+    """Every span of the rounds from `first` on, split.
+
+    A compute op overlaps while a collective of its rank runs. A collective loses to others of its
+    rank the time until it may run, and what equal shares of the link that bounds it on `cluster`
+    (`CollectiveCost.bound_by`) leave to them; of the latter only the share of its time alone
+    that is not latency.
+    """
+    works = {op.name: op.work for op in schedule.body if isinstance(op.work, Collective)}
+    costs = {work: _bound(cost_of(work, cluster), cluster) for work in set(works.values())}
+    bounds = {name: costs[work] for name, work in works.items()}
+    starts = active_starts(trace, schedule)
+    running = _running_starts(trace, schedule, cluster, starts)
+    flights: dict[int, list[tuple[Seconds, Seconds, str]]] = {rank: [] for rank in trace.ranks}
+    for span in trace.spans:
+        if span.op in works:
+            start = running[span.op, span.round, span.rank]
+            flights[span.rank].append((start, span.end, span.op))
+    traffic = {
+        rank: _Steps((start, end, 1.0) for start, end, _ in flown)
+        for rank, flown in flights.items()
+    }
+    links = {
+        (rank, link): _Steps(
+            (start, end, bounds[op].flows[link])
+            for start, end, op in flown
+            if bounds[op].flows[link]
+        )
+        for rank, flown in flights.items()
+        for link in range(3)
+    }
+    splits: dict[Key, Split] = {}
+    for span in trace.spans:
+        if span.round < first:
+            continue
+        key = (span.op, span.round, span.rank)
+        length = max(0.0, span.end - span.start)
+        if span.op in works:
+            bound = bounds[span.op]
+            mine = links[span.rank, bound.link].shared(running[key], span.end)
+            splits[key] = _collective(span, starts[key], running[key], mine, bound)
+        else:
+            overlap = traffic[span.rank].covered(span.start, span.end) / length if length else 0.0
+            splits[key] = Split(0.0, length, min(overlap, 1.0))
+    return splits
+
+
+def _collective(
+    span: Span, start: Seconds, running: Seconds, shared: Seconds, bound: "_Bound"
+) -> Split:
+    """One collective; `shared` is its time on its link, divided by the flows there."""
+    waiting = max(0.0, start - span.start)
+    active = max(0.0, span.end - start)
+    runs = max(0.0, span.end - running)
+    taken = max(0.0, runs - bound.flows[bound.link] * shared) * bound.growing
+    overlap = (active - runs + taken) / active if active else 0.0
+    return Split(waiting, active, min(overlap, _CLOSE) if overlap > _ROUNDING else 0.0)
+
+
+def _running_starts(
+    trace: Trace, schedule: Schedule, cluster: Cluster, starts: Mapping[Key, Seconds]
+) -> dict[Key, Seconds]:
+    """When every collective may run: at its active start, or later.
+
+    A communicator of NCCL that several streams share runs its collectives one at a time.
+    """
+    running = dict(starts)
+    if cluster.backend != "nccl" or cluster.communicators != "group":
+        return running
+    groups = {op.name: op.work.group for op in schedule.body if isinstance(op.work, Collective)}
+    free: dict[tuple[int, Group], Seconds] = {}
+    for span in sorted((span for span in trace.spans if span.op in groups), key=lambda s: s.end):
+        key, member = (span.op, span.round, span.rank), (span.rank, groups[span.op])
+        running[key] = min(span.end, max(starts[key], free.get(member, 0.0)))
+        free[member] = span.end
+    return running
+
+
+def active_starts(trace: Trace, schedule: Schedule) -> dict[Key, Seconds]:
+    """When the last member of its group had started, for every collective; never after its end."""
+    groups = {op.name: op.work.group for op in schedule.body if isinstance(op.work, Collective)}
+    last: dict[tuple[str, int, range], Seconds] = {}
+    meetings: list[tuple[Span, tuple[str, int, range]]] = []
+    for span in trace.spans:
+        if span.op in groups:
+            members = groups[span.op].members(span.rank, trace.layout)
+            meeting = (span.op, span.round, members)
+            last[meeting] = max(last.get(meeting, span.start), span.start)
+            meetings.append((span, meeting))
+    return {
+        (span.op, span.round, span.rank): max(span.start, min(last[meeting], span.end))
+        for span, meeting in meetings
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """Flows on the link of a GPU, of a node and of a site, and which of them bounds the time.
+
+    `growing` is the share of the time alone that is not latency.
+    """
+
+    flows: tuple[float, float, float]
+    link: int
+    growing: float
+
+
+def _bound(cost: CollectiveCost, cluster: Cluster) -> _Bound:
+    on_node, on_site = cost.groups(cluster)
+    counts = (1.0, float(on_node), float(on_site))
+    loads = cost.bytes_per_link(cluster)
+    intra, inter, far = (count if size else 0.0 for count, size in zip(counts, loads, strict=True))
+    alone = cost.duration_alone(cluster)
+    return _Bound(
+        flows=(intra, inter, far),
+        link=cost.bound_by(cluster),
+        growing=1 - cost.latency / alone if alone else 0.0,
+    )
+
 
 _MAX_INFLATION = 6.0
 """Variance inflation above which sizes are too similar to separate fixed from growing time."""
@@ -170,13 +352,6 @@ class _Cost:
     growing: Seconds
 
 
-@dataclass(frozen=True, slots=True)
-class _Alone:
-    """Measured time alone of a work, as fitted: its fixed part; None where sizes do not tell."""
-
-    fixed: Seconds | None
-
-
 def attribute(
     schedule: Schedule,
     cluster: Cluster,
@@ -293,8 +468,8 @@ def _fit(
     after: Mapping[Key, Split],
     paces: Mapping[int, float],
     costs: Mapping[str, _Cost],
-) -> dict[Work, _Alone]:
-    """Fixed and growing measured time alone of every work, by pool."""
+) -> dict[Work, Seconds | None]:
+    """The fixed part of the measured time alone of every work; None where sizes do not tell."""
     times: dict[_Cost, tuple[list[Seconds], list[Seconds]]] = {}
     for key in keys:
         cost, item = costs[key[0]], after[key]
@@ -304,7 +479,7 @@ def _fit(
     pools: dict[Group | None, list[_Cost]] = {}
     for cost in times:
         pools.setdefault(cost.pool, []).append(cost)
-    fits: dict[Work, _Alone] = {}
+    fits: dict[Work, Seconds | None] = {}
     for pool in pools.values():
         any_fixed = any(cost.fixed for cost in pool)
         points = [
@@ -318,12 +493,12 @@ def _fit(
         ]
         factor = fixed_and_slope(points)
         for cost, point in zip(pool, points, strict=True):
-            fits[cost.work] = _Alone(None if factor is None else factor * point.fixed)
+            fits[cost.work] = None if factor is None else factor * point.fixed
     return fits
 
 
 def _parts(
-    cost: _Cost, before: Split, after: Split, pace: float, fits: Mapping[Work, _Alone]
+    cost: _Cost, before: Split, after: Split, pace: float, fits: Mapping[Work, Seconds | None]
 ) -> dict[Cause, Seconds]:
     """The error of one op by cause."""
     collective = cost.pool is not None
@@ -335,24 +510,24 @@ def _parts(
     mean = _mean(before.active, after.active)
     parts |= {cause: mean * math.log(ratio) for cause, ratio in ratios.items()}
     alone = after.active - before.active - sum(parts[cause] for cause in ratios)
-    measured = fits[cost.work].fixed
+    measured = fits[cost.work]
     if measured is not None:
         base = after.alone / ratios.get(Cause.STRAGGLER, 1.0)
         usual = _mean(before.alone, base)
         parts[fixed] = (measured - cost.fixed) * (mean / usual if usual else 1.0)
         parts[rest] = alone - parts[fixed]
     else:
-        known = cost.fixed > cost.growing
-        parts[fixed], parts[rest] = (alone, 0.0) if known else (0.0, alone)
+        larger = cost.fixed > cost.growing
+        parts[fixed], parts[rest] = (alone, 0.0) if larger else (0.0, alone)
     return parts
 
 
-def _mean(one: Seconds, other: Seconds) -> Seconds:
-    """The logarithmic mean: other - one = mean x log(other / one). 0 if either is 0."""
-    if one <= 0 or other <= 0:
+def _mean(first: Seconds, second: Seconds) -> Seconds:
+    """The logarithmic mean: second - first = mean x log(second / first). 0 if either is 0."""
+    if first <= 0 or second <= 0:
         return 0.0
-    change = math.log(other / one)
-    return (other - one) / change if abs(change) > 1e-9 else one  # noqa: PLR2004 - rounding
+    change = math.log(second / first)
+    return (second - first) / change if abs(change) > 1e-9 else first  # noqa: PLR2004 - rounding
 
 
 def totals(differences: Sequence[Difference]) -> dict[Cause, Seconds]:

@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 
 import altair as alt
 
-from analysis.measured.attribution import Cause
+from analysis.measured.attribution import Cause, active_starts
 from analysis.measured.comparison import RunComparison, TimeBreakdown
 from analysis.measured.op_table import OpError
-from analysis.measured.spans import active_starts
 from co2sim.common.errors import OptionError
 from co2sim.common.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
 from co2sim.common.units import Seconds, duration, percent

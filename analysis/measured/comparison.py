@@ -1,27 +1,29 @@
 """Predicted against measured: two traces of one schedule, joined by op, round and rank."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import combinations
 from statistics import median
 from typing import Any
 
 from pydantic import ValidationError
+from scipy.special import stdtrit
 
-from analysis.measured.attribution import Difference, attribute
-from analysis.measured.spans import active_starts
+from analysis.measured.attribution import Difference, active_starts, attribute
 from co2sim.catalog.facts import override, plain
 from co2sim.catalog.specs import ClusterSpec, as_file, put_rates
 from co2sim.common.errors import OptionError
-from co2sim.common.units import Seconds
-from co2sim.common.validation import Place, first_problem, names_at
+from co2sim.common.units import Seconds, percent
+from co2sim.common.validation import first_problem, names_at
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction.job import Stage
 from co2sim.prediction.measure import measured
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation import metrics
-from co2sim.simulation.metrics import is_steady
+from co2sim.simulation.metrics import is_steady, round_times
 from co2sim.simulation.run import execute, expected_slowdown
 from co2sim.simulation.trace import Trace
 from realrun.execute.matmul_speed import at_speed, beside
@@ -153,8 +155,8 @@ class RunComparison:
     @property
     def speed(self) -> float | None:
         """Of large matrix products in the run, as a fraction of what the cluster says."""
-        found = self.record.product_speed
-        return found and beside(found, self.cluster.gpu, self.predicted.precision)
+        speed = self.record.product_speed
+        return speed and beside(speed, self.cluster.gpu, self.predicted.precision)
 
     @property
     def at_speed_error(self) -> float | None:
@@ -174,7 +176,7 @@ class RunComparison:
     def times(self) -> list[TimeError]:
         """Times of a round, those of communication first."""
         here, there = self.predicted, self.measured
-        found = [
+        errors = [
             ("communication busy, per round", "comm_busy_s", self.comm_busy_error),
             ("communication exposed, per round", "exposed_comm_s", self.exposed_error),
             *(
@@ -184,7 +186,7 @@ class RunComparison:
         ]
         times = [
             TimeError(words, getattr(here, key), there.get(key), error)
-            for words, key, error in found
+            for words, key, error in errors
         ]
         if self.at_speed is not None:
             words, here = f"round time, {AT_SPEED}", self.at_speed
@@ -213,9 +215,9 @@ def compare(name: str, record: Record, cluster: Cluster | None = None) -> RunCom
     stage = case.stage()
     _check(name, record, stage)
     simulated, predicted = _predict(stage, record)
-    found = None
+    of_speed = None
     if record.product_speed is not None:
-        _, found = _predict(at_speed(case, record.product_speed).stage(), record)
+        _, of_speed = _predict(at_speed(case, record.product_speed).stage(), record)
     differences = attribute(
         stage.schedule,
         stage.cluster,
@@ -234,7 +236,7 @@ def compare(name: str, record: Record, cluster: Cluster | None = None) -> RunCom
         measured=_measured(stage.schedule, record),
         simulated=simulated,
         differences=differences,
-        at_speed=found,
+        at_speed=of_speed,
     )
 
 
@@ -286,8 +288,8 @@ def _check(name: str, record: Record, stage: Stage) -> None:
             f"{name} says that {record.rounds} rounds were measured;"
             f" it must be 1 to {trace.rounds}, the rounds of its trace"
         )
-    known = {op.name for op in stage.schedule.body}
-    unknown = next((span.op for span in trace.spans if span.op not in known), None)
+    names = {op.name for op in stage.schedule.body}
+    unknown = next((span.op for span in trace.spans if span.op not in names), None)
     if unknown is not None:
         raise OptionError(
             f"{name}: its trace has an op {unknown!r}, which {stage.schedule.name} does not have"
@@ -331,28 +333,19 @@ class RunSummary:
 
 def summarise(comparisons: Sequence[RunComparison]) -> RunSummary:
     """Median and largest absolute errors of at least one run."""
-    rounds = [abs(one.round_time_error) for one in comparisons]
-    busy = _absolute(one.comm_busy_error for one in comparisons)
-    exposed = _absolute(one.exposed_error for one in comparisons)
-    overlap = _absolute(one.overlap_difference for one in comparisons)
-    fair = _absolute(one.at_speed_error for one in comparisons)
-    return RunSummary(
-        runs=len(comparisons),
-        median_comm_busy_error=median(busy) if busy else None,
-        largest_comm_busy_error=max(busy, default=None),
-        median_exposed_error=median(exposed) if exposed else None,
-        largest_exposed_error=max(exposed, default=None),
-        median_overlap_difference=median(overlap) if overlap else None,
-        largest_overlap_difference=max(overlap, default=None),
-        median_round_time_error=median(rounds),
-        largest_round_time_error=max(rounds),
-        median_at_speed_error=median(fair) if fair else None,
-        largest_at_speed_error=max(fair, default=None),
-    )
+    values: dict[str, Any] = {"runs": len(comparisons)}
+    for name in ERRORS:
+        errors = [abs(e) for run in comparisons if (e := getattr(run, name)) is not None]
+        values[f"median_{name}"] = median(errors) if errors else None
+        values[f"largest_{name}"] = max(errors, default=None)
+    return RunSummary(**values)
 
 
-def _absolute(values: Iterable[float | None]) -> list[float]:
-    return [abs(value) for value in values if value is not None]
+ERRORS = (
+    *("comm_busy_error", "exposed_error", "overlap_difference"),
+    *("round_time_error", "at_speed_error"),
+)
+"""Names of the errors of a run, and of its difference."""
 
 
 def changed(cluster: Cluster, changes: Mapping[str, str]) -> Cluster:
@@ -375,9 +368,98 @@ def changed(cluster: Cluster, changes: Mapping[str, str]) -> Cluster:
     try:
         return ClusterSpec.model_validate(plain(tree)).build()
     except ValidationError as error:
-        problem = first_problem(error, partial(names_at, ClusterSpec), _dotted)
+        problem = first_problem(
+            error, partial(names_at, ClusterSpec), lambda path: ".".join(map(str, path))
+        )
         raise OptionError(f"--set: {problem}") from error
 
 
-def _dotted(place: Place) -> str:
-    return ".".join(map(str, place))
+_TIE = 0.006
+"""Predicted speeds that differ by less are equal: the median error of a round in a lab with kernels
+that sleep (`benchmarks/results/fidelity-sleep.md`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrderError:
+    """Two runs of which the one that was predicted to be faster took longer for a step.
+
+    `predicted` is by which part of the speed of `second` the run `first` was predicted to be
+    faster, `measured` the same as measured, below 0. `low` and `high` are the ends of its 95 %
+    interval, from how rounds of one run differ; None where a run has a single round.
+    """
+
+    first: str
+    second: str
+    predicted: float
+    measured: float
+    low: float | None
+    high: float | None
+
+    @property
+    def certain(self) -> bool:
+        """Whether the noise of rounds alone does not explain the measured order."""
+        return self.high is not None and self.high < 0
+
+    @property
+    def sentence(self) -> str:
+        """It in words."""
+        if self.low is None or self.high is None:
+            noise = "one round does not say how much is noise"
+        else:
+            ends = f"95 % interval of the rounds: {percent(self.low, 1)} to {percent(self.high, 1)}"
+            noise = ends if self.certain else f"within the noise of the rounds, {ends}"
+        return (
+            f"{'order reversed' if self.certain else 'order not certain'}: a step of {self.first}"
+            f" was predicted {self.predicted:.1%} faster than one of {self.second}, and measured"
+            f" {-self.measured:.1%} slower ({noise})"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values for JSON."""
+        return {**asdict(self), "certain": self.certain}
+
+
+def order_errors(named: Sequence[tuple[str, RunComparison]]) -> list[OrderError]:
+    """All pairs of runs of one question whose order is not as predicted, the certain ones first."""
+    errors: list[OrderError] = []
+    for pair in combinations(named, 2):
+        if _question(pair[0][1]) == _question(pair[1][1]):
+            errors += _reversed(*sorted(pair, key=lambda run: run[1].step_times[0]))
+    return sorted(errors, key=lambda error: (not error.certain, error.measured))
+
+
+def _question(run: RunComparison) -> tuple[object, ...]:
+    """What two runs must share, or the time of a step says nothing of their strategies."""
+    case, figures = run.record.case, run.predicted
+    batch = figures.tokens_per_gpu_per_step, figures.precision
+    return case.load()[1].value, run.record.trace.layout, *batch, run.record.kernels
+
+
+def _reversed(
+    first: tuple[str, RunComparison], second: tuple[str, RunComparison]
+) -> Iterator[OrderError]:
+    """The error of a pair, if it is one: `first` is predicted to be the faster."""
+    (here, measured), (here_second, measured_second) = first[1].step_times, second[1].step_times
+    predicted, ratio = here_second / here - 1, measured_second / measured
+    if predicted < _TIE or ratio >= 1:
+        return
+    low, high = None, None
+    if (reach := _reach(first[1], second[1])) is not None:
+        low, high = (ratio * math.exp(sign * reach) - 1 for sign in (-1, 1))
+    yield OrderError(first[0], second[0], predicted, ratio - 1, low, high)
+
+
+def _reach(*runs: RunComparison) -> float | None:
+    """Of a 95 % interval of the logarithm of the ratio of two means (Welch); None for one round."""
+    parts, freedom = [], []
+    for run in runs:
+        times = round_times(run.record.trace, run.schedule, run.record.rounds)
+        if len(times) == 1:
+            return None
+        parts.append(times.var(ddof=1) / len(times) / times.mean() ** 2)
+        freedom.append(len(times) - 1)
+    whole = sum(parts)
+    if not whole:
+        return 0.0
+    shares = sum(part**2 / free for part, free in zip(parts, freedom, strict=True))
+    return float(stdtrit(whole**2 / shares, 0.975) * math.sqrt(whole))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -60,7 +61,7 @@ def read(path: Path, clusters: Sequence[str] = ()) -> Measured:
     """
     path = path / "gpu.json" if path.is_dir() else path
     try:
-        found = Measured.model_validate_json(text_of(path))
+        measured = Measured.model_validate_json(text_of(path))
     except OSError as error:
         raise CatalogError(f"{path} cannot be read: {error.strerror or error}") from None
     except ValidationError as error:
@@ -69,9 +70,9 @@ def read(path: Path, clusters: Sequence[str] = ()) -> Measured:
         ) from None
     except ValueError as error:
         raise CatalogError(f"{path} is no text: {error}") from None
-    name = str(found.machine.get("gpu"))
+    name = str(measured.machine.get("gpu"))
     usual = [cluster for kind, cluster in _COMPARED.items() if kind in name][:1]
-    return found.model_copy(update={"clusters": tuple(clusters or usual)})
+    return measured.model_copy(update={"clusters": tuple(clusters or usual)})
 
 
 def tables(measured: Measured) -> list[Table]:
@@ -94,23 +95,23 @@ def tables(measured: Measured) -> list[Table]:
         "averages": _averages,
         "sleeps": _sleeps,
     }
-    found = []
+    lines = []
     for name, make in makers.items():
         rows = measured.sections.get(name)
         if not rows:
             continue
         try:
-            found.append(make(rows, clusters))
+            lines.append(make(rows, clusters))
             if name == "layers":
-                found += [_kernels(rows, clusters), _kept(rows)]
+                lines += [_kernels(rows, clusters), _kept(rows)]
             if name == "training":
-                found.append(_memory(rows, clusters))
+                lines.append(_memory(rows, clusters))
         except (KeyError, TypeError, ZeroDivisionError) as error:
             raise CatalogError(
                 f"the section {name!r} lacks what this version reads:"
                 f" {type(error).__name__} ({error})"
             ) from None
-    return found
+    return lines
 
 
 def heading(measured: Measured) -> list[str]:
@@ -146,42 +147,40 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _rates(rows: Section, clusters: Sequence[Cluster]) -> Table:
-    found = []
+    lines = []
     for row in rows:
         rate, stated = "", ""
         if "bytes" in row:
             rate = scaled(row["bytes"] / row["seconds"], "B/s")
-            stated = ", ".join(scaled(one.gpu.memory_bandwidth, "B/s") for one in clusters[:1])
+            stated = ", ".join(
+                scaled(cluster.gpu.memory_bandwidth, "B/s") for cluster in clusters[:1]
+            )
         if "flops" in row:
             rate = scaled(row["flops"] / row["seconds"], "FLOP/s")
-            peaks = [one.gpu.peak.get(row["precision"]) for one in clusters[:1]]
+            peaks = [cluster.gpu.peak.get(row["precision"]) for cluster in clusters[:1]]
             stated = ", ".join(scaled(peak, "FLOP/s") for peak in peaks if peak)
         what = " ".join([row["what"], row.get("precision", "")]).strip()
-        found.append((what, duration(row["seconds"]), rate, stated))
+        lines.append((what, duration(row["seconds"]), rate, stated))
     columns = ("what", "time", "rate", "stated by its maker")
-    return Table("Rates", "A copy reads and writes every byte.", columns, tuple(found))
+    return Table("Rates", "A copy reads and writes every byte.", columns, tuple(lines))
 
 
 def _products(rows: Section, clusters: Sequence[Cluster]) -> Table:
-    found = []
+    lines = []
     for row in rows:
         flops = 2.0 * row["rows"] * row["inner"] * row["columns"]
         size = f"{row['rows']} x {row['inner']} x {row['columns']}"
-        moved = 2 * sum(
-            one * other
-            for one, other in (
-                (row["rows"], row["inner"]),
-                (row["inner"], row["columns"]),
-                (row["rows"], row["columns"]),
-            )
-        )
+        sides = row["rows"], row["inner"], row["columns"]
+        moved = 2 * sum(side * other for side, other in combinations(sides, 2))
         work = Compute("product", flops, moved)
-        errors = [_error(compute_time(work, one.gpu, "bf16"), row["seconds"]) for one in clusters]
+        errors = [
+            _error(compute_time(work, cluster.gpu, "bf16"), row["seconds"]) for cluster in clusters
+        ]
         speed = scaled(flops / row["seconds"], "FLOP/s")
-        found.append((row["model"], size, row["pass"], duration(row["seconds"]), speed, *errors))
+        lines.append((row["model"], size, row["pass"], duration(row["seconds"]), speed, *errors))
     columns = ("model", "rows x inner x columns", "pass", "time", "speed", *_named(clusters))
     about = "Products of a layer with weights, in bf16. Errors are those of a work of this size."
-    return Table("Matrix products", about, columns, tuple(found))
+    return Table("Matrix products", about, columns, tuple(lines))
 
 
 def _job(row: Mapping[str, Any]) -> Workload:
@@ -189,14 +188,14 @@ def _job(row: Mapping[str, Any]) -> Workload:
 
 
 def _layers(rows: Section, clusters: Sequence[Cluster]) -> Table:
-    found = []
+    lines = []
     for row in rows:
         work = _job(row).works()[1]
         errors = []
         for cluster in clusters:
             forward, backward = (
-                row["layers"] * compute_time(one, cluster.gpu, "bf16")
-                for one in (work.forward, work.backward)
+                row["layers"] * compute_time(passed, cluster.gpu, "bf16")
+                for passed in (work.forward, work.backward)
             )
             measured = (row["forward"], row["both"] - row["forward"])
             errors.append(
@@ -205,7 +204,7 @@ def _layers(rows: Section, clusters: Sequence[Cluster]) -> Table:
                 else ""
             )
         speed = row["layers"] * (work.forward.flops + work.backward.flops) / row["both"]
-        found.append(
+        lines.append(
             (
                 f"{row['model']}, {row['samples']} x {row['tokens']}",
                 row["kind"],
@@ -222,7 +221,7 @@ def _layers(rows: Section, clusters: Sequence[Cluster]) -> Table:
         "Passes over one layer and over four. The host needs the time `issue` to issue both. The"
         " speed counts all scores of attention. Errors are those of forward and backward pass."
     )
-    return Table("Layers", about, (*columns, "speed", *_named(clusters)), tuple(found))
+    return Table("Layers", about, (*columns, "speed", *_named(clusters)), tuple(lines))
 
 
 _PARTS = ("matrix products", "attention", "elementwise")
@@ -230,8 +229,8 @@ _PARTS = ("matrix products", "attention", "elementwise")
 
 def _kernels(rows: Section, clusters: Sequence[Cluster]) -> Table:
     """Seconds of a layer by kind of kernel; predicted only where a GPU's kernels are known."""
-    found = []
-    known = [one for one in clusters if one.gpu.kernels]
+    lines = []
+    fitted = [cluster for cluster in clusters if cluster.gpu.kernels]
     for row in rows:
         if not row.get("kernels") or "fp8" in row["kind"]:
             continue
@@ -242,16 +241,18 @@ def _kernels(rows: Section, clusters: Sequence[Cluster]) -> Table:
                 continue
             errors = [
                 _error(
-                    sum(_of_part(one, part, cluster) for one in (work.forward, work.backward)),
+                    sum(
+                        _of_part(passed, part, cluster) for passed in (work.forward, work.backward)
+                    ),
                     seen["seconds"],
                 )
-                for cluster in known
+                for cluster in fitted
             ]
             name, kind = row["model"], row["kind"]
-            found.append((name, kind, part, duration(seen["seconds"]), str(seen["count"]), *errors))
-    columns = ("model", "kind", "kernels", "time", "number", *_named(known))
+            lines.append((name, kind, part, duration(seen["seconds"]), str(seen["count"]), *errors))
+    columns = ("model", "kind", "kernels", "time", "number", *_named(fitted))
     about = "Kernels of a forward and a backward pass over one layer, and the error of each part."
-    return Table("Kernels", about, columns, tuple(found))
+    return Table("Kernels", about, columns, tuple(lines))
 
 
 def _of_part(work: Compute, part: str, cluster: Cluster) -> Seconds:
@@ -268,7 +269,7 @@ def _of_part(work: Compute, part: str, cluster: Cluster) -> Seconds:
 
 
 def _kept(rows: Section) -> Table:
-    found = []
+    lines = []
     for row in rows:
         block = _job(row).model.blocks[1]
         scores = block.scores.statistics_bytes if block.scores else 0.0
@@ -276,28 +277,29 @@ def _kept(rows: Section) -> Table:
         kept = row["kept_bytes"]
         error = _error(predicted, kept) if kept else ""
         name, count = row["model"], str(row["layers"])
-        found.append((name, row["kind"], count, scaled(kept, "B"), error))
+        lines.append((name, row["kind"], count, scaled(kept, "B"), error))
     columns = ("model", "kind", "layers", "kept", "predicted is off by")
     about = "What a layer keeps for its backward pass."
-    return Table("Activations", about, columns, tuple(found))
+    return Table("Activations", about, columns, tuple(lines))
 
 
 def _training(rows: Section, clusters: Sequence[Cluster]) -> Table:
-    found = []
+    lines = []
     for row in rows:
         errors = [
-            _error(_simulated(row, one).step_time_s, row["seconds"]) for one in _alone(clusters)
+            _error(_simulated(row, cluster).step_time_s, row["seconds"])
+            for cluster in _alone(clusters)
         ]
         rate = row["samples"] * row["tokens"] / row["seconds"]
         what = f"{row['model']}, {row['samples']} x {row['tokens']}"
-        found.append((what, row["kind"], duration(row["seconds"]), f"{rate:,.0f}", *errors))
+        lines.append((what, row["kind"], duration(row["seconds"]), f"{rate:,.0f}", *errors))
     columns = ("model, samples x tokens", "kind", "step", "tokens/s", *_named(clusters))
     about = "Training steps with AdamW: fp32 parameters, autocast to bf16."
-    return Table("Training steps", about, columns, tuple(found))
+    return Table("Training steps", about, columns, tuple(lines))
 
 
 def _memory(rows: Section, clusters: Sequence[Cluster]) -> Table:
-    found = []
+    lines = []
     for row in rows:
         if "reserved_bytes" not in row:
             continue
@@ -310,18 +312,18 @@ def _memory(rows: Section, clusters: Sequence[Cluster]) -> Table:
                 _error(allocated, row["peak_bytes"]),
                 _error(items["total"], row["used_bytes"]),
             ]
-        found.append((row["model"], row["kind"], *(scaled(one, "B") for one in sizes), *errors))
+        lines.append((row["model"], row["kind"], *(scaled(size, "B") for size in sizes), *errors))
     columns = ("model", "kind", "states", "peak", "reserved", "used of the GPU")
     about = (
         "Memory of training steps. States are without gradients. Errors are those of what PyTorch"
         " allocated at most, and of what the GPU had in use."
     )
-    return Table("Memory", about, (*columns, "error of peak", "of used"), tuple(found))
+    return Table("Memory", about, (*columns, "error of peak", "of used"), tuple(lines))
 
 
 def _alone(clusters: Sequence[Cluster]) -> list[Cluster]:
     """One GPU of each."""
-    return [replace(one, nodes=1, gpus_per_node=1, sites=1) for one in clusters]
+    return [replace(cluster, nodes=1, gpus_per_node=1, sites=1) for cluster in clusters]
 
 
 def _simulated(row: Mapping[str, Any], cluster: Cluster) -> Any:
@@ -340,22 +342,22 @@ def _simulated(row: Mapping[str, Any], cluster: Cluster) -> Any:
 
 def _codes(rows: Section, clusters: Sequence[Cluster]) -> Table:
     del clusters
-    found = []
+    lines = []
     for row in rows:
         rate = scaled(row["bytes"] / row["seconds"], "B/s")
         same = "yes" if row["same bits"] else "NO"
         what = (row["what"], f"int{row['bits']}", str(row["block"]))
-        found.append((*what, duration(row["seconds"]), rate, same))
+        lines.append((*what, duration(row["seconds"]), rate, same))
     columns = ("what", "code", "block", "time", "bytes moved", "same bits as on a CPU")
     about = "Quantization of 134 million elements of bf16 by this library's kernels."
-    return Table("Quantization", about, columns, tuple(found))
+    return Table("Quantization", about, columns, tuple(lines))
 
 
 def _averages(rows: Section, clusters: Sequence[Cluster]) -> Table:
     del clusters
     alone = [row["seconds"] for row in rows if not row["options"]]
     base = sum(alone) / len(alone)
-    found = []
+    lines = []
     for row in rows:
         options = ", ".join(f"{key}={value}" for key, value in row["options"].items())
         more = f"{100 * (row['seconds'] / base - 1):+.1f} %"
@@ -364,23 +366,23 @@ def _averages(rows: Section, clusters: Sequence[Cluster]) -> Table:
         averages = (str(row.get("late", "")), waited)
         memory = scaled(row["memory_bytes"], "B")
         step = duration(row["seconds"])
-        found.append((row["algorithm"], options, step, more, *host, *averages, memory))
+        lines.append((row["algorithm"], options, step, more, *host, *averages, memory))
     columns = ("algorithm", "options", "step", "longer by", "host in step()", "waits of the host")
     about = (
         "Steps of GPT-2 small in bf16, with averages through one rank of the communicator. Waits"
         " are synchronizations with the GPU that PyTorch reports, per step."
     )
-    return Table("Averages", about, (*columns, "late", "waited", "peak memory"), tuple(found))
+    return Table("Averages", about, (*columns, "late", "waited", "peak memory"), tuple(lines))
 
 
 def _sleeps(rows: Section, clusters: Sequence[Cluster]) -> Table:
     del clusters
-    found = []
+    lines = []
     for row in rows:
-        asked, held = row["asked"], row["seconds"]
-        found.append((row["after"], duration(asked), duration(held), _error(held, asked)))
+        wanted, held = row["asked"], row["seconds"]
+        lines.append((row["after"], duration(wanted), duration(held), _error(held, wanted)))
     columns = ("after", "asked", "held", "longer by")
-    return Table("Held streams", "Kernels that sleep.", columns, tuple(found))
+    return Table("Held streams", "Kernels that sleep.", columns, tuple(lines))
 
 
 def _named(clusters: Sequence[Cluster]) -> Iterator[str]:

@@ -9,8 +9,14 @@ import pandas as pd
 from rich.console import Console
 
 from analysis.measured.attribution import Cause, Difference, dominant, totals
-from analysis.measured.comparison import AT_SPEED, RunComparison, RunSummary, summarise
-from analysis.measured.order import order_errors
+from analysis.measured.comparison import (
+    AT_SPEED,
+    ERRORS,
+    RunComparison,
+    RunSummary,
+    order_errors,
+    summarise,
+)
 from co2sim.common.tables import print_lines, print_table
 from co2sim.common.units import Seconds, counted, duration, percent, scaled
 from co2sim.schedule.schedule import Collective, Op, Schedule
@@ -76,7 +82,7 @@ def by_label(comparison: RunComparison) -> list[OpError]:
 
 def by_op(comparison: RunComparison) -> list[OpError]:
     """One entry per op of the schedule, in its order."""
-    order = {op.name: place for place, op in enumerate(comparison.schedule.body)}
+    order = {op.name: index for index, op in enumerate(comparison.schedule.body)}
     entries = _grouped(comparison, lambda difference: difference.op)
     return sorted(entries, key=lambda entry: order[entry.label])
 
@@ -158,7 +164,9 @@ def print_summary(out: Console, comparisons: Sequence[RunComparison]) -> None:
     times = ("round", "measured round", "steps per round", "step", "measured step", "error")
     named = ("run", "strategy", "cluster", "GPUs", *times)
     print_table(out, "rounds and steps: predicted, then measured", named, rounds, left=3)
-    if lines := [one.sentence for one in order_errors([(run.name, run) for run in comparisons])]:
+    if lines := [
+        error.sentence for error in order_errors([(run.name, run) for run in comparisons])
+    ]:
         print_lines(out, *_few(lines), "")
     _print_errors(out, summarise(comparisons))
 
@@ -217,8 +225,8 @@ def print_figures(out: Console, run: RunComparison) -> None:
     """The figures of one run, and where its rounds went."""
     here, there = run.predicted.to_dict(), run.measured
     lines = [
-        (one.words, duration(one.predicted), _time(one.measured), _fraction(one.error))
-        for one in run.times
+        (time.words, duration(time.predicted), _time(time.measured), _fraction(time.error))
+        for time in run.times
     ]
     overlap = (_ratio(here["overlap_ratio"]), _ratio(there.get("overlap_ratio")))
     lines.insert(2, ("overlap ratio", *overlap, _points(run.overlap_difference)))
@@ -228,7 +236,7 @@ def print_figures(out: Console, run: RunComparison) -> None:
         f" {here['gpus']} GPUs; {rounds} {'round' if rounds == 1 else 'rounds'} measured"
     )
     print_table(out, title, ("figure", "predicted", "measured", "error"), lines)
-    before, after = (asdict(one) for one in run.time_breakdowns)
+    before, after = map(asdict, run.time_breakdowns)
     went: list[tuple[str, ...]] = [
         (words, duration(before[key]), duration(after[key]), _signed(after[key] - before[key]))
         for key, words in BREAKDOWN.items()
@@ -272,7 +280,7 @@ def to_dict(comparisons: Sequence[RunComparison]) -> dict[str, Any]:
         "runs": [_run(run) for run in comparisons],
         "summary": summarise(comparisons).to_dict(),
         "order_errors": [
-            one.to_dict() for one in order_errors([(run.name, run) for run in comparisons])
+            error.to_dict() for error in order_errors([(run.name, run) for run in comparisons])
         ],
     }
 
@@ -282,24 +290,17 @@ def _run(run: RunComparison) -> dict[str, Any]:
     before, after = run.time_breakdowns
     return {
         "name": run.name,
-        "strategy": run.predicted.strategy,
-        "cluster": run.predicted.cluster,
-        "model": run.predicted.model,
-        "gpus": run.predicted.gpus,
+        **{name: getattr(run.predicted, name) for name in ("strategy", "cluster", "model", "gpus")},
         "kernels": run.record.kernels,
         "environment": dict(run.record.environment),
         "rounds": run.record.rounds,
         "clock_error_s": run.record.clock_error,
         "predicted": run.predicted.to_dict(),
         "measured": dict(run.measured),
-        "comm_busy_error": run.comm_busy_error,
-        "exposed_error": run.exposed_error,
-        "overlap_difference": run.overlap_difference,
-        "round_time_error": run.round_time_error,
+        **{name: getattr(run, name) for name in ERRORS},
         "steps_per_round": run.schedule.steps,
         "step_time_s": dict(zip(("predicted", "measured"), run.step_times, strict=True)),
         "speed": run.speed,
-        "at_speed_error": run.at_speed_error,
         "spent_s": {"predicted": asdict(before), "measured": asdict(after)},
         "causes": {str(cause): share for cause, share in causes(table).items()},
         "rows": [_entry(row) for row in table],
@@ -372,5 +373,5 @@ def _ratio(value: float | None) -> str:
 def _points(value: float | None, sign: str = "+") -> str:
     if value is None:
         return "-"
-    found = percent(value, 1).removesuffix("%")
-    return f"{found if sign else found.removeprefix('+')} points"
+    text = percent(value, 1).removesuffix("%")
+    return f"{text if sign else text.removeprefix('+')} points"

@@ -10,9 +10,8 @@ from typing import Any
 from analysis.measured import charts, op_table
 from analysis.measured.attribution import AGREES, Cause
 from analysis.measured.charts import WAITS, windows
-from analysis.measured.comparison import RunComparison, summarise
+from analysis.measured.comparison import OrderError, RunComparison, order_errors, summarise
 from analysis.measured.op_table import OpError, by_label, causes
-from analysis.measured.order import OrderError, order_errors
 from co2sim.catalog import Fact
 from co2sim.catalog.specs import UNITS
 from co2sim.common.plots import GREY

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from analysis.published.papers import PAPERS, Paper, papers
 from analysis.published.parameters import GROUPS
-from analysis.published.runs import RunSetup, TrainingRun, training_runs
+from analysis.published.runs import PAPERS, Paper, RunSetup, TrainingRun, papers, training_runs
 from co2sim.common.errors import CatalogError, Co2simError, OptionError, nearest
 from co2sim.models.workload import Workload
 from co2sim.prediction.calibrations import figures_of
@@ -109,7 +108,10 @@ def with_constants(cell: Cell, values: Mapping[str, float]) -> Cell:
 
     def change(run: RunSetup) -> RunSetup:
         mine = GROUPS[cell.group].on(run.cluster)
-        return _replaced(run, {one.path: values[one.name] for one in mine if one.name in values})
+        return _replaced(
+            run,
+            {constant.path: values[constant.name] for constant in mine if constant.name in values},
+        )
 
     return changed(cell, change)
 
@@ -181,13 +183,13 @@ def _of_results(folder: Path) -> Iterator[Cell | Unpredicted]:
     sources = papers(folder)
     for path in sorted(folder.glob("*/results.toml")):
         key = path.parent.name
-        for number, row in enumerate(read_cells(path), start=1):
+        for count, row in enumerate(read_cells(path), start=1):
             cell, reason = None, _not_simulated(sources.get(key), row)
             if not reason and isinstance(row, RunCell):
                 try:
                     cell = cell_of(sources[key], row)
                 except Co2simError as error:
-                    raise CatalogError(f"{path}, cell {number}: {error}") from error
+                    raise CatalogError(f"{path}, cell {count}: {error}") from error
                 try:
                     check_runs(cell)
                 except Co2simError as error:

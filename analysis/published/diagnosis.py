@@ -13,9 +13,8 @@ from analysis.published.cells import (
     with_strategy_options,
     with_values,
 )
-from analysis.published.errors import CellPrediction
 from analysis.published.parameters import GROUPS, Constant, stated
-from analysis.published.predict import predict
+from analysis.published.predict import CellPrediction, predict
 from analysis.published.sensitivity import GROUP
 from co2sim.prediction import driver
 from co2sim.strategies.local import LocalSteps, round_steps

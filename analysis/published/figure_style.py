@@ -24,7 +24,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from matplotlib.typing import LineStyleType
 
 from analysis.published.cells import Cell
-from analysis.published.errors import CellPrediction
+from analysis.published.predict import CellPrediction
 from co2sim.common.plots import BLACK, BLUE, GREEN, PURPLE, VERMILION, render
 from co2sim.prediction.published import Use
 

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
-from analysis.published.papers import PAPERS
+from analysis.published.runs import PAPERS
 from co2sim.catalog import load_cluster
 from co2sim.common import files
 from co2sim.common.errors import CatalogError, UnitError
-from co2sim.common.files import text_of
 from co2sim.common.units import Seconds, parse, timespan
 from co2sim.common.validation import first_problem
 from co2sim.prediction.goodput import (
@@ -113,14 +112,9 @@ def read(folder: Path = PAPERS) -> list[GoodputCell]:
     """The cells of `goodput.toml`. Raises CatalogError, with one line."""
     path = folder / "goodput.toml"
     try:
-        sheet = TypeAdapter(_Sheet).validate_python(files.toml(text_of(path)))
-    except OSError as error:
-        raise CatalogError(f"cannot read {path}: {error.strerror}") from error
+        return list(_Sheet.model_validate(files.toml_file(path)).cell)
     except ValidationError as error:
         raise CatalogError(f"{path}: {first_problem(error)}") from error
-    except ValueError as error:  # no TOML, or no text
-        raise CatalogError(f"{path}: {error}") from error
-    return list(sheet.cell)
 
 
 def compared(cells: list[GoodputCell]) -> list[Compared]:
@@ -132,8 +126,8 @@ def _compared(cell: GoodputCell, cells: list[GoodputCell]) -> Compared:
     if isinstance(cell, Learners):
         predicted = _learners(cell, _pause(cells))
         return Compared(cell, _number(cell, ""), predicted, predicted, predicted)
-    given = {f"failures.{name}": text for name, text in getattr(cell, "set", {}).items()}
-    cluster = load_cluster("dgx-h100", {"failures": cell.failures, **given}).value
+    changes = {f"failures.{name}": text for name, text in getattr(cell, "set", {}).items()}
+    cluster = load_cluster("dgx-h100", {"failures": cell.failures, **changes}).value
     assert cluster.failures is not None
     trained = Trained(
         gpus=cell.gpus,
@@ -147,8 +141,9 @@ def _compared(cell: GoodputCell, cells: list[GoodputCell]) -> Compared:
         ends = [time / factor for factor in (of_job.rate_high, of_job.rate_low)]
         return Compared(cell, _number(cell, "s"), time, min(ends), max(ends))
     every = None if cell.every is None else parse(cell.every, "s")
-    found = goodput_where(cluster.failures, trained, every)
-    return Compared(cell, _number(cell, ""), found.useful, found.low, found.high)
+    answer = goodput_where(cluster.failures, trained, every)
+    useful = answer.useful, answer.low, answer.high
+    return Compared(cell, _number(cell, ""), *useful)
 
 
 def _number(cell: GoodputCell, unit: Literal["s", ""]) -> float:
@@ -164,10 +159,11 @@ def _pause(cells: list[GoodputCell]) -> Seconds:
     With nothing but pauses, which begin again where something fails meanwhile, exp(-rate pause) of
     the time is useful.
     """
-    given = [cell for cell in cells if isinstance(cell, Learners) and cell.use == "input"]
-    if len(given) != 1 or given[0].workers != 1:
+    inputs = [cell for cell in cells if isinstance(cell, Learners) and cell.use == "input"]
+    if len(inputs) != 1 or inputs[0].workers != 1:
         raise CatalogError("goodput.toml: of cells of learners one, of 1 worker, must be an input")
-    return -math.log(_number(given[0], "")) * parse(given[0].chip, "s") / given[0].gpus
+    (single,) = inputs
+    return -math.log(_number(single, "")) * parse(single.chip, "s") / single.gpus
 
 
 def _learners(cell: Learners, pause: Seconds) -> float:

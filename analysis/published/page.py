@@ -9,7 +9,7 @@ from typing import Any
 
 import altair as alt
 
-from analysis.published.errors import CellPrediction, ErrorSummary, summarized
+from analysis.published.predict import CellPrediction, ErrorSummary, summarized
 from analysis.published.report import ValidationReport, percent, signed, whole_percent
 from co2sim.common.units import counted, figures
 from co2sim.report.chart_style import (

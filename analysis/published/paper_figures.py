@@ -19,7 +19,6 @@ from matplotlib.ticker import NullLocator
 from matplotlib.typing import LineStyleType
 
 from analysis.published.cells import Cell, Quantity, Unpredicted, from_papers, unpredicted
-from analysis.published.errors import CellPrediction, ErrorSummary, validate
 from analysis.published.figure_style import (
     PLAIN,
     STAR,
@@ -37,6 +36,7 @@ from analysis.published.figure_style import (
     signs,
 )
 from analysis.published.parameters import GROUPS
+from analysis.published.predict import CellPrediction, ErrorSummary, validate
 from analysis.published.sensitivity import GROUP
 from analysis.published.tables import FsdpRow, IterationRow
 from co2sim.common.errors import OptionError, nearest

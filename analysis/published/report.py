@@ -12,8 +12,13 @@ from typing import Any
 
 from analysis.published import diagnosis, sensitivity
 from analysis.published.cells import Cell, Unpredicted, unpredicted
-from analysis.published.errors import CellPrediction, ErrorSummary, summaries, summaries_by_hardware
 from analysis.published.parameters import GROUPS, Constant, stated
+from analysis.published.predict import (
+    CellPrediction,
+    ErrorSummary,
+    summaries,
+    summaries_by_hardware,
+)
 from co2sim.common import units
 from co2sim.common.progress import Done
 from co2sim.common.units import duration, number
@@ -82,7 +87,7 @@ class ValidationReport:
     @property
     def sources(self) -> list[SourceLine]:
         """Fitted cells, cells for checks, and published training runs, each by its source."""
-        found = [
+        lines = [
             SourceLine(GROUPS[name].source, fit.cells, fit.mape, fit.cross_validated)
             for name, fit in calibrations().items()
         ]
@@ -90,9 +95,11 @@ class ValidationReport:
         for row in self.rows:
             if row.cell.use == "check":
                 checks.setdefault(f"{row.cell.source}, checks", []).append(abs(row.error))
-        found += [SourceLine(name, len(e), None, fmean(e)) for name, e in checks.items()]
+        lines += [SourceLine(name, len(e), None, fmean(e)) for name, e in checks.items()]
         runs = error_model().sources
-        return found + [SourceLine(f"{one.title}, runs", one.runs, None, one.mean) for one in runs]
+        return lines + [
+            SourceLine(f"{source.title}, runs", source.runs, None, source.mean) for source in runs
+        ]
 
     @property
     def summaries(self) -> dict[tuple[str, str, str], ErrorSummary]:
@@ -117,43 +124,43 @@ def brief_report(rows: Sequence[CellPrediction], papers: Path | None = None) -> 
 
 def full_report(
     rows: Sequence[CellPrediction],
-    known: Sequence[Cell],
+    every: Sequence[Cell],
     papers: Path,
     done: Done | None = None,
 ) -> ValidationReport:
-    """Errors, their analysis, constants, ablations and sensitivities; `known` are all cells.
+    """Errors, their analysis, constants, ablations and sensitivities; `every` are all cells.
 
     Only errors of cells that depend on fitted constants are analysed.
     """
     largest = ValidationReport(rows=[row for row in rows if row.has_interval]).largest
-    refittable = sensitivity.can_refit(known)
+    refittable = sensitivity.can_refit(every)
     tokens = _TOKENS if refittable else ()
     parts: dict[str, Callable[[], Any]] = {
-        "explanations": lambda: [explain(row, rows, known) for row in largest],
-        "speeds": lambda: diagnosis.implied_speeds(known),
+        "explanations": lambda: [explain(row, rows, every) for row in largest],
+        "speeds": lambda: diagnosis.implied_speeds(every),
         "constants": estimates,
         "fits": calibrations,
-        "ablations": lambda: diagnosis.ablate(known),
+        "ablations": lambda: diagnosis.ablate(every),
         "by_tokens": lambda: {
             f"{count:,}": refit
-            for count, refit in sensitivity.refits_by_tokens(known, tokens).items()
+            for count, refit in sensitivity.refits_by_tokens(every, tokens).items()
         },
         "by_communication": lambda: (
-            sensitivity.refits_by_communication(known) if refittable else {}
+            sensitivity.refits_by_communication(every) if refittable else {}
         ),
-        "bounds": lambda: diagnosis.ratio_lower_bounds(known),
+        "bounds": lambda: diagnosis.ratio_lower_bounds(every),
         "unpredicted": lambda: unpredicted(papers),
     }
-    found = {}
-    for place, (name, made) in enumerate(parts.items(), 1):
-        found[name] = made()
+    made = {}
+    for count, (name, make) in enumerate(parts.items(), 1):
+        made[name] = make()
         if done:
-            done(place, len(parts))
-    return ValidationReport(rows=rows, **found)
+            done(count, len(parts))
+    return ValidationReport(rows=rows, **made)
 
 
 def explain(
-    row: CellPrediction, rows: Sequence[CellPrediction], known: Sequence[Cell]
+    row: CellPrediction, rows: Sequence[CellPrediction], every: Sequence[Cell]
 ) -> Explanation:
     """What is known about the error of one cell."""
     cell = row.cell
@@ -161,24 +168,24 @@ def explain(
         row=row,
         time=None if cell.quantity == "iteration_ms" else diagnosis.round_time(cell),
         similar=diagnosis.similar_cells(row, rows),
-        required=diagnosis.required_values(cell, known),
-        omitted=diagnosis.omitted_mechanisms(cell, known),
-        group_mape=diagnosis.mape([other for other in known if other.group == cell.group]),
+        required=diagnosis.required_values(cell, every),
+        omitted=diagnosis.omitted_mechanisms(cell, every),
+        group_mape=diagnosis.mape([other for other in every if other.group == cell.group]),
     )
 
 
 def estimates() -> list[ConstantEstimate]:
     """The fitted constants of the catalog."""
-    found = []
+    constants = []
     for name, calibration in calibrations().items():
         group = GROUPS[name]
         values = stated(group)
-        for place, constant in enumerate(group.constants):
-            half = calibration.factor * calibration.covariance[place][place] ** 0.5
+        for index, constant in enumerate(group.constants):
+            half = calibration.factor * calibration.covariance[index][index] ** 0.5
             value = values[constant.name]
             low, high = max(constant.low, value - half), min(constant.high, value + half)
-            found.append(ConstantEstimate(group.generation, constant, value, low, high))
-    return found
+            constants.append(ConstantEstimate(group.generation, constant, value, low, high))
+    return constants
 
 
 def render(report: ValidationReport) -> str:

@@ -3,7 +3,6 @@
 import csv
 import io
 import math
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -18,10 +17,8 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 
 from analysis.published.cells import cell_of_run
-from analysis.published.errors import CellPrediction, ErrorSummary, summarized
-from analysis.published.papers import PAPERS
-from analysis.published.predict import simulated
-from analysis.published.runs import TrainingRun
+from analysis.published.predict import CellPrediction, ErrorSummary, simulated, summarized
+from analysis.published.runs import PAPERS, TrainingRun
 from analysis.published.stack_fit import (
     SHARED,
     Shared,
@@ -33,7 +30,6 @@ from analysis.published.stack_fit import (
 )
 from co2sim.catalog import load_stack, names
 from co2sim.common import files
-from co2sim.common.errors import CatalogError
 from co2sim.models.memory import GIB, reserved
 from co2sim.models.stack import Setting
 from co2sim.prediction.case import Case
@@ -95,12 +91,12 @@ class Further:
 
 def series(runs: Iterable[TrainingRun]) -> list[list[TrainingRun]]:
     """Runs on more than one number of GPUs, those on the fewest first."""
-    found: dict[tuple[object, ...], list[TrainingRun]] = {}
+    groups: dict[tuple[object, ...], list[TrainingRun]] = {}
     for run in runs:
         name = run.strategy.partition(":")[0]
         key = run.paper, run.stack, run.model, run.cluster, name, run.tp, run.pp
-        found.setdefault(key, []).append(run)
-    ordered = [sorted(some, key=lambda run: run.gpus) for some in found.values()]
+        groups.setdefault(key, []).append(run)
+    ordered = [sorted(some, key=lambda run: run.gpus) for some in groups.values()]
     return [some for some in ordered if some[0].gpus < some[-1].gpus]
 
 
@@ -111,10 +107,10 @@ def further_runs(
 
     `left_out` are the fitted values without each source.
     """
-    found = Parallel(n_jobs=jobs)(
+    by_series = Parallel(n_jobs=jobs)(
         delayed(_further)(some, left_out[some[0].paper]) for some in series(runs)
     )
-    return [one for some in found for one in some]
+    return [further for some in by_series for further in some]
 
 
 def _further(some: Sequence[TrainingRun], values: Values) -> list[Further]:
@@ -122,12 +118,12 @@ def _further(some: Sequence[TrainingRun], values: Values) -> list[Further]:
     assert start.tokens_per_s_per_gpu is not None  # of headline runs
     case = _case(start, values)
     measured = MeasuredRun(f"{start.paper} {start.id}", case, start.tokens_per_s_per_gpu)
-    found = calibrate([measured], progress=False)
-    here = _setting(case, found.last[0])
+    calibrated = calibrate([measured], progress=False)
+    here = _setting(case, calibrated.last[0])
     made = []
     for run in some:
         if run.gpus > start.gpus:
-            case = moved(_case(run, values), found.values)
+            case = moved(_case(run, values), calibrated.values)
             result = _result(case)
             made.append(Further(run, start, result, distance(here, _setting(case, result))))
     return made
@@ -165,16 +161,18 @@ _HARMLESS = {"fp8", "torch.compile", "selective activation checkpointing", "asyn
 
 def run_memories(runs: Sequence[TrainingRun], jobs: int) -> list[CellPrediction]:
     """Peaks of the published kind, in GiB: of runs that can be expressed but for `_HARMLESS`."""
-    known = [
+    expressible = [
         run
         for run in runs
         if run.memory_gib is not None and run.cluster and _HARMLESS.issuperset(run.needs)
     ]
-    plain = [run.changed(precision="bf16") if run.precision == "fp8" else run for run in known]
+    plain = [
+        run.changed(precision="bf16") if run.precision == "fp8" else run for run in expressible
+    ]
     results = predictions(plain, [None] * len(plain), jobs, "predicting memory") if plain else []
     return [
         CellPrediction(cell_of_run(run, "memory_gib"), _peak(result, run.memory_kind) / GIB)
-        for run, result in zip(known, results, strict=True)
+        for run, result in zip(expressible, results, strict=True)
     ]
 
 
@@ -225,9 +223,9 @@ def errors_of(
 
 def own_errors(further: Sequence[Further]) -> DistanceErrors:
     """How errors grow with the distance, by the same likelihood."""
-    runs = [one.run for one in further]
-    errors = log_errors(runs, [one.result for one in further])
-    parts = [{"any": 1.0, "apart": one.apart} for one in further]
+    runs = [each.run for each in further]
+    errors = log_errors(runs, [each.result for each in further])
+    parts = [{"any": 1.0, "apart": each.apart} for each in further]
     deviations, factor = _likeliest(parts, errors, weights([run.paper for run in runs]))
     return DistanceErrors(**deviations, factor=factor, runs=len(further))
 
@@ -238,20 +236,20 @@ def pair_errors(runs: Sequence[TrainingRun], results: Sequence[Result]) -> Dista
     None where there is no such pair. All pairs of a source together weigh as the root of its runs.
     """
     errors = log_errors(runs, results)
-    found: list[tuple[str, float, float]] = []
-    for (i, one), (j, other) in combinations(enumerate(runs), 2):
-        if _place(one) == _place(other):
+    ratios: list[tuple[str, float, float]] = []
+    for (i, first), (j, second) in combinations(enumerate(runs), 2):
+        if _place(first) == _place(second):
             apart = between(results[i], results[j])
-            found.append((one.paper, float(errors[i] - errors[j]), apart))
-    if not found:
+            ratios.append((first.paper, float(errors[i] - errors[j]), apart))
+    if not ratios:
         return None
     counts = Counter(run.paper for run in runs)
-    pairs = Counter(paper for paper, *_ in found)
-    weight = np.array([counts[paper] ** 0.5 / pairs[paper] for paper, *_ in found])
-    parts = [{"any": 1.0, "apart": apart} for *_, apart in found]
-    ratios = np.array([error for _, error, _ in found])
-    deviations, factor = _likeliest(parts, ratios, weight)
-    return DistanceErrors(**deviations, factor=factor, runs=len(found))
+    pairs = Counter(paper for paper, *_ in ratios)
+    weight = np.array([counts[paper] ** 0.5 / pairs[paper] for paper, *_ in ratios])
+    parts = [{"any": 1.0, "apart": apart} for *_, apart in ratios]
+    errors = np.array([error for _, error, _ in ratios])
+    deviations, factor = _likeliest(parts, errors, weight)
+    return DistanceErrors(**deviations, factor=factor, runs=len(ratios))
 
 
 def _place(run: TrainingRun) -> tuple[str, ...]:
@@ -267,7 +265,7 @@ def deviations_of(
     Deviations maximize the likelihood of Student's t; the interval then reaches as far as nine
     tenths of the errors lie, in their own deviations.
     """
-    return _likeliest([one.parts for one in situations], errors, weight)
+    return _likeliest([situation.parts for situation in situations], errors, weight)
 
 
 def _likeliest(
@@ -289,8 +287,8 @@ def _likeliest(
     bounds = [(math.log(_LEAST), 1.0), *[(-7.0, 1.0)] * (len(keys) - 1)]
     best = minimize(loss, start, bounds=bounds)
     factor = quantile(np.abs(errors) / deviations(best.x), weight)
-    found = dict(zip(keys, (float(f"{value:.4g}") for value in np.exp(best.x)), strict=True))
-    return found, float(f"{factor:.4g}")
+    likeliest = dict(zip(keys, (float(f"{value:.4g}") for value in np.exp(best.x)), strict=True))
+    return likeliest, float(f"{factor:.4g}")
 
 
 def models_without(
@@ -298,13 +296,13 @@ def models_without(
 ) -> dict[str, ErrorModel]:
     """For each source the model of the errors of all others: its intervals do not know it."""
     pairs = list(zip(runs, results, strict=True))
-    found: dict[str, ErrorModel] = {}
+    models: dict[str, ErrorModel] = {}
     for source in sorted({run.paper for run in runs}):
         others = [pair for pair in pairs if pair[0].paper != source]
-        of_others = [one for one in further if one.run.paper != source]
+        of_others = [each for each in further if each.run.paper != source]
         some, their = map(list, zip(*others, strict=True))
-        found[source] = errors_of(some, their, of_others)
-    return found
+        models[source] = errors_of(some, their, of_others)
+    return models
 
 
 def models_file(models: Mapping[str, ErrorModel], folder: Path = PAPERS) -> tuple[Path, bytes]:
@@ -324,12 +322,8 @@ def models_file(models: Mapping[str, ErrorModel], folder: Path = PAPERS) -> tupl
 
 def recorded_models(folder: Path = PAPERS) -> dict[str, ErrorModel]:
     """What `models_file` wrote, by source. Raises CatalogError where there is none."""
-    path = folder / INTERVALS
-    try:
-        given = tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise CatalogError(f"cannot read {path}: {error.strerror}") from error
-    return {source: read_error_model(entry) for source, entry in given.items()}
+    entries = files.toml_file(folder / INTERVALS).items()
+    return {source: read_error_model(entry) for source, entry in entries}
 
 
 def quantile(values: NDArray[np.float64], weight: NDArray[np.float64]) -> float:
@@ -419,7 +413,7 @@ def evidence_file(runs: Sequence[TrainingRun], results: Sequence[Result]) -> tup
         model = run.case().load()[1].value
         tokens = result.tokens_per_gpu_per_step * result.pp / result.accumulation
         assert run.tokens_per_s_per_gpu is not None
-        one = PublishedRun(
+        row = PublishedRun(
             source=title(run.paper),
             stack=load_stack(run.stack).value.name,
             gpu=generation(run),
@@ -433,7 +427,7 @@ def evidence_file(runs: Sequence[TrainingRun], results: Sequence[Result]) -> tup
             published=run.tokens_per_s_per_gpu,
             predicted=float(f"{result.tokens_per_s_per_gpu:.4g}"),
         )
-        writer.writerow(asdict(one))
+        writer.writerow(asdict(row))
     return Path(str(_CATALOG / EVIDENCE)), out.getvalue().encode()
 
 
@@ -441,39 +435,39 @@ def catalog_files(values: Values) -> dict[Path, bytes]:
     """The files of GPUs, stacks and defaults, with the fitted values in place of theirs."""
     import tomlkit  # noqa: PLC0415 - only to write
 
-    found: dict[Path, bytes] = {}
+    contents: dict[Path, bytes] = {}
     for path, changes in _changes(values).items():
         document: Any = tomlkit.parse(path.read_text("utf-8"))
         for dotted, value in changes.items():
-            place, (*tables, last) = document, dotted.split(".")
+            node, (*tables, last) = document, dotted.split(".")
             for table in tables:
-                place = place[table]
-            if isinstance(place[last], dict):
-                place[last]["value"] = value
+                node = node[table]
+            if isinstance(node[last], dict):
+                node[last]["value"] = value
             else:
-                place[last] = value
-        found[path] = tomlkit.dumps(document).encode()
-    return found
+                node[last] = value
+        contents[path] = tomlkit.dumps(document).encode()
+    return contents
 
 
 def _changes(values: Values) -> Mapping[Path, dict[str, Any]]:
     """Values by file and by place in it, as files state them."""
     changes: dict[Path, dict[str, Any]] = {}
 
-    def put(file: str, place: str, one: Shared) -> None:
-        value = float(f"{values[one.name]:.4g}")
-        stated = f"{value * 1e6:.4g} us" if one.unit == "s" else value
-        changes.setdefault(Path(str(_CATALOG / file)), {})[place] = stated
+    def put(file: str, path: str, shared: Shared) -> None:
+        value = float(f"{values[shared.name]:.4g}")
+        stated = f"{value * 1e6:.4g} us" if shared.unit == "s" else value
+        changes.setdefault(Path(str(_CATALOG / file)), {})[path] = stated
 
-    for one in SHARED:
-        if one.gpus:
+    for shared in SHARED:
+        if shared.gpus:
             for name in names("gpus"):
                 about = files.toml((_CATALOG / "gpus" / f"{name}.toml").read_text("utf-8"))
-                if about.get("generation") in one.gpus and "products" in about:
-                    put(f"gpus/{name}.toml", "products.sustained", one)
-        elif one.stacks:
-            for name in one.stacks:
-                put(f"stacks/{name}.toml", one.path.removeprefix("stack."), one)
+                if about.get("generation") in shared.gpus and "products" in about:
+                    put(f"gpus/{name}.toml", "products.sustained", shared)
+        elif shared.stacks:
+            for name in shared.stacks:
+                put(f"stacks/{name}.toml", shared.path.removeprefix("stack."), shared)
         else:
-            put("defaults.toml", one.path, one)
+            put("defaults.toml", shared.path, shared)
     return changes

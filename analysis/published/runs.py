@@ -6,15 +6,15 @@ that numbers were read off a chart, and `note` what the source does not state.
 
 import csv
 import math
+import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from analysis.published.papers import PAPERS
 from co2sim.catalog import load_stack
 from co2sim.common.errors import CatalogError, OptionError, given, visible
 from co2sim.common.files import is_below, text_of
@@ -24,8 +24,92 @@ from co2sim.models.framework import AttentionKernel, Checkpointing, Loss
 from co2sim.models.workload import NARROW, Model, Optimizer
 from co2sim.prediction.calibrations import replaced
 from co2sim.prediction.case import Case
-from co2sim.prediction.published import Use, read_paper, recomputed
+from co2sim.prediction.published import Simulation, Use, read_paper, recomputed
 from co2sim.strategies import Strategy, parse
+
+_PACKAGE = Path(__file__).parents[1]
+
+PAPERS = next(
+    (folder for folder in (_PACKAGE / "papers", _PACKAGE.parent / "papers") if folder.is_dir()),
+    Path("papers"),
+)
+"""The folder of the published results: part of the installed package, or of a clone."""
+
+TABLES_ELSEWHERE = {
+    "vtrain": "a100_dp_iteration_times.csv",
+    "llm_foundry": "llm_foundry_fsdp.csv",
+}
+"""The files of the sources whose tables are only referred to: no numbers of theirs are in here."""
+
+DATA_VARIABLE = "CO2SIM_DATA"
+"""The environment variable that may name the folder of the tables that are only referred to."""
+
+_NEAR_CHECKOUT = _PACKAGE.parents[1] / "shared" / "data"
+"""Where the tables are looked for if nothing names their folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """One source: its key, what it says of itself, and how its runs are simulated."""
+
+    key: str
+    about: Mapping[str, Any]
+    simulation: Simulation
+
+    def setting(self, name: str) -> Any:
+        """A value of the `[simulation]` table. Raises CatalogError when it is not there."""
+        value = getattr(self.simulation, name)
+        if not value:
+            raise CatalogError(f"papers/{self.key}/paper.toml: [simulation] has no {name!r}")
+        return value
+
+    def chosen(self, column: str, text: str, table: str) -> str:
+        """What stands for a text in a table of `[simulation]`. Raises CatalogError for others."""
+        texts = self.setting(table)
+        if text not in texts:
+            raise CatalogError(f"{column} is {text!r}; it must be one of {', '.join(texts)}")
+        return str(texts[text])
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """What `[simulation]` says of all runs but their precision, as a `RunSetup` takes it."""
+        names = ("attention", "recompute", "checkpointing", "loss", "stack")
+        return {name: getattr(self.simulation, name) for name in names}
+
+    def name(self, name: str) -> str:
+        """A model or a cluster, as tables name it."""
+        return self.simulation.names.get(name, name)
+
+
+def papers(folder: Path = PAPERS) -> dict[str, Paper]:
+    """All sources that say how to simulate their runs, by key."""
+    every = {path.parent.name: read_paper(path) for path in sorted(folder.glob("*/paper.toml"))}
+    sources = {key: Paper(key, about, how) for key, (about, how) in every.items() if how}
+    if not sources:
+        raise OptionError(f"{folder} holds no papers; give their folder with --papers")
+    return sources
+
+
+def tables_elsewhere(data: Path | None = None) -> list[Path]:
+    """The paths of the tables that are only referred to, as far as they are at hand.
+
+    They are looked for in `data` (their folder, or one of the files), else in the folder that
+    CO2SIM_DATA names, else in `shared/data` next to a checkout. Raises CatalogError where `data` or
+    CO2SIM_DATA is given and holds none of them.
+    """
+    named = os.environ.get(DATA_VARIABLE)
+    stated, what = (data, "--data") if data else (Path(named) if named else None, DATA_VARIABLE)
+    if stated is not None and stated.is_file():
+        return [stated]
+    folder = stated or _NEAR_CHECKOUT
+    tables = [folder / name for name in TABLES_ELSEWHERE.values() if (folder / name).is_file()]
+    if stated is not None and not tables:
+        raise CatalogError(
+            f"{what} {stated}: it must be a folder with {' or '.join(TABLES_ELSEWHERE.values())},"
+            " or one of these files"
+        )
+    return tables
+
 
 Row: TypeAlias = Mapping[str, str]
 
@@ -350,13 +434,13 @@ def csv_rows(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
         raise CatalogError(f"cannot read {path}: it is not a text in UTF-8") from error
     columns: list[str] = []
     rows: list[tuple[int, Row]] = []
-    for number, line in enumerate(lines, start=1):
+    for count, line in enumerate(lines, start=1):
         if not line.strip() or line.startswith("#"):
             continue
         try:
             texts = [text.strip() for text in next(csv.reader([line], strict=True))]
         except csv.Error as error:
-            raise CatalogError(f"{path}, line {number}: {error}") from error
+            raise CatalogError(f"{path}, line {count}: {error}") from error
         if not columns:
             columns = texts
             twice = next((name for name in columns if name and columns.count(name) > 1), None)
@@ -364,10 +448,10 @@ def csv_rows(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
                 raise CatalogError(f"{path} has the column {twice} twice")
         elif len(texts) != len(columns):
             raise CatalogError(
-                f"{path}, line {number}: {len(texts)} fields under {len(columns)} columns"
+                f"{path}, line {count}: {len(texts)} fields under {len(columns)} columns"
             )
         else:
-            rows.append((number, dict(zip(columns, texts, strict=True))))
+            rows.append((count, dict(zip(columns, texts, strict=True))))
     if not columns:
         raise CatalogError(f"{path}: no rows")
     return columns, rows

@@ -6,7 +6,6 @@ the numbers that were found without the source (`papers/stack_fit.toml`).
 """
 
 import math
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from analysis.published.papers import PAPERS
 from analysis.published.predict import simulated
-from analysis.published.runs import TrainingRun
+from analysis.published.runs import PAPERS, TrainingRun
 from co2sim.catalog import load_cluster
-from co2sim.common.errors import CatalogError
+from co2sim.common import files
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 
@@ -128,7 +126,7 @@ def generation(run: TrainingRun) -> str:
 
 def overrides(run: TrainingRun, values: Values) -> dict[str, str]:
     """The values that hold for a run, as overrides of its case."""
-    return {one.path: one.text(values[one.name]) for one in SHARED if one.holds_for(run)}
+    return {each.path: each.text(values[each.name]) for each in SHARED if each.holds_for(run)}
 
 
 def predictions(
@@ -145,23 +143,23 @@ def predictions(
 
     results = simulated([case(*pair) for pair in zip(runs, values, strict=True)], jobs, what)
     full = [
-        place
-        for place, (run, result) in enumerate(zip(runs, results, strict=True))
+        index
+        for index, (run, result) in enumerate(zip(runs, results, strict=True))
         if run.recompute == "auto" and not result.fits_in_memory
     ]
-    cases = [case(runs[place], values[place], recompute="full") for place in full]
-    for place, result in zip(full, simulated(cases, jobs, what, progress=False), strict=True):
-        results[place] = result
+    cases = [case(runs[index], values[index], recompute="full") for index in full]
+    for index, result in zip(full, simulated(cases, jobs, what, progress=False), strict=True):
+        results[index] = result
     return results
 
 
 def log_errors(runs: Sequence[TrainingRun], results: Iterable[Result]) -> NDArray[np.float64]:
     """Log(predicted / published) of the throughput per GPU."""
-    found = []
+    errors = []
     for run, result in zip(runs, results, strict=True):
         assert run.tokens_per_s_per_gpu is not None  # of headline runs
-        found.append(math.log(result.tokens_per_s_per_gpu / run.tokens_per_s_per_gpu))
-    return np.array(found)
+        errors.append(math.log(result.tokens_per_s_per_gpu / run.tokens_per_s_per_gpu))
+    return np.array(errors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,20 +177,22 @@ class Linear:
         counts = Counter(run.paper for run in self.runs if run.paper != source)
         weights = np.array([max(counts[run.paper], 1) ** -0.25 for run in self.runs])[kept]
         errors, slopes = self.errors[kept], self.slopes[kept]
-        priors = np.array([math.log(self.values[one.name] / one.prior) for one in SHARED])
-        spreads = np.array([one.spread for one in SHARED])
+        priors = np.array([math.log(self.values[shared.name] / shared.prior) for shared in SHARED])
+        spreads = np.array([shared.spread for shared in SHARED])
 
         def residuals(moves: NDArray[np.float64]) -> NDArray[np.float64]:
             of_runs = (errors + slopes @ moves) * weights
             return np.concatenate([of_runs, _PRIOR * (priors + moves) / spreads])
 
         start = np.zeros(len(SHARED))
-        found = least_squares(
+        solution = least_squares(
             residuals, start, loss="soft_l1", f_scale=_ROBUST, bounds=(-_FAR, _FAR)
         )
         return {
-            one.name: float(min(max(self.values[one.name] * math.exp(move), one.least), one.most))
-            for one, move in zip(SHARED, found.x, strict=True)
+            shared.name: float(
+                min(max(self.values[shared.name] * math.exp(move), shared.least), shared.most)
+            )
+            for shared, move in zip(SHARED, solution.x, strict=True)
         }
 
 
@@ -201,12 +201,12 @@ def linearized(runs: Sequence[TrainingRun], values: Values, jobs: int) -> Linear
     count = len(runs)
     base = log_errors(runs, predictions(runs, [values] * count, jobs, "predicting runs"))
     slopes = np.zeros((count, len(SHARED)))
-    for column, one in enumerate(SHARED):
-        places = [place for place, run in enumerate(runs) if one.holds_for(run)]
-        moved = {**values, one.name: values[one.name] * math.exp(_STEP)}
-        some = [runs[place] for place in places]
-        found = predictions(some, [moved] * len(some), jobs, f"moving {one.name}")
-        slopes[places, column] = (log_errors(some, found) - base[places]) / _STEP
+    for column, shared in enumerate(SHARED):
+        having = [row for row, run in enumerate(runs) if shared.holds_for(run)]
+        moved = {**values, shared.name: values[shared.name] * math.exp(_STEP)}
+        some = [runs[row] for row in having]
+        results = predictions(some, [moved] * len(some), jobs, f"moving {shared.name}")
+        slopes[having, column] = (log_errors(some, results) - base[having]) / _STEP
     return Linear(tuple(runs), values, base, slopes)
 
 
@@ -220,7 +220,7 @@ class StackFit:
 
 def fit(runs: Sequence[TrainingRun], start: Values | None, iterations: int, jobs: int) -> StackFit:
     """Gauss-Newton steps from `start`, by default the priors; sources are left out in the last."""
-    values = start or {one.name: one.prior for one in SHARED}
+    values = start or {shared.name: shared.prior for shared in SHARED}
     for _ in range(iterations - 1):
         values = linearized(runs, values, jobs).without(None)
     last = linearized(runs, values, jobs)
@@ -228,16 +228,16 @@ def fit(runs: Sequence[TrainingRun], start: Values | None, iterations: int, jobs
     return StackFit(last.without(None), {source: last.without(source) for source in sources})
 
 
-def written(found: StackFit) -> str:
+def written(fitted: StackFit) -> str:
     """The record as TOML; values in SI units."""
     lines = [
         "# Written by `co2analysis runs --fit`: what is fitted to published runs, in SI units.",
         "# Errors of a source are those with the values of its [left_out], which did not know it.",
         "",
         "[values]",
-        *(f'"{name}" = {value:.4g}' for name, value in found.values.items()),
+        *(f'"{name}" = {value:.4g}' for name, value in fitted.values.items()),
     ]
-    for source, values in found.left_out.items():
+    for source, values in fitted.left_out.items():
         lines += ["", f"[left_out.{source}]"]
         lines += [f'"{name}" = {value:.4g}' for name, value in values.items()]
     return "\n".join(lines) + "\n"
@@ -245,9 +245,5 @@ def written(found: StackFit) -> str:
 
 def record(folder: Path = PAPERS) -> StackFit:
     """The record that `written` made. Raises CatalogError where there is none."""
-    path = folder / RECORD
-    try:
-        given = tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise CatalogError(f"cannot read {path}: {error.strerror}") from error
-    return StackFit(given["values"], given["left_out"])
+    tree = files.toml_file(folder / RECORD)
+    return StackFit(tree["values"], tree["left_out"])

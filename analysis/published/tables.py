@@ -13,13 +13,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from analysis.published.cells import Cell, cell_of, check_runs, from_papers, group_of
-from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, Paper, papers, tables_elsewhere
 from analysis.published.runs import (
+    PAPERS,
+    TABLES_ELSEWHERE,
     Count,
+    Paper,
     Published,
     RunSetup,
     csv_rows,
     file_beside,
+    papers,
+    tables_elsewhere,
     whole,
 )
 from co2sim.common.errors import CatalogError, Co2simError
@@ -343,11 +347,11 @@ def _fitted(paper: Paper, folder: Path) -> set[RunSetup]:
 
 
 def further_cells(
-    paths: Sequence[Path], known: Sequence[Cell], folder: Path, say: Callable[[str], None]
+    paths: Sequence[Path], published: Sequence[Cell], folder: Path, say: Callable[[str], None]
 ) -> list[Cell]:
     """The cells of further tables; those of configurations that were fitted on are marked fit.
 
-    Ratios that rows of one table state are added, also with rows that are known already. Raises
+    Ratios that rows of one table state are added, also with rows that are published already. Raises
     CatalogError as `from_csv` does, and for a number that stands in two tables.
     """
     places: dict[Cell, Path] = {}
@@ -358,9 +362,9 @@ def further_cells(
                     f"{path}: {cell.name} stands in {places[cell]}, too; each number counts once"
                 )
             places[cell] = path
-    cells = _marked(places, known)
+    cells = _marked(places, published)
     runs = {cell.setup for cell in cells}
-    before = [cell for cell in known if not cell.over and cell.setup not in runs]
+    before = [cell for cell in published if not cell.over and cell.setup not in runs]
     return [*cells, *(c for c in ratios([*cells, *before]) if runs & {c.setup, c.over[0]})]
 
 
@@ -404,13 +408,13 @@ def from_csv(
     return [*lines]
 
 
-def _marked(cells: Iterable[Cell], known: Iterable[Cell]) -> list[Cell]:
+def _marked(cells: Iterable[Cell], others: Iterable[Cell]) -> list[Cell]:
     """The cells, with those marked fit whose configuration the constants were fitted on."""
 
     def configuration(cell: Cell) -> tuple[object, ...]:
         return cell.quantity, cell.runs, cell.over, cell.pick
 
-    fitted = {configuration(cell) for cell in known if cell.use == "fit"}
+    fitted = {configuration(cell) for cell in others if cell.use == "fit"}
     return [replace(cell, use="fit") if configuration(cell) in fitted else cell for cell in cells]
 
 

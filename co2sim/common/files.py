@@ -20,7 +20,7 @@ from stat import S_ISREG
 from tempfile import TemporaryFile
 from typing import Any, NoReturn
 
-from co2sim.common.errors import OptionError, has_control, visible
+from co2sim.common.errors import CatalogError, OptionError, has_control, visible
 
 MAX_BYTES = 16_000_000
 """Of a file to read: thousands of times what any cluster, model or table of a paper takes."""
@@ -216,6 +216,16 @@ def toml(text: str) -> dict[str, Any]:
     except RecursionError as error:
         raise _too_deep() from error
     return _cleaned(tree)  # type: ignore[no-any-return]
+
+
+def toml_file(path: Path) -> dict[str, Any]:
+    """The document in a file. Raises CatalogError, with one line that names the file."""
+    try:
+        return toml(text_of(path))
+    except OSError as error:
+        raise CatalogError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:  # no TOML, or no text
+        raise CatalogError(f"{path}: {error}") from error
 
 
 def json_tree(text: str) -> Any:

@@ -43,7 +43,7 @@ class Rates:
 
     def __post_init__(self) -> None:
         """Refuse what is no rate."""
-        for name in ("gpu", "node", "switch", "job", "preemption"):
+        for name in PARTS:
             at_least(f"failures of a {name} per second", getattr(self, name), 0)
 
     def of(self, gpus: int, nodes: int, switches: int = 0) -> float:
@@ -212,15 +212,15 @@ def _since_copy(rate: float, every: Seconds, stop: Seconds, until: Seconds) -> t
     Work and stops take turns: `every` and `stop`. `until` is at most two of both.
     """
     sums, levels, began = [0.0, 0.0], [0.0, 0.0], 0.0
-    for place, phase in enumerate((every, stop) * 2):
+    for turn, phase in enumerate((every, stop) * 2):
         length = min(phase, until - began)
         if length <= 0:
             continue
         decay = math.exp(-rate * began)
         flat = decay * -math.expm1(-rate * length) / rate
         sums = [total + level * flat for total, level in zip(sums, levels, strict=True)]
-        sums[place % 2] += decay * float(gammainc(2, rate * length)) / rate**2
-        levels[place % 2] += length
+        sums[turn % 2] += decay * float(gammainc(2, rate * length)) / rate**2
+        levels[turn % 2] += length
         began += length
         if math.isinf(began):
             break
@@ -252,7 +252,7 @@ def best_interval(rate: float, saving: Saving) -> Seconds:
     """The work between two copies that leaves most useful time, where `writing` is 0: exact.
 
     T = (1 + W(-exp(-rate C - 1))) / rate with Lambert's W, for copies that stop work for C
-    seconds. `young` and `daly` are its expansions. Infinite without failures.
+    seconds. `young` is its first order. Infinite without failures.
     """
     if rate == 0:
         return math.inf
@@ -267,20 +267,11 @@ def young(rate: float, blocking: Seconds) -> Seconds:
     return math.sqrt(2 * blocking / rate)
 
 
-def daly(rate: float, blocking: Seconds) -> Seconds:
-    """Daly's higher order: Future Generation Computer Systems 22, 2006, equation 37."""
-    mean = 1 / rate
-    if blocking >= 2 * mean:
-        return mean
-    part = math.sqrt(blocking / (2 * mean))
-    return math.sqrt(2 * blocking * mean) * (1 + part / 3 + part**2 / 9) - blocking
-
-
 def erlang_loss(servers: int, load: float) -> float:
     """Erlang's B: how often all of a number of nodes are away, with `load` away on average."""
     blocked = 1.0
-    for number in range(1, servers + 1):
-        blocked = load * blocked / (number + load * blocked)
+    for count in range(1, servers + 1):
+        blocked = load * blocked / (count + load * blocked)
     return blocked if load else 0.0
 
 
@@ -416,10 +407,10 @@ class FailingWorkers:
 
     def shares(self) -> Shares:
         """Of the time of all workers while no failure stops all."""
-        found = independent_worker_shares(
+        there = independent_worker_shares(
             self.rate, self.count, self.round_time, self.after, self.stall, self.preempted
         )
-        return nested_shares(_absent(self.absent), found)
+        return nested_shares(_absent(self.absent), there)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -456,8 +447,8 @@ class Goodput:
 
 def shares_of(whole: WholeJob, workers: FailingWorkers | None) -> Shares:
     """Shares of all the time."""
-    found = whole.shares()
-    return found if workers is None else nested_shares(found, workers.shares())
+    outer = whole.shares()
+    return outer if workers is None else nested_shares(outer, workers.shares())
 
 
 def missing(load: float, spares: int) -> float:
@@ -577,9 +568,9 @@ def spot_of(failures: Failures, trained: Trained, every: Seconds | None = None) 
         return None
 
     def useful(between: Seconds | None) -> float:
-        given = replace(failures, preemption=between)
+        changed = replace(failures, preemption=between)
         try:
-            return goodput_where(given, trained, every, ends=False).useful
+            return goodput_where(changed, trained, every, ends=False).useful
         except OptionError:  # nothing gets done
             return 0.0
 
@@ -670,13 +661,13 @@ class _Setting:
 
     def after(self, restart: Seconds, reload: Seconds, broken: float) -> Restart:
         """What follows a failure, of which a share of `broken` needs another node."""
-        given = self.failures
+        failures = self.failures
         return Restart(
-            detection=given.detection,
+            detection=failures.detection,
             restart=restart,
             reload=reload,
-            spares=given.spares,
-            repair=given.repair * broken,
+            spares=failures.spares,
+            repair=failures.repair * broken,
         )
 
     def parts(
@@ -684,7 +675,8 @@ class _Setting:
     ) -> tuple[WholeJob, FailingWorkers | None]:
         """What stops all, and what stops one worker, where rates are `factor` times those given."""
         failures, trained = self.failures, self.trained
-        rates = _rates(failures, factor)
+        times = {part: getattr(failures, part) for part in PARTS}
+        rates = Rates(**{part: factor / time if time else 0.0 for part, time in times.items()})
         switches = _of(trained.gpus, failures.gpus_per_switch)
         total, taken = rates.of(trained.gpus, trained.nodes, switches), rates.preemption
         taken *= trained.nodes
@@ -771,21 +763,6 @@ def _best(
     # copies on notice make others rarer: never rarer than ten mean times between failures
     bounds = (math.log(least), max(math.log(10 / rate), math.log(2 * least)))
     return math.exp(float(minimize_scalar(lost, bounds=bounds, method="bounded").x))
-
-
-def _rates(failures: Failures, factor: float) -> Rates:
-    """Failures per second of each part."""
-
-    def of(time: Seconds | None) -> float:
-        return factor / time if time else 0.0
-
-    return Rates(
-        gpu=of(failures.gpu),
-        node=of(failures.node),
-        switch=of(failures.switch),
-        job=of(failures.job),
-        preemption=of(failures.preemption),
-    )
 
 
 def _of(gpus: int, per_switch: int | None) -> int:

@@ -151,7 +151,7 @@ def machine(cluster: Cluster, computing: float = 1.0) -> Machine:
     assert cluster.pue is not None
     cards = min(cluster.gpus_per_node, math.ceil(cluster.inter.bandwidth / _KNOWN_SPEED))
     share = cluster.inter.bandwidth / cards
-    speed = next((one for one in _SPEEDS if one >= share * (1 - 1e-9)), _SPEEDS[-1])
+    speed = next((sold for sold in _SPEEDS if sold >= share * (1 - 1e-9)), _SPEEDS[-1])
     return Machine(
         gpus=layout.world_size,
         nodes=layout.nodes,
@@ -192,8 +192,8 @@ def network_of(costs: Costs, bought: Machine) -> Network:
     nodes = bought.nodes // bought.sites
     if nodes == 1:
         return Network()
-    one = fat_tree(nodes * bought.ports, costs.switch_ports)
-    return Network(tuple(n * bought.sites for n in one.tiers), one.links * bought.sites)
+    of_site = fat_tree(nodes * bought.ports, costs.switch_ports)
+    return Network(tuple(n * bought.sites for n in of_site.tiers), of_site.links * bought.sites)
 
 
 def ownership(costs: Costs, bought: Machine, years: float, utilization: float) -> Ownership:
@@ -246,7 +246,7 @@ def ownership(costs: Costs, bought: Machine, years: float, utilization: float) -
 def _units() -> Mapping[str, Any]:
     """The unit of every field of `Costs`."""
     hints = get_type_hints(Costs, include_extras=True)
-    return {one.name: get_args(hints[one.name])[1].unit for one in fields(Costs)}
+    return {field.name: get_args(hints[field.name])[1].unit for field in fields(Costs)}
 
 
 def numbers(cluster: Cluster, changes: Mapping[str, str], rent: Rate) -> dict[str, Rate]:
@@ -255,7 +255,7 @@ def numbers(cluster: Cluster, changes: Mapping[str, str], rent: Rate) -> dict[st
     `changes` are a user's: `electricity` may be the name of a region. They have no range. Raises
     OptionError for unknown names, and where the price of a node is not known.
     """
-    known = dict(rates("ownership"))
+    published = dict(rates("ownership"))
     settable = [f"own.{name}" for name in _units() if name != "rent"]
     for name in changes:
         if f"own.{name}" not in settable:
@@ -263,31 +263,31 @@ def numbers(cluster: Cluster, changes: Mapping[str, str], rent: Rate) -> dict[st
     region = changes.get("electricity", REGION)
     if region in rates("electricity"):
         changes = {name: text for name, text in changes.items() if name != "electricity"}
-        known["electricity"] = rates("electricity")[region]
+        published["electricity"] = rates("electricity")[region]
     elif region.strip()[:1].isalpha():
         regions = nearest(region, rates("electricity"))
         raise OptionError(
             f"unknown region {region!r}; {regions} (a price: --set own.electricity='0.08 USD/kWh')"
         )
-    own = {
+    changed = {
         name: Rate(name=name, value=text, date="", source="set by the user")
         for name, text in changes.items()
     }
     node = node_of(cluster)
-    given = ({"node": node} if node else {}) | known | {"rent": rent} | own
-    if "node" not in given:
+    chosen = ({"node": node} if node else {}) | published | {"rent": rent} | changed
+    if "node" not in chosen:
         raise OptionError(
             f"no price of a node of {cluster.gpu.name} is known; give what one GPU costs with its"
             " part of a node, --set own.node='36000 USD'"
         )
-    return {name: given[name] for name in _units()}
+    return {name: chosen[name] for name in _units()}
 
 
 def node_of(cluster: Cluster) -> Rate | None:
     """The price of a GPU of a cluster with its part of a node, if one is known."""
-    known = rates("nodes").items()
+    prices = rates("nodes").items()
     return next(
-        (rate for key, rate in known if read("gpus", key)["name"] == cluster.gpu.name), None
+        (rate for key, rate in prices if read("gpus", key)["name"] == cluster.gpu.name), None
     )
 
 
@@ -299,22 +299,22 @@ def amount(name: str, text: str) -> float:
         raise OptionError(f"own.{name}: {error}") from None
 
 
-def costs_of(given: Mapping[str, Rate]) -> Costs:
+def costs_of(chosen: Mapping[str, Rate]) -> Costs:
     """The values of these numbers. Raises OptionError for what is none."""
-    values: dict[str, Any] = {name: amount(name, rate.value) for name, rate in given.items()}
+    values: dict[str, Any] = {name: amount(name, rate.value) for name, rate in chosen.items()}
     return Costs(**values)
 
 
-def moved(costs: Costs, given: Mapping[str, Rate]) -> dict[str, tuple[Costs, Costs]]:
+def moved(costs: Costs, chosen: Mapping[str, Rate]) -> dict[str, tuple[Costs, Costs]]:
     """By number with a range: the costs at its low and at its high end, all others as they are."""
 
-    def at(name: str, text: str) -> Costs:
+    def with_value(name: str, text: str) -> Costs:
         change: dict[str, Any] = {name: amount(name, text)}
         return replace(costs, **change)
 
     return {
-        name: (at(name, rate.low), at(name, rate.high))
-        for name, rate in given.items()
+        name: (with_value(name, rate.low), with_value(name, rate.high))
+        for name, rate in chosen.items()
         if rate.low is not None and rate.high is not None
     }
 

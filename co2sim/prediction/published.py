@@ -17,7 +17,6 @@ from pydantic import (
 
 from co2sim.common import files
 from co2sim.common.errors import CatalogError, Co2simError, OptionError, given
-from co2sim.common.files import text_of
 from co2sim.common.validation import first_problem
 from co2sim.models.framework import AttentionKernel, Checkpointing, Loss, recomputation
 from co2sim.prediction.case import Case
@@ -172,12 +171,7 @@ def read_cells(path: Path) -> list[AnyCell]:
 
     Raises CatalogError, with file, cell and key, when the file is no results file.
     """
-    try:
-        tree = files.toml(text_of(path))
-    except OSError as error:
-        raise CatalogError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:  # no TOML, or no text
-        raise CatalogError(f"{path} holds no published cells: {error}") from error
+    tree = files.toml_file(path)
     try:
         return _ResultsFile.model_validate(tree).cell
     except ValidationError as error:
@@ -268,12 +262,7 @@ def read_speeds(path: Path) -> list[RunCell]:
 
 def read_paper(path: Path) -> tuple[dict[str, Any], Simulation | None]:
     """All that a `paper.toml` says, and its `[simulation]`, if it has one. Raises CatalogError."""
-    try:
-        about = files.toml(text_of(path))
-    except OSError as error:
-        raise CatalogError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise CatalogError(f"cannot read {path}: {error}") from error
+    about = files.toml_file(path)
     if "simulation" not in about:
         return about, None
     try:

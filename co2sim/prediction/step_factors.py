@@ -1,7 +1,7 @@
 """Speed and learning in one answer: how many steps a method needs for each one of DDP.
 
 Pure functions over results. A user's own factors come first. Of models with 10 million parameters
-and more the factor is that of published losses (`published_factors`), of smaller ones that of
+and more the factor is that of published losses (`factor_of_training`), of smaller ones that of
 co2sim/catalog/step_factors.toml, which says how it was measured.
 """
 
@@ -15,7 +15,6 @@ from co2sim.catalog.facts import read_table
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.units import Seconds, counted
 from co2sim.common.validation import above, between, whole
-from co2sim.prediction import published_factors
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Layout
@@ -143,15 +142,15 @@ class Goal:
         if self.steps is not None:
             steps = whole("steps of ddp to the loss", self.steps, 1, _MAX_STEPS)
             object.__setattr__(self, "steps", steps)
-        found: dict[str, float] = {}
+        named: dict[str, float] = {}
         for text, factor in self.factors.items():
             strategy = parse(text)
             name = strategy.name if text.strip() == strategy.name else title(strategy)
             what = f"the steps factor of {name}"
-            if name in found:
+            if name in named:
                 raise OptionError(f"{what} is given twice")
-            found[name] = between(what, above(what, factor, 0), 0, _MAX_FACTOR)
-        object.__setattr__(self, "factors", found)
+            named[name] = between(what, above(what, factor, 0), 0, _MAX_FACTOR)
+        object.__setattr__(self, "factors", named)
 
 
 NO_GOAL = Goal()
@@ -162,57 +161,57 @@ def step_factor(strategy: str, scale: Scale, goal: Goal = NO_GOAL) -> StepFactor
 
     1 for what makes the steps of DDP; None for what was neither published nor measured.
     """
-    known = _parsed(strategy)
-    name = _stated(strategy, known, goal)
+    method = _parsed(strategy)
+    name = _stated(strategy, method, goal)
     if name is not None:
         return _certain(goal.factors[name], _GIVEN)
-    if known is not None and not isinstance(known, LocalSteps):
+    if method is not None and not isinstance(method, LocalSteps):
         return _certain(1.0, "its steps are those of ddp")
-    if known is None or "auto" in {known.tau, getattr(known, "delay", None)}:
+    if method is None or "auto" in {method.tau, getattr(method, "delay", None)}:
         return None  # not ours, or not yet a method
-    return _of_local_updates(known, scale)
+    return _of_local_updates(method, scale)
 
 
-def _stated(strategy: str, known: Any, goal: Goal) -> str | None:
+def _stated(strategy: str, method: Any, goal: Goal) -> str | None:
     """The name by which the goal states the factor of a strategy, the narrowest of several.
 
     A strategy whose "auto" options became numbers is also named as it was before.
     """
     if strategy in goal.factors:
         return strategy
-    for name in goal.factors if isinstance(known, CO2) else ():
-        asked = parse(name)
-        if name != asked.name and isinstance(asked, CO2) and "auto" in {asked.tau, asked.delay}:
-            chosen = [option for option in ("tau", "delay") if getattr(asked, option) == "auto"]
-            chosen += ["fragments"] if asked.delay == "auto" and asked.fragments is None else []
-            if asked == replace(known, **{option: getattr(asked, option) for option in chosen}):
+    for name in goal.factors if isinstance(method, CO2) else ():
+        stated = parse(name)
+        if name != stated.name and isinstance(stated, CO2) and "auto" in {stated.tau, stated.delay}:
+            chosen = [option for option in ("tau", "delay") if getattr(stated, option) == "auto"]
+            chosen += ["fragments"] if stated.delay == "auto" and stated.fragments is None else []
+            if stated == replace(method, **{option: getattr(stated, option) for option in chosen}):
                 return name
-    return known.name if known and known.name in goal.factors else None
+    return method.name if method and method.name in goal.factors else None
 
 
-def _of_local_updates(known: Any, scale: Scale) -> StepFactor | None:
+def _of_local_updates(method: Any, scale: Scale) -> StepFactor | None:
     """The factor of workers with a number of local steps: published, or measured."""
-    if scale.workers == 1 and known.name != "diloco":
+    if scale.workers == 1 and method.name != "diloco":
         return _certain(1.0, "one worker averages with none; its outer step is not counted")
-    toy = _toy(known)
+    toy = _toy(method)
     if scale.parameters is None or scale.workers is None:
         said = "the size of this model is not known"
         return toy and replace(toy, source=f"{toy.source}; {said}")
     if scale.parameters < _TOY and scale.workers > 1:
         return toy
-    return _published(known, scale.parameters, scale.workers, toy)
+    return _published(method, scale.parameters, scale.workers, toy)
 
 
 def _certain(factor: float, source: str) -> StepFactor:
     return StepFactor(factor=factor, source=source, low=factor, high=factor)
 
 
-def _toy(known: Any) -> StepFactor | None:
+def _toy(method: Any) -> StepFactor | None:
     """The factor that was measured with a toy, at the nearest tau."""
-    alike = [entry for entry in _entries() if _kind(_measured(entry["strategy"])) == _kind(known)]
+    alike = [entry for entry in _entries() if _kind(_measured(entry["strategy"])) == _kind(method)]
     if not alike:
         return None
-    entry = min(alike, key=lambda entry: (_distance(known, entry["strategy"]), -entry["steps"]))
+    entry = min(alike, key=lambda entry: (_distance(method, entry["strategy"]), -entry["steps"]))
     conditions = (
         f"a GPT of {entry['parameters']:,} parameters, {entry['workers']} workers,"
         f" {entry['steps']} steps"
@@ -224,31 +223,33 @@ def _toy(known: Any) -> StepFactor | None:
 
 
 def _published(
-    known: Any, parameters: int, workers: int, toy: StepFactor | None
+    method: Any, parameters: int, workers: int, toy: StepFactor | None
 ) -> StepFactor | None:
     """The factor of a model that is no toy.
 
     Only of DiLoCo losses were found for such models. The others get its factor, with a range that
     ends with what their own toy needed; None for those that have none.
     """
-    steps, late = round_steps(known), _wait(known) > _SOON
-    own = known.name == "diloco"
-    if not own and toy is None:
+    steps, late = round_steps(method), _wait(method) > _SOON
+    is_diloco = method.name == "diloco"
+    if not is_diloco and toy is None:
         return None
-    found = published_factors.of_training(parameters, workers, steps, late=late)
-    source, low, high = published_factors.basis(), found.low, found.high
+    of_diloco = factor_of_training(parameters, workers, steps, late=late)
+    source, low, high = _basis(), of_diloco.low, of_diloco.high
     if late:
         source += "; used a round late: arXiv 2502.12996"
-        low = published_factors.of_training(parameters, workers, steps).low
-    if toy is not None and (late or not own):
+        low = factor_of_training(parameters, workers, steps).low
+    if toy is not None and (late or not is_diloco):
         high = max(high, toy.factor)
         source += f"; the high end is {toy.measured} of {toy.source}"
-    if not own:
-        source = f"no losses of large models with {known.name} are published: this is from {source}"
-        source += f"; at least 1, as the outer step of {known.name} is not that of DiLoCo"
-    factor = found.factor if own else max(1.0, found.factor)
+    if not is_diloco:
+        source = (
+            f"no losses of large models with {method.name} are published: this is from {source}"
+        )
+        source += f"; at least 1, as the outer step of {method.name} is not that of DiLoCo"
+    factor = of_diloco.factor if is_diloco else max(1.0, of_diloco.factor)
     high = max(high, factor)
-    return StepFactor(factor=factor, source=source, low=low, high=high, beyond=found.beyond)
+    return StepFactor(factor=factor, source=source, low=low, high=high, beyond=of_diloco.beyond)
 
 
 def _wait(strategy: Any) -> int:
@@ -266,10 +267,10 @@ def to_loss(result: Result, goal: Goal) -> ToLoss | None:
     """
     if goal.steps is None:
         raise OptionError("the goal has no steps; give those after which ddp has the loss")
-    found = step_factor(result.strategy, scale_of(result), goal)
-    if found is None:
+    factor = step_factor(result.strategy, scale_of(result), goal)
+    if factor is None:
         return None
-    steps = goal.steps * found.factor
+    steps = goal.steps * factor.factor
     price = result.cost_per_billion_tokens
     tokens = steps * result.tokens_per_gpu_per_step * result.gpus
     return ToLoss(
@@ -277,7 +278,7 @@ def to_loss(result: Result, goal: Goal) -> ToLoss | None:
         time_s=steps * result.step_time_s,
         cost=None if price is None else price * tokens / 1e9,
         currency=result.currency,
-        factor=found,
+        factor=factor,
     )
 
 
@@ -285,8 +286,8 @@ def to_dict(result: Result, goal: Goal) -> dict[str, Any]:
     """A result as plain values for JSON, with `to_loss` (None: not known) if the goal has steps."""
     if goal.steps is None:
         return result.to_dict()
-    found = to_loss(result, goal)
-    return result.to_dict() | {"to_loss": None if found is None else asdict(found)}
+    reached = to_loss(result, goal)
+    return result.to_dict() | {"to_loss": None if reached is None else asdict(reached)}
 
 
 def local_updates(strategies: Iterable[str]) -> bool:
@@ -301,44 +302,44 @@ def remark(trainings: Iterable[tuple[str, Scale]], goal: Goal = NO_GOAL) -> str:
     by_name: dict[str, list[tuple[Scale, StepFactor]]] = {}
     example = ""
     for strategy, scale in dict.fromkeys(trainings):
-        known = _parsed(strategy)
-        if not isinstance(known, LocalSteps):
+        method = _parsed(strategy)
+        if not isinstance(method, LocalSteps):
             continue
-        example = example or known.name
-        found = step_factor(strategy, scale, goal)
-        if found is None:
-            others.setdefault(_kind(known), f"{strategy}: not measured")
-        elif found.source == _GIVEN:
-            name = _stated(strategy, known, goal) or known.name
-            others[name] = f"{name}: {found.factor:g} ({_GIVEN})"
+        example = example or method.name
+        factor = step_factor(strategy, scale, goal)
+        if factor is None:
+            others.setdefault(_kind(method), f"{strategy}: not measured")
+        elif factor.source == _GIVEN:
+            name = _stated(strategy, method, goal) or method.name
+            others[name] = f"{name}: {factor.factor:g} ({_GIVEN})"
         else:
-            by_name.setdefault(found.measured or strategy, []).append((scale, found))
+            by_name.setdefault(factor.measured or strategy, []).append((scale, factor))
     for name, all_found in by_name.items():
         for said, source in _told(name, all_found):
             sources.setdefault(source, {})[said] = None
-    told = [f"{', '.join(said)} ({source})" for source, said in sources.items()]
-    if not told and not others:
+    sentences = [f"{', '.join(said)} ({source})" for source, said in sources.items()]
+    if not sentences and not others:
         return ""
     return (
         "a step of local updates is not worth a step of ddp; steps to the same loss, ddp = 1:"
-        f" {'; '.join([*told, *others.values()])}; --steps-factor {example}=1.3 sets your own"
+        f" {'; '.join([*sentences, *others.values()])}; --steps-factor {example}=1.3 sets your own"
     )
 
 
 def _told(name: str, all_found: Sequence[tuple[Scale, StepFactor]]) -> Iterator[tuple[str, str]]:
     """The least and the most factor of a strategy from each source, and the source."""
     by_source: dict[str, list[tuple[Scale, StepFactor]]] = {}
-    for scale, found in all_found:
-        by_source.setdefault(found.source, []).append((scale, found))
+    for scale, factor in all_found:
+        by_source.setdefault(factor.source, []).append((scale, factor))
     for source, group in by_source.items():
-        ends = sorted(group, key=lambda one: one[1].factor)
+        ends = sorted(group, key=lambda pair: pair[1].factor)
         said = []
-        for scale, found in dict.fromkeys((ends[0], ends[-1])):
-            text = str(found)
-            if found.measured is None and not found.certain:
+        for scale, factor in dict.fromkeys((ends[0], ends[-1])):
+            text = str(factor)
+            if factor.measured is None and not factor.certain:
                 text += f" with {counted(scale.workers or 0, 'worker')}"
-            if found.beyond:
-                text += f", though no published training had {' or '.join(found.beyond)}"
+            if factor.beyond:
+                text += f", though no published training had {' or '.join(factor.beyond)}"
             said.append(text)
         yield f"{name}: {' to '.join(dict.fromkeys(said))}", source
 
@@ -365,11 +366,11 @@ def _kind(strategy: Any) -> tuple[str, int, bool, bool, int]:
     return strategy.name, getattr(strategy, "staleness", 1), late, parts, previews
 
 
-def _distance(one: Any, measured: str) -> tuple[float, ...]:
+def _distance(method: Any, measured: str) -> tuple[float, ...]:
     """Between taus, by their ratio; then between delays, and what is done with late averages."""
     other: Any = _measured(measured)
-    ratio = abs(math.log(round_steps(one) / round_steps(other)))
-    pairs = zip(_lateness(one), _lateness(other), strict=True)
+    ratio = abs(math.log(round_steps(method) / round_steps(other)))
+    pairs = zip(_lateness(method), _lateness(other), strict=True)
     return ratio, *(abs(mine - theirs) for mine, theirs in pairs)
 
 
@@ -382,3 +383,78 @@ def _lateness(strategy: Any) -> tuple[float, float, float]:
 @cache
 def _entries() -> tuple[Mapping[str, Any], ...]:
     return tuple(read_table("step_factors")["factor"])
+
+
+# --- published losses, for a size of the model and a number of workers ----------------------------
+
+FAR = 4.0
+"""A size is beyond the published ones if it is this many times larger or smaller."""
+
+_DEVIATIONS = 2.0
+"""Half a range in standard deviations; twice that beyond what is published."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedFactor:
+    """A step factor by published losses, its range, and in what it is beyond them."""
+
+    factor: float
+    low: float
+    high: float
+    beyond: tuple[str, ...]
+
+
+def factor_of_training(
+    parameters: int, workers: int, tau: int, *, late: bool = False
+) -> PublishedFactor:
+    """The factor of DiLoCo by the law of the published losses.
+
+    Rounds shorter than the published ones count as these, and sizes beyond the published ones as
+    the nearest of them: that the factor falls with the size is not extrapolated. `late` averages
+    are used a round later.
+    """
+    law = published_losses()["law"]
+    smallest, largest = law["sizes"]
+    shortest, longest = law["taus"]
+    logarithm = (
+        law["constant"]
+        + law["workers"] * math.log(workers)
+        + law["tau"] * math.log(max(tau, shortest) / shortest)
+        + law["parameters"] * math.log(min(max(parameters, smallest), largest) / 1e9)
+        + (math.log(law["late"]) if late else 0.0)
+    )
+    beyond = []
+    if not smallest / FAR <= parameters <= largest * FAR:
+        beyond.append(f"{_short(parameters)} parameters")
+    if workers > law["most_workers"]:
+        beyond.append(f"{workers} workers")
+    if tau > longest:
+        beyond.append(f"tau={tau}")
+    elif tau < shortest:
+        beyond.append(f"tau={tau} (the factor is that of tau={shortest})")
+    width = _DEVIATIONS * law["deviation"] * (2 if beyond else 1)
+    ends = math.exp(logarithm - width), math.exp(logarithm + width)
+    return PublishedFactor(math.exp(logarithm), *ends, tuple(beyond))
+
+
+def _basis() -> str:
+    """What the law rests on, as a text."""
+    law = published_losses()["law"]
+    smallest, largest = map(_short, law["sizes"])
+    shortest, longest = law["taus"]
+    return (
+        f"published losses of DiLoCo with {smallest} to {largest} parameters, 1 to"
+        f" {law['most_workers']} workers, tau {shortest} to {longest}: arXiv 2503.09799, 2501.18512"
+    )
+
+
+def published_losses() -> Mapping[str, Any]:
+    """Those of co2sim/catalog/published_step_factors.toml, and the law that is fitted to them."""
+    return read_table("published_step_factors")
+
+
+def _short(parameters: float) -> str:
+    """A number of parameters in millions or billions."""
+    if parameters >= 1e9:  # noqa: PLR2004
+        return f"{parameters / 1e9:.3g} billion"
+    return f"{parameters / 1e6:.3g} million"

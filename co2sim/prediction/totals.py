@@ -143,24 +143,24 @@ def totals_of(case: Case, result: Result, tokens: float, goal: Goal = NO_GOAL) -
         return totals(result, sized, tokens, goal)
     from co2sim.prediction.goodput import goodput_of  # noqa: PLC0415 - scipy, only when needed
 
-    found = goodput_of(result, cluster, model, optimizer=case.optimizer)
-    assert found is not None
-    return totals(result, sized, tokens, goal, found.useful, (found.low, found.high))
+    share = goodput_of(result, cluster, model, optimizer=case.optimizer)
+    assert share is not None
+    return totals(result, sized, tokens, goal, share.useful, (share.low, share.high))
 
 
-def knee(found: Sequence[Totals]) -> int:
+def knee(options: Sequence[Totals]) -> int:
     """The place of the best trade of days against money: the least product of both.
 
     Any other option gains less of one, as a factor, than it loses of the other. Like the
     energy-delay product of circuits (Gonzalez and Horowitz, IEEE JSSC 31(9), 1996), it depends on
     no unit and on no other option. GPU-hours stand for money where nothing has a price.
     """
-    return min(range(len(found)), key=lambda place: found[place].days * spent(found[place]))
+    return min(range(len(options)), key=lambda index: options[index].days * spent(options[index]))
 
 
-def spent(one: Totals) -> float:
+def spent(option: Totals) -> float:
     """Money, or GPU-hours where there is no price."""
-    return one.gpu_hours if one.cost is None else one.cost
+    return option.gpu_hours if option.cost is None else option.cost
 
 
 def result_to_dict(case: Case, result: Result, goal: Goal, tokens: float | None) -> dict[str, Any]:
@@ -171,10 +171,10 @@ def result_to_dict(case: Case, result: Result, goal: Goal, tokens: float | None)
     values = step_factors.to_dict(result, goal)
     if tokens is None:
         return values
-    found = totals_of(case, result, tokens, goal)
-    if found is None:
+    needed = totals_of(case, result, tokens, goal)
+    if needed is None:
         return values | {"totals": None}
-    return values | {"totals": {**asdict(found), "basis": [asdict(fact) for fact in basis(case)]}}
+    return values | {"totals": {**asdict(needed), "basis": [asdict(fact) for fact in basis(case)]}}
 
 
 def basis(case: Case) -> tuple[Fact, ...]:
@@ -209,11 +209,11 @@ def _ends(
 
     Where only one of the two has a range, the other counts as exact.
     """
-    found: list[float | None] = []
+    ends: list[float | None] = []
     for time, end in zip(times, rates, strict=True):
         if value is None or (time is None and end is None):
-            found.append(None)
+            ends.append(None)
         else:
             scale = 1.0 if end is None or not rate else end / rate
-            found.append(value * (1.0 if time is None else time) * scale)
-    return {f"{name}_low": found[0], f"{name}_high": found[1]}
+            ends.append(value * (1.0 if time is None else time) * scale)
+    return {f"{name}_low": ends[0], f"{name}_high": ends[1]}

@@ -112,60 +112,60 @@ def _verdict(
     other = _synchronous(result, others)
     if other is None:
         other = _simulated(case, result, strategy, simulate)
-    found = step_factor(result.strategy, scale_of(result), goal)
+    needed = step_factor(result.strategy, scale_of(result), goal)
     line, untrainable = python_line(strategy)
     ratio = None if other is None else other.step_time_s / result.step_time_s
     sooner, certain = None, False
-    if other is not None and found is not None:
+    if other is not None and needed is not None:
         base = step_factor(other.strategy, scale_of(other), goal)
         if base is not None and base.factor != 1:  # a user says so
-            found = replace(
-                found,
-                factor=found.factor / base.factor,
-                low=found.low / base.factor,
-                high=None if found.high is None else found.high / base.factor,
+            needed = replace(
+                needed,
+                factor=needed.factor / base.factor,
+                low=needed.low / base.factor,
+                high=None if needed.high is None else needed.high / base.factor,
             )
-        sooner, certain = _judged(result, other, found)
+        sooner, certain = _judged(result, other, needed)
     return Verdict(
         strategy=result.strategy,
         against=None if other is None else other.strategy,
         against_fits=other is not None and other.fits_in_memory,
         step_time_ratio=ratio,
-        factor=found.factor if found else None,
-        low=found.low if found else None,
-        high=found.high if found else None,
+        factor=needed.factor if needed else None,
+        low=needed.low if needed else None,
+        high=needed.high if needed else None,
         sooner=sooner,
         certain=certain,
-        source=found.source if found else "neither published nor measured",
+        source=needed.source if needed else "neither published nor measured",
         python=line,
         untrainable=untrainable,
     )
 
 
-def _judged(result: Result, other: Result, found: StepFactor) -> tuple[float, bool]:
+def _judged(result: Result, other: Result, factor: StepFactor) -> tuple[float, bool]:
     """By how much it is faster to the loss, and whether the sign of that is certain."""
     ratio = other.step_time_s / result.step_time_s
-    sooner = ratio / found.factor - 1
-    end = found.low if sooner < 0 else found.high
+    sooner = ratio / factor.factor - 1
+    end = factor.low if sooner < 0 else factor.high
     return sooner, end is not None and (end < ratio if sooner >= 0 else end >= ratio)
 
 
-def _comparable(one: Result, other: Result) -> bool:
-    batches = [r.gpus * r.tokens_per_gpu_per_step for r in (one, other)]
-    same = (one.gpus, one.cluster, one.model) == (other.gpus, other.cluster, other.model)
+def _comparable(result: Result, other: Result) -> bool:
+    batches = [r.gpus * r.tokens_per_gpu_per_step for r in (result, other)]
+    same = (result.gpus, result.cluster, result.model) == (other.gpus, other.cluster, other.model)
     return same and math.isclose(*batches)
 
 
 def _synchronous(result: Result, others: Sequence[Result]) -> Result | None:
     """The fastest of those that were asked."""
-    found = [
+    alike = [
         other
         for other in others
-        if (known := _parsed(other)) is not None
-        and not isinstance(known, LocalSteps)
+        if (strategy := _parsed(other)) is not None
+        and not isinstance(strategy, LocalSteps)
         and _comparable(result, other)
     ]
-    fitting = [other for other in found if other.fits_in_memory]
+    fitting = [other for other in alike if other.fits_in_memory]
     return min(fitting, key=lambda other: other.step_time_s, default=None)
 
 
@@ -176,9 +176,9 @@ def _simulated(
     inside = "ddp" if strategy.worker == "gpu" else strategy.inner or "zero2"
     tried = replace(case, strategy=inside)
     try:
-        found = simulate(tried)
-        if not _comparable(result, found):
-            found = simulate(
+        inner = simulate(tried)
+        if not _comparable(result, inner):
+            inner = simulate(
                 replace(
                     tried,
                     global_batch=None,
@@ -188,7 +188,7 @@ def _simulated(
             )
     except Co2simError:  # such as more GPUs than it can divide anything over
         return None
-    return found if _comparable(result, found) else None
+    return inner if _comparable(result, inner) else None
 
 
 _CLASSES: dict[type, str] = {
@@ -202,6 +202,8 @@ _CLASSES: dict[type, str] = {
 """The algorithm of `realrun.algorithms` that trains by a strategy."""
 _LATE = ("keep", "predict", "fragments", "preview")
 """Options of CO2 that are those of a LateAverage."""
+_WHEN = ("fragments", "delay", "staleness")
+"""Options of the others that say when averages are used."""
 _UNTRAINABLE = {
     "average": "every rank averages its share",
     "scale_block": "blocks of quantized averages have their own size",
@@ -214,21 +216,21 @@ def python_line(strategy: Any) -> tuple[str | None, str]:
     name = _CLASSES.get(type(strategy))
     if name is None:
         return None, "no algorithm of realrun.algorithms is this strategy"
-    options = {one.name: getattr(strategy, one.name) for one in fields(strategy)}
-    changed = {one.name for one in fields(strategy) if options[one.name] != one.default}
+    options = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
+    changed = {field.name for field in fields(strategy) if options[field.name] != field.default}
     for option, why in _UNTRAINABLE.items():
         if option in changed:
             return None, f"{option}={options[option]} is not trained: {why}"
     if strategy.dtype is DType.FP16:
         return None, "dtype=fp16 is not trained: averages travel as fp32, bf16, int8 or int4"
     kept = {"tau": options["tau"]}
-    late = {one: options[one] for one in _LATE if one in changed}
+    late = {option: options[option] for option in _LATE if option in changed}
     if isinstance(strategy, CO2):
-        given = _arguments({"delay": strategy.delay, **late})
-        kept["delay"] = f"LateAverage({given})" if late else strategy.delay
+        arguments = _arguments({"delay": strategy.delay, **late})
+        kept["delay"] = f"LateAverage({arguments})" if late else strategy.delay
     else:
-        kept |= {one: options[one] for one in ("fragments", "delay", "staleness") if one in changed}
-    kept |= {one: f'"{options[one]}"' for one in ("worker", "dtype") if one in changed}
+        kept |= {option: options[option] for option in _WHEN if option in changed}
+    kept |= {option: f'"{options[option]}"' for option in ("worker", "dtype") if option in changed}
     inside = f"  # {strategy.inner or 'zero2'} inside of a {strategy.worker}"
     line = f"{name}(model, optimizer, {_arguments(kept)})"
     return line + (inside if strategy.worker != "gpu" else ""), ""

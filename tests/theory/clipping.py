@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from analysis.convergence import bound, clipping
 from analysis.convergence.bound import Bound, Infeasible
-from analysis.convergence.problems import Array, Problem
-from analysis.convergence.setting import Late, RunSize, Setting, size_of, variants_of
+from analysis.convergence.setting import Array, Late, RunSize, Setting, size_of, variants_of
 from analysis.convergence.simulate import run
 from theory.cells import Cells, Check, table
-from theory.problems import Pieces, same
+from theory.problems import Known, Pieces, same
 
 THEOREMS = ("residual", "running residual", "clipped noise", "clipped gradients")
 """The bounds that must hold: of any clip by its residual, or by its running mean, and a priori."""
@@ -140,7 +139,7 @@ class Jumps:
     With sigma^2 = `noise` it is up by `jump`, else down by noise/jump.
     """
 
-    problem: Problem
+    problem: Known
     noise: Array
     jump: Array
     largest: float = 0.0

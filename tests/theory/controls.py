@@ -7,8 +7,7 @@ from itertools import product
 import numpy as np
 from scipy.optimize import nnls
 
-from analysis.convergence.problems import Array
-from analysis.convergence.setting import RunSize, variants
+from analysis.convergence.setting import Array, RunSize, variants
 from analysis.convergence.simulate import run
 from theory.cells import Cells, Check, table
 from theory.oracle import SCORE, MomentsTask, exact, scores

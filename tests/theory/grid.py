@@ -10,13 +10,20 @@ import numpy as np
 
 from analysis.convergence import bound, clipping
 from analysis.convergence.bound import TERMS, Bound, Infeasible
-from analysis.convergence.problems import Array, Gaussian, Problem, Sampler
-from analysis.convergence.setting import Late, Setting, Variants, select, size_of, variants_of
-from analysis.convergence.simulate import run
+from analysis.convergence.setting import (
+    Array,
+    Late,
+    Setting,
+    Variants,
+    select,
+    size_of,
+    variants_of,
+)
+from analysis.convergence.simulate import Gaussian, Sampler, run
 from analysis.convergence.verify import margin
 from theory.cells import Cells, Check, table
 from theory.oracle import exact
-from theory.problems import AT_MINIMUM, FAMILIES, Logistic, Minibatches
+from theory.problems import AT_MINIMUM, FAMILIES, Known, Logistic, Minibatches
 
 _LEAST, _LEAST_LATE, _LEAST_LATE_QUICK = 3_000, 20_000, 2_000
 """Distinct configurations that the bound has to hold on."""
@@ -189,7 +196,7 @@ def _late_plan(tau: int, late: int, *, quick: bool) -> Iterator[Task]:
                 yield Task(family, 4, tau, rounds, 8 if quick else 12)
 
 
-def settings(problem: Problem, task: Task) -> Iterator[Setting]:
+def settings(problem: Known, task: Task) -> Iterator[Setting]:
     """The settings that run side by side; what is measured later is left out."""
     whole = Setting(
         smoothness=problem.smoothness,
@@ -256,7 +263,7 @@ def measure(task: Task) -> list[Row]:
     return rows
 
 
-def _rows(problem: Problem, chosen: Sequence[Setting], task: Task) -> list[Row]:
+def _rows(problem: Known, chosen: Sequence[Setting], task: Task) -> list[Row]:
     """Run settings side by side; what they met takes the place of what they were made with."""
     which = variants_of(chosen)
     if task.seeds:
@@ -284,9 +291,7 @@ def _rows(problem: Problem, chosen: Sequence[Setting], task: Task) -> list[Row]:
     return rows
 
 
-def _simulated(
-    problem: Problem, which: Variants, setting: Setting, task: Task
-) -> tuple[Array, ...]:
+def _simulated(problem: Known, which: Variants, setting: Setting, task: Task) -> tuple[Array, ...]:
     """A, its error, zeta^2 and sigma^2 by variant; every one of every cell has its own noise."""
     seeds = task.seeds
     sampler: Sampler = Gaussian(problem)

@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.convergence import exact_moments
-from analysis.convergence.exact_moments import LateSystem, Moments
-from analysis.convergence.problems import Array, Gaussian, Problem, Quadratic
-from analysis.convergence.setting import RunSize, Variants, select, variants
-from analysis.convergence.simulate import Simulation, run
+from analysis.convergence.setting import Array, RunSize, Variants, select, variants
+from analysis.convergence.simulate import Gaussian, Simulation, run
+from theory import exact_moments
 from theory.cells import Cells, Check
-from theory.problems import FAMILIES, same
+from theory.exact_moments import LateSystem, Moments
+from theory.problems import FAMILIES, Known, Quadratic, same
 
 IDENTITY = 1e-12
 """Largest relative error of the identities."""
@@ -189,7 +188,7 @@ def moments_plan(*, quick: bool) -> Iterator[MomentsTask]:
             yield MomentsTask(family, 3, tau, 24, 1000 if quick else 4000, late=late)
 
 
-def exact(problem: Problem, which: Variants, size: RunSize, *, spread: bool = False) -> Moments:
+def exact(problem: Known, which: Variants, size: RunSize, *, spread: bool = False) -> Moments:
     """The exact moments of a run on a quadratic."""
     assert isinstance(problem, Quadratic)
     oracle = exact_moments.late_exact if size.late_steps else exact_moments.exact

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,65 @@ from scipy.optimize import minimize
 from scipy.special import expit
 from sklearn import datasets
 
-from analysis.convergence.problems import Array, Cosine, Problem, Quadratic
+from analysis.convergence import simulate
+from analysis.convergence.setting import Array
+from analysis.convergence.simulate import Problem
+
+
+class Known(Problem, Protocol):
+    """A problem with the constants that the bound needs."""
+
+    @property
+    def smoothness(self) -> float:
+        """L: the largest Lipschitz constant of the gradients of the f_i."""
+
+    @property
+    def convex(self) -> bool:
+        """Whether every f_i is convex."""
+
+    @property
+    def most_spread(self) -> float | None:
+        """The largest `disagreement` anywhere; None where it is not bounded, or not known."""
+
+
+class Quadratic(simulate.Quadratic):
+    """With its constants."""
+
+    @property
+    def smoothness(self) -> float:
+        """L."""
+        return float(self.curvature.max())
+
+    @property
+    def convex(self) -> bool:
+        """Whether no curvature is negative."""
+        return bool((self.curvature >= 0).all())
+
+    @property
+    def most_spread(self) -> float | None:
+        """Zero for equal workers; else it grows with the distance."""
+        return None if self.heterogeneous else 0.0
+
+
+class Cosine(simulate.Cosine):
+    """With its constants."""
+
+    @property
+    def smoothness(self) -> float:
+        """L = the largest amplitude x frequency^2 + curvature."""
+        return float(self.amplitude.max()) * self.frequency**2 + self.curvature
+
+    @property
+    def convex(self) -> bool:
+        """Whether the parabola outweighs every wave."""
+        return float(self.amplitude.max()) * self.frequency**2 <= self.curvature
+
+    @property
+    def most_spread(self) -> float:
+        """The largest spread. Per coordinate it is convex in sin(frequency x): an end is worst."""
+        waves = (self.amplitude - self.amplitude.mean()) * self.frequency
+        ends = [((sign * waves + self.tilt) ** 2).mean(axis=0) for sign in (1, -1)]
+        return float(np.maximum(*ends).sum())
 
 
 @dataclass(frozen=True)
@@ -334,7 +392,7 @@ def _heights(workers: int) -> Array:
 
 _FLAT = np.zeros((1, 2))
 
-FAMILIES: dict[str, Callable[[int], Problem]] = {
+FAMILIES: dict[str, Callable[[int], Known]] = {
     "isotropic": lambda _: same(1.0, 1.0),
     "spread": lambda _: same(0.05, 0.2, 0.6, 1.0),
     "cosine": lambda _: Cosine(np.array([[0.5]]), _FLAT, np.array([2.0, -1.2]), 2.0, 0.2),

@@ -14,7 +14,6 @@ import pytest
 
 from analysis.convergence import bound
 from analysis.convergence.bound import Bound, Infeasible
-from analysis.convergence.problems import Problem
 from analysis.convergence.setting import Outcome, RunSize, Setting, Variants
 from analysis.convergence.simulate import run
 from theory import __main__ as command
@@ -22,7 +21,7 @@ from theory import clipping, controls, grid, oracle
 from theory.cells import Cells, Check
 from theory.clipping import MUTATIONS, Floor, Form, Genes, Tally
 from theory.grid import Row
-from theory.problems import Pieces
+from theory.problems import Known, Pieces
 
 slow = pytest.mark.slow
 
@@ -102,7 +101,7 @@ def test_too_little_evidence_is_none(rows: list[Row]) -> None:
 def test_a_wrong_oracle_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs that keep less than the oracle thinks do not fit it."""
 
-    def forgetful(problem: Problem, which: Variants, size: RunSize, **options: Any) -> Outcome:
+    def forgetful(problem: Known, which: Variants, size: RunSize, **options: Any) -> Outcome:
         return run(problem, replace(which, keep=0.1 * which.keep), size, **options)
 
     monkeypatch.setattr(oracle, "run", forgetful)
@@ -113,7 +112,7 @@ def test_a_wrong_oracle_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_gap_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The identity of a run with other options than it is told fails by far."""
 
-    def other(problem: Problem, which: Variants, size: RunSize, **options: Any) -> Outcome:
+    def other(problem: Known, which: Variants, size: RunSize, **options: Any) -> Outcome:
         return run(problem, replace(which, predict=np.array([0.4])), size, **options)
 
     monkeypatch.setattr(oracle, "run", other)

@@ -9,7 +9,7 @@ from commands import Command
 from simulated_record import measured
 
 from analysis.convergence import trends
-from analysis.published.papers import DATA_VARIABLE, PAPERS
+from analysis.published.runs import DATA_VARIABLE, PAPERS
 from realrun.record import write
 
 BOUND = "bound --smoothness 2 --noise 1 --gap 3 --workers 8 --rounds 10000 --local-steps 8"

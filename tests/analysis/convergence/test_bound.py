@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from analysis.convergence import bound, bound_report
 from analysis.convergence.bound import Bound, Infeasible
-from analysis.convergence.problems import Array
-from analysis.convergence.setting import Delay, Late, Setting, delay
+from analysis.convergence.setting import Array, Delay, Late, Setting, delay
 from co2sim.common.errors import OptionError
 
 SETTING = Setting(

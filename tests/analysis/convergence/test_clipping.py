@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from analysis.convergence import bound, clipping
 from analysis.convergence.bound import Bound, Infeasible
-from analysis.convergence.problems import Array
-from analysis.convergence.setting import Late, Setting
+from analysis.convergence.setting import Array, Late, Setting
 
 SETTING = Setting(
     smoothness=2.0,

@@ -8,13 +8,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.special import expit
-from theory.problems import FAMILIES, Minibatches, apart, breast_cancer, same
+from theory import exact_moments
+from theory.exact_moments import LateSystem
+from theory.problems import FAMILIES, Known, Minibatches, Quadratic, apart, breast_cancer, same
 
-from analysis.convergence import exact_moments
-from analysis.convergence.exact_moments import LateSystem
-from analysis.convergence.problems import Array, Problem, Quadratic, disagreement
-from analysis.convergence.setting import RunSize, Variants, variants
-from analysis.convergence.simulate import run
+from analysis.convergence.setting import Array, RunSize, Variants, variants
+from analysis.convergence.simulate import disagreement, run
 from analysis.convergence.trends import Batches, digits
 from co2sim.common.errors import OptionError
 
@@ -215,9 +214,7 @@ def test_problems_keep_their_constants(family: str, workers: int) -> None:
     check_smoothness(problem, tiled, each, rng)
 
 
-def check_smoothness(
-    problem: Problem, points: Array, each: Array, rng: np.random.Generator
-) -> None:
+def check_smoothness(problem: Known, points: Array, each: Array, rng: np.random.Generator) -> None:
     """No gradient changes faster than L, and one nearly as fast; convex ones are monotone."""
     fastest, signs = 0.0, []
     moves = [*np.eye(points.shape[-1])[:4], rng.normal(size=points.shape[-1])]

@@ -24,7 +24,7 @@ from analysis.measured.op_table import by_label
 from analysis.measured.page import page
 from analysis.published import page as published
 from analysis.published.cells import from_papers
-from analysis.published.errors import CellPrediction
+from analysis.published.predict import CellPrediction
 from analysis.published.report import ValidationReport, brief_report, render
 from co2sim.common.units import duration, percent
 from co2sim.report.html import render as rendered

@@ -21,11 +21,16 @@ from simulated_record import (
     slower_network,
 )
 
-from analysis.measured.attribution import Cause, attribute, interference
-from analysis.measured.comparison import RunComparison, changed, compare, summarise
+from analysis.measured.attribution import Cause, attribute, interference, split
+from analysis.measured.comparison import (
+    OrderError,
+    RunComparison,
+    changed,
+    compare,
+    order_errors,
+    summarise,
+)
 from analysis.measured.op_table import by_label, causes, labels
-from analysis.measured.order import OrderError, order_errors
-from analysis.measured.spans import split
 from co2sim.catalog import load_cluster
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Calls, Cluster, HostEffects, Link, TokenBucket

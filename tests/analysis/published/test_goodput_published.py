@@ -7,7 +7,7 @@ import pytest
 from commands import Command
 
 from analysis.published.goodput import Compared, Learners, compared, read
-from analysis.published.papers import PAPERS
+from analysis.published.runs import PAPERS
 from co2sim.common.errors import CatalogError
 
 

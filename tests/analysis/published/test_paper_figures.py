@@ -21,11 +21,11 @@ from places import GOLDEN
 
 from analysis.published import paper_figures as module
 from analysis.published.cells import Cell, Unpredicted, from_papers, unpredicted
-from analysis.published.errors import CellPrediction
 from analysis.published.figure_style import FORMATS, STYLE_FILE
 from analysis.published.paper_figures import PaperFigure, draw, paper_figures
-from analysis.published.papers import PAPERS
+from analysis.published.predict import CellPrediction
 from analysis.published.report import signed
+from analysis.published.runs import PAPERS
 from analysis.published.tables import from_csv, ratios
 
 KEYS = ("co2", "zeropp")

@@ -11,9 +11,8 @@ import pytest
 from places import GOLDEN, ROOT
 
 from analysis.published.cells import Cell, from_papers, run_kind, unpredicted
-from analysis.published.errors import validate
-from analysis.published.papers import PAPERS
-from analysis.published.predict import predict, result_of
+from analysis.published.predict import predict, result_of, validate
+from analysis.published.runs import PAPERS
 from analysis.published.tables import known_cells
 from co2sim.catalog import names
 from co2sim.common.errors import CatalogError, OptionError
@@ -83,7 +82,7 @@ def test_speeds_of_strategies_that_are_not_ours_are_left_out(tmp_path: Path) -> 
     [
         ("cell = 3", "[[cell]]"),
         ("cell = [3]", "cell 1: 3"),
-        ("[[cell", "no published cells"),
+        ("[[cell", "results.toml: "),
         (CELL.replace('"tokens_per_s"', '"speed"'), "quantity is 'speed'"),
         (CELL.replace("quantity", "quality"), "quantity is missing"),
         (CELL.replace("gpus", "gpu"), "gpus is missing"),

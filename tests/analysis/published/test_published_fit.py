@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from analysis.cli.app import app
 from analysis.published import calibrate, catalog_writer
 from analysis.published.cells import Cell, from_papers
-from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, tables_elsewhere
 from analysis.published.parameters import GROUPS, cluster_of, stated
 from analysis.published.predict import predict
+from analysis.published.runs import PAPERS, TABLES_ELSEWHERE, tables_elsewhere
 from analysis.published.tables import from_csv, known_cells
 from co2sim.common.errors import OptionError
 from co2sim.prediction.calibrations import CATALOG, RECORD, calibrations, record

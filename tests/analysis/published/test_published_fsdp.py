@@ -7,11 +7,16 @@ import numpy as np
 import pytest
 from places import GOLDEN
 
-from analysis.published import calibrate, errors
+from analysis.published import calibrate
 from analysis.published.cells import Cell, changed, with_constants
-from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, tables_elsewhere
 from analysis.published.parameters import GROUPS, stated
-from analysis.published.predict import predict, result_of
+from analysis.published.predict import (
+    CellPrediction,
+    predict,
+    result_of,
+    summaries_by_hardware,
+)
+from analysis.published.runs import PAPERS, TABLES_ELSEWHERE, tables_elsewhere
 from analysis.published.tables import from_csv, known_cells, ratios
 
 ROWS = GOLDEN / "fsdp-rows.csv"
@@ -100,8 +105,8 @@ def test_a_refit_of_a_linearised_model_is_the_refit(
 
 def test_errors_are_summed_up_by_gpu_and_by_nodes(cells: list[Cell]) -> None:
     """Every run counts for its GPU and for all, on its number of nodes and on any; ratios apart."""
-    rows = [errors.CellPrediction(cell, cell.published * 1.1) for cell in (*cells, *ratios(cells))]
-    found = errors.summaries_by_hardware(rows)
+    rows = [CellPrediction(cell, cell.published * 1.1) for cell in (*cells, *ratios(cells))]
+    found = summaries_by_hardware(rows)
     counts = {key[2:]: one.cells for key, one in found.items()}
     assert counts == {
         ("all", "all"): 6,

@@ -11,13 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from analysis.cli.app import app
-from analysis.published import diagnosis, errors, sensitivity
+from analysis.published import diagnosis, sensitivity
 from analysis.published.calibrate import root_of
 from analysis.published.cells import Cell, from_papers, with_strategy_options
-from analysis.published.papers import PAPERS, tables_elsewhere
 from analysis.published.parameters import GROUPS
-from analysis.published.predict import predict
+from analysis.published.predict import CellPrediction, predict, summaries, validate
 from analysis.published.report import ValidationReport, full_report, render, signed
+from analysis.published.runs import PAPERS, tables_elsewhere
 from co2sim.common.errors import OptionError
 
 CO2 = """method,network,tau,gpus,words_per_s,scalability_16_to_128,note
@@ -46,7 +46,7 @@ def report(request: pytest.FixtureRequest, cells: list[Cell]) -> ValidationRepor
     """All that the report shows: of CO2 and the smallest model of ZeRO++, and of all cells."""
     few = [c for c in cells if c.source == "co2" or (c.group and c.name.startswith("18B"))]
     chosen = few if request.param == "two" else cells
-    return full_report(errors.validate(chosen), chosen, PAPERS)
+    return full_report(validate(chosen), chosen, PAPERS)
 
 
 def the(cells: list[Cell], name: str) -> Cell:
@@ -121,9 +121,7 @@ def test_cells_that_share_an_error_are_found(cells: list[Cell]) -> None:
     """A label, or a pair, whose cells are all off by the same is named before any other."""
     cell = next(cell for cell in cells if cell.group == "v100-zeropp")
     rows = [
-        errors.CellPrediction(
-            replace(cell, published=1.0, labels={"a": a, "b": b, "n": n}), predicted
-        )
+        CellPrediction(replace(cell, published=1.0, labels={"a": a, "b": b, "n": n}), predicted)
         for a in "12"
         for b in "12"
         for n in "1234"
@@ -145,12 +143,12 @@ def test_mean_errors_do_not_rise(report: ValidationReport) -> None:
     _guard(report.rows)
 
 
-def _guard(rows: Sequence[errors.CellPrediction]) -> None:
+def _guard(rows: Sequence[CellPrediction]) -> None:
     assert rows
     stated_errors = tomllib.loads((PAPERS / "errors.toml").read_text())
     found = {
         (source, use): one.mape
-        for (source, use, strategy), one in errors.summaries(rows).items()
+        for (source, use, strategy), one in summaries(rows).items()
         if strategy == "all"
     }
     assert found.keys() == {(row.cell.source, row.cell.use) for row in rows}

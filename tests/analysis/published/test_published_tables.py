@@ -10,8 +10,8 @@ from commands import Command
 from places import GOLDEN
 
 from analysis.published.cells import Cell
-from analysis.published.papers import PAPERS
 from analysis.published.predict import predict
+from analysis.published.runs import PAPERS
 from analysis.published.tables import RATIOS, from_csv, further_cells, known_cells, ratios
 from co2sim.common.errors import CatalogError
 from co2sim.schedule.schedule import DType

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.published.papers import PAPERS
-from analysis.published.runs import TrainingRun, training_runs
+from analysis.published.runs import PAPERS, TrainingRun, training_runs
 from co2sim.catalog import names
 from co2sim.common.errors import CatalogError, OptionError
 
@@ -168,7 +167,7 @@ def test_a_run_without_a_cluster_is_no_case(runs: dict[tuple[str, int], Training
         ('file = "runs.csv"', 'file = "../runs.csv"', "../runs.csv"),
         ('file = "runs.csv"', 'file = "run.csv"', "cannot read"),
         ('file = "runs.csv"', 'fil = "runs.csv"', "file is missing"),
-        ("[runs]", "[runs", "cannot read"),
+        ("[runs]", "[runs", "paper.toml: "),
     ],
 )
 def test_what_is_wrong_is_one_line(toy: Path, old: str, new: str, words: str) -> None:

@@ -5,7 +5,7 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.published.papers import papers
+from analysis.published.runs import papers
 from co2sim import strategies
 from co2sim.models.architecture import Transformer, language_model, vision_transformer
 from co2sim.models.memory import activations, allocated, overhead

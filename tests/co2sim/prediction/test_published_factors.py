@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from one_sample import simulate
 
 from co2sim import Case, Goal
-from co2sim.prediction.published_factors import catalog, of_losses, of_training
 from co2sim.prediction.step_factors import (
     Scale,
     StepFactor,
+    factor_of_training,
+    published_losses,
     remark,
     scale_of,
     scale_of_case,
@@ -20,11 +21,23 @@ from co2sim.prediction.step_factors import (
 )
 
 LARGE = 8_030_261_248
+_B, _BETA = 410.7, 0.28
+"""Of the loss by tokens, E + A / N^a + B / D^b: Hoffmann et al. 2022, arXiv 2203.15556."""
+
+
+def of_losses(ddp: float, loss: float, tokens: float) -> float:
+    """The steps that a method needs for one of DDP, from both losses after the same tokens.
+
+    The method has after D tokens what DDP has after D / factor. Below 1 where it learns more.
+    """
+    return float((1 + (loss - ddp) * tokens**_BETA / _B) ** (1 / _BETA))
 
 
 def rows(method: str, *, fit: bool) -> np.ndarray:
     """Published rows of a method."""
-    tables = [one for one in catalog()["table"] if one["method"] == method and one["fit"] is fit]
+    tables = [
+        one for one in published_losses()["table"] if one["method"] == method and one["fit"] is fit
+    ]
     return np.array([row for one in tables for row in one["rows"]], float).reshape(-1, 6)
 
 
@@ -46,7 +59,7 @@ def test_the_conversion_is_the_ratio_of_tokens_by_hand() -> None:
 
 def test_the_law_is_the_least_squares_of_the_published_rows() -> None:
     """Its numbers in the catalog, its deviation, and what late averages cost."""
-    law = catalog()["law"]
+    law = published_losses()["law"]
     found = np.vstack([rows("diloco", fit=True), rows("streaming", fit=True)])
     terms = (np.ones(len(found)), np.log(found[:, 1]), np.log(found[:, 2] / 30))
     matrix = np.column_stack([*terms, np.log(found[:, 0] / 1e9)])
@@ -68,7 +81,7 @@ def test_ranges_hold_nearly_all_published_factors() -> None:
     found = np.vstack([rows("diloco", fit=True), rows("streaming", fit=True)])
     within = []
     for row, factor in zip(found, np.exp(logs(found)), strict=True):
-        told = of_training(int(row[0]), int(row[1]), int(row[2]))
+        told = factor_of_training(int(row[0]), int(row[1]), int(row[2]))
         within.append(told.low <= factor <= told.high)
     assert np.mean(within) >= 0.9
 
@@ -86,11 +99,11 @@ def test_more_workers_longer_rounds_and_smaller_models_never_need_fewer_steps(
     late: bool,  # noqa: FBT001
 ) -> None:
     """And ranges hold their factors."""
-    told = of_training(parameters, workers, tau, late=late)
+    told = factor_of_training(parameters, workers, tau, late=late)
     assert told.low < told.factor < told.high
-    assert of_training(parameters, workers + 1, tau, late=late).factor >= told.factor
-    assert of_training(parameters, workers, tau + 1, late=late).factor >= told.factor
-    assert of_training(parameters * 2, workers, tau, late=late).factor <= told.factor
+    assert factor_of_training(parameters, workers + 1, tau, late=late).factor >= told.factor
+    assert factor_of_training(parameters, workers, tau + 1, late=late).factor >= told.factor
+    assert factor_of_training(parameters * 2, workers, tau, late=late).factor <= told.factor
 
 
 def of(strategy: str, parameters: int, workers: int) -> StepFactor:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.convergence.problems import Array, Quadratic
-from analysis.convergence.setting import RunSize, Variants
+from analysis.convergence.setting import Array, RunSize, Variants
 from co2sim.common.errors import OptionError
+from theory.problems import Quadratic
 
 _PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
 """Entries of the symmetric matrix of second moments of (x, m, 1), in the order of the vector."""
