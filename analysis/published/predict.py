@@ -29,7 +29,7 @@ from co2sim.simulation.costs import cost_of
 from co2sim.simulation.lowering import alone
 from co2sim.simulation.run import execute, expected_slowdown
 from co2sim.strategies import parse
-from co2sim.studies.batch import Failure, run_all
+from co2sim.studies.run_all import Failure, run_all
 
 _MANY_RESULTS = 2048
 """Results that are kept: those of all published cells, several times over."""
@@ -66,7 +66,7 @@ _RESULTS: dict[RunSetup, Result] = {}
 
 
 def prepare(runs: Iterable[RunSetup], jobs: int = -1) -> None:
-    """Simulate what is not known yet, in processes; see `co2sim.studies.batch.run_all`."""
+    """Simulate what is not known yet, in processes; see `co2sim.studies.run_all.run_all`."""
     new = [run for run in dict.fromkeys(runs) if run not in _RESULTS]
     if len(_RESULTS) + len(new) > _MANY_RESULTS:
         _RESULTS.clear()

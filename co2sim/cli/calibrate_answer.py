@@ -12,9 +12,8 @@ from co2sim.common.units import counted
 from co2sim.models.memory import GIB, reserved
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
-from co2sim.studies.calibration import NUMBERS, Calibrated, calibrate
+from co2sim.studies.calibration import HEAD, NUMBERS, Calibrated, calibrate, stack_file
 from co2sim.studies.measured_runs import MeasuredRun, measured_runs
-from co2sim.studies.stack_file import HEAD, stack_file
 
 _FAR_OFF = 0.15
 """Error of a run behind its own calibration that is worth a warning."""

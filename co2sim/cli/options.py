@@ -19,7 +19,7 @@ from co2sim.models.stack import Stack
 from co2sim.prediction.case import OPEN_BATCH, Case
 from co2sim.prediction.step_factors import Goal
 from co2sim.simulation.noise import Noise
-from co2sim.studies.workers.loky_pool import LOKY, Engine
+from co2sim.studies.pools import LOKY, Engine
 
 
 def number(flag: str) -> Callable[[str], float]:

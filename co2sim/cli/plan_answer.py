@@ -21,8 +21,8 @@ from co2sim.report.text.result import print_assumed, question
 from co2sim.studies.candidates import Candidate, Objective, Space
 from co2sim.studies.grid import offer_name
 from co2sim.studies.plan import Recommendation, plan
+from co2sim.studies.pools import Engine
 from co2sim.studies.sensitivity import BreakEven, Sensitivity, between_offers, break_even, levers
-from co2sim.studies.workers.loky_pool import Engine
 
 
 def print_options(out: Console, title: str, options: Sequence[Candidate]) -> None:

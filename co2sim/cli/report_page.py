@@ -22,7 +22,7 @@ from co2sim.report.text import totals
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
 from co2sim.studies import grid
-from co2sim.studies.batch import Failure, Interrupted, Outcome, run_all
+from co2sim.studies.run_all import Failure, Interrupted, Outcome, run_all
 
 if TYPE_CHECKING:
     from co2sim.report.html import Page

@@ -29,9 +29,8 @@ from co2sim.report.text.result import (
     speeds,
 )
 from co2sim.simulation.noise import Noise
-from co2sim.studies.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.studies.grid import strategy_title
-from co2sim.studies.one_node import efficiencies
+from co2sim.studies.run_all import Failure, Interrupted, Outcome, efficiencies, run_all
 from co2sim.studies.table import to_frame
 
 

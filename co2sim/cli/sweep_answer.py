@@ -27,11 +27,11 @@ from co2sim.report.text.result import (
     speeds,
     stacks_of,
 )
-from co2sim.studies.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.studies.grid import Setting, display_name, strategy_title
+from co2sim.studies.pools import Engine, opened
 from co2sim.studies.results_folder import FolderSummary, SweepTable, stream
+from co2sim.studies.run_all import Failure, Interrupted, Outcome, run_all
 from co2sim.studies.table import check_column, order, to_frame
-from co2sim.studies.workers.loky_pool import Engine, opened
 
 if TYPE_CHECKING:
     from co2sim.report.sweep_page import Swept

@@ -24,7 +24,7 @@ from co2sim.report.tables import Answered
 from co2sim.report.text import totals
 from co2sim.report.text.result import too_close, verdict_lines
 from co2sim.studies.grid import display_name, offer_names, strategy_title
-from co2sim.studies.one_node import efficiencies
+from co2sim.studies.run_all import efficiencies
 from co2sim.studies.sensitivity import Sensitivity, levers
 from co2sim.studies.table import to_frame
 

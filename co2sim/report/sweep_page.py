@@ -37,7 +37,7 @@ from co2sim.report.chart_style import (
 from co2sim.report.html import Figure, Page, PageSection
 from co2sim.report.tables import Answered
 from co2sim.report.text import totals
-from co2sim.studies.batch import Failure, Outcome
+from co2sim.studies.run_all import Failure, Outcome
 from co2sim.studies.grid import Setting, display_name, offer_names, strategy_title
 from co2sim.studies.table import to_frame
 from co2sim.studies.targets import Axis, axis_of

@@ -7,24 +7,28 @@ it depends on, in proportion to how unsure that is, and what no run depends on s
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
+import tomlkit
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from co2sim.catalog import names
+from co2sim.catalog.facts import override, read
 from co2sim.common.errors import OptionError
-from co2sim.common.units import Seconds
+from co2sim.common.units import Seconds, counted
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.memory import GIB, reserved
 from co2sim.models.stack import Stack
 from co2sim.prediction.case import Case
+from co2sim.prediction.intervals import setting_of
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Compute
 from co2sim.simulation.costs import KernelParts, compute_time, kernel_parts
-from co2sim.studies.batch import Failure, run_all
 from co2sim.studies.measured_runs import MeasuredRun, Profile
+from co2sim.studies.run_all import Failure, run_all
 
 _NOISE = 0.03
 """Standard deviation of the logarithm of a throughput or a memory: no run repeats itself better."""
@@ -333,3 +337,50 @@ def _determined(numbers: Sequence[Number], slopes: Array) -> dict[str, float]:
     precision = slopes.T @ slopes + np.diag(spreads**-2.0)
     left = np.sqrt(np.diag(np.linalg.inv(precision))) / spreads
     return {one.name: 1 - float(share) for one, share in zip(numbers, left, strict=True)}
+
+
+HEAD = "Written by `co2sim calibrate`"
+"""How such a file begins, behind its sign of a comment."""
+
+_CALIBRATED = ", calibrated by "
+
+
+def stack_file(job: Case, runs: Sequence[MeasuredRun], found: Calibrated, name: str) -> bytes:
+    """TOML; `name` is that of the file of runs. Raises OptionError for a stack without a file."""
+    stack = job.chosen_stack
+    if not isinstance(stack, str):
+        raise OptionError("the stack must be a name or a file")
+    tree: dict[str, Any] = read("stacks", stack)
+    for path, text in job.overrides.items():
+        if path.startswith("stack."):
+            override(tree, path.removeprefix("stack."), text)
+    document = tomlkit.document()
+    document.add(tomlkit.comment(f"{HEAD}. Predict with it: --stack THIS_FILE"))
+    name_before = job.load_stack().value.name.partition(_CALIBRATED)[0]
+    measured = [*tree.get("measured", ()), *_settings(runs, found)]
+    tree["name"] = f"{name_before}{_CALIBRATED}{counted(len(measured), 'run')}"
+    for one in NUMBERS:
+        if one.name in found.values:
+            tree[one.name] = {
+                "value": _rounded(found.values[one.name], one.unit),
+                "source": f"`co2sim calibrate`, {name}: {found.determined[one.name]:.0%}"
+                f" determined; it was {_rounded(found.before[one.name], one.unit)}",
+            }
+    tree["measured"] = measured
+    for key, value in tree.items():
+        document[key] = value
+    return tomlkit.dumps(document).encode()
+
+
+def _rounded(value: float, unit: str) -> float | str:
+    return f"{value * 1e6:.4g} us" if unit else float(f"{value:.4g}")
+
+
+def _settings(runs: Sequence[MeasuredRun], found: Calibrated) -> list[dict[str, Any]]:
+    settings = []
+    for run, result in zip(runs, found.last, strict=True):
+        cluster, model = moved(run.case, found.values).load()
+        setting = setting_of(cluster.value, model.value, result, run.case.job().kernels)
+        misfit = abs(math.log(result.tokens_per_s_per_gpu / run.tokens_per_s_per_gpu))
+        settings.append(asdict(replace(setting, misfit=round(misfit, 4))))
+    return settings

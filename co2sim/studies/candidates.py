@@ -26,7 +26,7 @@ from co2sim.strategies import LocalSteps, Strategy, says
 from co2sim.strategies.co2 import has_auto_options
 from co2sim.strategies.step import title
 from co2sim.studies import grid
-from co2sim.studies.batch import Inputs
+from co2sim.studies.run_all import Inputs
 
 OVER_SITES = ("diloco:tau=100,worker=site", "diloco:tau=100,worker=site,dtype=bf16")
 """Tried besides where a cluster has several sites."""

@@ -17,11 +17,10 @@ from co2sim.prediction.choose import fits
 from co2sim.prediction.intervals import unshared
 from co2sim.prediction.step_factors import scale_of_case, step_factor
 from co2sim.prediction.totals import DAY, totals_of
-from co2sim.studies.batch import Failure, Interrupted, Outcome, run_on
 from co2sim.studies.candidates import Candidate, Objective, Setup, Space, Want, candidates
 from co2sim.studies.grid import display_name, strategy_title
-from co2sim.studies.workers.flow import Pool
-from co2sim.studies.workers.loky_pool import Engine, opened
+from co2sim.studies.pools import Engine, Pool, opened
+from co2sim.studies.run_all import Failure, Interrupted, Outcome, run_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,10 +26,10 @@ from co2sim.common.units import Seconds, counted
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
-from co2sim.studies.batch import Failure, Inputs, outcome_of, run_on_pool
 from co2sim.studies.grid import LazyGrid, Setting, Shard, display_name
+from co2sim.studies.pools import Pool
+from co2sim.studies.run_all import Failure, Inputs, outcome_of, run_on_pool
 from co2sim.studies.table import DERIVED, NESTED, TO_LOSS, TOTALS, VARIED, memory_column, row_of
-from co2sim.studies.workers.flow import Pool
 
 ROWS = 1000
 """Of a part: a few seconds of the cheapest cases, and far less than a megabyte."""

@@ -17,9 +17,9 @@ from co2sim.prediction.totals import tokens_of
 from co2sim.simulation.noise import QUIET, Noise
 from co2sim.strategies import Strategy
 from co2sim.studies import grid
-from co2sim.studies.batch import run_all
 from co2sim.studies.grid import LazyGrid, Shard
-from co2sim.studies.workers.loky_pool import Engine, opened
+from co2sim.studies.pools import Engine, opened
+from co2sim.studies.run_all import run_all
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -13,8 +13,8 @@ from co2sim.prediction.figures import COLUMNS
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, to_loss
 from co2sim.prediction.totals import Totals, totals_of
-from co2sim.studies.batch import Failure, Outcome
 from co2sim.studies.grid import Setting, display_name
+from co2sim.studies.run_all import Failure, Outcome
 
 VARIED = "vary "
 """What the name of a column starts with that holds the values of a path."""

@@ -22,9 +22,9 @@ from co2sim.prediction.step_factors import NO_GOAL
 from co2sim.prediction.totals import result_to_dict
 from co2sim.report import bundle
 from co2sim.report.sweep_page import Swept
-from co2sim.studies import batch
-from co2sim.studies.batch import Failure
+from co2sim.studies import run_all
 from co2sim.studies.grid import cases_of, settings
+from co2sim.studies.run_all import Failure
 
 pytestmark = pytest.mark.slow  # each writes a page
 
@@ -194,7 +194,7 @@ def test_an_interrupted_sweep_says_so_on_its_page(
             raise KeyboardInterrupt
         return run(case)
 
-    monkeypatch.setattr(batch, "run", stopping)
+    monkeypatch.setattr(run_all, "run", stopping)
     assert cli(*SWEEP, "--report", "r.html").code == 130
     text = Path("r.html").read_text("utf-8")
     assert "3 of 4 cases" in text

@@ -27,7 +27,7 @@ from co2sim.prediction.intervals import (
     error_model,
     setting_of,
 )
-from co2sim.studies.calibration import NUMBERS, calibrate, kernel_seconds, moved
+from co2sim.studies.calibration import NUMBERS, calibrate, kernel_seconds, moved, stack_file
 from co2sim.studies.measured_runs import (
     MeasuredRun,
     Profile,
@@ -35,7 +35,6 @@ from co2sim.studies.measured_runs import (
     part_of_step,
     read_profile,
 )
-from co2sim.studies.stack_file import stack_file
 
 JOB = Case(cluster="dgx-h100", model="llama3.2-1b", strategy="fsdp", micro_batch=2)
 SIZES = (8, 32, 128)

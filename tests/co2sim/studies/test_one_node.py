@@ -6,7 +6,7 @@ import pytest
 
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
-from co2sim.studies.one_node import efficiencies
+from co2sim.studies.run_all import efficiencies
 from co2sim.studies.solve import solve
 from co2sim.studies.targets import axis_of, target_of
 

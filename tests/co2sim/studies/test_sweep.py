@@ -26,8 +26,8 @@ from co2sim import CO2, DDP, Case, Co2simError, Layout, OptionError, PublishedCO
 from co2sim.common import convert
 from co2sim.common.resources import free_memory, require_memory
 from co2sim.models.workload import Workload
-from co2sim.studies import batch, grid
-from co2sim.studies.workers.loky_pool import processes
+from co2sim.studies import grid, run_all
+from co2sim.studies.pools import processes
 
 SMALL: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "gpus": 16}
 ARGUMENTS = ("-c", "a100-tcp80", "-m", "gpt2-small", "-g", "16", "-s", "ddp")
@@ -224,11 +224,11 @@ def test_a_killed_worker_costs_its_case_and_no_other() -> None:
     """Whatever was done before and comes after is there, in order; the dead one is named."""
     strategies = ["ddp", "zero3", Deadly(), "zero1", "co2.published:tau=2", Deadly(), "zeropp"]
     cases = [Case(**SMALL, strategy=strategy) for strategy in strategies]
-    outcomes = batch.run_all(cases, 2)
-    dead = [isinstance(outcome, batch.Failure) for outcome in outcomes]
+    outcomes = run_all.run_all(cases, 2)
+    dead = [isinstance(outcome, run_all.Failure) for outcome in outcomes]
     assert dead == [False, False, True, False, False, True, False]
     failure = outcomes[2]
-    assert isinstance(failure, batch.Failure)
+    assert isinstance(failure, run_all.Failure)
     assert failure.case == "deadly on 16 GPUs of a100-tcp80"
     assert "its process was killed" in failure.reason
     alive = [case for case, died in zip(cases, dead, strict=True) if not died]

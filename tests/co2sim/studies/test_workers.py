@@ -19,14 +19,13 @@ import tiny
 from co2sim import Case, OptionError, ResourceError, run, sweep_to
 from co2sim.common.errors import EngineError
 from co2sim.common.version import own_identity
-from co2sim.studies import batch, results_folder
-from co2sim.studies.batch import Inputs
+from co2sim.studies import pools, results_folder, run_all
 from co2sim.studies.candidates import Objective, Space
 from co2sim.studies.grid import LazyGrid
 from co2sim.studies.plan import plan
+from co2sim.studies.pools import Engine, opened
 from co2sim.studies.results_folder import SweepTable, stream
-from co2sim.studies.workers import flow
-from co2sim.studies.workers.loky_pool import Engine, opened
+from co2sim.studies.run_all import Inputs
 
 VARY = {"micro_batch": range(1, 13), "strategy.bucket_mib": [1, 2]}
 PATIENCE = 600.0
@@ -100,7 +99,7 @@ def test_dask_gives_the_bytes_of_one_process_and_loses_nothing_with_a_worker(
             found = {}
             inputs = Inputs()
             items = ((n, inputs.inlined(case)) for n, case in enumerate(many))
-            for place, outcome in batch.run_on_pool(pool, items, batch.outcome_of, len(many)):
+            for place, outcome in run_all.run_on_pool(pool, items, run_all.outcome_of, len(many)):
                 found[place] = outcome
                 if len(found) == 5:
                     workers[0].kill()
@@ -130,7 +129,7 @@ class Fallen:
         if self.tasks > 3:
             future.set_exception(ConnectionError("gone"))
         else:
-            future.set_result(flow.work(flow.expected(), share, content))
+            future.set_result(pools.work(pools.expected(), share, content))
         return future
 
     def died(self, error: BaseException) -> bool:
@@ -174,12 +173,12 @@ def test_a_killed_process_loses_nothing(tmp_path: Path) -> None:
         if case.micro_batch == 3 and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return batch.outcome_of(case)
+        return run_all.outcome_of(case)
 
     many = cases(8)
     with opened(Engine(jobs=2), len(many)) as pool:
         assert pool is not None
-        found = dict(batch.run_on_pool(pool, enumerate(many), once, len(many)))
+        found = dict(run_all.run_on_pool(pool, enumerate(many), once, len(many)))
     assert mark.exists()
     assert [found[place] for place in range(8)] == [run(case) for case in many]
 
@@ -188,7 +187,7 @@ def test_a_worker_with_another_co2sim_is_named_with_both() -> None:
     """Version, source, Python and NumPy; it reads nothing of the case."""
     other = ("9.9", "f" * 64, "3.99", "0.1")
     with pytest.raises(EngineError) as caught:
-        flow.answers(flow.work(other, 1, b"nothing that could be read"))
+        pools.answers(pools.work(other, 1, b"nothing that could be read"))
     assert str(own_identity()) in str(caught.value)
     assert "install the same there" in str(caught.value)
     assert len(str(caught.value)) < 390
@@ -199,7 +198,7 @@ def test_what_a_worker_cannot_read_is_named() -> None:
     with pytest.raises(
         EngineError, match=r"a worker cannot read the cases: .*; what they are made"
     ):
-        flow.answers(flow.work(flow.expected(), 1, b"no pickle"))
+        pools.answers(pools.work(pools.expected(), 1, b"no pickle"))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import inspect
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from hashlib import sha256
 from typing import Any, TypeAlias
 
@@ -17,9 +17,9 @@ from co2sim.common.version import own_identity
 from co2sim.prediction.case import Case
 from co2sim.prediction.driver import run
 from co2sim.prediction.result import Result
+from co2sim.simulation.metrics import scalability_ratio
 from co2sim.strategies import parse
-from co2sim.studies.workers.flow import Pool, run_flow
-from co2sim.studies.workers.loky_pool import Engine, opened
+from co2sim.studies.pools import Engine, Pool, opened, run_flow
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,3 +225,30 @@ def _unknown(value: object) -> OptionError:
         f"{shown(value)}: nothing says when its results change; a strategy that is kept with its"
         " results must be a dataclass of plain values in a file of Python"
     )
+
+
+def efficiencies(cases: Sequence[Case], results: Sequence[Result]) -> list[float | None]:
+    """Throughput per GPU of each case, relative to the same on one node of its cluster.
+
+    One node is simulated where it is none of the cases. None where the case cannot run on one.
+    """
+    known = {
+        repr(case): result.tokens_per_s_per_gpu for case, result in zip(cases, results, strict=True)
+    }
+    alone: dict[str, float | None] = {}
+    found = []
+    for case, result in zip(cases, results, strict=True):
+        node = replace(case, gpus=case.load()[0].value.gpus_per_node)
+        key = repr(node)
+        if key not in alone:
+            alone[key] = known[key] if key in known else _per_gpu(node)
+        one = alone[key]
+        found.append(one and scalability_ratio(result.tokens_per_s_per_gpu, one))
+    return found
+
+
+def _per_gpu(case: Case) -> float | None:
+    try:
+        return run(case).tokens_per_s_per_gpu
+    except Co2simError:  # a batch that does not divide, or a strategy between nodes
+        return None

@@ -17,7 +17,7 @@ from typing import Any
 from co2sim.common.convert import shown
 from co2sim.common.errors import EngineError, OptionError
 from co2sim.common.units import Seconds
-from co2sim.studies.workers.flow import ABSENCE, PATIENCE, expected, work
+from co2sim.studies.pools import ABSENCE, PATIENCE, expected, work
 
 _END: Seconds = 10.0
 """What it may take to end, before it is killed."""

@@ -1,1 +1,0 @@
-"""What runs the cases of a study: processes of this machine, or Dask."""
