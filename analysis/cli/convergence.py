@@ -13,7 +13,7 @@ import typer
 
 from analysis.convergence.setting import Lateness, Setting
 from co2sim.cli import options
-from co2sim.common import validation
+from co2sim.common import convert, validation
 from co2sim.common.cli import print_json
 from co2sim.common.errors import OptionError
 from co2sim.common.progress import progress_bar
@@ -139,7 +139,7 @@ def tau(  # noqa: PLR0913 - one argument per option
     required = ("smoothness", "noise", "gap")
     _refuse_missing(values, required, "the bound needs --smoothness, --noise and --gap")
     problem = Setting(workers=1, rounds=1, local_steps=1, inner_step=1.0, **values)
-    lengths = [options.seconds("--times", text) for text in times.split(",")]
+    lengths = [convert.seconds("--times", text) for text in times.split(",")]
     hides = None
     if cluster is None:
         timings = advice.measured(runs or [])

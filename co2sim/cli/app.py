@@ -18,7 +18,7 @@ COMMANDS = {
     "goodput": ("goodput", "Say what part of the time is useful where parts fail."),
     "export": ("chakra", "Write the schedule as Chakra execution traces."),
     "replay": ("chakra", "Simulate Chakra execution traces on a cluster."),
-    "report": ("report_page", "Compare strategies over GPU counts: one HTML page."),
+    "report": ("scale", "Compare strategies over GPU counts: one HTML page."),
     "explore": ("explore", "Play: a page that asks the simulator."),
 }
 """The module of every command, and what it does, in one line of a terminal."""

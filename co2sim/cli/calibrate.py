@@ -1,19 +1,31 @@
-"""`co2sim calibrate`: its options."""
+"""`co2sim calibrate`: a stack fitted to runs, what they say of it as tables, and its file."""
 
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from co2sim.cli import options
+from co2sim.common.cli import print_json
+from co2sim.common.errors import OptionError, given
+from co2sim.common.files import is_regular, text_of, write_atomically
+from co2sim.common.tables import console, print_lines, print_table
+from co2sim.common.units import counted
+from co2sim.models.memory import GIB, reserved
 from co2sim.prediction.case import Case
+from co2sim.prediction.result import Result
+from co2sim.studies.calibration import HEAD, NUMBERS, Calibrated, stack_file
+from co2sim.studies.calibration import calibrate as fitted
+from co2sim.studies.measured_runs import MeasuredRun, measured_runs
+
+_FAR_OFF = 0.15
+"""Error of a run behind its own calibration that is worth a warning."""
 
 
-@options.calibrate_options
-def calibrate(  # noqa: PLR0917 - one argument per option
-    job: Case,
-    cluster: options.Cluster,
+@options.case_options("place", "job", "pipeline", optional=("model", "strategy"))
+def calibrate(
+    case: Case,
     runs: Annotated[
         Path,
         typer.Option(
@@ -26,8 +38,6 @@ def calibrate(  # noqa: PLR0917 - one argument per option
     out: Annotated[
         Path, typer.Option(metavar="FILE.toml", help="The stack to write, for --stack.")
     ],
-    strategy: options.Strategy = "",
-    gpus: Annotated[int | None, options.flag("gpus")] = None,
     jobs: options.Jobs = -1,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
@@ -37,7 +47,129 @@ def calibrate(  # noqa: PLR0917 - one argument per option
     what communication and differences between nodes cost. Predictions with it have narrower
     intervals the nearer they are to these runs.
     """
-    from co2sim.cli import calibrate_answer  # noqa: PLC0415 - scipy and rich
+    _check_out(out)
+    measured = measured_runs(runs, case)
+    calibrated = fitted(measured, jobs)
+    write_atomically({out: stack_file(case, measured, calibrated, runs.name)})
+    if json_:
+        print_json(_plain(measured, calibrated))
+        return
+    shown = console()
+    title = f"{case.load_stack().value.name}: {counted(len(measured), 'run')} of {runs.name}"
+    columns = "number", "before", "after", "learned", "meaning"
+    print_table(shown, title, columns, _numbers(calibrated), left=1)
+    of_runs = "run", "measured", "before", "after", "error before", "error after"
+    print_table(shown, "tokens/s of a GPU", of_runs, _runs(measured, calibrated), left=1)
+    if any(run.memory for run in measured):
+        title, rows = "memory that PyTorch reserves", _memories(measured, calibrated)
+        print_table(shown, title, of_runs[:4], rows, left=1)
+    lines = [
+        "learned: the part of what was not known of a number that these runs say; 100 %: all of it",
+        *_misfits(measured, calibrated),
+    ]
+    path = out if out.name != str(out) else f"./{out}"
+    print_lines(shown, *lines, f"written: {out}; predict with --stack {path}")
 
-    job = replace(job, cluster=cluster, strategy=strategy, gpus=gpus)
-    calibrate_answer.calibrating(job, runs, out, jobs, as_json=json_)
+
+def _check_out(out: Path) -> None:
+    """Refuse to write over what is no calibrated stack, such as the runs."""
+    if out.suffix != ".toml":
+        raise OptionError(f"--out is {given(str(out))}; it must end in .toml")
+    if not out.parent.is_dir():
+        raise OptionError(f"--out is {given(str(out))}; its folder does not exist")
+    if out.exists() and not (is_regular(out) and text_of(out).startswith(f"# {HEAD}")):
+        raise OptionError(f"--out is {given(str(out))}, which is there; give a new name")
+
+
+def _misfits(runs: Sequence[MeasuredRun], calibrated: Calibrated) -> list[str]:
+    """A warning for each run that no values of the numbers describe."""
+    pairs = zip(runs, calibrated.last, strict=True)
+    errors = {
+        run.where: result.tokens_per_s_per_gpu / run.tokens_per_s_per_gpu - 1
+        for run, result in pairs
+    }
+    return [
+        f"warning: {where} is still {error:+.0%} off: the row is wrong, or the run does something"
+        " that is not modelled; intervals near it are as much wider"
+        for where, error in errors.items()
+        if abs(error) > _FAR_OFF
+    ]
+
+
+def _numbers(calibrated: Calibrated) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for one in NUMBERS:
+        if one.name not in calibrated.before:
+            continue
+        after = calibrated.values.get(one.name, calibrated.before[one.name])
+        scale, unit = (1e6, " us") if one.unit else (1.0, "")
+        rows.append(
+            (
+                one.name,
+                f"{calibrated.before[one.name] * scale:.4g}{unit}",
+                f"{after * scale:.4g}{unit}",
+                f"{calibrated.determined[one.name]:.0%}" if one.name in calibrated.values else "no",
+                one.meaning,
+            )
+        )
+    return rows
+
+
+def _runs(runs: Sequence[MeasuredRun], calibrated: Calibrated) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for run, first, last in zip(runs, calibrated.first, calibrated.last, strict=True):
+        speeds = [one.tokens_per_s_per_gpu for one in (first, last)]
+        errors = [speed / run.tokens_per_s_per_gpu - 1 for speed in speeds]
+        rows.append(
+            (
+                f"{run.where.rpartition(', ')[2]}: {_named(last)}",
+                f"{run.tokens_per_s_per_gpu:,.0f}",
+                *(f"{speed:,.0f}" for speed in speeds),
+                *(f"{error:+.1%}" for error in errors),
+            )
+        )
+    return rows
+
+
+def _memories(runs: Sequence[MeasuredRun], calibrated: Calibrated) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for run, first, last in zip(runs, calibrated.first, calibrated.last, strict=True):
+        if run.memory is not None:
+            sizes = (run.memory, *(reserved(one.memory_bytes_per_gpu) for one in (first, last)))
+            name = f"{run.where.rpartition(', ')[2]}: {_named(last)}"
+            rows.append((name, *(f"{size / GIB:.1f} GiB" for size in sizes)))
+    return rows
+
+
+def _named(result: Result) -> str:
+    """What tells a run from others of its model."""
+    parts = [f"{result.strategy} on {counted(result.gpus, 'GPU')}"]
+    parts += [f"tp {result.tp}"] if result.tp > 1 else []
+    parts += [f"pp {result.pp}"] if result.pp > 1 else []
+    steps = f" x {result.accumulation}" if result.accumulation > 1 else ""
+    return ", ".join([*parts, f"micro-batch {result.micro_batch}{steps}"])
+
+
+def _plain(runs: Sequence[MeasuredRun], calibrated: Calibrated) -> dict[str, Any]:
+    return {
+        "numbers": {
+            name: {
+                "before": before,
+                "after": calibrated.values.get(name, before),
+                "determined": calibrated.determined[name] if name in calibrated.values else 0.0,
+            }
+            for name, before in calibrated.before.items()
+        },
+        "runs": [
+            {
+                "where": run.where,
+                "run": _named(last),
+                "measured_tokens_per_s_per_gpu": run.tokens_per_s_per_gpu,
+                "before_tokens_per_s_per_gpu": first.tokens_per_s_per_gpu,
+                "after_tokens_per_s_per_gpu": last.tokens_per_s_per_gpu,
+                "measured_reserved_bytes": run.memory,
+                "after_reserved_bytes": reserved(last.memory_bytes_per_gpu),
+            }
+            for run, first, last in zip(runs, calibrated.first, calibrated.last, strict=True)
+        ],
+    }

@@ -1,7 +1,5 @@
 """The commands that exchange schedules with other simulators: options, and what they print."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,18 +7,16 @@ import typer
 
 from co2sim.catalog import DEFAULT_STACK, load_cluster, load_stack
 from co2sim.cli import options
+from co2sim.common.cli import print_json
 from co2sim.common.progress import progress_bar
 from co2sim.common.units import counted, duration, scaled
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
 
 
-@options.model_options
+@options.case_options("place", "job")
 def export(
-    job: Case,
-    cluster: options.Cluster,
-    strategy: options.Strategy,
-    gpus: Annotated[int | None, options.flag("gpus")] = None,
+    case: Case,
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="FOLDER", help="A new folder for the files.")
     ] = Path("chakra"),
@@ -37,7 +33,6 @@ def export(
     """Write the schedule as Chakra execution traces, one file a rank, for ASTRA-sim and others."""
     from co2sim.simulation import chakra  # noqa: PLC0415 - of an extra
 
-    case = replace(job, cluster=cluster, strategy=strategy, gpus=gpus)
     prepared = driver.resolve_auto(case).stage()
     with progress_bar("writing ranks", after=1.0) as done:
         found = chakra.write(
@@ -84,7 +79,7 @@ def replay(
     with progress_bar("simulating rounds", after=1.0) as done:
         found = chakra.replay(trace, loaded, precision, done)
     if json_:
-        print(json.dumps(found.to_dict(), indent=2))
+        print_json(found.to_dict())
         return
     from co2sim.common.tables import console, print_table  # noqa: PLC0415 - rich
 

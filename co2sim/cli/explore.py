@@ -34,10 +34,30 @@ _STRATEGIES = ("ddp", "zero3", "zeropp", "co2:tau=12,delay=1,worker=node")
 _WITH_SERVER = ("micro_batch", "inter.latency", "wan.latency")
 """Sliders that a page without a server has only with --vary: each multiplies all positions."""
 
+_Varied = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--vary",
+        help="With --out: the positions of a slider: --vary strategy.tau=4,12,48. Repeatable;"
+        " others have usual ones.",
+    ),
+]
+_Tolerance = Annotated[
+    float,
+    typer.Option(
+        parser=options.number("--tolerance"),
+        metavar="N",
+        help="With --out: more positions are simulated until throughput between them is off by"
+        " at most N (0.01: 1 %) at random ones, or until 20,000 are simulated.",
+    ),
+]
 
-@options.explore_options
+
+@options.case_options("job", "pipeline", target="job", optional=("model",), defaults=OPEN_BATCH)
+@options.goal_options
 def explore(  # noqa: PLR0913, PLR0917 - one argument per option
     job: Case,
+    goal: Goal,
     cluster: Annotated[
         str | None, typer.Option("--cluster", "-c", help="Catalog name or TOML file.")
     ] = None,
@@ -49,14 +69,7 @@ def explore(  # noqa: PLR0913, PLR0917 - one argument per option
         str | None,
         typer.Option("--gpus", "-g", metavar="N,N", help="GPUs; several vary, as with --vary."),
     ] = None,
-    over: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--vary",
-            help="With --out: the positions of a slider: --vary strategy.tau=4,12,48. Repeatable;"
-            " others have usual ones.",
-        ),
-    ] = None,
+    over: _Varied = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -66,15 +79,7 @@ def explore(  # noqa: PLR0913, PLR0917 - one argument per option
             help="Write a page that needs no server, with positions simulated before.",
         ),
     ] = None,
-    tolerance: Annotated[
-        float,
-        typer.Option(
-            parser=options.number("--tolerance"),
-            metavar="N",
-            help="With --out: more positions are simulated until throughput between them is off by"
-            " at most N (0.01: 1 %) at random ones, or until 20,000 are simulated.",
-        ),
-    ] = 0.01,
+    tolerance: _Tolerance = 0.01,
     jobs: options.Jobs = -1,
     port: Annotated[
         int,
@@ -82,12 +87,9 @@ def explore(  # noqa: PLR0913, PLR0917 - one argument per option
             parser=options.whole("--port"), metavar="N", help="Of the server; 0: any that is free."
         ),
     ] = 0,
-    to_loss_steps: options.ToLossSteps = None,
-    steps_factor: options.StepsFactor = None,
     tokens: totals.Tokens = None,
 ) -> None:
     """Play: a server on this machine that asks the simulator, or a page without one (--out)."""
-    goal = options.goal(to_loss_steps, steps_factor)
     if gpus is not None and "," in gpus:
         if any(one.startswith("gpus=") for one in over or ()):
             raise OptionError("--gpus has several values, and so has --vary gpus; give one of them")

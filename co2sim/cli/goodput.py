@@ -1,17 +1,56 @@
-"""The command `co2sim goodput` with its options."""
+"""`co2sim goodput`: what part of the time is useful where things fail: sentences and a table."""
 
-from dataclasses import replace
-from typing import Annotated
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from co2sim.cli import options
-from co2sim.common.cli import refuse_twice
+from co2sim.common import convert
+from co2sim.common.cli import print_json
+from co2sim.common.errors import OptionError
+from co2sim.common.tables import console, print_lines, print_table
+from co2sim.common.units import Seconds, counted, scaled, timespan
+from co2sim.prediction import driver
 from co2sim.prediction.case import Case
-from co2sim.strategies import parse
-from co2sim.strategies.step import title
+from co2sim.prediction.figures import asked
+from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import remark, scale_of
+from co2sim.report.text.result import print_assumed, question
+from co2sim.studies.candidates import command_of
+from co2sim.studies.grid import strategy_title
 
-Every = Annotated[
+if TYPE_CHECKING:
+    from co2sim.prediction.goodput import Goodput, Preemption, Spot
+
+_SHARES = ("useful", "checkpoint", "lost", "restart", "waiting")
+_LOSSES = {
+    "checkpoint": "stops for checkpoints",
+    "lost": "work that is done again",
+    "restart": "restarts",
+    "waiting": "waiting",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """One strategy: its result, its goodput, and what spot nodes are worth where it has them."""
+
+    case: Case
+    result: Result
+    found: "Goodput"
+    spot: "Spot | None"
+
+    @property
+    def title(self) -> str:
+        """The strategy."""
+        return strategy_title(self.case.strategy)
+
+
+_Every = Annotated[
     str | None,
     typer.Option(
         metavar="TIME",
@@ -21,19 +60,221 @@ Every = Annotated[
 ]
 
 
-@options.job_options
-def goodput(
-    job: Case,
-    cluster: options.Cluster,
-    strategy: options.Strategies,
-    gpus: Annotated[int | None, options.flag("gpus")] = None,
-    every: Every = None,
-    json_: options.Json = False,  # noqa: FBT002
-) -> None:
+@options.open_cases
+def goodput(cases: list[Case], every: _Every = None, json_: options.Json = False) -> None:  # noqa: FBT002
     """Say what part of the time is useful where parts fail: --set failures=meta-rsc-1."""
-    from co2sim.cli import goodput_answer  # noqa: PLC0415 - scipy and rich
+    interval = None if every is None else convert.seconds("--every", every)
+    answers = [_answer(case, interval) for case in cases]
+    if json_:
+        print_json([_plain(one) for one in answers])
+    else:
+        _print(console(), answers)
 
-    refuse_twice("strategy", (title(parse(text)) for text in strategy))
-    cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
-    interval = None if every is None else options.seconds("--every", every)
-    goodput_answer.answer(cases, interval, as_json=json_)
+
+def _answer(open_case: Case, every: Seconds | None) -> _Answer:
+    from co2sim.prediction.goodput import goodput_where, spot_of, trained_of  # noqa: PLC0415 - scipy
+
+    case = driver.resolve_auto(open_case)
+    cluster, model = case.load()
+    failures = cluster.value.failures
+    if failures is None:
+        raise OptionError(
+            f"{cluster.value.name} has no failures; name them, --set failures=meta-rsc-1"
+            " (`co2sim list failures`), or give a mean time between failures,"
+            " --set failures.node='150 days'"
+        )
+    result = driver.run(case, progress=None)
+    assumed = [
+        replace(fact, path=f"cluster.{fact.path}")
+        for fact in cluster.assumed
+        if fact.path.startswith("failures.")
+        # what only background copies need, where all is written before work continues
+        and not (failures.checkpoint == "blocking" and fact.path.endswith(".pause"))
+    ]
+    result = replace(result, assumed=(*result.assumed, *assumed))
+    trained = trained_of(result, cluster.value, model.value, optimizer=case.optimizer)
+    found = goodput_where(failures, trained, every)
+    return _Answer(case, result, found, spot_of(failures, trained, every))
+
+
+def words(result: Result, found: "Goodput") -> str:
+    """The answer in a sentence."""
+    share = f"{_percent(found.useful)} of the time is useful work"
+    if found.low < found.high:
+        share += f" ({_percent(found.low)} to {_percent(found.high)})"
+    speed = f"{result.tokens_per_s * found.useful:,.0f} {result.unit}s/s on average"
+    losses = {name: getattr(found.shares, name) for name in _LOSSES}
+    largest = max(losses, key=lambda name: losses[name])
+    binds = f"the largest loss is {_LOSSES[largest]}, {_percent(losses[largest])}"
+    preempted = found.workers.preempted if found.workers else found.whole.preempted
+    if largest == "restart":
+        after = found.workers.after if found.workers else found.whole.after
+        steps = {} if preempted.rate else {"detection": after.detection}
+        steps |= {"restart": after.restart, "reading": after.reload}
+        if found.workers:
+            steps["all others standing still"] = found.workers.stall
+        binds += f" ({', '.join(f'{name} {timespan(time)}' for name, time in steps.items())})"
+    return f"{result.strategy}: {share}, {speed}. {_stops(result, found)}; {binds}"
+
+
+def _stops(result: Result, found: "Goodput") -> str:
+    """What stops what, and when it is saved."""
+    workers, whole = found.workers, found.whole
+    gpus, said = counted(result.gpus, "GPU"), []
+    if workers and workers.rate:
+        alone = _time(workers.rate * workers.count, found)
+        said.append(f"a worker fails every {alone}, and stops alone, of {workers.count:,}")
+    if workers and workers.preempted.rate:
+        alone = timespan(1 / (workers.preempted.rate * workers.count))
+        said.append(f"a worker is preempted every {alone}, and stops alone, of {workers.count:,}")
+    if whole.rate:
+        every = timespan(1 / whole.rate) if workers else _time(whole.rate, found)
+        said.append(f"a failure every {every} stops all {gpus}")
+    if whole.preempted.rate:
+        said.append(_preempts(whole.preempted, gpus))
+    if not math.isinf(whole.every):
+        said.append(f"a checkpoint is taken after every {timespan(whole.every)} of work")
+    elif whole.preempted.rate:
+        said.append("a checkpoint is taken on notice, and never else")
+    else:
+        said.append("nothing that is given stops all of them, and checkpoints gain nothing")
+    text = "; ".join(said)
+    return f"{text[0].upper()}{text[1:]}"
+
+
+def _time(rate: float, found: "Goodput") -> str:
+    """The mean time between failures, its range, and where it stands among counts by size."""
+    ends = [timespan(1 / rate / found.failures.rate_high)]
+    ends.append(timespan(1 / rate / found.failures.rate_low))
+    said = [found.basis] if found.basis else []
+    said += [" to ".join(ends)] if ends[0] != ends[1] else []
+    return timespan(1 / rate) + (f" ({', '.join(said)})" if said else "")
+
+
+def _preempts(preempted: "Preemption", gpus: str) -> str:
+    """What a preemption of nodes does that all need."""
+    said = f"a preemption every {timespan(1 / preempted.rate)} stops all {gpus}"
+    if preempted.saving is None:
+        return f"{said}, with a notice that is too short for a checkpoint"
+    return f"{said}, with a checkpoint on notice in {timespan(preempted.saving)}"
+
+
+def spot_words(one: "Spot", result: Result) -> str:
+    """What spot nodes are worth, in a sentence."""
+    if one.cost is None or one.pays_from is None:
+        return (
+            f"nodes that stay have {_percent(one.on_demand)} of useful work; what spot saves is not"
+            " known: give its price relative to theirs, --set failures.spot_price=0.5"
+        )
+    said = (
+        f"a useful token costs {_percent(one.cost)} of what it costs on nodes that stay, of whose"
+        f" time {_percent(one.on_demand)} is useful work"
+    )
+    billion = result.cost_per_billion_tokens
+    if billion is not None:
+        stays = billion / one.on_demand
+        said += f" ({stays * one.cost:,.2f} beside {stays:,.2f} {result.currency} for a billion)"
+    if math.isinf(one.pays_from):
+        return f"{said}; spot never pays"
+    if not one.pays_from:
+        return f"{said}; spot always pays"
+    return f"{said}; spot pays if a node is kept for more than {timespan(one.pays_from)} on average"
+
+
+def algorithm(found: "Goodput") -> str:
+    """What training does after a failure, and after a preemption."""
+    if found.workers is None:
+        said = "all stop, get another node, read the last checkpoint, and do the work since again"
+        saved = found.whole.preempted.rate and found.whole.preempted.saving is not None
+        return f"{said}; after a checkpoint on notice there is none" if saved else said
+    return (
+        "the others continue; the next average is taken over those that are left, and waits until"
+        " the failure is noticed; the worker comes back at a later round with the parameters and"
+        " the outer state of a peer, and new moments. While it is away a round has fewer samples:"
+        " this counts work, not what is learned"
+    )
+
+
+def _print(out: Console, answers: Sequence[_Answer]) -> None:
+    lines = question([one.result for one in answers])
+    said = [f"{words(one.result, one.found)}." for one in answers]
+    if worth := remark((one.result.strategy, scale_of(one.result)) for one in answers):
+        said.append(worth)
+    print_lines(out, *said, *lines, "")
+    spots = [(one, one.spot) for one in answers if one.spot]
+    lines = [f"spot, {one.title}: {spot_words(spot, one.result)}" for one, spot in spots]
+    if any(one.found.failures.preemption and one.found.failures.node is None for one in answers):
+        lines.append(
+            "failures of the hardware itself are not counted; --set failures.node='150 days' adds"
+            " them"
+        )
+    if lines:
+        print_lines(out, *lines, "")
+    for one in answers:
+        if not one.result.fits_in_memory:
+            print_lines(out, f"warning: {one.title} does not fit in memory; see `co2sim run`", "")
+    columns = ["strategy", *_SHARES, "low", "high"]
+    rows = [_row(one) for one in answers]
+    print_table(out, "shares of the time", columns, rows, left=1)
+    details = [_details(one.found, one.title) for one in answers]
+    names = ["strategy", "fails every", "stops all every", "saved every", "state", "stops work for"]
+    print_table(out, "failures and checkpoints", [*names, "is written in"], details, left=1)
+    after = {algorithm(one.found): "" for one in answers}
+    for text in after:
+        which = [one.title for one in answers if algorithm(one.found) == text]
+        print_lines(out, f"after a failure, {', '.join(which)}: {text}", "")
+    print_assumed(out, (one.result for one in answers))
+
+
+def _row(one: _Answer) -> list[str]:
+    found = one.found
+    shares = [_percent(getattr(found.shares, name)) for name in _SHARES]
+    return [one.title, *shares, _percent(found.low), _percent(found.high)]
+
+
+def _details(found: "Goodput", title: str) -> list[str]:
+    whole = found.whole
+    never, stops = math.isinf(whole.every), whole.rate + whole.preempted.rate
+    return [
+        title,
+        timespan(1 / found.failures_per_second),
+        timespan(1 / stops) if stops else "never",
+        "never" if never else timespan(whole.every),
+        scaled(found.checkpoint_bytes, "B"),
+        "-" if never else timespan(whole.saving.blocking),
+        "-" if never else timespan(whole.saving.writing or whole.saving.blocking),
+    ]
+
+
+def _percent(share: float) -> str:
+    """Two decimals, or two significant digits of what is less than that."""
+    return f"{100 * share:.2f} %" if share >= 1e-4 or share == 0 else f"{100 * share:.1e} %"  # noqa: PLR2004
+
+
+def _plain(one: _Answer) -> dict[str, Any]:
+    """As plain values for JSON; what is infinite is None."""
+    found, result = one.found, one.result
+    return {
+        "strategy": result.strategy,
+        **asked(result),
+        "answer": words(result, found),
+        "useful": found.useful,
+        "low": found.low,
+        "high": found.high,
+        "shares": asdict(found.shares),
+        "tokens_per_s": result.tokens_per_s,
+        "useful_tokens_per_s": result.tokens_per_s * found.useful,
+        "gpus": result.gpus,
+        "mean_time_to_failure_s": 1 / found.failures_per_second,
+        "checkpoint_bytes": found.checkpoint_bytes,
+        "basis": found.basis,
+        "rate_low": found.failures.rate_low,
+        "rate_high": found.failures.rate_high,
+        "spot": one.spot and asdict(one.spot),
+        "whole": asdict(found.whole),
+        "workers": found.workers and asdict(found.workers),
+        "after_a_failure": algorithm(found),
+        "fits_in_memory": result.fits_in_memory,
+        "assumed": [asdict(fact) for fact in result.assumed],
+        "command": command_of(one.case, "goodput"),
+    }

@@ -1,24 +1,34 @@
 """The options that several commands share, and the case that they describe."""
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
 
 from co2sim.common import convert
-from co2sim.common.errors import OptionError, UnitError
-from co2sim.common.units import parse
+from co2sim.common.cli import refuse_twice
+from co2sim.common.errors import OptionError
 from co2sim.common.validation import parse_number
 from co2sim.models.stack import Stack
 from co2sim.prediction.case import OPEN_BATCH, Case
 from co2sim.prediction.step_factors import Goal
 from co2sim.simulation.noise import Noise
+from co2sim.strategies import parse
+from co2sim.strategies.step import title
 from co2sim.studies.pools import LOKY, Engine
 
 
@@ -39,35 +49,9 @@ def amount(flag: str) -> Callable[[str], float]:
     return partial(convert.amount, flag)
 
 
-def money(flag: str) -> Callable[[str], float]:
-    """The same of an amount of money, that may have `$` before it or a currency behind it."""
-    return lambda text: convert.amount(flag, _CURRENCY.sub("", text.strip()) or text)
-
-
-_CURRENCY = re.compile(r"^\$\s*|\s*(USD|EUR)$")
-
-
 def whole(flag: str) -> Callable[[str], int]:
     """A parser whose error names the option and the text; 1e3 is 1000."""
     return partial(convert.whole, flag)
-
-
-def seconds(flag: str, text: str, least: float = 0.0) -> float:
-    """A length of time with its unit, above 0. Raises OptionError that names the option."""
-    try:
-        found = parse(text, "s")
-    except UnitError as error:
-        if text.strip().replace(".", "", 1).isdecimal():
-            raise OptionError(
-                f"{flag} is {text!r}, without a unit; write '{text.strip()} days', or hours (h),"
-                " minutes or seconds (s)"
-            ) from None
-        raise OptionError(f"{flag}: {error}") from None
-    if found <= 0:
-        raise OptionError(f"{flag} is {text!r}; it must be above 0")
-    if found < least:
-        raise OptionError(f"{flag} is {text!r}; it must be at least {least:g} s")
-    return found
 
 
 Cluster = Annotated[
@@ -98,8 +82,6 @@ Jobs = Annotated[
         help="Processes; -1: one per core. Never more than cases, or than two per core.",
     ),
 ]
-MAY_VARY = ("cluster", "model", "strategy")
-"""What a sweep has to be given, unless it varies."""
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -149,7 +131,7 @@ def flag(name: str, options: Mapping[str, _Declared] = _DECLARED) -> Any:
         read = partial(reader.read, spelled[0])
         return typer.Option(*spelled, parser=read, metavar=reader.metavar, help=declared.help)
     kinds = get_args(hint) or (hint,)
-    if default is True:
+    if default is True or (default is None and bool in kinds):
         return typer.Option(help=declared.help)  # with its --no-
     if get_origin(hint) in {Mapping, dict}:
         metavar = "NODE=SPEED" if name == "node_speed" else "NAME=VALUE"
@@ -187,35 +169,47 @@ def _speeds(texts: Iterable[str] | None) -> dict[int, float]:
     return found
 
 
-def _case(given: dict[str, Any]) -> Case:
+def _case(values: dict[str, Any]) -> Case:
     """The case of these values, as a command line has them; `Case` checks them."""
-    given = {"cluster": "", "strategy": "", **given}
-    given["overrides"] = pairs(given.get("overrides"), "--set")
-    uneven = {one.name: given.pop(one.name) for one in fields(Noise) if one.name in given}
+    values = {"cluster": "", "strategy": "", **values}
+    values["overrides"] = pairs(values.get("overrides"), "--set")
+    uneven = {one.name: values.pop(one.name) for one in fields(Noise) if one.name in values}
     if uneven:
         uneven["node_speed"] = _speeds(uneven["node_speed"])
-        given["noise"] = Noise(**uneven)
-    return Case(**given)
+        values["noise"] = Noise(**uneven)
+    return Case(**values)
 
 
-_PLACE = {"model": Model, "cluster": Cluster, "strategy": Strategy}
-"""Options without a default."""
+def _cases(values: dict[str, Any]) -> list[Case]:
+    """The case of each of several strategies."""
+    strategies = values.pop("strategy")
+    refuse_twice("strategy", (title(parse(text)) for text in strategies))
+    case = _case(values)
+    return [replace(case, strategy=strategy) for strategy in strategies]
 
 
-def _sharing(
-    command: Callable[..., None],
-    target: str,
-    groups: Collection[str],
-    *,
+Decorator: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
+
+_REQUIRED = {"model": Model, "cluster": Cluster, "strategy": Strategy}
+"""Options of a case without a default; the last two are of the group `place`."""
+_SIMULATED = ("job", "pipeline", "simulation")
+"""The groups of what is simulated, wherever it is."""
+
+
+def case_options(
+    *groups: str,
+    target: str = "case",
     but: Collection[str] = (),
     optional: Collection[str] = (),
     defaults: Mapping[str, Any] = MappingProxyType({}),
-) -> Callable[..., None]:
-    """`command` with the options of `groups` in place of its parameter `target`, a `Case`.
+) -> Decorator:
+    """A decorator that gives a command the options of these groups of a case, but for some.
 
-    It has none that are in `but`. Those of `_PLACE` that are `optional` are empty unless they are
-    given. `defaults` stand before those of `Case`.
+    They stand in place of its parameter `target`, which receives the case; where that is "cases"
+    `--strategy` is repeatable, and it receives a list. Those of model, cluster and strategy that
+    are `optional` are empty unless they are given. `defaults` stand before those of `Case`.
     """
+    required = _REQUIRED | ({"strategy": Strategies} if target == "cases" else {})
     shared = [
         Parameter(
             name,
@@ -223,7 +217,7 @@ def _sharing(
             default="" if name in optional else Parameter.empty,
             annotation=annotation,
         )
-        for name, annotation in _PLACE.items()
+        for name, annotation in required.items()
         if name == "model" or "place" in groups
     ]
     shared += [
@@ -232,7 +226,18 @@ def _sharing(
         if declared.option.group in groups and name not in but
     ]
     shared.sort(key=lambda p: p.default is not Parameter.empty)
-    return _with_parameters(command, target, shared, _case)
+    make = _cases if target == "cases" else _case
+    return lambda command: _with_parameters(command, target, shared, make)
+
+
+one_case = case_options("place", *_SIMULATED)
+"""Give a command all options of one configuration; its parameter `case` receives it."""
+open_cases = case_options("place", *_SIMULATED, target="cases", defaults=OPEN_BATCH)
+"""The same of one for each --strategy; `cases` receives them. A batch that is not given is open."""
+open_job = case_options(*_SIMULATED, target="job", defaults=OPEN_BATCH)
+"""The same but for where and how; `job` receives the case."""
+model_options = case_options("job", target="job")
+"""Give a command the options of a model and its batch; `job` receives the case."""
 
 
 def record_options(
@@ -242,7 +247,7 @@ def record_options(
     *,
     but: Collection[str] = (),
     **defaults: Any,
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+) -> Decorator:
     """A decorator that gives a command the options that a record declares, but for those in `but`.
 
     They stand in place of its parameter `target`, which receives the record, or what `make` makes
@@ -264,65 +269,26 @@ def _with_parameters(
     make: Callable[[dict[str, Any]], Any],
 ) -> Callable[..., None]:
     """`command` with these parameters in place of `target`, which gets what is made of them."""
-    own = [p for p in signature(command).parameters.values() if p.name != target]
+    others = [p for p in signature(command).parameters.values() if p.name != target]
 
     @wraps(command)
-    def wrapper(**given: Any) -> None:
-        command(**{target: make({p.name: given.pop(p.name) for p in shared})}, **given)
+    def wrapper(**values: Any) -> None:
+        command(**{target: make({p.name: values.pop(p.name) for p in shared})}, **values)
 
-    parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*shared, *own)]
+    parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*shared, *others)]
     wrapper.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
     return wrapper
 
 
-def job_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command all options but where and how; its parameter `job` receives the case.
-
-    What is not given of its batch is open.
-    """
-    return _sharing(command, "job", ("job", "pipeline", "simulation"), defaults=OPEN_BATCH)
-
-
-def case_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command all options of one configuration; its parameter `case` receives it."""
-    return _sharing(command, "case", ("job", "pipeline", "place", "simulation"))
-
-
-def sweep_options(command: Callable[..., None]) -> Callable[..., None]:
-    """As `case_options`, but what varies need not be given, and the batch is open; see `sweep`."""
-    groups = ("job", "pipeline", "place", "simulation")
-    return _sharing(command, "case", groups, optional=MAY_VARY, defaults=OPEN_BATCH)
-
-
-def plan_options(command: Callable[..., None]) -> Callable[..., None]:
-    """As `job_options`, but for what `plan` chooses, and for what only one simulation has."""
-    chosen = ("micro_batch", "accumulation", "recompute")
-    divided = ("tp", "sequence_parallel", "cp", "ep", "pp", "interleave")
-    return _sharing(command, "job", ("job",), but=(*chosen, *divided))
-
-
-def calibrate_options(command: Callable[..., None]) -> Callable[..., None]:
-    """As `job_options`, for runs whose rows say more; simulations are those of one round."""
-    return _sharing(command, "job", ("job", "pipeline"), optional=("model",))
-
-
-def own_options(command: Callable[..., None]) -> Callable[..., None]:
-    """As `case_options`, but model and strategy need not be given, and the batch is open."""
-    groups = ("job", "pipeline", "place", "simulation")
-    return _sharing(command, "case", groups, optional=("model", "strategy"), defaults=OPEN_BATCH)
-
-
-def model_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of a model and its batch; `job` receives the case."""
-    return _sharing(command, "job", ("job",))
-
-
-def explore_options(command: Callable[..., None]) -> Callable[..., None]:
-    """As `job_options`, but the model need not be given, and one simulation has no options."""
-    return _sharing(command, "job", ("job", "pipeline"), optional=("model",), defaults=OPEN_BATCH)
-
-
+ToTrain = Annotated[
+    float | None,
+    typer.Option(
+        parser=amount("--tokens"),
+        metavar="N",
+        help="Tokens that ddp would train, such as 1e12 or 1T; local updates need more.",
+    ),
+]
 ToLossSteps = Annotated[
     int | None,
     typer.Option(
@@ -341,17 +307,35 @@ StepsFactor = Annotated[
 ]
 
 
-def goal(steps: int | None, factors: Iterable[str] | None) -> Goal:
+def _goal(values: dict[str, Any]) -> Goal:
     """What --to-loss-steps and --steps-factor say."""
-    found = {}
-    for text in factors or ():
+    factors: dict[str, float] = {}
+    for text in values["steps_factor"] or ():
         name, separator, value = text.rpartition("=")  # options of a strategy have signs, too
         if not separator or not name.strip():
             raise OptionError(f"--steps-factor {text!r} is not STRATEGY=N")
-        if name in found:
+        if name in factors:
             raise OptionError(f"--steps-factor {name} is given twice")
-        found[name] = number(f"--steps-factor {name}")(value)
-    return Goal(steps=steps, factors=found)
+        factors[name] = number(f"--steps-factor {name}")(value)
+    return Goal(steps=values.get("to_loss_steps"), factors=factors)
+
+
+def _optional(name: str, annotation: Any) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+_FACTORS = _optional("steps_factor", StepsFactor)
+
+
+def factor_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command --steps-factor; its parameter `goal` receives what it says."""
+    return _with_parameters(command, "goal", [_FACTORS], _goal)
+
+
+def goal_options(command: Callable[..., None]) -> Callable[..., None]:
+    """As `factor_options`, and --to-loss-steps."""
+    steps = _optional("to_loss_steps", ToLossSteps)
+    return _with_parameters(command, "goal", [steps, _FACTORS], _goal)
 
 
 Name = Annotated[
@@ -380,31 +364,6 @@ def engine(context: typer.Context, name: str, scheduler: str | None, jobs: int) 
     return Engine(name, scheduler, jobs)
 
 
-Clusters = Annotated[
-    list[str],
-    typer.Option("--cluster", "-c", help="Catalog name or TOML file. Repeatable: one panel each."),
-]
-ManyStrategies = Annotated[
-    list[str], typer.Option("--strategy", "-s", help="As in `run`. Repeatable: one line each.")
-]
-Counts = Annotated[
-    str | None,
-    typer.Option(
-        "--gpus", "-g", help="Counts, such as 8,16,32; default: one node, doubled up to all."
-    ),
-]
-Varied = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--vary",
-        help="A number of the cluster, the model or the batch, and its values: --vary"
-        ' inter.bandwidth="25 Gbit/s, 100 Gbit/s". A panel for each. Repeatable: all combinations.',
-    ),
-]
-Published = Annotated[
-    Path | None,
-    typer.Option(help="Published cells to compare with the prediction (papers/*/results.toml)."),
-]
 Report = Annotated[
     Path | None,
     typer.Option(

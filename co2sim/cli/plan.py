@@ -1,41 +1,54 @@
-"""`co2sim plan`: its options."""
+"""`co2sim plan`: what to buy, or how to run what there is, as sentences and tables."""
 
-from dataclasses import replace
-from typing import Annotated, Any
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated, Any, get_args
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
-from co2sim.cli import options
-from co2sim.common import convert
-from co2sim.common.cli import refuse_twice
-from co2sim.common.errors import OptionError, UnitError
-from co2sim.common.units import parse as quantity
+from co2sim.cli import options, output
+from co2sim.common.cli import command_line, print_json, refuse_twice
+from co2sim.common.errors import OptionError
+from co2sim.common.progress import progress_bar
+from co2sim.common.tables import console, print_lines, print_table
+from co2sim.common.units import number
 from co2sim.prediction.case import Case
 from co2sim.prediction.choose import RECOMPUTES
+from co2sim.prediction.step_factors import Goal, remark, scale_of
 from co2sim.report.bundle import check
-from co2sim.studies.candidates import STRATEGIES, Axes, Objective, Space
+from co2sim.report.text import totals
+from co2sim.report.text.plan import commands, looked, nothing, plain, words
+from co2sim.report.text.result import print_assumed, question
+from co2sim.schedule.mesh import Mesh
+from co2sim.studies import plan as study
+from co2sim.studies.candidates import STRATEGIES, Axes, Candidate, Objective, Space, Want
 from co2sim.studies.grid import offer_name
+from co2sim.studies.plan import Recommendation
+from co2sim.studies.sensitivity import BreakEven, Sensitivity, between_offers, break_even, levers
 
-_DAY = 86400.0
-_WANTS = ("cheapest", "fastest", "least-energy")
+_CHOSEN = ("micro_batch", "accumulation", "recompute", *(one.name for one in fields(Mesh)))
+"""Options of a case that have several values here."""
 
 
-@options.plan_options
+@options.case_options("job", target="job", but=_CHOSEN)
+@options.record_options(Objective, "wanted", dict)
+@options.record_options(Axes, "axes")
+@options.record_options(Space, "tried", dict, recomputes=",".join(RECOMPUTES), headroom="10%")
+@options.factor_options
 def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     context: typer.Context,
     job: Case,
+    wanted: dict[str, Any],
+    axes: Axes,
+    tried: dict[str, Any],
+    goal: Goal,
     cluster: Annotated[
         list[str],
         typer.Option("--cluster", "-c", help="Catalog name or TOML file: an offer. Repeatable."),
     ],
-    tokens: Annotated[
-        float | None,
-        typer.Option(
-            parser=options.amount("--tokens"),
-            metavar="N",
-            help="Tokens that ddp would train, such as 1e12 or 1T; local updates need more.",
-        ),
-    ] = None,
     to_loss_steps: Annotated[
         int | None,
         typer.Option(
@@ -53,95 +66,12 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
             f" {'; '.join(STRATEGIES)}.",
         ),
     ] = None,
-    want: Annotated[
-        str | None,
-        typer.Option(
-            help="cheapest, fastest or least-energy; default: cheapest, or fastest where no cluster"
-            " has a price."
-        ),
-    ] = None,
-    deadline: Annotated[
-        str | None, typer.Option(help='The longest that training may take: "30 days".')
-    ] = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(
-            parser=options.money("--budget"),
-            metavar="N",
-            help="The most that it may cost, in the currency of the clusters' prices.",
-        ),
-    ] = None,
-    power: Annotated[
-        str | None,
-        typer.Option(help='The most power that it may draw at the meter: "500 kW".'),
-    ] = None,
     gpus: Annotated[
         str | None,
         typer.Option(
             "--gpus", "-g", help="Counts, such as 64,128; default: one node, doubled up to all."
         ),
     ] = None,
-    tp: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N",
-            help="GPUs of a node that share every layer (tensor parallelism), such as 4 or 1,2,4;"
-            " default: powers of two up to a node.",
-        ),
-    ] = None,
-    sequence_parallel: Annotated[
-        bool | None,
-        typer.Option(
-            help="Whether GPUs that share layers divide the sequence, too; default: they do."
-        ),
-    ] = None,
-    cp: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N",
-            help="GPUs that divide every sequence (context parallelism); default: 1, and powers of"
-            " two that leave each 4,096 tokens or more (32,768 with torchtitan).",
-        ),
-    ] = None,
-    ep: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N",
-            help="GPUs that divide the experts of a layer (expert parallelism); default: powers of"
-            " two that do, up to 64.",
-        ),
-    ] = None,
-    pp: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N",
-            help="Stages of a pipeline (1F1B); default, with ddp and zero1: powers of two and what"
-            " divides the layers, up to 32.",
-        ),
-    ] = None,
-    interleave: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N",
-            help="Chunks of layers of each stage of a pipeline; default: 1, and the fewest and the"
-            " most of up to 8 that divide the layers.",
-        ),
-    ] = None,
-    micro_batch: Annotated[
-        str | None,
-        typer.Option(help="Samples per GPU and micro-step, such as 1,2,4; default: powers of two."),
-    ] = None,
-    recompute: Annotated[
-        str,
-        typer.Option(help="Activations to recompute, as in `run`, or several: none,full/2,norms."),
-    ] = ",".join(RECOMPUTES),
-    headroom: Annotated[
-        str,
-        typer.Option(
-            help="Memory to leave free. Some published runs needed twice what is predicted."
-        ),
-    ] = "10%",
-    steps_factor: options.StepsFactor = None,
     jobs: options.Jobs = 1,
     engine: options.Name = "loky",
     scheduler: options.Scheduler = None,
@@ -149,43 +79,30 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Find what to buy, or how to run what there is: the best of all candidates."""
-    from co2sim.cli import plan_answer  # noqa: PLC0415 - scipy and rich
-
     refuse_twice("cluster", cluster)
     _refuse_one_name(cluster)
     check("--report", report)
     who = options.engine(context, engine, scheduler, jobs)
+    tried |= {"clusters": tuple(cluster), "gpus": gpus, "axes": axes}
+    space = Space(strategies=tuple(strategy or STRATEGIES), **tried, **_stacks(job))
+    wanted["want"] = _want(wanted.get("want"), space)
+    wanted["tokens"] = _tokens(wanted.get("tokens"), to_loss_steps, space)
+    objective = Objective(**wanted, goal=goal)
+    with progress_bar("looking at candidates") as done:
+        found = study.plan(space, objective, engine=who, done=done)
+    _answer(space, objective, found, report, as_json=json_)
+
+
+def _stacks(job: Case) -> dict[str, Any]:
+    """The job, and the stacks to try besides where several are named."""
     stacks = [part.strip() for part in job.stack.split(",")] if isinstance(job.stack, str) else []
     if len(stacks) > 1 and not all(stacks):
         raise OptionError(f"--stack is {job.stack!r}, which has an empty name")
     refuse_twice("stack", stacks)
-    space = Space(
-        job=replace(job, stack=stacks[0]) if stacks else job,
-        stacks=tuple(stacks) if len(stacks) > 1 else (),
-        clusters=tuple(cluster),
-        strategies=tuple(strategy) if strategy else STRATEGIES,
-        gpus=gpus,
-        micro_batches=_wholes("--micro-batch", micro_batch),
-        recomputes=tuple(part.strip() for part in recompute.split(",")),
-        axes=Axes(
-            tp=_wholes("--tp", tp),
-            cp=_wholes("--cp", cp),
-            ep=_wholes("--ep", ep),
-            pp=_wholes("--pp", pp),
-            interleave=_wholes("--interleave", interleave),
-            sequence_parallel=sequence_parallel,
-        ),
-        headroom=_share("--headroom", headroom),
-    )
-    wanted = Objective(
-        want=_want(want, space),
-        tokens=_tokens(tokens, to_loss_steps, space),
-        budget=budget,
-        deadline=None if deadline is None else options.seconds("--deadline", deadline) / _DAY,
-        power=None if power is None else _watts(power),
-        goal=options.goal(None, steps_factor),
-    )
-    plan_answer.planning(space, wanted, who, report, as_json=json_)
+    return {
+        "job": replace(job, stack=stacks[0]) if stacks else job,
+        "stacks": tuple(stacks) if len(stacks) > 1 else (),
+    }
 
 
 def _refuse_one_name(clusters: list[str]) -> None:
@@ -218,25 +135,119 @@ def _want(given: str | None, space: Any) -> Any:
     if given is None:
         loaded = replace(space.job, cluster=space.clusters[0]).load()[0].value
         return "fastest" if loaded.price_per_gpu is None else "cheapest"
-    if given not in _WANTS:
-        raise OptionError(f"--want is {given!r}; it must be one of {', '.join(_WANTS)}")
+    if given not in get_args(Want):
+        raise OptionError(f"--want is {given!r}; it must be one of {', '.join(get_args(Want))}")
     return given
 
 
-def _wholes(flag: str, text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    return tuple(sorted(convert.whole(flag, part.strip()) for part in text.split(",")))
+def _answer(
+    space: Space, wanted: Objective, found: Recommendation, report: Path | None, *, as_json: bool
+) -> None:
+    """Say it, with what would change it; exit code 1 where nothing is within the limits."""
+    choice, other = found.choice, found.runner_up
+    if not found.front:
+        if found.interrupted:
+            raise KeyboardInterrupt("no candidate was done")
+        raise OptionError(nothing(found))
+    turns: list[BreakEven] = []
+    held: list[Sensitivity] = []
+    interrupted = found.interrupted
+    if choice and not interrupted:
+        try:
+            turns = break_even(choice, other, wanted) if other else []
+            if found.rival and found.rival is not other:
+                turns += between_offers(choice, found.rival, wanted)
+            held = levers(choice.case)
+        except KeyboardInterrupt:
+            interrupted = True
+    if report:
+        from co2sim.report.plan_page import Planned, page  # noqa: PLC0415 - Altair
+
+        planned = Planned(
+            space=space,
+            found=found,
+            turns=turns,
+            levers=held,
+            interrupted=interrupted,
+            command=command_line("co2sim"),
+        )
+        output.write_page(report, page(planned))
+    if as_json:
+        print_json(plain(found, turns, held))
+    else:
+        _print(console(), space, found, turns, held)
+    output.print_where(report, quiet=as_json)
+    if interrupted:
+        raise KeyboardInterrupt("what was found until then is above")
+    if choice is None:
+        raise typer.Exit(1)
 
 
-def _share(flag: str, text: str) -> float:
-    """A share as "10%" or 0.1."""
-    bare = text.strip().removesuffix("%")
-    return options.number(flag)(bare) / (100 if bare != text.strip() else 1)
+_MAX_ROWS = 12
+"""Of the table of the best by cluster and strategy."""
 
 
-def _watts(text: str) -> float:
-    try:
-        return quantity(text, "W")
-    except UnitError as error:
-        raise OptionError(f"--power: {error}") from None
+def _print(
+    out: Console,
+    space: Space,
+    found: Recommendation,
+    turns: Sequence[BreakEven],
+    held: Sequence[Sensitivity],
+) -> None:
+    first = [option.result for option in found.best[:1]]
+    print_lines(out, *words(found, turns, held), *question(first), "")
+    _print_options(out, "no other is both faster and cheaper", found.front)
+    best = found.best[:_MAX_ROWS]
+    more = f", the first {len(best)} of {len(found.best)}" if len(found.best) > len(best) else ""
+    _print_options(out, f"the best by cluster and strategy{more}", best)
+    print_lines(out, *looked(space, found))
+    shown_best = ((one.result.strategy, scale_of(one.result)) for one in found.best)
+    if line := remark(shown_best, found.wanted.goal):
+        print_lines(out, line)
+    shown = found.best[:1]
+    totals.print_basis(out, [option.case for option in shown], [o.totals for o in shown])
+    print_assumed(out, [option.result for option in shown])
+    if found.choice:
+        # to be copied: in one piece, whatever the width
+        for line in commands(found.choice, found.wanted):
+            out.print(Text(line), soft_wrap=True)
+
+
+def _print_options(out: Console, title: str, options: Sequence[Candidate]) -> None:
+    """A row for each, with days, GPU-hours, and money and energy where they are known."""
+    if not options:
+        return
+    money = options[0].totals.currency
+    stacks = len({one.case.stack for one in options if isinstance(one.case.stack, str)}) > 1
+    energy = any(option.totals.energy_kwh is not None for option in options)
+    columns = [
+        "cluster",
+        "strategy",
+        "divided by",
+        "recompute",
+        "GPUs",
+        "micro-batch",
+        "days",
+        "90 %",
+        "GPU-hours",
+    ]
+    columns[2:2] = ["stack"] * stacks
+    columns += [money] if money else []
+    columns += ["MWh"] if energy else []
+    rows = []
+    for option in options:
+        total, case = option.totals, option.case
+        ends = (total.days_low, total.days_high)
+        row = [
+            *(offer_name(case.cluster), option.result.strategy),
+            *(case.mesh_words() or "-", case.recompute),
+            *(f"{option.result.gpus:,}", f"{case.micro_batch} x {option.result.accumulation}"),
+            f"{total.days:,.3g}",
+            "-" if None in ends else " to ".join(f"{end:,.3g}" for end in ends),
+            f"{total.gpu_hours:,.0f}",
+        ]
+        row[2:2] = [str(case.stack)] * stacks
+        row += [f"{total.cost:,.0f}"] if money else []
+        row += ["-" if total.energy_kwh is None else number(total.energy_kwh / 1000)] * energy
+        rows.append(row)
+    print_table(out, title, columns, rows, left=4)

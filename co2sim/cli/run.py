@@ -2,29 +2,28 @@
 
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from co2sim.cli import options
-from co2sim.common.cli import refuse_twice
+from co2sim.common.cli import print_json
 from co2sim.common.errors import OptionError
 from co2sim.common.files import write_atomically
 from co2sim.common.tables import console
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
 from co2sim.prediction.intervals import nearest
+from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import result_to_dict
 from co2sim.prediction.verdict import verdicts
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
-from co2sim.strategies import parse
-from co2sim.strategies.step import title
 
 
-@options.case_options
+@options.one_case
 def show(case: Case) -> None:
     """Print the schedule: what every rank does in one round."""
     print(_with_numbers(case).stage().schedule)
@@ -42,14 +41,11 @@ def _with_numbers(case: Case) -> Case:
     return found
 
 
-@options.job_options
-def run(  # noqa: PLR0913, PLR0917 - one argument per option
-    job: Case,
-    cluster: options.Cluster,
-    strategy: options.Strategies,
-    gpus: Annotated[int | None, options.flag("gpus")] = None,
-    to_loss_steps: options.ToLossSteps = None,
-    steps_factor: options.StepsFactor = None,
+@options.open_cases
+@options.goal_options
+def run(
+    cases: list[Case],
+    goal: Goal,
     tokens: totals.Tokens = None,
     evidence: Annotated[  # noqa: FBT002
         bool,
@@ -68,17 +64,15 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
 
     Several strategies are compared in the end; with them --json prints a list.
     """
-    refuse_twice("strategy", (title(parse(text)) for text in strategy))
-    cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
-    goal = options.goal(to_loss_steps, steps_factor)
     check("--report", report)
     results = [driver.run(case, progress=None) for case in cases]
     judged = verdicts(cases, results, driver.run, goal)
     if report:
-        from co2sim.cli import report_page  # noqa: PLC0415 - only then
+        from co2sim.cli import output  # noqa: PLC0415 - only then
 
-        page = report_page.page(cases, results, goal, tokens, verdicts=judged)
-        write_atomically({report: page})
+        about = {"cases": cases, "results": results, "goal": goal, "tokens": tokens}
+        study = output.study(**about, comparisons=(), verdicts=judged)
+        write_atomically({report: output.study_page(study)})
     pairs = list(zip(cases, results, strict=True))
     if json_:
         found = [
@@ -87,7 +81,7 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
             | ({"evidence": [asdict(e) for e in nearest(case, result)]} if evidence else {})
             for (case, result), verdict in zip(pairs, judged, strict=True)
         ]
-        print(json.dumps(found[0] if len(found) == 1 else found, indent=2))
+        print_json(found[0] if len(found) == 1 else found)
         return
     from co2sim.report.text.result import (  # noqa: PLC0415 - rich
         print_comparison,
@@ -109,7 +103,7 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
         print(f"report  {report}")
 
 
-@options.case_options
+@options.one_case
 def trace(
     case: Case,
     out: Annotated[

@@ -1,21 +1,52 @@
-"""`co2sim solve`: its options."""
+"""`co2sim solve`: which value of a number reaches a target, as sentences and tables."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import product
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
-from co2sim.cli import options
-from co2sim.common.cli import refuse_twice
+from co2sim.cli import options, output
+from co2sim.common.cli import command_line, print_json
+from co2sim.common.errors import Co2simError, OptionError
+from co2sim.common.progress import progress_bar
+from co2sim.common.tables import console, print_lines, print_table
+from co2sim.common.units import number, percent
+from co2sim.prediction import driver
 from co2sim.prediction.case import Case
+from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import Goal, remark
+from co2sim.prediction.totals import tokens_of
 from co2sim.report.bundle import check
-from co2sim.strategies import parse
-from co2sim.strategies.step import title
+from co2sim.report.text.result import print_assumed, print_warnings, question
+from co2sim.report.text.solve import best, checks, plain, remarks, told, trainings, words
+from co2sim.studies import solve as study
+from co2sim.studies.grid import strategy_title
+from co2sim.studies.sensitivity import MORE, Sensitivity, levers
+from co2sim.studies.solve import Solved
+from co2sim.studies.targets import Target, axis_of, target_of
+
+_Targets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--for",
+        metavar="TARGET",
+        help='What to reach: "efficiency=90%" (of one node\'s throughput per GPU),'
+        ' "utilization=90%" (of free communication), "exposed=5%", "tokens_per_s=1e6",'
+        ' "step=1.2 s", "days=30" or "cost=50000" (with --tokens), "fits". Repeatable;'
+        " default: efficiency at 50, 80, 90, 95 and 99 %.",
+    ),
+]
 
 
-@options.job_options
-def solve(  # noqa: PLR0913, PLR0917 - one argument per option
-    job: Case,
+@options.open_cases
+@options.factor_options
+def solve(  # noqa: PLR0917 - one argument per option
+    cases: list[Case],
+    goal: Goal,
     what: Annotated[
         str,
         typer.Argument(
@@ -24,42 +55,134 @@ def solve(  # noqa: PLR0913, PLR0917 - one argument per option
             " strategy.tau, gpus, micro_batch, or any other number.",
         ),
     ],
-    cluster: options.Cluster,
-    strategy: options.Strategies,
-    gpus: Annotated[int | None, options.flag("gpus")] = None,
-    goal: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--for",
-            metavar="TARGET",
-            help='What to reach: "efficiency=90%" (of one node\'s throughput per GPU),'
-            ' "utilization=90%" (of free communication), "exposed=5%", "tokens_per_s=1e6",'
-            ' "step=1.2 s", "days=30" or "cost=50000" (with --tokens), "fits". Repeatable;'
-            " default: efficiency at 50, 80, 90, 95 and 99 %.",
-        ),
-    ] = None,
+    targets: _Targets = None,
     low: Annotated[
         str | None, typer.Option("--from", help="The lowest value to look at, with its unit.")
     ] = None,
     high: Annotated[str | None, typer.Option("--to", help="The highest.")] = None,
-    tokens: Annotated[
-        float | None,
-        typer.Option(
-            parser=options.amount("--tokens"),
-            metavar="N",
-            help="Tokens that ddp would train, such as 1e12 or 1T; local updates need more.",
-        ),
-    ] = None,
-    steps_factor: options.StepsFactor = None,
+    tokens: options.ToTrain = None,
     report: options.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Find the value of a number that reaches a target: how much bandwidth, how many GPUs."""
-    from co2sim.cli import solve_answer  # noqa: PLC0415 - scipy and rich
-
-    refuse_twice("strategy", (title(parse(text)) for text in strategy))
-    cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
-    worth = options.goal(None, steps_factor)
     check("--report", report)
-    targets = goal or ["efficiency"]
-    solve_answer.solving(cases, what, targets, low, high, tokens, worth, report, as_json=json_)
+    wanted = [target_of(text) for text in targets or ["efficiency"]]
+    solved = _solved(cases, what, wanted, (low, high), tokens, goal)
+    titles = [strategy_title(case.strategy) for case in cases]
+    results, moved = _as_they_are(titles, cases)
+    if report:
+        from co2sim.report.solve_page import AllSolved, page  # noqa: PLC0415 - Altair
+
+        answers = AllSolved(
+            cases=cases,
+            found=solved,
+            results=results,
+            levers=moved,
+            tokens=tokens,
+            goal=goal,
+            command=command_line("co2sim"),
+        )
+        output.write_page(report, page(answers))
+    if json_:
+        print_json([plain(one, moved, results) for one in solved])
+        return
+    out = console()
+    print_lines(out, *(f"{words(one)}." for one in solved), *question([*results.values()]), "")
+    print_warnings(out, results.items())
+    for target in wanted:
+        _print_target(out, [one for one in solved if one.target == target])
+    _print_levers(out, moved)
+    if line := remark(trainings(cases, results), goal):
+        print_lines(out, line, "")
+    print_assumed(out, results.values())
+    for line in checks(solved, tokens, goal):  # to be copied: in one piece, whatever the width
+        out.print(Text(line), soft_wrap=True)
+    output.print_where(report)
+
+
+def _solved(
+    cases: Sequence[Case],
+    path: str,
+    targets: Sequence[Target],
+    ends: tuple[str | None, str | None],
+    tokens: float | None,
+    goal: Goal,
+) -> list[Solved]:
+    """The answer of every case and target, between these ends of the number."""
+    if tokens is not None:
+        tokens_of(tokens)
+    _check(cases[0], path)
+    for case, target in product(cases, targets):
+        study.check(case, path, target, tokens)
+    solved: list[Solved] = []
+    for case in cases:
+        axis = axis_of(case, path, *ends)
+        for target in targets:
+            with progress_bar(f"solving for {path}: {strategy_title(case.strategy)}") as done:
+                solved.append(study.solve(case, axis, target, tokens=tokens, goal=goal, done=done))
+    return solved
+
+
+def _as_they_are(
+    titles: Sequence[str], cases: Sequence[Case]
+) -> tuple[dict[str, Result], dict[str, list[Sensitivity]]]:
+    """The results of the cases, and their levers; a case need not work, only the answer."""
+    results: dict[str, Result] = {}
+    moved: dict[str, list[Sensitivity]] = {}
+    for title, case in zip(titles, cases, strict=True):
+        moved[title] = []
+        with suppress(Co2simError):
+            results[title], moved[title] = driver.run(case), levers(case)
+    return results, moved
+
+
+def _check(case: Case, path: str) -> None:
+    """Refuse what is given, and solved for, too."""
+    if path in case.overrides:
+        raise OptionError(f"--set {path} is given, and solved for, too; leave it out")
+    given = getattr(case, path, None) if path in {"gpus", "global_batch"} else None
+    if given is not None:
+        flag = f"--{path.replace('_', '-')}"
+        raise OptionError(f"{flag} is given, and solved for, too; leave it out")
+
+
+def _print_target(out: Console, found: Sequence[Solved]) -> None:
+    """A row for each strategy, a column for each value."""
+    target, axis = found[0].target, found[0].axis
+    metric = target.metric
+    title = f"{axis.path} for {target.name}: {metric.words}"
+    limits = [metric.shown(value, found[0].currency) for value in target.values]
+    rows = [
+        [
+            strategy_title(solved.case.strategy),
+            *(told(answer, axis) for answer in solved.answers),
+            best(solved),
+        ]
+        for solved in found
+    ]
+    print_table(out, title, ["strategy", *limits, "best"], rows, left=1 + len(limits))
+    print_lines(out, *remarks(found), "")
+
+
+def _print_levers(out: Console, found: dict[str, list[Sensitivity]]) -> None:
+    """What a tenth more of each number buys."""
+    if not any(found.values()):
+        return
+    title = (
+        f"as it is, {MORE - 1:.0%} more bandwidth or speed, or {MORE - 1:.0%} less latency, buys"
+    )
+    rows = [
+        [
+            strategy,
+            lever.change,
+            percent(lever.gain, 2),
+            "-" if lever.gpus is None else number(lever.gpus),
+            "-"
+            if lever.worth_per_hour is None
+            else f"{lever.worth_per_hour:,.2f} {lever.currency}",
+        ]
+        for strategy, each in found.items()
+        for lever in each
+    ]
+    columns = ["strategy", "number", "tokens/s", "as a number of GPUs", "worth per hour"]
+    print_table(out, title, columns, rows, left=2)

@@ -1,18 +1,81 @@
-"""`co2sim sweep`: its options, and what goes together."""
+"""`co2sim sweep`: any parameter over values."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from co2sim.cli import options
+from co2sim.cli import options, output
+from co2sim.common.cli import command_line, print_json
 from co2sim.common.errors import OptionError
-from co2sim.prediction.case import Case
+from co2sim.common.files import write_atomically
+from co2sim.common.tables import console, print_lines, print_table
+from co2sim.common.units import counted
+from co2sim.prediction.case import OPEN_BATCH, Case
+from co2sim.prediction.figures import in_table, shared_batch
+from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import Goal
+from co2sim.prediction.totals import result_to_dict
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
+from co2sim.report.text.result import (
+    print_assumed,
+    print_remarks,
+    print_sources,
+    print_warnings,
+    speeds,
+    stacks_of,
+)
 from co2sim.studies import grid
-from co2sim.studies.grid import LazyGrid, Shard
+from co2sim.studies.grid import LazyGrid, Setting, Shard, display_name, strategy_title
+from co2sim.studies.pools import Engine, opened
+from co2sim.studies.results_folder import SweepTable, stream
+from co2sim.studies.run_all import Failure, Interrupted, Outcome, run_all
+from co2sim.studies.table import check_column, order, to_frame
+
+_MAY_VARY = ("cluster", "model", "strategy")
+"""What has to be given, unless it varies."""
+_case_options = options.case_options(
+    "place", "job", "pipeline", "simulation", optional=_MAY_VARY, defaults=OPEN_BATCH
+)
+
+_Varied = Annotated[
+    list[str],
+    typer.Option(
+        "--vary",
+        help='What to vary, and its values: --vary inter.bandwidth="25 Gbit/s, 100 Gbit/s",'
+        " --vary strategy.tau=1,12,48, --vary gpus=8,64, --vary model.seq_len=1024,2048,"
+        ' --vary strategy="ddp, co2:tau=48,worker=node".'
+        " Repeatable: all combinations. What varies is not given as an option, too.",
+    ),
+]
+_Folder = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        "-o",
+        help="Write all figures to Parquet files in this folder, as they come, and print no"
+        " table: for up to 10 million cases. What it has already is not computed again.",
+    ),
+]
+_Shard = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N/COUNT",
+        help="With --out: only every COUNT-th case, from the N-th on, such as 3/16.",
+    ),
+]
+_Sort = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COLUMN",
+        help="Sort by a column of the table or of the CSV file, such as step; by falling"
+        " values: -tokens_per_s. A --vary name keeps the order that it was given in.",
+    ),
+]
 
 
 def _refuse_varied(context: typer.Context, paths: Iterable[str]) -> None:
@@ -21,7 +84,7 @@ def _refuse_varied(context: typer.Context, paths: Iterable[str]) -> None:
     Of the cluster, the model and the strategy, each has to be given or varied.
     """
     varied = set(paths)
-    for path in (*paths, *options.MAY_VARY):
+    for path in (*paths, *_MAY_VARY):
         source, flag = context.get_parameter_source(path), f"--{path.replace('_', '-')}"
         given = source is not None and source.name == "COMMANDLINE"
         if given and path in varied:
@@ -30,50 +93,20 @@ def _refuse_varied(context: typer.Context, paths: Iterable[str]) -> None:
             raise OptionError(f"{flag} is missing; give it, or --vary {path}=...")
 
 
-@options.sweep_options
+@_case_options
+@options.goal_options
 def sweep(  # noqa: PLR0913, PLR0917 - one argument per option
     context: typer.Context,
     case: Case,
-    over: Annotated[
-        list[str],
-        typer.Option(
-            "--vary",
-            help='What to vary, and its values: --vary inter.bandwidth="25 Gbit/s, 100 Gbit/s",'
-            " --vary strategy.tau=1,12,48, --vary gpus=8,64, --vary model.seq_len=1024,2048,"
-            ' --vary strategy="ddp, co2:tau=48,worker=node".'
-            " Repeatable: all combinations. What varies is not given as an option, too.",
-        ),
-    ],
+    goal: Goal,
+    over: _Varied,
     csv: Annotated[Path | None, typer.Option(help="Write all figures to this CSV file.")] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            help="Write all figures to Parquet files in this folder, as they come, and print no"
-            " table: for up to 10 million cases. What it has already is not computed again.",
-        ),
-    ] = None,
-    shard: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N/COUNT",
-            help="With --out: only every COUNT-th case, from the N-th on, such as 3/16.",
-        ),
-    ] = None,
-    sort: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COLUMN",
-            help="Sort by a column of the table or of the CSV file, such as step; by falling"
-            " values: -tokens_per_s. A --vary name keeps the order that it was given in.",
-        ),
-    ] = None,
+    out: _Folder = None,
+    shard: _Shard = None,
+    sort: _Sort = None,
     jobs: options.Jobs = -1,
     engine: options.Name = "loky",
     scheduler: options.Scheduler = None,
-    to_loss_steps: options.ToLossSteps = None,
-    steps_factor: options.StepsFactor = None,
     tokens: totals.Tokens = None,
     report: options.Report = None,
     json_: options.Json = False,  # noqa: FBT002
@@ -82,28 +115,19 @@ def sweep(  # noqa: PLR0913, PLR0917 - one argument per option
     varied = options.pairs(over, "--vary")
     _refuse_varied(context, varied)
     who = options.engine(context, engine, scheduler, jobs)
-    goal = options.goal(to_loss_steps, steps_factor)
     if out is not None:
-        from co2sim.cli import sweep_answer  # noqa: PLC0415 - only then
-
         _refuse_beside_out({"--csv": csv, "--sort": sort, "--report": report})
         part = Shard() if shard is None else Shard.read(shard)
-        points = LazyGrid.of(case, varied)
-        sweep_answer.keep(
-            sweep_answer.SweepTable(points, out, part, goal, tokens), who, as_json=json_
-        )
+        table = SweepTable(LazyGrid.of(case, varied), out, part, goal, tokens)
+        _keep(table, who, as_json=json_)
         return
     if shard is not None:
         raise OptionError("--shard needs a folder: give --out, too")
-    from co2sim.cli import sweep_answer  # noqa: PLC0415 - pandas
-
     settings = grid.settings(varied)
     cases = grid.cases_of(case, settings)
     check("--report", report)
-    wishes = sweep_answer.SweepOutput(
-        csv=csv, report=report, sort=sort, goal=goal, tokens=tokens, as_json=json_
-    )
-    sweep_answer.sweep(cases, settings, who, wishes)
+    wishes = _Wishes(csv=csv, report=report, sort=sort, goal=goal, tokens=tokens, as_json=json_)
+    _sweep(cases, settings, who, wishes)
 
 
 def _refuse_beside_out(given: dict[str, object]) -> None:
@@ -114,3 +138,251 @@ def _refuse_beside_out(given: dict[str, object]) -> None:
                 f"{flag} and --out are both given; --out writes a folder of Parquet files, in the"
                 " order of the grid, and nothing else: leave one of them out"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wishes:
+    """What becomes of the figures: files to write, the column to sort by, and what is added.
+
+    `report` is an HTML page.
+    """
+
+    csv: Path | None
+    report: Path | None
+    sort: str | None
+    goal: Goal
+    tokens: float | None
+    as_json: bool
+
+
+def _sweep(
+    cases: Sequence[Case], settings: Sequence[Setting], engine: Engine, wishes: _Wishes
+) -> None:
+    """Simulate all cases; `settings` says what each varies. Those that fail are named.
+
+    At control-C those that are done are shown, and written.
+    """
+    csv = wishes.csv
+    if wishes.sort is not None:
+        check_column(wishes.sort, settings, wishes.goal, wishes.tokens)
+    try:
+        outcomes = run_all(cases, engine=engine)
+    except Interrupted as interrupt:
+        done, missing = interrupt.outcomes, str(interrupt)
+
+        def keep(places: Sequence[int]) -> str:
+            part = [cases[i] for i in places], [settings[i] for i in places]
+            _show(*part, [done[i] for i in places], wishes, missing)
+            return "they are above" if csv is None else f"they are in {csv}"
+
+        output.end_interrupted(interrupt, keep)
+    settings, shown = _show(cases, settings, outcomes, wishes)
+    if any(isinstance(outcome, Failure) for outcome in shown):
+        kept = "the others are above" if csv is None else f"the others are in {csv}"
+        output.end_with_failures(map(_named, settings), shown, kept)
+
+
+def _named(setting: Setting, between: str = ", ") -> str:
+    """What varies, as a name of its case."""
+    return between.join(f"{path}={display_name(value)}" for path, value in setting.items())
+
+
+def _show(
+    cases: Sequence[Case],
+    settings: Sequence[Setting],
+    outcomes: Sequence[Outcome],
+    wishes: _Wishes,
+    missing: str = "",
+) -> tuple[Sequence[Setting], Sequence[Outcome]]:
+    """Write the files and print; gives the settings and the outcomes as they are sorted.
+
+    `missing` says how many cases were done before control-C.
+    """
+    csv, goal, tokens = wishes.csv, wishes.goal, wishes.tokens
+    frame = to_frame(cases, outcomes, settings, goal, tokens)
+    if wishes.sort is not None:
+        places = order(frame, wishes.sort)
+        frame = frame.iloc[places]
+        cases, settings = [cases[i] for i in places], [settings[i] for i in places]
+        outcomes = [outcomes[i] for i in places]
+    rows = [
+        {"setting": dict(setting), **_figures(case, outcome, goal, tokens)}
+        for case, setting, outcome in zip(cases, settings, outcomes, strict=True)
+        if wishes.as_json or wishes.report
+    ]
+    files = {} if csv is None else {csv: frame.to_csv(index=False).encode()}
+    if wishes.report:
+        from co2sim.report.sweep import Swept  # noqa: PLC0415 - Altair
+        from co2sim.report.sweep_page import page  # noqa: PLC0415
+
+        swept = Swept(
+            cases=cases,
+            settings=settings,
+            outcomes=outcomes,
+            rows=rows,
+            goal=goal,
+            tokens=tokens,
+            command=command_line("co2sim"),
+            missing=missing,
+        )
+        files[wishes.report] = output.rendered(page(swept))
+    write_atomically(files)
+    if wishes.as_json:
+        print_json(rows)
+    else:
+        _print(cases, settings, outcomes, goal, tokens)
+        print_lines(console(), *([] if csv is None else [f"table   {csv}"]))
+    output.print_where(wishes.report, quiet=wishes.as_json)
+    return settings, outcomes
+
+
+def _figures(case: Case, outcome: Outcome, goal: Goal, tokens: float | None) -> dict[str, object]:
+    if isinstance(outcome, Failure):
+        return {"error": outcome.reason}
+    return result_to_dict(case, outcome, goal, tokens)
+
+
+def _print(
+    cases: Sequence[Case],
+    settings: Sequence[Setting],
+    outcomes: Sequence[Outcome],
+    goal: Goal,
+    tokens: float | None,
+) -> None:
+    results = [outcome for outcome in outcomes if isinstance(outcome, Result)]
+    unit = results[0].unit
+    columns = [*settings[0], *(one.headed(results[0]) for one in in_table("sweep"))]
+    currencies = {r.currency for r in results if r.currency is not None}
+    columns += [f"{' or '.join(sorted(currencies))} per billion {unit}s"] if currencies else []
+    mixed = len(currencies) > 1
+    rows = [
+        [*map(display_name, setting.values()), *_cells(outcome, len(columns) - len(setting), mixed)]
+        for setting, outcome in zip(settings, outcomes, strict=True)
+    ]
+    to_loss = totals.heads(results, goal)
+    columns += to_loss
+    for row, outcome in zip(rows, outcomes, strict=True):
+        known = totals.cells(outcome, goal) if to_loss and isinstance(outcome, Result) else ["", ""]
+        row.extend(known[: len(to_loss)])
+    left = len(settings[0])
+    asked = [strategy_title(case.strategy) for case in cases]
+    taken = [
+        how if isinstance(one, Failure) else one.strategy
+        for how, one in zip(asked, outcomes, strict=True)
+    ]
+    if taken != asked:
+        columns.insert(left, "chosen")
+        for row, outcome in zip(rows, outcomes, strict=True):
+            row.insert(left, outcome.strategy if isinstance(outcome, Result) else "")
+        left += 1
+    terminal = console()
+    title = _title(cases, settings, outcomes)
+    trained = [] if tokens is None else totals.totals_for(cases, outcomes, tokens, goal)
+    if trained:
+        trainings = [
+            (_named(setting), one, total)
+            for setting, one, total in zip(settings, outcomes, trained, strict=True)
+            if isinstance(one, Result)
+        ]
+        totals.print_answer(terminal, trainings)
+    print_table(terminal, title, columns, rows, left=left)
+    _print_notes(terminal, results, goal)
+    if trained:
+        head, paths = f"to train {tokens:.4g} {unit}s", list(settings[0])
+        texts = [[*map(display_name, setting.values())] for setting in settings]
+        output.print_trained(
+            terminal, head, paths, texts, cases, outcomes, trained, left=len(paths)
+        )
+    print_remarks(terminal, results)
+    named = [
+        (_named(setting, " "), one)
+        for setting, one in zip(settings, outcomes, strict=True)
+        if isinstance(one, Result)
+    ]
+    print_warnings(terminal, named)
+    print_assumed(terminal, results)
+
+
+def _title(cases: Sequence[Case], settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> str:
+    """What all rows share, and what varies."""
+    results = [outcome for outcome in outcomes if isinstance(outcome, Result)]
+    parts = [
+        ", ".join([*_shared(cases, outcomes), f"by {' and '.join(settings[0])}"]),
+        shared_batch(results),
+        speeds(cases[0].noise, varied=settings[0]),
+        "" if "stack" in settings[0] else stacks_of(results),
+    ]
+    return "; ".join(filter(None, parts))
+
+
+def _shared(cases: Sequence[Case], outcomes: Sequence[Outcome]) -> list[str]:
+    """What all cases have in common, those that failed included: inputs, strategy, GPUs."""
+    results = [outcome for outcome in outcomes if isinstance(outcome, Result)]
+    whole = len(results) == len(outcomes)
+
+    def same(shown: Callable[[Result], str], asked: Callable[[Case], object]) -> str:
+        """What all results show; where some are missing, if it was asked of all alike."""
+        alike = whole or len({str(asked(case)) for case in cases}) == 1
+        return _same([shown(result) for result in results]) if alike else ""
+
+    def inputs(case: Case) -> object:
+        return _names(case), sorted(case.overrides.items())
+
+    found = (
+        same(lambda r: f"{r.model} on {r.cluster}", inputs) or _same(list(map(_names, cases))),
+        same(lambda r: r.strategy, lambda case: display_name(case.strategy)),
+        same(lambda r: counted(r.gpus, "GPU"), lambda case: case.gpus or inputs(case)),
+    )
+    return [part for part in found if part]
+
+
+def _names(case: Case) -> str:
+    return f"{display_name(case.model)} on {display_name(case.cluster)}"
+
+
+def _same(texts: Sequence[str]) -> str:
+    """The text that all are, or none."""
+    return texts[0] if len(set(texts)) == 1 else ""
+
+
+def _print_notes(terminal: Console, results: Sequence[Result], goal: Goal) -> None:
+    notes = ["batch: micro-batch x micro-steps, recomputation"]
+    if not all(r.fits_in_memory for r in results):
+        notes.append("* needs more than the memory of a GPU: as fast as if it fitted")
+    if not any(r.fits_in_memory for r in results):
+        notes.append("none fits: run one of them (`co2sim run`) to see what would")
+    print_lines(terminal, *notes)
+    print_sources(terminal, results)
+    totals.print_remark(terminal, results, goal)
+    print_lines(terminal, "")
+
+
+def _cells(outcome: Outcome, count: int, mixed: bool) -> list[str]:  # noqa: FBT001
+    """The first `count` figures of a row; the last is the cost, which not every cluster has.
+
+    It names its currency if the column is `mixed`.
+    """
+    if isinstance(outcome, Failure):
+        return ["failed", *[""] * (count - 1)]
+    r = outcome
+    currency = f" {r.currency}" if mixed else ""
+    cost = (
+        "-" if r.cost_per_billion_tokens is None else f"{r.cost_per_billion_tokens:,.2f}{currency}"
+    )
+    cells = [*(one.shown(r) or "-" for one in in_table("sweep")), cost]
+    return cells[:count]
+
+
+def _keep(table: SweepTable, engine: Engine, *, as_json: bool) -> None:
+    """Simulate what the folder does not have, and say so; exit code 1 if a case failed."""
+    with opened(engine, len(table.shard.places(len(table.points)))) as pool:
+        kept = stream(table, pool)
+    if as_json:
+        print_json(kept.summary())
+    else:
+        reused = f", {kept.reused:,} were there already" if kept.reused else ""
+        computed = f"{counted(kept.computed, 'case')} simulated{reused}"
+        print(f"{computed}: all {kept.cases:,} in {kept.folder}")
+    if kept.failed:
+        failed = [(_named(setting), failure) for setting, failure in kept.failures]
+        output.end_with(failed, kept.failed, kept.cases, f"the others are in {kept.folder}")

@@ -6,7 +6,7 @@ import shlex
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -216,7 +216,7 @@ def refuse_twice(what: str, given: Iterable[str]) -> None:
         raise OptionError(f"{what} {repeated[0]} is given twice")
 
 
-def print_json(value: Mapping[str, Any]) -> None:
+def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
     """Print valid JSON, with null for what is no finite number."""
     from pydantic_core import to_json  # noqa: PLC0415 - only for this option
 

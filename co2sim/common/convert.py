@@ -6,6 +6,7 @@ refused with a reason.
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,7 +15,8 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from co2sim.common import validation
-from co2sim.common.errors import OptionError, nearest
+from co2sim.common.errors import OptionError, UnitError, nearest
+from co2sim.common.units import parse
 
 Count: TypeAlias = int | float | str
 """A whole number, as a number or as a text."""
@@ -156,6 +158,43 @@ def amount(name: str, text: str) -> float:
             " T stand for thousands, millions, billions and trillions)"
         )
     return factor * found
+
+
+def money(name: str, text: str) -> float:
+    """The same of an amount of money, that may have `$` before it or a currency behind it."""
+    return amount(name, _CURRENCY.sub("", text.strip()) or text)
+
+
+_CURRENCY = re.compile(r"^\$\s*|\s*(USD|EUR)$")
+
+
+def seconds(name: str, text: str, least: float = 0.0) -> float:
+    """A length of time with its unit, above 0. Raises OptionError that names the option."""
+    try:
+        time = parse(text, "s")
+    except UnitError as error:
+        if text.strip().replace(".", "", 1).isdecimal():
+            raise OptionError(
+                f"{name} is {text!r}, without a unit; write '{text.strip()} days', or hours (h),"
+                " minutes or seconds (s)"
+            ) from None
+        raise OptionError(f"{name}: {error}") from None
+    if time <= 0:
+        raise OptionError(f"{name} is {text!r}; it must be above 0")
+    if time < least:
+        raise OptionError(f"{name} is {text!r}; it must be at least {least:g} s")
+    return time
+
+
+def wholes(name: str, text: str) -> tuple[int, ...]:
+    """Whole numbers between commas, from the least on."""
+    return tuple(sorted(whole(name, part.strip()) for part in text.split(",")))
+
+
+def share(name: str, text: str) -> float:
+    """A share from a text: 10% or 0.1."""
+    bare = text.strip().removesuffix("%")
+    return number(name, bare) / (100 if bare != text.strip() else 1)
 
 
 def _number(value: Any) -> int | float | None:

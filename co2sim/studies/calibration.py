@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import tomlkit
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
 from co2sim.catalog import names
 from co2sim.catalog.facts import override, read
@@ -304,6 +303,8 @@ def _most_likely(
     slopes: Array,
 ) -> dict[str, float]:
     """The most likely values, if errors change with logarithms as `slopes` say."""
+    from scipy.optimize import least_squares  # noqa: PLC0415 - 0.2 s that no help needs
+
     spreads = np.array([one.spread for one in numbers])
     logs = np.log([values[one.name] / before[one.name] for one in numbers])
 

@@ -2,12 +2,14 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from itertools import product
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from co2sim.common.errors import Co2simError, OptionError
+from co2sim.common.convert import Reader, amount, money, option, seconds, share, wholes
+from co2sim.common.errors import Co2simError, OptionError, UnitError
+from co2sim.common.units import parse
 from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.framework import Recompute
@@ -19,7 +21,7 @@ from co2sim.prediction.choose import RECOMPUTES, divided, fits, samples_of
 from co2sim.prediction.job import Job
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, scale_of_case
-from co2sim.prediction.totals import Totals, tokens_of
+from co2sim.prediction.totals import DAY, Totals, tokens_of
 from co2sim.schedule.mesh import Mesh
 from co2sim.simulation.noise import QUIET
 from co2sim.strategies import LocalSteps, Strategy, says
@@ -59,6 +61,9 @@ _MOST = 1024
 _COUNTS = ("tp", "cp", "ep", "pp", "interleave")
 
 
+_Counts: TypeAlias = Annotated[tuple[int, ...] | None, Reader(wholes, "N,N")]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
     """What is tried of each kind of parallelism; None: what the module says, and 1.
@@ -66,12 +71,41 @@ class Axes:
     Raises OptionError for numbers below 1, and for one that is given twice.
     """
 
-    tp: tuple[int, ...] | None = None
-    cp: tuple[int, ...] | None = None
-    ep: tuple[int, ...] | None = None
-    pp: tuple[int, ...] | None = None
-    interleave: tuple[int, ...] | None = None
-    sequence_parallel: bool | None = None
+    tp: _Counts = option(
+        None,
+        "GPUs of a node that share every layer (tensor parallelism), such as 4 or 1,2,4; default:"
+        " powers of two up to a node.",
+        "plan",
+    )
+    sequence_parallel: bool | None = option(
+        None,
+        "Whether GPUs that share layers divide the sequence, too; default: they do.",
+        "plan",
+    )
+    cp: _Counts = option(
+        None,
+        "GPUs that divide every sequence (context parallelism); default: 1, and powers of two that"
+        " leave each 4,096 tokens or more (32,768 with torchtitan).",
+        "plan",
+    )
+    ep: _Counts = option(
+        None,
+        "GPUs that divide the experts of a layer (expert parallelism); default: powers of two that"
+        " do, up to 64.",
+        "plan",
+    )
+    pp: _Counts = option(
+        None,
+        "Stages of a pipeline (1F1B); default, with ddp and zero1: powers of two and what divides"
+        " the layers, up to 32.",
+        "plan",
+    )
+    interleave: _Counts = option(
+        None,
+        "Chunks of layers of each stage of a pipeline; default: 1, and the fewest and the most of"
+        " up to 8 that divide the layers.",
+        "plan",
+    )
 
     def __post_init__(self) -> None:
         """Refuse numbers that cannot be."""
@@ -174,6 +208,11 @@ def _chunks(layers: int, pp: int) -> tuple[int, ...]:
     return (1, *dict.fromkeys((*found[:1], *found[-1:])))
 
 
+def _parts(_name: str, text: str) -> tuple[str, ...]:
+    """Texts between commas."""
+    return tuple(part.strip() for part in text.split(","))
+
+
 @dataclass(frozen=True)
 class Space:
     """What is tried: all combinations that fit in memory.
@@ -189,10 +228,22 @@ class Space:
     clusters: tuple[str | Cluster, ...]
     strategies: tuple[str | Strategy, ...] = STRATEGIES
     gpus: Any = None
-    micro_batches: tuple[int, ...] | None = None
-    recomputes: tuple[Recompute, ...] = RECOMPUTES
+    micro_batches: Annotated[tuple[int, ...] | None, Reader(wholes, "<str>")] = option(
+        None,
+        "Samples per GPU and micro-step, such as 1,2,4; default: powers of two.",
+        "plan",
+        "--micro-batch",
+    )
+    recomputes: Annotated[tuple[Recompute, ...], Reader(_parts, "<str>")] = option(
+        RECOMPUTES,
+        "Activations to recompute, as in `run`, or several: none,full/2,norms.",
+        "plan",
+        "--recompute",
+    )
     axes: Axes = OPEN
-    headroom: float = 0.1
+    headroom: Annotated[float, Reader(share, "<str>")] = option(
+        0.1, "Memory to leave free. Some published runs needed twice what is predicted.", "plan"
+    )
     stacks: tuple[str | Stack, ...] = ()
 
     @property
@@ -445,6 +496,17 @@ def _powers(most: int) -> Sequence[int]:
 Want: TypeAlias = Literal["cheapest", "fastest", "least-energy"]
 
 
+def _days(name: str, text: str) -> float:
+    return seconds(name, text) / DAY
+
+
+def _watts(name: str, text: str) -> float:
+    try:
+        return parse(text, "W")
+    except UnitError as error:
+        raise OptionError(f"{name}: {error}") from None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
     """What is wanted of a training of `tokens` (those that ddp would train), within limits.
@@ -452,11 +514,26 @@ class Objective:
     `budget` is in the currency of the clusters, `deadline` in days, `power` in W at the meter.
     """
 
-    want: Want
-    tokens: float
-    budget: float | None = None
-    deadline: float | None = None
-    power: float | None = None
+    tokens: Annotated[float, Reader(amount)] = option(
+        MISSING,
+        "Tokens that ddp would train, such as 1e12 or 1T; local updates need more.",
+        "plan",
+    )
+    want: Want = option(
+        MISSING,
+        "cheapest, fastest or least-energy; default: cheapest, or fastest where no cluster has a"
+        " price.",
+        "plan",
+    )
+    deadline: Annotated[float | None, Reader(_days, "<str>")] = option(
+        None, 'The longest that training may take: "30 days".', "plan"
+    )
+    budget: Annotated[float | None, Reader(money)] = option(
+        None, "The most that it may cost, in the currency of the clusters' prices.", "plan"
+    )
+    power: Annotated[float | None, Reader(_watts, "<str>")] = option(
+        None, 'The most power that it may draw at the meter: "500 kW".', "plan"
+    )
     goal: Goal = NO_GOAL
 
     def __post_init__(self) -> None:

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from scipy.optimize import brentq
 
 from co2sim.common.errors import Co2simError
 from co2sim.hardware.cluster import Cluster
@@ -182,6 +181,7 @@ def _failing(option: Candidate, times: float, wanted: Objective) -> float:
 
 def _turns(behind: Callable[[float], float], now: float, here: float) -> Iterator[float]:
     """The nearest values below and above at which it stops being below 0; it is `here` now."""
+    from scipy.optimize import brentq  # noqa: PLC0415 - 0.2 s that no help needs
 
     @cache  # each takes two simulations, and the search begins with points that were seen
     def at(place: float) -> float:

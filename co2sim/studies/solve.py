@@ -6,14 +6,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
 
-from scipy.optimize import brentq
-
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.progress import Done
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
-from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, scale_of, step_factor
 from co2sim.strategies import parse
@@ -90,6 +87,7 @@ def _edge(
 
 def _root(figure: Figure, value: float, inside: float, outside: float) -> float | None:
     """Where the figure is the value; None where it is not known between the two."""
+    from scipy.optimize import brentq  # noqa: PLC0415 - 0.2 s that no help needs
 
     def beyond(place: float) -> float:
         found = figure(math.exp(place))
@@ -206,6 +204,8 @@ class Curve:
         cluster, model = entries[0].value, entries[1].value
         if cluster.failures is None or self._target.metric.needs not in {"tokens", "failures"}:
             return None
+        from co2sim.prediction.goodput import goodput_of  # noqa: PLC0415 - scipy
+
         found = goodput_of(result, cluster, model, optimizer=case.optimizer)
         assert found is not None
         return (found.useful, max(found.low, _MIN), found.high)

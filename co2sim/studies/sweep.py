@@ -16,7 +16,7 @@ from co2sim.prediction.step_factors import NO_GOAL, Goal
 from co2sim.prediction.totals import tokens_of
 from co2sim.simulation.noise import QUIET, Noise
 from co2sim.strategies import Strategy
-from co2sim.studies import grid
+from co2sim.studies import grid, table
 from co2sim.studies.grid import LazyGrid, Shard
 from co2sim.studies.pools import Engine, opened
 from co2sim.studies.run_all import run_all
@@ -74,8 +74,6 @@ def sweep(  # noqa: PLR0913 - one keyword per choice
     >>> list(found["strategy"])
     ['ddp', 'zero3']
     """
-    from co2sim.studies import table  # noqa: PLC0415 - pandas
-
     if sort is not None and not isinstance(sort, str):
         raise OptionError(f"sort is {shown(sort)}; it must be the name of a column")
     base = _base(cluster, model, strategy, vary, options)
@@ -182,8 +180,6 @@ def scale(
     >>> list(found["gpus"])
     [8, 16, 8, 16]
     """
-    from co2sim.studies import table  # noqa: PLC0415 - pandas
-
     job = make_case("", model, "", **options)
     tokens = _tokens(tokens)
     cases = grid.over_sizes(job, _several(clusters), _several(strategies), gpus)

@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import get_type_hints
-
-import pandas as pd
+from typing import TYPE_CHECKING, get_type_hints
 
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.units import CURRENCIES
@@ -15,6 +13,9 @@ from co2sim.prediction.step_factors import NO_GOAL, Goal, to_loss
 from co2sim.prediction.totals import Totals, totals_of
 from co2sim.studies.grid import Setting, display_name
 from co2sim.studies.run_all import Failure, Outcome
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 VARIED = "vary "
 """What the name of a column starts with that holds the values of a path."""
@@ -118,11 +119,13 @@ def to_frame(
     settings: Sequence[Setting] | None = None,
     goal: Goal = NO_GOAL,
     tokens: float | None = None,
-) -> pd.DataFrame:
+) -> "pd.DataFrame":
     """One row per case; memory items in their own columns, `settings` in the first columns.
 
     See `row_of` for what stands in a row.
     """
+    import pandas as pd  # noqa: PLC0415 - 0.3 s that no help needs
+
     rows = [
         row_of(case, outcome, goal, tokens) for case, outcome in zip(cases, outcomes, strict=True)
     ]
@@ -165,11 +168,13 @@ def _meant(name: str) -> str:
     return _IN_TABLES.get(name, name)
 
 
-def order(frame: pd.DataFrame, column: str) -> list[int]:
+def order(frame: "pd.DataFrame", column: str) -> list[int]:
     """The places of the rows by rising values, or falling ones of "-column"; failed ones last.
 
     Values that vary are in the order that they were given in. Equal rows keep their order.
     """
+    import pandas as pd  # noqa: PLC0415 - 0.3 s that no help needs
+
     name, falling = column.removeprefix("-"), column.startswith("-")
     if name not in frame and f"{VARIED}{name}" not in frame:
         meant = _meant(name)

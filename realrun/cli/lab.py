@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from co2sim.cli import options
+from co2sim.common import convert
 from realrun.cli import options as launching
 from realrun.cli.options import strategies_in
 from realrun.lab.lab import Dilation, Lab, run_lab, stated_cluster
@@ -44,7 +45,7 @@ def run(
     REALRUN_SITES is the number of sites, if there are several. Threads that communicate come
     before kernels (SCHED_FIFO), as a network card does; REALRUN_REALTIME=0 leaves them as they are.
     """
-    time = options.seconds("--grace", grace)
+    time = convert.seconds("--grace", grace)
     if command and command[:2] == ["realrun", "run"]:
         _refuse_auto(command[2:])
     built = stated.slower(dilation, command or [])

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, get_args
 
-from co2sim.cli.options import record_options, seconds
+from co2sim.cli.options import record_options
 from co2sim.common import validation
-from co2sim.common.convert import Reader, option
+from co2sim.common.convert import Reader, option, seconds
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Backend

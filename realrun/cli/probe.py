@@ -11,6 +11,7 @@ import typer
 
 from co2sim.catalog import key_of, load_cluster, names
 from co2sim.cli import options
+from co2sim.common import convert
 from co2sim.common.convert import Reader, option
 from co2sim.common.errors import OptionError, UnitError, nearest
 from co2sim.common.files import check_writable, write_atomically
@@ -67,7 +68,7 @@ class ProbeOptions:
     max_size: Annotated[float | None, Reader(lambda _, text: _size(text), "SIZE")] = option(
         None, "Largest collective; default: 16 MiB, on GPUs 256 MiB.", "probe"
     )
-    budget: Annotated[float | None, Reader(options.seconds, "TIME")] = option(
+    budget: Annotated[float | None, Reader(convert.seconds, "TIME")] = option(
         None,
         "About how long to measure; a longer time gives more exact numbers. Default: 30 s, with"
         " --stated 20 s.",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from places import ROOT
 
-from co2sim.cli import scale_answer
+from co2sim.cli import scale
 from co2sim.common.errors import OptionError
 from co2sim.common.files import write_atomically
 from co2sim.prediction import driver
@@ -44,7 +44,7 @@ def test_without_altair_scale_has_no_picture(
     cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It writes the table, and names the extra."""
-    monkeypatch.setattr(scale_answer, "installed", lambda: False)
+    monkeypatch.setattr(scale, "installed", lambda: False)
     code, out, _ = cli("scale", *SMALL, "-s", "ddp")
     assert code == 0
     assert ".[report]" in out
