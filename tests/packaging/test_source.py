@@ -15,7 +15,6 @@ COMMAND_LINES = {
     ("analysis/cli/convergence.py", "tau"),
     ("analysis/cli/published.py", "validate_command"),
     ("analysis/cli/measured.py", "lab"),
-    ("co2sim/studies/sweep.py", "sweep"),
 }
 """Functions that may be longer: an argument for every option, with its help."""
 
