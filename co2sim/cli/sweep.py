@@ -1,7 +1,8 @@
 """`co2sim sweep`: any parameter over values."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +31,7 @@ from co2sim.report.text.result import (
     stacks_of,
 )
 from co2sim.studies import grid
-from co2sim.studies.grid import LazyGrid, Setting, Shard, display_name, strategy_title
+from co2sim.studies.grid import LazyGrid, Setting, Shard, display_name, setting_name, strategy_title
 from co2sim.studies.pools import Engine, opened
 from co2sim.studies.results_folder import SweepTable, stream
 from co2sim.studies.run_all import Failure, Interrupted, Outcome, run_all
@@ -126,8 +127,81 @@ def sweep(  # noqa: PLR0913, PLR0917 - one argument per option
     settings = grid.settings(varied)
     cases = grid.cases_of(case, settings)
     check("--report", report)
-    wishes = _Wishes(csv=csv, report=report, sort=sort, goal=goal, tokens=tokens, as_json=json_)
-    _sweep(cases, settings, who, wishes)
+    if sort is not None:
+        check_column(sort, settings, goal, tokens)
+    asked = _Swept(cases=cases, settings=settings, outcomes=(), goal=goal, tokens=tokens)
+    show = partial(_show, csv=csv, report=report, as_json=json_)
+    _sweep(asked, who, sort, show, "above" if csv is None else f"in {csv}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Swept:
+    """Cases with what each varies and what became of it, and what is asked of them besides."""
+
+    cases: Sequence[Case]
+    settings: Sequence[Setting]
+    outcomes: Sequence[Outcome]
+    goal: Goal
+    tokens: float | None
+
+    @property
+    def results(self) -> list[Result]:
+        """Of those that gave one."""
+        return [outcome for outcome in self.outcomes if isinstance(outcome, Result)]
+
+    def at(
+        self, places: Sequence[int], outcomes: Sequence[Outcome] | Mapping[int, Outcome]
+    ) -> "_Swept":
+        """Those at some places, with these outcomes."""
+        return replace(
+            self,
+            cases=[self.cases[n] for n in places],
+            settings=[self.settings[n] for n in places],
+            outcomes=[outcomes[n] for n in places],
+        )
+
+    def figures(self) -> list[dict[str, object]]:
+        """What --json prints."""
+        return [
+            {"setting": dict(setting)}
+            | (
+                {"error": outcome.reason}
+                if isinstance(outcome, Failure)
+                else result_to_dict(case, outcome, self.goal, self.tokens)
+            )
+            for case, setting, outcome in zip(self.cases, self.settings, self.outcomes, strict=True)
+        ]
+
+
+def _sweep(
+    asked: _Swept, engine: Engine, sort: str | None, show: Callable[..., None], where: str
+) -> None:
+    """Simulate all cases, and show them in order. Those that fail are named.
+
+    At control-C those that are done are shown, and written.
+    """
+
+    def ordered(swept: _Swept) -> _Swept:
+        if sort is None:
+            return swept
+        frame = to_frame(swept.cases, swept.outcomes, swept.settings, swept.goal, swept.tokens)
+        return swept.at(order(frame, sort), swept.outcomes)
+
+    try:
+        outcomes = run_all(asked.cases, engine=engine)
+    except Interrupted as interrupt:
+        done, missing = interrupt.outcomes, str(interrupt)
+
+        def keep(places: Sequence[int]) -> str:
+            show(ordered(asked.at(places, done)), missing=missing)
+            return f"they are {where}"
+
+        output.end_interrupted(interrupt, keep)
+    swept = ordered(replace(asked, outcomes=outcomes))
+    show(swept)
+    if len(swept.results) < len(outcomes):
+        kept = f"the others are {where}"
+        output.end_with_failures(map(setting_name, swept.settings), swept.outcomes, kept)
 
 
 def _refuse_beside_out(given: dict[str, object]) -> None:
@@ -140,116 +214,33 @@ def _refuse_beside_out(given: dict[str, object]) -> None:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Wishes:
-    """What becomes of the figures: files to write, the column to sort by, and what is added.
-
-    `report` is an HTML page.
-    """
-
-    csv: Path | None
-    report: Path | None
-    sort: str | None
-    goal: Goal
-    tokens: float | None
-    as_json: bool
-
-
-def _sweep(
-    cases: Sequence[Case], settings: Sequence[Setting], engine: Engine, wishes: _Wishes
-) -> None:
-    """Simulate all cases; `settings` says what each varies. Those that fail are named.
-
-    At control-C those that are done are shown, and written.
-    """
-    csv = wishes.csv
-    if wishes.sort is not None:
-        check_column(wishes.sort, settings, wishes.goal, wishes.tokens)
-    try:
-        outcomes = run_all(cases, engine=engine)
-    except Interrupted as interrupt:
-        done, missing = interrupt.outcomes, str(interrupt)
-
-        def keep(places: Sequence[int]) -> str:
-            part = [cases[i] for i in places], [settings[i] for i in places]
-            _show(*part, [done[i] for i in places], wishes, missing)
-            return "they are above" if csv is None else f"they are in {csv}"
-
-        output.end_interrupted(interrupt, keep)
-    settings, shown = _show(cases, settings, outcomes, wishes)
-    if any(isinstance(outcome, Failure) for outcome in shown):
-        kept = "the others are above" if csv is None else f"the others are in {csv}"
-        output.end_with_failures(map(_named, settings), shown, kept)
-
-
-def _named(setting: Setting, between: str = ", ") -> str:
-    """What varies, as a name of its case."""
-    return between.join(f"{path}={display_name(value)}" for path, value in setting.items())
-
-
 def _show(
-    cases: Sequence[Case],
-    settings: Sequence[Setting],
-    outcomes: Sequence[Outcome],
-    wishes: _Wishes,
-    missing: str = "",
-) -> tuple[Sequence[Setting], Sequence[Outcome]]:
-    """Write the files and print; gives the settings and the outcomes as they are sorted.
-
-    `missing` says how many cases were done before control-C.
-    """
-    csv, goal, tokens = wishes.csv, wishes.goal, wishes.tokens
-    frame = to_frame(cases, outcomes, settings, goal, tokens)
-    if wishes.sort is not None:
-        places = order(frame, wishes.sort)
-        frame = frame.iloc[places]
-        cases, settings = [cases[i] for i in places], [settings[i] for i in places]
-        outcomes = [outcomes[i] for i in places]
-    rows = [
-        {"setting": dict(setting), **_figures(case, outcome, goal, tokens)}
-        for case, setting, outcome in zip(cases, settings, outcomes, strict=True)
-        if wishes.as_json or wishes.report
-    ]
-    files = {} if csv is None else {csv: frame.to_csv(index=False).encode()}
-    if wishes.report:
+    swept: _Swept, csv: Path | None, report: Path | None, missing: str = "", *, as_json: bool
+) -> None:
+    """Write the files and print; `missing` says how many were done before control-C."""
+    files = {}
+    if csv:
+        frame = to_frame(swept.cases, swept.outcomes, swept.settings, swept.goal, swept.tokens)
+        files[csv] = frame.to_csv(index=False).encode()
+    if report:
         from co2sim.report.sweep import Swept  # noqa: PLC0415 - Altair
         from co2sim.report.sweep_page import page  # noqa: PLC0415
 
-        swept = Swept(
-            cases=cases,
-            settings=settings,
-            outcomes=outcomes,
-            rows=rows,
-            goal=goal,
-            tokens=tokens,
-            command=command_line("co2sim"),
-            missing=missing,
-        )
-        files[wishes.report] = output.rendered(page(swept))
+        command = command_line("co2sim")
+        about = Swept(**vars(swept), rows=swept.figures(), command=command, missing=missing)
+        files[report] = output.rendered(page(about))
     write_atomically(files)
-    if wishes.as_json:
-        print_json(rows)
+    if as_json:
+        print_json(swept.figures())
     else:
-        _print(cases, settings, outcomes, goal, tokens)
+        _print(console(), swept)
         print_lines(console(), *([] if csv is None else [f"table   {csv}"]))
-    output.print_where(wishes.report, quiet=wishes.as_json)
-    return settings, outcomes
+    output.print_where(report, quiet=as_json)
 
 
-def _figures(case: Case, outcome: Outcome, goal: Goal, tokens: float | None) -> dict[str, object]:
-    if isinstance(outcome, Failure):
-        return {"error": outcome.reason}
-    return result_to_dict(case, outcome, goal, tokens)
-
-
-def _print(
-    cases: Sequence[Case],
-    settings: Sequence[Setting],
-    outcomes: Sequence[Outcome],
-    goal: Goal,
-    tokens: float | None,
-) -> None:
-    results = [outcome for outcome in outcomes if isinstance(outcome, Result)]
+def _print(terminal: Console, swept: _Swept) -> None:
+    cases, settings, outcomes = swept.cases, swept.settings, swept.outcomes
+    results, goal, tokens = swept.results, swept.goal, swept.tokens
     unit = results[0].unit
     columns = [*settings[0], *(one.headed(results[0]) for one in in_table("sweep"))]
     currencies = {r.currency for r in results if r.currency is not None}
@@ -275,12 +266,11 @@ def _print(
         for row, outcome in zip(rows, outcomes, strict=True):
             row.insert(left, outcome.strategy if isinstance(outcome, Result) else "")
         left += 1
-    terminal = console()
-    title = _title(cases, settings, outcomes)
+    title = _title(swept)
     trained = [] if tokens is None else totals.totals_for(cases, outcomes, tokens, goal)
     if trained:
         trainings = [
-            (_named(setting), one, total)
+            (setting_name(setting), one, total)
             for setting, one, total in zip(settings, outcomes, trained, strict=True)
             if isinstance(one, Result)
         ]
@@ -295,7 +285,7 @@ def _print(
         )
     print_remarks(terminal, results)
     named = [
-        (_named(setting, " "), one)
+        (setting_name(setting, " "), one)
         for setting, one in zip(settings, outcomes, strict=True)
         if isinstance(one, Result)
     ]
@@ -303,22 +293,22 @@ def _print(
     print_assumed(terminal, results)
 
 
-def _title(cases: Sequence[Case], settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> str:
+def _title(swept: _Swept) -> str:
     """What all rows share, and what varies."""
-    results = [outcome for outcome in outcomes if isinstance(outcome, Result)]
+    varied = swept.settings[0]
     parts = [
-        ", ".join([*_shared(cases, outcomes), f"by {' and '.join(settings[0])}"]),
-        shared_batch(results),
-        speeds(cases[0].noise, varied=settings[0]),
-        "" if "stack" in settings[0] else stacks_of(results),
+        ", ".join([*_shared(swept), f"by {' and '.join(varied)}"]),
+        shared_batch(swept.results),
+        speeds(swept.cases[0].noise, varied=varied),
+        "" if "stack" in varied else stacks_of(swept.results),
     ]
     return "; ".join(filter(None, parts))
 
 
-def _shared(cases: Sequence[Case], outcomes: Sequence[Outcome]) -> list[str]:
+def _shared(swept: _Swept) -> list[str]:
     """What all cases have in common, those that failed included: inputs, strategy, GPUs."""
-    results = [outcome for outcome in outcomes if isinstance(outcome, Result)]
-    whole = len(results) == len(outcomes)
+    cases, results = swept.cases, swept.results
+    whole = len(results) == len(cases)
 
     def same(shown: Callable[[Result], str], asked: Callable[[Case], object]) -> str:
         """What all results show; where some are missing, if it was asked of all alike."""
@@ -384,5 +374,5 @@ def _keep(table: SweepTable, engine: Engine, *, as_json: bool) -> None:
         computed = f"{counted(kept.computed, 'case')} simulated{reused}"
         print(f"{computed}: all {kept.cases:,} in {kept.folder}")
     if kept.failed:
-        failed = [(_named(setting), failure) for setting, failure in kept.failures]
+        failed = [(setting_name(setting), failure) for setting, failure in kept.failures]
         output.end_with(failed, kept.failed, kept.cases, f"the others are in {kept.folder}")

@@ -120,12 +120,6 @@ class Axes:
                     f"{name} is {', '.join(map(str, given)) or 'empty'}; give each number once"
                 )
 
-    @classmethod
-    def fixed(cls, case: Case) -> "Axes":
-        """What a case says, and nothing else."""
-        said: dict[str, Any] = {name: (getattr(case, name),) for name in _COUNTS}
-        return cls(**said, sequence_parallel=case.sequence_parallel)
-
     def within(self, case: Case) -> "Axes":
         """With what a case says in the place of what is open: numbers other than 1."""
         said: dict[str, Any] = {

@@ -190,9 +190,7 @@ def cases_by_panel(
     refuse_both(job, found[0])
     made = []
     for cluster, setting in product(clusters, found):
-        name = ", ".join(
-            [cluster, *(f"{path}={display_name(value)}" for path, value in setting.items())]
-        )
+        name = ", ".join(filter(None, [cluster, setting_name(setting)]))
         cases = over_sizes(with_changes(job, setting), [cluster], strategies, gpus)
         made += [(name, case) for case in cases]
     if len(made) > _MAX_CASES:
@@ -232,6 +230,11 @@ def display_name(value: Any) -> str:
     if hasattr(value, "schedule"):
         return title(value)
     return str(value.name) if hasattr(value, "name") else convert.text(value)
+
+
+def setting_name(setting: Setting, between: str = ", ") -> str:
+    """What a case varies, as a text."""
+    return between.join(f"{path}={display_name(value)}" for path, value in setting.items())
 
 
 _LONG_NAME = 40

@@ -48,6 +48,12 @@ class BreakEven:
     winner: str = "the runner-up"
 
 
+def _turn(what: str, now: float, at: float, shown: Callable[[float], str]) -> BreakEven:
+    return BreakEven(
+        what=what, now=now, at=at, shown_now=shown(now), shown_at=shown(at), above=at > now
+    )
+
+
 def break_even(choice: Candidate, other: Candidate, wanted: Objective) -> list[BreakEven]:
     """All numbers that can turn the answer, each alone.
 
@@ -81,15 +87,9 @@ def _prices(
     for option, factor in ((choice, ratio), (other, 1 / ratio)):
         price = option.cluster.price_per_gpu
         if price:
-            now, at = price * 3600, price * 3600 * factor
-            yield BreakEven(
-                what=f"the price of a GPU of {offer_name(option.case.cluster)}",
-                now=now,
-                at=at,
-                shown_now=f"{now:,.2f} {option.cluster.currency}/h",
-                shown_at=f"{at:,.2f} {option.cluster.currency}/h",
-                above=factor > 1,
-            )
+            what = f"the price of a GPU of {offer_name(option.case.cluster)}"
+            shown = f"{{:,.2f}} {option.cluster.currency}/h".format
+            yield _turn(what, price * 3600, price * 3600 * factor, shown)
 
 
 def _factors(choice: Candidate, other: Candidate, ratio: float) -> Iterator[BreakEven]:
@@ -98,14 +98,7 @@ def _factors(choice: Candidate, other: Candidate, ratio: float) -> Iterator[Brea
         strategy = option.result.strategy
         if isinstance(parse(strategy), LocalSteps):
             now = option.totals.factor.factor
-            yield BreakEven(
-                what=f"the step factor of {strategy}",
-                now=now,
-                at=now * factor,
-                shown_now=f"{now:.3g}",
-                shown_at=f"{now * factor:.3g}",
-                above=factor > 1,
-            )
+            yield _turn(f"the step factor of {strategy}", now, now * factor, "{:.3g}".format)
 
 
 def _bandwidths(
@@ -131,14 +124,7 @@ def _bandwidths(
             return math.log(mine / (other.score(wanted.want) if its is None else its))
 
         for at in _turns(behind, now, -math.log(ratio)):
-            yield BreakEven(
-                what=f"{path} of {offer_name(choice.case.cluster)}",
-                now=now,
-                at=at,
-                shown_now=axis.shown(now),
-                shown_at=axis.shown(at),
-                above=at > now,
-            )
+            yield _turn(f"{path} of {offer_name(choice.case.cluster)}", now, at, axis.shown)
 
 
 def _failures(
@@ -155,14 +141,9 @@ def _failures(
         return math.log(mine / its)
 
     for at in _turns(behind, 1.0, -math.log(ratio)):
-        yield BreakEven(
-            what=f"the rate of failures on {offer_name(choice.case.cluster)}",
-            now=1.0,
-            at=at,
-            shown_now="as stated",
-            shown_at=f"{at:.3g} times the stated one",
-            above=at > 1,
-        )
+        what = f"the rate of failures on {offer_name(choice.case.cluster)}"
+        turn = _turn(what, 1.0, at, "{:.3g} times the stated one".format)
+        yield replace(turn, shown_now="as stated")
 
 
 def _failing(option: Candidate, times: float, wanted: Objective) -> float:

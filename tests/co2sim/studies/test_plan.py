@@ -180,7 +180,10 @@ def test_it_finds_the_best_pipeline(job: dict[str, Any], offers: tuple[str, str]
         gpus=[8, 24] if "pp" not in job else [8 * job["pp"]],
         micro_batches=(2, 4),
         recomputes=("none", "full"),
-        axes=Axes.fixed(Case(cluster="", model="gpt2-small", strategy="", **job)),
+        axes=Axes(
+            **{name: (job.get(name, 1),) for name in ("tp", "cp", "ep", "pp", "interleave")},
+            sequence_parallel=job.get("sequence_parallel", False),
+        ),
     )
     wanted = Objective(want="cheapest", tokens=1e9)
     every, found = brute_force(space, wanted), plan(space, wanted)
