@@ -305,7 +305,7 @@ _END: Seconds = 10.0
 
 
 class DaskCluster:
-    """A scheduler and workers in a process of their own; `address` is that of the scheduler."""
+    """A scheduler and its workers, in another process; `address` is that of the scheduler."""
 
     def __init__(self, workers: int) -> None:
         """Start it, and wait for its address."""
@@ -339,7 +339,7 @@ class DaskCluster:
 
 
 def _serve_dask() -> None:
-    """In a process of its own: a scheduler and its workers, until its input ends."""
+    """In that process: a scheduler and its workers, until its input ends."""
     distributed: Any = import_module("distributed")  # optional, and not typed
     with distributed.LocalCluster(
         n_workers=int(sys.argv[1]),
