@@ -1,6 +1,6 @@
 """`co2sim list`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from inspect import getdoc
 from typing import Annotated, get_args
@@ -14,6 +14,14 @@ from co2sim.catalog.specs import Rate, RateKind, rates
 from co2sim.common.errors import CatalogError, nearest
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.strategies import STRATEGIES, option_range, strategy_options
+
+_KEYS: Mapping[Kind, set[str]] = {
+    "stacks": {"flash"},
+    "clusters": {"nodes"},
+    "gpus": {"peak"},
+    "failures": {"gpu", "node", "switch", "job"},
+}
+"""Any of which shows what a file is of; else it is a model."""
 
 
 def list_(
@@ -43,14 +51,8 @@ def list_(
         _print_strategy(out, what)
     elif is_file(what):
         tree = read("models", what)
-        kind: Kind = "clusters" if "nodes" in tree else "gpus" if "peak" in tree else "models"
-        kind = "stacks" if "flash" in tree else kind
-        kind = (
-            "failures"
-            if {"gpu", "node", "switch", "job"} & tree.keys() and kind == "models"
-            else kind
-        )
-        _print_entry(out, kind, what)
+        known = (kind for kind, keys in _KEYS.items() if keys & tree.keys())
+        _print_entry(out, next(known, "models"), what)
     else:
         found = [(kind, what) for kind in kinds if what in names(kind)]
         found = found or [

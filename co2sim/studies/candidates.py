@@ -28,7 +28,6 @@ from co2sim.strategies import LocalSteps, Strategy, says
 from co2sim.strategies.co2 import has_auto_options
 from co2sim.strategies.step import title
 from co2sim.studies import grid
-from co2sim.studies.run_all import Inputs
 
 OVER_SITES = ("diloco:tau=100,worker=site", "diloco:tau=100,worker=site,dtype=bf16")
 """Tried besides where a cluster has several sites."""
@@ -400,7 +399,7 @@ class _Setups:
         self._space, self._shared = space, Shared()
         self._named = replace(space.job, cluster=cluster)
         self._job = replace(
-            Inputs().inlined(self._named),
+            self._named.inlined(),
             **Mesh().mesh_values(),
             micro_batch=1,
             accumulation=1,

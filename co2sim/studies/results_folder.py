@@ -4,14 +4,18 @@ What the folder has already is not computed again. Parts are written when they a
 those that are not every half minute, so that a kill costs no more than that.
 """
 
+import inspect
 import io
+import json
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from types import NoneType
@@ -19,16 +23,20 @@ from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
+from co2sim.catalog import Contents
+from co2sim.common.convert import shown
 from co2sim.common.errors import Co2simError, EngineError, OptionError
 from co2sim.common.files import check_writable, is_folder, is_regular, read_bytes, write_atomically
 from co2sim.common.progress import Done, progress_bar
 from co2sim.common.units import Seconds, counted
+from co2sim.common.version import own_identity
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
+from co2sim.strategies import parse
 from co2sim.studies.grid import LazyGrid, Setting, Shard, display_name
 from co2sim.studies.pools import Pool
-from co2sim.studies.run_all import Failure, Inputs, outcome_of, run_on_pool
+from co2sim.studies.run_all import Failure, outcome_of, run_on_pool
 from co2sim.studies.table import DERIVED, NESTED, TO_LOSS, TOTALS, VARIED, memory_column, row_of
 
 ROWS = 1000
@@ -440,3 +448,103 @@ def figures(case: Case, goal: Goal, tokens: float | None) -> dict[str, Any] | Fa
         return row_of(case, outcome, goal, tokens)
     except Co2simError as error:
         return Failure(case.title, error)
+
+
+_CHARACTERS = 32
+"""Of a key: 128 bits, so that no two of any number of cases share one."""
+
+
+class Inputs:
+    """Reads the files of cases, each once: a study is of one state of them.
+
+    `further` is what results depend on besides their case.
+    """
+
+    def __init__(self, further: Any = None) -> None:
+        """Nothing is read yet."""
+        self._files: dict[tuple[object, ...], Contents | None] = {}
+        self._strategies: dict[str, Any] = {}
+        self._trees: dict[int, tuple[object, str]] = {}  # which keeps the object, and so its id
+        self._start = sha256(_text([str(own_identity()), own_identity().source, _plain(further)]))
+
+    def inlined(self, case: Case) -> Case:
+        """See `Case.inlined`."""
+        return case.inlined(self._files)
+
+    def key(self, case: Case) -> str:
+        """A hash of an inlined case, of what results depend on besides, and of co2sim itself.
+
+        Two cases that differ in how they are written only, such as co2:tau=2 and co2(tau=2), have
+        one key. Raises OptionError for an object that does not say what it computes.
+        """
+        given = {field.name: getattr(case, field.name) for field in fields(case)}
+        given["cluster"] = self._loaded(case.cluster)
+        given["model"] = self._loaded(case.model)
+        given["stack"] = self._loaded(case.stack)
+        if isinstance(case.strategy, str):
+            given["strategy"] = self._strategy(case.strategy)
+        else:
+            given["strategy"] = _plain(case.strategy)
+        given["overrides"] = list(case.overrides.items())  # in order: it names the cluster
+        given["noise"] = _plain(case.noise)
+        found = self._start.copy()
+        found.update(_text(given))
+        return found.hexdigest()[:_CHARACTERS]
+
+    def _loaded(self, given: Any) -> Any:
+        """A name of the catalog as it is; the hash of all else."""
+        if isinstance(given, str):
+            return given
+        if id(given) not in self._trees:
+            read = isinstance(given, Contents)
+            plain = [given.name, given.tree, str(given.chosen)] if read else _plain(given)
+            self._trees[id(given)] = given, sha256(_text(plain)).hexdigest()
+        return [self._trees[id(given)][1]]
+
+    def _strategy(self, text: str) -> Any:
+        if text not in self._strategies:
+            try:
+                self._strategies[text] = _plain(parse(text))
+            except Co2simError:  # which the case will say
+                self._strategies[text] = text
+        return self._strategies[text]
+
+
+def _text(plain: Any) -> bytes:
+    return json.dumps(plain, default=str).encode()
+
+
+def _plain(value: Any) -> Any:
+    """A value for JSON: dataclasses with their names, and those of users with their source."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        kind = type(value)
+        inside = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return [f"{kind.__module__}.{kind.__qualname__}", _source(kind), inside]
+    if isinstance(value, Mapping):
+        return [[_plain(k), _plain(v)] for k, v in value.items()]
+    if isinstance(value, AbstractSet):
+        return sorted(map(str, value))
+    if isinstance(value, Sequence):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item") and not getattr(value, "ndim", 1):
+        return value.item()
+    raise _unknown(value)
+
+
+def _source(kind: type[Any]) -> str | None:
+    """Of a class that is not ours, whose changes the hash of our source does not show."""
+    if kind.__module__.partition(".")[0] == "co2sim":
+        return None
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        raise _unknown(kind) from None
+
+
+def _unknown(value: object) -> OptionError:
+    return OptionError(
+        f"{shown(value)}: nothing says when its results change; a strategy that is kept with its"
+        " results must be a dataclass of plain values in a file of Python"
+    )

@@ -111,21 +111,9 @@ def sweep_to(  # noqa: PLR0913 - one keyword per choice
     or co2sim itself has changed. The bytes of the files are the same on every machine.
     `pandas.read_parquet(folder)` reads them.
 
-    Args:
-        folder: Of this table alone.
-        cluster: As in `sweep`.
-        model: As in `sweep`.
-        strategy: As in `sweep`.
-        vary: As in `sweep`.
-        shard: Only a part of the cases, such as "3/16": every sixteenth, from the third on. When
-            all shards are in one folder, the same call without `shard` makes one table of them.
-        goal: As in `sweep`.
-        tokens: As in `sweep`.
-        jobs: As in `sweep`.
-        engine: As in `sweep`.
-        scheduler: As in `sweep`.
-        progress: As in `sweep`.
-        options: The further keywords of `simulate`.
+    The folder is of this table alone. `shard` names a part of the cases, such as "3/16": every
+    sixteenth, from the third on; when all shards are in one folder, the same call without `shard`
+    makes one table of them. All other arguments are those of `sweep`.
 
     Returns:
         How many cases were computed, found in the folder, and failed.
@@ -158,16 +146,9 @@ def scale(
 ) -> "pd.DataFrame":
     """Simulate strategies over GPU counts: one row a case, by cluster, strategy and count.
 
-    Args:
-        clusters: One, or several; as in `simulate`.
-        model: As in `simulate`.
-        strategies: One, or several; as in `simulate`.
-        gpus: Counts, such as [8, 16] or "8, 16"; default: one node, doubled up to all.
-        goal: As in `sweep`.
-        tokens: As in `sweep`.
-        jobs: As in `sweep`.
-        progress: As in `sweep`.
-        options: The further keywords of `simulate`.
+    There may be one cluster, and one strategy, or several of each. `gpus` are counts, such as
+    [8, 16] or "8, 16"; default: one node, doubled up to all. All other arguments are those of
+    `sweep`.
 
     Returns:
         The columns of `sweep`, but for paths.

@@ -14,7 +14,7 @@ import co2sim
 from co2sim import DDP, Case, Noise, OptionError, PublishedCO2, run
 from co2sim.catalog import Contents
 from co2sim.common.version import own_identity
-from co2sim.studies.run_all import Inputs
+from co2sim.studies.results_folder import Inputs
 
 CATALOG = Path(co2sim.__file__).parent / "catalog"
 CASE = Case(cluster="a100-tcp80", model="gpt2-small", strategy="co2.published:tau=2", gpus=16)

@@ -24,8 +24,7 @@ from co2sim.studies.candidates import Objective, Space
 from co2sim.studies.grid import LazyGrid
 from co2sim.studies.plan import plan
 from co2sim.studies.pools import Engine, opened
-from co2sim.studies.results_folder import SweepTable, stream
-from co2sim.studies.run_all import Inputs
+from co2sim.studies.results_folder import Inputs, SweepTable, stream
 
 VARY = {"micro_batch": range(1, 13), "strategy.bucket_mib": [1, 2]}
 PATIENCE = 600.0
