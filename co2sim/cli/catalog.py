@@ -51,8 +51,8 @@ def list_(
         _print_strategy(out, what)
     elif is_file(what):
         tree = read("models", what)
-        known = (kind for kind, keys in _KEYS.items() if keys & tree.keys())
-        _print_entry(out, next(known, "models"), what)
+        fitting = (kind for kind, keys in _KEYS.items() if keys & tree.keys())
+        _print_entry(out, next(fitting, "models"), what)
     else:
         found = [(kind, what) for kind in kinds if what in names(kind)]
         found = found or [
