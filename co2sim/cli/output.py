@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def study(**about: Any) -> "Study":
     """What a page of cases is about, with the command line of this process; see `Study`."""
-    from co2sim.report.study_page import Study  # noqa: PLC0415 - rich
+    from co2sim.report.study_page import Study  # noqa: PLC0415 - Altair
 
     return Study(**about, command=command_line("co2sim"))
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from co2sim.cli import options
+from co2sim.cli import options, output
 from co2sim.common.cli import print_json
 from co2sim.common.errors import OptionError
 from co2sim.common.files import write_atomically
@@ -21,6 +21,12 @@ from co2sim.prediction.totals import result_to_dict
 from co2sim.prediction.verdict import verdicts
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
+from co2sim.report.text.result import (
+    print_comparison,
+    print_evidence,
+    print_simulated,
+    print_verdicts,
+)
 
 
 @options.one_case
@@ -68,8 +74,6 @@ def run(
     results = [driver.run(case, progress=None) for case in cases]
     judged = verdicts(cases, results, driver.run, goal)
     if report:
-        from co2sim.cli import output  # noqa: PLC0415 - only then
-
         about = {"cases": cases, "results": results, "goal": goal, "tokens": tokens}
         study = output.study(**about, comparisons=(), verdicts=judged)
         write_atomically({report: output.study_page(study)})
@@ -83,13 +87,6 @@ def run(
         ]
         print_json(found[0] if len(found) == 1 else found)
         return
-    from co2sim.report.text.result import (  # noqa: PLC0415 - rich
-        print_comparison,
-        print_evidence,
-        print_simulated,
-        print_verdicts,
-    )
-
     for case, result in pairs if not brief else []:
         print_simulated(case, result, driver.resolve_auto, goal, tokens)
         if evidence:
@@ -99,8 +96,7 @@ def run(
     if evidence:
         totals.print_remark(console(), results, goal)
     print_verdicts([one for one in judged if one])
-    if report:
-        print(f"report  {report}")
+    output.print_where(report)
 
 
 @options.one_case
