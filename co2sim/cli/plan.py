@@ -89,8 +89,8 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     wanted["tokens"] = _tokens(wanted.get("tokens"), to_loss_steps, space)
     objective = Objective(**wanted, goal=goal)
     with progress_bar("looking at candidates") as done:
-        found = study.plan(space, objective, engine=who, done=done)
-    _answer(space, objective, found, report, as_json=json_)
+        answer = study.plan(space, objective, engine=who, done=done)
+    _answer(space, objective, answer, report, as_json=json_)
 
 
 def _stacks(job: Case) -> dict[str, Any]:
@@ -141,22 +141,22 @@ def _want(given: str | None, space: Any) -> Any:
 
 
 def _answer(
-    space: Space, wanted: Objective, found: Recommendation, report: Path | None, *, as_json: bool
+    space: Space, wanted: Objective, answer: Recommendation, report: Path | None, *, as_json: bool
 ) -> None:
     """Say it, with what would change it; exit code 1 where nothing is within the limits."""
-    choice, other = found.choice, found.runner_up
-    if not found.front:
-        if found.interrupted:
+    choice, other = answer.choice, answer.runner_up
+    if not answer.front:
+        if answer.interrupted:
             raise KeyboardInterrupt("no candidate was done")
-        raise OptionError(nothing(found))
+        raise OptionError(nothing(answer))
     turns: list[BreakEven] = []
     held: list[Sensitivity] = []
-    interrupted = found.interrupted
+    interrupted = answer.interrupted
     if choice and not interrupted:
         try:
             turns = break_even(choice, other, wanted) if other else []
-            if found.rival and found.rival is not other:
-                turns += between_offers(choice, found.rival, wanted)
+            if answer.rival and answer.rival is not other:
+                turns += between_offers(choice, answer.rival, wanted)
             held = levers(choice.case)
         except KeyboardInterrupt:
             interrupted = True
@@ -165,7 +165,7 @@ def _answer(
 
         planned = Planned(
             space=space,
-            found=found,
+            found=answer,
             turns=turns,
             levers=held,
             interrupted=interrupted,
@@ -173,9 +173,9 @@ def _answer(
         )
         output.write_page(report, page(planned))
     if as_json:
-        print_json(plain(found, turns, held))
+        print_json(plain(answer, turns, held))
     else:
-        _print(console(), space, found, turns, held)
+        _print(console(), space, answer, turns, held)
     output.print_where(report, quiet=as_json)
     if interrupted:
         raise KeyboardInterrupt("what was found until then is above")
@@ -190,26 +190,26 @@ _MAX_ROWS = 12
 def _print(
     out: Console,
     space: Space,
-    found: Recommendation,
+    answer: Recommendation,
     turns: Sequence[BreakEven],
     held: Sequence[Sensitivity],
 ) -> None:
-    first = [option.result for option in found.best[:1]]
-    print_lines(out, *words(found, turns, held), *question(first), "")
-    _print_options(out, "no other is both faster and cheaper", found.front)
-    best = found.best[:_MAX_ROWS]
-    more = f", the first {len(best)} of {len(found.best)}" if len(found.best) > len(best) else ""
+    first = [option.result for option in answer.best[:1]]
+    print_lines(out, *words(answer, turns, held), *question(first), "")
+    _print_options(out, "no other is both faster and cheaper", answer.front)
+    best = answer.best[:_MAX_ROWS]
+    more = f", the first {len(best)} of {len(answer.best)}" if len(answer.best) > len(best) else ""
     _print_options(out, f"the best by cluster and strategy{more}", best)
-    print_lines(out, *looked(space, found))
-    shown_best = ((one.result.strategy, scale_of(one.result)) for one in found.best)
-    if line := remark(shown_best, found.wanted.goal):
+    print_lines(out, *looked(space, answer))
+    shown_best = ((one.result.strategy, scale_of(one.result)) for one in answer.best)
+    if line := remark(shown_best, answer.wanted.goal):
         print_lines(out, line)
-    shown = found.best[:1]
+    shown = answer.best[:1]
     totals.print_basis(out, [option.case for option in shown], [o.totals for o in shown])
     print_assumed(out, [option.result for option in shown])
-    if found.choice:
+    if answer.choice:
         # to be copied: in one piece, whatever the width
-        for line in commands(found.choice, found.wanted):
+        for line in commands(answer.choice, answer.wanted):
             out.print(Text(line), soft_wrap=True)
 
 

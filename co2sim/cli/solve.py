@@ -146,27 +146,27 @@ def _check(case: Case, path: str) -> None:
         raise OptionError(f"{flag} is given, and solved for, too; leave it out")
 
 
-def _print_target(out: Console, found: Sequence[Solved]) -> None:
+def _print_target(out: Console, solved: Sequence[Solved]) -> None:
     """A row for each strategy, a column for each value."""
-    target, axis = found[0].target, found[0].axis
+    target, axis = solved[0].target, solved[0].axis
     metric = target.metric
     title = f"{axis.path} for {target.name}: {metric.words}"
-    limits = [metric.shown(value, found[0].currency) for value in target.values]
+    limits = [metric.shown(value, solved[0].currency) for value in target.values]
     rows = [
         [
-            strategy_title(solved.case.strategy),
-            *(told(answer, axis) for answer in solved.answers),
-            best(solved),
+            strategy_title(one.case.strategy),
+            *(told(answer, axis) for answer in one.answers),
+            best(one),
         ]
-        for solved in found
+        for one in solved
     ]
     print_table(out, title, ["strategy", *limits, "best"], rows, left=1 + len(limits))
-    print_lines(out, *remarks(found), "")
+    print_lines(out, *remarks(solved), "")
 
 
-def _print_levers(out: Console, found: dict[str, list[Sensitivity]]) -> None:
+def _print_levers(out: Console, moved: dict[str, list[Sensitivity]]) -> None:
     """What a tenth more of each number buys."""
-    if not any(found.values()):
+    if not any(moved.values()):
         return
     title = (
         f"as it is, {MORE - 1:.0%} more bandwidth or speed, or {MORE - 1:.0%} less latency, buys"
@@ -181,7 +181,7 @@ def _print_levers(out: Console, found: dict[str, list[Sensitivity]]) -> None:
             if lever.worth_per_hour is None
             else f"{lever.worth_per_hour:,.2f} {lever.currency}",
         ]
-        for strategy, each in found.items()
+        for strategy, each in moved.items()
         for lever in each
     ]
     columns = ["strategy", "number", "tokens/s", "as a number of GPUs", "worth per hour"]

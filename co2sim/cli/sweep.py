@@ -129,9 +129,9 @@ def sweep(  # noqa: PLR0913, PLR0917 - one argument per option
     check("--report", report)
     if sort is not None:
         check_column(sort, settings, goal, tokens)
-    asked = _Swept(cases=cases, settings=settings, outcomes=(), goal=goal, tokens=tokens)
+    study = _Swept(cases=cases, settings=settings, outcomes=(), goal=goal, tokens=tokens)
     show = partial(_show, csv=csv, report=report, as_json=json_)
-    _sweep(asked, who, sort, show, "above" if csv is None else f"in {csv}")
+    _sweep(study, who, sort, show, "above" if csv is None else f"in {csv}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,7 @@ class _Swept:
 
 
 def _sweep(
-    asked: _Swept, engine: Engine, sort: str | None, show: Callable[..., None], where: str
+    study: _Swept, engine: Engine, sort: str | None, show: Callable[..., None], where: str
 ) -> None:
     """Simulate all cases, and show them in order. Those that fail are named.
 
@@ -188,16 +188,16 @@ def _sweep(
         return swept.at(order(frame, sort), swept.outcomes)
 
     try:
-        outcomes = run_all(asked.cases, engine=engine)
+        outcomes = run_all(study.cases, engine=engine)
     except Interrupted as interrupt:
         done, missing = interrupt.outcomes, str(interrupt)
 
         def keep(places: Sequence[int]) -> str:
-            show(ordered(asked.at(places, done)), missing=missing)
+            show(ordered(study.at(places, done)), missing=missing)
             return f"they are {where}"
 
         output.end_interrupted(interrupt, keep)
-    swept = ordered(replace(asked, outcomes=outcomes))
+    swept = ordered(replace(study, outcomes=outcomes))
     show(swept)
     if len(swept.results) < len(outcomes):
         kept = f"the others are {where}"
