@@ -200,14 +200,16 @@ def _pictures(compared: _Compared) -> dict[str, bytes]:
     """By kind of file; nothing where the extra is missing."""
     if not installed():
         return {}
-    from co2sim.report.bar_charts import draw  # noqa: PLC0415 - of an extra
+    from co2sim.report.chart_style import picture  # noqa: PLC0415 - of an extra
+    from co2sim.report.charts import chart  # noqa: PLC0415 - as above
 
     cases = compared.cases
     named = [
         replace(result, strategy=strategy_title(case.strategy))
         for case, result in zip(cases, compared.results, strict=True)
     ]
-    return draw(cases, named, compared.comparisons, speeds(cases[0].noise))
+    drawn = chart(cases, named, compared.comparisons, speeds(cases[0].noise))
+    return {kind: picture(drawn, kind, columns=2) for kind in ("png", "svg")}
 
 
 def _plain(compared: _Compared, files: Sequence[Path]) -> dict[str, Any]:

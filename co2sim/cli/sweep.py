@@ -223,8 +223,7 @@ def _show(
         frame = to_frame(swept.cases, swept.outcomes, swept.settings, swept.goal, swept.tokens)
         files[csv] = frame.to_csv(index=False).encode()
     if report:
-        from co2sim.report.sweep import Swept  # noqa: PLC0415 - Altair
-        from co2sim.report.sweep_page import page  # noqa: PLC0415
+        from co2sim.report.sweep_page import Swept, page  # noqa: PLC0415 - Altair
 
         command = command_line("co2sim")
         about = Swept(**vars(swept), rows=swept.figures(), command=command, missing=missing)

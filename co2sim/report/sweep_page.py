@@ -37,8 +37,8 @@ from co2sim.report.chart_style import (
 from co2sim.report.html import Figure, Page, PageSection
 from co2sim.report.tables import Answered
 from co2sim.report.text import totals
+from co2sim.studies.grid import Setting, display_name, offer_names, setting_name, strategy_title
 from co2sim.studies.run_all import Failure, Outcome
-from co2sim.studies.grid import Setting, display_name, offer_names, strategy_title
 from co2sim.studies.table import to_frame
 from co2sim.studies.targets import Axis, axis_of
 
@@ -78,7 +78,7 @@ class Swept:
     @cached_property
     def names(self) -> list[str]:
         """What each case varies, as a text."""
-        return [named(setting) for setting in self.settings]
+        return [setting_name(setting) for setting in self.settings]
 
     @cached_property
     def all(self) -> list[Answered]:
@@ -131,7 +131,7 @@ class Swept:
             (
                 value,
                 display_name(setting[first]),
-                named({path: setting[path] for path in others}) or self._alone,
+                setting_name({path: setting[path] for path in others}) or self._alone,
             )
             for setting, outcome, value in every
             if isinstance(outcome, Result)
@@ -182,11 +182,6 @@ class Swept:
                 " wrong."
             )
         return said
-
-
-def named(setting: Setting) -> str:
-    """What a case varies, as a text."""
-    return ", ".join(f"{path}={display_name(value)}" for path, value in setting.items())
 
 
 def _numbers(path: str, case: Case, texts: Sequence[str]) -> tuple[NumberAxis, list[float]] | None:

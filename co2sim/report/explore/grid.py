@@ -23,9 +23,8 @@ from co2sim.hardware.failures import Failures
 from co2sim.prediction.case import Case
 from co2sim.prediction.result import Result
 from co2sim.report.explore.question import Control, Figures, Lost, Question, figures, lost
+from co2sim.studies.pools import Engine, Pool, opened
 from co2sim.studies.run_all import Failure, Interrupted, Outcome, run_on
-from co2sim.studies.pools import Pool
-from co2sim.studies.pools import Engine, opened
 
 LOGARITHMIC = ("tokens_per_s", "lost", "lost_least", "lost_most")
 """Figures that are interpolated by their logarithms."""
