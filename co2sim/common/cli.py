@@ -38,7 +38,7 @@ class _Command(TyperCommand):
                 if any(other.name == "over" for other in self.get_params(ctx)):
                     kind += f' (several: --vary {flag.removeprefix("--")}="ONE; OTHER")'
                 raise OptionError(f"{flag} is given {times} times; {kind}")
-        options = [one for one in self.get_params(ctx) if isinstance(one, TyperOption)]
+        options = [param for param in self.get_params(ctx) if isinstance(param, TyperOption)]
         missing = [max(o.opts, key=len) for o in options if o.required and o not in order]
         if missing and not any(option.is_eager for option in order):  # such as --help
             raise OptionError(
@@ -74,8 +74,8 @@ def commands_of(package: str, table: Mapping[str, tuple[str, str]]) -> type[Type
     """
 
     class Commands(TyperGroup):
-        def __init__(self, **given: Any) -> None:
-            super().__init__(**given)
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
             modules = {name: module for name, (module, _) in table.items()}
             self.commands = _Loaded(package, modules)  # type: ignore[assignment]  # only read
 
@@ -108,11 +108,11 @@ def run_app(module: str, kept: str = "nothing was written", *, sigterm: bool = T
     the exit code is 0.
     """
     _set_up_streams()
-    code, asked = 0, False
+    code, terminated = 0, False
 
     def terminate(_number: int, _frame: object) -> NoReturn:
-        nonlocal asked
-        asked = True
+        nonlocal terminated
+        terminated = True
         raise Terminated
 
     before = signal.getsignal(signal.SIGTERM)
@@ -139,7 +139,7 @@ def run_app(module: str, kept: str = "nothing was written", *, sigterm: bool = T
     finally:
         signal.signal(signal.SIGTERM, before)
     if code == _CONTROL_C:  # what ends well by a signal, such as a server, has nothing to say
-        code, word = (143, "terminated") if asked else (code, "interrupted")
+        code, word = (143, "terminated") if terminated else (code, "interrupted")
         print(f"{word}; {kept}", file=sys.stderr)
     sys.exit(code)
 
@@ -181,7 +181,7 @@ Version = Annotated[
         "--version",
         help="Print the version.",
         is_eager=True,
-        callback=lambda given: _print_version() if given else None,
+        callback=lambda wanted: _print_version() if wanted else None,
     ),
 ]
 
@@ -209,9 +209,9 @@ def command_line(program: str) -> str:
     return shlex.join(kept)
 
 
-def refuse_twice(what: str, given: Iterable[str]) -> None:
+def refuse_twice(what: str, names: Iterable[str]) -> None:
     """Raise OptionError for what is given twice."""
-    repeated = [name for name, times in Counter(given).items() if times > 1]
+    repeated = [name for name, times in Counter(names).items() if times > 1]
     if repeated:
         raise OptionError(f"{what} {repeated[0]} is given twice")
 

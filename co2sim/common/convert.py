@@ -88,8 +88,8 @@ def reader(owner: type[Any], name: str) -> Reader | None:
 
 
 def _reader(hint: Any) -> Reader | None:
-    found = hint.__metadata__[0] if _annotated(hint) else None
-    return found if isinstance(found, Reader) else None
+    reader = hint.__metadata__[0] if _annotated(hint) else None
+    return reader if isinstance(reader, Reader) else None
 
 
 def plain_fields(owner: type[Any]) -> tuple[str, ...]:
@@ -109,37 +109,37 @@ def text(value: object) -> str:
     raise OptionError(f"{shown(value)} is not a value: give a text or a number")
 
 
-def texts(name: str, given: Any) -> dict[str, str]:
+def texts(name: str, values: Any) -> dict[str, str]:
     """A mapping of paths to values as texts."""
-    if not isinstance(given, Mapping):
+    if not isinstance(values, Mapping):
         raise OptionError(
-            f"{name} is {shown(given)}; it must map names such as 'inter.bandwidth' to texts such"
+            f"{name} is {shown(values)}; it must map names such as 'inter.bandwidth' to texts such"
             " as '25 Gbit/s'"
         )
-    return {str(path): text(value) for path, value in given.items()}
+    return {str(path): text(value) for path, value in values.items()}
 
 
 def shown(value: object) -> str:
     """A wrong value in a message, cut where it is long."""
-    found = " ".join(repr(value).split())
-    return found if len(found) <= _SHOWN else f"{found[:_SHOWN]}..."
+    line = " ".join(repr(value).split())
+    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
 
 
 def whole(name: str, value: Any) -> int:
     """A whole number from a number or a text: 16, 16.0, "16", "5e8"."""
-    number = _number(value)
-    if number is None or number != number // 1:
+    parsed = _number(value)
+    if parsed is None or parsed != parsed // 1:
         raise OptionError(f"{name} is {shown(value)}; it must be a whole number")
-    return int(number)
+    return int(parsed)
 
 
 def number(name: str, value: Any) -> float:
     """A finite number from a number or a text."""
-    found = _number(value)
-    if found is None:
+    parsed = _number(value)
+    if parsed is None:
         raise OptionError(f"{name} is {shown(value)}; it must be a number")
     try:
-        return float(found)
+        return float(parsed)
     except OverflowError:
         raise OptionError(f"{name} is {shown(value)}; it must be at most 1.8e308") from None
 
@@ -149,15 +149,15 @@ _LARGE = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 def amount(name: str, text: str) -> float:
     """A large number from a text: 1e12, 1T, 300B, 50k."""
-    given = text.strip()
-    factor = _LARGE.get(given[-1:].lower(), 1.0)
-    found = _number(given[:-1] if factor > 1 else given)
-    if found is None:
+    stripped = text.strip()
+    factor = _LARGE.get(stripped[-1:].lower(), 1.0)
+    parsed = _number(stripped[:-1] if factor > 1 else stripped)
+    if parsed is None:
         raise OptionError(
             f"{name} is {shown(text)}; it must be a number, such as 50000, 5e4 or 50k (k, M, B and"
             " T stand for thousands, millions, billions and trillions)"
         )
-    return factor * found
+    return factor * parsed
 
 
 def money(name: str, text: str) -> float:
@@ -212,21 +212,21 @@ def _item(value: Any) -> Any:
     return value.item() if hasattr(value, "item") and not getattr(value, "ndim", 1) else value
 
 
-def _read(given: str) -> int | float | None:
+def _read(text: str) -> int | float | None:
     """Digits, a point and an exponent; Python's `1_000` is a typing error more often than 1000."""
     for kind in (int, float):
         try:
-            return None if "_" in given else kind(given)
+            return None if "_" in text else kind(text)
         except ValueError:
             continue
     return None
 
 
 def _truth(name: str, value: Any) -> bool:
-    found = {"true": True, "false": False}.get(str(_item(value)).strip().lower())
-    if found is None:
+    truth = {"true": True, "false": False}.get(str(_item(value)).strip().lower())
+    if truth is None:
         raise OptionError(f"{name} is {shown(value)}; it must be true or false")
-    return found
+    return truth
 
 
 def _chosen(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
@@ -255,8 +255,8 @@ def _as_declared(name: str, value: Any, hint: Any) -> Any:
         return value
     if get_origin(plain) is Literal:
         return _chosen(name, value, get_args(plain))
-    found: Any = _READERS[plain](name, value)
-    return validation.whole(name, found, *bounds) if bounds else found
+    parsed: Any = _READERS[plain](name, value)
+    return validation.whole(name, parsed, *bounds) if bounds else parsed
 
 
 def _plain(hint: Any) -> Any:
@@ -281,12 +281,12 @@ _hints: Callable[[Any], Mapping[str, Any]] = lru_cache(64)(
 
 def outside_parentheses(parts: list[str]) -> list[str]:
     """The parts between commas, joined again where the next parenthesis is a closing one."""
-    found, inside = [parts[-1]], ")" in parts[-1].partition("(")[0]
+    joined, inside = [parts[-1]], ")" in parts[-1].partition("(")[0]
     for part in reversed(parts[:-1]):
         if inside:
-            found[-1] = f"{part},{found[-1]}"
+            joined[-1] = f"{part},{joined[-1]}"
         else:
-            found.append(part)
+            joined.append(part)
         if "(" in part or ")" in part:
             inside = ")" in part.partition("(")[0]
-    return found[::-1]
+    return joined[::-1]

@@ -37,10 +37,10 @@ class EngineError(ResourceError):
     """Workers that cannot be reached, have all gone, or have another co2sim."""
 
 
-def nearest(given: str, allowed: Iterable[str]) -> str:
+def nearest(name: str, allowed: Iterable[str]) -> str:
     """Words to end an error with: the nearest allowed name, or all of them."""
     names = sorted(set(allowed))
-    close = get_close_matches(given, names, n=1)
+    close = get_close_matches(name, names, n=1)
     if close:
         return f"did you mean {close[0]!r}?"
     return f"known: {', '.join(names)}"
@@ -60,7 +60,7 @@ _LEFT_OUT = " ... "
 
 def visible(text: str) -> str:
     r"""The text with its control characters as escapes, such as \x1b."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def has_control(text: str) -> bool:

@@ -283,8 +283,8 @@ def _check_depth(tree: Any) -> None:
 def _check_depth_of_toml(text: str) -> None:
     """Brackets in brackets, and names with many dots, before they are read at great cost."""
     depth = dots = 0
-    for found in _LEXEMES.finditer(text):
-        match found.lastgroup:
+    for lexeme in _LEXEMES.finditer(text):
+        match lexeme.lastgroup:
             case "open":
                 depth += 1
             case "close":

@@ -48,8 +48,8 @@ def free_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
 
 def _of_the_machine(proc: Path) -> Bytes:
     lines = _lines(proc / "meminfo")
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else math.inf
+    sizes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(sizes[0]) * 1024 if sizes else math.inf
 
 
 def _of_the_container(cgroup: Path) -> Bytes:
@@ -100,19 +100,19 @@ class LruCache(Generic[K, V]):
         self._most = most
         self._known: list[tuple[K, V]] = []
 
-    def get(self, given: K) -> V | None:
-        """The answer to what is equal to `given`, if it is known."""
-        known = self._known  # another thread may put a new list in its place
-        for place, pair in enumerate(known):
-            if pair[0] == given:
-                if place:
-                    self._known = [pair, *known[:place], *known[place + 1 :]]
+    def get(self, key: K) -> V | None:
+        """The answer to what is equal to `key`, if it is known."""
+        pairs = self._known  # another thread may put a new list in its place
+        for index, pair in enumerate(pairs):
+            if pair[0] == key:
+                if index:
+                    self._known = [pair, *pairs[:index], *pairs[index + 1 :]]
                 return pair[1]
         return None
 
-    def put(self, given: K, answer: V) -> V:
+    def put(self, key: K, answer: V) -> V:
         """Remember an answer, and give it back; the one that was not used for longest may go."""
-        self._known = [(given, answer), *self._known[: self._most - 1]]
+        self._known = [(key, answer), *self._known[: self._most - 1]]
         return answer
 
 
@@ -146,11 +146,11 @@ def remembered(objects: int, most: int) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         @lru_cache(maxsize=most)
         def known(same: tuple[_Same[Any], ...], rest: tuple[Hashable, ...]) -> Any:
-            return function(*(one.value for one in same), *rest)
+            return function(*(argument.value for argument in same), *rest)
 
         @wraps(function)
-        def asked(*given: Any) -> Any:
-            return known(tuple(map(_Same, given[:objects])), given[objects:])
+        def asked(*arguments: Any) -> Any:
+            return known(tuple(map(_Same, arguments[:objects])), arguments[objects:])
 
         return cast("F", asked)
 

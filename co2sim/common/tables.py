@@ -33,9 +33,9 @@ class _Terminal(Console):
 
 def console() -> Console:
     """The standard output, wide enough for the tables."""
-    found = _Terminal()
-    fixed = found.is_terminal or "COLUMNS" in os.environ
-    return found if fixed else _Terminal(width=_WIDTH)
+    terminal = _Terminal()
+    fixed = terminal.is_terminal or "COLUMNS" in os.environ
+    return terminal if fixed else _Terminal(width=_WIDTH)
 
 
 def print_table(
@@ -62,8 +62,8 @@ def print_table(
             break
     else:
         parts = _parts(names, cells, left, out.width)
-        for number, part in enumerate(parts):
-            print_lines(out, *([""] if number else []))
+        for index, part in enumerate(parts):
+            print_lines(out, *([""] if index else []))
             out.print(part)
         for row in [] if parts else cells:
             _print_stacked(out, names, row)
@@ -93,8 +93,8 @@ def _widths(names: Sequence[str], cells: Rows, left: int, room: int) -> list[int
     narrowest of those that could use more, until all are equal or as wide as they would like.
     """
     least, most = [], []
-    for place, column in enumerate(zip(names, *cells, strict=True)):
-        size = _longest_word if place < left else cell_len
+    for index, column in enumerate(zip(names, *cells, strict=True)):
+        size = _longest_word if index < left else cell_len
         least.append(max(_longest_word(column[0]), *map(size, column[1:]), 1))
         most.append(max(map(cell_len, (*column, " "))))
     spare = room - sum(least)
@@ -102,7 +102,7 @@ def _widths(names: Sequence[str], cells: Rows, left: int, room: int) -> list[int
         return []
     widths = least
     while spare and widths != most:
-        narrowest = min((w, place) for place, w in enumerate(widths) if w < most[place])[1]
+        narrowest = min((w, index) for index, w in enumerate(widths) if w < most[index])[1]
         widths[narrowest] += 1
         spare -= 1
     return widths
@@ -111,14 +111,14 @@ def _widths(names: Sequence[str], cells: Rows, left: int, room: int) -> list[int
 def _side_by_side(
     names: Sequence[str], cells: Rows, left: int, widths: Sequence[int], gap: int
 ) -> Table:
-    found = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
-    for place, (name, width) in enumerate(zip(names, widths, strict=True)):
-        found.add_column(
-            Text(name), justify="left" if place < left else "right", width=width, overflow="fold"
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    for index, (name, width) in enumerate(zip(names, widths, strict=True)):
+        table.add_column(
+            Text(name), justify="left" if index < left else "right", width=width, overflow="fold"
         )
     for row in cells:
-        found.add_row(*map(Text, row))
-    return found
+        table.add_row(*map(Text, row))
+    return table
 
 
 def _parts(names: Sequence[str], cells: Rows, left: int, width: int) -> list[Table]:
@@ -126,22 +126,22 @@ def _parts(names: Sequence[str], cells: Rows, left: int, width: int) -> list[Tab
     gap = _GAPS[0]
 
     def table(columns: Sequence[int]) -> Table | None:
-        chosen = [[row[place] for place in columns] for row in [names, *cells]]
+        chosen = [[row[column] for column in columns] for row in [names, *cells]]
         widths = _widths(chosen[0], chosen[1:], left, width - gap * (len(columns) - 1))
         return _side_by_side(chosen[0], chosen[1:], left, widths, gap) if widths else None
 
-    found: list[Table] = []
+    tables: list[Table] = []
     texts, rest = list(range(left)), list(range(left, len(names)))
     most = len(rest) // 2
     while rest:
         sizes = range(len(rest), 0, -1)
         fitting = ((size, table([*texts, *rest[:size]])) for size in sizes)
         size, part = next(((size, part) for size, part in fitting if part), (0, None))
-        if part is None or len(found) == most:
+        if part is None or len(tables) == most:
             return []
-        found.append(part)
+        tables.append(part)
         rest = rest[size:]
-    return found
+    return tables
 
 
 def _print_stacked(out: Console, names: Sequence[str], row: Sequence[str]) -> None:
@@ -152,9 +152,9 @@ def _print_stacked(out: Console, names: Sequence[str], row: Sequence[str]) -> No
     for left in (1, 2):  # values whole, or wrapped between words
         widths = _widths(("", ""), pairs, left, room)
         if widths:
-            found = _side_by_side(("", ""), pairs, 2, widths, _GAPS[0])
-            found.show_header = False
-            out.print(Padding(found, (0, 0, 0, _INDENT)))
+            table = _side_by_side(("", ""), pairs, 2, widths, _GAPS[0])
+            table.show_header = False
+            out.print(Padding(table, (0, 0, 0, _INDENT)))
             return
     for name, value in pairs:  # a word as long as a line
         out.print(Padding(Text(f"{name} {value}".strip(), overflow="fold"), (0, 0, 0, _INDENT)))
@@ -204,7 +204,7 @@ def _print_table(out: Console, title: str, lines: list[str]) -> None:
     )
     figures = [cell.endswith(":") for cell in aligned]
     order = sorted(range(len(names)), key=figures.__getitem__)
-    names, *rows = ([row[place] for place in order] for row in (names, *rows))
+    names, *rows = ([row[column] for column in order] for row in (names, *rows))
     print_table(out, title, names, rows, left=figures.count(False))
 
 

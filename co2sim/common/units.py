@@ -112,10 +112,10 @@ def parse(text: str | float, unit: Unit) -> float:
         raise UnitError(f"{shown(text)} is not {EXAMPLES[unit]}")
     if not match["unit"] and unit:
         raise UnitError(f"{shown(text)} has no unit; expected {EXAMPLES[unit]}")
-    number = float(match["number"]) * _factor(match["unit"], unit)
-    if not math.isfinite(number):
+    value = float(match["number"]) * _factor(match["unit"], unit)
+    if not math.isfinite(value):
         raise UnitError(f"{shown(text)} is not finite")
-    return number
+    return value
 
 
 def parse_price(text: str | float) -> tuple[float, str]:
@@ -127,22 +127,22 @@ def parse_price(text: str | float) -> tuple[float, str]:
     if signed := _SIGNED_PRICE.fullmatch(str(text).strip(_SPACE)):  # "$2.50/h"
         return parse_price(f"{signed['rest']} {_SIGNS[signed['sign']]}/{signed['time']}")
     currency = _CURRENCY.search(str(text))
-    found = currency[1] if currency else "USD"
-    if currency and found not in CURRENCIES and found.upper() in CURRENCIES:
-        raise UnitError(f"{shown(text)}: write the currency as {found.upper()}")
-    if currency and found not in CURRENCIES:
+    code = currency[1] if currency else "USD"
+    if currency and code not in CURRENCIES and code.upper() in CURRENCIES:
+        raise UnitError(f"{shown(text)}: write the currency as {code.upper()}")
+    if currency and code not in CURRENCIES:
         raise UnitError(
-            f"{shown(text)}: unknown currency {shown(found)}; known: {', '.join(CURRENCIES)}"
+            f"{shown(text)}: unknown currency {shown(code)}; known: {', '.join(CURRENCIES)}"
         )
     try:
-        price = parse(str(text).replace(found, "USD", 1) if currency else text, "USD/s")
+        price = parse(str(text).replace(code, "USD", 1) if currency else text, "USD/s")
     except UnitError as error:
-        if found == "USD":
+        if code == "USD":
             raise
         raise UnitError(f"{shown(text)} is not {EXAMPLES['USD/s']}") from error
     if price < 0:
         raise UnitError(f"{shown(text)} is below 0")
-    return price, found
+    return price, code
 
 
 def _refuse_comma(text: str | float) -> None:
@@ -154,46 +154,46 @@ def _refuse_comma(text: str | float) -> None:
         )
 
 
-def _usual(given: str) -> str:
+def _usual(text: str) -> str:
     """A common way to write a rate or a number of bits, as `_UNITS` has it."""
-    if bits := _BITS.fullmatch(given):
+    if bits := _BITS.fullmatch(text):
         prefix = bits["prefix"] or bits["large"] or ""
         prefix = "k" if prefix == "K" else prefix if prefix == "k" else prefix.upper()
         return prefix + ("bit" if bits["size"] else "bit/s")
-    if rate := _BYTES_PER_SECOND.fullmatch(given):
+    if rate := _BYTES_PER_SECOND.fullmatch(text):
         return f"{rate['size']}/s"
-    return given
+    return text
 
 
 @lru_cache(maxsize=256)
-def _factor(given: str, unit: Unit) -> float:
-    """How many `unit` one `given` is."""
-    given = _usual(given)
-    if given == unit:
+def _factor(text: str, unit: Unit) -> float:
+    """How many `unit` one of the unit `text` is."""
+    text = _usual(text)
+    if text == unit:
         return 1.0
     if not unit:
-        raise UnitError(f"unit {shown(given)} where {EXAMPLES[unit]} is expected")
-    if not _UNIT.fullmatch(given):
-        raise UnitError(f"unknown unit {shown(given)}; expected {EXAMPLES[unit]}")
-    if re.search(r"(^|/)[A-Za-z]{0,2}b(/|$)", given):
+        raise UnitError(f"unit {shown(text)} where {EXAMPLES[unit]} is expected")
+    if not _UNIT.fullmatch(text):
+        raise UnitError(f"unknown unit {shown(text)}; expected {EXAMPLES[unit]}")
+    if re.search(r"(^|/)[A-Za-z]{0,2}b(/|$)", text):
         raise UnitError(
-            f"unit {shown(given)} is ambiguous: b may be bits or bytes; write bit (Gbit) or B (GB)"
+            f"unit {shown(text)} is ambiguous: b may be bits or bytes; write bit (Gbit) or B (GB)"
         )
-    kinds, size = _measured(given)
-    expected, one = _measured(unit)
+    kinds, size = _measured(text)
+    expected, base = _measured(unit)
     if not kinds:
-        raise UnitError(f"unknown unit {shown(given)}; expected {EXAMPLES[unit]}")
+        raise UnitError(f"unknown unit {shown(text)}; expected {EXAMPLES[unit]}")
     if kinds != expected:
-        raise UnitError(f"unit {shown(given)} does not fit; expected {EXAMPLES[unit]}")
-    return size / one
+        raise UnitError(f"unit {shown(text)} does not fit; expected {EXAMPLES[unit]}")
+    return size / base
 
 
-def _measured(given: str) -> tuple[tuple[str, ...], float]:
+def _measured(text: str) -> tuple[tuple[str, ...], float]:
     """What a unit such as "Gbit/s" measures, and how much one is; nothing if it is not known."""
-    found = [_single(name) for name in given.split("/")]
-    if None in found:
+    parts = [_single(name) for name in text.split("/")]
+    if None in parts:
         return (), 0.0
-    (kind, size), *under = (one for one in found if one)
+    (kind, size), *under = (part for part in parts if part)
     return (kind, *(name for name, _ in under)), math.prod((1 / s for _, s in under), start=size)
 
 
@@ -238,8 +238,8 @@ def figures(value: float) -> str:
 
 def percent(share: float, digits: int = 0) -> str:
     """A difference in per cent with its sign: "+4%", "-12%"; none for what rounds to nothing."""
-    found = f"{share:+.{digits}%}"
-    return found if float(found[:-1]) else found[1:]
+    text = f"{share:+.{digits}%}"
+    return text if float(text[:-1]) else text[1:]
 
 
 def duration(seconds: Seconds) -> str:
@@ -262,6 +262,6 @@ def timespan(seconds: Seconds) -> str:
     return duration(seconds)
 
 
-def counted(number: float, noun: str) -> str:
+def counted(count: float, noun: str) -> str:
     """A count with its noun: "1 node", "1,024 nodes"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

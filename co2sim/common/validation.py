@@ -58,9 +58,9 @@ _RULES = {
 """What a value must be, by pydantic's type of error."""
 
 
-def last_name(place: Place) -> str:
+def last_name(location: Place) -> str:
     """The name of a value in its table."""
-    return str(place[-1]) if place else ""
+    return str(location[-1]) if location else ""
 
 
 def first_problem(
@@ -96,14 +96,14 @@ def first_problem(
 
 
 def _unknown(
-    place: Place,
+    location: Place,
     allowed: Callable[[Place], Iterable[str]] | None,
     path: Callable[[Place], str],
 ) -> str:
-    name = path(place)
+    name = path(location)
     parent = name[: name.rfind(".") + 1]
-    known = [parent + other for other in (allowed(place) if allowed else ())]
-    return f"unknown name {given(name)}; {nearest(name, known)}"
+    paths = [parent + other for other in (allowed(location) if allowed else ())]
+    return f"unknown name {given(name)}; {nearest(name, paths)}"
 
 
 def _about_value(name: str, problem: "ErrorDetails") -> str:
@@ -117,16 +117,16 @@ def _about_value(name: str, problem: "ErrorDetails") -> str:
     is_table = isinstance(problem["input"], dict | list)
     if message.startswith("must be ") and not is_table:
         return f"{name} is {shown}; it {message}"
-    told = is_table or shown in message or repr(problem["input"]) in message
-    return f"{name}: {message}" if told else f"{name}: {message}, given {shown}"
+    says_value = is_table or shown in message or repr(problem["input"]) in message
+    return f"{name}: {message}" if says_value else f"{name}: {message}, given {shown}"
 
 
-def names_at(spec: "type[BaseModel]", place: Place) -> list[str]:
+def names_at(spec: "type[BaseModel]", location: Place) -> list[str]:
     """The names that the table at a place of a model may hold."""
     allowed = spec.model_json_schema()
     definitions = allowed.get("$defs", {})
     names_here: list[str] = []
-    for part in place:
+    for part in location:
         options = allowed.get("anyOf", []) + allowed.get("oneOf", []) + [allowed]
         resolved = [definitions[o["$ref"].rsplit("/", 1)[1]] if "$ref" in o else o for o in options]
         names_here = [name for option in resolved for name in option.get("properties", {})]
@@ -191,10 +191,10 @@ def whole(
 
 def parse_number(name: str, text: str) -> float:
     """A text as a finite number, 0 or more."""
-    number = _read(text)
-    if not 0 <= number < math.inf:
+    value = _read(text)
+    if not 0 <= value < math.inf:
         raise OptionError(f"{name} is {text!r}; it must be a number, 0 or more")
-    return number
+    return value
 
 
 def _read(text: str) -> float:
@@ -268,10 +268,10 @@ class Quantity:
     def checked(self, name: str, value: float) -> float:
         """The value, if it is in range. Raises OptionError in one line."""
         name = f"{name} in {self.unit}" if self.unit else name
-        found = self._in_range(name, value)
-        if self._absurd(found):
-            raise OptionError(f"{name} is {found!r}; it must be {self._sane}")
-        return found
+        valid = self._in_range(name, value)
+        if self._absurd(valid):
+            raise OptionError(f"{name} is {valid!r}; it must be {self._sane}")
+        return valid
 
     def _absurd(self, value: float) -> bool:
         """Whether a number in range is so large or so small that figures from it would be lost.
@@ -340,8 +340,8 @@ def in_order(thing: Any, what: str, *names: str) -> None:
     """Check that of these fields those that are known do not fall. Raises OptionError."""
     kind: Any = type(thing)
     unit = f" {_quantities(kind)[names[0]][1].unit}".rstrip()
-    known = [(name, getattr(thing, name)) for name in names if getattr(thing, name) is not None]
-    for (low, least), (high, most) in pairwise(known):
+    stated = [(name, getattr(thing, name)) for name in names if getattr(thing, name) is not None]
+    for (low, least), (high, most) in pairwise(stated):
         if least > most:
             raise OptionError(
                 f"{what}: {low} is {least:g}{unit}, above {high}, which is {most:g}{unit}"
@@ -351,12 +351,12 @@ def in_order(thing: Any, what: str, *names: str) -> None:
 @cache
 def _quantities(kind: Any) -> dict[str, tuple[Any, Quantity]]:
     """Type and quantity of the fields that are one, or may be None."""
-    found: dict[str, tuple[Any, Quantity]] = {}
+    quantities: dict[str, tuple[Any, Quantity]] = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         options = get_args(hint) if get_origin(hint) in {Union, UnionType} else (hint,)
         for option in options:
             if get_origin(option) is Annotated:
                 base, quantity = get_args(option)
-                found[name] = (base, quantity)
+                quantities[name] = (base, quantity)
                 break
-    return found
+    return quantities

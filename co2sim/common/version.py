@@ -30,14 +30,14 @@ def own_identity() -> Identity:
     from importlib.metadata import version  # noqa: PLC0415 - time that few commands need
 
     folder = Path(__file__).parents[1]
-    found = sha256()
+    digest = sha256()
     for path in sorted(folder.rglob("*")):
         if path.suffix in {".py", ".toml"}:
             content = path.read_bytes()
             name = path.relative_to(folder).as_posix()
-            found.update(f"{name} {len(content)}\n".encode() + content)
+            digest.update(f"{name} {len(content)}\n".encode() + content)
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return Identity(own_version(), found.hexdigest(), python, version("numpy"))
+    return Identity(own_version(), digest.hexdigest(), python, version("numpy"))
 
 
 def own_version() -> str:
