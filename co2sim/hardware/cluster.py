@@ -153,10 +153,10 @@ class KernelTimes:
     def __post_init__(self) -> None:
         """Refuse what no GPU can be."""
         check(self, "kernels")
-        name, given = "kernels: attention_efficiency", self.attention_efficiency
-        if given is None:
+        name, efficiency = "kernels: attention_efficiency", self.attention_efficiency
+        if efficiency is None:
             return
-        points = given if isinstance(given, tuple) else ((1, given),)
+        points = efficiency if isinstance(efficiency, tuple) else ((1, efficiency),)
         for length, attained in points:
             whole(f"{name}: length", length, 1)
             _ATTAINED.checked(f"{name} at {length}", attained)
@@ -165,12 +165,12 @@ class KernelTimes:
 
     def attention(self, length: int) -> float:
         """Fraction of peak that flash attention over sequences of `length` attains."""
-        given = self.attention_efficiency
-        if not isinstance(given, tuple):
-            most = self.gemm_efficiency if given is None else given
+        efficiency = self.attention_efficiency
+        if not isinstance(efficiency, tuple):
+            most = self.gemm_efficiency if efficiency is None else efficiency
             return most * length / (length + self.attention_half_length)
-        lengths = [math.log(one) for one, _ in given]
-        return float(np.interp(math.log(length), lengths, [attained for _, attained in given]))
+        lengths = [math.log(point) for point, _ in efficiency]
+        return float(np.interp(math.log(length), lengths, [attained for _, attained in efficiency]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +296,7 @@ Hops = Literal["pipelined", "in_turn"]
 other, as where a large buffer is collected inside the node before it leaves it."""
 
 AllReduce = Literal["auto", "ring", "tree", "hierarchical"]
-"""auto: what the backend picks; see `simulation.collective_cost`."""
+"""auto: what the backend picks; see `simulation.costs`."""
 
 Protocols = Literal["simple", "nvlink", "pci"]
 """Which protocols of NCCL carry a message. simple: always Simple, whose hops take the `latency` of

@@ -152,8 +152,8 @@ class Failures:
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
         check(self, "failures")
-        if any(one.gpus >= other.gpus for one, other in pairwise(self.by_size)):
-            sizes = ", ".join(str(one.gpus) for one in self.by_size)
+        if any(smaller.gpus >= other.gpus for smaller, other in pairwise(self.by_size)):
+            sizes = ", ".join(str(size.gpus) for size in self.by_size)
             raise OptionError(f"failures: by_size has {sizes} GPUs; each must be above the last")
         if not any((self.by_size, *(getattr(self, part) for part in PARTS))):
             raise OptionError(
@@ -182,9 +182,9 @@ class Failures:
         """
         if not self.by_size:
             return self
-        times = [(one.gpus, one.between) for one in self.by_size]
-        shortest = [(one.gpus, one.shortest or one.between) for one in self.by_size]
-        longest = [(one.gpus, one.longest or one.between) for one in self.by_size]
+        times = [(size.gpus, size.between) for size in self.by_size]
+        shortest = [(size.gpus, size.shortest or size.between) for size in self.by_size]
+        longest = [(size.gpus, size.longest or size.between) for size in self.by_size]
         time = _interpolated(times, gpus)
         return replace(
             self,
@@ -199,20 +199,20 @@ class Failures:
         if not self.by_size or self.node:
             return ""
         first, last = self.by_size[0], self.by_size[-1]
-        for one in self.by_size:
-            if one.gpus == gpus:
-                return f"{'projected by the source' if one.projected else 'measured'} at this size"
+        for size in self.by_size:
+            if size.gpus == gpus:
+                return f"{'projected by the source' if size.projected else 'measured'} at this size"
         if not first.gpus < gpus < last.gpus:
             return f"extrapolated from {first if gpus < first.gpus else last} GPUs"
         near, far = next(two for two in pairwise(self.by_size) if two[0].gpus < gpus < two[1].gpus)
         return f"interpolated between {near} and {far} GPUs"
 
 
-def _interpolated(known: Sequence[tuple[int, Seconds]], gpus: int) -> Seconds:
+def _interpolated(points: Sequence[tuple[int, Seconds]], gpus: int) -> Seconds:
     """The time at a size, on a line of logarithms; beyond the points in inverse proportion."""
-    if not known[0][0] < gpus < known[-1][0]:
-        size, time = known[0] if gpus <= known[0][0] else known[-1]
+    if not points[0][0] < gpus < points[-1][0]:
+        size, time = points[0] if gpus <= points[0][0] else points[-1]
         return time * size / gpus
-    near, far = next(two for two in pairwise(known) if two[0][0] <= gpus <= two[1][0])
+    near, far = next(two for two in pairwise(points) if two[0][0] <= gpus <= two[1][0])
     share = math.log(gpus / near[0]) / math.log(far[0] / near[0])
     return near[1] * math.pow(far[1] / near[1], share)

@@ -62,7 +62,7 @@ def speed(cluster: Cluster, place: Place) -> BytesPerSecond:
 
 def unknown(cluster: Cluster) -> dict[str, Assumption]:
     """What is assumed of a cluster."""
-    return {path: one for path, one in ASSUMED.items() if attrgetter(path)(cluster) is None}
+    return {path: fact for path, fact in ASSUMED.items() if attrgetter(path)(cluster) is None}
 
 
 def _known(cluster: Cluster, path: str) -> float:
