@@ -129,7 +129,7 @@ def load_cluster(
     """
     changes = overrides or {}
     named = (reference, *(changes[name] for name in _KIND_OF if name in changes))
-    if isinstance(reference, Contents) or not any(is_file(str(one)) for one in named):
+    if isinstance(reference, Contents) or not any(is_file(str(name)) for name in named):
         return _known_cluster(reference, tuple(changes.items()))
     return _cluster(reference, changes)
 
@@ -140,8 +140,8 @@ def _cluster(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[C
     if isinstance(reference, Contents):
         tree, chosen, reference = deepcopy(reference.tree), [*reference.chosen], reference.name
     else:
-        found = _of_cluster(reference, overrides)
-        tree, chosen = found.tree, [*found.chosen]
+        contents = _of_cluster(reference, overrides)
+        tree, chosen = contents.tree, [*contents.chosen]
     changes = {path: text for path, text in overrides.items() if path not in _KIND_OF}
     _put_defaults(tree)
     changes = put_rates(tree, changes)
@@ -163,9 +163,9 @@ def _cluster(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[C
 def _put_defaults(tree: Tree) -> None:
     """What published runs say of clusters whose files do not; of processors they say nothing."""
     on_gpus = plain({"backend": tree.get("backend", "nccl")})["backend"] == "nccl"
-    known = read_defaults()
-    links = known.pop("inter")
-    for name, fact in known.items():
+    defaults = read_defaults()
+    links = defaults.pop("inter")
+    for name, fact in defaults.items():
         tree.setdefault(name, fact if on_gpus else {**_NONE})
     if on_gpus and isinstance(tree.get("inter"), dict):
         for name, fact in links.items():
@@ -184,34 +184,34 @@ def _named(
     tree: Tree, reference: str, changes: dict[str, str], name: str, kind: Kind
 ) -> list[Fact]:
     """Put the entry of the catalog in place of its name, if a name is given; its facts, if any."""
-    asked = name in changes
-    given = changes.pop(name, tree.get(name))
+    overridden = name in changes
+    value = changes.pop(name, tree.get(name))
     chosen: list[Fact] = []
-    if isinstance(given, dict) and isinstance(given.get("value"), str):
-        chosen, given = list(facts({name: given})), given["value"]
-    if isinstance(given, str):
-        tree[name] = read(kind, _meant(reference, name, given, in_file=not asked))
+    if isinstance(value, dict) and isinstance(value.get("value"), str):
+        chosen, value = list(facts({name: value})), value["value"]
+    if isinstance(value, str):
+        tree[name] = read(kind, _meant(reference, name, value, in_file=not overridden))
     return chosen
 
 
-def _meant(reference: str, name: str, given: str, *, in_file: bool) -> str:
+def _meant(reference: str, name: str, text: str, *, in_file: bool) -> str:
     """The entry of the catalog, or the file, that the name of a GPU or of failures means.
 
     A file may come from others: it may name what lies beside it or below, and nothing else of this
     disk. On the command line a name may be any file.
     """
     folder = Path(reference).parent
-    if in_file and is_file(given):
-        place = folder / given
-        if Path(given).is_absolute() or not is_below(place, folder):
+    if in_file and is_file(text):
+        path = folder / text
+        if Path(text).is_absolute() or not is_below(path, folder):
             raise CatalogError(
-                f"{reference}: {name} is {shown(given)}; it must be a name from `co2sim list"
+                f"{reference}: {name} is {shown(text)}; it must be a name from `co2sim list"
                 f" {_KIND_OF[name]}`, a table, or a file in the folder of this one (any other file:"
                 f" --set {name}=PATH)"
             )
-        return str(place) if is_file(str(place)) else f"./{place}"
-    beside = folder / given  # as a file of the user's may name its neighbour
-    return str(beside) if given.endswith(".toml") and is_regular(beside) else given
+        return str(path) if is_file(str(path)) else f"./{path}"
+    beside = folder / text  # as a file of the user's may name its neighbour
+    return str(beside) if text.endswith(".toml") and is_regular(beside) else text
 
 
 def _check_kernels(tree: Tree, reference: str, changes: Mapping[str, str]) -> None:
@@ -342,9 +342,9 @@ _NO_NAMES = {"[key]", "[number]", "[table]"}
 """Parts of a place that stand in no file: pydantic's, and the tags of `specs`."""
 
 
-def _where(place: Place) -> str:
+def _where(location: Place) -> str:
     """The dotted path of a value in its file; for models, behind "model" and a kind."""
-    parts = [str(part) for part in place if part not in _NO_NAMES]
+    parts = [str(part) for part in location if part not in _NO_NAMES]
     if parts[:1] == ["model"]:
         parts = parts[2:] if parts[1:2] and parts[1] in _KINDS else parts[1:]
     return ".".join(parts)

@@ -83,10 +83,10 @@ def read(kind: Kind, reference: str) -> Tree:
     if is_file(reference) or path != Path(reference):
         text = _text(path, reference)
     else:
-        key, known = key_of(kind, reference), names(kind)
-        if key not in known:
+        key, keys = key_of(kind, reference), names(kind)
+        if key not in keys:
             raise CatalogError(
-                f"unknown {kind.removesuffix('s')} {given(reference)}; {nearest(reference, known)}"
+                f"unknown {kind.removesuffix('s')} {given(reference)}; {nearest(reference, keys)}"
                 f" (a file of yours: give its path, ending in .toml or .json)"
             )
         text = (resources.files("co2sim.catalog") / kind / f"{key}.toml").read_text("utf-8")
@@ -129,29 +129,29 @@ def _text(path: Path, reference: str) -> str:
 
 def override(tree: Tree, path: str, text: str) -> None:
     """Set the value at a dotted path, as text, in place."""
-    place: Any = tree
+    node: Any = tree
     *parents, last = path.split(".")
     for parent in parents:
-        if isinstance(place, list):
-            place = place[_index(place, parent, path)]
+        if isinstance(node, list):
+            node = node[_index(node, parent, path)]
         else:
-            place = place.setdefault(parent, {})
-        if not isinstance(place, dict | list) or (isinstance(place, dict) and _is_fact(place)):
+            node = node.setdefault(parent, {})
+        if not isinstance(node, dict | list) or (isinstance(node, dict) and _is_fact(node)):
             raise CatalogError(f"--set {path}: {parent!r} is a single value, not a table")
-    where = _index(place, last, path) if isinstance(place, list) else last
-    place[where] = {"value": text, "source": "set by the user"}
+    where = _index(node, last, path) if isinstance(node, list) else last
+    node[where] = {"value": text, "source": "set by the user"}
 
 
 def _index(items: list[Any], text: str, path: str) -> int:
     if not (text.isascii() and text.isdecimal()) or len(text) > _MAX_PLACES:
-        number = len(items)
+        index = len(items)
     else:
-        number = int(text)
-    if number >= len(items):
+        index = int(text)
+    if index >= len(items):
         raise CatalogError(
             f"--set {path}: {given(text)} is not a place in the list, 0 to {len(items) - 1}"
         )
-    return number
+    return index
 
 
 def plain(tree: Mapping[str, Any]) -> Tree:
@@ -175,23 +175,23 @@ def facts(
         if key in {"source", "assumed", "name", "kind"}:
             continue
         if isinstance(node, dict) and _is_fact(node):
-            own, marked = _origin(node, path, source, assumed=assumed)
-            yield Fact(path, str(node["value"]), own, marked)
+            origin, marked = _origin(node, path, source, assumed=assumed)
+            yield Fact(path, str(node["value"]), origin, marked)
         elif isinstance(node, dict):
             yield from facts(node, f"{path}.", source, assumed=assumed)
         elif isinstance(node, list) and node and all(isinstance(item, dict) for item in node):
-            for number, item in enumerate(node):
-                yield from facts(item, f"{path}.{number}.", source, assumed=assumed)
+            for index, item in enumerate(node):
+                yield from facts(item, f"{path}.{index}.", source, assumed=assumed)
         else:
             yield Fact(path, str(node), source, assumed)
 
 
 def _origin(node: Mapping[str, Any], path: str, source: str, *, assumed: bool) -> tuple[str, bool]:
     """Where a table or a fact says that it comes from, or what it inherits."""
-    own, marked = node.get("source", source), node.get("assumed", assumed)
-    if not isinstance(own, str) or not isinstance(marked, bool):
+    origin, marked = node.get("source", source), node.get("assumed", assumed)
+    if not isinstance(origin, str) or not isinstance(marked, bool):
         raise CatalogError(f"{path}: source must be a text, and assumed true or false")
-    return own, marked
+    return origin, marked
 
 
 def _is_fact(node: Mapping[str, Any]) -> bool:

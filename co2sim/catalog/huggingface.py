@@ -152,8 +152,8 @@ def _defaults() -> Mapping[str, Mapping[str, Any]]:
     text = (
         resources.files("co2sim.catalog").joinpath("huggingface_defaults.json").read_text("utf-8")
     )
-    found: Mapping[str, Mapping[str, Any]] = json.loads(text)
-    return found
+    defaults: Mapping[str, Mapping[str, Any]] = json.loads(text)
+    return defaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +217,8 @@ class _Config:
 
 def convert(values: Mapping[str, Any], path: str) -> Tree:
     """The model tree of a config. Raises CatalogError for what is not modelled."""
-    given = values.get("model_type")
-    kind = _ALIASES.get(given, given) if isinstance(given, str) else ""
+    model_type = values.get("model_type")
+    kind = _ALIASES.get(model_type, model_type) if isinstance(model_type, str) else ""
     if kind in _WRAPPED:
         text = values.get("text_config")
         if not isinstance(text, Mapping | None):
@@ -226,12 +226,12 @@ def convert(values: Mapping[str, Any], path: str) -> Tree:
         of_all = {key: values.get(key) for key in _OF_ALL}
         values, kind = {**(text or {}), **of_all}, _WRAPPED[kind]
     for reason, keys in _REFUSED.items():
-        found = [key for key in keys if values.get(key)]
-        if found:
-            raise CatalogError(f"{path}: {found[0]} is {shown(values[found[0]])}; {reason}")
+        present = [key for key in keys if values.get(key)]
+        if present:
+            raise CatalogError(f"{path}: {present[0]} is {shown(values[present[0]])}; {reason}")
     if kind not in FAMILIES:
         raise CatalogError(
-            f"{path}: model_type {shown(given)} is not known; known:"
+            f"{path}: model_type {shown(model_type)} is not known; known:"
             f" {', '.join(sorted({*FAMILIES, *_ALIASES, *_WRAPPED}))} (or write the model as TOML)"
         )
     config = _Config(values, path, kind)
@@ -241,12 +241,12 @@ def convert(values: Mapping[str, Any], path: str) -> Tree:
 
 def _name(config: _Config) -> str:
     """What the file calls the model, or the folder or file that it is in: not "config.json"."""
-    given, place = config.values.get("_name_or_path"), Path(config.path)
-    if given and isinstance(given, str):
-        return given
-    if place.is_dir():
-        return place.resolve().name
-    return place.stem if place.stem != "config" else place.resolve().parent.name
+    name, path = config.values.get("_name_or_path"), Path(config.path)
+    if name and isinstance(name, str):
+        return name
+    if path.is_dir():
+        return path.resolve().name
+    return path.stem if path.stem != "config" else path.resolve().parent.name
 
 
 def _body(config: _Config) -> Tree:
@@ -332,14 +332,14 @@ def _experts(config: _Config) -> Tree | None:
             f"mlp_only_layers is {shown(skipped)}; layers without experts are modelled before all"
             " others only (first_k_dense_replace), and in turn (decoder_sparse_step)"
         )
-    own = config.own  # what code of other types ignores
+    keys = config.own  # what code of other types ignores
     narrow = "moe_intermediate_size"
-    width = config.whole(narrow if narrow in own else "intermediate_size")
+    width = config.whole(narrow if narrow in keys else "intermediate_size")
     wide = "shared_expert_intermediate_size"
-    shared = config.whole(wide, default=0) if wide in own else 0
-    many = config.whole("n_shared_experts", default=0) if "n_shared_experts" in own else 0
-    groups = config.whole("n_group", default=1) if "n_group" in own else 1
-    found = {
+    shared = config.whole(wide, default=0) if wide in keys else 0
+    many = config.whole("n_shared_experts", default=0) if "n_shared_experts" in keys else 0
+    groups = config.whole("n_group", default=1) if "n_group" in keys else 1
+    experts = {
         "count": count,
         "active": config.whole("num_experts_per_tok"),
         "width": width,
@@ -349,11 +349,11 @@ def _experts(config: _Config) -> Tree | None:
         "every": config.whole("decoder_sparse_step", default=1, least=1),
         "bias": config.family.expert_bias,
         "groups": groups,
-        "active_groups": config.whole("topk_group", default=groups) if "topk_group" in own else 1,
+        "active_groups": config.whole("topk_group", default=groups) if "topk_group" in keys else 1,
     }
     usual = {"shared": 0, "shared_gate": False, "dense": 0, "every": 1, "bias": False}
     usual |= {"groups": 1, "active_groups": 1}
-    return {name: value for name, value in found.items() if usual.get(name) != value}
+    return {name: value for name, value in experts.items() if usual.get(name) != value}
 
 
 def _bias(config: _Config) -> bool | str:
@@ -383,28 +383,28 @@ def _bias(config: _Config) -> bool | str:
 def _dropout(config: _Config) -> bool:
     """Whether a layer drops some of its outputs out."""
     keys = ("resid_pdrop", "hidden_dropout_prob", "hidden_dropout", "resid_dropout", "dropout")
-    given = next((config.values[key] for key in keys if config.values.get(key) is not None), None)
-    return config.kind in _DROPOUT if given is None else bool(given)
+    dropout = next((config.values[key] for key in keys if config.values.get(key) is not None), None)
+    return config.kind in _DROPOUT if dropout is None else bool(dropout)
 
 
 def _task(config: _Config) -> str:
     """What the class that a file names computes from its last layer, as `_HEADS` has it."""
-    kind, given = config.kind, config.values.get("architectures")
-    known = _HEADS["vit" if kind == "vit" else "encoder" if kind in _ENCODERS else "decoder"]
-    if given is None or given == []:
-        return next(iter(known.values()))
+    kind, classes = config.kind, config.values.get("architectures")
+    heads = _HEADS["vit" if kind == "vit" else "encoder" if kind in _ENCODERS else "decoder"]
+    if classes is None or classes == []:
+        return next(iter(heads.values()))
     types = {_letters(kind), _letters(kind.removesuffix("_text"))}
     tasks = set()
-    for name in given if isinstance(given, list) else [given]:
-        found = re.fullmatch(rf"(.+?)({'|'.join(known)})", str(name), re.ASCII)
-        if found is None or _letters(found[1]) not in types:
+    for name in classes if isinstance(classes, list) else [classes]:
+        match = re.fullmatch(rf"(.+?)({'|'.join(heads)})", str(name), re.ASCII)
+        if match is None or _letters(match[1]) not in types:
             raise config.error(
                 f"architectures holds {shown(name)}, which is not modelled; modelled are classes of"
-                f" {config.kind} that end with {', '.join(known)} (or write the model as TOML)"
+                f" {config.kind} that end with {', '.join(heads)} (or write the model as TOML)"
             )
-        tasks.add(known[found[2]])
+        tasks.add(heads[match[2]])
     if len(tasks) > 1:
-        raise config.error(f"architectures is {shown(given)}; give one class")
+        raise config.error(f"architectures is {shown(classes)}; give one class")
     return tasks.pop()
 
 
@@ -427,27 +427,27 @@ def _head(config: _Config) -> Tree:
     """The last block of a language model."""
     kind, task = config.kind, _task(config)
     encoder = kind in _ENCODERS
-    found: Tree
+    head: Tree
     if task == "vocabulary":
         tied = config.flag("tie_word_embeddings", default=config.family.tied)
         if encoder and not tied:
             raise config.error("tie_word_embeddings is false; it is modelled for decoders only")
-        found = {
+        head = {
             "tied": tied,
             "head_transform": encoder,
             "head_bias": config.family.head_bias,
         }
     elif task in {"none", "pooled"}:
-        found = {"labels": 0, "pooler": task == "pooled"}
+        head = {"labels": 0, "pooler": task == "pooled"}
     else:
         two = task == "answers" and kind != "gptj"
-        found = {
+        head = {
             "labels": 2 if two else _labels(config),
             "pooler": task == "pooled labels",
             "head_bias": task != "scores",
         }
     normed = not encoder and config.flag("do_layer_norm_before", default=True)
-    return {**found, "final_norm": normed or (task == "vocabulary" and encoder)}
+    return {**head, "final_norm": normed or (task == "vocabulary" and encoder)}
 
 
 def _vision(config: _Config) -> Tree:
@@ -498,18 +498,18 @@ def _windows(config: _Config) -> list[int]:
         return [0, config.whole("window_size", default=256)] if local else []
     window = _window(config)
     types = config.list_of("layer_types")
-    other = [one for one in types if one not in ("full_attention", "sliding_attention")]
+    other = [kind for kind in types if kind not in ("full_attention", "sliding_attention")]
     if other:
         raise config.error(f"layer_types holds {shown(other[0])}, which is not modelled")
     if not window or (types and "sliding_attention" not in types):
         return []
     if types:
-        return [window if one == "sliding_attention" else 0 for one in types]
+        return [window if kind == "sliding_attention" else 0 for kind in types]
     pattern = config.whole("sliding_window_pattern", default=config.family.full_every, least=1)
     if config.kind in _WINDOW_IF_ASKED:
         layers = config.whole("num_hidden_layers")
         first = config.whole("max_window_layers", default=0)
-        return [0 if number < first else window for number in range(layers)]
+        return [0 if layer < first else window for layer in range(layers)]
     return [window] * (pattern - 1) + [0] if pattern > 1 else [window]
 
 

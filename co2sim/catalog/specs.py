@@ -67,13 +67,13 @@ def number(quantity: Quantity) -> BeforeValidator:
 
     def read(value: Any) -> float:
         try:
-            number = parse(value, quantity.unit)
+            amount = parse(value, quantity.unit)
         except UnitError as error:
             raise ValueError(str(error)) from error
         try:
-            return quantity.checked("", number)
+            return quantity.checked("", amount)
         except OptionError as error:
-            raise ValueError(f"must be {quantity.allowed_for(number)}") from error
+            raise ValueError(f"must be {quantity.allowed_for(amount)}") from error
 
     return BeforeValidator(read)
 
@@ -130,8 +130,8 @@ def _read(hint: Any) -> Any:
     return _SPECS.get(hint, hint)
 
 
-def _spec(kind: Any, base: type[T], **given: Any) -> type[T]:
-    """The specification of a dataclass: its fields, but for those `given` otherwise."""
+def _spec(kind: Any, base: type[T], **replaced: Any) -> type[T]:
+    """The specification of a dataclass: its fields, but for those `replaced`."""
     hints = get_type_hints(kind, include_extras=True)
     described = {
         field.name: (
@@ -140,7 +140,7 @@ def _spec(kind: Any, base: type[T], **given: Any) -> type[T]:
         )
         for field in fields(kind)
     }
-    made: type[T] = create_model(kind.__name__, __base__=base, **(described | given))
+    made: type[T] = create_model(kind.__name__, __base__=base, **(described | replaced))
     made.make = kind
     _SPECS[kind] = made
     return made
@@ -175,7 +175,7 @@ class AttainedAttention(Spec):
 _OneOrTable: TypeAlias = Annotated[
     Annotated[_Fraction, Tag("[number]")]
     | Annotated[list[AttainedAttention], Field(min_length=1), Tag("[table]")],
-    Discriminator(lambda given: "[table]" if isinstance(given, list) else "[number]"),
+    Discriminator(lambda value: "[table]" if isinstance(value, list) else "[number]"),
 ]
 
 
@@ -183,9 +183,9 @@ class _Kernels(_Built):
     def build(self) -> KernelTimes:
         """With its table of flash attention by rising length."""
         values = dict(self)
-        given = values["attention_efficiency"]
-        if isinstance(given, list):
-            table = tuple(sorted((point.length, point.value) for point in given))
+        attention = values["attention_efficiency"]
+        if isinstance(attention, list):
+            table = tuple(sorted((point.length, point.value) for point in attention))
             values["attention_efficiency"] = table
         return KernelTimes(**values)
 
@@ -208,32 +208,32 @@ class _Cluster(_Built):
 
     @model_validator(mode="before")
     @classmethod
-    def _a_price_names_its_currency(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        if "currency" in given:
+    def _a_price_names_its_currency(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        if "currency" in values:
             raise ValueError("currency: it stands with the price, as in price_per_gpu = '2 EUR/h'")
-        found: dict[str, str] = {}
+        prices: dict[str, str] = {}
         currencies: set[str] = set()
         for name in ("price_per_gpu", "price_low", "price_high"):
-            if given.get(name) is None:
+            if values.get(name) is None:
                 continue
             try:
-                value, currency = parse_price(given[name])
+                value, currency = parse_price(values[name])
             except UnitError as error:
                 raise ValueError(f"{name}: {error}") from error
-            found[name] = f"{value!r} USD/s"
+            prices[name] = f"{value!r} USD/s"
             currencies.add(currency)
         if len(currencies) > 1:
             raise ValueError(
                 f"price_per_gpu and its range are in {' and '.join(sorted(currencies))}"
             )
-        return {**given, **found, **({"currency": currencies.pop()} if currencies else {})}
+        return {**values, **prices, **({"currency": currencies.pop()} if currencies else {})}
 
     @model_validator(mode="after")
     def _sites_need_a_wan(self) -> "_Cluster":
-        given = dict(self)
-        if (given["sites"] > 1) != (given["wan"] is not None):
+        values = dict(self)
+        if (values["sites"] > 1) != (values["wan"] is not None):
             raise ValueError("sites above 1 and [wan] go together: one is given without the other")
         return self
 
@@ -291,7 +291,7 @@ class _Failures(_Built):
     def build(self) -> Failures:
         """With its counts by rising size."""
         values = dict(self)
-        sizes = sorted((one.build() for one in values["by_size"]), key=lambda one: one.gpus)
+        sizes = sorted((spec.build() for spec in values["by_size"]), key=lambda size: size.gpus)
         return Failures(**values | {"by_size": tuple(sizes)})
 
 
@@ -315,7 +315,7 @@ class _Stack(_Built):
         """With the fitted kernels of each GPU, and the runs that it was calibrated by."""
         values = dict(self)
         kernels = {name: times.build() for name, times in values["kernels"].items()}
-        measured = tuple(one.build() for one in values["measured"])
+        measured = tuple(run.build() for run in values["measured"])
         return Stack(**values | {"kernels": kernels, "measured": measured})
 
 
@@ -370,9 +370,9 @@ class _LayersSpec(Spec):
 
     def body(self) -> Transformer:
         """The stack of layers."""
-        given = {field.name: getattr(self, field.name) for field in fields(Transformer)}
-        built = {name: given[name] and given[name].build() for name in ("latent", "experts")}
-        return Transformer(**given | built | {"windows": tuple(self.windows)})
+        values = {field.name: getattr(self, field.name) for field in fields(Transformer)}
+        built = {name: values[name] and values[name].build() for name in ("latent", "experts")}
+        return Transformer(**values | built | {"windows": tuple(self.windows)})
 
 
 def _given(spec: BaseModel, make: Callable[..., Model]) -> dict[str, Any]:
@@ -418,8 +418,8 @@ class TransformerSpec(_LayersSpec):
 
     def build(self) -> Model:
         """The model's blocks."""
-        given = _given(self, language_model)
-        return language_model(self.name, self.body(), tokens=self.seq_len, **given)
+        options = _given(self, language_model)
+        return language_model(self.name, self.body(), tokens=self.seq_len, **options)
 
 
 class ViTSpec(_LayersSpec):
@@ -466,13 +466,13 @@ class BlocksSpec(Spec):
         """The model's blocks; repeated ones are numbered."""
         blocks = tuple(
             Block(
-                f"{spec.name}.{number}" if spec.repeat > 1 else spec.name,
+                f"{spec.name}.{index}" if spec.repeat > 1 else spec.name,
                 tuple(spec.tensors),
                 spec.flops,
                 spec.activation,
             )
             for spec in self.blocks
-            for number in range(spec.repeat)
+            for index in range(spec.repeat)
         )
         return Model(self.name, blocks, tokens=1, unit="image")
 
@@ -486,10 +486,12 @@ class ModelSpec(Spec):
 def as_file(thing: Any) -> Tree:
     """What a file would say of a dataclass of numbers, with units; nothing of what is None."""
     hints = get_type_hints(type(thing), include_extras=True)
-    given = {one.name: getattr(thing, one.name) for one in fields(thing)}
-    tree = {name: _stated(value, hints[name]) for name, value in given.items() if value is not None}
+    values = {field.name: getattr(thing, field.name) for field in fields(thing)}
+    tree = {
+        name: _stated(value, hints[name]) for name, value in values.items() if value is not None
+    }
     for name, key in (("efficiency", "flops"), ("attention_efficiency", "length")):
-        if isinstance(table := given.get(name), tuple):
+        if isinstance(table := values.get(name), tuple):
             unit = " FLOP" if key == "flops" else ""
             tree[name] = [
                 {key: f"{size!r}{unit}" if unit else size, "value": value} for size, value in table
@@ -509,8 +511,8 @@ def _stated(value: Any, hint: Any) -> Any:
 def _unit(hint: Any) -> str:
     """The unit of a number by its type; empty where it has none."""
     options = get_args(hint) if get_origin(hint) in {Union, UnionType} else (hint,)
-    known = [get_args(one)[1] for one in options if get_origin(one) is Annotated]
-    return known[0].unit if known else ""
+    quantities = [get_args(option)[1] for option in options if get_origin(option) is Annotated]
+    return quantities[0].unit if quantities else ""
 
 
 UNITS: Mapping[str, str] = {
@@ -603,14 +605,14 @@ def _text(node: object) -> str | None:
 
 
 def _put(tree: Tree, kind: RateKind, name: str, *, assumed: bool) -> None:
-    known = rates(kind)
-    if name not in known:
+    table = rates(kind)
+    if name not in table:
         what = "grid" if kind == "grids" else "price"
         example = "grid_intensity='56 g/kWh'" if kind == "grids" else "price_per_gpu='2.5 USD/h'"
         raise CatalogError(
-            f"unknown {what} {name!r}; {nearest(name, list(known))} (one of yours: {example})"
+            f"unknown {what} {name!r}; {nearest(name, list(table))} (one of yours: {example})"
         )
-    rate = known[name]
+    rate = table[name]
     source = f"{name}, {rate.date}: {rate.source}"
     for field, value in zip(_FIELDS[kind], (rate.value, rate.low, rate.high), strict=True):
         if value is not None:
