@@ -387,7 +387,7 @@ class StepBound:
         sized = replace(work, micro_batch=micro_batch, accumulation=steps, recompute=recompute)
         if work.pp > 1:
             pipeline = Pipeline(work.pp, work.interleave, steps)
-            held = pipeline.held(0, self._counts[:: work.pp])
+            held = pipeline.microbatches_in_flight(0, self._counts[:: work.pp])
         items = call_strategy(strategy, strategy.memory, sized, self.job.layout)
         return sum(items.values()) + sum(activations(sized, held).values())
 

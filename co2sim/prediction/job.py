@@ -200,7 +200,7 @@ class Stage:
         if work.pp == 1:
             return 1.0
         order = Pipeline(work.pp, work.interleave, work.accumulation)
-        return order.held(self.number, self.layers)
+        return order.microbatches_in_flight(self.number, self.layers)
 
     def memory(self) -> dict[str, Bytes]:
         """Bytes on one GPU by item, and in all."""

@@ -51,9 +51,9 @@ class _Body:
         last = {op.stream: op for op in schedule.body}  # a round follows the one before
         self.ops_before = {stream: After(op.name, 1) for stream, op in last.items()}
         self.exchanges_before = {
-            stream: After(f"{op.name}.{_NAME}{number}", 1)
+            stream: After(f"{op.name}.{_NAME}{count}", 1)
             for stream, op in last.items()
-            if (number := _behind(op))
+            if (count := _behind(op))
         }
 
     def ops(self) -> Iterator[Op]:
@@ -62,8 +62,8 @@ class _Body:
             if isinstance(op.work, Collective):
                 yield from self._plain(op, self._own(op.work))
             else:
-                for one in _pieces(op, op.work):
-                    yield from self._pass(one)
+                for piece in _pieces(op, op.work):
+                    yield from self._pass(piece)
 
     def _own(self, work: Work) -> Work:
         """The same work without its exchanges, or among ranks that hold the same part: once each.
@@ -72,12 +72,12 @@ class _Body:
         """
         if id(work) not in self.made:
             if isinstance(work, Collective) and work.group.of_experts:
-                own: Work = work
+                stripped: Work = work
             elif isinstance(work, Collective):
-                own = replace(work, group=replace(work.group, stride=self.tp))
+                stripped = replace(work, group=replace(work.group, stride=self.tp))
             else:
-                own = replace(work, exchanges=None, exchanged=_all(work))
-            self.made[id(work)] = own
+                stripped = replace(work, exchanges=None, exchanged=_all(work))
+            self.made[id(work)] = stripped
         return self.made[id(work)]
 
     def _plain(self, op: Op, work: Work) -> Iterator[Op]:
@@ -89,36 +89,36 @@ class _Body:
     def _pass(self, op: Op) -> Iterator[Op]:
         """A pass between its exchanges; those beside it start when it may."""
         assert isinstance(op.work, Compute)
-        found = op.work.exchanges
-        if found is None:
+        exchanges = op.work.exchanges
+        if exchanges is None:
             yield from self._plain(op, op.work)
             return
-        started = len(found.before) + len(found.beside)
-        ended = started + len(found.behind)
-        names = [f"{op.name}.{_NAME}{number}" for number in range(1, ended + 1)]
+        started = len(exchanges.before) + len(exchanges.beside)
+        ended = started + len(exchanges.behind)
+        names = [f"{op.name}.{_NAME}{index}" for index in range(1, ended + 1)]
         waits, behind = (self.ops_before[op.stream],), (After(op.name),)
-        for name, work in zip(names, (*found.before, *found.beside), strict=False):
+        for name, work in zip(names, (*exchanges.before, *exchanges.beside), strict=False):
             yield Op(name, work, TENSOR, waits)
-        if found.before:
-            self.exchanges_before[op.stream] = After(names[len(found.before) - 1])
+        if exchanges.before:
+            self.exchanges_before[op.stream] = After(names[len(exchanges.before) - 1])
         yield from self._plain(op, self._own(op.work))
-        for name, work in zip(names[started:], found.behind, strict=True):
+        for name, work in zip(names[started:], exchanges.behind, strict=True):
             yield Op(name, work, TENSOR, behind)
-        if found.behind or found.beside:
+        if exchanges.behind or exchanges.beside:
             self.exchanges_before[op.stream] = After(names[-1])
 
 
 def _all(work: Compute) -> tuple[Collective, ...]:
-    found = work.exchanges
-    return (*found.before, *found.beside, *found.behind) if found else ()
+    exchanges = work.exchanges
+    return (*exchanges.before, *exchanges.beside, *exchanges.behind) if exchanges else ()
 
 
 def _behind(op: Op) -> int:
     """The number of the last exchange that an op's stream waits for behind it; 0 for none."""
-    found = op.work.exchanges if isinstance(op.work, Compute) else None
-    if found is None or not (found.behind or found.beside):
+    exchanges = op.work.exchanges if isinstance(op.work, Compute) else None
+    if exchanges is None or not (exchanges.behind or exchanges.beside):
         return 0
-    return len(found.before) + len(found.beside) + len(found.behind)
+    return len(exchanges.before) + len(exchanges.beside) + len(exchanges.behind)
 
 
 def _pieces(op: Op, work: Compute) -> list[Op]:
@@ -128,10 +128,10 @@ def _pieces(op: Op, work: Compute) -> list[Op]:
     last = len(work.parts)
     return [
         Op(
-            op.name if number == last else f"{op.name}.{number}",
+            op.name if index == last else f"{op.name}.{index}",
             part,
             op.stream,
-            op.after if number == 1 else (),
+            op.after if index == 1 else (),
         )
-        for number, part in enumerate(work.parts, 1)
+        for index, part in enumerate(work.parts, 1)
     ]

@@ -226,17 +226,13 @@ class Pipeline:
             later = 2 * later + (self.chunks - 1) * self.stages
         return min(later, self.chunks * self.micros)
 
-    def microbatches_in_flight(self, stage: int) -> int:
-        """Passes whose activations a stage holds at its peak."""
-        return min(self.warm_up(stage) + 1, self.chunks * self.micros)
-
-    def held(self, stage: int, counts: Sequence[int]) -> float:
-        """The most of a stage's activations, in micro-batches; its chunks have `counts` layers."""
+    def microbatches_in_flight(self, stage: int, counts: Sequence[int]) -> float:
+        """The most whose activations a stage holds; its chunks have `counts` layers."""
         if len(set(counts)) == 1:
-            return self.microbatches_in_flight(stage) / self.chunks
+            return min(self.warm_up(stage) + 1, self.chunks * self.micros) / self.chunks
         most = now = 0
-        for number in self.order(stage):
-            backward, part = divmod(number // self.micros, self.stages * self.chunks)
+        for pass_index in self.order(stage):
+            backward, part = divmod(pass_index // self.micros, self.stages * self.chunks)
             now += counts[part // self.stages] * (1 - 2 * backward)
             most = max(most, now)
         return most / sum(counts)
@@ -250,10 +246,10 @@ class Pipeline:
         """
         forward, backward = (self._of(stage, way) for way in (False, True))
         before = self.warm_up(stage)
-        found = forward[:before]
+        order = forward[:before]
         for pair in zip(forward[before:], backward, strict=False):
-            found += pair
-        return found + backward[len(forward) - before :]
+            order += pair
+        return order + backward[len(forward) - before :]
 
     def _of(self, stage: int, backward: bool) -> list[int]:  # noqa: FBT001
         """All passes in one direction: as many micro-batches as stages on each chunk in turn."""
@@ -286,20 +282,20 @@ def ends(
     sent = [between if stages > 1 and abs(n) == micros else 0.0 for n in away[:-1]] + [0.0]
     ended = [_NOT_YET] * (2 * parts * micros)
     orders = [pipeline.order(stage) for stage in range(stages)]
-    place, free = [0] * stages, [0.0] * stages
+    done, free = [0] * stages, [0.0] * stages
     there_and_back = [*range(stages), *range(stages - 2, 0, -1)]
-    while any(at < len(order) for at, order in zip(place, orders, strict=True)):
+    while any(turn < len(order) for turn, order in zip(done, orders, strict=True)):
         for stage in there_and_back:
-            order, at, now = orders[stage], place[stage], free[stage]
-            while at < len(order):
-                number = order[at]
-                part = number // micros
+            order, turn, now = orders[stage], done[stage], free[stage]
+            while turn < len(order):
+                pass_index = order[turn]
+                part = pass_index // micros
                 if away[part]:
-                    come = ended[number + away[part]]
+                    come = ended[pass_index + away[part]]
                     if come < 0:
                         break
                     now = max(now, come + sent[part])
-                now = ended[number] = now + took[part]
-                at += 1
-            place[stage], free[stage] = at, now
+                now = ended[pass_index] = now + took[part]
+                turn += 1
+            done[stage], free[stage] = turn, now
     return free

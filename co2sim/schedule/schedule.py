@@ -120,9 +120,9 @@ class Group:
     def members(self, rank: int, layout: Layout) -> range:
         """Ranks of the group that `rank` belongs to, in ring order."""
         if self.stride > 1:
-            place, by = rank % self.stride, self.stride
-            found = Group(self.name, self.ranks).members(rank // by, layout.strided(by))
-            return range(found.start * by + place, found.stop * by, found.step * by)
+            offset, by = rank % self.stride, self.stride
+            ranks = Group(self.name, self.ranks).members(rank // by, layout.strided(by))
+            return range(ranks.start * by + offset, ranks.stop * by, ranks.step * by)
         g, n = layout.gpus_per_node, layout.world_size
         size = self.ranks or (layout.ranks_per_site if self.by_site else g)
         match self.name:
@@ -311,23 +311,26 @@ Place: TypeAlias = Literal["gpu", "link", "host"]
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Local work: looked up by `kernel` when run, costed by FLOP and bytes of memory traffic.
-
-    `kernels` says what it consists of, for GPUs whose kernels are known (`compute_cost`). `parts`
-    are works that it does one after the other; the other fields then hold their sums. `exchanges`
-    are those of tensor-parallel ranks: `tensor_parallel` makes ops of them, and nothing else does;
-    it leaves them in `exchanged`, since a host issues them together with the work. One that is not
-    on the GPU takes the time of its bytes at its `place`.
-    """
+    """Local work: looked up by `kernel` when run, costed by FLOP and bytes of memory traffic."""
 
     kernel: str
     flops: Flops
     memory_bytes: Bytes = 0.0
     kernels: Kernels | None = None
+    """What it consists of, for GPUs whose kernels are known."""
+
     parts: tuple["Compute", ...] = ()
+    """Works that it does one after the other; the other fields then hold their sums."""
+
     exchanges: "TensorParallelCollectives | None" = None
+    """With ranks that divide tensors, experts or sequences: `apply_tensor_parallelism` makes ops of
+    them."""
+
     exchanged: tuple["Collective", ...] = ()
+    """The same once they are ops, since a host issues them together with the work."""
+
     place: Place = "gpu"
+    """One that is not on the GPU takes the time of its bytes there."""
 
     @property
     def label(self) -> str:
@@ -430,33 +433,17 @@ Work: TypeAlias = Compute | Collective
 # --- the schedule ---------------------------------------------------------------------------------
 
 
-def apart(streams: Sequence[str], offsets: Sequence[Sequence[int]]) -> bool:
-    """Whether the last op of a round waits for all others of it, and all of the next for that op.
-
-    They may do so through others. `streams` and `offsets` are those of the ops of a round: see
-    `Schedule`. An op also waits for the one before it on its stream.
-    """
-    waits = _waits(streams, offsets)
-    follows: list[bool] = []
-    for found in waits:
-        follows.append(any(n == -1 or (n >= 0 and follows[n]) for n in found))
-    precedes = [False] * len(waits)
-    precedes[-1] = True
-    for place in range(len(waits) - 1, -1, -1):
-        for n in waits[place] if precedes[place] else ():
-            if n >= 0:
-                precedes[n] = True
-    return all(follows) and all(precedes)
-
-
 def _waits(streams: Sequence[str], offsets: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The places in the round of what every op waits for; those of rounds before are below 0."""
-    latest = {stream: place - len(streams) for place, stream in enumerate(streams)}
-    found = []
-    for place, (stream, back) in enumerate(zip(streams, offsets, strict=True)):
-        found.append([latest[stream], *(place - offset for offset in back)])
-        latest[stream] = place
-    return found
+    """The places in the round of what every op waits for; those of rounds before are below 0.
+
+    An op also waits for the one before it on its stream.
+    """
+    latest = {stream: index - len(streams) for index, stream in enumerate(streams)}
+    waits = []
+    for index, (stream, back) in enumerate(zip(streams, offsets, strict=True)):
+        waits.append([latest[stream], *(index - offset for offset in back)])
+        latest[stream] = index
+    return waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,31 +496,31 @@ class Schedule:
         if not self.body:
             raise ScheduleError(f"{self.name}: the body is empty")
         whole(f"{self.name}: steps", self.steps, 1, error=ScheduleError)
-        place: dict[str, int] = {}
+        index_of: dict[str, int] = {}
         for index, op in enumerate(self.body):
             if not op.name or not op.stream:
                 raise ScheduleError(f"{self.name}: op {index} needs a name and a stream")
-            if op.name in place:
+            if op.name in index_of:
                 raise ScheduleError(
                     f"{self.name}: two ops are called {op.name!r}; names must be unique"
                 )
-            place[op.name] = index
+            index_of[op.name] = index
         offsets = tuple(
             [
-                self._lower(index, op, place) if op.after else ()
+                self._lower(index, op, index_of) if op.after else ()
                 for index, op in enumerate(self.body)
             ]
         )
         object.__setattr__(self, "offsets", offsets)
 
-    def _lower(self, index: int, op: Op, place: dict[str, int]) -> tuple[int, ...]:
-        found = []
+    def _lower(self, index: int, op: Op, index_of: dict[str, int]) -> tuple[int, ...]:
+        offsets = []
         for wait in op.after:
-            target = place.get(wait.op)
+            target = index_of.get(wait.op)
             if target is None:
                 raise ScheduleError(
                     f"{op.name!r} waits for {wait.op!r}, which is not in the body;"
-                    f" {nearest(wait.op, place)}"
+                    f" {nearest(wait.op, index_of)}"
                 )
             if wait.rounds_ago < 0:
                 raise ScheduleError(
@@ -546,8 +533,8 @@ class Schedule:
                     " move it up, or wait for an earlier round with rounds_ago=1"
                 )
             if self.body[target].stream != op.stream:
-                found.append(index - target + wait.rounds_ago * len(self.body))
-        return tuple(found)
+                offsets.append(index - target + wait.rounds_ago * len(self.body))
+        return tuple(offsets)
 
     @property
     def works(self) -> tuple[Work, ...]:
@@ -571,17 +558,18 @@ class Schedule:
     def _works(self) -> tuple[tuple[Work, ...], tuple[str, ...], tuple[int, ...]]:
         first: dict[Hashable, Op] = {}
         numbers: dict[Hashable, int] = {}
-        known: dict[tuple[int, str], int] = {}  # by identity: works are shared, and slow to hash
+        # by identity: works are shared, and slow to hash
+        number_of: dict[tuple[int, str], int] = {}
         for op in self.body:
             here = id(op.work), op.stream
-            if here not in known:
+            if here not in number_of:
                 alike = op.stream, _without_name(op.work)
                 first.setdefault(alike, op)
-                known[here] = numbers.setdefault(alike, len(numbers))
+                number_of[here] = numbers.setdefault(alike, len(numbers))
         return (
             tuple(op.work for op in first.values()),
             tuple(op.stream for op in first.values()),
-            tuple([known[id(op.work), op.stream] for op in self.body]),
+            tuple([number_of[id(op.work), op.stream] for op in self.body]),
         )
 
     @cached_property
@@ -600,10 +588,23 @@ class Schedule:
         return max((wait.rounds_ago for op in self.body for wait in op.after), default=0)
 
     @cached_property
-    def apart(self) -> bool:
-        """Whether a round begins when the one before has ended, with a compute op."""
-        ends = isinstance(self.body[-1].work, Compute)
-        return ends and apart([op.stream for op in self.body], self.offsets)
+    def is_sequential(self) -> bool:
+        """Whether a round begins when the one before has ended, with a compute op.
+
+        Its last op waits for all others, and all of the next round for that op, if only through
+        others.
+        """
+        waits = _waits([op.stream for op in self.body], self.offsets)
+        follows: list[bool] = []
+        for others in waits:
+            follows.append(any(n == -1 or (n >= 0 and follows[n]) for n in others))
+        precedes = [False] * len(waits)
+        precedes[-1] = True
+        for index in range(len(waits) - 1, -1, -1):
+            for n in waits[index] if precedes[index] else ():
+                if n >= 0:
+                    precedes[n] = True
+        return isinstance(self.body[-1].work, Compute) and all(follows) and all(precedes)
 
     @cached_property
     def places(self) -> tuple[tuple[str, str], ...]:
@@ -622,14 +623,14 @@ class Schedule:
         """
         size = len(self.body)
         indexed = tuple(zip(self.body, self.offsets, strict=True))
-        for number in range(0, rounds * size, size):
-            for index, (op, offsets) in enumerate(indexed, start=number):
+        for first in range(0, rounds * size, size):
+            for index, (op, offsets) in enumerate(indexed, start=first):
                 waits = (
                     tuple([index - offset for offset in offsets if offset <= index])
                     if offsets
                     else ()
                 )
-                yield Instance(index, number // size, op, waits)
+                yield Instance(index, first // size, op, waits)
 
     def _repr_html_(self) -> str:
         """For notebooks: how much there is of it, and its first ops."""

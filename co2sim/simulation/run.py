@@ -397,7 +397,7 @@ def _repeats(options: RunOptions, prepared: SimulationInput) -> bool:
     All ranks end it at the same time, and no link has bytes saved that it may send at once.
     """
     schedule, cluster, noise = prepared.schedule, prepared.cluster, options.noise
-    if noise.uneven or (cluster.host and any(shapers(cluster))) or not schedule.apart:
+    if noise.uneven or (cluster.host and any(shapers(cluster))) or not schedule.is_sequential:
         return False
     slowdowns = noise.node_slowdowns(cluster.layout)
     return class_count(cluster.layout, slowdowns, schedule, allowed=True) == 1

@@ -173,5 +173,5 @@ def test_rounds_are_apart_if_the_last_op_stands_between_them(
     here = set(range(5 * size, 6 * size))
     behind = nx.descendants(graph, 5 * size - 1)
     ahead = nx.ancestors(graph, 6 * size - 1)
-    assert schedule.apart == (here <= behind and here - {6 * size - 1} <= ahead)
-    assert schedule.apart or not close
+    assert schedule.is_sequential == (here <= behind and here - {6 * size - 1} <= ahead)
+    assert schedule.is_sequential or not close
