@@ -43,8 +43,8 @@ def with_adapters(model: Model, rank: int, whole: Model | None = None) -> Model:
     """
     wholes = model.blocks if whole is None else whole.blocks
     blocks = [
-        _with_adapters(block, rank, one) if _is_layer(block) else _frozen(block, first=not place)
-        for place, (block, one) in enumerate(zip(model.blocks, wholes, strict=True))
+        _with_adapters(block, rank, full) if _is_layer(block) else _frozen(block, first=not index)
+        for index, (block, full) in enumerate(zip(model.blocks, wholes, strict=True))
     ]
     if not any(block.trained for block in blocks):
         raise OptionError(
@@ -70,16 +70,16 @@ def _frozen(block: Block, *, first: bool) -> Block:
 
 
 def _with_adapters(block: Block, rank: int, whole: Block) -> Block:
-    pairs = [pair for one in _adapted(block.products) for pair in _pairs(one, rank)]
+    pairs = [pair for product in _adapted(block.products) for pair in _pairs(product, rank)]
     of_experts = [pair for pair in pairs if block.experts and pair[0].groups]
     others = [pair for pair in pairs if not (block.experts and pair[0].groups)]
     tensors, experts = (
-        tuple(_elements(one) for pair in found for one in pair) for found in (others, of_experts)
+        tuple(_elements(m) for pair in chosen for m in pair) for chosen in (others, of_experts)
     )
     operators, mlp = block.operators, 0
     if operators:
-        mlp = sum(len(_pairs(one, rank)) for one in _adapted(block.products[-operators.products :]))
-        kept = sum(2.0 * one.rows * rank for one, _ in pairs[len(pairs) - mlp :])
+        mlp = sum(len(_pairs(m, rank)) for m in _adapted(block.products[-operators.products :]))
+        kept = sum(2.0 * down.rows * rank for down, _ in pairs[len(pairs) - mlp :])
         operators = replace(
             operators, mlp=operators.mlp + kept, mlp_calls=operators.mlp_calls + _CALLS * mlp
         )
@@ -88,8 +88,8 @@ def _with_adapters(block: Block, rank: int, whole: Block) -> Block:
         block,
         tensors=(*block.tensors, *tensors),
         experts=(*block.experts, *experts),
-        flops=block.flops + _flops(one for pair in pairs for one in pair),
-        activation_bytes=block.activation_bytes + sum(2.0 * one.rows * rank for one, _ in pairs),
+        flops=block.flops + _flops(product for pair in pairs for product in pair),
+        activation_bytes=block.activation_bytes + sum(2.0 * down.rows * rank for down, _ in pairs),
         calls=block.calls + _CALLS * len(pairs),
         operators=operators,
         adapters=Adapters(
@@ -105,7 +105,7 @@ def _with_adapters(block: Block, rank: int, whole: Block) -> Block:
 
 def _adapted(products: Iterable[MatMul]) -> list[MatMul]:
     """Those with weights, but for routers."""
-    return [one for one in products if not (one.count or one.exact)]
+    return [product for product in products if not (product.count or product.exact)]
 
 
 def _pairs(product: MatMul, rank: int) -> list[tuple[MatMul, MatMul]]:
@@ -124,18 +124,18 @@ def _elements(product: MatMul) -> int:
 
 
 def _flops(products: Iterable[MatMul]) -> float:
-    return sum(2.0 * (one.count or 1) * one.rows * one.inner * one.columns for one in products)
+    return sum(2.0 * (m.count or 1) * m.rows * m.inner * m.columns for m in products)
 
 
 def _summed(block: Block, whole: Block, rank: int) -> int:
     """Elements of adapters that all tensor-parallel ranks have: those not divided with a weight."""
     if block.division is None:
         return 0
-    found = 0
-    for own, all_ in zip(block.products, whole.products, strict=True):
-        if own.count or own.exact or (block.experts and own.groups):
+    elements = 0
+    for product, all_ in zip(block.products, whole.products, strict=True):
+        if product.count or product.exact or (block.experts and product.groups):
             continue
-        for pair, undivided in zip(_pairs(own, rank), _pairs(all_, rank), strict=True):
-            for one, other in zip(pair, undivided, strict=True):
-                found += _elements(one) if _elements(one) == _elements(other) else 0
-    return found
+        for pair, undivided in zip(_pairs(product, rank), _pairs(all_, rank), strict=True):
+            for part, other in zip(pair, undivided, strict=True):
+                elements += _elements(part) if _elements(part) == _elements(other) else 0
+    return elements

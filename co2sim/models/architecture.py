@@ -169,7 +169,7 @@ class Adapters:
     @property
     def of_mlp(self) -> tuple[MatMul, ...]:
         """The products of those of the MLP, or of experts."""
-        return tuple(one for pair in self.pairs[len(self.pairs) - self.mlp :] for one in pair)
+        return tuple(m for pair in self.pairs[len(self.pairs) - self.mlp :] for m in pair)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +291,7 @@ def kinds(model: Model) -> tuple[int, ...]:
     """For every block the place of the first one that is equal but for its name."""
     first: dict[Block, int] = {}
     return tuple(
-        first.setdefault(replace(block, name=""), place) for place, block in enumerate(model.blocks)
+        first.setdefault(replace(block, name=""), index) for index, block in enumerate(model.blocks)
     )
 
 
@@ -454,7 +454,7 @@ class _Part:
 
 def product_flops(products: Iterable[MatMul]) -> Flops:
     """Of the products with weights, over a sample."""
-    return sum(2.0 * one.rows * one.inner * one.columns for one in products if not one.count)
+    return sum(2.0 * m.rows * m.inner * m.columns for m in products if not m.count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -500,14 +500,14 @@ class Transformer:
     def blocks(self, tokens: int, part: Mesh = WHOLE) -> tuple[Block, ...]:
         """The layers on samples of `tokens` tokens, or the part of them that a rank has."""
         made: dict[tuple[bool, int], Block] = {}
-        found = []
-        for number in range(self.layers):
-            window = self.windows[number % len(self.windows)] if self.windows else 0
-            kind = self._routes(number), 0 if window >= tokens * part.cp else window
+        blocks = []
+        for index in range(self.layers):
+            window = self.windows[index % len(self.windows)] if self.windows else 0
+            kind = self._routes(index), 0 if window >= tokens * part.cp else window
             if kind not in made:
                 made[kind] = self._layer(tokens, part, *kind)
-            found.append(replace(made[kind], name=f"layer{number}"))
-        return tuple(found)
+            blocks.append(replace(made[kind], name=f"layer{index}"))
+        return tuple(blocks)
 
     def _routes(self, layer: int) -> bool:
         return self.experts is not None and self.experts.of(layer)
@@ -684,13 +684,13 @@ class Transformer:
         to, h, s, many = self.experts, self.hidden, tokens, part.ep
         up, n, k = 2 if self.gated else 1, to.count, to.active
         f, shared = to.width // (part.tp if many == 1 else 1), to.shared // part.tp
-        own = s if many == 1 else _tokens(part, s)
-        routed = math.ceil(own * k * (to.load if many > 1 else 1.0))
+        local = s if many == 1 else _tokens(part, s)
+        routed = math.ceil(local * k * (to.load if many > 1 else 1.0))
         biases = up * f + h if to.bias else 0
         each = (up + 1) * h * f + biases
         of_shared = [up * h * shared, shared * h, h if to.shared_gate else 0]
         products = (
-            MatMul(own, h, n, exact=True),
+            MatMul(local, h, n, exact=True),
             *(
                 [MatMul(s, h, up * shared, widths=(shared,) * up), MatMul(s, shared, h)]
                 if shared
@@ -705,14 +705,14 @@ class Transformer:
         return _Part(
             tensors=tensors if many > 1 else [*tensors, *experts],
             products=products,
-            kept=(2 + 2 * up) * (routed * f + s * shared) + 2 * routed * h + 4 * own * n,
+            kept=(2 + 2 * up) * (routed * f + s * shared) + 2 * routed * h + 4 * local * n,
             flops=product_flops(products),
             activated=routed * f + s * shared,
             idle=(n - k) * each // many,
             calls=EXPERT_CALLS + (ROUTING_CALLS if many > 1 else 0),
             passing=2 * routed * h * (1 if many == 1 else _COPIES),
             experts=experts if many > 1 else (),
-            routing=Routing(many, math.ceil(own * k * h * to.load), choice) if many > 1 else None,
+            routing=Routing(many, math.ceil(local * k * h * to.load), choice) if many > 1 else None,
         )
 
     def _scores(
@@ -744,9 +744,9 @@ def _pairs(tokens: int, window: int) -> float:
     return float(tokens**2 if not window else window * (2 * tokens - window))
 
 
-def _plain(given: dict[str, Any]) -> dict[str, Any]:
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
     """The arguments that a network is made of, as plain values."""
-    return {**given, "body": asdict(given["body"])} if given.pop("part") == WHOLE else {}
+    return {**values, "body": asdict(values["body"])} if values.pop("part") == WHOLE else {}
 
 
 def _embedding(lookups: list[int], rows: int, hidden: int, part: Mesh) -> Block:
@@ -889,11 +889,11 @@ def _sharded(model: Model, mesh: Mesh) -> Model:
     return make(part=mesh)
 
 
-def _body(given: dict[str, Any]) -> Transformer:
+def _body(values: dict[str, Any]) -> Transformer:
     """From plain values."""
     nested = {"latent": LatentAttention, "experts": Experts}
-    made = {name: given.get(name) and kind(**given[name]) for name, kind in nested.items()}
-    return Transformer(**given | made | {"windows": tuple(given.get("windows", ()))})
+    made = {name: values.get(name) and kind(**values[name]) for name, kind in nested.items()}
+    return Transformer(**values | made | {"windows": tuple(values.get("windows", ()))})
 
 
 def _network(model: Model) -> Callable[..., Model] | None:
@@ -904,7 +904,7 @@ def _network(model: Model) -> Callable[..., Model] | None:
         body = _body(shape.pop("body"))
         if body.layers + 2 != len(model.blocks):  # before as many are made
             return None
-        found = partial(make, body=body, **shape)
-        return found if found() == model else None
+        network = partial(make, body=body, **shape)
+        return network if network() == model else None
     except (AttributeError, ArithmeticError, KeyError, TypeError):  # a file may say anything
         return None

@@ -73,9 +73,9 @@ class Framework:
     main_gradients: bool = False
     kept: Factor = 1.0
 
-    def habits(self, **asked: Any) -> dict[str, Any]:
-        """These fields by name, with what was `asked` for (and is not None) in their place."""
-        chosen = {name: value for name, value in asked.items() if value is not None}
+    def habits(self, **values: Any) -> dict[str, Any]:
+        """These fields by name, with the `values` that are not None in their place."""
+        chosen = {name: value for name, value in values.items() if value is not None}
         return {field.name: getattr(self, field.name) for field in fields(Framework)} | chosen
 
 
@@ -133,16 +133,16 @@ def recomputation(text: str) -> Recomputation:
     kind, divided, every = (part.strip() for part in text.partition("/"))
     if divided:
         return _part_of(text, kind, every)
-    for one in _ALONE:
-        if text.strip() == one:
-            return Recomputation(one)
+    for word in _ALONE:
+        if text.strip() == word:
+            return Recomputation(word)
     parts = [part.strip() for part in text.split("+")]
     for part in parts:
         if part not in OPERATORS:
             raise _unknown(text, part, several=len(parts) > 1)
     if len(set(parts)) < len(parts):
         raise OptionError(f"recompute is {shown(text)}; it names an operator twice")
-    return Recomputation("operators", 1, tuple(one for one in OPERATORS if one in parts))
+    return Recomputation("operators", 1, tuple(name for name in OPERATORS if name in parts))
 
 
 def _part_of(text: str, kind: str, every: str) -> Recomputation:
@@ -186,14 +186,14 @@ def check_applies(text: str, model: Model, stages: int = 1, *, gathered: bool = 
     if again.every > max(1, most):
         where = f"{model.name} has {most}" if stages == 1 else f"a stage of {model.name} has {most}"
         raise OptionError(f"recompute={text} makes nothing again: {where} layers")
-    found = {
+    present = {
         "norms": any(block.operators and block.operators.norms for block in blocks),
         "attention": any(block.operators and block.scores for block in blocks),
         "activation": any(block.operators for block in blocks),
         "mlp": any(block.operators for block in blocks),
     }
     for operator in again.operators:
-        if not found[operator]:
+        if not present[operator]:
             what = "softmax attention" if operator == "attention" else operator
             raise OptionError(
                 f"recompute={text} does not apply to {model.name}: its blocks do not say what of"

@@ -58,13 +58,13 @@ def model_states(
     What is frozen has neither gradients nor optimizer states, and no master copy among these.
     States that are offloaded are in the host's memory, with the master copy (`host_memory`).
     """
-    found = {
+    states = {
         "parameters": job.owned(parameter_shards) * job.precision.bytes,
         "gradients": job.owned_trained(gradient_shards) * job.gradient_bytes,
     }
     if job.offload == "none":
-        found["optimizer"] = job.owned_trained(optimizer_shards) * job.optimizer_bytes
-    return found
+        states["optimizer"] = job.owned_trained(optimizer_shards) * job.optimizer_bytes
+    return states
 
 
 def host_memory(job: Workload, schedule: Schedule) -> Bytes:
@@ -132,12 +132,12 @@ def overhead(
     lasting = ("parameters", "gradients", "optimizer", "secondary", "outer")
     passing = sum(size for name, size in items.items() if name not in lasting)
     ranks = [len(group.members(0, layout)) for group in groups]
-    found = {
+    sizes = {
         "fragmentation": FRAGMENTATION * passing,
         "nccl": sum(COMMUNICATOR[count > 2] for count in ranks if count > 1),  # noqa: PLR2004
         "context": CONTEXT,
     }
-    return {name: size for name, size in found.items() if size}
+    return {name: size for name, size in sizes.items() if size}
 
 
 def allocated(items: Mapping[str, Bytes]) -> Bytes:
@@ -167,8 +167,8 @@ def _kept(job: Workload, block: Block) -> Bytes:
     if not job.repeats_products(block):
         return _needed(job, block) - _made_again(job, block)
     pairs = block.adapters.pairs if block.adapters else ()
-    products = (*block.products, *(one for pair in pairs for one in pair))
-    results = sum(one.rows * one.columns for one in products if not one.count)
+    products = (*block.products, *(product for pair in pairs for product in pair))
+    results = sum(product.rows * product.columns for product in products if not product.count)
     kept = block.boundary_bytes + results  # every second one, of 2 bytes
     if block.scores is None:
         return _scaled(job, kept)
@@ -180,15 +180,15 @@ def _kept(job: Workload, block: Block) -> Bytes:
 
 def _made_again(job: Workload, block: Block) -> Bytes:
     """What of it operators make again, but for attention, which leaves nothing to count."""
-    found = block.operators
-    if found is None or not job.again.operators:
+    operators = block.operators
+    if operators is None or not job.again.operators:
         return 0.0
-    size = found.norms if job.again.of("norms") else 0.0
+    size = operators.norms if job.again.of("norms") else 0.0
     if not job.again.of("mlp"):
-        size += found.activation if job.again.of("activation") else 0.0
+        size += operators.activation if job.again.of("activation") else 0.0
         return job.kept * _scaled(job, size)
     inputs = max(0, block.division.inputs - 1) if block.division else 0
-    return job.kept * _scaled(job, size + found.mlp) + _gathered(job, block, inputs)
+    return job.kept * _scaled(job, size + operators.mlp) + _gathered(job, block, inputs)
 
 
 def _needed(job: Workload, block: Block) -> Bytes:

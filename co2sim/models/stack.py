@@ -89,23 +89,23 @@ class Stack(Framework):
         """Refuse what no stack can be."""
         check(self, self.name)
 
-    def within(self, cluster: Cluster, asked: Collection[str] = ()) -> Cluster:
-        """The cluster as it is when the stack runs on it; paths that were `asked` for stay."""
-        return self._within(cluster, frozenset(asked))
+    def within(self, cluster: Cluster, fixed: Collection[str] = ()) -> Cluster:
+        """The cluster as it is when the stack runs on it; the paths in `fixed` stay."""
+        return self._within(cluster, frozenset(fixed))
 
     @remembered(objects=2, most=64)
-    def _within(self, cluster: Cluster, asked: frozenset[str]) -> Cluster:
+    def _within(self, cluster: Cluster, fixed: frozenset[str]) -> Cluster:
         gpu, inter = cluster.gpu, cluster.inter
-        if gpu.products and self.sustained is not None and "gpu.products.sustained" not in asked:
+        if gpu.products and self.sustained is not None and "gpu.products.sustained" not in fixed:
             gpu = replace(gpu, products=replace(gpu.products, sustained=self.sustained))
-        if self.network_efficiency is not None and "inter.efficiency" not in asked:
+        if self.network_efficiency is not None and "inter.efficiency" not in fixed:
             inter = replace(inter, efficiency=self.network_efficiency)
-        if self.ring_loss is not None and "inter.ring_loss" not in asked:
+        if self.ring_loss is not None and "inter.ring_loss" not in fixed:
             inter = replace(inter, ring_loss=self.ring_loss)
         names = "interference", "node_spread"
-        own = {name: getattr(self, name) for name in names if name not in asked}
-        own = {name: value for name, value in own.items() if value is not None}
-        return replace(cluster, gpu=self.on(gpu), inter=inter, **own)
+        effects = {name: getattr(self, name) for name in names if name not in fixed}
+        effects = {name: value for name, value in effects.items() if value is not None}
+        return replace(cluster, gpu=self.on(gpu), inter=inter, **effects)
 
     def on(self, gpu: GPU) -> GPU:
         """The GPU with the times of the kernels that the stack runs on it.

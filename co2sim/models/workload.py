@@ -79,19 +79,19 @@ def tensor_parallel_collectives(
     """
     if block is None:
         return None
-    made = [_of_pass(block, one, samples, dtype, stops_early) for one in passes]
+    made = [_of_pass(block, direction, samples, dtype, stops_early) for direction in passes]
     if keep:
-        made = [replace(found, beside=()) for found in made]
+        made = [replace(exchanges, beside=()) for exchanges in made]
     if overlap:
-        made = [_beside(found) for found in made]
+        made = [_beside(exchanges) for exchanges in made]
     return reduce(TensorParallelCollectives.then, made)
 
 
-def _beside(found: TensorParallelCollectives) -> TensorParallelCollectives:
+def _beside(exchanges: TensorParallelCollectives) -> TensorParallelCollectives:
     """All exchanges of activations beside the pass; those of the loss stay behind it."""
-    loss = tuple(one for one in found.behind if one.buffer == "loss")
-    activations = tuple(one for one in found.behind if one.buffer != "loss")
-    return TensorParallelCollectives((), (*found.before, *found.beside, *activations), loss)
+    loss = tuple(work for work in exchanges.behind if work.buffer == "loss")
+    activations = tuple(work for work in exchanges.behind if work.buffer != "loss")
+    return TensorParallelCollectives((), (*exchanges.before, *exchanges.beside, *activations), loss)
 
 
 def _of_pass(
@@ -218,28 +218,37 @@ class BlockWork:
 
 @dataclass(frozen=True)
 class Workload(Mesh, Framework):
-    """A model with its batch and precision, how GPUs divide it, and what the framework does.
-
-    `micro_batch` is samples per GPU and micro-step, `accumulation` micro-steps per optimizer step.
-    Products with weights of layers are of the type `narrow`, if any: their operands are cast, their
-    results and all else are of `precision`. Weights stay cast for `cast_steps` micro-steps: for
-    those of a step. What is `offload`-ed is in the host's memory. One that is `divided_already` is
-    the share of one GPU. With `lora` layers get adapters of that rank, and only these are trained
-    (`adapters`): `bare` is the model without them.
-    """
+    """A model with its batch and precision, how GPUs divide it, and what the framework does."""
 
     model: Model
     micro_batch: int = 1
+    """Samples per GPU and micro-step."""
+
     accumulation: int = 1
+    """Micro-steps per optimizer step."""
+
     precision: DType = DType.BF16
+    """Of weights, activations and results."""
+
     recompute: Recompute = "none"
     optimizer: Optimizer = "adamw"
     narrow: Narrow | None = None
+    """The type that operands of the layers' products with weights are cast to, if any."""
+
     cast_steps: int = 1
+    """The micro-steps for which weights stay cast: those of a step."""
+
     offload: Offload = "none"
+    """What is in the host's memory."""
+
     divided_already: bool = False
+    """Whether this is the share of one GPU."""
+
     lora: int | None = None
+    """The rank of the layers' adapters, if any: only these are trained (`adapters`)."""
+
     bare: Model | None = field(default=None, compare=False, repr=False)
+    """The model without adapters."""
 
     def __post_init__(self) -> None:
         """Refuse batches that are not positive, and a recomputation that there is not.
@@ -415,13 +424,13 @@ class Workload(Mesh, Framework):
 
     def _again(self, block: Block) -> list[Pass]:
         """What a backward pass begins with, in turn."""
-        found: dict[Pass, bool] = {
+        needed: dict[Pass, bool] = {
             "recompute": self.repeats(block),
             "products": self.repeats_products(block),
             "mlp": self.repeats_mlp(block),
             "attention": self.repeats_attention(block),
         }
-        return [name for name, holds in found.items() if holds]
+        return [name for name, holds in needed.items() if holds]
 
     @property
     def repeats_some(self) -> bool:
@@ -499,17 +508,17 @@ class Workload(Mesh, Framework):
             times[-1:] = [float(passes)] * len(times[-1:])
         outputs, inputs = BACKWARD_MOVES if passes == _BOTH else (0, 0)
         moved = sum(
-            one.rows
+            down.rows
             * (
-                (((passes == 1) + math.ceil(repeated)) * FORWARD_MOVES + outputs) * two.columns
-                + inputs * one.inner
+                (((passes == 1) + math.ceil(repeated)) * FORWARD_MOVES + outputs) * up.columns
+                + inputs * down.inner
             )
-            for (one, two), repeated in zip(adapters.pairs, repeats, strict=True)
+            for (down, up), repeated in zip(adapters.pairs, repeats, strict=True)
         )
-        products = [one for pair in adapters.pairs for one in pair]
+        products = [product for pair in adapters.pairs for product in pair]
         made = [
-            one.product(self.micro_batch, width).times(count)
-            for one, count in zip(products, times, strict=True)
+            product.product(self.micro_batch, width).times(count)
+            for product, count in zip(products, times, strict=True)
             if count
         ]
         return made, moved * self.micro_batch * width
@@ -519,7 +528,7 @@ class Workload(Mesh, Framework):
         back = passes > 1
         frozen = passes - 1 if block.adapters and passes else 0  # no gradients of weights
         if back and self.repeats_products(block):
-            return [passes if one.count else passes - frozen + _SECOND for one in block.products]
+            return [passes if m.count else passes - frozen + _SECOND for m in block.products]
         often = passes + again
         scores = often + (back and self.repeats_attention(block))
         times: list[float] = [
@@ -538,16 +547,16 @@ class Workload(Mesh, Framework):
 
         What attention writes are its scores, and it is no further operation to speak of.
         """
-        found, again = block.operators, self.again
-        if found is None or not again.operators:
+        operators, again = block.operators, self.again
+        if operators is None or not again.operators:
             return 0.0, 0
         moved, calls = 0.0, 0
         if again.of("norms"):
-            moved, calls = found.norms, found.norm_calls
+            moved, calls = operators.norms, operators.norm_calls
         if again.of("mlp"):
-            return moved + found.mlp + block.passing_bytes, calls + found.mlp_calls
+            return moved + operators.mlp + block.passing_bytes, calls + operators.mlp_calls
         if again.of("activation"):
-            return moved + found.activation_moved, calls + 1
+            return moved + operators.activation_moved, calls + 1
         return moved, calls
 
     def _casts(self, block: Block, matmul: MatMul) -> bool:
@@ -567,10 +576,10 @@ class Workload(Mesh, Framework):
             return 0.0
         kind, elements = NARROW[self.narrow], 0.0
         mlp = block.operators.products if block.operators and self.repeats_mlp(block) else 0
-        for place, one in enumerate(block.products):
-            repeated = again or (passes == _BOTH and place >= len(block.products) - mlp)
-            if self._casts(block, one):
-                made = one.product(self.micro_batch, 1.0)
+        for index, product in enumerate(block.products):
+            repeated = again or (passes == _BOTH and index >= len(block.products) - mlp)
+            if self._casts(block, product):
+                made = product.product(self.micro_batch, 1.0)
                 rows = made.rows * made.batch
                 weights = made.batch * made.inner * made.columns / self.cast_steps
                 elements += ((passes == 1) + repeated) * rows * made.inner
@@ -619,7 +628,7 @@ class Workload(Mesh, Framework):
 
     def _exchanges(self, block: Block, *passes: Pass) -> TensorParallelCollectives | None:
         early = self.checkpointing == "non_reentrant"
-        found = tensor_parallel_collectives(
+        exchanges = tensor_parallel_collectives(
             block.division,
             passes,
             self.micro_batch,
@@ -630,17 +639,17 @@ class Workload(Mesh, Framework):
         )
         if block.context:
             along = self._along(block.context, passes)
-            found = (found or TensorParallelCollectives()).then(along)
+            exchanges = (exchanges or TensorParallelCollectives()).then(along)
         if block.adapters and block.adapters.summed and "backward" in passes:
             group, elements = tensor(self.tp), block.adapters.summed
             sums = Collective(Kind.ALL_REDUCE, "adapters", elements, self.precision, group)
-            found = (found or TensorParallelCollectives()).then(
+            exchanges = (exchanges or TensorParallelCollectives()).then(
                 TensorParallelCollectives(behind=(sums,))
             )
         if block.routing is None:
-            return found
+            return exchanges
         tokens = self._to_experts(block.routing, passes, early)
-        return (found or TensorParallelCollectives()).then(tokens)
+        return (exchanges or TensorParallelCollectives()).then(tokens)
 
     def _along(self, context: ContextExchange, passes: Sequence[Pass]) -> TensorParallelCollectives:
         """Keys and values to all ranks of a sequence, and the sums of their gradients back.
@@ -655,15 +664,15 @@ class Workload(Mesh, Framework):
             return Collective(kind, "context", elements, self.precision, group)
 
         made: list[Collective] = []
-        for one in passes:
-            if one in {"products", "mlp"}:  # what attention gave is kept
+        for direction in passes:
+            if direction in {"products", "mlp"}:  # what attention gave is kept
                 continue
             if self.context == "all_to_all":
-                own = keys // context.ranks + queries
-                made += [make(Kind.ALL_TO_ALL, own), make(Kind.ALL_TO_ALL, queries)]
+                elements = keys // context.ranks + queries
+                made += [make(Kind.ALL_TO_ALL, elements), make(Kind.ALL_TO_ALL, queries)]
                 continue
             made.append(make(Kind.ALL_GATHER, keys))
-            if one == "backward":
+            if direction == "backward":
                 made.append(make(Kind.REDUCE_SCATTER, keys))
         if self.context == "ring":
             return TensorParallelCollectives(beside=tuple(made))
@@ -697,7 +706,7 @@ class Workload(Mesh, Framework):
             )
 
         both = make(there), make(replace(there, back=True))
-        made = tuple(one for name in passes for one in both[: times.get(name, 0)])
+        made = tuple(exchange for name in passes for exchange in both[: times.get(name, 0)])
         if self.overlap_experts:
             return TensorParallelCollectives(beside=made)
         return TensorParallelCollectives(behind=made)
