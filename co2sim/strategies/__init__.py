@@ -131,11 +131,11 @@ def _names(kind: type[Any]) -> list[str]:
 def with_options(strategy: Strategy, options: Mapping[str, str]) -> Strategy:
     """The strategy with some options changed, given as texts."""
     hints = _hints(type(strategy))
-    known = _names(type(strategy))
+    names = _names(type(strategy))
     values = {}
     for option, text in options.items():
-        if option not in known:
-            allowed = nearest(_OPTIONS_ELSEWHERE.get(option, option), known)
+        if option not in names:
+            allowed = nearest(_OPTIONS_ELSEWHERE.get(option, option), names)
             if option in _OF_THE_JOB:
                 allowed = (
                     f"it is one of the job: --{option.replace('_', '-')}, or in Python {option}="
@@ -168,14 +168,14 @@ def checked(strategy: Strategy) -> Strategy:
     for option in (option.name for option in fields(strategy)):
         if not _is_plain(hints[option]):
             continue
-        given = getattr(strategy, option)
+        value = getattr(strategy, option)
         try:
-            text = convert.text(given)
+            text = convert.text(value)
         except OptionError:  # an object
-            text = convert.shown(given)
-        found = _value(f"{strategy.name}: {option}", text, hints[option])
-        if (type(found), found) != (type(given), given):
-            values[option] = found
+            text = convert.shown(value)
+        converted = _value(f"{strategy.name}: {option}", text, hints[option])
+        if (type(converted), converted) != (type(value), value):
+            values[option] = converted
     return replace(strategy, **values) if values else strategy
 
 
@@ -232,17 +232,17 @@ def option_range(made: type[Any], option: str) -> str:
 
 def _choices(hint: Any) -> dict[str, Any]:
     """The values of an option that it may have beside numbers, by their text."""
-    found: dict[str, Any] = {}
+    choices: dict[str, Any] = {}
     for kind in _kinds(hint):
         if kind is NoneType:
-            found["none"] = None
+            choices["none"] = None
         elif kind is DType:
-            found |= {str(one): one for one in DType}
+            choices |= {str(dtype): dtype for dtype in DType}
         elif kind is bool:
-            found |= {"true": True, "false": False}
+            choices |= {"true": True, "false": False}
         else:
-            found |= {choice: choice for choice in get_args(kind)}
-    return found
+            choices |= {choice: choice for choice in get_args(kind)}
+    return choices
 
 
 def _value(what: str, text: str, hint: Any) -> Any:

@@ -64,14 +64,14 @@ def _name(row: Sequence[Op]) -> str:
     return first if first == last else f"{first}..{last.rpartition('.')[2]}"
 
 
-def _work(row: Sequence[Op], known: dict[tuple[int, ...], Compute]) -> Compute:
+def _work(row: Sequence[Op], works: dict[tuple[int, ...], Compute]) -> Compute:
     """All works of a row in one; rows of the same works share it."""
     key = tuple(id(op.work) for op in row)
-    if key not in known:
+    if key not in works:
         parts = tuple(op.work for op in row if isinstance(op.work, Compute))
         flops, moved = (sum(getattr(part, name) for part in parts) for name in _SUMMED)
-        known[key] = Compute(parts[0].kernel, flops, moved, parts=parts)
-    return known[key]
+        works[key] = Compute(parts[0].kernel, flops, moved, parts=parts)
+    return works[key]
 
 
 _SUMMED = ("flops", "memory_bytes")

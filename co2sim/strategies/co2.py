@@ -18,8 +18,8 @@ from co2sim.strategies.local import (
     Worker,
     averaged_rounds,
     check,
+    require_chosen,
     round_steps,
-    settled,
 )
 from co2sim.strategies.step import QUANTIZED, whole_options
 
@@ -106,7 +106,7 @@ class CO2:
             buffer=_BUFFER,
             fill=fill,
             outer=outer,
-            delay=settled(self.name, "delay", self.delay),
+            delay=require_chosen(self.name, "delay", self.delay),
             fragments=self.parts(),
             by=self.average,
         )
@@ -117,7 +117,7 @@ class CO2:
 
         And with a preview the step that a worker took alone.
         """
-        return _memory(self, job, layout, flights=1, own=1 + self.preview)
+        return _memory(self, job, layout, flights=1, points=1 + self.preview)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +164,7 @@ class PublishedCO2:
 
     def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
         """The inner strategy, anchor, momentum and averages in flight."""
-        return _memory(self, job, layout, flights=self.staleness, own=0)
+        return _memory(self, job, layout, flights=self.staleness, points=0)
 
 
 def _check_average(strategy: CO2 | PublishedCO2) -> None:
@@ -181,14 +181,14 @@ def _check_average(strategy: CO2 | PublishedCO2) -> None:
 
 
 def _memory(
-    strategy: CO2 | PublishedCO2, job: Workload, layout: Layout, *, flights: int, own: int
+    strategy: CO2 | PublishedCO2, job: Workload, layout: Layout, *, flights: int, points: int
 ) -> dict[str, Bytes]:
     """The inner strategy, anchor, momentum, averages in flight and a worker's own points."""
     replica = Replica.of(strategy)
     whole = replica.ranks(layout) if strategy.average == "leader" else 1
     quantized = strategy.dtype in QUANTIZED
     size = 1.0 if quantized else strategy.dtype.bytes / DType.FP32.bytes
-    return replica.memory(job, layout, 2 + flights * whole * size + own)
+    return replica.memory(job, layout, 2 + flights * whole * size + points)
 
 
 def has_auto_options(strategy: Any) -> bool:

@@ -77,7 +77,7 @@ class DiLoCo:
         """The inner strategy, and anchor, momentum and the pseudo-gradients under way."""
         starts = launches(self.tau, self.fragments)
         under_way = max(
-            sum((at - other) % self.tau <= self.delay for other in starts) for at in starts
+            sum((start - other) % self.tau <= self.delay for other in starts) for start in starts
         )
         quantized = self.dtype in QUANTIZED  # from an fp32 pseudo-gradient
         buffer = 1.0 if quantized else self.dtype.bytes / DType.FP32.bytes

@@ -112,7 +112,7 @@ class _MicroStep:
     job: Workload
     how: Sharding
     shards: int
-    number: int
+    micro_step: int
 
     def uses(self, before: str) -> Iterator[Use]:
         """The uses in turn, behind op `before`.
@@ -127,17 +127,17 @@ class _MicroStep:
         places = range(len(works))
         freed: list[str] = []
         reduction: tuple[After, ...] = ()
-        for direction, place in [
-            *(("forward", place) for place in places),
-            *(("backward", place) for place in reversed(places)),
+        for direction, index in [
+            *(("forward", index) for index in places),
+            *(("backward", index) for index in reversed(places)),
         ]:
-            work = works[place]
-            name = f"{micro_prefix(self.number, self.job)}*.{direction}.{work.block.name}"
+            work = works[index]
+            name = f"{micro_prefix(self.micro_step, self.job)}*.{direction}.{work.block.name}"
             passes = [Op(name.replace("*.", ""), getattr(work, direction), COMPUTE)]
-            gathered, fetch, behind = self._gathered(direction, place), [], before
+            gathered, fetch, behind = self._gathered(direction, index), [], before
             if gathered:
                 group = self.how.again if direction == "backward" else self.how.among
-                fetch = renamed([self._gather(place, group or self.how.among)], name)
+                fetch = renamed([self._gather(index, group or self.how.among)], name)
                 ahead = 1 if self.how.copies and direction == "backward" else 2
                 behind = freed[-ahead] if len(freed) >= ahead else "" if freed else before
                 freed.append(passes[0].name)
@@ -148,9 +148,9 @@ class _MicroStep:
             elif before and not freed:  # nothing is gathered: the first pass waits itself
                 passes[0] = replace(passes[0], after=(After(before),))
             row: Row = ()
-            if direction == "backward" and (elements := self._reduced(place)):
+            if direction == "backward" and (elements := self._reduced(index)):
                 name = name.replace("backward.", "")
-                kernels, row = self._reduce(place, elements)
+                kernels, row = self._reduce(index, elements)
                 passes += [
                     Op(name.replace("*", kernel.kernel), kernel, COMPUTE, reduction)
                     for kernel in kernels
@@ -164,30 +164,30 @@ class _MicroStep:
 
     @property
     def _synced(self) -> bool:
-        return self.how.every or self.number == self.job.accumulation - 1
+        return self.how.every or self.micro_step == self.job.accumulation - 1
 
-    def _unit(self, place: int) -> str:
+    def _unit(self, index: int) -> str:
         blocks = self.job.model.blocks
-        return "root" if place in {0, len(blocks) - 1} else blocks[place].name
+        return "root" if index in {0, len(blocks) - 1} else blocks[index].name
 
-    def _gathered(self, direction: str, place: int) -> int:
+    def _gathered(self, direction: str, index: int) -> int:
         """The elements that a use has gathered, if it does not find them."""
         stay = self.how.again is None
-        if stay and (direction == "backward" or (self.number and not self.how.every)):
+        if stay and (direction == "backward" or (self.micro_step and not self.how.every)):
             return 0
-        if self._unit(place) == "root":
-            return units(self.job)[0] if (direction, place) == ("forward", 0) else 0
-        return self.job.model.blocks[place].parameters
+        if self._unit(index) == "root":
+            return units(self.job)[0] if (direction, index) == ("forward", 0) else 0
+        return self.job.model.blocks[index].parameters
 
-    def _reduced(self, place: int) -> int:
+    def _reduced(self, index: int) -> int:
         """The elements of the gradient that is complete behind a backward pass."""
-        if self._unit(place) == "root" and place:
+        if self._unit(index) == "root" and index:
             return 0
-        return sum(self._trained(place))
+        return sum(self._trained(index))
 
-    def _gather(self, place: int, group: Group) -> Row:
-        precision, unit = self.job.precision, self._unit(place)
-        dense, experts = self._parts(place)
+    def _gather(self, index: int, group: Group) -> Row:
+        precision, unit = self.job.precision, self._unit(index)
+        dense, experts = self._parts(index)
         row = [("gather", Collective(Kind.ALL_GATHER, unit, dense, precision, group), GATHER)]
         if experts and self.how.experts:
             work = Collective(
@@ -196,21 +196,21 @@ class _MicroStep:
             row.append(("gather_experts", work, GATHER))
         return row
 
-    def _parts(self, place: int) -> tuple[int, int]:
+    def _parts(self, index: int) -> tuple[int, int]:
         """Elements of a unit: those of all ranks, and of experts that ranks divide."""
-        if self._unit(place) == "root":
+        if self._unit(index) == "root":
             return units(self.job)[0], 0
-        block = self.job.model.blocks[place]
+        block = self.job.model.blocks[index]
         return sum(block.tensors), sum(block.experts)
 
-    def _trained(self, place: int) -> tuple[int, int]:
+    def _trained(self, index: int) -> tuple[int, int]:
         """Those of `_parts` that have gradients."""
         blocks = self.job.model.blocks
-        if self._unit(place) == "root":
-            return sum(one.trained for one in (blocks[0], *blocks[1:][-1:])), 0
-        return sum(blocks[place].trained_tensors), sum(blocks[place].trained_experts)
+        if self._unit(index) == "root":
+            return sum(block.trained for block in (blocks[0], *blocks[1:][-1:])), 0
+        return sum(blocks[index].trained_tensors), sum(blocks[index].trained_experts)
 
-    def _reduce(self, place: int, elements: int) -> tuple[list[Compute], Row]:
+    def _reduce(self, index: int, elements: int) -> tuple[list[Compute], Row]:
         """Kernels on the stream of the passes, and what follows on others.
 
         Without copies a gradient is cast, and divided before it is reduced (`_div_if_needed` of
@@ -220,7 +220,7 @@ class _MicroStep:
         """
         how, width, reduced = self.how, self.job.precision.bytes, self.how.reduce.bytes
         kernels = [] if how.copies else [_moved("join", elements, 2 * width)]
-        if self.number and not how.every:
+        if self.micro_step and not how.every:
             kernels.append(_moved("accumulate", elements, width + 2 * reduced))
             width = reduced
         elif not self._synced and width != reduced:
@@ -231,8 +231,8 @@ class _MicroStep:
             kernels.append(_moved("pack", elements, width + reduced))
         if not how.copies:
             kernels.append(_moved("divide", elements, 2 * reduced))
-        buffer = f"{self._unit(place)}.gradient"
-        dense, experts = self._trained(place)
+        buffer = f"{self._unit(index)}.gradient"
+        dense, experts = self._trained(index)
         row = self._shared(buffer, dense, how.among, "")
         if experts:
             row += self._shared(f"{buffer}.experts", experts, how.experts, "_experts")
@@ -360,17 +360,17 @@ class FSDP:
         gradients = [block.trained for block in job.model.blocks]
         largest = max(gradients[1:-1], default=sum(gradients))
         whole = root + sum(sorted(others)[-2:]) if sharding.again else job.parameters
-        found = {"parameters": share * width, "gradients": trained * MASTER_BYTES}
+        sizes = {"parameters": share * width, "gradients": trained * MASTER_BYTES}
         if job.offload == "none":
-            found["parameters"] += trained * (MASTER_BYTES - width)
-            found["optimizer"] = trained * (OPTIMIZER_BYTES[job.optimizer] - MASTER_BYTES)
+            sizes["parameters"] += trained * (MASTER_BYTES - width)
+            sizes["optimizer"] = trained * (OPTIMIZER_BYTES[job.optimizer] - MASTER_BYTES)
         if n == 1:
-            return found
-        found["gathered"] = whole * width
-        found["bucket"] = largest * (width + reduced)
+            return sizes
+        sizes["gathered"] = whole * width
+        sizes["bucket"] = largest * (width + reduced)
         if sharding.again not in {None, sharding.among}:
             ranks = group_size(sharding.again, layout)
-            found["resharded"] = (job.parameters - root) * width / ranks
+            sizes["resharded"] = (job.parameters - root) * width / ranks
         if not sharding.every and job.accumulation > 1:
-            found["unreduced"] = job.trained * max(width, reduced)
-        return found
+            sizes["unreduced"] = job.trained * max(width, reduced)
+        return sizes

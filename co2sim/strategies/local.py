@@ -104,10 +104,10 @@ def check(strategy: LocalSteps, quantized: frozenset[DType] = frozenset()) -> No
 
 def round_steps(strategy: LocalSteps) -> int:
     """The local steps of a round. Raises OptionError where they are still to be chosen."""
-    return settled(strategy.name, "tau", strategy.tau)
+    return require_chosen(strategy.name, "tau", strategy.tau)
 
 
-def settled(name: str, option: str, value: int | Auto) -> int:
+def require_chosen(name: str, option: str, value: int | Auto) -> int:
     """The value of an option. Raises OptionError where it is still to be chosen."""
     if value == "auto":
         raise OptionError(
@@ -207,7 +207,7 @@ class Averages:
 
 def launches(tau: int, fragments: int = 1) -> list[int]:
     """The local step, counted from 0, after which the average of each fragment starts."""
-    return [tau * (number + 1) // fragments - 1 for number in range(fragments)]
+    return [tau * (fragment + 1) // fragments - 1 for fragment in range(fragments)]
 
 
 def averaged_rounds(
@@ -220,12 +220,13 @@ def averaged_rounds(
     launched: dict[int, list[Op]] = {}
     used: dict[int, list[Op]] = {}
     sizes = cut(job.trained, plan.fragments)
-    for number, (at, elements) in enumerate(zip(launches(tau, plan.fragments), sizes, strict=True)):
-        suffix = str(number) if plan.fragments > 1 else ""
+    starts = zip(launches(tau, plan.fragments), sizes, strict=True)
+    for fragment, (local_step, elements) in enumerate(starts):
+        suffix = str(fragment) if plan.fragments > 1 else ""
         share = -(-elements // replica.ranks(layout))
-        launched[at] = _launch(strategy, job, layout, plan, elements, suffix)
-        rounds, step = divmod(at + plan.delay, tau)
-        waits = (After(launched[at][-1].name, rounds),)
+        launched[local_step] = _launch(strategy, job, layout, plan, elements, suffix)
+        rounds, step = divmod(local_step + plan.delay, tau)
+        waits = (After(launched[local_step][-1].name, rounds),)
         outer = Op(f"outer{suffix}", outer_work(job, share, plan.outer), COMPUTE, waits)
         used[step] = [outer, *replica.publish(job, layout, outer.name, elements)]
     extras = {}

@@ -134,10 +134,10 @@ def sharded_step(
     backward pass continues. `refresh` runs once, behind the first fetches of all blocks: it renews
     a secondary shard.
     """
-    one = job.model.blocks[0]
+    first = job.model.blocks[0]
     rows: list[Row] = []
-    if size := one.parameters:
-        rows = [*fetch("forward", one), *fetch("backward", one), *reduce("gradient", size)]
+    if size := first.parameters:
+        rows = [*fetch("forward", first), *fetch("backward", first), *reduce("gradient", size)]
     check_micro_steps(job, 2 + sum(map(len, rows)))
     works = job.works()
     uses = [
@@ -152,10 +152,10 @@ def sharded_step(
     for (prefix, direction, block, compute), wait in zip(uses, waits, strict=True):
         parts = _parts(block, budget.reduce_bucket) if direction == "backward" else [0]
         fetched_here = fetch(direction, block) if block.parameters else ()
-        for number, elements in enumerate(parts, start=1):
-            end = f".{number}" if len(parts) > 1 else ""
+        for part, elements in enumerate(parts, start=1):
+            end = f".{part}" if len(parts) > 1 else ""
             share = elements / block.trained if len(parts) > 1 else 1.0
-            work = _share(compute, share, last=number == len(parts))
+            work = _share(compute, share, last=part == len(parts))
             op = Op(f"{prefix}{direction}.{block.name}{end}", work, COMPUTE)
             named = reduce(f"{block.name}.gradient", elements) if elements else ()
             laid.append(
@@ -170,7 +170,7 @@ def sharded_step(
         ends.append(laid[-1].passes[-1].name)
     ops, reduced = lay_out(laid)
     if refresh:
-        last = next(place for place, op in enumerate(ops) if op.name == ends[len(works) - 1])
+        last = next(index for index, op in enumerate(ops) if op.name == ends[len(works) - 1])
         ops.insert(last + 1, Op("refresh", refresh, GATHER))
     ops += update(job, -(-job.trained // shards), reduced)
     first_fetch = next(op.name for op in ops if op.stream != COMPUTE)
@@ -223,7 +223,7 @@ def check_budget(strategy: Any) -> None:
 def fetched(block: Block, gathers: int) -> list[tuple[str, int]]:
     """The parts that a block is gathered in: a number for their names, unless it is one."""
     sizes = cut(block.parameters, min(gathers, block.parameters))
-    return [(str(number) if len(sizes) > 1 else "", size) for number, size in enumerate(sizes, 1)]
+    return [(str(index) if len(sizes) > 1 else "", size) for index, size in enumerate(sizes, 1)]
 
 
 def _parts(block: Block, bucket: int) -> list[int]:

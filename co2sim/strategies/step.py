@@ -49,8 +49,7 @@ def title(strategy: Any) -> str:
 def whole_options(strategy: Any, *options: str, least: int = 1, most: int | None = None) -> None:
     """Refuse options that are no whole numbers from `least` to `most`; 48.0 becomes 48."""
     for option in options:
-        given = getattr(strategy, option)
-        value = whole(f"{strategy.name}: {option}", given, least, most)
+        value = whole(f"{strategy.name}: {option}", getattr(strategy, option), least, most)
         object.__setattr__(strategy, option, value)
 
 
@@ -125,16 +124,16 @@ def buckets(
     Those of experts that ranks divide have their own buckets. Source: torch.distributed
     `_compute_bucket_assignment_by_size`.
     """
-    found, held, ready = [], 0, 0
+    closed, held, ready = [], 0, 0
     for index in range(len(blocks) - 1, -1, -1):
-        one = blocks[index]
-        tensors = one.trained_experts if of_experts else one.trained_tensors
+        block = blocks[index]
+        tensors = block.trained_experts if of_experts else block.trained_tensors
         for elements in reversed(tensors):
             held, ready = held + elements, index
             if held >= capacity:
-                found.append(Bucket(held, ready, of_experts))
+                closed.append(Bucket(held, ready, of_experts))
                 held = 0
-    return [*found, Bucket(held, ready, of_experts)] if held else found
+    return [*closed, Bucket(held, ready, of_experts)] if held else closed
 
 
 def cut(elements: int, count: int) -> list[int]:
@@ -179,25 +178,25 @@ class Reduction:
         last: bool,  # noqa: FBT001
     ) -> dict[str, Collective]:
         """What a bucket takes, by name: of the `ranks` of the group, in the `last` micro-step."""
-        found: dict[str, Collective] = {}
+        collectives: dict[str, Collective] = {}
         group = self.replicas if bucket.of_experts else self.group
         if group:
-            found["reduce"] = Collective(
+            collectives["reduce"] = Collective(
                 self.kind, buffer, bucket.elements, job.precision, group, root=root
             )
         if self.peers and last:
             shards = job.replicas(ranks) if bucket.of_experts else ranks
             share = -(-bucket.elements // shards)
             again = Collective(Kind.ALL_REDUCE, buffer, share, job.precision, self.peers)
-            found["replicate"] = again
-        return found
+            collectives["replicate"] = again
+        return collectives
 
     def buckets(self, blocks: Sequence[Block]) -> list[Bucket]:
         """All that are reduced."""
-        found = buckets(blocks, self.capacity)
+        reduced = buckets(blocks, self.capacity)
         if self.replicas or self.peers:
-            found += buckets(blocks, self.capacity, of_experts=True)
-        return found
+            reduced += buckets(blocks, self.capacity, of_experts=True)
+        return reduced
 
 
 def same_experts(job: Workload, group: Group, layout: Layout) -> Group | None:
@@ -224,9 +223,9 @@ def passes(job: Workload, reduction: Reduction | None, ranks: int = 1) -> list[O
     works = job.works()
     ready: dict[int, list[tuple[int, Bucket]]] = {}
     if reduction:
-        for number, bucket in enumerate(reduction.buckets(job.model.blocks)):
-            place = bucket.ready if job.overlap else 0
-            ready.setdefault(place, []).append((number, bucket))
+        for bucket_index, bucket in enumerate(reduction.buckets(job.model.blocks)):
+            after = bucket.ready if job.overlap else 0
+            ready.setdefault(after, []).append((bucket_index, bucket))
     owned = reduction is not None and reduction.kind is Kind.REDUCE
     count = sum(map(len, ready.values()))
     check_micro_steps(job, 2)
@@ -242,13 +241,13 @@ def passes(job: Workload, reduction: Reduction | None, ranks: int = 1) -> list[O
             )
             ops.append(backward)
             if reduction and reduces:
-                for number, bucket in ready.get(index, ()):
-                    root = (count - 1 - number) % ranks if owned else 0
-                    buffer, behind = f"gradients{number}", (After(backward.name),)
-                    found = reduction.collectives(job, bucket, buffer, root, ranks, last)
+                for bucket_index, bucket in ready.get(index, ()):
+                    root = (count - 1 - bucket_index) % ranks if owned else 0
+                    buffer, behind = f"gradients{bucket_index}", (After(backward.name),)
+                    collectives = reduction.collectives(job, bucket, buffer, root, ranks, last)
                     ops += [
-                        Op(f"{prefix}{name}{number}", work, COMM, behind)
-                        for name, work in found.items()
+                        Op(f"{prefix}{name}{bucket_index}", work, COMM, behind)
+                        for name, work in collectives.items()
                     ]
     return ops
 
@@ -307,9 +306,9 @@ def bucketed_step(
     if reduction.replicas:
         experts = pieces(job.trained_experts, gather_capacity)
         gathered += [(elements, reduction.replicas) for elements in experts]
-    for number, (elements, group) in enumerate(gathered):
-        work = Collective(kind, f"parameters{number}", elements, job.precision, group)
-        ops.append(Op(f"gather{number}", work, COMM, (After(updated),)))
+    for index, (elements, group) in enumerate(gathered):
+        work = Collective(kind, f"parameters{index}", elements, job.precision, group)
+        ops.append(Op(f"gather{index}", work, COMM, (After(updated),)))
     gathers = tuple(op.name for op in ops if op.name.startswith("gather"))
     return Step(ops, (first,), gathers[-1:], gathers)
 

@@ -125,7 +125,7 @@ class ZeroPP:
         def fetch(direction: str, block: Block) -> list[Row]:
             parts = fetched(block, self.gathers)
             rows = [(part, gather(direction, block.name, elements)) for part, elements in parts]
-            return [row for part, one in rows for row in renamed([one], f"*{part}")]
+            return [row for part, gathered in rows for row in renamed([gathered], f"*{part}")]
 
         def reduce(name: str, elements: int) -> list[Row]:
             if self.qgz:
@@ -152,7 +152,7 @@ class ZeroPP:
         rows = [self._reduce_chunk(name, size, job, hops, on) for size in cut(elements, count)]
         if count == 1:
             return rows
-        return [row for n, one in enumerate(rows, 1) for row in renamed([one], f"*{n}")]
+        return [row for n, chunk in enumerate(rows, 1) for row in renamed([chunk], f"*{n}")]
 
     def _reduce_chunk(
         self,
@@ -165,11 +165,11 @@ class ZeroPP:
         blocks = self.scale_block
         work = recode("quantize", elements, job.precision, DType.INT4, blocks)
         works: list[tuple[str, Compute | Collective, str]] = [("quantize", work, on[0])]
-        for number, (group, ranks, where) in enumerate(hops, start=1):
-            target = job.precision if number == len(hops) else DType.INT4
+        for hop, (group, ranks, where) in enumerate(hops, start=1):
+            target = job.precision if hop == len(hops) else DType.INT4
             exchange = Collective(Kind.ALL_TO_ALL, name, elements, DType.INT4, group, blocks)
             total = sum_received(elements, ranks, DType.INT4, target, blocks)
-            stage = on[number]
+            stage = on[hop]
             works += [(f"exchange_{where}", exchange, stage), (f"sum_{where}", total, stage)]
             elements = -(-elements // ranks)
         return works
