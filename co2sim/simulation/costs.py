@@ -76,23 +76,23 @@ def crossings(
     from the first on, or to lie inside one; one that meets `per_site` ranks of each site has no
     more of them in a pod of that site.
     """
-    found = []
+    crossed = []
     for tier in cluster.inter.tiers:
         sites = -(-tier.nodes // cluster.nodes_per_site)  # that a pod reaches
         here = min(per_node * tier.nodes, per_site * sites)
         if here >= members:
             continue
         if exchanged is None:
-            found.append(Crossing(tier, inter, here, 1.0))
+            crossed.append(Crossing(tier, inter, here, 1.0))
         else:
             away = exchanged * here * (members - here) / members
-            found.append(Crossing(tier, away, here, (members - here) / (members - per_node)))
-    return tuple(found)
+            crossed.append(Crossing(tier, away, here, (members - here) / (members - per_node)))
+    return tuple(crossed)
 
 
 def _uncongested(tiers: Sequence[Crossing]) -> float:
     """The fraction of the network cards' bandwidth that the most congested tier leaves."""
-    return 1 / max((one.slowdown for one in tiers), default=1.0)
+    return 1 / max((crossing.slowdown for crossing in tiers), default=1.0)
 
 
 def uplinks(tier: Tier, cluster: Cluster) -> BytesPerSecond:
@@ -157,40 +157,6 @@ class Protocol:
     most: BytesPerSecond | None = None
 
 
-def protocol_candidates(
-    algorithm: Algorithm, cluster: Cluster, protocols: Protocols, *, nodes: int, members: int
-) -> list[Protocol]:
-    """The protocols that a collective over a number of nodes and ranks may take, of `protocols`.
-
-    Hops take as long as the links of the cluster say for a ring by Simple, others in proportion.
-    In rings that leave the node every hop takes at least as long as the host posts a message; with
-    one rank in each node all hops cross the network, and take as long as those of a tree.
-    """
-    wan = cluster.wan.latency if cluster.wan else cluster.inter.latency
-    if cluster.backend != "nccl" or protocols == "simple":
-        return [Protocol(0.0, cluster.intra.latency, cluster.inter.latency, wan, 1.0)]
-    found = []
-    for name in _NAMES[protocols]:
-        outside: Algorithm = "tree" if nodes == members else algorithm
-        far = _HOP["network"][outside][name] / _HOP["network"]["ring"]["simple"]
-        near = _HOP[protocols][algorithm][name] / _HOP[protocols]["ring"]["simple"]
-        intra = cluster.intra.latency * near
-        if algorithm == "ring" and nodes > 1:
-            posts = _POSTS if name == "simple" else 1
-            intra = max(intra, posts * cluster.network_overhead)
-        found.append(
-            Protocol(
-                _START[algorithm][name],
-                intra,
-                cluster.inter.latency * far,
-                wan * far,
-                _SHARE[algorithm][name],
-                _LL_MOST[nodes > 2] if name == "ll" else None,  # noqa: PLR2004 - see there
-            )
-        )
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Ranks of a group: in all, on each of its nodes, at each of its sites; how many those are."""
@@ -222,9 +188,9 @@ def placement(group: Group, cluster: Cluster) -> Placement:
     return Placement(count, per_node, per_site, count // per_node, count // per_site)
 
 
-def _divides(one: int, other: int) -> bool:
+def _divides(first: int, other: int) -> bool:
     """Whether the smaller number divides the larger."""
-    return max(one, other) % min(one, other) == 0
+    return max(first, other) % min(first, other) == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,8 +243,8 @@ class CollectiveCost:
     def tier_times(self, cluster: Cluster) -> list[Seconds]:
         """Time that the bytes need on the uplinks of a pod of each tier that they cross."""
         return [
-            one.bytes * one.groups(cluster) / self.share / uplinks(one.tier, cluster)
-            for one in self.tiers
+            crossing.bytes * crossing.groups(cluster) / self.share / uplinks(crossing.tier, cluster)
+            for crossing in self.tiers
         ]
 
     def bound_by(self, cluster: Cluster) -> int:
@@ -315,70 +281,97 @@ REDUCE_SLICESTEPS, src/include/collectives.h). Over Gloo, realrun's chains pass 
 
 def cost_of(work: Collective, cluster: Cluster) -> CollectiveCost:
     """CollectiveCost of `work` for one group of the cluster."""
-    found, call = _in_mesh(_cost_without_calls(work, cluster), cluster), cluster.call_overhead
+    cost, call = _in_mesh(_cost_without_calls(work, cluster), cluster), cluster.call_overhead
     if cluster.host and cluster.host.calls:
         call += getattr(cluster.host.calls, work.kind, 0.0)
-    if not call or not found.sent:  # a rank alone makes no call
-        return found
-    return replace(found, latency=found.latency + call, call=call)
+    if not call or not cost.sent:  # a rank alone makes no call
+        return cost
+    return replace(cost, latency=cost.latency + call, call=call)
 
 
-def _in_mesh(found: CollectiveCost, cluster: Cluster) -> CollectiveCost:
+def _in_mesh(cost: CollectiveCost, cluster: Cluster) -> CollectiveCost:
     """The cost where members reach each other by a part of their links; bytes count as more."""
-    there, here = cluster.gpus_per_node, found.members_per_node
+    there, here = cluster.gpus_per_node, cost.members_per_node
     if cluster.intra.topology == "switch" or not 1 < here < there:
-        return found
-    return replace(found, intra=found.intra * (there - 1) / (here - 1))
+        return cost
+    return replace(cost, intra=cost.intra * (there - 1) / (here - 1))
 
 
 def _cost_without_calls(work: Collective, cluster: Cluster) -> CollectiveCost:
-    at = placement(work.group, cluster)
+    ranks = placement(work.group, cluster)
     size = work.bytes
-    if at.members == 1:
+    if ranks.members == 1:
         return CollectiveCost(0.0, 0.0, 0.0, 0.0, 0.0, 1, 1)
     if work.group.led:
         return _leaders_only(replace(work, group=replace(work.group, name=PEERS.name)), cluster)
     match work.kind:
         case Kind.ALL_TO_ALL:
-            return _exchange(work, at, cluster)
+            return _exchange(work, ranks, cluster)
         case Kind.BROADCAST | Kind.REDUCE:
-            return _chain(size, at, cluster)
+            return _chain(size, ranks, cluster)
         case Kind.ALL_GATHER | Kind.REDUCE_SCATTER:
-            pushed = size * (at.members - 1) / at.members
-            return _quickest(
-                [_ring(pushed, 1, at, cluster, by) for by in _by("ring", at, cluster)],
-                cluster,
+            pushed = size * (ranks.members - 1) / ranks.members
+            protocols = _candidates("ring", ranks, cluster, cluster.protocols)
+            rings = [_ring(pushed, 1, ranks, cluster, each) for each in protocols]
+            return _quickest(rings, cluster)
+    return _all_reduce(size, cluster.all_reduce, ranks, cluster)
+
+
+def _candidates(
+    algorithm: Algorithm, ranks: Placement, cluster: Cluster, protocols: Protocols
+) -> list[Protocol]:
+    """The protocols, of `protocols`, that a collective among `ranks` may take.
+
+    Hops take as long as the links of the cluster say for a ring by Simple, others in proportion.
+    In rings that leave the node every hop takes at least as long as the host posts a message; with
+    one rank in each node all hops cross the network, and take as long as those of a tree.
+    """
+    wan = cluster.wan.latency if cluster.wan else cluster.inter.latency
+    if cluster.backend != "nccl" or protocols == "simple":
+        return [Protocol(0.0, cluster.intra.latency, cluster.inter.latency, wan, 1.0)]
+    candidates = []
+    for name in _NAMES[protocols]:
+        outside: Algorithm = "tree" if ranks.nodes == ranks.members else algorithm
+        far = _HOP["network"][outside][name] / _HOP["network"]["ring"]["simple"]
+        near = _HOP[protocols][algorithm][name] / _HOP[protocols]["ring"]["simple"]
+        intra = cluster.intra.latency * near
+        if algorithm == "ring" and ranks.nodes > 1:
+            posts = _POSTS if name == "simple" else 1
+            intra = max(intra, posts * cluster.network_overhead)
+        candidates.append(
+            Protocol(
+                _START[algorithm][name],
+                intra,
+                cluster.inter.latency * far,
+                wan * far,
+                _SHARE[algorithm][name],
+                _LL_MOST[ranks.nodes > 2] if name == "ll" else None,  # noqa: PLR2004 - see there
             )
-    return _all_reduce(size, cluster.all_reduce, at, cluster)
+        )
+    return candidates
 
 
-def _by(algorithm: Algorithm, at: Placement, cluster: Cluster) -> list[Protocol]:
-    return protocol_candidates(
-        algorithm, cluster, cluster.protocols, nodes=at.nodes, members=at.members
-    )
-
-
-def _simple(at: Placement, cluster: Cluster) -> Protocol:
+def _simple(ranks: Placement, cluster: Cluster) -> Protocol:
     """The only one of what is neither a ring nor a tree."""
-    (by,) = protocol_candidates("ring", cluster, "simple", nodes=at.nodes, members=at.members)
-    return by
+    (protocol,) = _candidates("ring", ranks, cluster, "simple")
+    return protocol
 
 
 def _quickest(candidates: list[CollectiveCost], cluster: Cluster) -> CollectiveCost:
     """What takes the least time alone, as NCCL chooses."""
     if len(candidates) == 1:
         return candidates[0]
-    return min(candidates, key=lambda found: found.duration_alone(cluster))
+    return min(candidates, key=lambda cost: cost.duration_alone(cluster))
 
 
-def _with_protocol(found: CollectiveCost, by: Protocol, cluster: Cluster) -> CollectiveCost:
+def _with_protocol(cost: CollectiveCost, protocol: Protocol, cluster: Cluster) -> CollectiveCost:
     """The cost of a message by a protocol that may not fill the links."""
-    if not by.start and by.share == 1:
-        return found
-    share = by.share
-    if by.most is not None:  # of the bandwidth of the bus: of what every rank pushes
-        share = min(share, by.most * max(found.link_times(cluster)) / found.sent)
-    return replace(found, latency=found.latency + by.start, share=share)
+    if not protocol.start and protocol.share == 1:
+        return cost
+    share = protocol.share
+    if protocol.most is not None:  # of the bandwidth of the bus: of what every rank pushes
+        share = min(share, protocol.most * max(cost.link_times(cluster)) / cost.sent)
+    return replace(cost, latency=cost.latency + protocol.start, share=share)
 
 
 def _leaders_only(work: Collective, cluster: Cluster) -> CollectiveCost:
@@ -387,15 +380,15 @@ def _leaders_only(work: Collective, cluster: Cluster) -> CollectiveCost:
     With several ranks in a node it enters and leaves the node at the same one. Of groups with a
     stride there are as many in a node.
     """
-    found = _cost_without_calls(work, cluster)
+    cost = _cost_without_calls(work, cluster)
     g = cluster.gpus_per_node // work.group.stride
     relay = cluster.inter.relay_efficiency if g > 1 else 1.0
     return replace(
-        found,
+        cost,
         members_per_node=g,
         members_per_site=g * cluster.nodes_per_site,
-        inter_efficiency=found.inter_efficiency * relay,
-        tiers=tuple(replace(one, members=one.members * g) for one in found.tiers),
+        inter_efficiency=cost.inter_efficiency * relay,
+        tiers=tuple(replace(crossing, members=crossing.members * g) for crossing in cost.tiers),
     )
 
 
@@ -411,9 +404,9 @@ def _tree_out(size: Bytes, nodes: int) -> Bytes:
 def _ring(
     pushed: Bytes,
     passes: int,
-    at: Placement,
+    ranks: Placement,
     cluster: Cluster,
-    by: Protocol,
+    protocol: Protocol,
     hops: Hops | None = None,
 ) -> CollectiveCost:
     """Every member pushes `pushed` bytes to the next; the ring leaves each node and site once.
@@ -421,55 +414,57 @@ def _ring(
     All of its links are as slow as the slowest: the more nodes, the more it loses, in time for each
     byte as on links of 400 Gbit/s where they are slower.
     """
-    steps = _steps(at.members - at.nodes, at.nodes - at.sites, at.sites - 1, by)
-    intra = pushed if at.per_node > 1 else 0.0
+    steps = _steps(
+        ranks.members - ranks.nodes, ranks.nodes - ranks.sites, ranks.sites - 1, protocol
+    )
+    intra = pushed if ranks.per_node > 1 else 0.0
     before = 0.0
-    if (hops or cluster.hops) == "in_turn" and at.nodes > 1:
+    if (hops or cluster.hops) == "in_turn" and ranks.nodes > 1:
         before, intra = intra / cluster.intra.payload_bandwidth, 0.0
-    tiers = crossings(cluster, at.members, at.per_node, at.per_site, pushed)
+    tiers = crossings(cluster, ranks.members, ranks.per_node, ranks.per_site, pushed)
     share = min(cluster.inter.bandwidth / _RING_LOSS_FROM, 1.0)
-    lost = share * cluster.inter.ring_loss * math.log2(at.nodes)
-    found = CollectiveCost(
+    lost = share * cluster.inter.ring_loss * math.log2(ranks.nodes)
+    cost = CollectiveCost(
         latency=passes * steps + before,
         intra=intra,
-        inter=pushed if at.nodes > 1 else 0.0,
-        wan=pushed if at.sites > 1 else 0.0,
+        inter=pushed if ranks.nodes > 1 else 0.0,
+        wan=pushed if ranks.sites > 1 else 0.0,
         sent=pushed,
-        members_per_node=at.per_node,
-        members_per_site=at.per_site,
+        members_per_node=ranks.per_node,
+        members_per_site=ranks.per_site,
         inter_efficiency=_uncongested(tiers) / (1 + lost),
         tiers=tiers,
-        step=_first_step(at, by) if cluster.backend == "gloo" else None,
+        step=_first_step(ranks, protocol) if cluster.backend == "gloo" else None,
     )
-    return _with_protocol(found, by, cluster)
+    return _with_protocol(cost, protocol, cluster)
 
 
-def _first_step(at: Placement, by: Protocol) -> Seconds:
+def _first_step(ranks: Placement, protocol: Protocol) -> Seconds:
     """The latency of one message to the farthest member."""
-    return _steps(at.nodes == 1, at.nodes > 1 and at.sites == 1, at.sites > 1, by)
+    return _steps(ranks.nodes == 1, ranks.nodes > 1 and ranks.sites == 1, ranks.sites > 1, protocol)
 
 
-def _chain(size: Bytes, at: Placement, cluster: Cluster) -> CollectiveCost:
+def _chain(size: Bytes, ranks: Placement, cluster: Cluster) -> CollectiveCost:
     """A buffer passes every hop from end to end, in pieces; the slowest hop is busy with it all."""
     piece = min(size, PIECE * (cluster.channels if cluster.backend == "nccl" else 1))
     wan = cluster.wan.payload_bandwidth if cluster.wan else math.inf
     hops = (
-        [piece / cluster.intra.payload_bandwidth] * (at.members - at.nodes)
-        + [piece / cluster.inter.payload_bandwidth] * (at.nodes - at.sites)
-        + [piece / wan] * (at.sites - 1)
+        [piece / cluster.intra.payload_bandwidth] * (ranks.members - ranks.nodes)
+        + [piece / cluster.inter.payload_bandwidth] * (ranks.nodes - ranks.sites)
+        + [piece / wan] * (ranks.sites - 1)
     )
-    ring = _ring(size, 1, at, cluster, _simple(at, cluster), hops="pipelined")
+    ring = _ring(size, 1, ranks, cluster, _simple(ranks, cluster), hops="pipelined")
     return replace(ring, latency=ring.latency + sum(hops) - max(hops), step=None)
 
 
-def _pairwise(size: Bytes, at: Placement, cluster: Cluster) -> CollectiveCost:
+def _pairwise(size: Bytes, ranks: Placement, cluster: Cluster) -> CollectiveCost:
     """Every member sends an equal part of its buffer to each other one, one after the other."""
-    m, k, q = at.members, at.per_node, at.per_site
-    by = _simple(at, cluster)
+    m, k, q = ranks.members, ranks.per_node, ranks.per_site
+    protocol = _simple(ranks, cluster)
     inter = size * k * (m - k) / m
     tiers = crossings(cluster, m, k, q, inter, exchanged=size)
     return CollectiveCost(
-        latency=_steps(k - 1, q - k, m - q, by),
+        latency=_steps(k - 1, q - k, m - q, protocol),
         intra=size * (k - 1) / m,
         inter=inter,
         wan=size * q * (m - q) / m,
@@ -478,40 +473,42 @@ def _pairwise(size: Bytes, at: Placement, cluster: Cluster) -> CollectiveCost:
         members_per_site=q,
         inter_efficiency=cluster.inter.exchange_efficiency * _uncongested(tiers),
         tiers=tiers,
-        step=_first_step(at, by) if cluster.backend == "gloo" else None,
+        step=_first_step(ranks, protocol) if cluster.backend == "gloo" else None,
     )
 
 
-def _exchange(work: Collective, at: Placement, cluster: Cluster) -> CollectiveCost:
-    if work.routed and work.routed.by_node and at.nodes > 1:
-        return _by_node(work.routed, work.bytes, at, cluster)
-    return _pairwise(work.bytes, at, cluster)
+def _exchange(work: Collective, ranks: Placement, cluster: Cluster) -> CollectiveCost:
+    if work.routed and work.routed.by_node and ranks.nodes > 1:
+        return _by_node(work.routed, work.bytes, ranks, cluster)
+    return _pairwise(work.bytes, ranks, cluster)
 
 
-def _by_node(routed: TokenRouting, size: Bytes, at: Placement, cluster: Cluster) -> CollectiveCost:
+def _by_node(
+    routed: TokenRouting, size: Bytes, ranks: Placement, cluster: Cluster
+) -> CollectiveCost:
     """Tokens cross the network once for every node with some of their experts, as a pipeline.
 
     A member sends to those with its place on other nodes; they pass a token on inside the node, to
     each of its experts there. Both at once: arXiv 2412.19437, section 3.2.2. All nodes are taken to
     be as busy as the busiest member, but a node gets a token once at most.
     """
-    k, q = at.per_node, at.per_site
-    apart = _pairwise(size, at, cluster)
-    crossing = min(routed.nodes(at.nodes), at.nodes / routed.load) / routed.active
+    k, q = ranks.per_node, ranks.per_site
+    apart = _pairwise(size, ranks, cluster)
+    crossing = min(routed.nodes(ranks.nodes), ranks.nodes / routed.load) / routed.active
     intra, inter = size * (k - 1) / k, apart.inter * crossing
     return replace(
         apart,
-        latency=_steps(k - 1, q // k - 1, at.nodes - q // k, _simple(at, cluster)),
+        latency=_steps(k - 1, q // k - 1, ranks.nodes - q // k, _simple(ranks, cluster)),
         intra=intra,
         inter=inter,
         wan=apart.wan * crossing,
         sent=intra + inter / k,
-        tiers=tuple(replace(one, bytes=one.bytes * crossing) for one in apart.tiers),
+        tiers=tuple(replace(tier, bytes=tier.bytes * crossing) for tier in apart.tiers),
     )
 
 
 def _all_reduce(
-    size: Bytes, algorithm: AllReduce, at: Placement, cluster: Cluster
+    size: Bytes, algorithm: AllReduce, ranks: Placement, cluster: Cluster
 ) -> CollectiveCost:
     """An all-reduce by one of its algorithms.
 
@@ -521,46 +518,48 @@ def _all_reduce(
     """
     if algorithm == "auto":
         names: tuple[AllReduce, ...] = ("ring", "tree") if cluster.backend == "nccl" else ("ring",)
-        candidates = [_all_reduce(size, name, at, cluster) for name in names]
+        candidates = [_all_reduce(size, name, ranks, cluster) for name in names]
         return _quickest(candidates, cluster)
-    pushed = 2 * size * (at.members - 1) / at.members
+    pushed = 2 * size * (ranks.members - 1) / ranks.members
     if algorithm == "ring":
-        rings = [_ring(pushed, 2, at, cluster, by) for by in _by("ring", at, cluster)]
-        return _quickest(rings, cluster)
+        protocols = _candidates("ring", ranks, cluster, cluster.protocols)
+        return _quickest([_ring(pushed, 2, ranks, cluster, each) for each in protocols], cluster)
     if algorithm == "tree":
-        trees = [_tree(size, pushed, at, cluster, by) for by in _by("tree", at, cluster)]
+        protocols = _candidates("tree", ranks, cluster, cluster.protocols)
+        trees = [_tree(size, pushed, ranks, cluster, each) for each in protocols]
         return _quickest(trees, cluster)
-    by = _simple(at, cluster)
-    between = 2 * size * (at.nodes - 1) / at.nodes
-    tiers = crossings(cluster, at.members, at.per_node, at.per_site, between)
+    protocol = _simple(ranks, cluster)
+    between = 2 * size * (ranks.nodes - 1) / ranks.nodes
+    steps = _steps(ranks.per_node - 1, ranks.nodes - ranks.sites, ranks.sites - 1, protocol)
+    tiers = crossings(cluster, ranks.members, ranks.per_node, ranks.per_site, between)
     return replace(
-        _ring(pushed, 2, at, cluster, by),
-        latency=2 * _steps(at.per_node - 1, at.nodes - at.sites, at.sites - 1, by),
-        intra=2 * size * (at.per_node - 1) / at.per_node,
+        _ring(pushed, 2, ranks, cluster, protocol),
+        latency=2 * steps,
+        intra=2 * size * (ranks.per_node - 1) / ranks.per_node,
         inter=between,
-        wan=between if at.sites > 1 else 0.0,
+        wan=between if ranks.sites > 1 else 0.0,
         inter_efficiency=_uncongested(tiers),
         tiers=tiers,
     )
 
 
 def _tree(
-    size: Bytes, pushed: Bytes, at: Placement, cluster: Cluster, by: Protocol
+    size: Bytes, pushed: Bytes, ranks: Placement, cluster: Cluster, protocol: Protocol
 ) -> CollectiveCost:
-    depth, far = (math.ceil(math.log2(many)) for many in (at.nodes // at.sites, at.sites))
-    out = _tree_out(size, at.nodes)
-    tiers = crossings(cluster, at.members, at.per_node, at.per_site, out)
-    found = replace(
-        _ring(pushed, 2, at, cluster, by),
+    depth, far = (math.ceil(math.log2(n)) for n in (ranks.nodes // ranks.sites, ranks.sites))
+    out = _tree_out(size, ranks.nodes)
+    tiers = crossings(cluster, ranks.members, ranks.per_node, ranks.per_site, out)
+    cost = replace(
+        _ring(pushed, 2, ranks, cluster, protocol),
         share=1.0,
-        latency=2 * _steps(at.per_node - 1, depth, far, by),
-        intra=2 * size if at.per_node > 1 else 0.0,
+        latency=2 * _steps(ranks.per_node - 1, depth, far, protocol),
+        intra=2 * size if ranks.per_node > 1 else 0.0,
         inter=out,
-        wan=_tree_out(size, at.sites),
+        wan=_tree_out(size, ranks.sites),
         inter_efficiency=_uncongested(tiers),
         tiers=tiers,
     )
-    return _with_protocol(found, by, cluster)
+    return _with_protocol(cost, protocol, cluster)
 
 
 @remembered(objects=2, most=16)
@@ -571,9 +570,9 @@ def costs_of(schedule: Schedule, cluster: Cluster) -> list[CollectiveCost | None
     ]
 
 
-def _steps(intra: int, inter: int, wan: int, by: Protocol) -> Seconds:
+def _steps(intra: int, inter: int, wan: int, protocol: Protocol) -> Seconds:
     """Latency of sequential hops by the kind of link they cross."""
-    return intra * by.intra + inter * by.inter + wan * by.wan
+    return intra * protocol.intra + inter * protocol.inter + wan * protocol.wan
 
 
 @dataclass(frozen=True, slots=True)
@@ -592,13 +591,13 @@ class Traffic:
 def traffic(schedule: Schedule, cluster: Cluster, places: Iterable[int] | None = None) -> Traffic:
     """What one round of `schedule` sends; with `places` what the ops at these places send."""
     numbers = schedule.work_numbers
-    chosen = Counter(numbers if places is None else [numbers[place] for place in places])
+    chosen = Counter(numbers if places is None else [numbers[position] for position in places])
     sent: dict[str, Bytes] = {}
     nic = wan = 0.0
-    for number, (work, cost) in enumerate(
+    for index, (work, cost) in enumerate(
         zip(schedule.works, costs_of(schedule, cluster), strict=True)
     ):
-        if cost and (times := chosen[number]):
+        if cost and (times := chosen[index]):
             _, far, farthest = cost.bytes_per_link(cluster)
             sent[work.label] = sent.get(work.label, 0.0) + times * cost.sent
             nic, wan = nic + times * far, wan + times * farthest

@@ -65,12 +65,12 @@ class EventQueue:
 
 @dataclass(eq=False, slots=True)
 class Flow:
-    """Work of instance `number`: `left` of it at `since`, done at `rate` from then on.
+    """Work of an `instance`: `left` of it at `since`, done at `rate` from then on.
 
     `loads` are the bytes on each link. `version` counts the changes of the rate.
     """
 
-    number: int
+    instance: int
     loads: Mapping[Hashable, Bytes]
     left: float = 1.0
     rate: float = 0.0
@@ -147,21 +147,21 @@ class SharedLinks:
 
     def _share(self, now: Seconds, seeds: Sequence[Flow]) -> None:
         """New rates for all flows that share links with `seeds`, directly or through others."""
-        found = dict.fromkeys(seeds)
-        queue = list(found)
+        affected = dict.fromkeys(seeds)
+        queue = list(affected)
         while queue:
             for link in queue.pop().loads:
-                new = [flow for flow in self._users(link) if flow not in found]
-                found.update(dict.fromkeys(new))
+                new = [flow for flow in self._users(link) if flow not in affected]
+                affected.update(dict.fromkeys(new))
                 queue.extend(new)
-        if not found:
+        if not affected:
             return
-        key = self._slower, *(id(flow.loads) for flow in found)
+        key = self._slower, *(id(flow.loads) for flow in affected)
         if key not in self._rates:
-            copies = [self._transfers[id(flow.loads)].copies for flow in found]
-            loads = [flow.loads for flow in found]
+            copies = [self._transfers[id(flow.loads)].copies for flow in affected]
+            loads = [flow.loads for flow in affected]
             self._rates[key] = max_min_rates(loads, self._capacity, copies)
-        for flow, rate in zip(found, self._rates[key], strict=True):
+        for flow, rate in zip(affected, self._rates[key], strict=True):
             if rate != flow.rate:
                 self._go_on(now, flow, rate)
 
@@ -191,25 +191,25 @@ def applies(lowered: LoweredSchedule, sharing: set[int]) -> bool:
     if lowered.contend and lowered.cluster.inter.busy_efficiency < 1:
         return False
     schedule = lowered.schedule
-    places = {number: place for place, number in enumerate(schedule.work_numbers)}
+    places = {index: position for position, index in enumerate(schedule.work_numbers)}
     return all(
         len(lowered.communicators[work.group]) == 1
-        for number, work in enumerate(schedule.works)
+        for index, work in enumerate(schedule.works)
         if isinstance(work, Collective)
-        and (number in sharing or (lowered.slows and _takes_time(lowered, places[number])))
+        and (index in sharing or (lowered.slows and _takes_time(lowered, places[index])))
     )
 
 
-def _takes_time(lowered: LoweredSchedule, place: int) -> bool:
-    return any(transfer.takes_time for transfer in lowered.transfers[place])
+def _takes_time(lowered: LoweredSchedule, position: int) -> bool:
+    return any(transfer.takes_time for transfer in lowered.transfers[position])
 
 
 def run(
     lowered: LoweredSchedule, sharing: set[int], progress: Callable[[float], None] | None = None
 ) -> Times:
     """Starts and ends of all rounds, where this `applies`."""
-    one = len(lowered.classes) == 1 and lowered.class_factors is None
-    return (_OneClass if one else _Classes)(lowered, sharing).times(progress)
+    is_one_class = len(lowered.classes) == 1 and lowered.class_factors is None
+    return (_OneClass if is_one_class else _Classes)(lowered, sharing).times(progress)
 
 
 # --- the queue of events, and what it drives ------------------------------------------------------
@@ -269,13 +269,13 @@ def _streams(lowered: LoweredSchedule, work_of: Callable[[int], _Work]) -> list[
     """The steps of every stream. `work_of` gives the work at a place; equal ones are the same."""
     schedule, works = lowered.schedule, dict[int, _Work]()
     streams = {stream: _StreamState(schedule.farthest) for stream in schedule.streams}
-    for place, number in enumerate(schedule.work_numbers):
-        if number not in works:
-            works[number] = work_of(place)
-        work = works[number]
-        known = not work.transfer and not work.slowed
-        step = place, schedule.offsets[place], work, known
-        streams[schedule.body[place].stream].steps.append(step)
+    for position, index in enumerate(schedule.work_numbers):
+        if index not in works:
+            works[index] = work_of(position)
+        work = works[index]
+        fixed = not work.transfer and not work.slowed
+        step = position, schedule.offsets[position], work, fixed
+        streams[schedule.body[position].stream].steps.append(step)
     return list(streams.values())
 
 
@@ -343,7 +343,7 @@ class _Collectives:
     def come(self, now: Seconds, task: _InFlight, _: int) -> None:
         """All members have come."""
         if queue := task.work.queue:
-            heappush(queue.ready, (task.number, task))
+            heappush(queue.ready, (task.instance, task))
             self._next(now, queue)
         else:
             self._start(now, task)
@@ -396,16 +396,16 @@ class _OneClass:
         self.slowed: list[_InFlight] = []
         self.streams = _streams(lowered, self._work)
 
-    def _work(self, place: int) -> _Work:
+    def _work(self, position: int) -> _Work:
         lowered = self.lowered
-        work = lowered.schedule.body[place].work
+        work = lowered.schedule.body[position].work
         if not isinstance(work, Collective):
-            seconds = lowered.seconds[place] * lowered.classes[0].slowdown
+            seconds = lowered.seconds[position] * lowered.classes[0].slowdown
             slowed = lowered.slows and seconds > 0
             busy = lowered.contend and seconds > 0 and not slowed
             return _Work(0.0, seconds, slowed=slowed, busy=busy)
-        (transfer,) = lowered.transfers[place]
-        if not lowered.slows and lowered.schedule.work_numbers[place] not in self.sharing:
+        (transfer,) = lowered.transfers[position]
+        if not lowered.slows and lowered.schedule.work_numbers[position] not in self.sharing:
             return _Work(transfer.latency, transfer.alone)
         queue = self.collectives.queues.get(work.group)
         return _Work(transfer=transfer, queue=queue)
@@ -434,51 +434,53 @@ class _OneClass:
         steps, turn, index, free = stream.steps, stream.turn, stream.index, stream.free
         count, total, size = len(steps), self.rounds.total, self.rounds.size
         while turn < total:
-            place, offsets, work, known = steps[index]
-            number, start = turn + place, free
+            position, offsets, work, fixed = steps[index]
+            instance, start = turn + position, free
             for offset in offsets:
-                end = ends[number - offset]
+                end = ends[instance - offset]
                 if end > start:
                     start = end
                 elif end < 0:
-                    waiting.setdefault(number - offset, []).append(stream)
+                    waiting.setdefault(instance - offset, []).append(stream)
                     break
             else:
-                starts[number] = start
+                starts[instance] = start
                 index += 1
                 if index == count:
                     turn, index = turn + size, 0
                 end = start + work.latency + work.seconds / self.pace
                 alone = work.slowed and last and not woken
-                if not (known or (alone and self.events.is_free(end))):
-                    self._begin(stream, work, number, start)
+                if not (fixed or (alone and self.events.is_free(end))):
+                    self._begin(stream, work, instance, start)
                     break
-                free = ends[number] = end
+                free = ends[instance] = end
                 if work.busy:
                     self._busy(stream, start, free)
-                if number in waiting:
-                    woken += waiting.pop(number)
+                if instance in waiting:
+                    woken += waiting.pop(instance)
                 continue
             break
         stream.turn, stream.index, stream.free = turn, index, free
         return woken
 
-    def _begin(self, stream: _StreamState, work: _Work, number: int, start: Seconds) -> None:
+    def _begin(self, stream: _StreamState, work: _Work, instance: int, start: Seconds) -> None:
         """Begin what ends when others let it."""
         if work.transfer:
-            task = _InFlight(number, work.transfer.loads, stream=stream, work=work)
+            task = _InFlight(instance, work.transfer.loads, stream=stream, work=work)
             self.events.at(start, self.collectives.come, task)
         else:  # where computes are slowed, no end is known in advance: this one begins now
             seconds = work.seconds
-            task = _InFlight(number, _NOWHERE, seconds, self.pace, start, stream=stream, work=work)
+            task = _InFlight(
+                instance, _NOWHERE, seconds, self.pace, start, stream=stream, work=work
+            )
             if self.occupies:
                 self.links.occupy(start, 1)
             self.slowed.append(task)
             self.events.at(start + seconds / self.pace, self._computed, task)
 
     def _end(self, now: Seconds, task: _InFlight) -> None:
-        self.ends[task.number] = task.stream.free = now
-        self._advance([task.stream, *self.rounds.waiting.pop(task.number, ())])
+        self.ends[task.instance] = task.stream.free = now
+        self._advance([task.stream, *self.rounds.waiting.pop(task.instance, ())])
 
     def _repace(self, now: Seconds, pace: float) -> None:
         self.pace = pace
@@ -517,12 +519,12 @@ class _OneClass:
 class _Members(NamedTuple):
     """Classes by communicator: `order` lists them, `cuts` says where each communicator begins.
 
-    `place` is the place of each class's communicator, `factors` is jitter, [instance, place].
+    `nth` is that of each class's communicator, `factors` is jitter, [instance, nth].
     """
 
     order: NDArray[np.intp]
     cuts: NDArray[np.intp]
-    place: NDArray[np.intp]
+    nth: NDArray[np.intp]
     factors: _Array | None
 
 
@@ -534,7 +536,7 @@ class _SlowedComputes:
     """
 
     stream: _StreamState
-    number: int
+    instance: int
     left: _Array
     since: _Array
     ends: _Array
@@ -564,8 +566,8 @@ class _Classes:
         self.collectives = _Collectives(lowered, self.events, self._end, self._repace)
         shape = self.rounds.total, len(lowered.classes)
         self.starts, self.ends = np.zeros(shape), np.zeros(shape)
-        self.known = [True] * self.before + [False] * (shape[0] - self.before)
-        self.slowdowns = np.array([one.slowdown for one in lowered.classes])
+        self.has_end = [True] * self.before + [False] * (shape[0] - self.before)
+        self.slowdowns = np.array([rank_class.slowdown for rank_class in lowered.classes])
         self.factors = lowered.class_factors
         self.transfers = _few_links(lowered, sharing)
         self.alone: dict[int, _Array] = {}
@@ -577,14 +579,14 @@ class _Classes:
         for stream in self.streams:
             stream.free = np.zeros(shape[1])
 
-    def _work(self, place: int) -> _Work:
+    def _work(self, position: int) -> _Work:
         lowered = self.lowered
-        work, number = lowered.schedule.body[place].work, lowered.schedule.work_numbers[place]
+        work, index = lowered.schedule.body[position].work, lowered.schedule.work_numbers[position]
         if not isinstance(work, Collective):
-            seconds = lowered.seconds[place]
+            seconds = lowered.seconds[position]
             return _Work(0.0, seconds, slowed=lowered.slows and seconds > 0)
         queue = self.collectives.queues.get(work.group)
-        return _Work(transfer=self.transfers.get(number), queue=queue)
+        return _Work(transfer=self.transfers.get(index), queue=queue)
 
     def times(self, progress: Callable[[float], None] | None) -> Times:
         """Run all rounds."""
@@ -600,79 +602,82 @@ class _Classes:
         """Those that waited for what a stream has done."""
         woken: list[_StreamState] = []
         while stream.turn < self.rounds.total:
-            place, offsets, work, known = stream.steps[stream.index]
-            number, start = stream.turn + place, stream.free
+            position, offsets, work, fixed = stream.steps[stream.index]
+            instance, start = stream.turn + position, stream.free
             for offset in offsets:
-                if not self.known[number - offset]:
-                    self.rounds.waiting.setdefault(number - offset, []).append(stream)
+                if not self.has_end[instance - offset]:
+                    self.rounds.waiting.setdefault(instance - offset, []).append(stream)
                     return woken
-                start = np.maximum(start, self.ends[number - offset])
-            self.starts[number] = start
+                start = np.maximum(start, self.ends[instance - offset])
+            self.starts[instance] = start
             stream.index += 1
             if stream.index == len(stream.steps):
                 stream.turn, stream.index = stream.turn + self.rounds.size, 0
             if work.transfer:
-                self._meet(stream, work, number, start)
+                self._meet(stream, work, instance, start)
                 break
-            body = self.lowered.schedule.body[place].work
+            body = self.lowered.schedule.body[position].work
             if isinstance(body, Collective):
-                end = self._after(number, place, body.group, start)
+                end = self._after(instance, position, body.group, start)
             else:
                 seconds = work.seconds * self.slowdowns
                 if self.factors is not None:
-                    seconds *= self.factors[number - self.before]
-                if not known:
-                    self._compute(stream, number, start, seconds)
+                    seconds *= self.factors[instance - self.before]
+                if not fixed:
+                    self._compute(stream, instance, start, seconds)
                     break
                 end = start + seconds
             stream.free = end
-            woken += self._know(number, end)
+            woken += self._know(instance, end)
         return woken
 
-    def _know(self, number: int, end: _Array | Seconds) -> list[_StreamState]:
+    def _know(self, instance: int, end: _Array | Seconds) -> list[_StreamState]:
         """Keep when an instance ends; gives the streams that waited for it."""
-        self.ends[number], self.known[number] = end, True
-        return self.rounds.waiting.pop(number, [])
+        self.ends[instance], self.has_end[instance] = end, True
+        return self.rounds.waiting.pop(instance, [])
 
-    def _after(self, number: int, place: int, group: Group, start: _Array) -> _Array:
+    def _after(self, instance: int, position: int, group: Group, start: _Array) -> _Array:
         """When a collective that shares nothing ends, on each class."""
-        if place not in self.alone:
-            transfers = self.lowered.transfers[place]
-            self.alone[place] = np.array([one.latency + one.alone for one in transfers])
+        if position not in self.alone:
+            transfers = self.lowered.transfers[position]
+            times = [transfer.latency + transfer.alone for transfer in transfers]
+            self.alone[position] = np.array(times)
         if group not in self.members:
             self.members[group] = _members(self.lowered, group)
         order, cuts, where, factors = self.members[group]
-        come, took = np.maximum.reduceat(start[order], cuts), self.alone[place]
+        come, took = np.maximum.reduceat(start[order], cuts), self.alone[position]
         if factors is not None:
-            took = took * factors[number - self.before]
+            took = took * factors[instance - self.before]
         end: _Array = (come + took)[where]
         return end
 
-    def _meet(self, stream: _StreamState, work: _Work, number: int, start: _Array) -> None:
+    def _meet(self, stream: _StreamState, work: _Work, instance: int, start: _Array) -> None:
         """Put a collective of all classes on the events."""
-        place, factors = (
-            (number - self.before) % self.rounds.size,
+        position, factors = (
+            (instance - self.before) % self.rounds.size,
             self.lowered.communicator_factors,
         )
-        transfer, op = work.transfer, self.lowered.schedule.body[place]
+        transfer, op = work.transfer, self.lowered.schedule.body[position]
         assert transfer
         assert isinstance(op.work, Collective)
         if factors is not None:
-            (one,) = self.lowered.communicators[op.work.group]
-            transfer = transfer.scaled(float(factors[number - self.before, one.number]))
+            (communicator,) = self.lowered.communicators[op.work.group]
+            transfer = transfer.scaled(float(factors[instance - self.before, communicator.index]))
             self.kept.append(transfer)
             work = replace(work, transfer=transfer)
-        task = _InFlight(number, transfer.loads, stream=stream, work=work)
+        task = _InFlight(instance, transfer.loads, stream=stream, work=work)
         self.events.at(float(start.max()), self.collectives.come, task)
 
     def _end(self, now: Seconds, task: _InFlight) -> None:
         task.stream.free = np.full(len(self.slowdowns), now)
-        self._advance([task.stream, *self._know(task.number, now)])
+        self._advance([task.stream, *self._know(task.instance, now)])
 
-    def _compute(self, stream: _StreamState, number: int, start: _Array, seconds: _Array) -> None:
+    def _compute(self, stream: _StreamState, instance: int, start: _Array, seconds: _Array) -> None:
         """Begin a compute that collectives in flight slow down."""
         first = bisect_right(self.since, float(start.min())) - 1
-        task = _SlowedComputes(stream, number, seconds, start, start + seconds / self.paces[first])
+        task = _SlowedComputes(
+            stream, instance, seconds, start, start + seconds / self.paces[first]
+        )
         for change in range(first + 1, len(self.since)):
             task.set_pace(self.since[change], self.paces[change - 1], self.paces[change])
         self.slowed.append(task)
@@ -692,17 +697,17 @@ class _Classes:
         if version == task.version:
             self.slowed.remove(task)
             task.stream.free = task.ends
-            self._advance([task.stream, *self._know(task.number, task.ends)])
+            self._advance([task.stream, *self._know(task.instance, task.ends)])
 
 
 def _members(lowered: LoweredSchedule, group: Group) -> _Members:
     together, factors = lowered.communicators[group], lowered.communicator_factors
-    lengths = [len(one.members) for one in together]
+    lengths = [len(communicator.members) for communicator in together]
     return _Members(
-        np.array([index for one in together for index in one.members]),
+        np.array([index for communicator in together for index in communicator.members]),
         np.cumsum([0, *lengths[:-1]]),
         np.array(lowered.place[group]),
-        None if factors is None else factors[:, [one.number for one in together]],
+        None if factors is None else factors[:, [communicator.index for communicator in together]],
     )
 
 
@@ -710,18 +715,20 @@ def _few_links(lowered: LoweredSchedule, sharing: set[int]) -> dict[int, Transfe
     """What events start and end, by number of its work, on one of all links that carry the same."""
     numbers = lowered.schedule.work_numbers
     meeting = {
-        number: transfers[0]
-        for place, (number, transfers) in enumerate(zip(numbers, lowered.transfers, strict=True))
-        if number in sharing or (lowered.slows and _takes_time(lowered, place))
+        index: transfers[0]
+        for position, (index, transfers) in enumerate(zip(numbers, lowered.transfers, strict=True))
+        if index in sharing or (lowered.slows and _takes_time(lowered, position))
     }
     if not meeting:
         return {}
     alike: dict[tuple[object, ...], Hashable] = {}
     for link, capacity in lowered.capacity.items():
-        carried = [(one.loads.get(link), one.copies.get(link)) for one in meeting.values()]
+        carried = [
+            (transfer.loads.get(link), transfer.copies.get(link)) for transfer in meeting.values()
+        ]
         alike.setdefault((capacity, *carried), link)
     kept = set(alike.values())
     return {
-        number: replace(one, loads={k: size for k, size in one.loads.items() if k in kept})
-        for number, one in meeting.items()
+        index: replace(transfer, loads={k: size for k, size in transfer.loads.items() if k in kept})
+        for index, transfer in meeting.items()
     }

@@ -66,21 +66,23 @@ class HostTransfer(Transfer):
         return replace(Transfer.scaled(self, factor), least=factor * self.least)  # type: ignore[call-arg, return-value]
 
 
-def _transfers(lowered: LoweredSchedule, place: int) -> tuple[Transfer, ...]:
+def _transfers(lowered: LoweredSchedule, position: int) -> tuple[Transfer, ...]:
     """Those of an op of the body, as the machine moves them."""
-    known, work = lowered.transfers[place], lowered.schedule.body[place].work
+    transfers, work = lowered.transfers[position], lowered.schedule.body[position].work
     if not isinstance(work, Collective):
-        return known
-    together = sum(one is not NOTHING for one in known)
+        return transfers
+    together = sum(transfer is not NOTHING for transfer in transfers)
     cost = cost_of(work, lowered.cluster)
     share = None
     if effects(lowered.cluster).one_machine and together:
         share = _share(cost, lowered.cluster, lowered.folding, together)
     return tuple(
-        one
-        if one is NOTHING
-        else HostTransfer(one.loads, one.copies, one.latency, one.solo, cost.latency, share)
-        for one in known
+        transfer
+        if transfer is NOTHING
+        else HostTransfer(
+            transfer.loads, transfer.copies, transfer.latency, transfer.solo, cost.latency, share
+        )
+        for transfer in transfers
     )
 
 
@@ -315,18 +317,18 @@ class _HostCommunicators(Communicators):
         host = effects(lowered.cluster)
         self.first = first_streams(lowered.schedule, host)
         self.calls = host.call_interference > 0
-        self._known = [_transfers(lowered, place) for place in range(len(lowered.schedule.body))]
+        self._known = [_transfers(lowered, index) for index in range(len(lowered.schedule.body))]
         super().__init__(env, lowered)
 
     def _make_network(self) -> Network:
         lowered, host = self._lowered, effects(self._lowered.cluster)
         intra, inter, wan = shapers(lowered.cluster)
-        found: dict[Hashable, Shaper | None] = {}
+        by_link: dict[Hashable, Shaper | None] = {}
         for index in range(len(lowered.classes)):
-            found["gpu", index] = intra
-            found["nic", lowered.folding.node(index)] = inter
-        found.update({("wan", site): wan for site in range(lowered.cluster.sites)})
-        on = {link: one for link, one in found.items() if one}
+            by_link["gpu", index] = intra
+            by_link["nic", lowered.folding.node(index)] = inter
+        by_link.update({("wan", site): wan for site in range(lowered.cluster.sites)})
+        on = {link: shaper for link, shaper in by_link.items() if shaper}
         cores = Cores(host.wake_up, host.fully_idle)
         return HostNetwork(self._env, lowered.capacity, on, cores)
 
@@ -335,17 +337,17 @@ class _HostCommunicators(Communicators):
         call = effects(cluster).call_interference
         return Core(cluster.interference, call=call, first=self.first)
 
-    def _transfer(self, number: int, place: int) -> Transfer:
-        return self._known[number % self._size][place]
+    def _transfer(self, instance: int, nth: int) -> Transfer:
+        return self._known[instance % self._size][nth]
 
     def _start(
-        self, communicator: Communicator, place: int, number: int, event: simpy.Event
+        self, communicator: Communicator, nth: int, instance: int, event: simpy.Event
     ) -> None:
-        if self.calls and self._transfer(number, place).takes_time:
+        if self.calls and self._transfer(instance, nth).takes_time:
             for index in communicator.members:
                 self.core(index).begin(self._env.now)
                 self._tell(index)
-        super()._start(communicator, place, number, event)
+        super()._start(communicator, nth, instance, event)
 
     def core(self, index: int) -> Core:
         """That of a class of ranks."""
@@ -380,22 +382,22 @@ class HostSimulation(Simulation):
         """Whether computes and what is beside them may slow each other down."""
         return self.lowered.contend or self.slows
 
-    def _compute(self, index: int, number: int) -> Generator[simpy.Event]:
+    def _compute(self, index: int, instance: int) -> Generator[simpy.Event]:
         """Compute that slows down beside communication, and beside computes of the same core."""
-        work, body = self.seconds(index, number), self.lowered.schedule.body
+        work, body = self.seconds(index, instance), self.lowered.schedule.body
         if not work:
             return
-        stream = body[number % len(body)].stream
+        stream = body[instance % len(body)].stream
         communicators, core = self.communicators, self.communicators.core(index)
         communicators.occupy_core(index, 1, stream)
         if not self.slows:
             yield self.env.timeout(work)
             work = 0.0
-        known = core.begun_before(self.env.now)
+        begun = core.begun_before(self.env.now)
         while work > 0:
             if work > TIME_EPSILON_S:  # what ends as a collective begins has ended
-                work += (core.begun - known) * core.call
-            known = core.begun
+                work += (core.begun - begun) * core.call
+            begun = core.begun
             pace = core.pace_of(stream)
             started, changed = self.env.now, communicators.change(index)
             if not pace and work > TIME_EPSILON_S:

@@ -80,11 +80,11 @@ class Folding:
         if self.folded:
             leaves = group.leaves_node(self.layout)
             return [tuple(everyone)] if leaves else [(index,) for index in everyone]
-        found: dict[range, list[int]] = {}
+        classes_of: dict[range, list[int]] = {}
         for index in everyone:
             members = group.members(self.classes[index].rank, self.layout)
-            found.setdefault(members, []).append(index)
-        return [tuple(members) for members in found.values()]
+            classes_of.setdefault(members, []).append(index)
+        return [tuple(members) for members in classes_of.values()]
 
 
 def class_count(
@@ -155,16 +155,16 @@ def _await_leaders(schedule: Schedule) -> bool:
 
 def capacities(cluster: Cluster, folding: Folding) -> dict[Hashable, BytesPerSecond]:
     """Payload bytes per second of every link."""
-    found: dict[Hashable, float] = {}
+    capacity: dict[Hashable, float] = {}
     for index in range(len(folding.classes)):
-        found["gpu", index] = cluster.intra.payload_bandwidth
-        found["nic", folding.node(index)] = cluster.inter.payload_bandwidth
+        capacity["gpu", index] = cluster.intra.payload_bandwidth
+        capacity["nic", folding.node(index)] = cluster.inter.payload_bandwidth
         for tier in cluster.inter.tiers:
-            found[tier, pod_of(tier, folding, index)] = uplinks(tier, cluster)
+            capacity[tier, pod_of(tier, folding, index)] = uplinks(tier, cluster)
     if cluster.wan:
         speed = cluster.wan.payload_bandwidth
-        found.update({("wan", site): speed for site in range(cluster.sites)})
-    return found
+        capacity.update({("wan", site): speed for site in range(cluster.sites)})
+    return capacity
 
 
 def pod_of(tier: Tier, folding: Folding, index: int) -> int:
@@ -188,7 +188,7 @@ MAX_SPANS = 50_000_000
 class Communicator:
     """Classes of ranks that meet in a group: one collective at a time in an `exclusive` one."""
 
-    number: int
+    index: int
     members: tuple[int, ...]
     exclusive: bool
 
@@ -231,11 +231,11 @@ class LoweredSchedule:
     @cached_property
     def place(self) -> Mapping[Group, tuple[int, ...]]:
         """For every group, the place of each class's communicator among those of the group."""
-        found = {}
+        by_group = {}
         for group, together in self.communicators.items():
-            places = {index: n for n, one in enumerate(together) for index in one.members}
-            found[group] = tuple([place for _, place in sorted(places.items())])
-        return found
+            places = {index: n for n, meeting in enumerate(together) for index in meeting.members}
+            by_group[group] = tuple([position for _, position in sorted(places.items())])
+        return by_group
 
 
 def span_count(
@@ -271,7 +271,7 @@ def lower(
         )
     slowdowns = noise.node_slowdowns(cluster.layout)
     if slowdown != 1:
-        slowdowns = tuple([slowdown * one for one in slowdowns])
+        slowdowns = tuple([slowdown * factor for factor in slowdowns])
     allowed = fold and not noise.jitter
     folding = fold_ranks(cluster.layout, slowdowns, schedule, allowed=allowed)
     communicators = _communicators(schedule, cluster, folding)
@@ -289,7 +289,9 @@ def lower(
         communicators=communicators,
         transfers=_transfers(schedule, cluster, folding, communicators, capacity),
         capacity=capacity,
-        class_factors=_factors(noise, 1, [one.rank for one in folding.classes], count),
+        class_factors=_factors(
+            noise, 1, [rank_class.rank for rank_class in folding.classes], count
+        ),
         communicator_factors=_factors(noise, 2, range(total), count),
         contend=cluster.interference > 0
         or (cluster.inter.busy_efficiency < 1 and cluster.nodes > 1),
@@ -338,13 +340,13 @@ def _seconds(
         alone(work, cluster, precision, free=free) if isinstance(work, Compute) else 0.0
         for work in schedule.works
     ]
-    return tuple([by_work[number] for number in schedule.work_numbers])
+    return tuple([by_work[index] for index in schedule.work_numbers])
 
 
 def alone(work: Compute, cluster: Cluster, precision: str, *, free: bool) -> Seconds:
     """Seconds of a work; `free` says that communication takes no time."""
     exchanges = () if free else work.exchanged
-    exchanged = sum(cost_of(one, cluster).duration_alone(cluster) for one in exchanges)
+    exchanged = sum(cost_of(exchange, cluster).duration_alone(cluster) for exchange in exchanges)
     return work_time(work, cluster, precision, exchanged)
 
 
@@ -356,18 +358,18 @@ def _communicators(
     for work, stream in zip(schedule.works, schedule.work_streams, strict=True):
         if isinstance(work, Collective):
             streams.setdefault(work.group, set()).add(stream)
-    found: dict[Group, tuple[Communicator, ...]] = {}
-    number = 0
+    communicators: dict[Group, tuple[Communicator, ...]] = {}
+    first = 0
     for group, used in streams.items():
         shared = cluster.communicators == "group" and len(used) > 1
         exclusive = cluster.backend == "nccl" and shared
         meetings = folding.meetings(group)
-        found[group] = tuple(
-            Communicator(number + place, members, exclusive and _meet(group, folding, members))
-            for place, members in enumerate(meetings)
+        communicators[group] = tuple(
+            Communicator(first + index, members, exclusive and _meet(group, folding, members))
+            for index, members in enumerate(meetings)
         )
-        number += len(meetings)
-    return found
+        first += len(meetings)
+    return communicators
 
 
 def _transfers(
@@ -378,21 +380,23 @@ def _transfers(
     capacity: Mapping[Hashable, BytesPerSecond],
 ) -> tuple[tuple[Transfer, ...], ...]:
     meets = {
-        group: [_meet(group, folding, one.members) for one in together]
+        group: [_meet(group, folding, communicator.members) for communicator in together]
         for group, together in communicators.items()
     }
     by_work = [
         tuple(
             [
-                _transfer(cluster, folding, one.members, cost, capacity) if others else NOTHING
-                for one, others in zip(communicators[work.group], meets[work.group], strict=True)
+                _transfer(cluster, folding, meeting.members, cost, capacity) if others else NOTHING
+                for meeting, others in zip(
+                    communicators[work.group], meets[work.group], strict=True
+                )
             ]
         )
         if isinstance(work, Collective) and cost
         else ()
         for work, cost in zip(schedule.works, costs_of(schedule, cluster), strict=True)
     ]
-    return tuple([by_work[number] for number in schedule.work_numbers])
+    return tuple([by_work[index] for index in schedule.work_numbers])
 
 
 def _meet(group: Group, folding: Folding, members: tuple[int, ...]) -> bool:
@@ -422,17 +426,17 @@ def _transfer(
         else:
             loads["nic", node] = cost.inter / cost.inter_efficiency
             loads["wan", node // cluster.nodes_per_site] = cost.wan
-        for one in cost.tiers:
-            pod = one.tier, pod_of(one.tier, folding, index)
-            many = one.groups(cluster) if folding.folded else 1
-            loads[pod], copies[pod] = one.bytes * many, many
+        for crossing in cost.tiers:
+            pod = crossing.tier, pod_of(crossing.tier, folding, index)
+            many = crossing.groups(cluster) if folding.folded else 1
+            loads[pod], copies[pod] = crossing.bytes * many, many
     loads = {link: size / cost.share for link, size in loads.items() if size}
     solo = max((size / capacity[link] for link, size in loads.items()), default=0.0)
     return Transfer(loads, copies, cost.exposed_latency(cluster), solo)
 
 
 def shared_works(lowered: LoweredSchedule) -> set[int]:
-    """Works, by number, that may meet others on a link or wait for their communicator.
+    """Works, by index, that may meet others on a link or wait for their communicator.
 
     Those of one communicator in one stream follow each other. NICs that attain less while their
     node computes are shared with that. Free communication shares nothing.
@@ -443,21 +447,22 @@ def shared_works(lowered: LoweredSchedule) -> set[int]:
     nics = {("nic", lowered.folding.node(index)) for index in range(len(lowered.classes))}
     transfers_of = dict(zip(schedule.work_numbers, lowered.transfers, strict=True))
     works = {
-        number: (lowered.communicators[work.group], transfers_of[number])
-        for number, work in enumerate(schedule.works)
+        index: (lowered.communicators[work.group], transfers_of[index])
+        for index, work in enumerate(schedule.works)
         if isinstance(work, Collective)
     }
-    for number, (together, transfers) in works.items():
-        for one, transfer in zip(together, transfers, strict=True):
+    for index, (together, transfers) in works.items():
+        for communicator, transfer in zip(together, transfers, strict=True):
+            user = schedule.work_streams[index], communicator.index
             for link in transfer.loads:
-                users.setdefault(link, set()).add((schedule.work_streams[number], one.number))
+                users.setdefault(link, set()).add(user)
     return {
-        number
-        for number, (together, transfers) in works.items()
+        index
+        for index, (together, transfers) in works.items()
         if any(
-            (one.exclusive and (transfer.solo or transfer.latency))
+            (communicator.exclusive and (transfer.solo or transfer.latency))
             or any(len(users[link]) > 1 for link in transfer.loads)
             or (lowered.contend and any(link in nics for link in transfer.loads))
-            for one, transfer in zip(together, transfers, strict=True)
+            for communicator, transfer in zip(together, transfers, strict=True)
         )
     }

@@ -211,19 +211,19 @@ def breakdown(
     taken = np.bincount(numbers, (ends - starts)[traced], count).tolist()
     first = np.full(count, np.inf)
     np.minimum.at(first, numbers, ends[traced])
-    found: dict[str, Seconds] = {}
-    for number in np.argsort(first, kind="stable").tolist():
-        if first[number] < np.inf:
-            label = schedule.works[number].label
-            found[label] = found.get(label, 0.0) + taken[number]
-    return found
+    seconds: dict[str, Seconds] = {}
+    for index in np.argsort(first, kind="stable").tolist():
+        if first[index] < np.inf:
+            label = schedule.works[index].label
+            seconds[label] = seconds.get(label, 0.0) + taken[index]
+    return seconds
 
 
 def _among(schedule: Schedule, places: NDArray[np.intp] | None) -> NDArray[np.bool_]:
     """Whether each op is at one of some places; None stands for all."""
-    found = np.full(len(schedule.body), places is None)
-    found[places if places is not None else []] = True
-    return found
+    mask = np.full(len(schedule.body), places is None)
+    mask[places if places is not None else []] = True
+    return mask
 
 
 def scalability_ratio(per_gpu: float, reference_per_gpu: float) -> float:

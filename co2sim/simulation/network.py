@@ -58,8 +58,8 @@ def max_min_rates(
             )
             share = _fill(wanted, capacity[link])
             if share != offer[link]:
-                known = offer[link] < math.inf
-                change = max(change, abs(share / offer[link] - 1) if known else 1.0)
+                finite = offer[link] < math.inf
+                change = max(change, abs(share / offer[link] - 1) if finite else 1.0)
                 offer[link] = share
         if change <= _TOLERANCE:
             break
@@ -75,14 +75,14 @@ def _repeated(
 
     They change no rate. Offers of two of them would take turns, and settle slowly.
     """
-    known: set[Hashable] = set()
-    found = []
+    seen: set[Hashable] = set()
+    repeated = []
     for link, flows in users.items():
         key = (capacity[link], *((flow, count, shares[flow][link]) for flow, count in flows))
-        if key in known:
-            found.append(link)
-        known.add(key)
-    return found
+        if key in seen:
+            repeated.append(link)
+        seen.add(key)
+    return repeated
 
 
 def _fill(wanted: Sequence[tuple[float, int]], capacity: float) -> float:
@@ -176,16 +176,16 @@ class Network:
 
     def _share(self, seeds: Iterable[Flow]) -> None:
         """Set the rates of all flows that share links with `seeds`, directly or through others."""
-        found = dict.fromkeys(seeds)
-        queue = list(found)
+        affected = dict.fromkeys(seeds)
+        queue = list(affected)
         while queue:
             for link in queue.pop().loads:
-                new = [flow for flow in self._users[link] if flow not in found]
-                found.update(dict.fromkeys(new))
+                new = [flow for flow in self._users[link] if flow not in affected]
+                affected.update(dict.fromkeys(new))
                 queue.extend(new)
-        loads, copies = [flow.loads for flow in found], [flow.copies for flow in found]
+        loads, copies = [flow.loads for flow in affected], [flow.copies for flow in affected]
         rates = max_min_rates(loads, self._now, copies)
-        for flow, rate in zip(found, rates, strict=True):
+        for flow, rate in zip(affected, rates, strict=True):
             if rate != flow.rate:
                 flow.advance(self._env.now)
                 self._set_rate(flow, rate)

@@ -58,37 +58,37 @@ class Communicators:
     def _make_processor(self) -> Processor:
         return Processor(self._lowered.cluster.interference)
 
-    def _transfer(self, number: int, place: int) -> Transfer:
-        return self._lowered.transfers[number % self._size][place]
+    def _transfer(self, instance: int, nth: int) -> Transfer:
+        return self._lowered.transfers[instance % self._size][nth]
 
-    def join(self, index: int, number: int, group: Group) -> simpy.Event | None:
+    def join(self, index: int, instance: int, group: Group) -> simpy.Event | None:
         """A class arrives at a collective; the event fires when it has ended for all members.
 
         None where that takes no time: one class stands for all members, and communication is free.
         """
         lowered = self._lowered
-        place = lowered.place[group][index]
-        communicator = lowered.communicators[group][place]
+        nth = lowered.place[group][index]
+        communicator = lowered.communicators[group][nth]
         if lowered.free and len(communicator.members) == 1:
             return None
-        arrived = self._queues[communicator.number].arrived
-        here, event = arrived.setdefault(number, ([], self._env.event()))
+        arrived = self._queues[communicator.index].arrived
+        here, event = arrived.setdefault(instance, ([], self._env.event()))
         here.append(index)
         if len(here) == len(communicator.members):
-            del arrived[number]
-            self._come(communicator, place, number, event)
+            del arrived[instance]
+            self._come(communicator, nth, instance, event)
         return event
 
     def _come(
-        self, communicator: Communicator, place: int, number: int, event: simpy.Event
+        self, communicator: Communicator, nth: int, instance: int, event: simpy.Event
     ) -> None:
         """All members have come: start as soon as the communicator is free."""
-        start: _Start = partial(self._start, communicator, place, number, event)
+        start: _Start = partial(self._start, communicator, nth, instance, event)
         if not communicator.exclusive:
             start()
             return
-        queue = self._queues[communicator.number]
-        heapq.heappush(queue.ready, (number, start))
+        queue = self._queues[communicator.index]
+        heapq.heappush(queue.ready, (instance, start))
         self._next(queue)
 
     def _next(self, queue: _Queue) -> None:
@@ -102,13 +102,13 @@ class Communicators:
         self._last(launch)
 
     def _start(
-        self, communicator: Communicator, place: int, number: int, event: simpy.Event
+        self, communicator: Communicator, nth: int, instance: int, event: simpy.Event
     ) -> None:
-        transfer = self._transfer(number, place)
+        transfer = self._transfer(instance, nth)
         factors = self._lowered.communicator_factors
         if factors is not None and transfer is not NOTHING:
-            transfer = transfer.scaled(float(factors[number, communicator.number]))
-        queue = self._queues[communicator.number]
+            transfer = transfer.scaled(float(factors[instance, communicator.index]))
+        queue = self._queues[communicator.index]
 
         def done() -> None:
             event.succeed()
@@ -232,37 +232,37 @@ class Simulation:
         env, spans = self.env, self.spans[index]
         starts, ends, waiting = spans.starts, spans.ends, spans.waiting
         beside = self.beside
-        for number, _, op, waits in instances:
+        for instance, _, op, waits in instances:
             for wait in waits:
                 if math.isnan(ends[wait]):
                     yield waiting.setdefault(wait, env.event())
-            starts[number] = env.now
+            starts[instance] = env.now
             if isinstance(op.work, Compute):
                 if beside:
-                    yield from self._compute(index, number)
-                elif work := self.seconds(index, number):
+                    yield from self._compute(index, instance)
+                elif work := self.seconds(index, instance):
                     yield env.timeout(work)
-            elif event := self.communicators.join(index, number, op.work.group):
+            elif event := self.communicators.join(index, instance, op.work.group):
                 yield event
-            ends[number] = env.now
+            ends[instance] = env.now
             self.ended += 1
-            if number in waiting:
-                waiting.pop(number).succeed()
+            if instance in waiting:
+                waiting.pop(instance).succeed()
 
-    def seconds(self, index: int, number: int) -> Seconds:
+    def seconds(self, index: int, instance: int) -> Seconds:
         """What an instance of a compute takes alone on a class of ranks."""
         lowered = self.lowered
-        seconds = lowered.seconds[number % len(lowered.schedule.body)]
+        seconds = lowered.seconds[instance % len(lowered.schedule.body)]
         seconds *= lowered.classes[index].slowdown
         factors = lowered.class_factors
-        return seconds if factors is None else seconds * float(factors[number, index])
+        return seconds if factors is None else seconds * float(factors[instance, index])
 
-    def _compute(self, index: int, number: int) -> Generator[simpy.Event]:
+    def _compute(self, index: int, instance: int) -> Generator[simpy.Event]:
         """Compute that slows down while communication of the same ranks is in flight.
 
         The NICs of its node may attain less meanwhile.
         """
-        communicators, work = self.communicators, self.seconds(index, number)
+        communicators, work = self.communicators, self.seconds(index, instance)
         if not work:
             return
         communicators.occupy(index, 1)

@@ -70,7 +70,8 @@ def execute(
 
 
 def _traced(lowered: LoweredSchedule, progress: Callable[[float], None] | None) -> Trace:
-    schedule, ranks = lowered.schedule, {one.rank: one.count for one in lowered.classes}
+    schedule = lowered.schedule
+    ranks = {rank_class.rank: rank_class.count for rank_class in lowered.classes}
     spans = SpanTable(schedule.places, tuple(ranks), *run(lowered, progress))
     return Trace(schedule.name, lowered.cluster.layout, lowered.rounds, ranks, spans)
 
@@ -190,44 +191,44 @@ def critical_path_slack(lowered: LoweredSchedule, times: Times) -> Slack:
     starts, ends = times[0][:, 0].tolist(), times[1][:, 0].tolist()
     before = _predecessors(lowered)
     floats, uses = [math.inf] * len(ends), [math.inf] * len(ends)
-    for number in range(len(ends) - 1, -1, -1):
-        computes = schedule.body[number % size].stream == main
-        late = 0.0 if computes else floats[number]
-        use = starts[number] if computes else uses[number]
-        for earlier in before[number]:
-            floats[earlier] = min(floats[earlier], starts[number] - ends[earlier] + late)
+    for instance in range(len(ends) - 1, -1, -1):
+        computes = schedule.body[instance % size].stream == main
+        late = 0.0 if computes else floats[instance]
+        use = starts[instance] if computes else uses[instance]
+        for earlier in before[instance]:
+            floats[earlier] = min(floats[earlier], starts[instance] - ends[earlier] + late)
             uses[earlier] = min(uses[earlier], use)
     first = lag * size
     far = [
-        number
-        for number in range(first, first + size)
-        if _leaves(lowered, number % size) and schedule.body[number % size].stream != main
+        instance
+        for instance in range(first, first + size)
+        if _leaves(lowered, instance % size) and schedule.body[instance % size].stream != main
     ]
     meetings = _meetings(lowered, before, main, first)
     steps = max(1.0, schedule.steps / meetings) if meetings else float(schedule.steps)
     return Slack(
         steps=steps,
         compute=busy[main] * steps / schedule.steps,
-        slack=min((floats[number] for number in far), default=0.0),
+        slack=min((floats[instance] for instance in far), default=0.0),
         compute_before_use=min(
             (_between(lowered, starts, ends, main, starts[n], uses[n]) for n in far), default=0.0
         ),
     )
 
 
-def _leaves(lowered: LoweredSchedule, place: int) -> bool:
-    work = lowered.schedule.body[place].work
+def _leaves(lowered: LoweredSchedule, position: int) -> bool:
+    work = lowered.schedule.body[position].work
     return isinstance(work, Collective) and work.group.leaves_node(lowered.cluster.layout)
 
 
 def _predecessors(lowered: LoweredSchedule) -> list[list[int]]:
     """What every instance waits for: in `after`, and on its stream."""
-    found: list[list[int]] = []
+    predecessors: list[list[int]] = []
     last: dict[str, int] = {}
-    for number, _, op, waits in lowered.schedule.instances(lowered.rounds):
-        found.append([*waits, *([last[op.stream]] if op.stream in last else [])])
-        last[op.stream] = number
-    return found
+    for instance, _, op, waits in lowered.schedule.instances(lowered.rounds):
+        predecessors.append([*waits, *([last[op.stream]] if op.stream in last else [])])
+        last[op.stream] = instance
+    return predecessors
 
 
 def _meetings(
@@ -237,13 +238,13 @@ def _meetings(
     body, size = lowered.schedule.body, len(lowered.schedule.body)
     behind: set[int] = set()
     met = 0
-    for number in range(first + (1 + lowered.schedule.lag) * size):
-        place = number % size
-        after = any(earlier in behind for earlier in before[number])
-        if body[place].stream == main:
-            met += after and number >= first + lowered.schedule.lag * size
-        elif after or _leaves(lowered, place):
-            behind.add(number)
+    for instance in range(first + (1 + lowered.schedule.lag) * size):
+        position = instance % size
+        after = any(earlier in behind for earlier in before[instance])
+        if body[position].stream == main:
+            met += after and instance >= first + lowered.schedule.lag * size
+        elif after or _leaves(lowered, position):
+            behind.add(instance)
     return met
 
 
@@ -259,8 +260,8 @@ def _between(
     size = len(lowered.schedule.body)
     return sum(
         max(0.0, min(end, until) - max(start, since))
-        for number, (start, end) in enumerate(zip(starts, ends, strict=True))
-        if lowered.schedule.body[number % size].stream == main
+        for instance, (start, end) in enumerate(zip(starts, ends, strict=True))
+        if lowered.schedule.body[instance % size].stream == main
     )
 
 
@@ -356,12 +357,12 @@ class Simulator:
             return self.rounds(measured), measured, True
         behind = warm_up
         while True:
-            found = self.rounds(warm_up + measured)
-            for one in (found, found.first(found.rounds - behind)):
-                if metrics.is_steady(one, prepared.schedule, measured):
-                    return one, measured, True
+            trace = self.rounds(warm_up + measured)
+            for candidate in (trace, trace.first(trace.rounds - behind)):
+                if metrics.is_steady(candidate, prepared.schedule, measured):
+                    return candidate, measured, True
             if warm_up >= _MAX_ROUNDS or not _fits(options, prepared, 2 * warm_up + measured):
-                return found, max(measured, found.rounds // 2), False
+                return trace, max(measured, trace.rounds // 2), False
             warm_up *= 2
 
     def rounds(self, rounds: int, *, free: bool = False) -> Trace:
@@ -427,10 +428,10 @@ def _check_memory(options: RunOptions, prepared: SimulationInput, rounds: int) -
     meet = all(len(group.members(0, layout)) == layout.world_size for group in schedule.groups)
     hosted = cluster.host is not None and cluster.host.depends_on_others
     in_arrays = ranks > 1 and not hosted and (meet or not cluster.interference)
-    given = options.rounds or (_ROUNDS_OF_JITTER if noise.jitter else 1)
+    measured = options.rounds or (_ROUNDS_OF_JITTER if noise.jitter else 1)
     advice = {
         "fewer GPUs": cluster.layout.world_size > 1,
-        f"rounds below {given}": given > 1,
+        f"rounds below {measured}": measured > 1,
         "no jitter": noise.jitter,
         "folded ranks": not options.fold,
     }

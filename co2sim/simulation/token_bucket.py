@@ -71,7 +71,7 @@ def passed(times: Sequence[Seconds], on: Shapers) -> float:
     `times` are those that its bytes need on each of the links; it progresses on all together.
     """
     shares = [
-        one.burst / one.rate / time for time, one in zip(times, on, strict=True) if one and time
+        shaper.burst / shaper.rate / t for t, shaper in zip(times, on, strict=True) if shaper and t
     ]
     return min(1.0, *shares) if shares else 0.0
 
@@ -89,9 +89,9 @@ def alone(
     `longest` is what its bytes take on the slowest link, `times` as in `passed`.
     """
     burst = passed(times, on)
-    lag = lagged(burst, max((one.lag for one in on if one), default=0.0))
+    lag = lagged(burst, max((shaper.lag for shaper in on if shaper), default=0.0))
     held = max(
-        (time * one.rate / one.pace for time, one in zip(times, on, strict=True) if one),
+        (t * shaper.rate / shaper.pace for t, shaper in zip(times, on, strict=True) if shaper),
         default=0.0,
     )
     return max(latency, lead + (1 - burst + lag) * longest) + burst * held
@@ -136,8 +136,8 @@ class Buckets:
     def __init__(self, shapers: Mapping[Hashable, Shaper]) -> None:
         """Of the links that have a shaper."""
         self._buckets = {
-            link: _Bucket(one.burst, one.rate, one.burst, one.pace, one.lag)
-            for link, one in shapers.items()
+            link: _Bucket(shaper.burst, shaper.rate, shaper.burst, shaper.pace, shaper.lag)
+            for link, shaper in shapers.items()
         }
 
     def __contains__(self, link: Hashable) -> bool:
@@ -149,20 +149,20 @@ class Buckets:
 
         Flows are given by their bytes on each link. Those on one link share its credit by these.
         """
-        asked: dict[Hashable, Bytes] = {}
+        demand: dict[Hashable, Bytes] = {}
         for loads in flows:
             for link in loads.keys() & self._buckets.keys():
-                asked[link] = asked.get(link, 0.0) + loads[link]
-        shares = {link: self._buckets[link].settle(now) / size for link, size in asked.items()}
-        passing = [min(1.0, *(shares[link] for link in loads if link in asked)) for loads in flows]
+                demand[link] = demand.get(link, 0.0) + loads[link]
+        shares = {link: self._buckets[link].settle(now) / size for link, size in demand.items()}
+        passing = [min(1.0, *(shares[link] for link in loads if link in demand)) for loads in flows]
         for loads, fraction in zip(flows, passing, strict=True):
-            for link in loads.keys() & asked.keys():
+            for link in loads.keys() & demand.keys():
                 self._buckets[link].level -= fraction * loads[link]
         times = [
-            {at: fraction * loads[at] / self._buckets[at].pace for at in loads if at in asked}
+            {k: fraction * loads[k] / self._buckets[k].pace for k in loads if k in demand}
             for loads, fraction in zip(flows, passing, strict=True)
         ]
-        sums = {link: sum(each.get(link, 0.0) for each in times) for link in asked}
+        sums = {link: sum(each.get(link, 0.0) for each in times) for link in demand}
         return [
             Passing(
                 fraction,

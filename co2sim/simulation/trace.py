@@ -60,11 +60,11 @@ class SpanTable(Sequence[Span]):
         numbers, places = np.divmod(order, len(self.ranks))
         starts, ends = self.starts.ravel()[order].tolist(), self.ends.ravel()[order].tolist()
         names, streams = zip(*self.ops, strict=True)
-        turns, ops = (found.tolist() for found in np.divmod(numbers, len(self.ops)))
+        turns, ops = (values.tolist() for values in np.divmod(numbers, len(self.ops)))
         return tuple(
             [
-                Span(self.ranks[place], turn, names[op], streams[op], start, end)
-                for place, turn, op, start, end in zip(
+                Span(self.ranks[column], turn, names[op], streams[op], start, end)
+                for column, turn, op, start, end in zip(
                     places.tolist(), turns, ops, starts, ends, strict=True
                 )
             ]
@@ -106,23 +106,23 @@ def last_end(spans: Sequence[Span]) -> Seconds:
 
 def by_stream(spans: Sequence[Span], rank: int) -> dict[str, tuple[int, Seconds]]:
     """The spans of a rank by stream: how many, and how long they take in all."""
-    found: dict[str, tuple[int, Seconds]] = {}
+    totals: dict[str, tuple[int, Seconds]] = {}
     if isinstance(spans, SpanTable):
-        place = spans.ranks.index(rank)
-        taken = (spans.ends - spans.starts)[:, place].reshape(-1, len(spans.ops))
+        column = spans.ranks.index(rank)
+        taken = (spans.ends - spans.starts)[:, column].reshape(-1, len(spans.ops))
         counts, sums = (~np.isnan(taken)).sum(axis=0), np.nansum(taken, axis=0)
-        own = [
+        rows = [
             (stream, count, length)
             for (_, stream), count, length in zip(
                 spans.ops, counts.tolist(), sums.tolist(), strict=True
             )
         ]
     else:
-        own = [(span.stream, 1, span.end - span.start) for span in spans if span.rank == rank]
-    for stream, count, length in own:
-        before, taken_before = found.get(stream, (0, 0.0))
-        found[stream] = before + count, taken_before + length
-    return found
+        rows = [(span.stream, 1, span.end - span.start) for span in spans if span.rank == rank]
+    for stream, count, length in rows:
+        before, taken_before = totals.get(stream, (0, 0.0))
+        totals[stream] = before + count, taken_before + length
+    return totals
 
 
 __all__ = ["Grid", "Span", "SpanTable", "Trace"]
@@ -154,8 +154,8 @@ class Trace:
         if isinstance(spans, SpanTable):
             return Grid(spans.starts.reshape(shape), spans.ends.reshape(shape))
         grid = Grid(np.full(shape, np.nan), np.full(shape, np.nan))
-        places = {op.name: place for place, op in enumerate(schedule.body)}
-        ranks = {rank: place for place, rank in enumerate(self.ranks)}
+        places = {op.name: position for position, op in enumerate(schedule.body)}
+        ranks = {rank: column for column, rank in enumerate(self.ranks)}
         for span in spans:
             if span.op in places and span.rank in ranks and span.round < self.rounds:
                 where = span.round, places[span.op], ranks[span.rank]
@@ -184,8 +184,8 @@ class Trace:
             return card(answer, [])
         rank, count = next(iter(self.ranks.items()))
         rows = [
-            (stream, f"{number:,}", duration(length))
-            for stream, (number, length) in by_stream(self.spans, rank).items()
+            (stream, f"{many:,}", duration(length))
+            for stream, (many, length) in by_stream(self.spans, rank).items()
         ]
         stands = f"Rank {rank} stands for {count} equal ranks." if count > 1 else ""
         columns = "stream", f"spans of rank {rank}", "which take in all"
@@ -194,7 +194,7 @@ class Trace:
     def to_chrome(self, schedule: Schedule) -> dict[str, object]:
         """Chrome trace: one process per rank, one track per stream. Perfetto opens it."""
         ops = {op.name: op for op in schedule.body}
-        tracks = {stream: number for number, stream in enumerate(schedule.streams)}
+        tracks = {stream: tid for tid, stream in enumerate(schedule.streams)}
         events: list[dict[str, object]] = []
         for rank, count in self.ranks.items():
             stands = f" (stands for {count} ranks)" if count > 1 else ""
@@ -251,33 +251,33 @@ def _arguments(op: Op) -> dict[str, object]:
 def _violations(
     trace: Trace, schedule: Schedule, tolerance: Seconds, skew: Seconds
 ) -> Iterator[str]:
-    found: dict[tuple[int, int, str], Span] = {}
+    span_of: dict[tuple[int, int, str], Span] = {}
     for span in trace.spans:
-        if (span.rank, span.round, span.op) in found:
+        if (span.rank, span.round, span.op) in span_of:
             yield f"rank {span.rank} ran {span.op!r} twice in round {span.round}"
         if span.end < span.start - tolerance:
             yield f"rank {span.rank}: {span.op!r} of round {span.round} ends before it starts"
-        found[span.rank, span.round, span.op] = span
+        span_of[span.rank, span.round, span.op] = span
     instances = list(schedule.instances(trace.rounds))
     for rank in trace.ranks:
-        yield from _order(rank, instances, found, tolerance)
+        yield from _order(rank, instances, span_of, tolerance)
     expected = len(instances) * len(trace.ranks)
-    if len(found) > expected:
-        yield f"{len(found) - expected} spans are not in the schedule"
-    yield from _togetherness(trace, schedule, found, tolerance, skew)
+    if len(span_of) > expected:
+        yield f"{len(span_of) - expected} spans are not in the schedule"
+    yield from _togetherness(trace, schedule, span_of, tolerance, skew)
 
 
 def _order(
     rank: int,
     instances: Iterable[Instance],
-    found: Mapping[tuple[int, int, str], Span],
+    span_of: Mapping[tuple[int, int, str], Span],
     tolerance: Seconds,
 ) -> Iterator[str]:
     free: dict[str, Span] = {}
     spans: list[Span | None] = []
     for instance in instances:
         _, turn, op, waits = instance
-        span = found.get((rank, turn, op.name))
+        span = span_of.get((rank, turn, op.name))
         spans.append(span)
         if span is None:
             yield f"rank {rank} did not run {op.name!r} in round {turn}"
@@ -306,7 +306,7 @@ def _decisive(spans: Sequence[Span], work: Collective) -> tuple[Span, Span]:
 def _togetherness(
     trace: Trace,
     schedule: Schedule,
-    found: Mapping[tuple[int, int, str], Span],
+    span_of: Mapping[tuple[int, int, str], Span],
     tolerance: Seconds,
     skew: Seconds,
 ) -> Iterator[str]:
@@ -317,9 +317,9 @@ def _togetherness(
         for turn in range(trace.rounds):
             meetings: dict[range, list[Span]] = {}
             for rank in trace.ranks:
-                if (rank, turn, op.name) in found:
+                if (rank, turn, op.name) in span_of:
                     members = op.work.group.members(rank, trace.layout)
-                    meetings.setdefault(members, []).append(found[rank, turn, op.name])
+                    meetings.setdefault(members, []).append(span_of[rank, turn, op.name])
             for spans in meetings.values():
                 which = f"{op.name!r} of round {turn}"
                 first, last = _decisive(spans, op.work)
@@ -347,7 +347,7 @@ def read_json_lines(path: Path) -> Trace:
         lines = text_of(path, MAX_RECORD_BYTES).splitlines()
         head = _header(files.json_line(lines[0] if lines else ""))
         rows = enumerate(lines[1:], start=2)
-        return replace(head, spans=tuple(_span(head, number, line) for number, line in rows))
+        return replace(head, spans=tuple(_span(head, n, line) for n, line in rows))
     except OSError as error:
         raise CatalogError(f"{path} is not a trace in JSON Lines: {error.strerror}") from error
     except (ValueError, ScheduleError) as error:
@@ -365,7 +365,7 @@ def _header(row: Any) -> Trace:
         )
     counts = [row["nodes"], row["gpus_per_node"], row.get("sites", 1), row["rounds"]]
     counts += row["ranks"].values()
-    wrong = [one for one in counts if type(one) is not int or not 1 <= one <= _MAX]
+    wrong = [count for count in counts if type(count) is not int or not 1 <= count <= _MAX]
     wrong += [rank for rank in row["ranks"] if not _is_rank(rank)]
     wrong += [] if isinstance(row["schedule"], str) else [row["schedule"]]
     if wrong:
@@ -386,21 +386,21 @@ def _is_rank(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < len(str(_MAX))
 
 
-def _span(head: Trace, number: int, line: str) -> Span:
+def _span(head: Trace, line_number: int, line: str) -> Span:
     """The span of a line. Raises ValueError."""
     row = files.json_line(line)
     if not isinstance(row, dict) or row.keys() != _FIELDS:
-        raise ValueError(f"line {number} must be an object of {', '.join(Span._fields)}")
+        raise ValueError(f"line {line_number} must be an object of {', '.join(Span._fields)}")
     span = Span(**row)
     whole = type(span.rank) is int and type(span.round) is int
     if not whole or span.rank not in head.ranks or not 0 <= span.round < head.rounds:
         raise ValueError(
-            f"line {number}: rank {given(span.rank)} and round {given(span.round)} must be among"
-            " those of the first line"
+            f"line {line_number}: rank {given(span.rank)} and round {given(span.round)} must be"
+            " among those of the first line"
         )
     if not isinstance(span.op, str) or not isinstance(span.stream, str):
-        raise ValueError(f"line {number}: op and stream must be texts")  # noqa: TRY004 - as above
+        raise ValueError(f"line {line_number}: op and stream must be texts")  # noqa: TRY004 - as above
     times = span.start, span.end
     if not all(type(time) in {int, float} and -_LATEST < time < _LATEST for time in times):
-        raise ValueError(f"line {number}: start and end must be numbers of seconds")
+        raise ValueError(f"line {line_number}: start and end must be numbers of seconds")
     return span

@@ -63,12 +63,12 @@ def write(
             f" {counted(schedule.lag, 'round')} ago, which at least {least} rounds show"
         )
     ranks, nodes = cluster.layout.world_size, rounds * len(schedule.body)
-    for what, number, most in (
+    for what, count, most in (
         ("ranks", ranks, MAX_RANKS),
         ("nodes of a rank", nodes, MAX_NODES),
     ):
-        if number > most:
-            raise OptionError(f"{number:,} {what} are more than the {most:,} that are written")
+        if count > most:
+            raise OptionError(f"{count:,} {what} are more than the {most:,} that are written")
     made = RankFiles(schedule, cluster.layout, rounds, durations(schedule, cluster, precision))
     size = 0
     with new_folder(folder) as put:
@@ -80,21 +80,17 @@ def write(
             if done:
                 done(rank + 1, ranks)
         put(FILE, to_json(made.numbers).encode())
-    unknown = {str(kind) for kind in _kinds(schedule) & {"broadcast", "reduce"}}
-    return Written(ranks, size, nodes, rounds, tuple(sorted(unknown)))
+    kinds = {str(work.kind) for work in schedule.works if isinstance(work, Collective)}
+    return Written(ranks, size, nodes, rounds, tuple(sorted(kinds & {"broadcast", "reduce"})))
 
 
 def durations(schedule: Schedule, cluster: Cluster, precision: str) -> tuple[int, ...]:
     """Whole microseconds of every compute op, at least 1; of collectives 0."""
-    known = [
+    micros = [
         max(1, round(1e6 * work_time(work, cluster, precision))) if isinstance(work, Compute) else 0
         for work in schedule.works
     ]
-    return tuple(known[number] for number in schedule.work_numbers)
-
-
-def _kinds(schedule: Schedule) -> set[str]:
-    return {work.kind for work in schedule.works if not isinstance(work, Compute)}
+    return tuple(micros[index] for index in schedule.work_numbers)
 
 
 def _check_room(parent: Path, ranks: int, size: int) -> None:
@@ -143,9 +139,9 @@ class RankFiles:
             if isinstance(part, bytes):
                 parts.append(part)
             else:
-                number, group = part
+                instance, group = part
                 members = meets[group]
-                node = self._node(number, len(members))
+                node = self._node(instance, len(members))
                 parts.append(delimited(node + self._tails.get(members, b"")))
         return b"".join(parts)
 
@@ -163,11 +159,11 @@ class RankFiles:
         }
         attribute = self._schema.AttributeProto
         texts = self._schema.StringList(values=[works.work_text(work) for work in self._works])
-        found = self._schema.GlobalMetadata(version=VERSION)
-        found.attr.append(attribute(name="co2sim.schedule", string_val=schedule.name))
-        found.attr.extend(attribute(name=n, uint64_val=size) for n, size in sizes.items())
-        found.attr.append(attribute(name="co2sim.works", string_list=texts))
-        return delimited(found.SerializeToString(deterministic=True))
+        metadata = self._schema.GlobalMetadata(version=VERSION)
+        metadata.attr.append(attribute(name="co2sim.schedule", string_val=schedule.name))
+        metadata.attr.extend(attribute(name=n, uint64_val=size) for n, size in sizes.items())
+        metadata.attr.append(attribute(name="co2sim.works", string_list=texts))
+        return delimited(metadata.SerializeToString(deterministic=True))
 
     @cached_property
     def _instances(self) -> tuple[Instance, ...]:
@@ -176,17 +172,17 @@ class RankFiles:
     @cached_property
     def _parts(self) -> tuple[bytes | tuple[int, Group], ...]:
         """Nodes of computes, neighbours in one piece; of collectives the number and the group."""
-        found: list[bytes | tuple[int, Group]] = []
-        for number, _, op, _ in self._instances:
+        parts: list[bytes | tuple[int, Group]] = []
+        for instance, _, op, _ in self._instances:
             if isinstance(op.work, Collective):
-                found.append((number, op.work.group))
+                parts.append((instance, op.work.group))
                 continue
-            node = delimited(self._node(number, 1))
-            if found and isinstance(found[-1], bytes):
-                found[-1] += node
+            node = delimited(self._node(instance, 1))
+            if parts and isinstance(parts[-1], bytes):
+                parts[-1] += node
             else:
-                found.append(node)
-        return tuple(found)
+                parts.append(node)
+        return tuple(parts)
 
     @cached_property
     def _tails(self) -> dict[range, bytes]:
@@ -194,32 +190,32 @@ class RankFiles:
         attribute, node = self._schema.AttributeProto, self._schema.Node
         return {
             members: node(
-                attr=[attribute(name="pg_name", string_val=str(number))]
+                attr=[attribute(name="pg_name", string_val=str(group))]
             ).SerializeToString()
-            for members, number in self.numbers.items()
+            for members, group in self.numbers.items()
         }
 
-    def _node(self, number: int, members: int) -> bytes:
+    def _node(self, instance: int, members: int) -> bytes:
         """The node of an instance, where a number of ranks meet."""
-        if (number, members) not in self._nodes:
-            made = self._made(number, members)
-            self._nodes[number, members] = made.SerializeToString(deterministic=True)
-        return self._nodes[number, members]
+        if (instance, members) not in self._nodes:
+            made = self._made(instance, members)
+            self._nodes[instance, members] = made.SerializeToString(deterministic=True)
+        return self._nodes[instance, members]
 
-    def _made(self, number: int, members: int) -> Any:
+    def _made(self, instance: int, members: int) -> Any:
         schedule = self.schedule
-        place = number % len(schedule.body)
-        op, work_number = schedule.body[place], self._numbers[place]
+        position = instance % len(schedule.body)
+        op, work_number = schedule.body[position], self._numbers[position]
         work = self._works[work_number]
         kind = works.node_type(work, members)
         attribute = self._schema.AttributeProto
         node = self._schema.Node(
-            id=number,
+            id=instance,
             name=op.name,
             type=self._schema.NodeType.Value(kind),
-            ctrl_deps=self._before[number],
-            data_deps=self._waits(number),
-            duration_micros=self.micros[place],
+            ctrl_deps=self._before[instance],
+            data_deps=self._waits(instance),
+            duration_micros=self.micros[position],
         )
         node.attr.append(attribute(name="is_cpu_op", bool_val=False))
         if isinstance(work, Collective) and not works.is_alone(work, members):
@@ -236,21 +232,21 @@ class RankFiles:
     def _before(self) -> tuple[tuple[int, ...], ...]:
         """For every instance, the one before it on its stream."""
         last: dict[str, int] = {}
-        found = []
-        for number, _, op, _ in self._instances:
-            found.append((last[op.stream],) if op.stream in last else ())
-            last[op.stream] = number
-        return tuple(found)
+        before = []
+        for instance, _, op, _ in self._instances:
+            before.append((last[op.stream],) if op.stream in last else ())
+            last[op.stream] = instance
+        return tuple(before)
 
     @cached_property
     def _places(self) -> dict[str, int]:
-        return {op.name: place for place, op in enumerate(self.schedule.body)}
+        return {op.name: position for position, op in enumerate(self.schedule.body)}
 
-    def _waits(self, number: int) -> Iterator[int]:
+    def _waits(self, instance: int) -> Iterator[int]:
         """What an instance waits for, in the order of its op; rounds before the first are over."""
         size = len(self.schedule.body)
-        first = number - number % size
-        for wait in self.schedule.body[number % size].after:
-            found = first - wait.rounds_ago * size + self._places[wait.op]
-            if found >= 0:
-                yield found
+        first = instance - instance % size
+        for wait in self.schedule.body[instance % size].after:
+            earlier = first - wait.rounds_ago * size + self._places[wait.op]
+            if earlier >= 0:
+                yield earlier

@@ -85,13 +85,13 @@ class ForeignTraces:
     def body(self, rank: int, nodes: Sequence[Any]) -> list[ForeignStep]:
         """The nodes of a rank, in an order in which they may run. Raises ValueError."""
         order = _ordered(nodes)
-        place = {nodes[number].id: at for at, number in enumerate(order)}
-        found = []
-        for number in order:
-            node = nodes[number]
-            waits = sorted({place[wait] for wait in (*node.ctrl_deps, *node.data_deps)})
-            found.append(self._step(rank, node, tuple(waits)))
-        return found
+        positions = {nodes[index].id: position for position, index in enumerate(order)}
+        steps = []
+        for index in order:
+            node = nodes[index]
+            waits = sorted({positions[wait] for wait in (*node.ctrl_deps, *node.data_deps)})
+            steps.append(self._step(rank, node, tuple(waits)))
+        return steps
 
     def _step(self, rank: int, node: Any, waits: tuple[int, ...]) -> ForeignStep:
         what = _named(node)
@@ -153,15 +153,15 @@ class ForeignTraces:
         members = self._groups[name]
         if name not in self._known:
             self._known[name] = group_of(members, self._ranks)
-        found = self._known[name]
-        if found is None:
+        group = self._known[name]
+        if group is None:
             raise ValueError(
                 f"{what} is of ranks {given(list(members))}; of {self._ranks} ranks only all,"
                 " blocks of consecutive ones, and those of one place in every block are known"
             )
-        if rank not in found.members(members[0], _line(self._ranks)):
+        if rank not in group.members(members[0], _line(self._ranks)):
             raise ValueError(f"{what} is of the process group {given(name)}, without rank {rank}")
-        return found
+        return group
 
 
 def _line(ranks: int) -> Layout:
@@ -174,33 +174,33 @@ def _ordered(nodes: Sequence[Any]) -> list[int]:
 
     Kahn, "Topological sorting of large networks", 1962.
     """
-    place = {node.id: number for number, node in enumerate(nodes)}
-    if len(place) < len(nodes):
-        twice = next(one for one, times in Counter(node.id for node in nodes).items() if times > 1)
+    index_of = {node.id: index for index, node in enumerate(nodes)}
+    if len(index_of) < len(nodes):
+        twice = next(key for key, times in Counter(node.id for node in nodes).items() if times > 1)
         raise ValueError(f"two nodes have the id {twice}")
     left: list[int] = []
     behind: dict[int, list[int]] = {}
-    for number, node in enumerate(nodes):
+    for index, node in enumerate(nodes):
         waits = {*node.ctrl_deps, *node.data_deps}
         left.append(len(waits))
         for wait in waits:
-            if wait not in place:
+            if wait not in index_of:
                 raise ValueError(f"{_named(node)} waits for node {wait}, which is not there")
-            behind.setdefault(place[wait], []).append(number)
-    free = [(nodes[number].id, number) for number, count in enumerate(left) if not count]
+            behind.setdefault(index_of[wait], []).append(index)
+    free = [(nodes[index].id, index) for index, count in enumerate(left) if not count]
     heapq.heapify(free)
-    found = []
+    order = []
     while free:
-        _, number = heapq.heappop(free)
-        found.append(number)
-        for other in behind.get(number, ()):
+        _, index = heapq.heappop(free)
+        order.append(index)
+        for other in behind.get(index, ()):
             left[other] -= 1
             if not left[other]:
                 heapq.heappush(free, (nodes[other].id, other))
-    if len(found) < len(nodes):
+    if len(order) < len(nodes):
         stuck = next(node for node, count in zip(nodes, left, strict=True) if count)
         raise ValueError(f"{_named(stuck)} waits for itself, by way of others")
-    return found
+    return order
 
 
 def _named(node: Any) -> str:
@@ -223,11 +223,11 @@ def check_same(first: Sequence[ForeignStep], other: Sequence[ForeignStep], rank:
             f"rank {rank} has {len(other):,} nodes, and rank 0 {len(first):,}; all ranks must do"
             " the same"
         )
-    for place, (a, b) in enumerate(zip(first, other, strict=True)):
+    for index, (a, b) in enumerate(zip(first, other, strict=True)):
         if a != b:
             name = next(name for name in a._fields if getattr(a, name) != getattr(b, name))
             raise ValueError(
-                f"node {place} in order ({given(b.name)}) has {name} {given(str(getattr(b, name)))}"
+                f"node {index} in order ({given(b.name)}) has {name} {given(str(getattr(b, name)))}"
                 f" on rank {rank}, and {given(str(getattr(a, name)))} on rank 0; all ranks must do"
                 " the same"
             )
@@ -237,17 +237,17 @@ def schedule(name: str, steps: Sequence[ForeignStep]) -> Schedule:
     """One round of the nodes: elements of collectives are bytes, as the trace knows no type."""
     times = Counter(step.name for step in steps)
     names = [
-        step.name if step.name and times[step.name] == 1 else f"{step.name or 'node'}#{place}"
-        for place, step in enumerate(steps)
+        step.name if step.name and times[step.name] == 1 else f"{step.name or 'node'}#{index}"
+        for index, step in enumerate(steps)
     ]
     body = [
         Op(
-            names[place],
-            _work(names[place], step),
+            names[index],
+            _work(names[index], step),
             _COMPUTE if step.kind is None else _COMMUNICATION,
             tuple(After(names[wait]) for wait in step.waits),
         )
-        for place, step in enumerate(steps)
+        for index, step in enumerate(steps)
     ]
     return Schedule(visible(name), tuple(body))
 
@@ -282,22 +282,22 @@ class Imported:
     rounds: int = 1
 
 
-def read(place: Path, done: Done | None = None) -> Imported:
-    """The schedule of the traces in a folder; with several, `place` is FOLDER/NAME, without .0.et.
+def read(path: Path, done: Done | None = None) -> Imported:
+    """The schedule of the traces in a folder; with several, `path` is FOLDER/NAME, without .0.et.
 
     Raises CatalogError, with the first file, node and reason, for what is no Chakra trace, has what
     no schedule can say, or differs between ranks; OptionError without the package.
     """
-    folder, name, ranks = _find(place)
+    folder, name, ranks = _find(path)
     kinds = schema()
     with _at(folder / FILE):
         groups = read_members(folder / FILE, ranks)
     with _at(_path(folder, name, 0)):
         head, *nodes = _decoded(kinds, _content(_path(folder, name, 0)))
-        found = _Found(folder, name, ranks, groups, done)
+        files = _Found(folder, name, ranks, groups, done)
         if is_own(head):
-            return _own(found, head, nodes)
-        return _foreign(kinds, found, nodes)
+            return _own(files, head, nodes)
+        return _foreign(kinds, files, nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,32 +316,32 @@ class _Found:
                 self.done(rank + 1, self.ranks)
 
 
-def _own(found: _Found, head: Any, nodes: list[Any]) -> Imported:
+def _own(files: _Found, head: Any, nodes: list[Any]) -> Imported:
     """What co2sim wrote: the schedule of the first rank; all files must be those of it."""
     trace = OwnTrace.of(head, nodes)
-    if trace.layout.world_size != found.ranks:
+    if trace.layout.world_size != files.ranks:
         raise ValueError(
-            f"its layout has {trace.layout.world_size:,} ranks, and there are {found.ranks:,} files"
+            f"its layout has {trace.layout.world_size:,} ranks, and there are {files.ranks:,} files"
         )
-    trace.check_groups(found.groups)
+    trace.check_groups(files.groups)
     trace.check(0, [head, *nodes])
-    for rank, path in found.others():
+    for rank, path in files.others():
         with _at(path):
             content = _content(path)
             if content != trace.files.of_rank(rank):
                 trace.check(rank, _decoded(schema(), content))
-    return Imported(trace.schedule, found.ranks, trace.layout, trace.rounds)
+    return Imported(trace.schedule, files.ranks, trace.layout, trace.rounds)
 
 
-def _foreign(kinds: Any, found: _Found, nodes: list[Any]) -> Imported:
+def _foreign(kinds: Any, files: _Found, nodes: list[Any]) -> Imported:
     """What others wrote: the same body on every rank, of nodes that we know."""
-    known = ForeignTraces(kinds, found.ranks, found.groups)
-    first = known.body(0, nodes)
-    for rank, path in found.others():
+    foreign = ForeignTraces(kinds, files.ranks, files.groups)
+    first = foreign.body(0, nodes)
+    for rank, path in files.others():
         with _at(path):
             _, *others = _decoded(kinds, _content(path))
-            check_same(first, known.body(rank, others), rank)
-    return Imported(schedule(found.name, first), found.ranks)
+            check_same(first, foreign.body(rank, others), rank)
+    return Imported(schedule(files.name, first), files.ranks)
 
 
 @contextmanager
@@ -357,29 +357,30 @@ def _at(path: Path) -> Iterator[None]:
         raise CatalogError(f"{path}: {error}") from error
 
 
-def _find(place: Path) -> tuple[Path, str, int]:
+def _find(path: Path) -> tuple[Path, str, int]:
     """Folder, name and number of ranks of the trace at a place. Raises CatalogError."""
-    folder, wanted = (place, None) if is_folder(place) else (place.parent, place.name)
-    found: dict[str, set[int]] = {}
+    folder, wanted = (path, None) if is_folder(path) else (path.parent, path.name)
+    ranks_of: dict[str, set[int]] = {}
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
                 match = _FILE.fullmatch(entry.name)
                 if match and (wanted is None or match[1] == wanted):
-                    found.setdefault(match[1], set()).add(int(match[2]))
+                    ranks_of.setdefault(match[1], set()).add(int(match[2]))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise CatalogError(f"{folder} cannot be read: {reason}") from error
-    if not found:
-        raise CatalogError(f"{place} has no Chakra traces: no file is called NAME.0.et")
-    if len(found) > 1:
-        names = ", ".join(given(name) for name in sorted(found)[:3])
+    if not ranks_of:
+        raise CatalogError(f"{path} has no Chakra traces: no file is called NAME.0.et")
+    if len(ranks_of) > 1:
+        names = ", ".join(given(name) for name in sorted(ranks_of)[:3])
         raise CatalogError(
-            f"{place} holds {len(found)} traces, such as {names}; name one: {place}/{min(found)}"
+            f"{path} holds {len(ranks_of)} traces, such as {names}; name one:"
+            f" {path}/{min(ranks_of)}"
         )
-    ((name, ranks),) = found.items()
+    ((name, ranks),) = ranks_of.items()
     if len(ranks) > MAX_RANKS:
-        raise CatalogError(f"{place} holds {len(ranks):,} ranks; at most {MAX_RANKS:,} are read")
+        raise CatalogError(f"{path} holds {len(ranks):,} ranks; at most {MAX_RANKS:,} are read")
     missing = set(range(len(ranks))) - ranks
     if missing:
         raise CatalogError(
@@ -418,7 +419,7 @@ _SIZES = ("format", "steps", "rounds", "nodes", "gpus_per_node", "sites")
 
 def is_own(head: Any) -> bool:
     """Whether co2sim wrote a file with such metadata."""
-    return any(one.name.startswith(PREFIX) for one in head.attr)
+    return any(attribute.name.startswith(PREFIX) for attribute in head.attr)
 
 
 @dataclass(frozen=True)
@@ -441,11 +442,11 @@ class OwnTrace:
         texts = facts.get("co2sim.works")
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise ValueError("its metadata lacks co2sim.works, a list of texts")
-        known = [works.work_of(text) for text in texts]
+        all_works = [works.work_of(text) for text in texts]
         if len(nodes) % rounds:
             raise ValueError(f"{len(nodes):,} nodes are not {rounds:,} rounds of equally many")
         size = len(nodes) // rounds
-        body = _body(nodes, size, known)
+        body = _body(nodes, size, all_works)
         name = facts.get("co2sim.schedule")
         if not isinstance(name, str):
             raise ValueError(f"its co2sim.schedule is {given(name)}, no text")  # noqa: TRY004
@@ -459,27 +460,27 @@ class OwnTrace:
 
     def check_groups(self, groups: Members) -> None:
         """Raise ValueError unless the process groups are those of the schedule."""
-        for members, number in self.files.numbers.items():
-            if tuple(groups.get(str(number), ())) != tuple(members):
+        for members, group in self.files.numbers.items():
+            if tuple(groups.get(str(group), ())) != tuple(members):
                 raise ValueError(
-                    f"in {FILE}, group {number} is not of ranks {members[0]}, {members[1]} and so"
+                    f"in {FILE}, group {group} is not of ranks {members[0]}, {members[1]} and so"
                     " on, as the schedule has it"
                 )
 
-    def check(self, rank: int, found: Sequence[Any]) -> None:
+    def check(self, rank: int, actual: Sequence[Any]) -> None:
         """Raise ValueError, with the first difference, unless a file is what the schedule says."""
-        head, *nodes = messages(self.files.of_rank(rank), len(found) + 1)
+        head, *nodes = messages(self.files.of_rank(rank), len(actual) + 1)
         kinds = schema()
-        if parsed(kinds.GlobalMetadata, head, "message 0") != found[0]:
+        if parsed(kinds.GlobalMetadata, head, "message 0") != actual[0]:
             raise ValueError("its metadata is not that of rank 0")
-        for number, (node, other) in enumerate(zip_longest(nodes, found[1:])):
+        for index, (node, other) in enumerate(zip_longest(nodes, actual[1:])):
             if node is None or other is None:
                 raise ValueError(
-                    f"it has {len(found) - 1:,} nodes; by its works it has {len(nodes):,}"
+                    f"it has {len(actual) - 1:,} nodes; by its works it has {len(nodes):,}"
                 )
-            expected = parsed(kinds.Node, node, f"message {number + 1}")
+            expected = parsed(kinds.Node, node, f"message {index + 1}")
             if expected != other:
-                what = f"node {number} ({given(visible(other.name))})"
+                what = f"node {index} ({given(visible(other.name))})"
                 raise ValueError(
                     f"{what} is not that of its schedule: {_difference(expected, other)}"
                 )
@@ -512,20 +513,20 @@ def _size(facts: dict[str, Any], name: str) -> int:
     return size
 
 
-def _body(nodes: Sequence[Any], size: int, known: Sequence[Work]) -> tuple[Op, ...]:
+def _body(nodes: Sequence[Any], size: int, all_works: Sequence[Work]) -> tuple[Op, ...]:
     """The ops of a round, from the last one, which has all waits."""
     first = len(nodes) - size
     names = [visible(node.name) for node in nodes[first:]]
     body = []
-    for place, node in enumerate(nodes[first:]):
-        what = f"node {first + place} ({given(names[place])})"
-        if node.id != first + place:
+    for index, node in enumerate(nodes[first:]):
+        what = f"node {first + index} ({given(names[index])})"
+        if node.id != first + index:
             raise ValueError(f"{what} has the id {node.id}; ids count from 0")
         facts = attributes(node, what)
         work = facts.get("co2sim.work")
-        if type(work) is not int or not 0 <= work < len(known):
+        if type(work) is not int or not 0 <= work < len(all_works):
             raise ValueError(
-                f"{what}: co2sim.work is {given(work)}; works are 0 to {len(known) - 1}"
+                f"{what}: co2sim.work is {given(work)}; works are 0 to {len(all_works) - 1}"
             )
         after = []
         for wait in node.data_deps:
@@ -535,7 +536,7 @@ def _body(nodes: Sequence[Any], size: int, known: Sequence[Work]) -> tuple[Op, .
         stream = facts.get("co2sim.stream")
         if not isinstance(stream, str):
             raise ValueError(f"{what}: co2sim.stream is {given(stream)}, no text")  # noqa: TRY004
-        body.append(Op(names[place], known[work], visible(stream), tuple(after)))
+        body.append(Op(names[index], all_works[work], visible(stream), tuple(after)))
     return tuple(body)
 
 
@@ -591,17 +592,17 @@ def replay(
         )
     precision = precision or cluster.gpu.preferred_precision
     if precision not in cluster.gpu.precisions:
-        known = nearest(precision, cluster.gpu.precisions)
-        raise OptionError(f"{cluster.gpu.name} has no {precision} for all of a trace; {known}")
+        suggestion = nearest(precision, cluster.gpu.precisions)
+        raise OptionError(f"{cluster.gpu.name} has no {precision} for all of a trace; {suggestion}")
     schedule = trace.schedule
     simulator = Simulator(RunOptions(), _Replayed(schedule, cluster, precision), done)
     if trace.layout:
-        found, rounds, steady = simulator.until_steady()
+        traced, rounds, steady = simulator.until_steady()
     else:
-        found, rounds, steady = simulator.rounds(1), 1, True
-    free = simulator.rounds(found.rounds, free=True)
-    during, without = (_window(trace, one, rounds) for one in (found, free))
-    busy = metrics.communication(found, schedule, during).busy
+        traced, rounds, steady = simulator.rounds(1), 1, True
+    free = simulator.rounds(traced.rounds, free=True)
+    during, without = (_window(trace, run, rounds) for run in (traced, free))
+    busy = metrics.communication(traced, schedule, during).busy
     sent = traffic(schedule, cluster)
     return Replay(
         schedule=schedule.name,
@@ -616,17 +617,17 @@ def replay(
         exposed_comm_s=metrics.exposed_by_difference(busy, during.round_time, without.round_time),
         wire_bytes_per_gpu_per_step=sent.gpu / schedule.steps,
         nic_bytes_per_node_per_step=sent.nic / schedule.steps,
-        breakdown_s=metrics.breakdown(found, schedule),
+        breakdown_s=metrics.breakdown(traced, schedule),
         steady=steady,
-        rounds_simulated=found.rounds,
+        rounds_simulated=traced.rounds,
     )
 
 
-def _window(trace: Imported, found: Trace, rounds: int) -> Window:
+def _window(trace: Imported, traced: Trace, rounds: int) -> Window:
     """The rounds that are measured; of a trace of others, all of it."""
     if trace.layout:
-        return metrics.window(found, trace.schedule, rounds)
-    return Window(0.0, float(np.nanmax(found.grid(trace.schedule).ends)), 1)
+        return metrics.window(traced, trace.schedule, rounds)
+    return Window(0.0, float(np.nanmax(traced.grid(trace.schedule).ends)), 1)
 
 
 def _words(layout: Layout) -> str:

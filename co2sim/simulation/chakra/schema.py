@@ -54,30 +54,30 @@ def delimited(message: bytes) -> bytes:
 
 def messages(content: bytes, most: int) -> Iterator[bytes]:
     """The messages of a file. Raises ValueError for what is none, or for more than `most`."""
-    at = 0
-    for number in count():
-        if at == len(content):
+    position = 0
+    for index in count():
+        if position == len(content):
             return
-        if number >= most:
+        if index >= most:
             raise ValueError(f"it holds more than {most:,} messages")
         size = 0
         for shift in _SHIFTS:
-            if at == len(content):
+            if position == len(content):
                 break
-            byte = content[at]
-            at += 1
+            byte = content[position]
+            position += 1
             size |= byte % _MORE << shift
             if byte < _MORE:
                 break
         else:
-            raise ValueError(f"message {number} has no length; it is no file of Chakra messages")
-        if not 0 < size <= min(MAX_BYTES, len(content) - at):
+            raise ValueError(f"message {index} has no length; it is no file of Chakra messages")
+        if not 0 < size <= min(MAX_BYTES, len(content) - position):
             raise ValueError(
-                f"message {number} is {size:,} bytes long, and {len(content) - at:,} follow; a"
+                f"message {index} is {size:,} bytes long, and {len(content) - position:,} follow; a"
                 f" message has 1 to {MAX_BYTES:,}"
             )
-        yield content[at : at + size]
-        at += size
+        yield content[position : position + size]
+        position += size
 
 
 def parsed(kind: type[Message], content: bytes, what: str) -> Message:
@@ -92,14 +92,14 @@ def parsed(kind: type[Message], content: bytes, what: str) -> Message:
 
 def attributes(message: Message, what: str) -> dict[str, Any]:
     """The attributes of a message by name; lists as lists. Raises ValueError for a name twice."""
-    found: dict[str, Any] = {}
-    for one in message.attr:
-        kind = one.WhichOneof("value") or ""
-        if one.name in found:
-            raise ValueError(f"{what} has its attribute {visible(one.name)!r} twice")
-        value: Any = getattr(one, kind) if kind else None
-        found[one.name] = list(value.values) if kind.endswith("_list") else value
-    return found
+    values: dict[str, Any] = {}
+    for attribute in message.attr:
+        kind = attribute.WhichOneof("value") or ""
+        if attribute.name in values:
+            raise ValueError(f"{what} has its attribute {visible(attribute.name)!r} twice")
+        value: Any = getattr(attribute, kind) if kind else None
+        values[attribute.name] = list(value.values) if kind.endswith("_list") else value
+    return values
 
 
 FILE = "comm_group.json"
@@ -112,18 +112,18 @@ Members: TypeAlias = Mapping[str, Sequence[int]]
 
 def numbered(groups: Iterable[Group], layout: Layout) -> dict[range, int]:
     """A number from 1 for all ranks that meet, but not for all of a layout, nor for one alone."""
-    found: dict[range, int] = {}
+    numbers: dict[range, int] = {}
     for group in sorted(groups, key=str):
         for rank in range(layout.world_size):
             members = group.members(rank, layout)
             if 1 < len(members) < layout.world_size:
-                found.setdefault(members, len(found) + 1)
-    return found
+                numbers.setdefault(members, len(numbers) + 1)
+    return numbers
 
 
 def to_json(numbers: Mapping[range, int]) -> str:
     """The file of them."""
-    lines = [f'"{number}": {json.dumps(list(ranks))}' for ranks, number in numbers.items()]
+    lines = [f'"{group}": {json.dumps(list(ranks))}' for ranks, group in numbers.items()]
     return "{" + ",\n".join(lines) + "}\n"
 
 
@@ -137,7 +137,7 @@ def read_members(path: Any, ranks: int) -> Members:
     tree = files.json_tree(text_of(path))
     if not isinstance(tree, dict):
         raise ValueError(f"it is {given(tree)}; it must be an object")  # noqa: TRY004 - as below
-    found = {}
+    groups = {}
     for name, members in tree.items():
         if not isinstance(members, list) or not all(
             type(rank) is int and 0 <= rank < ranks for rank in members
@@ -146,10 +146,10 @@ def read_members(path: Any, ranks: int) -> Members:
                 f"group {given(name)} is {given(members)}; it must be a list of ranks, 0 to"
                 f" {ranks - 1}"
             )
-        found[name] = sorted(set(members))
-        if len(found[name]) != len(members) or not members:
+        groups[name] = sorted(set(members))
+        if len(groups[name]) != len(members) or not members:
             raise ValueError(f"group {given(name)} must have 1 rank or more, each once")
-    return found
+    return groups
 
 
 def group_of(members: Sequence[int], ranks: int) -> Group | None:

@@ -33,9 +33,9 @@ MOST = 2**63 - 1
 """Of a number in a trace: others read them as signed."""
 
 
-def places(found: Iterable[Work]) -> dict[Work, int]:
+def places(works: Iterable[Work]) -> dict[Work, int]:
     """The different works, buffers' names included, in order of first use, with their places."""
-    return {work: place for place, work in enumerate(dict.fromkeys(found))}
+    return {work: index for index, work in enumerate(dict.fromkeys(works))}
 
 
 def is_alone(work: Work, members: int) -> bool:
@@ -56,16 +56,16 @@ def numbers(work: Work, members: int) -> dict[str, int]:
     the part of one member, of all others the whole buffer. Raises OptionError above 2^63 - 1.
     """
     if isinstance(work, Compute):
-        found = {"num_ops": _whole(work.flops), "tensor_size": _whole(work.memory_bytes)}
+        amounts = {"num_ops": _whole(work.flops), "tensor_size": _whole(work.memory_bytes)}
     elif members == 1:
-        found = {"num_ops": 1, "tensor_size": 1}
+        amounts = {"num_ops": 1, "tensor_size": 1}
     else:
         parts = members if work.kind is Kind.ALL_GATHER else 1
-        found = {"comm_size": _whole(work.bytes / parts)}
-    large = [f"{name} of {work} is {value:.3g}" for name, value in found.items() if value > MOST]
+        amounts = {"comm_size": _whole(work.bytes / parts)}
+    large = [f"{name} of {work} is {value:.3g}" for name, value in amounts.items() if value > MOST]
     if large:
         raise OptionError(f"{large[0]}; a Chakra trace holds at most {MOST:.3g}")
-    return found
+    return amounts
 
 
 def _whole(value: float) -> int:
@@ -79,8 +79,8 @@ def work_text(work: Work) -> str:
 
 def typed(work: Work) -> Work:
     """The same with every number of its type: amounts may be given as whole numbers."""
-    found: Work = _adapter().validate_python(asdict(work))
-    return found
+    validated: Work = _adapter().validate_python(asdict(work))
+    return validated
 
 
 def work_of(text: str) -> Work:
@@ -88,12 +88,12 @@ def work_of(text: str) -> Work:
     from pydantic import ValidationError  # noqa: PLC0415 - slow
 
     try:
-        found: Work = _adapter().validate_python(files.json_tree(text))
+        work: Work = _adapter().validate_python(files.json_tree(text))
     except ValidationError as error:
         raise ValueError(f"its work {first_problem(error)}") from error
     except Co2simError as error:
         raise ValueError(str(error)) from error
-    return found
+    return work
 
 
 @cache
