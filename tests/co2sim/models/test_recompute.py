@@ -471,7 +471,7 @@ def test_more_layers_again_are_less_memory_and_no_less_time(
     """
     options = {**options, "tp": 1}
     few, many = (job(f"full/{each}", **options) for each in (every * times, every))
-    assert memory(many) <= memory(few) + 2 * S * B * H
+    assert memory(many) <= (memory(few) + 2 * S * B * H) * (1 + 1e-9)
     assert time(few, gpu) <= time(many, gpu) * (1 + 1e-9)
     assert few.hardware_flops_per_sample <= many.hardware_flops_per_sample
 
