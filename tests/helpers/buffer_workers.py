@@ -7,10 +7,10 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from local_problem import said
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from co2sim.common.errors import Co2simError
 from realrun.algorithms import DiLoCo, LocalSGD
 from realrun.execute.world import World
 
@@ -369,8 +369,4 @@ def new_buffers(world: World) -> str:
     """What is said where the ranks begin with sparse buffers of other structure."""
     matrix = torch.eye(3) if world.rank else torch.ones(3, 3)
     model = linear(graph=matrix.to_sparse())
-    try:
-        LocalSGD(model, sgd(model), tau=2)
-    except Co2simError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return said(lambda: LocalSGD(model, sgd(model), tau=2))

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from local_problem import co2_of
+from local_problem import co2_of, said
 from torch import Tensor, nn
 
-from realrun import algorithms
 from realrun.algorithms import DiLoCo, LocalSGD
 from realrun.execute.world import World
 
@@ -32,15 +31,6 @@ def slopes(model: nn.Module, rank: int, step: int) -> None:
 def flat(model: nn.Module) -> Tensor:
     """All parameters."""
     return torch.cat([one.detach().flatten() for one in model.parameters()])
-
-
-def said(work: Callable[[], Any]) -> str:
-    """What is raised, or nothing."""
-    try:
-        work()
-    except algorithms.Co2simError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 class Sam(torch.optim.Optimizer):
@@ -186,22 +176,6 @@ def resumed(world: World) -> list[float]:
         other.finish()
         found.append(float((flat(model) - flat(again)).abs().max()))
     return found
-
-
-def ended(world: World) -> dict[str, Any]:
-    """Buffers and parameters after a block of five steps in rounds of three."""
-    model = nn.Sequential(network(), nn.BatchNorm1d(1))
-    model.register_buffer("phase", torch.full((2,), 1.0 + 1.0j))
-    with LocalSGD(model, torch.optim.SGD(model.parameters(), 0.05), tau=3) as local:
-        for number in range(5):
-            slopes(model, world.rank, number)
-            local.optimizers[0].step()
-        model.phase.mul_(1 + world.rank)  # type: ignore[operator, union-attr]
-    return {
-        "model": flat(model).tolist(),
-        "buffers": [one.double().mean().item() for one in model.buffers() if not one.is_complex()],
-        "phase": model.phase[0].real.item(),  # type: ignore[index, union-attr]
-    }
 
 
 def uneven(world: World) -> str:

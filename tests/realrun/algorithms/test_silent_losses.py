@@ -36,13 +36,6 @@ def test_what_is_loaded_before_the_algorithm_is_made_goes_on_bit_for_bit() -> No
     assert on_ranks("resumed", 2, module=MODULE) == [[0.0, 0.0]] * 2
 
 
-def test_a_block_ends_with_one_model_and_one_set_of_buffers() -> None:
-    """Also in the midst of a round; complex numbers are averaged, too."""
-    one, other = on_ranks("ended", 2, module=MODULE)
-    assert one == other
-    assert one["phase"] == 1.5
-
-
 def test_nodes_of_unequal_size_are_refused_on_all_ranks() -> None:
     """One, one and two ranks, each size of which divides the world."""
     told = on_ranks("uneven", 4, module=MODULE, last=True)
