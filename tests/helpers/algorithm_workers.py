@@ -47,23 +47,32 @@ def follow(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for case in cases:
         model, optim, algorithm = made(case, world)
-        tau, history, stats = case["options"]["tau"], [], []
-        with algorithm:
-            for t in range(case["rounds"]):
-                train(model, optim, world.rank, range(t * tau, (t + 1) * tau))
-                history.append(vector(model).tolist())
-                stats.append(algorithm.stats())
-        found.append(
-            {
-                "history": history,
-                "penalties": [one.penalty for one in stats],
-                "clipped": stats[-1].clipped,
-                "residual": stats[-1].clip_residual,
-                "counts": [stats[-1].rounds, stats[-1].steps],
-                "sent": stats[-1].bytes_sent,
-            }
-        )
+        steps = partial(train, model, optim, world.rank)
+        found.append(followed(case, algorithm, steps, partial(vector, model)))
     return found
+
+
+def followed(
+    case: dict[str, Any],
+    algorithm: LocalUpdate,
+    steps: Callable[[range], None],
+    held: Callable[[], torch.Tensor],
+) -> dict[str, Any]:
+    """What is `held` after each round of a case, and the algorithm's stats."""
+    tau, history, stats = case["options"]["tau"], [], []
+    with algorithm:
+        for t in range(case["rounds"]):
+            steps(range(t * tau, (t + 1) * tau))
+            history.append(held().tolist())
+            stats.append(algorithm.stats())
+    return {
+        "history": history,
+        "penalties": [each.penalty for each in stats],
+        "clipped": stats[-1].clipped,
+        "residual": stats[-1].clip_residual,
+        "counts": [stats[-1].rounds, stats[-1].steps],
+        "sent": stats[-1].bytes_sent,
+    }
 
 
 @contextmanager
@@ -509,12 +518,16 @@ def chosen_delay(world: World) -> dict[str, Any]:
 
 
 def agreed(world: World) -> list[Any]:
-    """The consensus after every step of three rounds, a run that ends there, and what stays."""
+    """The consensus after every step of three rounds, a run that ends there, and what stays.
+
+    Without outer momentum, and with it and a preview.
+    """
     seen = []
-    for steps in range(1, 10):
+    outer: dict[str, Any] = {"outer_momentum": 0.9, "outer_lr": 0.1, "preview": True}
+    for options, steps in itertools.product(({}, outer), range(1, 10)):
         model = network()
         optim = optimizer(model, "sgd")
-        with co2_of(model, optim, tau=3, delay=2) as co2:
+        with co2_of(model, optim, tau=3, delay=2, **options) as co2:
             for step in range(steps):
                 train(model, optim, world.rank, range(step, step + 1))
                 live = vector(model)

@@ -288,7 +288,7 @@ def unlike(world: World) -> dict[str, Any]:
 
 
 def frozen(world: World) -> dict[str, list[str]]:
-    """Frozen weights after an end, however they were changed."""
+    """Frozen weights in a consensus, after it and at the end, however they were changed."""
     moves: dict[str, Callable[[nn.Module], object]] = {
         "data": lambda one: one.weight.data.mul_(0).add_(world.rank),
         "assigned": lambda one: setattr(one.weight, "data", torch.full((1, 6), float(world.rank))),
@@ -308,14 +308,18 @@ def frozen(world: World) -> dict[str, list[str]]:
     for name in ("own", *moves):
         model[name].requires_grad_(requires_grad=False)
     optimizer = sgd(model["student"])
-    found = {}
-    with LocalSGD(model, optimizer, tau=2):
+    found: dict[str, list[str]] = {}
+    with LocalSGD(model, optimizer, tau=2) as local:
         model["own"].weight.data.fill_(world.rank)  # before the first step: as it was loaded
         train(model["student"], optimizer, world)
         for name, move in moves.items():
             move(model[name])
+        with local.consensus(buffers=True):
+            found = {name: numbers(model[name].weight[0, 2]) for name in moves}
+        for name in moves:
+            found[name] += numbers(model[name].weight[0, 2])
     for name in moves:
-        found[name] = numbers(model[name].weight[0, 2])
+        found[name] += numbers(model[name].weight[0, 2])
     return {**found, "own": numbers(model["own"].weight[0, 2])}
 
 

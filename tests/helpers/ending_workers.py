@@ -5,6 +5,7 @@ import signal
 import time
 import warnings
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,61 +122,55 @@ def within(world: World) -> dict[str, Any]:
     return {**found, "twice": said(local.finish)}
 
 
-def settled(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ranks take other numbers of steps of a constant gradient: what each ends with, and is told.
+def sliding() -> tuple[nn.Linear, torch.optim.Optimizer]:
+    """A model of zeros whose gradient is -1: a step of rate 1 adds 1 to all parameters."""
+    model = nn.Linear(3, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    return model, torch.optim.SGD(model.parameters(), lr=1.0)
 
-    The gradient is -1 on all ranks, so that a step of rate 1 adds 1 to the parameters.
-    """
+
+def slide(model: nn.Linear, optim: torch.optim.Optimizer, *, spoilt: bool = False) -> None:
+    """A step; the gradient of a `spoilt` one is NaN in the bias."""
+    optim.zero_grad()
+    (-sum(each.sum() for each in model.parameters())).backward()  # type: ignore[arg-type]
+    if spoilt:
+        model.bias.grad.fill_(torch.nan)  # type: ignore[union-attr]
+    optim.step()
+
+
+def settled(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Ranks take other numbers of steps: what each ends with, and is told."""
     found = []
     for case in cases:
-        model = nn.Linear(3, 1)
-        nn.init.zeros_(model.weight)
-        nn.init.zeros_(model.bias)
-        optim = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optim = sliding()
+        make = partial(algorithm_of, case["algorithm"], timeout=60, **case["options"])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            with algorithm_of(
-                case["algorithm"], model, optim, timeout=60, **case["options"]
-            ) as training:
+            with make(model, optim) as training:
                 for _ in range(case["steps"][world.rank]):
-                    optim.zero_grad()
-                    (-sum(one.sum() for one in model.parameters())).backward()  # type: ignore[arg-type]
-                    optim.step()
-        said = [str(one.message) for one in caught if "steps" in str(one.message)]
-        found.append(
-            {
-                "end": vector(model).tolist(),
-                "said": said,
-                "line": [Path(one.filename).name for one in caught],
-                "steps": training.stats().steps,
-            }
-        )
+                    slide(model, optim)
+        told = [str(each.message) for each in caught if "steps" in str(each.message)]
+        line = [Path(each.filename).name for each in caught]
+        end, steps = vector(model).tolist(), training.stats().steps
+        found.append({"end": end, "said": told, "line": line, "steps": steps})
     return found
 
 
 def not_finite(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rank 1 has a NaN in a parameter after one step, with on_nonfinite='anchor'.
-
-    A step of rate 1 adds 1 to the parameters of every rank.
-    """
+    """Rank 1 has a NaN in a parameter after one step, with on_nonfinite='anchor'."""
     found = []
     for case in cases:
-        model = nn.Linear(3, 1)
-        nn.init.zeros_(model.weight)
-        nn.init.zeros_(model.bias)
-        optim = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optim = sliding()
+        make = partial(algorithm_of, case["algorithm"], on_nonfinite="anchor", **case["options"])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            with algorithm_of(
-                case["algorithm"], model, optim, on_nonfinite="anchor", **case["options"]
-            ):
+            with make(model, optim):
                 for step in range(case["steps"]):
-                    optim.zero_grad()
-                    (-sum(one.sum() for one in model.parameters())).backward()  # type: ignore[arg-type]
-                    if step == case["nan"] and world.rank in case["ranks"]:
-                        model.bias.grad.fill_(torch.nan)  # type: ignore[union-attr]
-                    optim.step()
-        found.append({"end": vector(model).tolist(), "said": [str(one.message) for one in caught]})
+                    spoilt = step == case["nan"] and world.rank in case["ranks"]
+                    slide(model, optim, spoilt=spoilt)
+        told = [str(each.message) for each in caught]
+        found.append({"end": vector(model).tolist(), "said": told})
     return found
 
 

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from algorithm_workers import followed
 from local_problem import algorithm_of, batch, network, optimizer, said
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -99,20 +100,8 @@ def follow(_: World, inside: str, cases: list[dict[str, Any]]) -> list[dict[str,
     found = []
     for case in cases:
         model, optim, algorithm, mesh = started(inside, case)
-        tau, history, stats = case["options"]["tau"], [], []
-        with algorithm:
-            for t in range(case["rounds"]):
-                train_inside(model, optim, mesh, range(t * tau, (t + 1) * tau))
-                history.append(whole(model).tolist())
-                stats.append(algorithm.stats())
-        found.append(
-            {
-                "history": history,
-                "penalties": [one.penalty for one in stats],
-                "clipped": stats[-1].clipped,
-                "residual": stats[-1].clip_residual,
-            }
-        )
+        steps = partial(train_inside, model, optim, mesh)
+        found.append(followed(case, algorithm, steps, partial(whole, model)))
     return found
 
 

@@ -186,27 +186,6 @@ def uneven(world: World) -> str:
     return said(lambda: LocalSGD(model, optimizer, tau=2, worker="node"))
 
 
-def teacher(world: World) -> list[list[float]]:
-    """What a frozen teacher that follows the model holds in a consensus, and at the end."""
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"own": nn.Linear(3, 1), "teacher": nn.Linear(3, 1)})
-    model["teacher"].requires_grad_(requires_grad=False)
-    optim = torch.optim.SGD(model["own"].parameters(), lr=0.1)
-    found = []
-    with LocalSGD(model, optim, tau=2) as algorithm:
-        for step in range(5):
-            numbers = torch.Generator().manual_seed(10 * world.rank + step)
-            optim.zero_grad()
-            model["own"](torch.randn(4, 3, generator=numbers)).square().mean().backward()
-            optim.step()
-            with torch.no_grad():
-                model["teacher"].weight.lerp_(model["own"].weight, 0.5)
-        with algorithm.consensus(buffers=True):
-            found.append(model["teacher"].weight.flatten().tolist())
-        found.append(model["teacher"].weight.flatten().tolist())
-    return [*found, model["teacher"].weight.flatten().tolist()]
-
-
 class Rows(nn.Module):
     """An embedding whose forward pass changes its weights, in one of several ways."""
 

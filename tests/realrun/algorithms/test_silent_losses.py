@@ -42,14 +42,6 @@ def test_nodes_of_unequal_size_are_refused_on_all_ranks() -> None:
     assert all("same number of ranks" in one for one in told)
 
 
-def test_frozen_parameters_that_are_changed_by_hand_end_alike() -> None:
-    """A teacher within the model, in a consensus with buffers, after it, and at the end."""
-    one, other = on_ranks("teacher", 2, module=MODULE)
-    assert one[0] == other[0]
-    assert one[1] != other[1]
-    assert one[2] == other[2]
-
-
 WAYS = ["max_norm", "bag", "functional", "clamp", "data", "assigned", "drawn rows", "halved"]
 
 
