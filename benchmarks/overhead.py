@@ -102,10 +102,8 @@ def main() -> int:
     sizes, rounds = (("tiny",), 3) if options.quick else (("mini", "small"), 20)
     rows, bad = [], 0
     for size in sizes:
-        for name, extra in (
-            ("defaults", {}),
-            ("clip, staleness 2", {"clip": 0.01, "staleness": 2}),
-        ):
+        clipped = {"clip": 0.01, "staleness": 2}
+        for name, extra in (("defaults", {}), ("clip, staleness 2", clipped)):
             found = measure(size, BATCH, TAU, rounds, **extra)
             hook, outer = found["hook"] / found["step"], found["outer"] / (TAU * found["step"])
             bad += hook >= STEP_LIMIT or outer >= ROUND_LIMIT

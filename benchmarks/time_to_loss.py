@@ -144,8 +144,6 @@ CONTENDERS = (
     Contender("CO2, tau and delay auto", "co2:tau=auto,delay=auto,keep=1", 1e-2),
 )
 
-NEVER = 10_000
-"""Steps of a round that does not end."""
 _STEPS_ALONE = "local_sgd:tau=10000"  # a round that does not end
 ALONE = Contender("calibration: nothing is sent", _STEPS_ALONE, 5e-3)
 IN_DDP = Contender("calibration: DDP that sends nothing", _STEPS_ALONE, 5e-3, peer="torch alone")
@@ -660,7 +658,7 @@ def _hidden_cells(rate: str, name: str, ours: pd.DataFrame, runs: pd.DataFrame) 
     if blocking.empty:
         return cells
     took = blocking["waited_s"].sum() / blocking["rounds"].sum()
-    alone = (blocking["predicted_step_s"] - blocking["local_step_s"]).mean() * _tau(blocking)
+    alone = (blocking["predicted_step_s"] - blocking["local_step_s"]).mean() * TAU
     return {
         **cells,
         "LocalSGD waited ms": f"{took * 1e3:.1f}",
@@ -668,10 +666,6 @@ def _hidden_cells(rate: str, name: str, ours: pd.DataFrame, runs: pd.DataFrame) 
         "an average by co2sim ms": f"{alone * 1e3:.1f}",
         "hidden of this": f"{1 - waited / alone:.1%}",
     }
-
-
-def _tau(frame: pd.DataFrame) -> int:
-    return int(str(frame["strategy"].iloc[0]).partition("tau=")[2].partition(",")[0])
 
 
 def draw(figure: Figure, frame: pd.DataFrame, target: float) -> None:
