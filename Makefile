@@ -9,7 +9,7 @@ WORKERS = $(shell $(PYTHON) -c "import os; print(os.cpu_count() or 1)")
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 
-.PHONY: run check fast test nightly torch-versions docs bench fidelity verify failures convergence long-study bound-ranking time-to-loss peers overhead \
+.PHONY: run check fast test nightly torch-versions docs bench fidelity verify convergence long-study bound-ranking time-to-loss overhead \
   checkpoints explore-speed ssp quantization tasks engines chaos torchft-kills mutants lock audit golden format lint clean
 
 run: $(STAMP)-report
@@ -79,22 +79,16 @@ products: $(STAMP)-dev
 fidelity: $(STAMP)-dev
 	$(BIN)/python benchmarks/fidelity.py sleep $(QUICK)
 	$(BIN)/python benchmarks/fidelity.py flops $(QUICK)
-	$(BIN)/python benchmarks/fidelity_turns.py $(QUICK)
 	$(BIN)/python benchmarks/fidelity.py hiding $(QUICK)
 	$(BIN)/python benchmarks/fidelity.py invented $(QUICK)
 	$(BIN)/python benchmarks/fidelity.py sites $(QUICK)
-	$(BIN)/python benchmarks/collectives.py $(QUICK)
 
 verify: $(STAMP)-dev
 	PYTHONPATH=tests $(BIN)/python -m theory --out out/verify $(QUICK)
 	$(if $(QUICK),,cp out/verify/report.md benchmarks/results/theory.md; cp out/verify/bound.png examples/)
 
-failures: $(STAMP)-dev
-	$(BIN)/python benchmarks/failures.py $(QUICK)
-
 convergence: $(STAMP)-dev
 	$(BIN)/python benchmarks/convergence.py $(QUICK)
-	$(BIN)/python benchmarks/step_factors.py $(QUICK)
 
 long-study: $(STAMP)-dev
 	$(BIN)/python benchmarks/long_study.py $(QUICK)
@@ -103,11 +97,8 @@ bound-ranking: $(STAMP)-dev
 	$(BIN)/python benchmarks/bound_ranking.py $(QUICK)
 
 time-to-loss: $(STAMP)-dev
-	$(BIN)/python benchmarks/time_to_loss.py $(QUICK)
-
-peers: $(STAMP)-dev
 	$(BIN)/python -m pip install --quiet --editable '.[peers]'
-	$(BIN)/python benchmarks/peers.py $(QUICK)
+	$(BIN)/python benchmarks/time_to_loss.py $(QUICK)
 
 ssp: $(STAMP)-dev
 	$(BIN)/python benchmarks/ssp.py $(QUICK)

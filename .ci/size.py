@@ -16,7 +16,8 @@ import sys, co2sim
 calls = []
 for note in None, lambda frame, *event: calls.append((event[0], frame.f_code.co_filename)):
     sys.setprofile(note)
-    co2sim.simulate("dgx-h100", "llama-7b", "zero2", gpus=64, micro_batch=1, accumulation=1)
+    batch = {"micro_batch": 1, "accumulation": 1, "recompute": "none"}
+    co2sim.simulate("dgx-h100", "llama-7b", "zero2", gpus=64, **batch)
 files = [name for event, name in calls if event == "call"]
 print(len({name for name in files if "/co2sim/" in name}), "files,", len(files), "calls")
 """

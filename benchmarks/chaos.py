@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -317,10 +318,11 @@ def tried(trial: Trial, base: Path) -> dict[str, Any]:
     with small_disk(trial, place):
         one = started(place, words_of(trial.target, trial.strategy))
         hit = befall(trial, one, seconds)
-        problem = ""
+        problem, since = "", time.monotonic()
         if not one.ended(seconds + max(DEADLINE, SILENT) + SPARE):
             problem = "it has not ended in time"
-        elif found := left(SPARE):
+        took = time.monotonic() - since
+        if not problem and (found := left(SPARE)):
             problem = f"left behind: {' '.join(found[0].cmdline())[:200]}"
         kill_all()
         problem = problem or next(judge(trial, one, hit=hit), "")[:400]
@@ -330,7 +332,7 @@ def tried(trial: Trial, base: Path) -> dict[str, Any]:
             kill_all()
     if not problem:
         shutil.rmtree(place)
-    return asdict(trial) | {"hit": hit, "problem": problem}
+    return asdict(trial) | {"hit": hit, "seconds": took, "problem": problem}
 
 
 def report(found: list[dict[str, Any]], skipped: int, seed: int) -> str:
@@ -342,6 +344,9 @@ def report(found: list[dict[str, Any]], skipped: int, seed: int) -> str:
             here = [one for one in found if (one["fault"], one["target"]) == (fault, target)]
             good = sum(not one["problem"] for one in here)
             row[target] = f"{good} of {len(here)}" if here else ""
+        ends = [one["seconds"] for one in found if one["fault"] == fault and one["hit"]]
+        row["median s"] = f"{median(ends):.1f}" if ends else ""
+        row["longest s"] = f"{max(ends):.1f}" if ends else ""
         rows.append(row)
     failed = [one for one in found if one["problem"]]
     late = sum(not one["hit"] for one in found)
@@ -354,7 +359,8 @@ def report(found: list[dict[str, Any]], skipped: int, seed: int) -> str:
  time from its start to its end; in {late} of them it had ended, or there was nothing to hit. It\
  must end in time with the right exit code and a line that names the rank, without a traceback, and\
  no process may be left. A training and a study then go on, and end with the same bytes as one that\
- nothing befell. {skipped} others were not made: labs and full disks need root. {machine()}
+ nothing befell. Seconds are from the fault to the end. {skipped} others were not made: labs and\
+ full disks need root. {machine()}
 
 {table(rows)}
 

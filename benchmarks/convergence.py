@@ -8,7 +8,8 @@ on a grid of factors of 2, extended while the best is at its edge, then the oute
 grid at that rate. The best is run with three other seeds. All runs share one launch of the ranks.
 
 Each finished run is a row of convergence-runs.csv; what is there is not run again. Writes
-convergence.csv, convergence.md and convergence.png.
+convergence.csv, convergence.md and convergence.png, and from the runs the catalog's
+step_factors.toml.
 """
 
 import json
@@ -16,13 +17,16 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
-from reports import machine, made_by, png, publish, table
+from reports import FOLDER, RESULTS, machine, made_by, png, publish, table
 from studies import (
     CLIP,
     TUNING_SEED,
@@ -38,6 +42,9 @@ from studies import (
 )
 
 from co2sim.common.plots import COLOURS
+from co2sim.strategies import LocalSteps, parse
+from co2sim.strategies.local import round_steps
+from co2sim.strategies.step import title
 from realrun.train.log import MARKERS
 
 RUNS = "convergence-runs.csv"
@@ -208,6 +215,78 @@ def _last(axis: Axes, frame: pd.DataFrame) -> None:
     axis.set_xlabel("validation loss after the last step: mean and range of the seeds")
 
 
+CATALOG: Path = FOLDER.parent / "co2sim/catalog/step_factors.toml"
+_MIN_SEEDS = 3
+"""For a mean that counts; other runs were made to choose by."""
+
+_HEAD = """\
+# Steps of a method that are worth one step of DDP; written by `python benchmarks/convergence.py`.
+# factor = steps / ddp_steps: the method ends with the validation loss that DDP has after ddp_steps,
+# in a run of the same length, schedule and batch. Each has its own best learning rate; of several
+# outer steps the best counts. beta1 is that of AdamW in the local steps. A shorter run of DDP
+# would have reached that loss sooner: the true factor is larger. Longer trainings, other models and
+# other batches have other factors.
+"""
+
+
+def step_factors(runs: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """How many steps of a method are worth one of DDP: the best outer step of budget and strategy.
+
+    The loss that a method ends with is looked up on the mean curve of DDP: the same run length,
+    warm-up and decay, each at its own best learning rate. A run of DDP that was as short as that,
+    with its learning rate decayed by then, would have reached the loss sooner: the factors are
+    lower bounds. Peers have no strategy.
+    """
+    beta1 = {line.name: line.momentum for line in configurations()}
+    whole = runs[["validation_loss", "strategy"]].notna().all(axis=1)
+    runs = runs[whole & (runs["seed"] != TUNING_SEED)]
+    for label, group in runs.groupby("budget"):
+        steps, batch = map(int, str(label).rpartition("-")[2].split("x"))
+        curves = [json.loads(text) for text in group.loc[group["strategy"] == "ddp", "curve"]]
+        points = np.array(curves)  # seed, validation, (characters, loss)
+        losses = points[:, :, 1].mean(axis=0)
+        lengths = points[0, :, 0] / points[0, -1, 0] * steps
+        best: dict[str, tuple[float, str, int, str]] = {}
+        others = group[group["strategy"] != "ddp"].fillna({"outer": ""})
+        for (strategy, outer), same in others.groupby(["strategy", "outer"]):
+            name = str(same["configuration"].iloc[0])
+            line = mean(same["validation_loss"]), str(outer), len(same), name
+            if line[2] >= _MIN_SEEDS and line < best.get(strategy, (np.inf, "", 0, "")):
+                best[strategy] = line
+        facts = json.loads(group["facts"].iloc[0])
+        for strategy in sorted(best, key=lambda text: (parse(text).name, _tau(text))):
+            loss, outer, seeds, name = best[strategy]
+            worth = float(np.interp(-loss, -losses, lengths))
+            yield {
+                "strategy": title(parse(strategy)),
+                "factor": round(steps / worth, 2),
+                "loss": round(loss, 4),
+                "ddp_steps": round(worth),
+                "steps": steps,
+                "batch": batch,
+                "workers": Budget().workers,
+                "seeds": seeds,
+                "outer": outer,
+                "beta1": beta1[name],
+                "parameters": facts["parameters"],
+                "source": f"benchmarks/results/{RUNS}, {label}",
+            }
+
+
+def _tau(text: str) -> int:
+    strategy = parse(text)
+    return round_steps(strategy) if isinstance(strategy, LocalSteps) else 1
+
+
+def catalog(runs: pd.DataFrame) -> str:
+    """The factors as a file of the catalog."""
+    parts = [
+        "\n".join(["[[factor]]", *(f"{key} = {json.dumps(x)}" for key, x in factor.items())])
+        for factor in step_factors(runs)
+    ]
+    return "\n\n".join([_HEAD.rstrip(), *parts]) + "\n"
+
+
 def budget_of(options: Namespace) -> Budget:
     """Of all runs."""
     return Budget.small() if options.quick else Budget()
@@ -227,6 +306,9 @@ def write(options: Namespace) -> None:
         frame.drop(columns="curve").to_csv(options.out / "convergence.csv", index=False)
         picture = png((12.0, 5.2), lambda figure: draw(figure, frame))
         publish(options, "convergence", report(frame, budget, rows), picture)
+    if not budget.quick:
+        path = CATALOG if options.out == RESULTS else options.out / CATALOG.name
+        path.write_text(catalog(pd.read_csv(options.out / RUNS)))
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ Writes benchmarks/results/engines.md.
 
 import hashlib
 import json
+import multiprocessing
 import resource
 import signal
 import subprocess
@@ -20,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,28 +43,19 @@ _PATIENCE = 60.0
 
 def main() -> None:
     """Run all three, and write the table."""
-    command = parser(__doc__, "3,000 cases")
-    command.add_argument("--child", nargs=3, help="one run: its folder, its sizes, its scheduler")
-    options = command.parse_args()
-    if options.child:
-        print(
-            json.dumps(
-                child(Path(options.child[0]), json.loads(options.child[1]), options.child[2])
-            )
-        )
-        return
+    options = parser(__doc__, "3,000 cases").parse_args()
     sizes = _QUICK if options.quick else _FULL
     with tempfile.TemporaryDirectory() as name:
         here = Path(name)
-        with cluster(here) as (address, workers), ThreadPoolExecutor(1) as beside:
-            running = beside.submit(measured, here / "one", sizes)
+        with cluster(here) as (address, workers), processes() as fresh:
+            running = fresh.submit(swept, here / "one", sizes)
             killer = Killer(here / "dask", sizes[0] * sizes[1], workers)
             killer.start()
-            spread = measured(here / "dask", sizes, address)
+            spread = fresh.submit(swept, here / "dask", sizes, address).result()
             killer.over.set()
             killer.join()
             alone = running.result()
-        again = measured(here / "dask", sizes)
+            again = fresh.submit(swept, here / "dask", sizes).result()
         sums = {run: digest(here / run) for run in ("one", "dask")}
     rows = [
         row("one process", alone, sums["one"]),
@@ -105,15 +97,12 @@ def row(what: str, found: dict[str, Any], digest: str) -> dict[str, str]:
     }
 
 
-def measured(place: Path, sizes: tuple[int, int], address: str = "") -> dict[str, Any]:
-    """A run in a process of its own."""
-    words = [sys.executable, __file__, "--child", str(place), json.dumps(sizes), address]
-    done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+def processes() -> ProcessPoolExecutor:
+    """What makes two runs at a time, each in a new process."""
+    return ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), max_tasks_per_child=1)
 
 
-def child(place: Path, sizes: tuple[int, int], address: str) -> dict[str, Any]:
+def swept(folder: Path, sizes: tuple[int, int], address: str = "") -> dict[str, Any]:
     """Sweep, and measure this process."""
     gpu = GPU("small", 1e9, 1e12, {"bf16": 1e12}, ((1.0, 1.0),))
     two = Cluster(
@@ -133,9 +122,11 @@ def child(place: Path, sizes: tuple[int, int], address: str) -> dict[str, Any]:
     }
     began = time.monotonic()
     engine = {"engine": "dask", "scheduler": address} if address else {}
-    kept = sweep_to(place, two, model, "ddp", vary=vary, accumulation=1, recompute="none", **engine)
+    kept = sweep_to(
+        folder, two, model, "ddp", vary=vary, accumulation=1, recompute="none", **engine
+    )
     if kept.failed:
-        sys.exit(f"{kept.failed:,} of {kept.cases:,} cases failed")
+        raise RuntimeError(f"{kept.failed:,} of {kept.cases:,} cases failed")
     return {
         "computed": kept.computed,
         "reused": kept.reused,

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
 from reports import folder, machine, made_by, parser, table
-from speed import SpeedLine, within
+from speed import SpeedLine
 
 _REST = 4000
 """Milliseconds in which the page has asked for all positions."""
@@ -112,18 +112,15 @@ def measured(opened: int, every: int) -> list[SpeedLine]:
                 page.goto(url)
                 page.wait_for_selector("body[data-ready]")
                 rested, moves, drag = moved(page, every)
-                paint = within(paints, 1.0, "s")
-                lines.append(SpeedLine(f"first paint, {what}", paints, "s", [paint]))
-                move = within(moves, 100.0, "ms")
+                lines.append(SpeedLine(f"first paint, {what}", paints, "s", 1))
                 what_moves = f"table and bars after a move of a slider, {what}"
-                rest = within(rested, 100.0, "ms")
-                lines.append(SpeedLine(what_moves, rested, "ms", [rest]))
-                lines.append(SpeedLine(f"{what_moves}, at once", moves, "ms", [move]))
+                lines.append(SpeedLine(what_moves, rested, "ms", 100))
+                lines.append(SpeedLine(f"{what_moves}, at once", moves, "ms", 100))
                 last = f"everything, the curve too, after the end of a drag, {what}"
-                lines.append(SpeedLine(last, drag, "ms", []))
+                lines.append(SpeedLine(last, drag, "ms"))
                 page.close()
         browser.close()
-    lines.append(SpeedLine("the server's end after control-C", ends, "s", [within(ends, 2.0, "s")]))
+    lines.append(SpeedLine("the server's end after control-C", ends, "s", 2))
     return lines
 
 

@@ -79,27 +79,6 @@ def sleep_jobs() -> Iterator[LabJob]:
             yield LabJob(Lab(nodes, per_node, rate), model, named)
 
 
-def flops_jobs() -> Iterator[LabJob]:
-    """Two ranks, so that each has a core to itself."""
-    for number, rate in enumerate(RATES):
-        yield LabJob(Lab(2, 1, rate), "tiny-5m", STRATEGIES[number % 2 :: 2])
-
-
-def turns_jobs() -> Iterator[LabJob]:
-    """Two ranks again; few local steps, so that a round is short."""
-    for rate in ("400 Mbit/s", "1.5 Gbit/s"):
-        yield LabJob(Lab(2, 1, rate), "tiny-5m", ("ddp", "zero3", "zeropp", "co2.published:tau=2"))
-
-
-def hiding_jobs() -> Iterator[LabJob]:
-    """Enough local steps to hide an average of 0.9 s, and the same without hiding."""
-    yield LabJob(
-        Lab(4, 1, "300 Mbit/s"),
-        "tiny-5m",
-        ("co2.published:tau=8", "local_sgd:tau=8", "ddp"),
-    )
-
-
 SITES = (
     "co2.published:tau=8,worker=site",
     "co2:tau=8,delay=4,worker=site,inner=fsdp",
@@ -112,18 +91,26 @@ SITES = (
 """With a site, or a GPU, as the worker, and one strategy over both sites."""
 
 
-def sites_jobs() -> Iterator[LabJob]:
-    """Two sites of two nodes, at two rates between them."""
-    for wan in ("50 Mbit/s", "200 Mbit/s"):
-        yield LabJob(Lab(4, 1, "1 Gbit/s", sites=2, wan=wan), "tiny-5m", SITES)
-
-
-def quick_jobs() -> Iterator[LabJob]:
-    """One small lab."""
-    yield LabJob(Lab(2, 1, "3 Gbit/s"), "tiny-5m", ("ddp", "co2.published:tau=4"))
-
-
-JOBS = {"sleep": sleep_jobs, "flops": flops_jobs, "hiding": hiding_jobs, "sites": sites_jobs}
+QUICK = [LabJob(Lab(2, 1, "3 Gbit/s"), "tiny-5m", ("ddp", "co2.published:tau=4"))]
+JOBS = {
+    "sleep": list(sleep_jobs()),
+    # Two ranks, so that each has a core to itself.
+    "flops": [
+        LabJob(Lab(2, 1, rate), "tiny-5m", STRATEGIES[number % 2 :: 2])
+        for number, rate in enumerate(RATES)
+    ],
+    # Enough local steps to hide an average of 0.9 s, and the same without hiding.
+    "hiding": [
+        LabJob(
+            Lab(4, 1, "300 Mbit/s"), "tiny-5m", ("co2.published:tau=8", "local_sgd:tau=8", "ddp")
+        )
+    ],
+    # Two sites of two nodes, at two rates between them.
+    "sites": [
+        LabJob(Lab(4, 1, "1 Gbit/s", sites=2, wan=wan), "tiny-5m", SITES)
+        for wan in ("50 Mbit/s", "200 Mbit/s")
+    ],
+}
 
 INVENTED = (
     "ddp:bucket_mib={bucket}",
@@ -176,9 +163,6 @@ SOURCES = {
     "at_speed": "that probe, and afterwards from the speed of matrix products in the run itself",
 }
 """What predictions are made from."""
-
-SAME_SPEED = 0.03
-"""By which products in a run may differ from those in the probe."""
 
 SHORT_PROBE = ("--budget", "2 s", "--max-size", "1 MiB")
 """For a trial; too short to predict well."""
@@ -283,30 +267,11 @@ def summary(frame: pd.DataFrame, source: str) -> str:
     )
 
 
-def drift(frame: pd.DataFrame) -> str:
-    """What the machine did between the probe and the runs, as a text."""
-    speed = frame["speed"]
-    steady = frame[(speed - 1).abs() <= SAME_SPEED]["probed_error"].abs()
-    told = (
-        f"Large matrix products in the runs had {speed.min():.0%} to {speed.max():.0%} of the speed"
-        f" that the probe found. In {len(steady)} of {len(frame)} runs it was within"
-        f" {SAME_SPEED:.0%}"
-    )
-    if steady.empty:
-        return f"{told}."
-    return (
-        f"{told}: there the round time from the probe is off by {steady.median():.1%} and"
-        f" {steady.max():.1%}."
-    )
-
-
 def report(rows: Sequence[LabRow], kernels: str) -> str:
     """The table and its summary, in Markdown."""
     frame = pd.DataFrame(rows)
     sources = [name for name in SOURCES if f"{name}_s" in frame]
     words = "\n\n".join(summary(frame, source) for source in sources)
-    if "speed" in frame:
-        words += "\n\n" + drift(frame)
     return f"""\
 # Predicted and measured in the lab, {kernels} kernels
 
@@ -380,10 +345,10 @@ def in_lab(
 def jobs(options: argparse.Namespace, models: Path) -> Iterable[LabJob]:
     """What the command line asks for."""
     if options.quick:
-        return quick_jobs()
+        return QUICK
     if options.kind == "invented":
         return invented_jobs(options.seed, options.labs, models)
-    return JOBS[options.kind]()
+    return JOBS[options.kind]
 
 
 def main() -> None:

@@ -7,14 +7,14 @@ Writes hpz_group.md and hpz_group.png.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
-import matplotlib as mpl
 from matplotlib.figure import Figure
-from reports import folder, made_by, parser, table
+from reports import legend_below, made_by, parser, png, publish, table
 
 import co2sim
 from co2sim import Result
-from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
+from co2sim.common.plots import COLOURS
 from co2sim.common.units import scaled
 from realrun.train.log import MARKERS
 
@@ -70,31 +70,26 @@ group; each GPU keeps a part of a whole half-precision copy there, the larger th
 
 {made_by()}
 """
-    with folder(options) as out:
-        (out / "hpz_group.md").write_text(text, "utf-8")
-        (out / "hpz_group.png").write_bytes(draw(found))
-    print(text)
+    picture = png((3.7 * len({cluster for cluster, *_ in found}), 3.4), partial(draw, found))
+    publish(options, "hpz_group", text, picture)
 
 
-def draw(found: list[Point]) -> bytes:
+def draw(found: list[Point], figure: Figure) -> None:
     """A panel for each cluster: step time over the bytes of the shard."""
     clusters = list(dict.fromkeys(cluster for cluster, *_ in found))
-    with mpl.rc_context(STYLE | GRID | PLAIN_TEXT):
-        figure = Figure(figsize=(3.7 * len(clusters), 3.4), layout="constrained")
-        panels = figure.subplots(1, len(clusters), squeeze=False)[0]
-        for axes, cluster in zip(panels, clusters, strict=True):
-            mine = [one for one in found if one[0] == cluster]
-            line = [(secondary / 1e9, result.step_time_s) for *_, secondary, result in mine]
-            axes.plot(*zip(*line, strict=True), color=COLOURS[0], linewidth=1)
-            for place, (one, at) in enumerate(zip(mine, line, strict=True)):
-                axes.plot(*at, color=COLOURS[place], marker=MARKERS[place], ls="none", label=one[1])
-            axes.set(title=cluster, xlabel="secondary shard, GB per GPU", xlim=(-0.3, None))
-            axes.set_ylim(0, 1.1 * max(time for _, time in line))
-        panels[0].set_ylabel("step time, s")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
-        figure.suptitle(f"{MODEL} on {GPUS} GPUs: ZeRO++ by the group of its secondary shard")
-        return render(figure, "png")
+    panels = figure.subplots(1, len(clusters), squeeze=False)[0]
+    for axes, cluster in zip(panels, clusters, strict=True):
+        mine = [point for point in found if point[0] == cluster]
+        line = [(secondary / 1e9, result.step_time_s) for *_, secondary, result in mine]
+        axes.plot(*zip(*line, strict=True), color=COLOURS[0], linewidth=1)
+        for index, (point, ends) in enumerate(zip(mine, line, strict=True)):
+            look = {"color": COLOURS[index], "marker": MARKERS[index], "ls": "none"}
+            axes.plot(*ends, **look, label=point[1])
+        axes.set(title=cluster, xlabel="secondary shard, GB per GPU", xlim=(-0.3, None))
+        axes.set_ylim(0, 1.1 * max(time for _, time in line))
+    panels[0].set_ylabel("step time, s")
+    legend_below(figure, panels[0], 5)
+    figure.suptitle(f"{MODEL} on {GPUS} GPUs: ZeRO++ by the group of its secondary shard")
 
 
 if __name__ == "__main__":

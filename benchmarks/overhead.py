@@ -85,15 +85,14 @@ def measure(
                 found.append(sum(taken))
                 steps += taken if training is plain else []
     co2.close()
-    outer = co2.calls[tau - 1 :: tau]
-    hooks = [seconds for index, seconds in enumerate(co2.calls) if (index + 1) % tau]
-    return {
-        "step": median(steps),
-        "block": median(blocks),
-        "with": median(with_co2),
-        "hook": median(hooks),
-        "outer": median(outer),
+    measured = {
+        "step": steps,
+        "block": blocks,
+        "with": with_co2,
+        "hook": [seconds for index, seconds in enumerate(co2.calls) if (index + 1) % tau],
+        "outer": co2.calls[tau - 1 :: tau],
     }
+    return {name: median(seconds) for name, seconds in measured.items()}
 
 
 def main() -> int:
@@ -103,10 +102,8 @@ def main() -> int:
     sizes, rounds = (("tiny",), 3) if options.quick else (("mini", "small"), 20)
     rows, bad = [], 0
     for size in sizes:
-        for name, extra in (
-            ("defaults", {}),
-            ("clip, staleness 2", {"clip": 0.01, "staleness": 2}),
-        ):
+        clipped = {"clip": 0.01, "staleness": 2}
+        for name, extra in (("defaults", {}), ("clip, staleness 2", clipped)):
             found = measure(size, BATCH, TAU, rounds, **extra)
             hook, outer = found["hook"] / found["step"], found["outer"] / (TAU * found["step"])
             bad += hook >= STEP_LIMIT or outer >= ROUND_LIMIT

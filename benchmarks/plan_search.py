@@ -37,13 +37,8 @@ class Question:
     @property
     def space(self) -> Space:
         """All that is tried by default."""
-        job = Case(
-            cluster="",
-            model=self.model,
-            strategy="",
-            stack=self.stack,
-            global_batch=self.global_batch,
-        )
+        batch = {"stack": self.stack, "global_batch": self.global_batch}
+        job = Case(cluster="", model=self.model, strategy="", **batch)  # type: ignore[arg-type]
         return Space(job=job, clusters=("dgx-h100",), gpus=self.gpus)
 
 

@@ -31,11 +31,8 @@ BANDWIDTH = {
     "L40S": 864e9,
 }
 """Bytes/s, as in the catalog."""
-
 ROWS = 1024
 """The least that count: training has more."""
-
-
 LEAST = 8
 """Products of a GPU that are fitted."""
 
@@ -77,12 +74,6 @@ def fit(gpu: str, products: NDArray[np.float64], width: int) -> tuple[NDArray[np
     return found.x, float(np.mean(np.abs(np.expm1(errors(found.x)))))
 
 
-def most(products: NDArray[np.float64]) -> float:
-    """Of the peak that a product attains."""
-    m, n, k, seconds, peak = products.T
-    return float(np.max(2 * m * n * k / seconds / peak))
-
-
 def made_up() -> dict[str, NDArray[np.float64]]:
     """Products of an H100: 80 % of peak, operands at full bandwidth, 2 us to start."""
     sizes = [(m, n, k) for m in (1024, 8192) for n in (512, 4096) for k in (512, 2048, 8192)]
@@ -105,6 +96,7 @@ def main() -> None:
     measured = made_up() if options.quick else read(options.table, options.dtype)
     rows = []
     for gpu, products in sorted(measured.items()):
+        m, n, k, seconds, peak = products.T
         (efficiency, operands, start), error = fit(
             gpu, products, 2 if options.dtype == "bf16" else 1
         )
@@ -115,7 +107,7 @@ def main() -> None:
                 "efficiency": f"{efficiency:.3f}",
                 "operand_efficiency": f"{operands:.3f}",
                 "start": f"{start:.1f} us",
-                "most": f"{most(products):.3f}",
+                "most": f"{np.max(2 * m * n * k / seconds / peak):.3f}",
                 "mean error": f"{error:.1%}",
             }
         )

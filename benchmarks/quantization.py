@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from reports import machine, made_by, publish, table
-from studies import Study, command
+from studies import SEEDS, Study, command
 from torch import Generator, Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -220,7 +220,6 @@ def _apply(optimizer: AdamW, gradient: Tensor, settings: TrainSettings, step: in
 RUNS = "quantization-runs.csv"
 SIZES, TRAINED = tuple(2**power for power in range(5, 13)), (32, 256, 2048, 4096)
 """Of blocks: for errors, and for losses."""
-SEEDS = (0, 1, 2)
 SIZE, STEPS, RATE = "mini", 256, 1e-2
 """The rate is the best of data-parallel training and of LocalSGD in convergence.md."""
 

@@ -7,10 +7,11 @@ Reads papers/bandwidths.toml, and writes benchmarks/results/required_bandwidth.m
 """
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from reports import made_by, parser, publish, table
 
 from co2sim import GPU, Block, Case, Cluster, Link, Model
@@ -46,9 +47,8 @@ def main() -> None:
         for each in source["row"][: 2 if options.quick else None]
         for row in compared(source, each, published["conditions"])
     ]
-    near = "; ".join(
-        within(rows, method) for method in dict.fromkeys(row["method"] for row in rows)
-    )
+    counts = pd.DataFrame(rows).groupby("method", sort=False)["within a step of the grid"]
+    near = "; ".join(f"{name} {(some == 'yes').sum()} of {len(some)}" for name, some in counts)
     text = f"""\
 # The bandwidth that a compute utilization needs
 
@@ -89,12 +89,6 @@ def compared(
                 "ratio": f"{ratio:.2f}",
                 "within a step of the grid": "yes" if 1 / GRID <= ratio <= GRID else "no",
             }
-
-
-def within(rows: Sequence[Mapping[str, str]], method: str) -> str:
-    """How many rows of a method are within a step of the grid."""
-    here = [row["within a step of the grid"] for row in rows if row["method"] == method]
-    return f"{method} {here.count('yes')} of {len(here)}"
 
 
 def case_of(row: Mapping[str, Any], conditions: Mapping[str, Any], strategy: str) -> Case:

@@ -144,8 +144,6 @@ CONTENDERS = (
     Contender("CO2, tau and delay auto", "co2:tau=auto,delay=auto,keep=1", 1e-2),
 )
 
-NEVER = 10_000
-"""Steps of a round that does not end."""
 _STEPS_ALONE = "local_sgd:tau=10000"  # a round that does not end
 ALONE = Contender("calibration: nothing is sent", _STEPS_ALONE, 5e-3)
 IN_DDP = Contender("calibration: DDP that sends nothing", _STEPS_ALONE, 5e-3, peer="torch alone")
@@ -582,8 +580,6 @@ A GPT of {shape.parameters:,} parameters, {plan.nodes} nodes of one rank, {plan.
 
 {table([cells for rate in plan.rates for cells in _times(frame[frame["rate"] == rate])])}
 
-{chr(10).join(_ranking(frame[frame["rate"] == rate]) for rate in plan.rates)}
-
 {_hidden(frame)}
 
 {" ".join(notes)}
@@ -632,23 +628,6 @@ def _spread(values: "pd.Series[float]") -> str:
     return f"{values.mean():.1f}" + (f" ± {values.std():.1f}" if len(values) > 1 else "")
 
 
-def _ranking(frame: pd.DataFrame) -> str:
-    """Who is first, measured and predicted."""
-    means = frame.groupby("method")[["measured_s", "predicted_s"]].mean().dropna()
-    if means.empty:
-        return ""
-    measured = means["measured_s"].sort_values()
-    ahead = ""
-    if len(measured) > 1:
-        ahead = f" The first takes {1 - measured.iloc[0] / measured.iloc[1]:.1%} less than the next"
-        ahead += f" ({measured.index[1]})."
-    before = ", ".join(means["predicted_s"].sort_values().index)
-    return (
-        f"{frame['rate'].iloc[0]}, measured: {', '.join(measured.index)}.{ahead} Predicted:"
-        f" {before}.\n"
-    )
-
-
 def _hidden(frame: pd.DataFrame) -> str:
     """What was hidden of the averages of CO2 that chose its delay, beside what LocalSGD waited."""
     chosen = frame[frame["predicted_delay"].notna()]
@@ -679,7 +658,7 @@ def _hidden_cells(rate: str, name: str, ours: pd.DataFrame, runs: pd.DataFrame) 
     if blocking.empty:
         return cells
     took = blocking["waited_s"].sum() / blocking["rounds"].sum()
-    alone = (blocking["predicted_step_s"] - blocking["local_step_s"]).mean() * _tau(blocking)
+    alone = (blocking["predicted_step_s"] - blocking["local_step_s"]).mean() * TAU
     return {
         **cells,
         "LocalSGD waited ms": f"{took * 1e3:.1f}",
@@ -689,61 +668,32 @@ def _hidden_cells(rate: str, name: str, ours: pd.DataFrame, runs: pd.DataFrame) 
     }
 
 
-def _tau(frame: pd.DataFrame) -> int:
-    return int(str(frame["strategy"].iloc[0]).partition("tau=")[2].partition(",")[0])
-
-
 def draw(figure: Figure, frame: pd.DataFrame, target: float) -> None:
-    """Above: the loss of the first seed over wall-clock. Below: all times to the loss."""
+    """The loss of the first seed over wall-clock, a panel for each rate."""
     rates = list(dict.fromkeys(frame["rate"]))
-    axes = figure.subplots(2, len(rates), squeeze=False, height_ratios=(3, 2))
-    for (above, below), rate in zip(axes.T, rates, strict=True):
-        runs = frame[frame["rate"] == rate]
-        above.set_title(rate, fontsize=9)
-        _draw_losses(above, runs, target)
-        _draw_times(below, runs)
-    axes[0][0].set_ylabel("validation loss, nats per character")
-    legend_below(figure, axes[0][0], 4)
+    (axes,) = figure.subplots(1, len(rates), squeeze=False)
+    for axis, rate in zip(axes, rates, strict=True):
+        axis.set_title(rate, fontsize=9)
+        _draw_losses(axis, frame[frame["rate"] == rate], target)
+    axes[0].set_ylabel("validation loss, nats per character")
+    legend_below(figure, axes[0], 4)
 
 
 def _draw_losses(axis: Axes, frame: pd.DataFrame, target: float) -> None:
+    names = [entry.name for entry in CONTENDERS]
     for name, group in _by_method(frame):
         points = group["curve"].iloc[0]
         axis.plot(
             [seconds for _, seconds, _ in points],
             [loss for _, _, loss in points],
             label=name,
-            color=_colour(name),
+            color=COLOURS[names.index(name) % len(COLOURS)],
             linestyle="--" if name.startswith("torch") else "-." if name.startswith("CO2") else "-",
             linewidth=1.2,
         )
     axis.axhline(target, color="grey", linestyle=":", linewidth=1)
     axis.set_xlim(left=0)
     axis.set_xlabel("seconds")
-
-
-def _draw_times(axis: Axes, frame: pd.DataFrame) -> None:
-    """A line for each method, the fastest on top; every seed is a point."""
-    groups = sorted(_by_method(frame), key=lambda pair: -pair[1]["measured_s"].mean())
-    for height, (name, group) in enumerate(groups):
-        for column, filled in (("measured_s", True), ("predicted_s", False)):
-            axis.plot(
-                group[column],
-                [height] * len(group),
-                linestyle="",
-                marker="o",
-                color=_colour(name),
-                markerfacecolor=_colour(name) if filled else "none",
-                markersize=4 if filled else 7,
-            )
-    axis.set_yticks(range(len(groups)), [name for name, _ in groups], fontsize=7)
-    axis.set_xlim(left=0)
-    axis.set_xlabel("seconds to the loss: dots measured, rings predicted")
-
-
-def _colour(name: str) -> str:
-    names = [entry.name for entry in CONTENDERS]
-    return COLOURS[names.index(name) % len(COLOURS)]
 
 
 def studies(options: Namespace) -> list[Study]:
@@ -764,7 +714,7 @@ def write(options: Namespace) -> None:
         sys.exit(f"{options.out / RUNS} does not hold all runs without a lab")
     frame, target = pd.DataFrame(lines(plan, rows)), target_of(plan, rows)
     frame.drop(columns="curve").to_csv(options.out / "time_to_loss.csv", index=False)
-    size = (5.2 * max(2, frame["rate"].nunique()), 7.2)
+    size = (5.2 * max(2, frame["rate"].nunique()), 4.8)
     picture = png(size, lambda figure: draw(figure, frame, target))
     publish(options, "time_to_loss", report(plan, rows, frame, target), picture)
 

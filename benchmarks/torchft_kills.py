@@ -20,13 +20,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from reports import folder, installed, machine, made_by, parser, table
 from torch import nn
@@ -44,6 +45,8 @@ LIMIT, QUORUM, HEARTBEAT, STRAGGLERS = 5, 300, 2, 20
 PATIENCE = 300.0
 """Seconds until a worker that was killed must be back."""
 _STAY = "until"
+COLUMNS = ["worker", "t", "pid", "what", "round", "used", "workers", "hash"]
+"""Of a note, and who made it."""
 
 
 # --- a worker ------------------------------------------------------------------------------------
@@ -76,9 +79,8 @@ def work(name: str, out: Path) -> None:
     with (out / f"{number}.jsonl").open("a", buffering=1) as log:
 
         def note(what: str, **more: Any) -> None:
-            log.write(
-                json.dumps({"t": time.time(), "pid": os.getpid(), "what": what, **more}) + "\n"
-            )
+            line = {"t": time.time(), "pid": os.getpid(), "what": what, **more}
+            log.write(json.dumps(line) + "\n")
 
         note("made")
         kind = ALGORITHMS[name]
@@ -121,132 +123,104 @@ class Fleet:
     out: Path
     processes: "list[subprocess.Popen[bytes]]"
 
-    def notes(self, number: int) -> list[dict[str, Any]]:
-        """All notes of a worker; the last line may be half written, where it was killed."""
-        path = self.out / f"{number}.jsonl"
-        found = []
-        for line in path.read_text().splitlines() if path.exists() else []:
-            try:
-                found.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return found
+    def notes(self, since: float = 0.0) -> pd.DataFrame:
+        """Notes of all workers since a time; a line that is half written is left out."""
+        rows = []
+        for worker in range(len(self.processes)):
+            path = self.out / f"{worker}.jsonl"
+            for line in path.read_text().splitlines() if path.exists() else []:
+                with suppress(json.JSONDecodeError):
+                    rows.append({"worker": worker, **json.loads(line)})
+        frame = pd.DataFrame(rows, columns=COLUMNS)
+        return frame[frame["t"] > since]
 
     def together(self, since: float = 0.0) -> bool:
         """Whether each has ended a round with all others, since a time."""
-        everybody = len(self.processes)
-        return all(
-            any(
-                one["what"] == "round" and one["t"] > since and one["workers"] == everybody
-                for one in reversed(self.notes(number))
-            )
-            for number in range(everybody)
-        )
+        notes, everybody = self.notes(since), len(self.processes)
+        whole = notes[(notes["what"] == "round") & (notes["workers"] == everybody)]
+        return whole["worker"].nunique() == everybody
+
+    def back(self, since: float) -> bool:
+        """Whether all have ended a round together after a worker came back."""
+        notes = self.notes(since)
+        joined = notes.loc[notes["what"] == "joined", "t"]
+        return len(joined) > 0 and self.together(joined.max())
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Wait until it is so. Raises TimeoutError."""
         end = time.monotonic() + PATIENCE
         while not ready():
-            ended = [one.returncode for one in self.processes if one.poll() is not None]
+            ended = [each.returncode for each in self.processes if each.poll() is not None]
             if ended or time.monotonic() > end:
                 raise TimeoutError(f"{what}: not within {PATIENCE:g} s; exit codes {ended}")
             time.sleep(0.1)
 
 
-def _lighthouse(out: Path) -> "tuple[subprocess.Popen[bytes], str]":
-    """A lighthouse, and its address, which it tells at its start; it tells a lot."""
-    words = [Path(sys.executable).with_name("torchft_lighthouse"), "--bind", "[::]:0"]
-    words += ["--min_replicas", "2", "--heartbeat_timeout_ms", f"{HEARTBEAT * 1000}"]
-    words += ["--join_timeout_ms", f"{STRAGGLERS * 1000}"]
-    path = out / "lighthouse.txt"
-    with path.open("wb") as told:
-        made = subprocess.Popen(words, stdout=told, stderr=told)
-    while not (found := re.search(r"listening on: \S+:(\d+)\n", path.read_text())):
-        if made.poll() is not None:
-            raise RuntimeError(f"the lighthouse ended: {path.read_text()[-500:]}")
-        time.sleep(0.05)
-    return made, f"http://localhost:{found[1]}"
+def _started(words: Sequence[str], log: Path, **environment: str) -> "subprocess.Popen[bytes]":
+    with log.open("wb") as told:
+        return subprocess.Popen(words, stdout=told, stderr=told, env=os.environ | environment)
 
 
 @contextmanager
 def started(name: str, workers: int, out: Path) -> Iterator[Fleet]:
-    """A lighthouse, and a torchrun for every worker."""
-    lighthouse, address = _lighthouse(out)
+    """A lighthouse, which tells its address at its start, and a torchrun for every worker."""
     (out / _STAY).write_text(str(10**9))
-    fleet = Fleet(out, [])
+    words = [str(Path(sys.executable).with_name("torchft_lighthouse")), "--bind", "[::]:0"]
+    words += ["--min_replicas", "2", "--heartbeat_timeout_ms", f"{HEARTBEAT * 1000}"]
+    words += ["--join_timeout_ms", f"{STRAGGLERS * 1000}"]
+    log = out / "lighthouse.txt"
+    lighthouse, fleet = _started(words, log), Fleet(out, [])
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     words += ["--max-restarts=1000", __file__, "--worker", name, "--out", str(out)]
     try:
-        for number in range(workers):
-            with (out / f"{number}.txt").open("wb") as told:
-                fleet.processes.append(
-                    subprocess.Popen(
-                        words,
-                        stdout=told,
-                        stderr=told,
-                        env={
-                            **os.environ,
-                            "TORCHFT_LIGHTHOUSE": address,
-                            "REPLICA_GROUP_ID": str(number),
-                            "OMP_NUM_THREADS": "1",
-                        },
-                    )
-                )
+        while not (port := re.search(r"listening on: \S+:(\d+)\n", log.read_text())):
+            if lighthouse.poll() is not None:
+                raise RuntimeError(f"the lighthouse ended: {log.read_text()[-500:]}")
+            time.sleep(0.05)
+        for worker in range(workers):
+            names = {"REPLICA_GROUP_ID": str(worker), "OMP_NUM_THREADS": "1"}
+            names["TORCHFT_LIGHTHOUSE"] = f"http://localhost:{port[1]}"
+            fleet.processes.append(_started(words, out / f"{worker}.txt", **names))
         yield fleet
     finally:
-        for one in (*fleet.processes, lighthouse):
-            one.terminate()
-        for one in (*fleet.processes, lighthouse):
-            one.wait()
+        for each in (*fleet.processes, lighthouse):
+            each.terminate()
+        for each in (*fleet.processes, lighthouse):
+            each.wait()
 
 
-def kill(fleet: Fleet, number: int) -> float:
+def kill(fleet: Fleet, worker: int) -> float:
     """Kill a worker; gives the time."""
-    (pid,) = {one["pid"] for one in fleet.notes(number)[-1:]}
+    notes = fleet.notes()
+    pid = notes.loc[notes["worker"] == worker, "pid"].iloc[-1]
     now = time.time()
-    os.kill(pid, signal.SIGKILL)
+    os.kill(int(pid), signal.SIGKILL)
     return now
 
 
-def told(fleet: Fleet, number: int, at: float) -> dict[str, Any]:
+def told(fleet: Fleet, victim: int, since: float) -> dict[str, Any]:
     """What became of a kill, from the notes of all."""
-    everybody = range(len(fleet.processes))
-    notes = {one: [note for note in fleet.notes(one) if note["t"] > at - 60] for one in everybody}
-    own = [note for note in notes[number] if note["t"] > at]
-    starts = sum(
-        note["what"] == "made" for each in notes.values() for note in each if note["t"] > at
-    )
-    joined = [note for note in own if note["what"] == "joined"][-1]
-    back = next(note["t"] for note in own if note["what"] == "step") - at
-    survivors = [one for one in everybody if one != number]
-    pauses, dropped, lost = [], [], []
-    for one in survivors:
-        steps = [note["t"] for note in notes[one] if note["what"] == "step"]
-        first = next(i for i, t in enumerate(steps) if t > at) - 1
-        pauses.append(max(b - a for a, b in pairwise(steps[max(0, first) :])))
-        rounds = [note for note in notes[one] if note["what"] == "round"]
-        dropped.append(
-            next(
-                (n["t"] - at for n in rounds if n["t"] > at and n["workers"] < len(everybody)), back
-            )
-        )
-        before = [note for note in rounds if note["t"] <= at][-1]
-        later = rounds[-1]
-        lost.append(later["round"] - before["round"] - (later["used"] - before["used"]))
-    hashes: dict[int, set[str]] = {}
-    for each in notes.values():
-        for note in each:
-            if note["what"] == "round" and note["round"] > joined["round"]:
-                hashes.setdefault(note["round"], set()).add(note["hash"])
-    return {
-        "worker": number,
-        "pause": max(pauses),
-        "dropped": max(dropped),
-        "back": back,
-        "lost": max(lost),
-        "equal": bool(hashes) and all(len(found) == 1 for found in hashes.values()),
-        **({} if starts == 1 else {"equal": False, "error": f"{starts} workers were started"}),
-    }
+    notes = fleet.notes(since - 60)
+    later = notes[notes["t"] > since]
+    steps, rounds = (notes[notes["what"] == what] for what in ("step", "round"))
+    own = later[later["worker"] == victim]
+    back = own.loc[own["what"] == "step", "t"].min() - since
+    row: dict[str, Any] = {"worker": victim, "pause": 0.0, "dropped": 0.0, "back": back, "lost": 0}
+    for survivor in set(range(len(fleet.processes))) - {victim}:
+        times = steps.loc[steps["worker"] == survivor, "t"]
+        row["pause"] = max(row["pause"], times[times >= times[times <= since].max()].diff().max())
+        mine = rounds[rounds["worker"] == survivor]
+        fewer = mine[(mine["t"] > since) & (mine["workers"] < len(fleet.processes))]
+        row["dropped"] = max(row["dropped"], fewer["t"].min() - since if len(fewer) else back)
+        counts = mine[["round", "used"]]
+        passed, used = counts.iloc[-1] - counts[mine["t"] <= since].iloc[-1]
+        row["lost"] = max(row["lost"], int(passed - used))
+    joined = own.loc[own["what"] == "joined", "round"].iloc[-1]
+    anchors = rounds[rounds["round"] > joined].groupby("round")["hash"].nunique()
+    row["equal"] = bool(len(anchors) and (anchors == 1).all())
+    if (starts := (later["what"] == "made").sum()) != 1:
+        row |= {"equal": False, "error": f"{starts} workers were started"}
+    return row
 
 
 def tried(name: str, workers: int, kills: int, seed: int, out: Path) -> list[dict[str, Any]]:
@@ -256,36 +230,24 @@ def tried(name: str, workers: int, kills: int, seed: int, out: Path) -> list[dic
     with started(name, workers, out) as fleet:
         fleet.wait(fleet.together, "the first round of all")
         begin = time.time()
-        for at in range(1, kills + 1):
+        for count in range(1, kills + 1):
             time.sleep(draw.uniform(0.2, 4.0))
             victim = draw.randrange(workers)
             now = kill(fleet, victim)
-            row = {"algorithm": name, "kill": at, "at": now - begin}
+            row = {"algorithm": name, "kill": count, "at": now - begin}
             try:
-                fleet.wait(lambda now=now: _back(fleet, now), f"kill {at} of {name}")
+                fleet.wait(partial(fleet.back, now), f"kill {count} of {name}")
                 time.sleep(1.0)
                 rows.append(row | told(fleet, victim, now))
             except TimeoutError as error:
                 rows.append(row | {"worker": victim, "error": str(error), "equal": False})
                 break
             print(rows[-1], file=sys.stderr, flush=True)
-        last = max(note["round"] for one in range(workers) for note in fleet.notes(one)[-1:])
-        (out / _STAY).write_text(str(last + 40))
-        codes = [one.wait(PATIENCE) for one in fleet.processes]
-        ends = {fleet.notes(one)[-1].get("hash") for one in range(workers)}
-        rows[-1]["ended"] = codes == [0] * workers and len(ends) == 1
+        (out / _STAY).write_text(str(int(fleet.notes()["round"].max()) + 40))
+        codes = [each.wait(PATIENCE) for each in fleet.processes]
+        ends = fleet.notes().groupby("worker")["hash"].last()
+        rows[-1]["ended"] = codes == [0] * workers and len(set(ends)) == 1
     return rows
-
-
-def _back(fleet: Fleet, since: float) -> bool:
-    """Whether all have ended a round together after a worker came back."""
-    joined = [
-        note["t"]
-        for number in range(len(fleet.processes))
-        for note in fleet.notes(number)[-500:]
-        if note["what"] == "joined" and note["t"] > since
-    ]
-    return bool(joined) and fleet.together(max(joined))
 
 
 # --- what it says --------------------------------------------------------------------------------
@@ -293,15 +255,18 @@ def _back(fleet: Fleet, since: float) -> bool:
 
 def report(rows: Sequence[dict[str, Any]], workers: int) -> str:
     """The table in Markdown."""
+    seconds = {
+        "at, s": "at",
+        "longest pause of a survivor, s": "pause",
+        "dropped by all after, s": "dropped",
+        "back after, s": "back",
+    }
     cells = [
         {
-            "algorithm": row["algorithm"],
-            "kill": str(row["kill"]),
-            "at, s": f"{row['at']:.1f}",
-            "worker": str(row["worker"]),
-            "longest pause of a survivor, s": f"{row['pause']:.1f}" if "pause" in row else "-",
-            "dropped by all after, s": f"{row['dropped']:.1f}" if "pause" in row else "-",
-            "back after, s": f"{row['back']:.1f}" if "pause" in row else "-",
+            **{name: str(row[name]) for name in ("algorithm", "kill", "worker")},
+            **{
+                title: f"{row[name]:.1f}" if name in row else "-" for title, name in seconds.items()
+            },
             "averages lost": str(row.get("lost", "-")),
             "anchors equal": "yes" if row["equal"] else row.get("error", "no"),
         }

@@ -11,7 +11,8 @@ of its steps, whichever is longer.
 Where cores are slow, the bytes of a burst take time, too: those of its bandwidth, on top of all
 latency steps, since the same cores work for both. Cores are also late to use what a busy link
 earns: a transfer longer than its burst falls behind by `lag` of its further time, at most by what
-the burst gained, and the next one finds that credit (`benchmarks/collectives.py`).
+the burst gained, and the next one finds that credit: `realrun probe --stated` measures collectives
+after a pause, and right behind an equal one.
 """
 
 import math

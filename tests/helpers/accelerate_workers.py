@@ -8,11 +8,10 @@ import torch
 from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import DataLoaderConfiguration
 from adapter_problem import BATCH, EPOCHS, Network, adam, numbers, own_loop, rows
-from local_problem import co2_of
+from local_problem import co2_of, said
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-from co2sim.common.errors import Co2simError
 from realrun.adapters.accelerate import prepare
 from realrun.execute.world import World
 
@@ -57,11 +56,8 @@ class Training:
         return numbers(self.model)
 
 
-def trained(
-    world: World, folder: str, cases: list[dict[str, Any]], stop: int
-) -> list[dict[str, Any]]:
+def trained(_: World, folder: str, cases: list[dict[str, Any]], stop: int) -> list[dict[str, Any]]:
     """Three epochs; the same batches in a loop of our own; on from a checkpoint within a round."""
-    del world
     return [_trained(Path(folder) / str(options), options, stop) for options in cases]
 
 
@@ -93,16 +89,11 @@ def _trained(place: Path, options: dict[str, Any], stop: int) -> dict[str, Any]:
     }
 
 
-def refused(world: World, folder: str) -> list[str]:
+def refused(_: World, **__: str) -> list[str]:
     """What is sharded, and half precision with a scaler."""
-    del folder
-    del world
     told = []
     for state in (("FSDP", "no"), ("MULTI_GPU", "fp16")):
         given: Any = SimpleNamespace(distributed_type=state[0], mixed_precision=state[1])
         network = Network()
-        try:
-            prepare(given, co2_of, network, adam(network), tau=4)
-        except Co2simError as error:
-            told.append(str(error))
+        told.append(said(lambda: prepare(given, co2_of, network, adam(network), tau=4)))  # noqa: B023
     return told

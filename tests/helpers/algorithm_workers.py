@@ -2,8 +2,6 @@
 
 import copy
 import itertools
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +13,7 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from local_problem import algorithm_of, batch, co2_of, loss, network, optimizer, train, vector
+from local_problem import algorithm_of, batch, co2_of, loss, network, optimizer, said, train, vector
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -49,23 +47,32 @@ def follow(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for case in cases:
         model, optim, algorithm = made(case, world)
-        tau, history, stats = case["options"]["tau"], [], []
-        with algorithm:
-            for t in range(case["rounds"]):
-                train(model, optim, world.rank, range(t * tau, (t + 1) * tau))
-                history.append(vector(model).tolist())
-                stats.append(algorithm.stats())
-        found.append(
-            {
-                "history": history,
-                "penalties": [one.penalty for one in stats],
-                "clipped": stats[-1].clipped,
-                "residual": stats[-1].clip_residual,
-                "counts": [stats[-1].rounds, stats[-1].steps],
-                "sent": stats[-1].bytes_sent,
-            }
-        )
+        steps = partial(train, model, optim, world.rank)
+        found.append(followed(case, algorithm, steps, partial(vector, model)))
     return found
+
+
+def followed(
+    case: dict[str, Any],
+    algorithm: LocalUpdate,
+    steps: Callable[[range], None],
+    held: Callable[[], torch.Tensor],
+) -> dict[str, Any]:
+    """What is `held` after each round of a case, and the algorithm's stats."""
+    tau, history, stats = case["options"]["tau"], [], []
+    with algorithm:
+        for t in range(case["rounds"]):
+            steps(range(t * tau, (t + 1) * tau))
+            history.append(held().tolist())
+            stats.append(algorithm.stats())
+    return {
+        "history": history,
+        "penalties": [each.penalty for each in stats],
+        "clipped": stats[-1].clipped,
+        "residual": stats[-1].clip_residual,
+        "counts": [stats[-1].rounds, stats[-1].steps],
+        "sent": stats[-1].bytes_sent,
+    }
 
 
 @contextmanager
@@ -216,7 +223,7 @@ def captured(world: World) -> str:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             optim.step()
 
-    told = error_of(capture)
+    told = said(capture)
     algorithm.close()
     return told
 
@@ -237,17 +244,8 @@ def odd_offload(world: World) -> str:
     """What is told where one rank keeps its vectors elsewhere, and where options are not Gloo's."""
     model = network()
     optim = optimizer(model, "sgd")
-    told = error_of(lambda: co2_of(model, optim, tau=2, offload=world.rank == 1))
-    return told + error_of(lambda: co2_of(model, optim, tau=2, pg_options=object()))
-
-
-def error_of(action: Callable[[], object]) -> str:
-    """Type and text of the error that an action ends with."""
-    try:
-        action()
-    except Co2simError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    told = said(lambda: co2_of(model, optim, tau=2, offload=world.rank == 1))
+    return told + said(lambda: co2_of(model, optim, tau=2, pg_options=object()))
 
 
 def refused(world: World) -> dict[str, str]:
@@ -277,17 +275,17 @@ def refused(world: World) -> dict[str, str]:
         co2_of(model, torch.optim.SGD(trained, lr=0.1))
 
     return {
-        "frozen": error_of(lambda: start_trained(frozen)),
-        "buffer": error_of(lambda: start(buffered)),
-        "order": error_of(lambda: start(image)),
-        "shape": error_of(lambda: start(wider)),
-        "name": error_of(lambda: start(renamed)),
-        "more": error_of(lambda: start(deeper)),
-        "dtype": error_of(lambda: start(half)),
-        "optimizer": error_of(lambda: start(plain, torch.optim.Adam if odd else torch.optim.SGD)),
-        "tau": error_of(lambda: start(plain, tau=3 if odd else 4)),
-        "setting": error_of(lambda: start(plain, outer_momentum=0.1 if odd else 0.2)),
-        "ddp": error_of(lambda: start(DistributedDataParallel(nn.Linear(2, 2)))),
+        "frozen": said(lambda: start_trained(frozen)),
+        "buffer": said(lambda: start(buffered)),
+        "order": said(lambda: start(image)),
+        "shape": said(lambda: start(wider)),
+        "name": said(lambda: start(renamed)),
+        "more": said(lambda: start(deeper)),
+        "dtype": said(lambda: start(half)),
+        "optimizer": said(lambda: start(plain, torch.optim.Adam if odd else torch.optim.SGD)),
+        "tau": said(lambda: start(plain, tau=3 if odd else 4)),
+        "setting": said(lambda: start(plain, outer_momentum=0.1 if odd else 0.2)),
+        "ddp": said(lambda: start(DistributedDataParallel(nn.Linear(2, 2)))),
     }
 
 
@@ -300,7 +298,7 @@ def loaded(world: World) -> list[str]:
         algorithm = co2_of(model, optim, tau=1)
         if world.rank in ranks:
             model.load_state_dict(network(seed=5).state_dict())
-        told.append(error_of(lambda: train(model, optim, world.rank, range(3))))  # noqa: B023 - called at once
+        told.append(said(lambda: train(model, optim, world.rank, range(3))))  # noqa: B023 - called at once
         algorithm.close()
     return told
 
@@ -315,7 +313,7 @@ def _not_finite(world: World, poison: float, dtype: str, staleness: int) -> dict
     model = network()
     optim = optimizer(model, "sgd")
     algorithm = co2_of(model, optim, tau=2, dtype=dtype, staleness=staleness, bucket_mib=SMALL)  # type: ignore[arg-type]
-    told, before, after, again = "no error", [], [], ""
+    told, before, after, again = "", [], [], ""
     state = algorithm._outer.state
     try:
         for step in range(12):
@@ -332,7 +330,7 @@ def _not_finite(world: World, poison: float, dtype: str, staleness: int) -> dict
         told = f"{type(error).__name__}: {error}"
         after = [vector(model), state.anchor, state.vectors["momentum"]]
         optim.zero_grad()
-        again = error_of(optim.step)
+        again = said(optim.step)
         algorithm.close()
     live = float((before[0][:35] - after[0][:35]).abs().max())
     kept = [torch.equal(one, two) for one, two in zip(before[1:], after[1:], strict=True)]
@@ -360,26 +358,13 @@ def drifted(world: World) -> dict[str, str]:
             train(model, optim, world.rank, range(4, 8))
 
     return {
-        "plain": error_of(lambda: go_on(tampered=False)),
-        "tampered": error_of(lambda: go_on(tampered=True)),
+        "plain": said(lambda: go_on(tampered=False)),
+        "tampered": said(lambda: go_on(tampered=True)),
     }
 
 
 def leave(world: World) -> dict[str, Any]:
-    """How blocks end: with an exception on one rank, in the middle of a round, twice."""
-    model = network()
-    optim = optimizer(model, "sgd")
-    found: dict[str, Any] = {}
-    try:
-        with co2_of(model, optim, tau=1):
-            train(model, optim, world.rank, range(1))
-            if world.rank == 0:
-                raise KeyError("mine")  # noqa: TRY301 - what a user's loop might do
-    except KeyError:
-        found["told"] = "mine"
-    except Co2simError as error:
-        found["told"] = str(error)
-    dist.barrier()
+    """How a block ends that is closed in the middle of a round."""
     model = network()
     optim = optimizer(model, "sgd")
     co2 = co2_of(model, optim, tau=2)
@@ -387,13 +372,11 @@ def leave(world: World) -> dict[str, Any]:
     under_way = len(co2._outer.flights)
     live = vector(model)
     co2.close()
-    found["under way"] = under_way
-    found["not applied"] = torch.equal(live, vector(model))
+    applied = not torch.equal(live, vector(model))
     steps = co2.stats().steps
     train(model, optim, world.rank, range(3, 7))
-    found["let go"] = [steps, co2.stats().steps]
     co2.close()
-    return found
+    return {"under way": under_way, "applied": applied, "let go": [steps, co2.stats().steps]}
 
 
 def misused(world: World) -> dict[str, str]:
@@ -401,7 +384,7 @@ def misused(world: World) -> dict[str, str]:
     model = network()
     optim = optimizer(model, "sgd")
     co2 = co2_of(model, optim, tau=1)
-    shared = error_of(lambda: co2_of(model, optim, tau=1))
+    shared = said(lambda: co2_of(model, optim, tau=1))
     with co2:
         train(model, optim, world.rank, range(1))
 
@@ -419,8 +402,8 @@ def misused(world: World) -> dict[str, str]:
 
     return {
         "shared": shared,
-        "again": error_of(again),
-        "unfrozen": error_of(unfrozen),
+        "again": said(again),
+        "unfrozen": said(unfrozen),
     }
 
 
@@ -535,12 +518,16 @@ def chosen_delay(world: World) -> dict[str, Any]:
 
 
 def agreed(world: World) -> list[Any]:
-    """The consensus after every step of three rounds, a run that ends there, and what stays."""
+    """The consensus after every step of three rounds, a run that ends there, and what stays.
+
+    Without outer momentum, and with it and a preview.
+    """
     seen = []
-    for steps in range(1, 10):
+    outer: dict[str, Any] = {"outer_momentum": 0.9, "outer_lr": 0.1, "preview": True}
+    for options, steps in itertools.product(({}, outer), range(1, 10)):
         model = network()
         optim = optimizer(model, "sgd")
-        with co2_of(model, optim, tau=3, delay=2) as co2:
+        with co2_of(model, optim, tau=3, delay=2, **options) as co2:
             for step in range(steps):
                 train(model, optim, world.rank, range(step, step + 1))
                 live = vector(model)
@@ -561,10 +548,10 @@ def wrong_state(world: World) -> dict[str, str]:
     state = algorithm().state_dict()
     other = {f"rank{world.rank + 1}": state[f"rank{world.rank}"]}
     return {
-        "rank": error_of(lambda: algorithm().load_state_dict(other)),
-        "tau": error_of(lambda: algorithm(tau=4).load_state_dict(state)),
-        "width": error_of(lambda: algorithm(width=3).load_state_dict(state)),
-        "same": error_of(lambda: algorithm(outer_lr=0.5).load_state_dict(state)),
+        "rank": said(lambda: algorithm().load_state_dict(other)),
+        "tau": said(lambda: algorithm(tau=4).load_state_dict(state)),
+        "width": said(lambda: algorithm(width=3).load_state_dict(state)),
+        "same": said(lambda: algorithm(outer_lr=0.5).load_state_dict(state)),
     }
 
 
@@ -585,26 +572,18 @@ def late(world: World, dtypes: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def killed(world: World) -> dict[str, Any]:
-    """Rank 1 is killed in round 2; what the others are told."""
-    return _lose(world, "fp32", lambda: os.kill(os.getpid(), signal.SIGKILL), 20.0)
-
-
-def _lose(
-    world: World, dtype: str, fails: Callable[[], None], deadline: float = DEADLINE
-) -> dict[str, Any]:
+def _lose(world: World, dtype: str, fails: Callable[[], None]) -> dict[str, Any]:
     model = network().to(world.device)
     optim = optimizer(model, "sgd")
-    told = ""
-    try:
-        with co2_of(model, optim, tau=2, timeout=deadline, dtype=dtype):  # type: ignore[arg-type]
+
+    def go_on() -> None:
+        with co2_of(model, optim, tau=2, timeout=DEADLINE, dtype=dtype):  # type: ignore[arg-type]
             for step in range(10):
                 if step == 4 and world.rank == 1:
                     fails()
                 train(model, optim, world.rank, range(step, step + 1))
-    except Co2simError as error:
-        told = f"{type(error).__name__}: {error}"
-    return {"told": told}
+
+    return {"told": said(go_on)}
 
 
 def _inside(
@@ -680,7 +659,7 @@ def wrong_inside(world: World, folder: str) -> dict[str, Any]:
     before = len(groups)
     bare(0)
     found["groups"] = len(groups) - before
-    found["bare"] = error_of(lambda: bare(3))
+    found["bare"] = said(lambda: bare(3))
     for inside in ("ddp", "fsdp"):
         case = {
             "inside": inside,
@@ -705,8 +684,8 @@ def wrong_inside(world: World, folder: str) -> dict[str, Any]:
                     algorithm._outer.state.anchor[1] += 1
                 _train_inside(model, optim, world, range(3, 8))
 
-        found[f"{inside} nan"] = error_of(poisoned)
-        found[f"{inside} drift"] = error_of(tampered)
+        found[f"{inside} nan"] = said(poisoned)
+        found[f"{inside} drift"] = said(tampered)
         model, optim, algorithm = _inside(case, world)
         with algorithm:
             _train_inside(model, optim, world, range(5))
@@ -723,10 +702,8 @@ def wrong_inside(world: World, folder: str) -> dict[str, Any]:
             ]
     sharded = network()
     fully_shard(sharded, mesh=DeviceMesh("cpu", list(range(4))))
-    found["over all"] = error_of(
-        lambda: LocalSGD(sharded, optimizer(sharded, "sgd"), worker="node")
-    )
-    found["per gpu"] = error_of(lambda: LocalSGD(sharded, optimizer(sharded, "sgd")))
+    found["over all"] = said(lambda: LocalSGD(sharded, optimizer(sharded, "sgd"), worker="node"))
+    found["per gpu"] = said(lambda: LocalSGD(sharded, optimizer(sharded, "sgd")))
     return found
 
 

@@ -7,10 +7,10 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from local_problem import said
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from co2sim.common.errors import Co2simError
 from realrun.algorithms import DiLoCo, LocalSGD
 from realrun.execute.world import World
 
@@ -288,7 +288,7 @@ def unlike(world: World) -> dict[str, Any]:
 
 
 def frozen(world: World) -> dict[str, list[str]]:
-    """Frozen weights after an end, however they were changed."""
+    """Frozen weights in a consensus, after it and at the end, however they were changed."""
     moves: dict[str, Callable[[nn.Module], object]] = {
         "data": lambda one: one.weight.data.mul_(0).add_(world.rank),
         "assigned": lambda one: setattr(one.weight, "data", torch.full((1, 6), float(world.rank))),
@@ -308,14 +308,18 @@ def frozen(world: World) -> dict[str, list[str]]:
     for name in ("own", *moves):
         model[name].requires_grad_(requires_grad=False)
     optimizer = sgd(model["student"])
-    found = {}
-    with LocalSGD(model, optimizer, tau=2):
+    found: dict[str, list[str]] = {}
+    with LocalSGD(model, optimizer, tau=2) as local:
         model["own"].weight.data.fill_(world.rank)  # before the first step: as it was loaded
         train(model["student"], optimizer, world)
         for name, move in moves.items():
             move(model[name])
+        with local.consensus(buffers=True):
+            found = {name: numbers(model[name].weight[0, 2]) for name in moves}
+        for name in moves:
+            found[name] += numbers(model[name].weight[0, 2])
     for name in moves:
-        found[name] = numbers(model[name].weight[0, 2])
+        found[name] += numbers(model[name].weight[0, 2])
     return {**found, "own": numbers(model["own"].weight[0, 2])}
 
 
@@ -369,8 +373,4 @@ def new_buffers(world: World) -> str:
     """What is said where the ranks begin with sparse buffers of other structure."""
     matrix = torch.eye(3) if world.rank else torch.ones(3, 3)
     model = linear(graph=matrix.to_sparse())
-    try:
-        LocalSGD(model, sgd(model), tau=2)
-    except Co2simError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return said(lambda: LocalSGD(model, sgd(model), tau=2))

@@ -4,17 +4,16 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from local_problem import algorithm_of, co2_of, network, optimizer, train, vector
+from local_problem import algorithm_of, co2_of, network, optimizer, said, train, vector
 from torch import nn
 
-from co2sim.common.errors import Co2simError
 from realrun.algorithms import LocalSGD, RankFailure
 from realrun.algorithms.departures import DepartureLog
 from realrun.execute.world import World
@@ -27,15 +26,14 @@ def raised(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         model = network()
         optim = optimizer(model, "sgd")
         steps = case["steps"] if world.rank == 1 else 12
-        told = ""
-        try:
-            with co2_of(model, optim, tau=3, **case["options"]):
+
+        def go_on(model: Any = model, optim: Any = optim, steps: int = steps) -> None:
+            with co2_of(model, optim, tau=3, **case["options"]):  # noqa: B023 - called at once
                 train(model, optim, world.rank, range(steps))
                 if world.rank == 1:
-                    raise ValueError("bad sample")  # noqa: TRY301 - what a user's loop might do
-        except (Co2simError, ValueError) as error:
-            told = f"{type(error).__name__}: {error}"
-        found.append({"told": told})
+                    raise ValueError("bad sample")
+
+        found.append({"told": said(go_on)})
         dist.barrier()
     return found
 
@@ -65,29 +63,6 @@ def finished(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def misused(world: World) -> dict[str, Any]:
-    """A step within `consensus`, and whether training goes on; finishing twice."""
-    model = network()
-    optim = optimizer(model, "sgd")
-    found: dict[str, Any] = {}
-    with LocalSGD(model, optim, tau=2) as local:
-        train(model, optim, world.rank, range(2))
-        with local.consensus():
-            before = vector(model)
-            try:
-                train(model, optim, world.rank, range(1))
-            except Co2simError as error:
-                found["inside"] = f"{type(error).__name__}: {error}"
-            found["same"] = torch.equal(before, vector(model))
-        train(model, optim, world.rank, range(2, 4))
-        found["rounds"] = local.stats().rounds
-    try:
-        local.finish()
-    except Co2simError as error:
-        found["twice"] = f"{type(error).__name__}: {error}"
-    return found
-
-
 def joined(world: World, cases: list[dict[str, Any]]) -> list[list[float]]:
     """What all hold after ranks took other numbers of steps within `join`."""
     found = []
@@ -105,43 +80,32 @@ def not_joined(world: World) -> dict[str, str]:
     """What `join` says in the middle of a round, and when a rank raises within."""
     model = network()
     optim = optimizer(model, "sgd")
-    found = {}
     with co2_of(model, optim, tau=2) as co2:
         train(model, optim, world.rank, range(1))
-        try:
-            with co2.join():
-                pass
-        except Co2simError as error:
-            found["middle"] = f"{type(error).__name__}: {error}"
+        found = {"middle": said(lambda: co2.join().__enter__())}
         train(model, optim, world.rank, range(1, 2))
     dist.barrier()
-    try:
+
+    def raising() -> None:
         with co2_of(model, optim, tau=2) as co2, co2.join():
             train(model, optim, world.rank, range(3 + world.rank))
             if world.rank == 2:
-                raise ValueError("bad sample")  # noqa: TRY301 - what a user's loop might do
-    except (Co2simError, ValueError) as error:
-        found["raised"] = f"{type(error).__name__}: {error}"
+                raise ValueError("bad sample")
+
+    found["raised"] = said(raising)
     dist.barrier()
     return found
 
 
-def told(call: Callable[[], Any]) -> str:
-    """The error in words that a call ends with."""
-    try:
-        call()
-    except (Co2simError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def within(world: World) -> dict[str, str]:
-    """What cannot be done where the model holds the consensus, nor after an attempt."""
+def within(world: World) -> dict[str, Any]:
+    """What cannot be done where the model holds the consensus, nor after an attempt, nor twice."""
     model = network()
     optim = optimizer(model, "sgd")
     with LocalSGD(model, optim, tau=2) as local:
+        train(model, optim, world.rank, range(2))
         state = local.state_dict()
         with local.consensus():
+            before = vector(model)
             calls = {
                 "consensus()": lambda: local.consensus().__enter__(),
                 "finish()": local.finish,
@@ -150,66 +114,63 @@ def within(world: World) -> dict[str, str]:
                 "load_state_dict()": lambda: local.load_state_dict(state),
                 "step": lambda: train(model, optim, world.rank, range(1)),
             }
-            found = {name: told(call) for name, call in calls.items()}
-        found["dict"] = told(lambda: local.finish({"weight": torch.ones(2)}))  # type: ignore[arg-type]
-    return found
+            found: dict[str, Any] = {name: said(call) for name, call in calls.items()}
+            found["same"] = torch.equal(before, vector(model))
+        train(model, optim, world.rank, range(2, 4))
+        found["rounds"] = local.stats().rounds
+        found["dict"] = said(lambda: local.finish({"weight": torch.ones(2)}))  # type: ignore[arg-type]
+    return {**found, "twice": said(local.finish)}
+
+
+def sliding() -> tuple[nn.Linear, torch.optim.Optimizer]:
+    """A model of zeros whose gradient is -1: a step of rate 1 adds 1 to all parameters."""
+    model = nn.Linear(3, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def slide(model: nn.Linear, optim: torch.optim.Optimizer, *, spoilt: bool = False) -> None:
+    """A step; the gradient of a `spoilt` one is NaN in the bias."""
+    optim.zero_grad()
+    (-sum(each.sum() for each in model.parameters())).backward()  # type: ignore[arg-type]
+    if spoilt:
+        model.bias.grad.fill_(torch.nan)  # type: ignore[union-attr]
+    optim.step()
 
 
 def settled(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ranks take other numbers of steps of a constant gradient: what each ends with, and is told.
-
-    The gradient is -1 on all ranks, so that a step of rate 1 adds 1 to the parameters.
-    """
+    """Ranks take other numbers of steps: what each ends with, and is told."""
     found = []
     for case in cases:
-        model = nn.Linear(3, 1)
-        nn.init.zeros_(model.weight)
-        nn.init.zeros_(model.bias)
-        optim = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optim = sliding()
+        make = partial(algorithm_of, case["algorithm"], timeout=60, **case["options"])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            with algorithm_of(
-                case["algorithm"], model, optim, timeout=60, **case["options"]
-            ) as training:
+            with make(model, optim) as training:
                 for _ in range(case["steps"][world.rank]):
-                    optim.zero_grad()
-                    (-sum(one.sum() for one in model.parameters())).backward()  # type: ignore[arg-type]
-                    optim.step()
-        said = [str(one.message) for one in caught if "steps" in str(one.message)]
-        found.append(
-            {
-                "end": vector(model).tolist(),
-                "said": said,
-                "line": [Path(one.filename).name for one in caught],
-                "steps": training.stats().steps,
-            }
-        )
+                    slide(model, optim)
+        told = [str(each.message) for each in caught if "steps" in str(each.message)]
+        line = [Path(each.filename).name for each in caught]
+        end, steps = vector(model).tolist(), training.stats().steps
+        found.append({"end": end, "said": told, "line": line, "steps": steps})
     return found
 
 
 def not_finite(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rank 1 has a NaN in a parameter after one step, with on_nonfinite='anchor'.
-
-    A step of rate 1 adds 1 to the parameters of every rank.
-    """
+    """Rank 1 has a NaN in a parameter after one step, with on_nonfinite='anchor'."""
     found = []
     for case in cases:
-        model = nn.Linear(3, 1)
-        nn.init.zeros_(model.weight)
-        nn.init.zeros_(model.bias)
-        optim = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optim = sliding()
+        make = partial(algorithm_of, case["algorithm"], on_nonfinite="anchor", **case["options"])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            with algorithm_of(
-                case["algorithm"], model, optim, on_nonfinite="anchor", **case["options"]
-            ):
+            with make(model, optim):
                 for step in range(case["steps"]):
-                    optim.zero_grad()
-                    (-sum(one.sum() for one in model.parameters())).backward()  # type: ignore[arg-type]
-                    if step == case["nan"] and world.rank in case["ranks"]:
-                        model.bias.grad.fill_(torch.nan)  # type: ignore[union-attr]
-                    optim.step()
-        found.append({"end": vector(model).tolist(), "said": [str(one.message) for one in caught]})
+                    spoilt = step == case["nan"] and world.rank in case["ranks"]
+                    slide(model, optim, spoilt=spoilt)
+        told = [str(each.message) for each in caught]
+        found.append({"end": vector(model).tolist(), "said": told})
     return found
 
 
@@ -224,7 +185,7 @@ def nobody_finite(world: World) -> str:
                 model[0].bias[0] = torch.nan
             train(model, optim, world.rank, range(2))
 
-    return told(end)
+    return said(end)
 
 
 def outside(world: World) -> dict[str, Any]:
@@ -232,7 +193,7 @@ def outside(world: World) -> dict[str, Any]:
     if world.rank != 1:
         model = network()
         before = time.monotonic()
-        absent = told(lambda: LocalSGD(model, optimizer(model, "sgd"), timeout=2))
+        absent = said(lambda: LocalSGD(model, optimizer(model, "sgd"), timeout=2))
         waited = time.monotonic() - before
     dist.barrier()
     model = network()
@@ -240,7 +201,7 @@ def outside(world: World) -> dict[str, Any]:
     if world.rank == 1:
         optim.param_groups[0]["params"].pop()
         DepartureLog.of_all_ranks().end()  # of the algorithm that it has not made
-    raises = told(lambda: LocalSGD(model, optim, timeout=60))
+    raises = said(lambda: LocalSGD(model, optim, timeout=60))
     if world.rank == 1:
         return {"raises": raises}
     return {"absent": absent, "waited": waited, "raises": raises}
@@ -299,11 +260,11 @@ def unequal_consensus(world: World) -> str:
     """What a rank hears that evaluates inside the block, after fewer steps than the other."""
     model = network()
     optim = optimizer(model, "sgd")
-    try:
+
+    def go_on() -> None:
         with co2_of(model, optim, tau=4, delay=2) as co2:
             train(model, optim, world.rank, range(20 - 6 * world.rank))
             with co2.consensus():
                 pass
-    except RankFailure as error:
-        return str(error)
-    return ""
+
+    return said(go_on)

@@ -8,13 +8,10 @@ import torch
 import torch.distributed as dist
 from adapter_problem import BATCH, EPOCHS, Network, adam, numbers, own_loop, rows
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins import MixedPrecision
-from local_problem import co2_of
+from local_problem import co2_of, said
 from torch.utils.data import DataLoader
 
-from co2sim.common.errors import Co2simError
 from realrun.adapters.lightning import LocalUpdateStrategy
-from realrun.algorithms import LocalSGD
 from realrun.execute.world import World
 
 
@@ -127,56 +124,15 @@ def other_checkpoints(world: World, folder: str) -> dict[str, Any]:
         if not world.rank:
             harm()
         dist.barrier()
-        try:
-            _fit(world, _trainer(place / "bad", options, max_epochs=4), Module(), 0, source)
-        except Co2simError as error:
-            told.append(str(error).replace(str(place), ""))
+        trainer = _trainer(place / "bad", options, max_epochs=4)
+        told.append(said(lambda: _fit(world, trainer, Module(), 0, source)))  # noqa: B023
     return {"began": module.validated[0] == ended, "left": left, "told": told}
 
 
 def broken(world: World, folder: str) -> dict[str, Any]:
     """An exception on the second rank."""
-    module = Module(breaks=7 if world.rank else -1)
-    try:
-        _fit(world, _trainer(Path(folder) / "broken", {"tau": 4}), module, 0)
-    except (Co2simError, ValueError) as error:
-        return {"told": f"{type(error).__name__}: {error}"}
-    return {}
-
-
-def refused(world: World, folder: str) -> str:
-    """Half precision with a scaler."""
-    del world
-    try:
-        half = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-        trainer = _trainer(Path(folder) / "half", {"tau": 4}, plugins=[half])
-        trainer.fit(Module(), DataLoader(rows(), BATCH))
-    except Co2simError as error:
-        return str(error)
-    return ""
-
-
-class Own(pl.Callback):
-    """At the end, weights of this rank's own are put into the model, as an EMA's are."""
-
-    ended: list[float]
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep what the model was."""
-        self.ended = numbers(pl_module.network)
-        for one in pl_module.parameters():
-            one.data.fill_(1.0 + 2.0 * trainer.global_rank)
-
-
-def replaced(world: World, folder: str) -> dict[str, Any]:
-    """What a callback finds at the end, and what all end with after it."""
-    own, module = Own(), Module()
-    place = Path(folder) / "replaced"
-    strategy = LocalUpdateStrategy(LocalSGD, tau=4)
-    trainer = _trainer(place, {}, strategy=strategy, callbacks=[own], max_epochs=1)
-    _fit(world, trainer, module, 0)
-    ends = [sorted({float(x) for x in one.detach().flatten()}) for one in module.parameters()]
-    return {"found": own.ended, "end": ends}
+    module, trainer = Module(breaks=7 if world.rank else -1), _trainer(Path(folder), {"tau": 4})
+    return {"told": said(lambda: _fit(world, trainer, module, 0))}
 
 
 class Stop(pl.Callback):
@@ -190,10 +146,5 @@ class Stop(pl.Callback):
 
 def stopped(world: World, folder: str) -> dict[str, Any]:
     """What is said where one rank stops."""
-    trainer = _trainer(Path(folder) / "stopped", {"tau": 4}, callbacks=[Stop()])
-    told = ""
-    try:
-        _fit(world, trainer, Module(), 0)
-    except Co2simError as error:
-        told = f"{type(error).__name__}: {error}"
-    return {"told": told}
+    trainer = _trainer(Path(folder), {"tau": 4}, callbacks=[Stop()])
+    return {"told": said(lambda: _fit(world, trainer, Module(), 0))}

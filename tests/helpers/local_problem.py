@@ -1,11 +1,13 @@
 """A small training problem whose workers differ: the same for ranks and for references."""
 
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from co2sim.common.errors import Co2simError
 from realrun import algorithms
 from realrun.algorithms import CO2, Clipping, LateAverage, LocalUpdate, Transport
 
@@ -26,6 +28,15 @@ def optimizer(model: nn.Module, inner: str) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=RATE[inner])
     momentum = 0.9 if inner == "momentum" else 0.0
     return torch.optim.SGD(model.parameters(), lr=RATE[inner], momentum=momentum)
+
+
+def said(call: Callable[[], object]) -> str:
+    """Type and text of the error for users that a call ends with; nothing where it ends well."""
+    try:
+        call()
+    except (Co2simError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 LATE = ("delay", "keep", "predict", "fragments", "preview")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from local_problem import said
 from torch import Tensor, nn
 
 from realrun import algorithms
@@ -250,11 +251,10 @@ def _said(
     rank: int,
     **options: Any,
 ) -> str:
-    try:
+    def go_on() -> None:
         with algorithms.LocalSGD(model, optimizer, tau=TAU, **options):
             for number in range(STEPS):
                 slopes(model, rank, number)
                 step()
-    except algorithms.Co2simError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+
+    return said(go_on)

@@ -5,8 +5,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from algorithm_workers import error_of
-from local_problem import algorithm_of, batch, network, optimizer
+from algorithm_workers import followed
+from local_problem import algorithm_of, batch, network, optimizer, said
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -95,32 +95,18 @@ def whole(model: nn.Module) -> Tensor:
     )
 
 
-def follow(world: World, inside: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def follow(_: World, inside: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Train by every case: the whole model of this rank's worker after each round, and stats."""
-    del world
     found = []
     for case in cases:
         model, optim, algorithm, mesh = started(inside, case)
-        tau, history, stats = case["options"]["tau"], [], []
-        with algorithm:
-            for t in range(case["rounds"]):
-                train_inside(model, optim, mesh, range(t * tau, (t + 1) * tau))
-                history.append(whole(model).tolist())
-                stats.append(algorithm.stats())
-        found.append(
-            {
-                "history": history,
-                "penalties": [one.penalty for one in stats],
-                "clipped": stats[-1].clipped,
-                "residual": stats[-1].clip_residual,
-            }
-        )
+        steps = partial(train_inside, model, optim, mesh)
+        found.append(followed(case, algorithm, steps, partial(whole, model)))
     return found
 
 
-def resumed(world: World, inside: str, case: dict[str, Any], cuts: list[int]) -> list[list[bool]]:
+def resumed(_: World, inside: str, case: dict[str, Any], cuts: list[int]) -> list[list[bool]]:
     """Whether a run cut after some steps ends with the model and the anchor of an uncut one."""
-    del world
     found, last = [], 4 * case["options"]["tau"]
     for cut in cuts:
         model, optim, algorithm, mesh = started(inside, case)
@@ -171,14 +157,13 @@ def tampered(world: World) -> list[str]:
         local = one.to_local() if isinstance(one, DTensor) else one
         if world.rank == 3:
             local.data[0] += 1
-        told.append(error_of(lambda: train_inside(model, optim, mesh, range(1, 2))))  # noqa: B023 - called at once
+        told.append(said(lambda: train_inside(model, optim, mesh, range(1, 2))))  # noqa: B023 - called at once
         algorithm.close()
     return told
 
 
-def refused(world: World) -> dict[str, str]:
+def refused(_: World) -> dict[str, str]:
     """What is told of meshes and placements that cannot be averaged over."""
-    del world
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "shard"))
     turned = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("dp", "shard"))
     nameless = init_device_mesh("cpu", (4,))
@@ -194,19 +179,18 @@ def refused(world: World) -> dict[str, str]:
     summed = DTensor.from_local(torch.ones(2), mesh["shard"], [Partial()])
     partial.register_parameter("sum", nn.Parameter(summed))
     return {
-        "turned": error_of(lambda: start(swapped)),
-        "wide": error_of(lambda: start(wide)),
-        "partial": error_of(lambda: start(partial)),
-        "unknown": error_of(lambda: Workers.of_mesh(mesh, "replicate")),
-        "none": error_of(lambda: Workers.of_mesh(mesh, ())),
-        "nameless": error_of(lambda: Workers.of_mesh(nameless, "dp")),
-        "part": error_of(lambda: Workers.of_mesh(mesh["shard"], "shard")),
+        "turned": said(lambda: start(swapped)),
+        "wide": said(lambda: start(wide)),
+        "partial": said(lambda: start(partial)),
+        "unknown": said(lambda: Workers.of_mesh(mesh, "replicate")),
+        "none": said(lambda: Workers.of_mesh(mesh, ())),
+        "nameless": said(lambda: Workers.of_mesh(nameless, "dp")),
+        "part": said(lambda: Workers.of_mesh(mesh["shard"], "shard")),
     }
 
 
-def groups(world: World, across: list[list[str]]) -> list[list[list[int]]]:
+def groups(_: World, across: list[list[str]]) -> list[list[list[int]]]:
     """Peers and ranks of a worker, where dimensions of a mesh of 2 x 2 x 2 tell workers apart."""
-    del world
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
     found = [Workers.of_mesh(mesh, names) for names in across]
     return [[one.peer_ranks, one.inner_ranks] for one in found]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from local_problem import co2_of, loss, network, optimizer, train, vector
+from local_problem import co2_of, loss, network, optimizer, said, train, vector
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 from co2sim.common.errors import Co2simError
@@ -57,24 +57,18 @@ def muon(world: World) -> dict[str, Any]:
     return {"steps": co2.stats().steps, "end": end, "losses": [first, loss(model, 0, 0).item()]}
 
 
-def refused(world: World) -> list[str]:
+def refused(_: World) -> list[str]:
     """Optimizers that cannot be."""
-    del world
     model = network()
     one, other = optimizer(model, "sgd"), optimizer(model, "sgd")
     half = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    told = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch.jit, when this is loaded
         optim = import_module("torch.distributed.optim")
     post = optim.PostLocalSGDOptimizer(one, PeriodicModelAverager(period=2))
     zero = optim.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    for given in ([], [one, one], [one, other], [half], [half, "adam"], post, zero):
-        try:
-            co2_of(model, given)  # type: ignore[arg-type]
-        except Co2simError as error:
-            told.append(str(error))
-    return told
+    every = ([], [one, one], [one, other], [half], [half, "adam"], post, zero)
+    return [said(lambda: co2_of(model, given)) for given in every]  # type: ignore[arg-type]  # noqa: B023
 
 
 def fewer(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -97,11 +91,7 @@ def fewer(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         again = optimizer(other, "momentum")
         mine = Workers(pair) if world.rank < 2 else Workers(None)
         less = co2_of(other, again, **options, worker=mine)
-        hint = ""
-        try:
-            less.load_state_dict(state)
-        except Co2simError as error:
-            hint = str(error)
+        hint = said(lambda: less.load_state_dict(state))  # noqa: B023 - called at once
         less.load_anchor(state)
         began = vector(other)
         train(other, again, world.rank, range(8, 14))
@@ -140,9 +130,6 @@ def mixed(world: World) -> list[str]:
                     ("load_state_dict", {}),
                 ]
                 continue
-            try:
-                name, state = calls[case - 1]
-                getattr(co2, name)(state)
-            except Co2simError as error:
-                told.append(f"{type(error).__name__}: {error}")
+            name, state = calls[case - 1]
+            told.append(said(lambda: getattr(co2, name)(state)))  # noqa: B023 - called at once
     return told

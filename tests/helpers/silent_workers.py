@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from local_problem import co2_of
+from local_problem import co2_of, said
 from torch import Tensor, nn
 
-from realrun import algorithms
 from realrun.algorithms import DiLoCo, LocalSGD
 from realrun.execute.world import World
 
@@ -32,15 +31,6 @@ def slopes(model: nn.Module, rank: int, step: int) -> None:
 def flat(model: nn.Module) -> Tensor:
     """All parameters."""
     return torch.cat([one.detach().flatten() for one in model.parameters()])
-
-
-def said(work: Callable[[], Any]) -> str:
-    """What is raised, or nothing."""
-    try:
-        work()
-    except algorithms.Co2simError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 class Sam(torch.optim.Optimizer):
@@ -188,49 +178,12 @@ def resumed(world: World) -> list[float]:
     return found
 
 
-def ended(world: World) -> dict[str, Any]:
-    """Buffers and parameters after a block of five steps in rounds of three."""
-    model = nn.Sequential(network(), nn.BatchNorm1d(1))
-    model.register_buffer("phase", torch.full((2,), 1.0 + 1.0j))
-    with LocalSGD(model, torch.optim.SGD(model.parameters(), 0.05), tau=3) as local:
-        for number in range(5):
-            slopes(model, world.rank, number)
-            local.optimizers[0].step()
-        model.phase.mul_(1 + world.rank)  # type: ignore[operator, union-attr]
-    return {
-        "model": flat(model).tolist(),
-        "buffers": [one.double().mean().item() for one in model.buffers() if not one.is_complex()],
-        "phase": model.phase[0].real.item(),  # type: ignore[index, union-attr]
-    }
-
-
 def uneven(world: World) -> str:
     """What is said of nodes of one and of two ranks."""
     os.environ["LOCAL_WORLD_SIZE"] = "1" if world.rank < 2 else "2"
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     return said(lambda: LocalSGD(model, optimizer, tau=2, worker="node"))
-
-
-def teacher(world: World) -> list[list[float]]:
-    """What a frozen teacher that follows the model holds in a consensus, and at the end."""
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"own": nn.Linear(3, 1), "teacher": nn.Linear(3, 1)})
-    model["teacher"].requires_grad_(requires_grad=False)
-    optim = torch.optim.SGD(model["own"].parameters(), lr=0.1)
-    found = []
-    with LocalSGD(model, optim, tau=2) as algorithm:
-        for step in range(5):
-            numbers = torch.Generator().manual_seed(10 * world.rank + step)
-            optim.zero_grad()
-            model["own"](torch.randn(4, 3, generator=numbers)).square().mean().backward()
-            optim.step()
-            with torch.no_grad():
-                model["teacher"].weight.lerp_(model["own"].weight, 0.5)
-        with algorithm.consensus(buffers=True):
-            found.append(model["teacher"].weight.flatten().tolist())
-        found.append(model["teacher"].weight.flatten().tolist())
-    return [*found, model["teacher"].weight.flatten().tolist()]
 
 
 class Rows(nn.Module):

@@ -4,18 +4,14 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-import tiny
+from local_problem import said
 
-from co2sim.common.errors import OptionError
-from co2sim.hardware.cluster import Link
-from co2sim.prediction.case import Case
 from co2sim.schedule.schedule import SITE, SITE_PEERS, Collective, DType, Kind, Layout, Op, Schedule
 from realrun.algorithms import Workers
 from realrun.algorithms.process_groups import workers_of
 from realrun.errors import SITES
 from realrun.execute.collectives import allocate, carry_out
 from realrun.execute.world import World
-from realrun.measure import measure
 from realrun.train import TrainSettings, train
 
 SMALL: dict[str, Any] = {
@@ -65,25 +61,9 @@ def workers(_: World) -> list[Any]:
     found: list[Any] = []
     for sites in ("2", "4", "1", "3", "two"):
         os.environ[SITES] = sites
-        try:
+        if not (refusal := said(lambda: workers_of("site"))):
             made = workers_of("site")
             assert isinstance(made, Workers)
-            found.append([made.inner_ranks, made.peer_ranks])
-        except OptionError as error:
-            found.append(str(error))
+        found.append(refusal or [made.inner_ranks, made.peer_ranks])
     del os.environ[SITES]
-    return found
-
-
-def measured(world: World, strategies: list[str]) -> list[Any]:
-    """Sites of traces that were measured, and the ranks of their spans; on rank 0."""
-    cluster = tiny.cluster(4, 1, sites=2, wan=Link(1e8), backend="gloo")
-    found = []
-    for text in strategies:
-        record = measure(
-            Case(cluster=cluster, model=tiny.model(), strategy=text), world, "sleep", rounds=2
-        )
-        if record is not None:
-            trace = record.trace
-            found.append([trace.layout.sites, sorted(trace.ranks), len(trace.spans)])
     return found

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torchtitan_on_cpu
-from local_problem import algorithm_of
+from local_problem import algorithm_of, said
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -24,7 +24,6 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
-from co2sim.common.errors import Co2simError
 from realrun import algorithms
 from realrun.adapters.torchtitan import LocalUpdateTrainer, with_local_updates
 from realrun.algorithms import Workers
@@ -178,7 +177,7 @@ def saved_model(folder: Path, like: dict[str, Any]) -> str:
 
 
 def trained(
-    world: World,
+    _: World,
     folder: str,
     algorithm: str,
     tensor_parallel: int = 1,
@@ -186,7 +185,6 @@ def trained(
     **options: Any,
 ) -> dict[str, Any]:
     """From the start to the end."""
-    del world
     config = debug_model(Path(folder), WORKERS, tensor_parallel)
     config.checkpoint.async_mode = async_mode
     made = trainer_of(config, algorithm, **options)
@@ -256,7 +254,7 @@ def _own_loop(
 
 
 def resumed(
-    world: World,
+    _: World,
     folder: str,
     algorithm: str,
     step: int,
@@ -264,7 +262,6 @@ def resumed(
     **options: Any,
 ) -> dict[str, Any]:
     """On from the checkpoint of a step."""
-    del world
     config = debug_model(Path(folder), WORKERS, tensor_parallel)
     config.checkpoint.load_step = step
     made = trainer_of(config, algorithm, **options)
@@ -273,9 +270,8 @@ def resumed(
     return {"end": mark(made.model_parts[0].state_dict()), "validated": made.validated}
 
 
-def begun_at(world: World, folder: str, workers: int, step: int, without: list[str]) -> str:
+def begun_at(_: World, folder: str, workers: int, step: int, without: list[str]) -> str:
     """The model at which a new algorithm begins, from the checkpoint of a step."""
-    del world
     config = debug_model(Path(folder), workers)
     config.checkpoint.load_step, config.checkpoint.load_only = step, True
     config.checkpoint.exclude_from_loading = ["local_updates", *without]
@@ -288,36 +284,30 @@ def begun_at(world: World, folder: str, workers: int, step: int, without: list[s
     return found
 
 
-def broken(world: World, folder: str) -> str:
+def broken(_: World, folder: str) -> str:
     """A data loader fails on rank 1, in the middle of the training."""
-    del world
     config = debug_model(Path(folder), dist.get_world_size())
     config.checkpoint.enable, config.dataloader = False, Loader.Config(breaks=1)
     made = trainer_of(config, "LocalSGD", tau=2, timeout=60)
-    try:
-        made.train()
-    except (Co2simError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return said(made.train)
 
 
-def refused(world: World, folder: str) -> dict[str, str]:
+def refused(_: World, folder: str) -> dict[str, str]:
     """What each mistake says."""
-    del world
     two = dist.get_world_size()
     told = {}
 
     def one(
         name: str, config: Trainer.Config, *, plain: bool = False, algorithm: Any = "LocalSGD"
     ) -> None:
-        try:
+        def build() -> None:
             if plain:
                 made = config.build()
                 algorithms.LocalSGD(made.model_parts[0], list(made.optimizers), tau=2)
             else:
                 with_local_updates(config, algorithm, tau=2).build()
-        except Co2simError as error:
-            told[name] = str(error)
+
+        told[name] = said(build)
 
     one("one worker", debug_model(Path(folder), 1))
     config = debug_model(Path(folder), 1)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from local_problem import said
 
-from co2sim.common.errors import Co2simError
 from realrun.algorithms.pacing import AutoTau
 from realrun.execute.world import World
 from realrun.train import History, TrainSettings, parallelize, train
@@ -112,17 +112,15 @@ def stopped(world: World) -> list[int]:
 
 def refused(world: World) -> list[str]:
     """What ranks say that cannot train."""
-    said = []
-    for given in (
+    every: list[dict[str, Any]] = [
         {"batch": 7},
         {"strategy": "zero3:prefetch=3"},
         {"seed": world.rank},
-    ):
-        try:
-            train(TrainSettings(**{**SMALL, "steps": 4, **given}), world)
-        except Co2simError as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
+    ]
+    return [
+        said(lambda: train(TrainSettings(**{**SMALL, "steps": 4, **given}), world))  # noqa: B023
+        for given in every
+    ]
 
 
 def not_a_number(world: World) -> str:
@@ -142,8 +140,5 @@ def not_a_number(world: World) -> str:
         return parallelize.build(settings, model, world)
 
     Task.batch = spoiled  # type: ignore[method-assign]
-    try:
-        train(TrainSettings(strategy="co2.published:tau=2", steps=8, **SMALL), world, build=noticed)
-    except Co2simError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    settings = TrainSettings(strategy="co2.published:tau=2", steps=8, **SMALL)
+    return said(lambda: train(settings, world, build=noticed))

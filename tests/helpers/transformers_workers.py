@@ -7,12 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from adapter_problem import BATCH, Network, adam, numbers, own_loop, rows
-from local_problem import co2_of
+from local_problem import co2_of, said
 from safetensors.torch import load_file
 from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainingArguments
 
-from co2sim.common.errors import Co2simError
 from realrun.adapters.transformers import LocalUpdateTrainer
 from realrun.execute.world import World
 
@@ -84,9 +83,8 @@ def _trainer(
     return made
 
 
-def trained(world: World, folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def trained(_: World, folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """15 steps; the same batches in a loop of our own; on from checkpoints within rounds."""
-    del world
     return [_trained(Path(folder) / str(options), options) for options in cases]
 
 
@@ -132,64 +130,17 @@ def without_files(world: World, folder: str) -> list[float]:
     return numbers(trainer.model)  # type: ignore[arg-type]
 
 
-def best(world: World, folder: str) -> bool:
-    """The best model is loaded after all averages have been used."""
-    del world
-    trainer = _trainer(
-        Path(folder) / "best",
-        {"tau": 4},
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_loss",
-        greater_is_better=True,
-        learning_rate=0.02,
-    )
-    trainer.train()
-    return numbers(trainer.model) == _loaded(Path(str(trainer.state.best_model_checkpoint)))  # type: ignore[arg-type]
-
-
-def refused(world: World, folder: str) -> str:
-    """Another batch size on one rank only."""
-    del world
-    try:
-        _trainer(Path(folder) / "refused", {"tau": 4}, auto_find_batch_size=True)
-    except Co2simError as error:
-        return str(error)
-    return ""
-
-
 def broken(world: World, folder: str) -> dict[str, Any]:
     """An exception on the second rank."""
-    trainer = _trainer(Path(folder) / "broken", {"tau": 4}, eval_strategy="no", save_strategy="no")
+    return _with_callback(world, folder, Break())
+
+
+def _with_callback(world: World, folder: str, callback: TrainerCallback) -> dict[str, Any]:
+    """What is said where the second rank has a callback of its own."""
+    trainer = _trainer(Path(folder), {"tau": 4}, eval_strategy="no", save_strategy="no")
     if world.rank:
-        trainer.add_callback(Break())
-    try:
-        trainer.train()
-    except (Co2simError, ValueError) as error:
-        return {"told": f"{type(error).__name__}: {error}"}
-    return {}
-
-
-class Own(TrainerCallback):
-    """At the end, weights of this rank's own are put into the model, as an EMA's are."""
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Keep what the model was."""
-        del state, control
-        self.ended = numbers(others["model"])
-        for one in others["model"].parameters():
-            one.data.fill_(1.0 + 2.0 * args.process_index)
-
-
-def replaced(world: World, folder: str) -> dict[str, Any]:
-    """What a callback finds at the end, and what all end with after it."""
-    del world
-    own, place = Own(), Path(folder) / "replaced"
-    trainer = _trainer(place, {"tau": 4}, eval_strategy="no", save_strategy="no")
-    trainer.add_callback(own)
-    trainer.train()
-    assert trainer.model is not None
-    ends = [sorted({float(x) for x in one.flatten()}) for one in trainer.model.parameters()]
-    return {"found": own.ended, "end": ends}
+        trainer.add_callback(callback)
+    return {"told": said(trainer.train)}
 
 
 class Stop(TrainerCallback):
@@ -203,12 +154,4 @@ class Stop(TrainerCallback):
 
 def stopped(world: World, folder: str) -> dict[str, Any]:
     """What is said where one rank stops."""
-    trainer = _trainer(Path(folder) / "stopped", {"tau": 4}, eval_strategy="no", save_strategy="no")
-    if world.rank:
-        trainer.add_callback(Stop())
-    told = ""
-    try:
-        trainer.train()
-    except Co2simError as error:
-        told = f"{type(error).__name__}: {error}"
-    return {"told": told}
+    return _with_callback(world, folder, Stop())

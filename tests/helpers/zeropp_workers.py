@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from local_problem import said
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from co2sim.common.errors import Co2simError
 from realrun.algorithms import zeropp
 from realrun.algorithms.quantization import dequantize, quantize
 from realrun.algorithms.zeropp import apply_zeropp
@@ -177,9 +177,8 @@ def train(model: nn.Module, steps: int, accumulate: int = 1) -> tuple[list[float
     return every.tolist(), flat([whole(weight) for weight in model.parameters()])
 
 
-def exact(world: World) -> dict[str, bool]:
+def exact(_: World) -> dict[str, bool]:
     """Where nothing is quantized, ZeRO++ gives the bits of FSDP2."""
-    del world
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = {}
     for name, policy, accumulate in (("fp32", None, 1), ("bf16", bf16, 2)):
@@ -198,9 +197,8 @@ def exact(world: World) -> dict[str, bool]:
     return found
 
 
-def quality(world: World, steps: int, parts: list[str], **options: Any) -> list[float]:
+def quality(_: World, steps: int, parts: list[str], **options: Any) -> list[float]:
     """The last losses with each part, with all, and with none, all from the same start."""
-    del world
     found = []
     for name in parts:
         model = sharded()
@@ -317,13 +315,6 @@ def wire(world: World, layouts: list[int], block: int) -> list[dict[str, Any]]:
 def refusals(world: World) -> dict[str, str]:
     """What apply_zeropp says to what it cannot do."""
 
-    def why(call: Callable[[], Any]) -> str:
-        try:
-            call()
-        except Co2simError as error:
-            return f"{type(error).__name__}: {error}"
-        return "no error"
-
     def model(**how: Any) -> Product:
         made = Product()
         fully_shard(made, **how)
@@ -342,20 +333,20 @@ def refusals(world: World) -> dict[str, str]:
     world_group = dist.distributed_c10d._get_default_group()
     local = os.environ.pop("LOCAL_WORLD_SIZE")
     found = {
-        "plain": why(lambda: apply_zeropp(Product())),
-        "divide": why(lambda: apply_zeropp(model(), ranks_per_node=3)),
-        "zero": why(lambda: apply_zeropp(model(), ranks_per_node=0)),
-        "environment": why(lambda: apply_zeropp(model())),
-        "hybrid": why(lambda: apply_zeropp(model(mesh=hybrid), ranks_per_node=2)),
-        "reverse": why(lambda: apply_zeropp(model(mesh=reverse), ranks_per_node=2)),
-        "block": why(lambda: apply_zeropp(model(), block=0)),
-        "idle block": why(lambda: apply_zeropp(model(), block=64, qwz=False, qgz=False)),
-        "rounding": why(lambda: apply_zeropp(model(), rounding="up")),
-        "idle rounding": why(lambda: apply_zeropp(model(), rounding="stochastic", qgz=False)),
-        "disagree": why(lambda: apply_zeropp(model(), ranks_per_node=2, qwz=world.rank != 1)),
-        "twice": why(lambda: apply_zeropp(products, ranks_per_node=2)),
-        "types": why(double.unshard),
-        "op": why(lambda: reduce(torch.empty(2), torch.empty(8), world_group, op)),
+        "plain": said(lambda: apply_zeropp(Product())),
+        "divide": said(lambda: apply_zeropp(model(), ranks_per_node=3)),
+        "zero": said(lambda: apply_zeropp(model(), ranks_per_node=0)),
+        "environment": said(lambda: apply_zeropp(model())),
+        "hybrid": said(lambda: apply_zeropp(model(mesh=hybrid), ranks_per_node=2)),
+        "reverse": said(lambda: apply_zeropp(model(mesh=reverse), ranks_per_node=2)),
+        "block": said(lambda: apply_zeropp(model(), block=0)),
+        "idle block": said(lambda: apply_zeropp(model(), block=64, qwz=False, qgz=False)),
+        "rounding": said(lambda: apply_zeropp(model(), rounding="up")),
+        "idle rounding": said(lambda: apply_zeropp(model(), rounding="stochastic", qgz=False)),
+        "disagree": said(lambda: apply_zeropp(model(), ranks_per_node=2, qwz=world.rank != 1)),
+        "twice": said(lambda: apply_zeropp(products, ranks_per_node=2)),
+        "types": said(double.unshard),
+        "op": said(lambda: reduce(torch.empty(2), torch.empty(8), world_group, op)),
     }
     os.environ["LOCAL_WORLD_SIZE"] = local
     switched = apply_zeropp(model(), rounding="stochastic", seed=5)

@@ -86,10 +86,13 @@ def test_buffers_that_differ_between_ranks_are_kept_and_named() -> None:
 
 
 def test_frozen_weights_that_moved_end_with_the_mean_however_they_were_written() -> None:
-    """Through `.data`, by loading, as another tensor; what differed before the first step stays."""
+    """Through `.data`, by loading, as another tensor; what differed before the first step stays.
+
+    A consensus has the mean, too, and afterwards each rank what it had.
+    """
     for rank, found in enumerate(on_ranks("frozen", 2, module=MODULE)):
         assert found.pop("own") == [str(float(rank))]
-        assert set(map(tuple, found.values())) == {("0.5",)}
+        assert set(map(tuple, found.values())) == {("0.5", str(float(rank)), "0.5")}
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from realrun.algorithms import (  # noqa: E402 - needs torch
     DiLoCo,
     LocalSGD,
     LocalUpdate,
-    OptionError,
     SlowMo,
 )
 from realrun.algorithms.delayed_loop import local_progress_since, take_displacement, take_offset  # noqa: E402 - needs torch
@@ -136,46 +135,6 @@ def test_a_parameter_that_did_not_move_has_no_displacement(
     assert torch.equal(moved, -own)
     take_offset(parts, anchors, own, live)
     assert torch.equal(own, torch.full((3,), offset))
-
-
-def test_options_of_late_averages_out_of_range() -> None:
-    """What was given, and what is allowed."""
-    for options, words in [
-        ({"delay": 0}, "delay is 0"),
-        ({"delay": 13}, "delay is 13"),
-        ({"delay": 1.5}, "delay is 1.5"),
-        ({"delay": "soon"}, "delay is 'soon'"),
-        ({"delay": 2, "keep": 1.5}, "keep is 1.5"),
-        ({"delay": 2, "keep": "x"}, "keep is 'x'"),
-        ({"delay": 2, "predict": -1}, "predict is -1"),
-        ({"delay": 12, "keep": 0.25, "predict": 1}, "predict times delay / tau is"),
-        ({"delay": 12, "keep": 0}, "predict=1 with keep=0"),
-        ({"delay": "auto", "keep": 0}, "and must be below 1"),
-        ({"delay": 2, "fragments": 13}, "fragments is 13"),
-        ({"delay": 2, "preview": 4}, "preview is 4"),
-        ({"outer_lr": 1e300}, "outer_lr is 1e+300"),
-        ({"clip": 1e39}, "clip is 1e+39"),
-        ({"tau": "soon"}, "tau is 'soon'"),
-    ]:
-        model = network()
-        with pytest.raises(OptionError) as caught:
-            co2_of(model, optimizer(model, "sgd"), **({"tau": 12} | options))
-        assert words in str(caught.value)
-
-
-def test_what_was_evaluated_is_what_is_kept() -> None:
-    """After any step `finish` gives what `consensus` showed, with momentum and a preview, too."""
-    for preview in [False, True]:
-        for steps in [8, 9]:
-            model = network()
-            optim = optimizer(model, "sgd")
-            options = {"outer_momentum": 0.9, "outer_lr": 0.1, "preview": preview}
-            with co2_of(model, optim, tau=4, delay=2, **options) as co2:
-                train(model, optim, 0, range(steps))
-                with co2.consensus():
-                    shown = vector(model)
-                co2.finish()
-            assert torch.equal(vector(model), shown)
 
 
 def test_what_dies_out_may_be_predicted() -> None:

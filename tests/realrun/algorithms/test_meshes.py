@@ -36,8 +36,20 @@ CASES = [
 ]
 
 
-def check(inside: str, ranks: int, cases: list[dict[str, Any]]) -> None:
-    """Models of both workers, penalties, clipped shares, residuals equal those of one process."""
+@pytest.mark.parametrize(
+    ("inside", "ranks", "cases"),
+    [
+        ("tp", 4, CASES),  # 2 workers x 1 FSDP2 rank x 2 tensor parallel ranks
+        ("tp alone", 4, CASES[1:2]),  # plain and replicated parameters count once in norms
+        ("fsdp, tp", 8, CASES),  # 2 workers x 2 FSDP2 x 2 tensor parallel ranks, uneven shards
+        ("hsdp", 8, CASES[1::2]),  # 2 workers x 2 replicas x 2 shards, replicas made alike
+    ],
+    ids=["tp", "tp alone", "fsdp, tp", "hsdp"],
+)
+def test_workers_on_a_mesh_equal_one_process(
+    inside: str, ranks: int, cases: list[dict[str, Any]]
+) -> None:
+    """Models of both workers, penalties, clipped shares and residuals."""
     answers = on_ranks("follow", ranks, module=MODULE, inside=inside, cases=cases)
     for index, given in enumerate(cases):
         seen: list[Any] = []
@@ -67,26 +79,6 @@ def check(inside: str, ranks: int, cases: list[dict[str, Any]]) -> None:
                 assert 0.01 < share < 0.9
                 removed = sum(squares for *_, squares in seen)
                 assert answer[index]["residual"] == pytest.approx(removed, rel=1e-3)
-
-
-def test_tensor_parallel_workers_under_fsdp2_equal_one_process() -> None:
-    """Every algorithm, on 2 workers x 1 FSDP2 rank x 2 tensor parallel ranks."""
-    check("tp", 4, CASES)
-
-
-def test_tensor_parallel_workers_alone_equal_one_process() -> None:
-    """Without FSDP2: elements of plain and of replicated parameters count once in norms."""
-    check("tp alone", 4, CASES[1:2])
-
-
-def test_fsdp2_and_tensor_parallelism_in_a_worker_equal_one_process() -> None:
-    """Every algorithm, on 2 workers x 2 FSDP2 x 2 tensor parallel ranks, with uneven shards."""
-    check("fsdp, tp", 8, CASES)
-
-
-def test_replicas_of_hsdp_in_a_worker_equal_one_process() -> None:
-    """2 workers x 2 replicas x 2 shards; other replicas get the first one's parameters."""
-    check("hsdp", 8, CASES[1::2])
 
 
 @pytest.mark.nightly

@@ -169,6 +169,25 @@ def test_options_out_of_range_are_refused() -> None:
         ("DiLoCo", {"outer_momentum": 2}, "outer_momentum is 2"),
         ("OverlapLocalSGD", {"pull": 1.0}, "pull is 1.0"),
         ("OverlapLocalSGD", {"anchor_momentum": 1}, "anchor_momentum is 1"),
+        ("CO2", {"tau": 12} | {"delay": 0}, "delay is 0"),
+        ("CO2", {"tau": 12} | {"delay": 13}, "delay is 13"),
+        ("CO2", {"tau": 12} | {"delay": 1.5}, "delay is 1.5"),
+        ("CO2", {"tau": 12} | {"delay": "soon"}, "delay is 'soon'"),
+        ("CO2", {"tau": 12} | {"delay": 2, "keep": 1.5}, "keep is 1.5"),
+        ("CO2", {"tau": 12} | {"delay": 2, "keep": "x"}, "keep is 'x'"),
+        ("CO2", {"tau": 12} | {"delay": 2, "predict": -1}, "predict is -1"),
+        (
+            "CO2",
+            {"tau": 12} | {"delay": 12, "keep": 0.25, "predict": 1},
+            "predict times delay / tau is",
+        ),
+        ("CO2", {"tau": 12} | {"delay": 12, "keep": 0}, "predict=1 with keep=0"),
+        ("CO2", {"tau": 12} | {"delay": "auto", "keep": 0}, "and must be below 1"),
+        ("CO2", {"tau": 12} | {"delay": 2, "fragments": 13}, "fragments is 13"),
+        ("CO2", {"tau": 12} | {"delay": 2, "preview": 4}, "preview is 4"),
+        ("CO2", {"tau": 12} | {"outer_lr": 1e300}, "outer_lr is 1e+300"),
+        ("CO2", {"tau": 12} | {"clip": 1e39}, "clip is 1e+39"),
+        ("CO2", {"tau": 12} | {"tau": "soon"}, "tau is 'soon'"),
     ]:
         model = network()
         with pytest.raises(OptionError) as caught:

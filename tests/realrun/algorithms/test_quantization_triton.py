@@ -17,7 +17,6 @@ from torch import Tensor  # noqa: E402 - needs torch
 
 from realrun.algorithms import quantization as reference  # noqa: E402
 from realrun.algorithms import quantization_triton as fused  # noqa: E402
-from realrun.algorithms import quantization_triton as kernels  # noqa: E402
 from realrun.algorithms.quantization_format import Bits, Quantized, from_wire, to_wire  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -179,7 +178,7 @@ def test_kernels_compile_without_contraction_and_flushing(bits: Bits, capability
     options = {name: constants.pop(name) for name in ("enable_fp_fusion", "num_warps")}
     tensors = {"x": "*bf16", "out": "*fp32", "scales": "*fp32", "new_scales": "*fp32"}
     codes = "*u8" if bits == 4 else "*i8"
-    for kernel in (kernels.quantize_kernel, kernels.sum_kernel, kernels.sum_and_quantize_kernel):
+    for kernel in (fused.quantize_kernel, fused.sum_kernel, fused.sum_and_quantize_kernel):
         names = kernel.arg_names
         signature = {
             name: "constexpr"
@@ -187,7 +186,7 @@ def test_kernels_compile_without_contraction_and_flushing(bits: Bits, capability
             else tensors.get(name, codes if name.endswith("codes") else "i32")
             for name in names
         }
-        constants["VECTOR"] = bits // 2 if kernel is kernels.sum_kernel else 16
+        constants["VECTOR"] = bits // 2 if kernel is fused.sum_kernel else 16
         known = {(names.index(name),): value for name, value in constants.items() if name in names}
         whole = [["tt.divisibility", 16]]
         aligned = {(i,): whole for i, n in enumerate(names) if signature[n].startswith("*")}
@@ -199,9 +198,9 @@ def test_kernels_compile_without_contraction_and_flushing(bits: Bits, capability
         assert ".ftz" not in text
         assert ".local" not in text
         assert "st.global.v4.b32" in text
-        if kernel is not kernels.sum_kernel:
+        if kernel is not fused.sum_kernel:
             assert "ld.global.v4.b32" in text
-        if kernel is not kernels.sum_kernel:
+        if kernel is not fused.sum_kernel:
             assert "div.rn.f32" in text
             assert "div.full" not in text
             assert text.count("0f4B400000") >= 2  # the rounding is not optimized away
@@ -211,18 +210,9 @@ def test_kernels_compile_without_contraction_and_flushing(bits: Bits, capability
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
 def test_the_kernels_interpreted_on_a_cpu() -> None:
     """All tests that need a device pass under Triton's interpreter; none of them is skipped."""
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-rs"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            "-rs",
-            __file__,
-        ],
+        [sys.executable, "-m", "pytest", *options, __file__],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -36,25 +36,10 @@ def test_what_is_loaded_before_the_algorithm_is_made_goes_on_bit_for_bit() -> No
     assert on_ranks("resumed", 2, module=MODULE) == [[0.0, 0.0]] * 2
 
 
-def test_a_block_ends_with_one_model_and_one_set_of_buffers() -> None:
-    """Also in the midst of a round; complex numbers are averaged, too."""
-    one, other = on_ranks("ended", 2, module=MODULE)
-    assert one == other
-    assert one["phase"] == 1.5
-
-
 def test_nodes_of_unequal_size_are_refused_on_all_ranks() -> None:
     """One, one and two ranks, each size of which divides the world."""
     told = on_ranks("uneven", 4, module=MODULE, last=True)
     assert all("same number of ranks" in one for one in told)
-
-
-def test_frozen_parameters_that_are_changed_by_hand_end_alike() -> None:
-    """A teacher within the model, in a consensus with buffers, after it, and at the end."""
-    one, other = on_ranks("teacher", 2, module=MODULE)
-    assert one[0] == other[0]
-    assert one[1] != other[1]
-    assert one[2] == other[2]
 
 
 WAYS = ["max_norm", "bag", "functional", "clamp", "data", "assigned", "drawn rows", "halved"]

@@ -12,14 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from commands import Command, in_process
 from places import ROOT
 
 from co2sim import Case, Layout
 from co2sim.prediction import driver
 from realrun import record
 from realrun.cli import main
-
-Run = Callable[..., tuple[int, str, str]]
 
 CLUSTER = """
 name = "this machine"
@@ -33,16 +32,13 @@ inter = { bandwidth = "1 GB/s", latency = "50 us" }
 """
 
 
-def call(
-    folder: Path, *arguments: str, launcher: tuple[str, ...] = (), **environment: str
-) -> subprocess.CompletedProcess[str]:
+def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a command in a folder that holds cluster.toml."""
     (folder / "cluster.toml").write_text(CLUSTER)
-    command = [*launcher, "-m", "realrun", *arguments]
     return subprocess.run(
-        command if launcher else [sys.executable, *command],
+        [sys.executable, "-m", "realrun", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,
@@ -51,19 +47,13 @@ def call(
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+def cli(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Command:
     """Run `realrun` in this process, in a folder with cluster.toml: exit code, output, errors."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cluster.toml").write_text(CLUSTER)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["realrun", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return run
+    return in_process("realrun", main, monkeypatch, capsys)
 
 
 RUN = ("run", "-c", "cluster.toml", "-m", "tiny-5m", "--rounds", "2", "--kernels", "sleep")
@@ -72,18 +62,8 @@ RUN = ("run", "-c", "cluster.toml", "-m", "tiny-5m", "--rounds", "2", "--kernels
 @pytest.mark.dist
 def test_strategies_run_one_after_the_other_and_leave_records(tmp_path: Path) -> None:
     """JSON holds the keys of `co2sim run --json`; sleep kernels take the simulated time."""
-    done = call(
-        tmp_path,
-        *RUN,
-        "--nproc",
-        "2",
-        "-s",
-        "ddp",
-        "-s",
-        "co2.published:tau=2",
-        "--check",
-        "--json",
-    )
+    more = "--nproc 2 -s ddp -s co2.published:tau=2 --check --json"
+    done = call(tmp_path, *RUN, *more.split())
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     predicted = driver.run(
@@ -109,7 +89,7 @@ def test_strategies_run_one_after_the_other_and_leave_records(tmp_path: Path) ->
     ],
 )
 def test_numbers_to_be_chosen_are_refused_with_a_command_that_names_them(
-    cli: Run, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+    cli: Command, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
     """Before a rank or a lab starts; the command works as it is printed, and says the batch."""
     from co2sim.cli import main as co2sim  # noqa: PLC0415 - for this test
@@ -240,7 +220,7 @@ def test_adapters_are_run_as_they_are_simulated(tmp_path: Path) -> None:
     assert sent["all_gather world"] > 10 * sent["reduce_scatter world"]
 
 
-def test_bad_input_gives_one_line_and_starts_nothing(cli: Run, tmp_path: Path) -> None:
+def test_bad_input_gives_one_line_and_starts_nothing(cli: Command, tmp_path: Path) -> None:
     """What was wrong, on stderr; exit code 2, nothing written."""
     for arguments, said in [
         (("run", "-m", "tiny-5m", "-s", "ddp"), "--cluster is missing"),
@@ -260,20 +240,7 @@ def test_bad_input_gives_one_line_and_starts_nothing(cli: Run, tmp_path: Path) -
         ((*RUN, "-s", "ddp", "--nproc", "1000000"), "cannot start 1000000 ranks"),
         ((*RUN, "-s", "ddp"), "RANK is not set"),
         (("run", "-c", "nowhere", "-m", "tiny-5m", "-s", "ddp"), "nowhere"),
-        (
-            (
-                "run",
-                "-c",
-                "cluster.toml",
-                "-m",
-                "tiny-5m",
-                "-s",
-                "zeropp:hpz_group=3",
-                "--nproc",
-                "2",
-            ),
-            "hpz_group=3",
-        ),
+        ((*RUN[:5], "-s", "zeropp:hpz_group=3", "--nproc", "2"), "hpz_group=3"),
     ]:
         pytest.importorskip("torch")
         code, out, errors = cli(*arguments)

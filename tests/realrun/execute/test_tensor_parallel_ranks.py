@@ -27,53 +27,40 @@ def test_every_strategy_runs_on_ranks_that_share_layers_and_breaks_no_rule(per_n
             assert set(others) <= set(alike), text
 
 
+IN_EVERY_STEP = ["ddp", "zero1", "zero2", "fsdp"]
+
+
 @pytest.mark.parametrize(
-    ("options", "met_besides"),
+    ("variants", "options", "whom"),
     [
-        ({"ep": 2}, {"experts": "pair", "replicas": "alike"}),
-        ({"ep": 2, "load": 1.5}, {"experts": "pair", "replicas": "alike"}),
-        ({"ep": 4, "load": 1.3, "experts_all_to_all": "hierarchical"}, {"experts": "all"}),
-        ({"cp": 2}, {"context": "pair"}),
+        (IN_EVERY_STEP, {"ep": 2}, {"experts": "pair", "replicas": "alike"}),
+        (IN_EVERY_STEP, {"ep": 2, "load": 1.5}, {"experts": "pair", "replicas": "alike"}),
+        (
+            IN_EVERY_STEP,
+            {"ep": 4, "load": 1.3, "experts_all_to_all": "hierarchical"},
+            {"experts": "world"},
+        ),
+        (IN_EVERY_STEP, {"cp": 2}, {"context": "pair"}),
+        # states divided inside nodes: gradients of experts meet the peers alone
+        (
+            ["zero1(shard=node)", "zero2(shard=node)"],
+            {"ep": 2},
+            {"node": "pair", "peers": "alike", "experts": "pair"},
+        ),
     ],
 )
 def test_ranks_that_divide_experts_or_sequences_break_no_rule(
-    options: dict[str, object], met_besides: dict[str, str]
+    variants: list[str], options: dict[str, object], whom: dict[str, str]
 ) -> None:
     """Pairs exchange; gradients of experts meet the rank with the same ones, others all ranks."""
-    variants = ["ddp", "zero1", "zero2", "fsdp"]
-    found = on_ranks(
-        "strategies_with_exchanges",
-        4,
-        gpus_per_node=2,
-        module="tensor_parallel_workers",
-        variants=variants,
-        options=options,
-    )
+    given = {"variants": variants, "options": options, "module": "tensor_parallel_workers"}
+    found = on_ranks("strategies_with_exchanges", 4, gpus_per_node=2, **given)  # type: ignore[arg-type]
     for rank in range(4):
-        assert [text for text, *_ in found[rank]] == variants
         members = {
             "pair": [rank // 2 * 2, rank // 2 * 2 + 1],
             "alike": [rank % 2, rank % 2 + 2],
-            "all": [0, 1, 2, 3],
+            "world": [0, 1, 2, 3],
         }
-        besides = {name: members[which] for name, which in met_besides.items()}
-        for text, broken, met in found[rank]:
-            assert broken == [], text
-            assert met == {"world": [0, 1, 2, 3]} | besides, text
-
-
-def test_states_divided_inside_nodes_meet_peers_only_between_them() -> None:
-    """Of experts each rank of a node has others: their gradients meet the peers alone."""
-    variants = ["zero1(shard=node)", "zero2(shard=node)"]
-    found = on_ranks(
-        "strategies_with_exchanges",
-        4,
-        gpus_per_node=2,
-        module="tensor_parallel_workers",
-        variants=variants,
-        options={"ep": 2},
-    )
-    for rank in range(4):
-        pair, alike = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
-        met = {"node": pair, "peers": alike, "experts": pair}
+        met = {name: members[which] for name, which in whom.items()}
+        met |= {} if "node" in whom else {"world": members["world"]}
         assert found[rank] == [[text, [], met] for text in variants]

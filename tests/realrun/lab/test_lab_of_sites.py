@@ -14,7 +14,7 @@ from co2sim.catalog import load_cluster
 from co2sim.common.errors import OptionError
 from co2sim.schedule.schedule import Layout
 from realrun.errors import LabError
-from realrun.lab.lab import FRAME, PAYLOAD, Lab, check_machine, queue, site_burst, stated_cluster
+from realrun.lab.lab import FRAME, PAYLOAD, Lab, queue, site_burst, stated_cluster
 from realrun.train import TrainSettings
 from realrun.train.settings import check
 
@@ -134,12 +134,3 @@ def test_the_lab_command_predicts_the_link_between_sites_from_its_rate(
     assert cluster.sites == 2
     assert cluster.wan is not None
     assert (cluster.wan.bandwidth, cluster.wan.latency) == pytest.approx((50e6 / 8, 123e-6))
-
-
-@pytest.fixture
-def machine() -> None:
-    """Skip where no lab can be built, and say why."""
-    try:
-        check_machine()
-    except LabError as error:
-        pytest.skip(str(error))

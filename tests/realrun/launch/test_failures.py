@@ -75,14 +75,7 @@ def test_all_ranks_stop_in_time_and_name_the_missing_one(
     fault: str, said: str, tmp_path: Path
 ) -> None:
     """Exit code 1; survivors name rank, op and round."""
-    code = forked(
-        3,
-        rank_main.command,
-        tmp_path,
-        arguments(tmp_path),
-        FAULT=fault,
-        **HEART,
-    )
+    code = forked(3, rank_main.command, tmp_path, arguments(tmp_path), FAULT=fault, **HEART)
     assert code == 1
     survivors = {0, 1, 2} - {int(fault[-1])}
     errors = {rank: (tmp_path / f"err{rank}").read_text() for rank in survivors}

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from memory_store import Memory
 
 from realrun.errors import RankFailure
 from realrun.launch import monitor
@@ -11,33 +12,6 @@ from realrun.launch.monitor import Place, Watch, report_failure
 
 HERE, STEP, AHEAD = Place(7, 1, "average"), Place(39, 9, "step 39"), Place(40, 10, "step 40")
 BACKWARD = Place(5, 1, "backward.head")
-
-
-class Memory:
-    """A store in this process; `broken` answers nothing, like one whose host has died."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-        self.broken = False
-
-    def add(self, key: str, value: int) -> int:
-        """Add to a counter."""
-        self.set(key, str(int(self.values.get(key, "0")) + value))
-        return int(self.values[key])
-
-    def set(self, key: str, value: str) -> None:
-        """Keep a value."""
-        if self.broken:
-            raise RuntimeError("connection reset by peer")
-        self.values[key] = value
-
-    def get(self, key: str) -> bytes:
-        """Read a value."""
-        return self.values[key].encode()
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
-        return all(key in self.values for key in keys)
 
 
 class Turns:

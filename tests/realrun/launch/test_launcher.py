@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import psutil
 import pytest
+from memory_store import Memory
 
 from realrun.errors import LaunchError
 from realrun.launch.launcher import rank_environment, run_local
@@ -22,32 +23,6 @@ import sys
 from realrun.launch.launcher import run_local
 sys.exit(run_local(sys.argv[3:], int(sys.argv[1]), grace=float(sys.argv[2])))
 """
-
-
-class Memory:
-    """A store of one process."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-        self.log: list[str] = []
-
-    def add(self, key: str, value: int) -> int:
-        """Count."""
-        self.set(key, str(int(self.values.get(key, "0")) + value))
-        return int(self.values[key])
-
-    def set(self, key: str, value: str) -> None:
-        """Keep."""
-        self.values[key] = value
-        self.log.append(key)
-
-    def get(self, key: str) -> bytes:
-        """What was kept."""
-        return self.values[key].encode()
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all are kept."""
-        return all(key in self.values for key in keys)
 
 
 def shells(*scripts: str) -> list[RankProcess]:

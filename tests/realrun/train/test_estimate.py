@@ -13,6 +13,7 @@ import noisy_quadratic as known
 import numpy as np
 import pytest
 import torch
+from commands import in_process
 from ranks import on_ranks, realrun
 from torch import Tensor, nn
 
@@ -31,7 +32,6 @@ PLAIN: dict[str, Any] = {
     "clip_grad": 0.0,
 }
 TINY = ("train", "--size", "tiny", "--context", "16", "--batch", "8")
-NODES = "local_sgd:tau=2,worker=node,inner=ddp"
 
 
 # --- from gradients to sigma^2, zeta^2 and |grad f|^2 -------------------------------------------
@@ -149,13 +149,8 @@ def test_two_workers_on_a_quadratic() -> None:
 @pytest.mark.dist
 def test_estimates_do_not_disturb_the_training() -> None:
     """All losses of all steps are the same bits as without."""
-    strategies = [
-        "ddp",
-        "zero1",
-        "co2.published:tau=4",
-        "co2:tau=4,delay=2",
-        "overlap_local_sgd:tau=2",
-    ]
+    strategies = ["ddp", "zero1", "co2.published:tau=4", "co2:tau=4,delay=2"]
+    strategies += ["overlap_local_sgd:tau=2"]
     for found in on_ranks("undisturbed", 2, module="estimate_workers", strategies=strategies):
         assert found
         assert all(found.values()), found
@@ -270,18 +265,8 @@ def test_a_training_leaves_estimates_and_commands_that_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A table with all points, estimate.json, and commands that co2analysis takes."""
-    done = realrun(
-        tmp_path,
-        2,
-        *TINY,
-        "--steps",
-        "6",
-        "--warmup",
-        "2",
-        "-s",
-        "co2.published:tau=2",
-        "--estimate",
-    )
+    more = "--steps 6 --warmup 2 -s co2.published:tau=2 --estimate"
+    done = realrun(tmp_path, 2, *TINY, *more.split())
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out" / "estimate.json").read_text())
     assert re.search(r"after step 0 +after step 3 +after step 5 +for the bound", done.stdout)
@@ -317,13 +302,8 @@ def test_what_cannot_be_estimated_is_refused(
         (("--stop", "2"), "--estimate needs 3 steps at"),
     ]:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(
-            sys, "argv", ["realrun", *TINY, "--nproc", "2", "--estimate", *arguments]
-        )
-        with pytest.raises(SystemExit) as ended:
-            main()
-        errors = capsys.readouterr().err
-        assert ended.value.code == 2
-        assert said in errors
-        assert errors.count("\n") == 1
+        call = in_process("realrun", main, monkeypatch, capsys)
+        ended = call(*TINY, "--nproc", "2", "--estimate", *arguments)
+        assert (ended.code, ended.err.count("\n")) == (2, 1)
+        assert said in ended.err
         assert not (tmp_path / "out").exists()
