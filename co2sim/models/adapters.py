@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from co2sim.common.errors import OptionError
-from co2sim.models.architecture import Adapters, Block, MatMul, Model
+from co2sim.models.blocks import Adapters, Block, MatMul, Model
 
 _CALLS = 4
 """Operations of an adapter in a forward pass: its two products, the scaling of their result, and

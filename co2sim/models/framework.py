@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 from co2sim.common.convert import shown
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.validation import Quantity
-from co2sim.models.architecture import Block, Model
+from co2sim.models.blocks import Block, Model
 
 Factor = Annotated[float, Quantity(least=1, most=100)]
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from co2sim.common.units import Bytes
-from co2sim.models.architecture import kinds
+from co2sim.models.blocks import kinds
 from co2sim.models.workload import OPTIMIZER_BYTES, Block, Workload
 from co2sim.schedule.schedule import Compute, Group, Layout, Schedule
 

@@ -18,7 +18,8 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, Flops
 from co2sim.common.validation import whole
 from co2sim.models.adapters import BACKWARD_MOVES, FORWARD_MOVES, with_adapters
-from co2sim.models.architecture import (
+from co2sim.models.architecture import shard_model
+from co2sim.models.blocks import (
     AttentionScores,
     Block,
     ContextExchange,
@@ -28,7 +29,6 @@ from co2sim.models.architecture import (
     TensorParallelCommunication,
     kinds,
     product_flops,
-    shard_model,
 )
 from co2sim.models.framework import Framework, Loss, Recomputation, Recompute, layers, recomputation
 from co2sim.schedule.mesh import Mesh

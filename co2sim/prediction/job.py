@@ -17,7 +17,7 @@ from co2sim.common.errors import Co2simError, OptionError, ScheduleError
 from co2sim.common.resources import LruCache
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
-from co2sim.models.architecture import Block
+from co2sim.models.blocks import Block
 from co2sim.models.framework import Recompute, check_applies
 from co2sim.models.memory import activations, overhead
 from co2sim.models.stack import Setting

@@ -7,7 +7,7 @@ from itertools import pairwise
 from co2sim.catalog import Fact
 from co2sim.common.units import counted, scaled
 from co2sim.hardware.cluster import GPU
-from co2sim.models.architecture import Block
+from co2sim.models.blocks import Block
 from co2sim.models.memory import host_memory
 from co2sim.models.workload import Workload
 from co2sim.prediction.intervals import (

@@ -9,7 +9,7 @@ from typing import Any
 from co2sim import Case, strategies
 from co2sim.catalog import load_cluster
 from co2sim.hardware.cluster import GPU, Cluster, Link
-from co2sim.models.architecture import MatMul
+from co2sim.models.blocks import MatMul
 from co2sim.models.workload import AttentionScores, Block, Model, Workload
 from co2sim.prediction import driver
 from co2sim.schedule.schedule import Layout, Schedule

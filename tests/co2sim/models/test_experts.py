@@ -12,11 +12,11 @@ from co2sim.common.errors import OptionError
 from co2sim.models.architecture import (
     Experts,
     LatentAttention,
-    Model,
     Transformer,
     language_model,
     shard_model,
 )
+from co2sim.models.blocks import Model
 from co2sim.models.workload import Workload
 from co2sim.schedule.mesh import Mesh
 

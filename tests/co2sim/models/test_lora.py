@@ -11,7 +11,8 @@ from one_sample import simulate, sweep
 from co2sim.catalog import load_cluster, load_model
 from co2sim.common.errors import OptionError
 from co2sim.hardware.failures import Failures
-from co2sim.models.architecture import Experts, LatentAttention, Model, Transformer, language_model
+from co2sim.models.architecture import Experts, LatentAttention, Transformer, language_model
+from co2sim.models.blocks import Model
 from co2sim.models.memory import activations
 from co2sim.models.workload import Workload
 from co2sim.prediction.case import Case

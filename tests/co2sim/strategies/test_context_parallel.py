@@ -8,13 +8,8 @@ from hypothesis import strategies as st
 from one_sample import simulate
 
 from co2sim.common.errors import OptionError
-from co2sim.models.architecture import (
-    Experts,
-    LatentAttention,
-    Model,
-    Transformer,
-    language_model,
-)
+from co2sim.models.architecture import Experts, LatentAttention, Transformer, language_model
+from co2sim.models.blocks import Model
 from co2sim.models.workload import Workload
 from co2sim.prediction.case import Case
 from co2sim.prediction.job import schedule_of
