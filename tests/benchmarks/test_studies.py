@@ -5,7 +5,6 @@ import math
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,6 @@ with warnings.catch_warnings():
     from ranks import on_ranks
 
 from realrun.algorithms.quantization_format import wire_bytes  # noqa: E402
-from realrun.train.settings import TrainSettings  # noqa: E402
-from realrun.train.tasks.registry import make_task  # noqa: E402
-from realrun.train.tasks.task import loss_of, means, scores  # noqa: E402
 
 pytestmark = pytest.mark.slow  # importing them takes seconds
 
@@ -167,12 +163,6 @@ def test_codes_have_the_error_of_uniform_rounding_and_the_bits_of_the_wire(
     assert quantization.CODES[code].bits_per_element(256) == sent
 
 
-def test_fp8_is_exact_for_its_own_numbers() -> None:
-    """A block's largest element becomes 448."""
-    numbers = torch.tensor([448.0, 1.0, 1.125, 0.0625, -0.0703125, 0.0])
-    assert torch.equal(received("fp8 (E4M3)", numbers, 32), numbers)
-
-
 @pytest.mark.dist
 def test_the_study_codes_as_the_algorithms_do() -> None:
     """Four ranks: the sum of ZeRO++'s gradients, and the mean of an average, bit for bit."""
@@ -194,24 +184,6 @@ def test_the_study_codes_as_the_algorithms_do() -> None:
 
 # --- stale-synchronous parallel training ---------------------------------------------------------
 
-FREE = ssp.Servers(workers=4, servers=2, parameter_bytes=0.0)
-
-
-@pytest.mark.parametrize("bound", [0, 3])
-def test_one_slow_worker_sets_the_pace_of_all(bound: int) -> None:
-    """It never waits; the others are ahead by the bound, and wait the rest of the time."""
-    course = ssp.ssp(FREE, lambda worker, _: 1.0 if worker else 2.0, 40, bound)
-    assert course.seconds == 80.0
-    assert max(course.staleness()) == bound
-    assert course.waited == [0.0] + [39 - 2.0 * bound] * 3
-
-
-def test_messages_take_turns_at_each_network_card() -> None:
-    """As many servers as workers: each card is always busy, in no bound of 0 beside computing."""
-    place = ssp.Servers(workers=4, servers=4, parameter_bytes=4.0, bandwidth=10.0, latency=0.01)
-    assert ssp.ssp(place, lambda *_: 1.0, 40, 0).seconds == pytest.approx(40 * (0.82 + 1.0))
-    assert ssp.ssp(place, lambda *_: 1.0, 40, 1).seconds == pytest.approx(40 * 1.41 + 0.41)
-
 
 @given(st.data())
 @settings(max_examples=30)
@@ -229,45 +201,3 @@ def test_no_worker_is_further_ahead_than_the_bound(data: Any) -> None:
             assert mine == list(range(12))
     assert course.seconds >= max(map(sum, seconds)) - 1e-9
     assert looser.seconds <= course.seconds + 1e-9
-
-
-def steps_of_adamw(task: Any, chosen: TrainSettings) -> Iterator[float]:
-    """Validation losses after each step of plain AdamW."""
-    torch.manual_seed(chosen.seed)
-    model = task.model()
-    optim = torch.optim.AdamW(model.parameters(), weight_decay=chosen.weight_decay)
-    for step in range(1, chosen.steps + 1):
-        optim.param_groups[0]["lr"] = chosen.learning_rate(step)
-        optim.zero_grad()
-        loss_of(model, task.batch(chosen.seed, step, chosen.batch)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), chosen.clip_grad)
-        optim.step()
-        with torch.no_grad():
-            yield means(sum(scores(model, batch) for batch in task.validation))[0]
-
-
-def test_one_worker_learns_as_adamw() -> None:
-    """However its pushes travel: it knows what it has pushed itself."""
-    chosen = TrainSettings(task="digits", size="tiny", steps=8, batch=8, warmup=2, eval_every=4)
-    task = make_task(chosen.task, chosen.size, chosen.shape, torch.device("cpu"))
-    place = ssp.Servers(workers=1, servers=1, parameter_bytes=1.0, bandwidth=1.0)
-    seen = list(ssp.train(task, chosen, ssp.ssp(place, lambda *_: 0.3, 8, 3)))
-    assert [clocks for clocks, *_ in seen] == [4, 8]
-    assert seen[-1][2] == pytest.approx(list(steps_of_adamw(task, chosen))[-1], rel=1e-4)
-
-
-def test_rounds_wait_for_the_slowest_and_hide_what_a_delay_covers() -> None:
-    """DDP: each step its slowest, and a ring. Local updates: each round; late averages: nothing."""
-    place = ssp.Servers(workers=4, servers=1, parameter_bytes=4.0, bandwidth=6.0, latency=0.5)
-    ring = 2 * 3 / 4 * 4 / 6 + 6 * 0.5
-
-    def ended(tau: int, delay: int = 0) -> tuple[float, list[float]]:
-        steps, waited = ssp.rounds(
-            place, lambda worker, clock: 2.0 if worker == clock % 4 else 1.0, 24, tau, delay
-        )
-        return steps[-1], waited
-
-    for asked, seconds in (((1,), 24 * (2 + ring)), ((4,), 6 * (5 + ring)), ((8, 4), 30.0)):
-        last, waited = ended(*asked)
-        assert last == pytest.approx(seconds)
-        assert waited == pytest.approx([seconds - 30] * 4)

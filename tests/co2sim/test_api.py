@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ SMALL: dict[str, Any] = {
     "strategy": "ddp",
     "gpus": 16,
 }
-CATALOG = Path(co2sim.__file__).parent / "catalog"
 
 
 def test_every_public_name_of_the_stub_is_there() -> None:
@@ -75,55 +73,22 @@ def test_the_signature_of_simulate_names_every_field_of_a_case() -> None:
     ("given", "token"),
     [
         ({"micro_batch": 2.5}, "micro_batch is 2.5"),
-        ({"micro_batch": 0}, "micro_batch is 0"),
         ({"micro_batch": True}, "micro_batch is True"),
         ({"micro_batch": None}, "micro_batch is None"),
         ({"micro_batch": [1, 2]}, "micro_batch is [1, 2]"),
-        ({"micro_batch": 10**9}, "micro_batch is 1000000000"),
-        ({"accumulation": 0}, "accumulation is 0"),
-        ({"gpus": 0}, "1 to 10000000"),
-        ({"gpus": 12}, "multiple of 8"),
-        ({"gpus": "1,024"}, "gpus is '1,024'"),
-        ({"gpus": "1_024"}, "gpus is '1_024'"),
-        ({"gpus": float("nan")}, "gpus is nan"),
-        ({"gpus": float("inf")}, "gpus is inf"),
-        ({"gpus": 10**7}, "1,250,000 nodes"),
-        ({"gpus": "9" * 5000}, "gpus is '9999"),
         ({"global_batch": 17}, "multiple of 16 GPUs"),
         ({"global_batch": 0}, "global_batch is 0"),
         ({"global_batch": 16, "accumulation": 2}, "not both"),
-        ({"global_batch": 10**15}, "1000000000000000"),
-        ({"precision": "fp64"}, "fp64"),
-        ({"precision": "int8"}, "int8"),
-        ({"precision": 16}, "precision is 16"),
-        ({"recompute": "some"}, "none, selective, full"),
         ({"recompute": True}, "recompute is True"),
-        ({"model": "resnet-50", "recompute": "full"}, "ResNet-50"),
-        ({"optimizer": "adam"}, "adamw_8bit, sgd"),
-        ({"rounds": 0}, "rounds is 0"),
-        ({"rounds": 10**9}, "1 to 1000000"),
-        ({"fold": "maybe"}, "fold is 'maybe'"),
         ({"fold": 1}, "fold is 1"),
-        ({"interval": "slow"}, "quick, full"),
         ({"cluster": 8}, "cluster is 8"),
-        ({"cluster": Path("a100-tcp80")}, "./a100-tcp80"),
         ({"model": None}, "model is None"),
-        ({"strategy": "fsdp:hsdp=true"}, "'shard'"),
-        ({"strategy": "zeropp(hpz_group=3)"}, "hpz_group=3"),
         ({"strategy": co2sim.DDP}, "must be a text"),
         ({"strategy": 3}, "strategy is 3"),
-        ({"overrides": {"interference": "11"}}, "at most 10"),
         ({"overrides": "nodes=3"}, "overrides is"),
         ({"overrides": {"nodes": [1]}}, "[1]"),
         ({"noise": 0.1}, "noise is 0.1"),
         ({"noise": Noise(jitter=0.1), "seed": 3}, "not both"),
-        ({"noise": Noise(node_speed={5: 0.5})}, "0 to 1"),
-        ({"jitter": "much"}, "jitter is 'much'"),
-        ({"jitter": 2}, "jitter"),
-        ({"jitter": 10**400}, "at most 1.8e308"),
-        ({"seed": 1.5}, "seed is 1.5"),
-        ({"seed": -1}, "seed is -1"),
-        ({"node_speed": [0.5]}, "node_speed is [0.5]"),
         ({"node_speed": {"first": 0.5}}, "node is 'first'"),
     ],
     ids=lambda one: str(one)[:40],
@@ -141,12 +106,9 @@ def test_values_that_could_mean_two_things_are_refused(given: dict[str, Any], to
     ("strategy", "token"),
     [
         (co2sim.Zero2(owners=1), "owners is '1'"),
-        (co2sim.CO2(worker="x"), "worker is 'x'"),  # type: ignore[arg-type]
-        (co2sim.CO2(worker=5), "worker is '5'"),  # type: ignore[arg-type]
-        (co2sim.CO2(worker="node", inner=5), "inner is '5'"),  # type: ignore[arg-type]
-        (co2sim.CO2(worker="node", inner=co2sim.Zero2()), "zero1, zero2"),  # type: ignore[arg-type]
-        (co2sim.CO2(dtype="fp8"), "dtype is 'fp8'"),  # type: ignore[arg-type]
-        (co2sim.ZeroPP(hpz="maybe"), "hpz is 'maybe'"),  # type: ignore[arg-type]
+        (co2sim.CO2(worker=5), "worker is '5'"),
+        (co2sim.CO2(worker="node", inner=co2sim.Zero2()), "zero1, zero2"),
+        (co2sim.CO2(dtype="fp8"), "dtype is 'fp8'"),
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )

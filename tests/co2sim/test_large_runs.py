@@ -36,23 +36,6 @@ def deepseek() -> Result:
 
 
 @cache
-def qwen() -> Result:
-    """256 GB200 in NVLink domains of 64: 8 stages of 32 GPUs, which divide the experts."""
-    return simulate(
-        "gb200-nvl72",
-        "qwen3-235b-a22b",
-        "zero1",
-        gpus=256,
-        ep=32,
-        pp=8,
-        accumulation=256,
-        stack="megatron-core",
-        precision="mxfp8",
-        overrides={"model.seq_len": "4096", "gpus_per_node": "64"},
-    )
-
-
-@cache
 def llama(*, long: bool = False) -> Result:
     """8,192 H100: 8 share layers, 16 stages; or 16,384, 16 of which divide sequences of 131,072."""
     return simulate(
@@ -141,51 +124,6 @@ def test_deepseek_v3_computes_what_its_dimensions_say() -> None:
     assert flops_of_a_token(deepseek()) == pytest.approx(6 * (passed + scores))
     every = 2 * H * VOCAB + 61 * (MLA + MLA_NORMS) + 3 * DENSE + 58 * (257 * EXPERT + ROUTER) + H
     assert every == pytest.approx(671e9, rel=1e-3)
-
-
-# Qwen3-235B-A22B: 94 layers, all with 128 experts; 64 heads, 4 of keys, of width 128
-QWEN_H, QWEN_VOCAB = 4096, 151_936
-QWEN_EXPERT = 3 * QWEN_H * 1536
-QWEN_REST = 2 * QWEN_H * 8192 + 2 * QWEN_H * 512 + 2 * 128 + 2 * QWEN_H + 128 * QWEN_H
-
-
-def test_qwen3_235b_sends_what_its_dimensions_say() -> None:
-    """First of 8 stages: the embedding and 11 layers; each of its 32 GPUs has 4 experts alone."""
-    whole = QWEN_VOCAB * QWEN_H + 11 * QWEN_REST
-    tokens = 4096 * 8 * QWEN_H * BF16 * 31 / 32
-    assert qwen().sent_bytes_per_gpu_per_step == pytest.approx(
-        {
-            "all_to_all experts(32)": 256 * 11 * 4 * tokens,
-            "reduce_scatter world": whole * BF16 * 31 / 32,
-            "all_gather world": whole * BF16 * 31 / 32,
-            "send_receive": 256 * 4096 * QWEN_H * BF16,
-        }
-    )
-
-
-def test_qwen3_235b_holds_what_its_dimensions_say() -> None:
-    """The first stage: 11 layers, the embedding, and 8 micro-batches in flight."""
-    whole, experts = QWEN_VOCAB * QWEN_H + 11 * QWEN_REST, 11 * 4 * QWEN_EXPERT
-    inputs = 4 * BF16 * QWEN_H
-    heads = BF16 * (8192 + 2 * 512 + 8192) + BF16 * (8192 + 512)  # norms of queries and keys
-    mlps = 8 * (3 * 1536 + QWEN_H) * BF16
-    layer = 4096 * (inputs + heads + mlps + 128 * FP32 + 64 * FP32)
-    embedding = 4096 * QWEN_H  # a byte, as of a dropout mask: 0.2 % too much
-    assert_held(
-        qwen(),
-        parameters=BF16 * (whole + experts),
-        gradients=FP32 * (whole + experts),
-        optimizer=ADAMW * (whole / 32 + experts),
-        activations=8 * (11 * layer + embedding),
-    )
-
-
-def test_qwen3_235b_computes_what_its_dimensions_say() -> None:
-    """Parameters that a token passes, and all scores."""
-    attention = 2 * QWEN_H * 8192 + 2 * QWEN_H * 512
-    passed = QWEN_H * QWEN_VOCAB + 94 * (attention + 128 * QWEN_H + 8 * QWEN_EXPERT)
-    scores = 94 * 2 * 8192 * 4096
-    assert flops_of_a_token(qwen()) == pytest.approx(6 * (passed + scores))
 
 
 # Llama 3.1 405B: 126 layers, 128 heads, 8 of keys, of width 128

@@ -45,6 +45,8 @@ EXAMPLES = [
 ]
 SHORTEST = {" ".join(line.split()[:2]): line for line in sorted(QUICK, key=len, reverse=True)}
 """Of each command of which pages show one that only computes."""
+LONG = {"co2sim plan", "co2sim explore"}
+"""Their shortest take seconds; all commands run at night."""
 
 
 def test_every_command_is_executed_by_one_of_the_tests() -> None:
@@ -89,7 +91,9 @@ def run(command: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SHORTEST if name.startswith("co2sim")])
+@pytest.mark.parametrize(
+    "name", [name for name in SHORTEST if name.startswith("co2sim") and name not in LONG]
+)
 def test_a_command_of_each_kind_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

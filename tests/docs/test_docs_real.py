@@ -99,6 +99,7 @@ def test_commands_whose_output_is_not_shown_run(page: Path, tmp_path: Path) -> N
     assert shell("\n".join(WITHOUT_OUTPUT[page]), tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_commands_on_local_cores_run(tmp_path: Path) -> None:
     """Probe, run and compare, one after the other; only shorter."""

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from string import Template
 from typing import NamedTuple
 
 import pytest
+from places import DATA
 
 
 class Ended(NamedTuple):
@@ -36,6 +38,13 @@ def in_process(
         return Ended(int(ended.value.code or 0), *capsys.readouterr())
 
     return call
+
+
+def refused(name: str, **words: str) -> list[tuple[str, str]]:
+    """Command lines of a file of `tests/data`, and what is said; $WORDS stand for more."""
+    lines = (DATA / name).read_text().splitlines()
+    pairs = (line.partition(" => ") for line in lines if not line.startswith("#"))
+    return [(Template(line).substitute(words), said) for line, _, said in pairs]
 
 
 class Written(NamedTuple):

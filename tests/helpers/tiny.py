@@ -151,14 +151,3 @@ def recorded_run() -> tuple[bytes, bytes]:
     with tempfile.TemporaryDirectory() as name:
         record.write(Path(name), found)
         return (Path(name) / "run.json").read_bytes(), (Path(name) / "trace.jsonl").read_bytes()
-
-
-@cache
-def chakra_traces() -> dict[str, bytes]:
-    """Execution traces of two ranks, as `co2sim export` writes them."""
-    from co2sim.simulation import chakra  # noqa: PLC0415 - of an extra
-
-    case = Case(cluster="dgx-h100", model="gpt2-small", strategy="ddp", gpus=2).stage()
-    with tempfile.TemporaryDirectory() as name:
-        chakra.write(case.schedule, case.cluster, Path(name) / "trace", precision="bf16")
-        return {f"trace/{one.name}": one.read_bytes() for one in Path(name).glob("trace/*")}

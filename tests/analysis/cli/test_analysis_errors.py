@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import Command
+from commands import Command, refused
 from simulated_record import measured
 
 from analysis.convergence import trends
@@ -13,10 +13,14 @@ from analysis.published.runs import DATA_VARIABLE, PAPERS
 from realrun.record import write
 
 BOUND = "bound --smoothness 2 --noise 1 --gap 3 --workers 8 --rounds 10000 --local-steps 8"
-VERIFY = BOUND.replace("bound", "verify")
 TAU = "tau --smoothness 1 --noise 1 --gap 1"
-ON = f"{TAU} -c a100-tcp80"
-FIGURES = "figures --out made"
+WORDS = {
+    "BOUND": BOUND,
+    "VERIFY": BOUND.replace("bound", "verify"),
+    "TAU": TAU,
+    "ON": f"{TAU} -c a100-tcp80",
+    "FIGURES": "figures --out made",
+}
 ZEROPP = """model_params_b,tokens_per_gpu,ib_links_100gbps_per_node,\
 zero3_tflops_per_gpu,zeropp_tflops_per_gpu
 18,1024,1,14,31
@@ -38,71 +42,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path("elsewhere/co2", name).write_text(text)
 
 
-@pytest.mark.parametrize(
-    ("line", "token"),
-    [
-        ("compare", "RUN"),
-        ("compare none", "none"),
-        ("compare .", "run"),
-        ("compare runs/ddp --cluster dgx-h100", "2 x 2"),
-        ("compare runs/ddp --cluster dgx-h10", "dgx-h100"),
-        ("compare runs/ddp --set inter.bandwith=1us", "inter.bandwidth"),
-        ("compare runs/ddp --set gpu=h100", "--cluster"),
-        ("compare runs/ddp --set inter.bandwidth=1", "unit"),
-        ("compare runs/ddp --set model.layers=1", "model.layers"),
-        ("compare runs/ddp --figure out.pdf", ".svg"),
-        ("compare runs/ddp --figure out.png --rank 4", "0 to 3"),
-        ("compare runs/ddp --rank x", "rank"),
-        ("compare runs/ddp --report c.pdf", ".html"),
-        ("lab -m tiny-5m -s ddp --report file/c.html", "file"),
-        ("lab -m tiny-5m -s ddp --kernels flops", "--probe"),
-        ("lab -m tiny-5m -s ddp --cluster dgx-h100 --probe", "--probe"),
-        ("lab -m tiny-5m -s dpd", "ddp"),
-        ("validate --report c.pdf", ".html"),
-        ("runs --source nanotrn", "nanotron"),
-        ("runs --papers none", "none"),
-        ("validate --cells nowhere.csv", "nowhere.csv"),
-        ("validate --cells .", "directory"),
-        ("validate --cells binary.csv", "UTF-8"),
-        ("validate --data zeropp.csv", "gpus"),
-        ("validate --markdown file/r.md", "file"),
-        ("validate --figures file/x", "file"),
-        ("calibrate --group a100", "v100-zeropp"),
-        ("goodput --papers runs", "goodput.toml"),
-        ("figures", "--out"),
-        (f"{FIGURES} --format pdf,pgn", "'png'"),
-        (f"{FIGURES} --format=", "png"),
-        (f"{FIGURES} --only co2-table-4", "'co2-table-3'"),
-        (f"{FIGURES} --papers runs", "papers"),
-        (f"{FIGURES} --papers elsewhere", "elsewhere"),
-        ("figures --out file --only co2-table-3", "file"),
-        ("bound", "--local-steps"),
-        ("bound --gap 3 --noise 1 --rounds 9 --workers 2", "--smoothness"),
-        (f"{BOUND} --penalty inf", "penalty"),
-        (f"{BOUND} --momentum 1", "momentum"),
-        (f"{BOUND} --delay 9", "delay is 9"),
-        (f"{BOUND} --delay x", "--delay"),
-        (f"{BOUND} --keep 0.5", "--keep"),
-        (f"{BOUND} --delay 2 --predict 1", "predict is 1"),
-        (f"{BOUND} --allowed-delay -1", "--allowed-delay"),
-        (f"{ON} --target nan", "--target"),
-        (TAU, "--cluster"),
-        (f"{TAU} --taus 4 --gpus 8 runs/ddp", "--gpus, --taus"),
-        ("tau -c a100-tcp80 --noise 1", "--smoothness, --gap"),
-        (f"{ON} -s co2.published:worker=node,tau=8", "--taus"),
-        (f"{ON} -s ddp", "ddp"),
-        (f"{ON} --penalty 2 --most-penalty 2", "most_penalty"),
-        ("trends --workers 257", "256"),
-        ("trends --steps 4000 --seeds 3", "12,000"),
-        ("trends --taus 1,600", "512"),
-        ("verify --gap 3 --noise 1", "--smoothness"),
-        (f"{VERIFY} --seeds 1", "--seeds"),
-        (f"{VERIFY} --seeds 1000000", "--workers times --seeds"),
-        (f"{VERIFY} --phi 0", "--phi"),
-        (f"{VERIFY} --delay 3 --keep 0.5 --phi 1", "keep 1"),
-        (f"{VERIFY} --delay 0 --most-penalty 2", "gap-aware"),
-    ],
-)
+@pytest.mark.parametrize(("line", "token"), refused("co2analysis-refused.txt", **WORDS))
 def test_bad_input_is_one_line(co2analysis: Command, tmp_path: Path, line: str, token: str) -> None:
     """The line names the option, what is allowed, or the nearest name, before any work."""
     before = sorted(tmp_path.rglob("*"))

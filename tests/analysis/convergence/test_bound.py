@@ -152,14 +152,12 @@ def test_constants_cover_penalties_that_vary(setting: Setting, most: float, seed
     ("alpha", "beta", "tau", "delay", "late"),
     [
         (0.6, 0.4, 3, 1, None),
-        (0.6, 0.4, 3, 0, None),
         (1.3, 0.4, 4, 2, None),
         (1.0, 0.0, 5, 1, None),
         (0.6, 0.4, 3, 1, Late(steps=2)),
         (1.7, 0.25, 4, 1, Late(steps=2, predict=0.5)),
         (1.7, 0.5, 5, 1, Late(steps=2, keep=0.5, predict=0.25)),
         (1.0, 0.0, 4, 1, Late(steps=1, keep=0.1, predict=0.9)),
-        (0.9, 0.25, 4, 1, Late(steps=2, keep=0.5)),
     ],
 )
 def test_constants_are_no_larger_than_they_must_be(
@@ -234,13 +232,7 @@ def followed(setting: Setting) -> float:
 @example(late=Late(steps=8), step=0.03, rounds=400, convex=True, noise=0.5, heterogeneity=0.3)
 @example(late=None, step=1.0, rounds=1, convex=True, noise=0.5, heterogeneity=0.3)
 def test_drift_is_what_following_every_round_gives(
-    *,
-    late: Late | None,
-    step: float,
-    rounds: int,
-    convex: bool,
-    noise: float,
-    heterogeneity: float,
+    *, late: Late | None, step: float, rounds: int, convex: bool, noise: float, heterogeneity: float
 ) -> None:
     """From above, to the share that may be left open."""
     setting = replace(LATE, late=late, inner_step=step, rounds=rounds, convex=convex)
@@ -406,7 +398,7 @@ def test_allowed_delay_is_the_last_of_all_that_hold(
         )
 
 
-# --- what is refused -----------------------------------------------------------------------------
+# --- delays as they are written ------------------------------------------------------------------
 
 
 @given(st.integers(0, 10**17), st.sampled_from(["", " steps", "steps", " rounds", " round"]))
@@ -418,26 +410,3 @@ def test_delays_as_they_are_given(count: int, unit: str) -> None:
     assert found == (Delay(None, count) if in_rounds else Delay(count, 0))
     assert delay(str(found)) == found
     assert str(found).endswith("s") is (count != 1)
-
-
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        ({"momentum": 1.0}, "momentum"),
-        ({"inner_step": 0.0}, "inner_step"),
-        ({"noise": -1.0, "gap": math.nan}, "noise"),
-        ({"workers": 0}, "workers"),
-        ({"penalty": 0.5}, "penalty"),
-        ({"penalty": 2.0, "most_penalty": 2.0}, "most_penalty"),
-        ({"rounds": 10**400}, "rounds"),
-        ({"local_steps": 10**9}, "local_steps"),
-        ({"late": Late(steps=9)}, "delay"),
-        ({"late": Late(steps=3, predict=0.5), "most_penalty": 2.0}, "predict"),
-    ],
-)
-def test_settings_out_of_range_are_refused(change: dict[str, object], name: str) -> None:
-    """In one short line that names the field, or what it is of."""
-    with pytest.raises(OptionError, match=name) as refused:
-        replace(SETTING, **change)  # type: ignore[arg-type]
-    assert "\n" not in str(refused.value)
-    assert len(str(refused.value)) < 120

@@ -1,4 +1,4 @@
-"""The bound of a clipped momentum: its constants, its limits, what is refused."""
+"""The bound of a clipped momentum: its constants and its limits."""
 
 import math
 from dataclasses import replace
@@ -7,23 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from test_bound import LATE
 
 from analysis.convergence import bound, clipping
 from analysis.convergence.bound import Bound, Infeasible
 from analysis.convergence.setting import Array, Late, Setting
 
-SETTING = Setting(
-    smoothness=2.0,
-    noise=0.5,
-    heterogeneity=0.3,
-    gap=1.5,
-    workers=4,
-    rounds=50,
-    local_steps=8,
-    inner_step=0.001,
-    outer_step=0.6,
-    momentum=0.4,
-)
+SETTING = replace(LATE, late=None)
 
 
 @st.composite

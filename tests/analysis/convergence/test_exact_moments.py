@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from scipy.special import expit
 from theory import exact_moments
 from theory.exact_moments import LateSystem
-from theory.problems import FAMILIES, Known, Minibatches, Quadratic, apart, breast_cancer, same
+from theory.problems import FAMILIES, Known, Minibatches, Quadratic, breast_cancer, same
 
-from analysis.convergence.setting import Array, RunSize, Variants, variants
+from analysis.convergence.setting import Array, RunSize, variants
 from analysis.convergence.simulate import disagreement, run
 from analysis.convergence.trends import Batches, digits
 from co2sim.common.errors import OptionError
@@ -61,20 +61,6 @@ def test_oracle_agrees_with_the_simulator(family: str, delay: int, late: int | N
         assert (np.abs(measured.mean(axis=1) - expected) <= 4 * error + 1e-12).all()
     np.testing.assert_allclose(outcome.spread, exact.spread, rtol=0.06, atol=1e-12)
     np.testing.assert_allclose(outcome.value, problem.value(outcome.final))
-
-
-@pytest.mark.parametrize("which", [variants(0.1, clip=1.0), variants(0.1, most_penalty=np.inf)])
-def test_what_is_not_linear_has_no_exact_moments(which: Variants) -> None:
-    """Clipping and the gap-aware rule; nor do other delays, or too few functions."""
-    problem, size = same(1.0), RunSize(workers=2, rounds=2, local_steps=2)
-    late = replace(size, late_steps=1)
-    for exact, asked in ((exact_moments.exact, size), (exact_moments.late_exact, late)):
-        with pytest.raises(OptionError, match="clipping"):
-            exact(problem, which, asked)
-        with pytest.raises(OptionError, match="4"):
-            exact(apart(4), variants(0.1), asked)
-    with pytest.raises(OptionError, match="delay"):
-        exact_moments.exact(problem, variants(0.1), replace(size, delay=2))
 
 
 def test_gap_aware_penalty_is_its_rule() -> None:

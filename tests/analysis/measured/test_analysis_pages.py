@@ -16,7 +16,7 @@ pytest.importorskip("altair", reason="the extra `report` is not installed")
 pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 
 from commands import Command
-from html_pages import drawn_points, files, heading, held, loads
+from html_pages import drawn_points, files, held, loads
 from simulated_record import measured, more_latency, same, slower_gpu, slower_network
 
 from analysis.measured.comparison import RunComparison, compare
@@ -26,7 +26,6 @@ from analysis.published import page as published
 from analysis.published.cells import from_papers
 from analysis.published.predict import CellPrediction
 from analysis.published.report import ValidationReport, brief_report, render
-from co2sim.common.units import duration, percent
 from co2sim.report.html import render as rendered
 from realrun.record import write
 
@@ -63,17 +62,6 @@ def text(three: list[RunComparison]) -> str:
     return text_of(three)
 
 
-def test_the_answer_of_one_run_has_both_times_and_the_cause() -> None:
-    """Measured, predicted, the signed error, and what was changed."""
-    (run,) = runs = compared({"ddp": ("ddp", slower_network)})
-    said = heading(text_of(runs))
-    times = (run.measured["round_time_s"], run.predicted.round_time_s)
-    shown = (*map(duration, times), f"({percent(run.round_time_error, 1)})", "bandwidth")
-    places = [said.index(token) for token in shown]
-    assert places == sorted(places)
-    assert run.round_time_error < 0
-
-
 def test_what_is_drawn_are_the_times_of_the_runs(text: str, three: list[RunComparison]) -> None:
     """Bars are the figures of the record and the prediction; points are the ops with both times."""
     specs = held(text, "specs")
@@ -91,19 +79,6 @@ def test_what_is_drawn_are_the_times_of_the_runs(text: str, three: list[RunCompa
             assert points[name]["measured"] == pytest.approx(1e3 * op.measured)
             assert points[name]["predicted"] == pytest.approx(1e3 * op.predicted)
             assert points[name]["cause"] == (op.cause.words if op.cause else "agrees")
-
-
-def test_both_timelines_of_a_run_come_first(text: str, three: list[RunComparison]) -> None:
-    """Predicted above measured; what is measured to be as predicted has the same bars."""
-    rounds = held(text, "rounds")
-    assert list(rounds)[:2] == ["ddp, predicted", "ddp, measured"]
-    assert len(rounds) == 2 * len(three)
-    alike = [rounds[f"right, {side}"] for side in ("predicted", "measured")]
-    assert alike[0] == alike[1]
-    for one in rounds.values():
-        assert all(0 <= bar["start"] <= bar["end"] <= one["length"] + 1e-6 for bar in one["bars"])
-    slow, quick = rounds["ddp, measured"], rounds["ddp, predicted"]
-    assert slow["length"] > quick["length"]
 
 
 @pytest.fixture

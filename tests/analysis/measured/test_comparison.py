@@ -3,9 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 import tiny
@@ -31,9 +29,7 @@ from analysis.measured.comparison import (
     summarise,
 )
 from analysis.measured.op_table import by_label, causes, labels
-from co2sim.catalog import load_cluster
-from co2sim.common.errors import OptionError
-from co2sim.hardware.cluster import Calls, Cluster, HostEffects, Link, TokenBucket
+from co2sim.hardware.cluster import Cluster, Link
 from co2sim.schedule.schedule import (
     NODE,
     WORLD,
@@ -60,16 +56,11 @@ JITTER = Noise(jitter=0.05, seed=3)
 
 CHANGED = [
     ("ddp", slower_network, Cause.BANDWIDTH),
-    ("zero3", slower_network, Cause.BANDWIDTH),
     ("co2.published(tau=4)", slower_network, Cause.BANDWIDTH),
-    ("ddp", more_latency, Cause.LATENCY),
     ("zeropp", more_latency, Cause.LATENCY),
     ("ddp", more_launch, Cause.LAUNCH),
-    ("co2.published(tau=4)", more_launch, Cause.LAUNCH),
     ("zeropp", disturbed, Cause.CONTENTION),
-    ("co2.published(tau=4)", disturbed, Cause.CONTENTION),
     ("ddp", slower_gpu, Cause.COMPUTE),
-    ("zero3", slower_gpu, Cause.COMPUTE),
     ("co2.published(tau=4)", slower_gpu, Cause.COMPUTE),
 ]
 
@@ -159,22 +150,6 @@ def test_collectives_that_meet_against_the_prediction_are_in_contention(backend:
     assert work == pytest.approx(-8e-3)
 
 
-def exchange(*, beside: bool) -> Schedule:
-    """An all-to-all of 8 MB over all ranks and, with it or after it, an all-reduce in each node."""
-    whole = Collective(Kind.ALL_TO_ALL, "a", 8_000_000, DType.INT8, WORLD)
-    inside = Collective(Kind.ALL_REDUCE, "b", 2_000_000, DType.INT8, NODE)
-    waits = () if beside else (After("exchange"),)
-    work = Compute("end", 1e9)
-    return Schedule(
-        "exchange",
-        (
-            Op("exchange", whole, "one"),
-            Op("inside", inside, "two", waits),
-            Op("end", work, "compute", (After("exchange"), After("inside"))),
-        ),
-    )
-
-
 def pair() -> Schedule:
     """Two equal all-reduces of 8 MB that start together on streams of their own."""
     work = Collective(Kind.ALL_REDUCE, "a", 8_000_000, DType.INT8, WORLD)
@@ -245,18 +220,6 @@ def test_predicting_on_the_cluster_that_was_measured_leaves_no_error() -> None:
         assert compare("run", record, cluster).round_time_error == pytest.approx(0, abs=1e-9)
 
 
-def test_an_unchanged_description_is_the_same_cluster() -> None:
-    """Numbers survive the way through texts with units exactly, those of a lab, too."""
-    named = [load_cluster(name, {}).value for name in ("dgx-h100", "two-sites-wan", "dgx2-ib1")]
-    link, burst = Link(1e8, 3e-4), TokenBucket(1e5, 1.234e9, 0.1)
-    host = HostEffects(
-        one_machine=True, wake_up=4.56e-4, calls=Calls(all_gather=1.23e-4), intra=burst, inter=burst
-    )
-    lab = {"intra": link, "inter": link, "backend": "gloo", "call_overhead": 7.89e-4, "host": host}
-    for cluster in (*named, replace(named[0], **lab)):
-        assert replace(changed(cluster, {}), name=cluster.name) == cluster
-
-
 @pytest.fixture(scope="module")
 def three() -> list[RunComparison]:
     """Three runs: as predicted, on a slower network, on a slower GPU."""
@@ -309,33 +272,6 @@ def test_exposed_communication_is_compared_where_there_is_some(three: list[RunCo
 # --- which of two is faster ---------------------------------------------------------------------
 
 
-def slower(share: float) -> Change:
-    """A GPU that is slower by this share."""
-
-    def change(cluster: Cluster) -> Cluster:
-        gpu = cluster.gpu
-        peak = {name: (1 - share) * speed for name, speed in gpu.peak.items()}
-        memory = (1 - share) * gpu.memory_bandwidth
-        return replace(cluster, gpu=replace(gpu, peak=peak, memory_bandwidth=memory))
-
-    return change
-
-
-def uneven(record: Record) -> Record:
-    """The same rounds, by turns longer and shorter by 30 %; their mean is as before."""
-    trace, rounds = record.trace, record.rounds
-    times = round_times(trace, record.case.stage().schedule, trace.rounds)
-    factors = np.ones(trace.rounds)
-    factors[-rounds::2], factors[-rounds + 1 :: 2] = 1.3, 0.7
-    ends, moved = (np.cumsum([0.0, *lengths]) for lengths in (times, times * factors))
-
-    def at(time: float) -> float:
-        return float(np.interp(time, ends, moved))
-
-    spans = tuple(one._replace(start=at(one.start), end=at(one.end)) for one in trace.spans)
-    return replace(record, trace=replace(trace, spans=spans))
-
-
 def orders(*records: Record) -> list[OrderError]:
     """The errors of order among these runs, which are named by their strategies."""
     runs = [compare(str(one.case.strategy), one) for one in records]
@@ -353,38 +289,6 @@ def test_an_order_that_is_not_the_predicted_one_is_an_error() -> None:
         assert error.predicted == pytest.approx(steps[1][0] / steps[0][0] - 1)
         assert error.measured == pytest.approx(steps[1][1] / steps[0][1] - 1)
         assert error.predicted > 0 > error.measured
-
-
-def test_runs_that_are_predicted_equal_have_no_order() -> None:
-    """Whatever was measured: one strategy twice."""
-    assert not orders(measured("ddp"), measured("ddp", slower_gpu))
-
-
-def test_an_order_within_the_noise_of_rounds_is_not_certain() -> None:
-    """The same small difference is certain without noise, and with one round nothing is known."""
-    gap = (
-        compare("", measured("ddp")).step_times[0]
-        / compare("", measured("co2.published(tau=4)")).step_times[0]
-    )
-    usual = measured("ddp", rounds=4)
-    late = measured("co2.published(tau=4)", slower(1 - 0.995 / gap), rounds=4)
-    (even,), (other,) = orders(usual, late), orders(usual, uneven(late))
-    assert even.certain
-    assert not other.certain
-    assert other.measured == pytest.approx(even.measured)
-    (single,) = orders(
-        measured("ddp", rounds=1), measured("co2.published(tau=4)", slower_gpu, rounds=1)
-    )
-    assert single.low is single.high is None
-    assert not single.certain
-
-
-def test_runs_of_other_batches_or_kernels_have_no_order() -> None:
-    """Their steps are not the same work."""
-    usual, late = measured("ddp"), measured("co2.published(tau=4)", slower_gpu)
-    assert not orders(usual, replace(late, kernels="flops"))
-    more = replace(late, case=replace(late.case, micro_batch=2))
-    assert not orders(usual, more)
 
 
 def test_a_round_time_is_the_mean_of_its_rounds() -> None:
@@ -429,45 +333,3 @@ def test_json_and_csv_hold_every_op(co2analysis: Command) -> None:
     parts = frame[[f"{cause}_s" for cause in Cause]].sum(axis=1)
     assert parts.to_numpy() == pytest.approx(errors.to_numpy(), abs=1e-12)
     assert sum(run["causes"].values()) == pytest.approx(1)
-
-
-@pytest.mark.parametrize(
-    ("suffix", "head"),
-    [
-        pytest.param(".svg", b"<svg", marks=pytest.mark.slow),
-        pytest.param(".png", b"\x89PNG", marks=pytest.mark.nightly),
-    ],
-)
-@pytest.mark.usefixtures("runs")
-def test_figure_is_written_and_always_the_same(
-    co2analysis: Command, suffix: str, head: bytes
-) -> None:
-    """One figure per run, and writing twice gives the same bytes."""
-    written = []
-    for name, chosen in (("one", "runs"), ("two", "runs/ddp")):
-        code, out, _ = co2analysis("compare", chosen, "--figure", f"{name}{suffix}", "--rank", "3")
-        path = Path(f"{name}-ddp{suffix}" if chosen == "runs" else f"{name}{suffix}")
-        assert code == 0
-        assert f"written {path}" in out
-        written.append(path.read_bytes())
-    assert written[0].startswith(head)
-    assert written[0] == written[1]
-
-
-@pytest.mark.parametrize(
-    ("change", "token"),
-    [
-        ({"rounds": 99}, "99"),
-        ({"rounds": 0}, "0"),
-        ({"figures": {}}, "round_time_s"),
-        ({"case": {"strategy": "zero3"}}, "zero3"),
-    ],
-)
-def test_a_record_that_does_not_fit_is_refused(change: dict[str, Any], token: str) -> None:
-    """A trace of another schedule, more rounds than it has, no round time; with the run's name."""
-    record = measured("ddp")
-    if "case" in change:
-        change = {"case": replace(record.case, **change["case"])}
-    with pytest.raises(OptionError, match=token) as refused:
-        compare("the-run", replace(record, **change))
-    assert "the-run" in str(refused.value)

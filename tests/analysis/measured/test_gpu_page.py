@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commands import Command
@@ -13,7 +12,6 @@ from places import ROOT
 
 from analysis.measured.gpu_page import read, tables
 from co2sim.catalog import load_cluster, load_model, load_stack
-from co2sim.common.errors import CatalogError
 from co2sim.models.workload import Workload
 from co2sim.simulation.costs import compute_time
 
@@ -49,29 +47,6 @@ def test_a_page_has_every_section_and_what_failed(tmp_path: Path, co2analysis: C
     assert "## Layers" not in page
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"format": 2},
-        {"sections": {"rates": [{"what": "copy"}]}},
-        {"sections": 3},
-        {"machine": None},
-    ],
-)
-def test_what_is_no_such_file_is_refused_in_one_line(tmp_path: Path, change: Any) -> None:
-    """Another format, rows without numbers, other types; and no JSON, and no file."""
-    path = tmp_path / "gpu.json"
-    path.write_text(json.dumps(json.loads(H100.read_text()) | change))
-    with pytest.raises(CatalogError) as told:
-        tables(read(path))
-    assert "\n" not in str(told.value)
-    path.write_text("{")
-    with pytest.raises(CatalogError):
-        read(path)
-    with pytest.raises(CatalogError):
-        read(tmp_path / "other.json")
-
-
 def dry(script: str, out: Path) -> None:
     """Run a script for GPUs without one."""
     pytest.importorskip("torch")
@@ -97,7 +72,7 @@ def test_the_script_for_several_gpus_runs_dry_over_gloo(tmp_path: Path) -> None:
         assert all(found["sections"].values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_the_script_for_a_gpu_runs_dry_without_one(tmp_path: Path) -> None:
     """Every section measures tiny shapes, and the page is made."""

@@ -1,14 +1,11 @@
 """Published mean times to failure and shares of useful time, beside predictions."""
 
 import json
-from pathlib import Path
 
 import pytest
 from commands import Command
 
 from analysis.published.goodput import Compared, Learners, compared, read
-from analysis.published.runs import PAPERS
-from co2sim.common.errors import CatalogError
 
 
 @pytest.fixture(scope="module")
@@ -70,24 +67,3 @@ def test_the_command_prints_all_cells(co2analysis: Command, rows: list[Compared]
     assert "assumed of" in text
     found = json.loads(co2analysis("goodput", "--json").out)
     assert [cell["predicted"] for cell in found] == [row.predicted for row in rows]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "token"),
-    [
-        ('use = "check"', 'use = "maybe"', "use"),
-        ("gpus = 1024\n", "gpus = 0\n", "gpus"),
-        ('value = "7.9 h"', 'value = "7.9"', "unit"),
-        ("[[cell]]", "[[cell", "goodput.toml"),
-        ('use = "input"\ngpus', 'use = "check"\ngpus', "input"),
-    ],
-)
-def test_a_bad_cell_is_one_line(tmp_path: Path, old: str, new: str, token: str) -> None:
-    """With the name of the file."""
-    text = (PAPERS / "goodput.toml").read_text()
-    assert old in text
-    (tmp_path / "goodput.toml").write_text(text.replace(old, new, 1))
-    with pytest.raises(CatalogError, match=r"goodput\.toml") as error:
-        _ = compared(read(tmp_path))
-    assert token in str(error.value)
-    assert "\n" not in str(error.value)

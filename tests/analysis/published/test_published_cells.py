@@ -2,7 +2,7 @@
 
 import shutil
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
@@ -15,7 +15,7 @@ from analysis.published.predict import predict, result_of, validate
 from analysis.published.runs import PAPERS
 from analysis.published.tables import known_cells
 from co2sim.catalog import names
-from co2sim.common.errors import CatalogError, OptionError
+from co2sim.common.errors import CatalogError
 from co2sim.prediction.published import read_cells, read_speeds
 
 PAPER = """key = "toy"
@@ -81,19 +81,11 @@ def test_speeds_of_strategies_that_are_not_ours_are_left_out(tmp_path: Path) -> 
     ("text", "words"),
     [
         ("cell = 3", "[[cell]]"),
-        ("cell = [3]", "cell 1: 3"),
         ("[[cell", "results.toml: "),
         (CELL.replace('"tokens_per_s"', '"speed"'), "quantity is 'speed'"),
-        (CELL.replace("quantity", "quality"), "quantity is missing"),
         (CELL.replace("gpus", "gpu"), "gpus is missing"),
-        (CELL + "over = { gpu = 8 }", "'gpu'"),
-        (CELL + "gpu = 8", "'gpus'"),
         (CELL + CELL.replace("= 16", "= 0"), "cell 2: gpus is 0"),
-        (CELL.replace("= 16", "= 8.5"), "gpus is 8.5"),
-        (CELL.replace("= 16", '= "8"'), "gpus is '8'"),
         (CELL.replace("60000", "0"), "value is 0"),
-        (CELL.replace("60000", "inf"), "value is inf"),
-        (CELL.replace("check", "train"), "'fit' or 'check'"),
         (CELL + "rounding = -1", "rounding is -1"),
     ],
 )
@@ -146,10 +138,8 @@ def test_a_new_source_is_predicted_under_its_name_on_its_cluster_with_its_model(
     [
         (CELL.replace("zero2", "pipeline:stages=4"), PAPER, "'pipeline'"),
         (CELL.replace("gpt2-xl", "gpt2-xxl"), PAPER, "'gpt2-xl'"),
-        (CELL.replace("a100-tcp80", "a100-tcp8"), PAPER, "'a100-tcp80'"),
         (CELL.replace("= 16", "= 12"), PAPER, "12"),
         (CELL, PAPER.replace("micro_batch = 2", ""), "2048"),
-        (CELL, PAPER.replace("[simulation]", "[settings]"), "[simulation]"),
         (CELL, None, "[simulation]"),
         (CELL.replace("a100-tcp80", ""), PAPER, "not stated"),
     ],
@@ -169,14 +159,10 @@ def test_what_is_not_predicted_is_listed_with_the_reason(
     ("cell", "change", "words"),
     [
         (CELL, ("tokens_per_gpu = 2048", ""), ("cell 2: ", "'tokens_per_gpu'")),
-        (CELL, ("= 2048", "= 2047"), ("cell 2: ", "2047")),
         (CELL, ('"bf16"', '"bf17"'), ("cell 2: ", "precision is 'bf17'")),
         (CELL.replace("zero2", "zero2:bukket=3"), ("", ""), ("cell 2: ", "bukket")),
         (CELL, ("micro_batch", "micro_bach"), ("paper.toml", "'micro_batch'")),
         (CELL, ("micro_batch", 'cluster = "dgx-h100"\nmicro_batch'), ("'clusters'",)),
-        (CELL, ("= 2048", '= "2048"'), ("paper.toml", "tokens_per_gpu")),
-        (CELL, ("micro_batch = 2", "micro_batch = 0"), ("micro_batch is 0",)),
-        (CELL, ('{ zero2 = "owners=true" }', '"zero2"'), ("paper.toml", "options")),
         (CELL, ("[simulation]", "[simulation"), ("toy/paper.toml",)),
     ],
 )
@@ -191,12 +177,6 @@ def test_what_is_wrong_is_one_line(
     for part in (str(folder / "toy"), *words):
         assert part in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_folder_without_papers_is_named(tmp_path: Path) -> None:
-    """With the option that names it."""
-    with pytest.raises(OptionError, match="--papers"):
-        from_papers(tmp_path)
 
 
 def test_tables_of_papers_that_a_folder_does_not_hold_are_left_out(source: Source) -> None:
@@ -218,11 +198,6 @@ def parallel() -> list[Cell]:
     assert {(cell.use, cell.group) for cell in found} == {("check", "")}
     assert {run_kind(cell.setup) for cell in found} == {None}
     return found
-
-
-def errors_of(cells: Iterable[Cell]) -> dict[str, float]:
-    """Signed errors by name."""
-    return {cell.name: predict(cell) / cell.published - 1 for cell in cells}
 
 
 def table_of(heading: str) -> list[str]:

@@ -19,7 +19,6 @@ from analysis.published.parameters import GROUPS, cluster_of, stated
 from analysis.published.predict import predict
 from analysis.published.runs import PAPERS, TABLES_ELSEWHERE, tables_elsewhere
 from analysis.published.tables import from_csv, known_cells
-from co2sim.common.errors import OptionError
 from co2sim.prediction.calibrations import CATALOG, RECORD, calibrations, record
 
 DATA = {path.name for path in tables_elsewhere()}
@@ -110,12 +109,6 @@ def test_the_uncertainty_of_a_linear_fit_is_that_of_regression(
     assert found.scatter == pytest.approx(np.std(left, ddof=2), rel=1e-4)
 
 
-def test_a_fit_needs_as_many_cells_as_constants(cells: list[Cell]) -> None:
-    """Fewer cells are refused, with a hint."""
-    with pytest.raises(OptionError, match="--data"):
-        calibrate.fit(GROUPS["a100-data-parallel"], cells)
-
-
 def test_every_label_parts_the_cells(cells: list[Cell]) -> None:
     """For each label, every cell is left out exactly once."""
     chosen = calibrate.fit_cells(cells, GROUPS["v100-zeropp"])
@@ -203,18 +196,6 @@ def test_recorded_intervals_hold_left_out_cells() -> None:
 
 
 # --- the command ---------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_calibrate_prints_the_constants_of_a_group() -> None:
-    """CO2's two are those of the catalog, to the digits that are printed."""
-    found = CliRunner().invoke(app, ["calibrate", "--group", "a100-co2", "--papers", str(PAPERS)])
-    assert found.exit_code == 0, found.output
-    assert found.output.startswith("a100-co2: 2 cells, MAPE 0.00%")
-    group = GROUPS["a100-co2"]
-    values = stated(group)
-    for name, value in values.items():
-        assert f"  {name}: {value:.3g}\n" in found.output
 
 
 @pytest.mark.slow

@@ -12,13 +12,11 @@ from typer.testing import CliRunner
 
 from analysis.cli.app import app
 from analysis.published import diagnosis, sensitivity
-from analysis.published.calibrate import root_of
-from analysis.published.cells import Cell, from_papers, with_strategy_options
+from analysis.published.cells import Cell, from_papers
 from analysis.published.parameters import GROUPS
 from analysis.published.predict import CellPrediction, predict, summaries, validate
 from analysis.published.report import ValidationReport, full_report, render, signed
-from analysis.published.runs import PAPERS, tables_elsewhere
-from co2sim.common.errors import OptionError
+from analysis.published.runs import PAPERS
 
 CO2 = """method,network,tau,gpus,words_per_s,scalability_16_to_128,note
 adamw_zero2,80 Gbit/s TCP/IP,,16,3488,,
@@ -26,7 +24,6 @@ co2_zero2,80 Gbit/s TCP/IP,48,128,304736,1.06,
 co2_zero2,80 Gbit/s TCP/IP,12,128,,0.86,
 """
 nightly = pytest.mark.nightly
-DATA = {path.name for path in tables_elsewhere()}
 ALLOWED = 0.005
 """By which a mean absolute error may rise: half a point."""
 
@@ -75,20 +72,6 @@ def test_mechanisms_change_what_they_are_about(report: ValidationReport) -> None
             assert one.mape_without > one.mape_with, one.mechanism.name
 
 
-def test_an_ablation_that_changes_nothing_is_refused(cells: list[Cell]) -> None:
-    """Options as they are, or unknown names, are errors; cells of other strategies stay."""
-    cell = the(cells, "18B, 2048 tokens, 8 x 100 Gbit/s, zero3")
-    with pytest.raises(OptionError, match="max_reuse"):
-        with_strategy_options(cell, "zero3", {"max_reuse": "1e9"})
-    with pytest.raises(OptionError, match="'max_use'"):
-        with_strategy_options(cell, "zero3", {"max_use": "1"})
-    with pytest.raises(OptionError, match="'zero3'"):
-        with_strategy_options(cell, "zero33", {"max_reuse": "1"})
-    assert with_strategy_options(cell, "zero2", {"owners": "true"}) == cell
-    other = with_strategy_options(cell, "zero3", {"max_reuse": "1"})
-    assert getattr(other.setup.parsed(), "max_reuse", None) == 1
-
-
 # --- diagnosis -----------------------------------------------------------------------------------
 
 
@@ -104,17 +87,6 @@ def test_a_required_value_reproduces_the_cell_it_is_for(cells: list[Cell]) -> No
     assert found["tcp_efficiency"].mape == pytest.approx(0, abs=1e-5)
     out_of_reach = replace(cell, published=50.0)
     assert all(one.needed is None for one in diagnosis.required_values(out_of_reach, [cell]))
-
-
-@slow
-def test_a_root_out_of_bounds_is_the_nearer_bound(cells: list[Cell]) -> None:
-    """The lowest efficiency for a throughput that is too low for all, the highest for too high."""
-    cell = the(cells, "7B, 8 GPUs, zero2")
-    constant = GROUPS["a100-co2"].constants[0]
-    assert constant.name == "compute_efficiency"
-    for published, bound in ((1.0, constant.low), (1e9, constant.high)):
-        found = root_of(replace(cell, published=published), constant, {})
-        assert (found.value, found.reproduces) == (bound, False)
 
 
 def test_cells_that_share_an_error_are_found(cells: list[Cell]) -> None:
@@ -207,24 +179,3 @@ def test_the_commands_print_tables_json_and_figures(tmp_path: Path) -> None:
     assert figure.name == "co2-cells.png"  # of no figure of the paper: its name says so
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert "| source |" in (tmp_path / "r.md").read_text()
-
-
-@slow
-def test_a_terminal_gets_tables_and_a_pipe_markdown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same report: in a terminal of 80 columns no line is longer, and no mark is left."""
-    path = tmp_path / "cells.csv"
-    path.write_text(CO2)
-    for name, value in (("COLUMNS", "80"), ("NO_COLOR", "1"), ("TERM", "dumb")):
-        monkeypatch.setenv(name, value)
-    shown = []
-    for terminal in "10":
-        monkeypatch.setenv("TTY_COMPATIBLE", terminal)
-        found = CliRunner().invoke(app, ["validate", "--cells", str(path)])
-        assert found.exit_code == 0, found.output
-        shown.append(found.stdout.splitlines())
-    marks = [[line for line in lines if line.startswith(("|", "#"))] for lines in shown]
-    assert marks[0] == []
-    assert max(len(line.rstrip()) for line in shown[0]) <= 80
-    assert marks[1][0].startswith("## ")

@@ -324,14 +324,6 @@ def test_errors_of_own_runs_grow_with_the_distance_as_they_were_made() -> None:
     assert sum(inside) / 2000 == pytest.approx(0.9, abs=0.03)
 
 
-@pytest.mark.parametrize("flag", ["--memory", "--own", "--unfitted"])
-def test_an_unknown_source_is_named(co2analysis: Command, flag: str) -> None:
-    """In one line."""
-    ended = co2analysis("runs", flag, "--source", "nobody")
-    assert ended.code == 2
-    assert "unknown source 'nobody'" in ended.err
-
-
 @pytest.mark.slow
 def test_runs_that_enter_no_fit_are_predicted_apart(co2analysis: Command) -> None:
     """Those in fp8 and below, and of experts, of which none counts in figures of errors."""

@@ -1,26 +1,22 @@
-"""The catalog: every file loads, every number has a source, and bad input is one line."""
+"""The catalog: every file loads, every number has a source, and no object is impossible."""
 
 import dataclasses
-import math
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
-from hypothesis import given
-from hypothesis import strategies as st
 
 from co2sim.catalog import load_cluster, load_model, names
 from co2sim.catalog.facts import facts
 from co2sim.catalog.specs import ClusterSpec, GPUSpec, KernelsSpec, LinkSpec, ScatterSpec, TierSpec
-from co2sim.common.errors import CatalogError, Co2simError, OptionError
+from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import GPU, Cluster, KernelTimes, Link, Scatter, Tier
 
-CLUSTERS, GPUS, MODELS = names("clusters"), names("gpus"), names("models")
+CLUSTERS, MODELS = names("clusters"), names("models")
 
 
 def tree(kind: str, key: str) -> dict[str, Any]:
@@ -90,109 +86,6 @@ def test_overrides_replace_values_and_their_source() -> None:
     assert len(deeper.blocks) == 26
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        ({"inter.bandwith": "25 Gbit/s"}, "'inter.bandwidth'"),
-        ({"inter.bandwidth": "25"}, "has no unit"),
-        ({"inter.bandwidth": "25 gb/s"}, "ambiguous"),
-        ({"inter.bandwidth": "0 Gbit/s"}, "at least 1 B/s"),
-        ({"gpu.memory": "3 GB/s"}, "given '3 GB/s'"),
-        ({"inter.efficiency": "1.5"}, "above 0 and at most 1"),
-        ({"nodes": "0"}, "at least 1"),
-        ({"nodes": "two"}, "whole number"),
-        ({"nodes.x": "1"}, "'nodes' is a single value"),
-        ({"inter": "fast"}, "a table"),
-        ({"gpu": "a1000"}, "unknown gpu 'a1000'"),
-        ({"backend": "mpi"}, "'nccl' or 'gloo'"),
-        ({"all_reduce": "rings"}, "'ring'"),
-        ({"sites": "2"}, "[wan]"),
-        ({"sites": "3", "wan.bandwidth": "1 Gbit/s", "wan.latency": "1 ms"}, "equal sites"),
-        ({"": "x"}, "unknown name ''"),
-    ],
-)
-def test_wrong_overrides_are_refused_in_one_line(overrides: dict[str, str], said: str) -> None:
-    """The error names the file and the place, what was given, and what is allowed."""
-    with pytest.raises(CatalogError) as caught:
-        load_cluster("a100-tcp80", overrides)
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        ({"layer": "3"}, "'layers'"),
-        ({"layers": "many"}, "whole number"),
-        ({"layers": "10001"}, "at most 10000"),
-        ({"heads": "7"}, "heads 7"),
-        (
-            {"seq_len": "2048"},
-            "1024 learned positions",
-        ),
-        ({"parameters": "7000000000"}, "parameters"),
-        ({"kv_heads": "5"}, "kv_heads 5"),
-        ({"attention": "flash"}, "'softmax' or 'linear'"),
-        ({"kind": "rnn"}, "blocks, transformer, vit"),
-    ],
-)
-def test_wrong_model_overrides_are_refused_in_one_line(
-    overrides: dict[str, str], said: str
-) -> None:
-    """Shapes that do not fit together are errors that say which."""
-    with pytest.raises(CatalogError) as caught:
-        load_model("gpt2-small", overrides)
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-# --- files -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (" \n", "is empty"),
-        ("layers = 1", "kind must be one of"),
-        ("kind = ", "Invalid value"),
-        ('kind = "transformer"', "layers, hidden, heads"),
-        ('kind = "blocks"\nblocks = []', "blocks"),
-        ("\udcff", "cannot read"),
-    ],
-)
-def test_files_that_are_wrong_are_refused_in_one_line(tmp_path: Path, text: str, said: str) -> None:
-    """The error starts with the path of the file."""
-    path = tmp_path / "model.toml"
-    path.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(CatalogError) as caught:
-        load_model(str(path))
-    assert said in str(caught.value)
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def paths(node: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Dotted paths of everything in a tree."""
-    for key, value in node.items():
-        yield f"{prefix}{key}"
-        if isinstance(value, dict):
-            yield from paths(value, f"{prefix}{key}.")
-
-
-@given(
-    st.sampled_from([*paths(tree("clusters", "two-sites-wan")), "gpu.peak.bf16", "gpu.x", "a..b"]),
-    st.sampled_from(["", "0", "-1", "2", "1e400", "nan", "fast", "5 GB/s", "5 ms", "none", "\n"]),
-)
-def test_any_override_loads_or_is_one_line(path: str, text: str) -> None:
-    """Whatever is set to whatever, the answer is a cluster or a typed error of one line."""
-    try:
-        cluster = load_cluster("two-sites-wan", {path: text}).value
-    except Co2simError as error:
-        assert len(str(error).splitlines()) == 1  # noqa: PT017 - both outcomes are right
-    else:
-        assert cluster.nodes >= 1
-
-
 # --- one place for a field ----------------------------------------------------------------------
 
 
@@ -214,28 +107,15 @@ def test_a_file_may_say_every_field_of_what_it_describes(spec: Any, kind: Any) -
 
 IMPOSSIBLE: list[Callable[[], Any]] = [
     lambda: Link(0.5),
-    lambda: Link(1e9, -1.0),
-    lambda: Link(1e9, math.nan),
     lambda: Link(1e9, efficiency=1.5),
-    lambda: Link(1e9, busy_efficiency=0.0),
     lambda: KernelTimes(0.0),
-    lambda: KernelTimes(0.5, vocabulary_efficiency=2.0),
-    lambda: KernelTimes(0.5, kernel_gap=-1e-6),
     lambda: GPU("g", 0.0, 1e9, {"bf16": 1e12}, ((1.0, 0.5),)),
-    lambda: GPU("g", 1e9, 1e9, {"bf16": 0.0}, ((1.0, 0.5),)),
     lambda: GPU("g", 1e9, 1e9, {"bf16": 1e12}, ()),
-    lambda: GPU("g", 1e9, 1e9, {}, ((1.0, 0.5),)),
-    lambda: GPU("g", 1e9, 1e9, {"bf16": 1e12}, ((1.0, 1.5),)),
     lambda: GPU("g", 1e9, 1e9, {"bf16": 1e12}, ((2.0, 0.5), (1.0, 0.5))),
-    lambda: tiny.cluster(0),
-    lambda: tiny.cluster(2.5),  # type: ignore[arg-type]
-    lambda: tiny.cluster(interference=-1.0),
-    lambda: Tier(0),
+    lambda: tiny.cluster(2.5),
     lambda: Tier(8, oversubscription=0.5),
-    lambda: Tier(8, congestion=0.9),
     lambda: Link(1e9, rail=Tier(8), spine=Tier(12)),
     lambda: tiny.cluster(intra=Link(1e9, rail=Tier(8))),
-    lambda: tiny.cluster(price_per_gpu=math.inf),
     lambda: tiny.cluster(channels=True),
 ]
 

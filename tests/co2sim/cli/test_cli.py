@@ -1,13 +1,10 @@
-"""The command line: what `list`, `run`, `trace` and `show` print, and how all refuse."""
+"""The command line: what `list` and `run` print."""
 
 import json
 import re
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from places import ROOT
 
 from co2sim.common.errors import OptionError
 from co2sim.strategies import STRATEGIES, parse, strategy_options
@@ -42,18 +39,6 @@ def test_a_model_that_does_not_fit_is_reported_not_refused(cli: Run) -> None:
     code, out, _ = cli(*given)
     assert (code, "DOES NOT FIT" in out) == (0, True)
     assert "cluster.interference" in out.partition("assumed")[2]
-
-
-def test_trace_opens_in_perfetto_and_reads_back(cli: Run, tmp_path: Path) -> None:
-    """`trace` writes Chrome JSON with named tracks, and JSON Lines with one span a line."""
-    assert cli("trace", *SMALL, "-s", "zero3", "-o", "trace.json")[0] == 0
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert names == {"compute", "gather", "reduce"}
-    spans = [event for event in events if event["ph"] == "X"]
-    assert all({"round", "bytes", "work"} <= span["args"].keys() for span in spans)
-    assert cli("trace", *SMALL, "-s", "zero3", "-o", "trace.jsonl")[0] == 0
-    assert len((tmp_path / "trace.jsonl").read_text().splitlines()) == len(spans) + 1
 
 
 def test_list_shows_names_numbers_and_sources(cli: Run) -> None:
@@ -91,17 +76,3 @@ def complaint(strategy: str) -> str:
     except OptionError as error:
         return str(error)
     return ""
-
-
-def test_users_own_files_and_their_neighbours(cli: Run, tmp_path: Path) -> None:
-    """A cluster file may name a GPU file beside it, and plain values need no source."""
-    shutil.copy(ROOT / "examples/my-gpu.toml", tmp_path)
-    text = (ROOT / "examples/my-cluster.toml").read_text()
-    (tmp_path / "mine.toml").write_text(text.replace('"a100-40"', '"my-gpu.toml"'))
-    code, out, _ = cli("run", "-c", "mine.toml", "-m", "gpt2-xl", "-s", "zero2", "--json")
-    assert code == 0
-    found = json.loads(out)
-    assert found["usd_per_billion_tokens"] > 0
-    assert found["gpu_memory_bytes"] == 48e9
-    assert "our 48 GB card" not in cli("list", "mine.toml")[1]  # a name is no number
-    assert "864 GB/s" in cli("list", "mine.toml")[1]

@@ -11,8 +11,6 @@ import pytest
 from places import ROOT
 
 from co2sim.cli import scale
-from co2sim.common.errors import OptionError
-from co2sim.common.files import write_atomically
 from co2sim.prediction import driver
 from co2sim.prediction.case import Case
 from co2sim.prediction.published import RunCell, SpeedComparison
@@ -132,14 +130,6 @@ def test_a_link_stays_where_its_file_is_written(cli: Run, tmp_path: Path) -> Non
     assert cli(*sweep, "--csv", "link.csv")[0] == 0
     assert (tmp_path / "link.csv").is_symlink()
     assert (tmp_path / "real.csv").read_text() != "old"
-
-
-def test_files_are_written_together_or_not_at_all(tmp_path: Path) -> None:
-    """When one of several files cannot be written, none is, and no draft stays behind."""
-    (tmp_path / "taken").mkdir()
-    with pytest.raises(OptionError, match="taken"):
-        write_atomically({tmp_path / "a.csv": b"a", tmp_path / "taken": b"b"})
-    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 def test_run_ends_with_a_row_for_each_strategy(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:

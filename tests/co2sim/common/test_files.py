@@ -8,38 +8,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import Command, in_process
+from commands import Command
 from hypothesis import given
 from hypothesis import strategies as st
 from places import ROOT
-from simulated_record import measured
 
-from analysis.cli import main as co2analysis
 from analysis.published.tables import from_csv
 from co2sim.catalog import load_cluster, load_model
-from co2sim.cli import main as co2sim
 from co2sim.common import files
 from co2sim.common.errors import CatalogError, OptionError, cut, error_line, visible
 from co2sim.common.files import write_atomically
 from co2sim.prediction.published import read_speeds
-from realrun import record
 from realrun.launch.launcher import run_local
 
 EXAMPLE = (ROOT / "examples/my-cluster.toml").read_text()
 GPU = (ROOT / "examples/my-gpu.toml").read_text()
 RUN = ("-m", "gpt2-small", "-s", "ddp", "-g", "4")
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """`co2sim` in this process."""
-    return in_process("co2sim", co2sim, monkeypatch, capsys)
-
-
-@pytest.fixture
-def compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """`co2analysis` in this process."""
-    return in_process("co2analysis", co2analysis, monkeypatch, capsys)
 
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -105,10 +89,8 @@ def test_a_cluster_names_files_beside_it_and_below(
 
 DEEP = {
     "arrays": "a = " + "[" * 5000,
-    "tables": "a = " + "{a = " * 5000,
     "names": "a" + ".a" * 300_000 + " = 1",
     "a header": "[a" + ".a" * 300_000 + "]",
-    "quoted names": '"a".' * 100_000 + "a = 1",
     "closed": "a = " + "[" * 40 + "]" * 40,
 }
 
@@ -148,7 +130,7 @@ def test_a_line_of_error_is_one_short_line_of_visible_characters(text: str) -> N
 
 
 def test_an_escape_sequence_in_a_name_does_not_reach_the_terminal(
-    command: Command, tmp_path: Path
+    cli: Command, tmp_path: Path
 ) -> None:
     """Of a cluster, in tables, lists, schedules and JSON; it is shown as text."""
     path = tmp_path / "evil.toml"
@@ -161,12 +143,12 @@ def test_an_escape_sequence_in_a_name_does_not_reach_the_terminal(
         ["show", "-c", str(path), *RUN],
         ["list", str(path)],
     ):
-        ended = command(*words)
+        ended = cli(*words)
         assert ended.code == 0
         assert visible(ended.out) == ended.out
         assert visible(ended.err) == ended.err
-    assert r"\x1b]0;pwned\x07" in command("run", "-c", str(path), *RUN).out
-    ended = command("run", "-c", "\x1b[2J", *RUN)
+    assert r"\x1b]0;pwned\x07" in cli("run", "-c", str(path), *RUN).out
+    ended = cli("run", "-c", "\x1b[2J", *RUN)
     assert visible(ended.err) == ended.err
     assert r"\x1b[2J" in ended.err
 
@@ -207,40 +189,6 @@ def test_drafts_are_new_files_with_random_names(
 
 
 # --- runs from others ---------------------------------------------------------------------------
-
-
-def refused(compare: Command, folder: Path, run: dict[str, object], lines: list[str]) -> str:
-    """What `co2analysis compare` says of a run that it refuses."""
-    (folder / "run.json").write_text(json.dumps(run))
-    (folder / "trace.jsonl").write_text("\n".join(lines))
-    ended = compare("compare", str(folder))
-    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1), (run, lines)
-    return ended.err
-
-
-@pytest.fixture
-def recorded(tmp_path: Path) -> tuple[dict[str, object], list[str]]:
-    """A run as its files hold it."""
-    record.write(tmp_path / "run", measured("co2.published(tau=2)", rounds=1))
-    lines = (tmp_path / "run/trace.jsonl").read_text().splitlines()
-    return json.loads((tmp_path / "run/run.json").read_text()), lines
-
-
-def test_a_span_that_cannot_be_is_one_line(
-    compare: Command, tmp_path: Path, recorded: tuple[dict[str, object], list[str]]
-) -> None:
-    """Of another rank, round, op or stream; with no time, or with further names."""
-    run, lines = recorded
-    changes: list[dict[str, object]] = [
-        *({"rank": value} for value in (9, -1, "0", True)),
-        *({"round": value} for value in (99, -1)),
-        *({"op": value} for value in ("x", [])),
-        *({"start": value} for value in ("0", float("nan"), 10**20)),
-        *({"end": -1e300}, {"stream": None}, {"further": 1}),
-    ]
-    for change in changes:
-        changed = json.dumps({**json.loads(lines[5]), **change})
-        refused(compare, tmp_path / "run", run, [*lines[:5], changed, *lines[6:]])
 
 
 @pytest.mark.dist

@@ -74,16 +74,6 @@ def test_no_width_cuts_a_word_or_a_figure(
             assert not figure or set(name.split()) <= set(shown.split())
 
 
-@pytest.mark.parametrize("width", [40, 80])
-def test_a_known_table_keeps_digits_units_stars_and_names(width: int) -> None:
-    """The table of `scale` that lost digits at 80 columns: every cell is there, once a row."""
-    shown = printed("title", SCALE, ROWS, width=width)
-    for row in ROWS:
-        for cell, times in Counter(row[1:]).items():
-            assert shown.count(cell) >= times
-    assert set(" ".join(SCALE).split()) <= set(shown.split())
-
-
 def test_words_longer_than_the_terminal_are_folded() -> None:
     """A path of 100 characters is continued on the next line, not shortened."""
     path = "/".join("abcdefghi" for _ in range(10))

@@ -14,38 +14,23 @@ from co2sim.common.validation import above, at_least, between, fraction, whole
 
 READ: dict[str, tuple[Unit, float]] = {
     "200 Gbit/s": ("B/s", 25e9),
-    "25 GB/s": ("B/s", 25e9),
-    "200 Gbps": ("B/s", 25e9),
     "200 gbps": ("B/s", 25e9),
-    "200 Gb/s": ("B/s", 25e9),
-    "200 gbit/s": ("B/s", 25e9),
-    "200 Gbits/s": ("B/s", 25e9),
     "100 mbit/s": ("B/s", 12.5e6),
-    "100 Mb/s": ("B/s", 12.5e6),
     "64 kbps": ("B/s", 8e3),
-    "64 Kbit/s": ("B/s", 8e3),
     "8 bps": ("B/s", 1.0),
-    "8 b/s": ("B/s", 1.0),
-    "25 GBps": ("B/s", 25e9),
     "1 GiBps": ("B/s", 2.0**30),
     "300GB/s": ("B/s", 300e9),
     " \t\n12.5 GB/s \r\n": ("B/s", 12.5e9),
-    "8 gbit": ("B", 1e9),
     "80 GB": ("B", 80e9),
     "1 GiB": ("B", 2.0**30),
-    "8 bit": ("B", 1.0),
-    "5 us": ("s", 5e-6),
     "5 µs": ("s", 5e-6),
     "  1.5 ms ": ("s", 1.5e-3),
     "2 min": ("s", 120.0),
-    "3 days": ("s", 259_200.0),
     "312 TFLOP/s": ("FLOP/s", 312e12),
     "1.34e12 FLOP": ("FLOP", 1.34e12),
     "2.52 USD/h": ("USD/s", 0.0007),
     "56 g/kWh": ("kg/kWh", 0.056),
-    "2.8 kW": ("W", 2800.0),
     "0.19": ("", 0.19),
-    " 3.\n": ("", 3.0),
 }
 
 
@@ -99,24 +84,14 @@ def test_there_are_no_thousandths_of_what_is_counted(prefix: str) -> None:
     assert parse(f"5 {prefix}s", "s") == parse(f"5 {prefix}W", "W") < 0.01
 
 
-def test_a_small_m_before_a_byte_says_what_mega_is() -> None:
-    """In whichever way a rate of bytes is written."""
-    for text, unit in (("80000 mB", "B"), ("100 mB/s", "B/s"), ("100 mBps", "B/s")):
-        with pytest.raises(UnitError, match="mega is M, as in MB"):
-            parse(text, unit)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("text", "token"),
     [
         ("2.5", "has no unit"),
         ("2.5 USD", "does not fit"),
-        ("2.5 eur/h", "EUR"),
         ("2.5 XXX/h", "unknown currency 'XXX'"),
         ("2.5 EUR/GB", "is not a price"),
         ("0,95 EUR/h", "comma"),
-        ("cheap", "is not a price"),
-        ("-2 EUR/h", "is below 0"),
     ],
 )
 def test_wrong_prices_are_refused(text: str, token: str) -> None:
@@ -165,8 +140,7 @@ def test_a_number_in_range_comes_back_and_all_else_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("text", "meaning"),
-    [("$2.50/h", "2.5 USD/h"), ("€2/h", "2 EUR/h"), ("£ 3 / h", "3 GBP/h")],
+    ("text", "meaning"), [("$2.50/h", "2.5 USD/h"), ("€2/h", "2 EUR/h"), ("£ 3 / h", "3 GBP/h")]
 )
 def test_prices_may_begin_with_a_sign(text: str, meaning: str) -> None:
     """Of a currency that has one of its own."""

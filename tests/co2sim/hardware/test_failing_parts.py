@@ -1,6 +1,5 @@
 """Failures of a cluster: in files, by name, as single numbers; and the published ones."""
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from co2sim.catalog import load_cluster, names
-from co2sim.common.errors import Co2simError
 from co2sim.hardware.failures import Failures
 from co2sim.prediction.goodput import Trained, goodput_where
 
@@ -65,38 +63,6 @@ def test_a_file_names_an_entry_or_has_a_table(tmp_path: Path) -> None:
     assert (own.node, own.spares, own.gpu) == (150 * DAY, 2, None)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        ({"failures": "meta-rsc"}, "unknown failure 'meta-rsc'; did you mean 'meta-rsc-2'"),
-        ({"failures.nod": "1 h"}, "did you mean 'failures.node'"),
-        ({"failures.node": "150"}, "has no unit; expected a time"),
-        ({"failures.node": "0 h"}, "must be above 0"),
-        (
-            {"failures": "meta-rsc-1", "failures.by_size.1.gpus": "8"},
-            "has 8, 8, 16384, 131072 GPUs",
-        ),
-        ({"failures": "meta-rsc-1", "failures.by_size.1.shortest": "9 h"}, "above between"),
-        ({"failures.preemption": "0 h"}, "must be above 0"),
-        ({"failures.preemption": "1 h", "failures.spot_price": "1.5"}, "above 0 and at most 1"),
-        ({"failures.detection": "1 min"}, "nothing fails; give the mean time between failures"),
-        ({"failures.switch": "1 h"}, "switch and gpus_per_switch go together"),
-        ({"failures.node": "1 h", "failures.spares": "-1"}, "must be at least 0"),
-        ({"failures.node": "1 h", "failures.rate_low": "1.5"}, "above 0 and at most 1"),
-        ({"failures.node": "1 h", "failures.rate_high": "0.5"}, "must be at least 1"),
-        ({"failures.node": "1 h", "failures.restart_low": "1 h"}, "it must be at most restart"),
-        ({"failures.node": "1 h", "failures.restart_high": "1 s"}, "must be at least 750"),
-        ({"failures.node": "1 h", "failures.checkpoint": "often"}, "'background' or 'blocking'"),
-        ({"failures.node": "1 h", "failures.checkpoint_bandwidth": "0 GB/s"}, "at least 1 B/s"),
-    ],
-)
-def test_what_cannot_be_is_one_line(overrides: dict[str, str], said: str) -> None:
-    """It says what, what was given, and what is allowed."""
-    with pytest.raises(Co2simError, match=re.escape(said)) as error:
-        load_cluster("dgx-h100", overrides)
-    assert "\n" not in str(error.value)
-
-
 # --- the published ones -------------------------------------------------------------------------
 
 
@@ -139,28 +105,8 @@ def test_other_sizes_lie_on_lines_of_logarithms(gpus: int) -> None:
     assert gpus in sizes or words in found.basis_of(gpus)
 
 
-def test_the_range_of_rsc_1_has_both_rates_of_its_paper() -> None:
-    """At 1,024 GPUs from 7.0 h to the 28.8 h of 6.50 in 1,000 node-days; 7.9 h lies between."""
-    of_job = failures(failures="meta-rsc-1").of_job(1024, 128)
-    assert 7.9 / of_job.rate_low == pytest.approx(28.8)
-    assert 7.9 / of_job.rate_high == pytest.approx(7.0)
-
-
 def test_a_rate_that_is_given_takes_the_place_of_counts_by_size() -> None:
     """`failures.node` is what it says, at every size."""
     own = failures(failures="meta-rsc-1", failures__node="150 days")
     assert own.of_job(1024, 128).node == 150 * DAY
     assert own.basis_of(1024) == ""
-
-
-@pytest.mark.parametrize("entry", names("failures"))
-def test_the_headline_is_in_the_middle_of_its_range(entry: str) -> None:
-    """Restarts are no nearer to one end than to the other, unless their mean was measured."""
-    found = failures(failures=entry)
-    low, high = found.restart_low, found.restart_high
-    assert low is not None
-    assert high is not None
-    measured = entry == "bytedance-dense"
-    assert measured or found.restart == pytest.approx((low + high) / 2)
-    of_job = found.of_job(1024, 128)
-    assert of_job.rate_low <= 1 <= of_job.rate_high

@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from one_sample import simulate
 
 from co2sim.catalog import load_model
-from co2sim.common.errors import OptionError
 from co2sim.models.architecture import (
     Experts,
     LatentAttention,
@@ -17,7 +15,6 @@ from co2sim.models.architecture import (
     shard_model,
 )
 from co2sim.models.blocks import Model
-from co2sim.models.workload import Workload
 from co2sim.schedule.mesh import Mesh
 
 TOKENS = 64
@@ -94,45 +91,9 @@ def test_tensor_parallel_ranks_divide_experts_and_heads(changes: dict[str, objec
         assert all_.parameters / 4 < one.parameters < all_.parameters / 4 + 8000
 
 
-def test_a_width_that_ranks_do_not_divide_is_refused() -> None:
-    """In one line that names it."""
-    with pytest.raises(OptionError, match="tp=4 does not divide the 18 columns of an expert"):
-        shard_model(model(experts=replace(EXPERTS, width=18)), Mesh(tp=4))
-
-
 def test_a_model_comes_back_from_its_plain_values() -> None:
     """What a page or a file holds of it makes the same blocks."""
     whole = model(latent=LATENT, experts=EXPERTS, windows=(8, 0), qk_norm="none")
     assert shard_model(whole, Mesh()).blocks == whole.blocks
     assert whole.blocks[1].idle == 0
     assert whole.blocks[2].idle == 6 * 3 * 64 * 32
-
-
-def test_only_experts_that_a_token_passes_are_computed() -> None:
-    """Twice as many experts take more memory and communication, and hardly more arithmetic."""
-    job = {"cluster": "dgx-h100", "strategy": "fsdp", "gpus": 8, "micro_batch": 4}
-    few, many = (
-        simulate(model="qwen3-30b-a3b", **job, overrides={"model.experts.count": count})  # type: ignore[arg-type]
-        for count in ("64", "128")
-    )
-    router = 48 * 2048 * 64 * 6 * 4096 * 4 / few.step_time_s / 1e12
-    assert many.model_tflops_per_gpu * many.step_time_s == pytest.approx(
-        few.model_tflops_per_gpu * few.step_time_s + router * few.step_time_s, rel=1e-6
-    )
-    assert many.memory_bytes_per_gpu["parameters"] > 1.8 * few.memory_bytes_per_gpu["parameters"]
-    assert many.wire_bytes_per_gpu_per_step > 1.8 * few.wire_bytes_per_gpu_per_step
-
-
-def test_activations_of_experts_grow_with_the_experts_of_a_token() -> None:
-    """Of Mixtral two MLPs of a token are kept, sorted inputs with them."""
-    one, two = (
-        Workload(model(experts=Experts(count=8, active=active, width=32))).model.blocks[1]
-        for active in (1, 2)
-    )
-    assert two.activation_bytes - one.activation_bytes == TOKENS * (6 * 32 + 2 * 64)
-
-
-def test_a_part_of_the_whole_is_the_whole() -> None:
-    """A shard of one rank changes nothing."""
-    body = replace(BODY, experts=EXPERTS)
-    assert body.blocks(TOKENS, Mesh()) == body.blocks(TOKENS)

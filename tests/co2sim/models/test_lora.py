@@ -6,20 +6,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from one_sample import simulate, sweep
+from one_sample import simulate
 
 from co2sim.catalog import load_cluster, load_model
-from co2sim.common.errors import OptionError
 from co2sim.hardware.failures import Failures
 from co2sim.models.architecture import Experts, LatentAttention, Transformer, language_model
 from co2sim.models.blocks import Model
 from co2sim.models.memory import activations
 from co2sim.models.workload import Workload
-from co2sim.prediction.case import Case
 from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.job import schedule_of
-from co2sim.prediction.notes import ADAPTERS
-from co2sim.schedule.schedule import Collective, Compute, Kind, Layout
+from co2sim.schedule.schedule import Collective, Kind, Layout
 from co2sim.strategies import parse
 
 RANK, LAYERS, H, KV, FFN, VOCAB, TOKENS = 4, 3, 64, 32, 128, 96, 16
@@ -84,13 +81,6 @@ def test_routed_and_shared_experts_have_adapters_each_and_routers_none() -> None
     )
 
 
-def test_vectors_between_have_adapters_on_both_sides() -> None:
-    """Latent attention: two matrices of queries, two of keys and values, one behind."""
-    sides = [(H, 8), (8, 64), (H, 12), (8, 96), (64, H), *SIDES[4:]]
-    job = Workload(model(latent=LATENT), lora=RANK)
-    assert job.trained == LAYERS * RANK * sum(a + b for a, b in sides)
-
-
 def test_model_flop_are_four_for_a_frozen_parameter_and_six_for_a_trained_one() -> None:
     """And 12 x layers x width x seq_len for attention, as without adapters."""
     token = LORA.model.flops_per_sample / TOKENS
@@ -121,40 +111,11 @@ def test_kernels_have_one_product_of_a_frozen_weight_backward_and_two_of_adapter
         assert one.forward.kernels.calls == plain.forward.kernels.calls + 4 * len(SIDES)
 
 
-def test_scaling_and_sums_move_what_adapters_give() -> None:
-    """Forward 5 numbers of an output; backward 2 of it, and 3 of an input."""
-    layer = LORA.works()[1]
-    assert layer.forward.kernels
-    assert layer.backward.kernels
-    inputs, outputs = (TOKENS * 2 * sum(pair[n] for pair in SIDES) for n in (0, 1))
-    assert layer.forward.kernels.adapter_bytes == 5 * outputs
-    assert layer.backward.kernels.adapter_bytes == 2 * outputs + 3 * inputs
-
-
 def test_a_frozen_embedding_has_no_backward_pass_and_a_head_half_of_one() -> None:
     """Nothing before the first layer is trained."""
     first, *_, head = LORA.works()
     assert (first.backward.flops, first.backward.memory_bytes) == (0.0, 0.0)
     assert head.backward.flops == head.forward.flops == 2 * TOKENS * VOCAB * H
-
-
-@pytest.mark.parametrize("checkpointing", ["reentrant", "non_reentrant"])
-def test_a_layer_that_runs_again_leaves_out_the_last_product_of_its_last_adapter(
-    checkpointing: str,
-) -> None:
-    """Only if it stops once all is there: the product before it, of the frozen weight, is not."""
-    options = {"recompute": "full", "checkpointing": checkpointing}
-    again = Workload(SMALL, lora=RANK, **options).works()[1]  # type: ignore[arg-type]
-    once = LORA.works()[1]
-    assert again.backward.kernels
-    assert once.backward.kernels
-    assert once.forward.kernels
-    found, forward, plain = (
-        sum(product.flops for product in kernels.products)
-        for kernels in (again.backward.kernels, once.forward.kernels, once.backward.kernels)
-    )
-    left_out = 2 * TOKENS * RANK * H if checkpointing == "non_reentrant" else 0
-    assert found == plain + forward - left_out
 
 
 def test_gradients_and_parameters_of_adapters_are_all_that_replicas_exchange() -> None:
@@ -193,17 +154,6 @@ def test_averages_are_of_adapters(strategy: str) -> None:
     own = parse(strategy).memory(LORA, LAYOUT)["outer"]
     whole = parse(strategy).memory(Workload(SMALL), LAYOUT)["outer"]
     assert own / whole == pytest.approx(TRAINED / FROZEN)
-
-
-def test_optimizers_update_adapters() -> None:
-    """All of them, or a share."""
-    for strategy, share in (("ddp", TRAINED), ("zero1", TRAINED / 8), ("fsdp", TRAINED / 8)):
-        (work,) = [
-            op.work
-            for op in schedule_of(parse(strategy), LORA, LAYOUT).body
-            if isinstance(op.work, Compute) and op.work.kernel == "optimizer"
-        ]
-        assert work.memory_bytes == share * (2 * 2 + 2 * 12)
 
 
 def test_memory_by_item() -> None:
@@ -299,16 +249,6 @@ def test_no_collective_sends_more_for_adapters_but_for_gathers_of_weights(
         assert found[kind] <= plain[kind]
 
 
-@given(st.sampled_from(STRATEGIES), st.sampled_from([{}, {"experts": EXPERTS}]))
-def test_without_adapters_all_is_trained(strategy: str, changes: dict[str, object]) -> None:
-    """As a job that does not know of them."""
-    plain, none = Workload(model(**changes)), Workload(model(**changes), lora=None)
-    assert none == plain
-    assert none.trained == none.parameters == plain.model.parameters
-    assert none.owned_trained(RANKS) == plain.owned(RANKS)
-    assert moved(strategy, none) == moved(strategy, plain)
-
-
 def test_a_pipeline_has_the_flop_and_adapters_of_all_stages() -> None:
     """An answer for it says as much as that for one stage; gradients are those of its layers."""
     job = JOB | {"model": "llama3-8b", "strategy": "ddp", "lora": 16, "accumulation": 4}
@@ -327,14 +267,6 @@ def test_a_pipeline_has_the_flop_and_adapters_of_all_stages() -> None:
     )
 
 
-@pytest.mark.parametrize("more", [{}, {"pp": 2, "accumulation": 2}])
-def test_an_answer_says_that_its_error_is_not_known(more: dict[str, int]) -> None:
-    """And without adapters it does not."""
-    job = JOB | {"strategy": "fsdp"} | more
-    assert ADAPTERS in simulate(**job, lora=8).notes  # type: ignore[arg-type]
-    assert ADAPTERS not in simulate(**job).notes  # type: ignore[arg-type]
-
-
 def test_checkpoints_hold_adapters_and_restarts_read_the_model_too() -> None:
     """12 bytes of a trained parameter are written; 2 of every other one are read besides."""
     cluster, bare = load_cluster("dgx-h100").value, load_model("llama3-8b").value
@@ -348,46 +280,3 @@ def test_checkpoints_hold_adapters_and_restarts_read_the_model_too() -> None:
     assert found[1].checkpoint_bytes == 12 * 41943040
     assert found[0].checkpoint_bytes == 12 * bare.parameters
     assert found[1].useful > found[0].useful
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"lora": 0}, "lora is 0; it must be 1 to 65536"),
-        ({"lora": 8, "precision": "fp8"}, "lora=8 does not combine with precision=fp8"),
-        ({"lora": 8, "model": "resnet-50"}, "lora=8 does not apply to ResNet-50"),
-        ({"strategy": "fsdp:lora=8"}, "--lora, or in Python lora="),
-    ],
-)
-def test_what_has_no_adapters_is_one_line(changes: dict[str, object], message: str) -> None:
-    """It says why."""
-    with pytest.raises(OptionError, match=message):
-        Case(**{**JOB, "strategy": "ddp"} | changes).stage()  # type: ignore[arg-type]
-
-
-def test_adapters_and_none_are_values_of_a_sweep() -> None:
-    """So that both can be compared."""
-    found = sweep("dgx-h100", "llama3-8b", "fsdp", gpus=8, vary={"lora": "none, 16"})
-    assert list(found["trained_parameters"].isna()) == [True, False]
-    assert found["tokens_per_s"].is_monotonic_increasing
-
-
-@pytest.mark.parametrize("last", [0, 1])
-def test_an_mlp_that_is_made_again_repeats_its_adapters(last: int) -> None:
-    """Those of gate, up and down: all but (non-reentrant) the very last product."""
-    kind = ("reentrant", "non_reentrant")[last]
-    plain, again = (
-        Workload(SMALL, lora=RANK, recompute=one, checkpointing=kind)  # type: ignore[arg-type]
-        for one in ("none", "mlp")
-    )
-    more = [
-        sum(one.flops for one in work.backward.kernels.products)
-        for job in (plain, again)
-        for work in [job.works()[1]]
-        if work.backward.kernels
-    ]
-    adapters = RANK * (sum(a + b for a, b in SIDES[4:]) - last * H)
-    weights = sum(a * b for a, b in SIDES[4:])
-    assert more[1] - more[0] == 2 * TOKENS * (adapters + weights)
-    kept = [activations(job)["activations"] for job in (plain, again)]
-    assert kept[0] - kept[1] == pytest.approx((LAYERS - 1) * TOKENS * 2 * (3 * FFN + 3 * RANK))

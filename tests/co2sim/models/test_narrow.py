@@ -5,11 +5,10 @@ import math
 import pytest
 from one_sample import simulate
 
-from co2sim.catalog import load_cluster, load_model, load_stack
-from co2sim.common.errors import OptionError
+from co2sim.catalog import load_cluster, load_stack
 from co2sim.models.architecture import Experts, Transformer, language_model
 from co2sim.models.workload import NARROW, Workload
-from co2sim.schedule.schedule import DType, Gemm, Kernels
+from co2sim.schedule.schedule import Gemm, Kernels
 from co2sim.simulation.costs import kernel_parts
 
 BODY = Transformer(
@@ -88,42 +87,3 @@ def test_only_products_change(precision: str) -> None:
     assert narrow.wire_bytes_per_gpu_per_step == plain.wire_bytes_per_gpu_per_step
     assert narrow.memory_bytes_per_gpu == plain.memory_bytes_per_gpu
     assert narrow.model_tflops_per_gpu > plain.model_tflops_per_gpu
-
-
-def test_fp4_is_faster_than_fp8_where_there_is_such_a_peak() -> None:
-    """On a B200."""
-    job = JOB | {"cluster": "dgx-b200", "micro_batch": 4}
-    eight, four = (simulate(**job, precision=name).step_time_s for name in ("mxfp8", "nvfp4"))  # type: ignore[arg-type]
-    assert four < eight
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"cluster": "dgx-a100", "precision": "fp8"}, "A100.* has no fp8"),
-        ({"precision": "nvfp4"}, "H100.* has no fp4"),
-        ({"precision": "mxfp8"}, "H100.* multiplies no mxfp8; it has fp8"),
-        ({"precision": "fp6"}, "has no fp6 in our catalog"),
-        ({"precision": "int8"}, "has no int8 in our catalog"),
-    ],
-)
-def test_what_a_gpu_does_not_have_is_one_line(changes: dict[str, str], message: str) -> None:
-    """It says which it has."""
-    with pytest.raises(OptionError, match=message):
-        simulate(**JOB | changes)  # type: ignore[arg-type]
-
-
-def test_published_sizes_of_products_stay_those_of_the_model() -> None:
-    """The FLOP of a step do not depend on their type."""
-    model = load_model("qwen3-30b-a3b").value
-    plain, narrow = (
-        sum(
-            product.flops
-            for work in Workload(model, narrow=kind, precision=DType.BF16).works()
-            for one in (work.forward, work.backward)
-            if one.kernels
-            for product in one.kernels.products
-        )
-        for kind in (None, "fp8")
-    )
-    assert plain == narrow

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from one_sample import simulate, sweep
 
-from co2sim import OptionError
 from co2sim.catalog import load_cluster, load_model, load_stack
 from co2sim.models.architecture import Experts, Transformer, language_model
 from co2sim.models.framework import OPERATORS, recomputation
@@ -19,26 +17,12 @@ from co2sim.models.memory import activations
 from co2sim.models.workload import Model, Workload
 from co2sim.prediction.case import Case
 from co2sim.prediction.job import stage_of
-from co2sim.prediction.notes import FEW_STATISTICS, IDLE_CHECKPOINTING
-from co2sim.schedule.schedule import Collective, Kernels, Kind, Layout, Schedule
+from co2sim.schedule.schedule import Collective, Kernels, Kind
 from co2sim.simulation.costs import compute_time
-from co2sim.strategies import parse
-from co2sim.studies.candidates import Space, candidates
 
 H, A, S, B, F = 64, 4, 32, 2, 256
 """Width, heads, tokens, samples, and columns of the MLP."""
 
-LLAMA = {"norms": 4 * 4096, "activation": 2 * 14336, "mlp": 6 * 14336, "attention": 4 * 32}
-"""Bytes that Llama 3.1 8B saves for a token and layer: two outputs of norms; the product that goes
-to the last matrix; that, the gate and what it gates; the log-sum-exp of 32 heads in fp32."""
-
-QWEN = {
-    "norms": 4 * 2048,
-    "activation": 2 * 8 * 768,
-    "mlp": 8 * (6 * 768 + 2 * 2048) + 4 * 128,
-    "attention": 4 * 32,
-}
-"""Of Qwen3 30B-A3B: 8 experts of 768 columns, tokens sorted for them, and 128 scores in fp32."""
 
 LAYERS = {"llama3-8b": 32, "qwen3-30b-a3b": 48}
 
@@ -73,13 +57,7 @@ def backward(one: Workload, block: int = 1) -> Kernels:
 
 @pytest.mark.parametrize(
     ("given_", "read"),
-    [
-        ("full/1", "full"),
-        ("full / 2", "full/2"),
-        ("full/02", "full/2"),
-        ("mlp+norms", "norms+mlp"),
-        (" mlp + attention ", "attention+mlp"),
-    ],
+    [("full / 2", "full/2"), ("mlp+norms", "norms+mlp"), (" mlp + attention ", "attention+mlp")],
 )
 def test_it_is_read_in_one_way(given_: str, read: str) -> None:
     """However operators are ordered, and whatever spaces there are."""
@@ -87,55 +65,6 @@ def test_it_is_read_in_one_way(given_: str, read: str) -> None:
     case = Case(cluster="dgx-h100", model="llama3-8b", strategy="fsdp", recompute=given_)
     assert case.recompute == read
     assert recomputation(read) == recomputation(given_)
-
-
-@pytest.mark.parametrize(
-    ("given_", "words"),
-    [
-        ("layernorm", "did you mean 'norms'?"),
-        ("core_attn", "did you mean 'attention'?"),
-        ("mlp+activations", "'activations' is unknown"),
-        ("attn", "norms, attention, activation, mlp"),
-        ("full/0", "whole number of 1 or more"),
-        ("full/", "whole number of 1 or more"),
-        ("full/1.5", "whole number of 1 or more"),
-        ("full/" + "9" * 5000, "whole number of 1 or more"),
-        ("selective/2", "only full"),
-        ("mlp/2", "only full"),
-        ("mlp+full", "full stands alone"),
-        ("mlp+mlp", "an operator twice"),
-        ("", "none, selective, full, full/K"),
-        ("+", "'' is unknown"),
-    ],
-)
-def test_what_is_none_is_refused_in_a_line(given_: str, words: str) -> None:
-    """It says what is given, and what is allowed."""
-    with pytest.raises(OptionError, match=r"^recompute is '") as caught:
-        Case(cluster="dgx-h100", model="llama3-8b", strategy="fsdp", recompute=given_)
-    assert words in str(caught.value)
-    assert len(str(caught.value)) < 250
-
-
-@pytest.mark.parametrize(
-    ("given_", "words"),
-    [
-        ({"model": "resnet-50", "recompute": "mlp"}, "ResNet-50"),
-        ({"model": "resnet-50", "recompute": "full/2"}, "no input sizes"),
-        ({"model": "transnormer-7b", "recompute": "norms+attention"}, "softmax attention"),
-        ({"recompute": "full/33"}, "Llama 3.1 8B has 32 layers"),
-        ({"recompute": "full/9", "pp": 4}, "a stage of Llama 3.1 8B has 8 layers"),
-        (
-            {"recompute": "norms", "tp": 2, "sequence_parallel": True, "stack": "torchtitan"},
-            "keep_gathered",
-        ),
-    ],
-)
-def test_what_does_not_apply_is_refused(given_: dict[str, Any], words: str) -> None:
-    """With the reason."""
-    options = {"cluster": "dgx-h100", "model": "llama3-8b", "strategy": "ddp", "gpus": 16}
-    with pytest.raises(OptionError, match=r"^recompute=") as caught:
-        simulate(**options | given_)
-    assert words in str(caught.value)
 
 
 # --- a part of the layers ----------------------------------------------------------------------
@@ -172,24 +101,6 @@ def test_stages_count_their_own_layers() -> None:
     assert names == [["layer1", "layer3"], ["layer5"]]
 
 
-def test_parameters_are_fetched_again_for_these_layers_only() -> None:
-    """DeepSpeed's ZeRO-3 without room for reuse."""
-    made = schedule("zero3:max_reuse=1", job("full/3"))
-    assert [op.name for op in made.body if op.name.startswith("recompute")] == [
-        "recompute.layer5",
-        "recompute.layer2",
-    ]
-
-
-def test_flop_of_a_part_are_those_of_its_layers() -> None:
-    """A forward pass of every second of 32 layers."""
-    model = load_model("llama3-8b").value
-    plain, half = (
-        Workload(model, recompute=how).hardware_flops_per_sample for how in ("none", "full/2")
-    )
-    assert half - plain == pytest.approx(16 * model.blocks[1].flops)
-
-
 # --- what operators keep -----------------------------------------------------------------------
 
 
@@ -200,8 +111,6 @@ def test_flop_of_a_part_are_those_of_its_layers() -> None:
         ("activation", 2 * S * B * F, 2 * S * B * F),
         ("mlp", 2 * 2 * S * B * F, 2 * 2 * S * B * F),
         ("attention", 2 * A * S * S * B, 4 * A * S * B),
-        ("norms+mlp", 4 * S * B * (H + F), 4 * S * B * (H + F)),
-        ("activation+mlp", 4 * S * B * F, 4 * S * B * F),
         (
             "norms+attention+activation",
             2 * S * B * (2 * H + F) + 2 * A * S * S * B,
@@ -218,40 +127,15 @@ def test_a_gpt_layer_saves_what_its_operators_keep(
         assert saved == pytest.approx(7 * expected)
 
 
-@pytest.mark.parametrize(("name", "bytes_"), [("llama3-8b", LLAMA), ("qwen3-30b-a3b", QWEN)])
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_models_of_the_catalog_save_these_bytes(
-    name: str, bytes_: dict[str, int], operator: str
-) -> None:
-    """For every token and layer, by hand."""
-    model = load_model(name).value
-    plain, less = (Workload(model, recompute=how) for how in ("none", operator))
-    assert kept(plain) - kept(less) == LAYERS[name] * model.tokens * bytes_[operator]
-
-
-def test_the_peak_has_one_layer_again() -> None:
-    """Where the last layer is the moment of most memory: six of seven layers save."""
-    plain, less = (activations(job(how))["activations"] for how in ("none", "norms+mlp"))
-    assert plain - less == 6 * 4 * S * B * (H + F)
-
-
-def test_a_stack_that_keeps_more_saves_as_much_more() -> None:
-    """Of 1.65 times the activations."""
-    plain, less = (kept(job(how, kept=1.65)) for how in ("none", "mlp"))
-    assert plain - less == pytest.approx(1.65 * 7 * 4 * S * B * F)
-
-
 # --- what is done again ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "operator", "flops"),
     [
-        ("llama3-8b", "norms+activation", 0),
         ("llama3-8b", "mlp", 2 * 3 * 4096 * 14336),
         ("llama3-8b", "attention", 4 * 4096 * 8192),
         ("qwen3-30b-a3b", "mlp", 2 * (2048 * 128 + 8 * 3 * 2048 * 768)),
-        ("qwen3-30b-a3b", "attention", 4 * 32 * 128 * 4096),
     ],
 )
 def test_counted_flop_are_those_of_the_operators(name: str, operator: str, flops: int) -> None:
@@ -266,10 +150,8 @@ def test_counted_flop_are_those_of_the_operators(name: str, operator: str, flops
 @pytest.mark.parametrize(
     ("recompute", "gated", "elements", "calls"),
     [
-        ("norms", True, 2 * 2 * H, 2),  # two norms, each reads and writes h
-        ("activation", True, 3 * F, 1),  # two inputs, an output
+        ("norms", True, 2 * 2 * H, 2),
         ("activation", False, 2 * F, 1),
-        ("mlp", False, 2 * 2 * F, 3),  # both arrays that are kept, once written and read
         ("norms+mlp", True, 2 * 2 * H + 2 * 3 * F, 5),
     ],
 )
@@ -331,19 +213,7 @@ def test_scores_of_eager_attention_are_what_selective_repeats(options: dict[str,
     assert old.hardware_flops_per_sample == new.hardware_flops_per_sample
 
 
-def test_an_mlp_has_its_activation_within() -> None:
-    """Both are the same as the MLP alone."""
-    both, one = job("activation+mlp"), job("mlp")
-    assert both.works() == one.works()
-    assert activations(both) == activations(one)
-
-
 # --- exchanges ---------------------------------------------------------------------------------
-
-
-def schedule(strategy: str, one: Workload) -> Schedule:
-    """On two nodes of four ranks."""
-    return parse(strategy).schedule(one.share, Layout(2, 4))
 
 
 def exchanges(one: Workload, kind: Kind) -> int:
@@ -358,18 +228,10 @@ def exchanges(one: Workload, kind: Kind) -> int:
     ("options", "kind", "more"),
     [
         ({"tp": 2, "checkpointing": "reentrant"}, Kind.ALL_REDUCE, {"mlp": 1}),
-        ({"tp": 2}, Kind.ALL_REDUCE, {}),  # it stops before the sum
+        ({"tp": 2}, Kind.ALL_REDUCE, {}),
         ({"tp": 2, "sequence_parallel": True}, Kind.ALL_GATHER, {"mlp": 1}),
-        ({"tp": 2, "sequence_parallel": True}, Kind.REDUCE_SCATTER, {}),
-        (
-            {"tp": 2, "sequence_parallel": True, "checkpointing": "reentrant"},
-            Kind.REDUCE_SCATTER,
-            {"mlp": 1},
-        ),
-        ({"ep": 4}, Kind.ALL_TO_ALL, {"mlp": 1}),
         ({"ep": 4, "checkpointing": "reentrant"}, Kind.ALL_TO_ALL, {"mlp": 2}),
         ({"cp": 2}, Kind.ALL_GATHER, {"attention": 1}),
-        ({"cp": 2}, Kind.REDUCE_SCATTER, {}),
         ({"cp": 2, "context": "all_to_all"}, Kind.ALL_TO_ALL, {"attention": 2}),
     ],
 )
@@ -382,13 +244,6 @@ def test_what_operators_exchange_they_exchange_again(
     for operator in OPERATORS:
         again = exchanges(replace(one, recompute=operator), kind)
         assert again - exchanges(one, kind) == more.get(operator, 0)
-
-
-def test_an_mlp_drops_what_it_gathered() -> None:
-    """Half of its input came from the other rank, where products keep that."""
-    options = {"tp": 2, "sequence_parallel": True, "keep_gathered": True}
-    plain, less = (kept(job(how, **options)) for how in ("none", "mlp"))
-    assert plain - less == pytest.approx(7 * (4 * S * B * F / 2 + 2 * S * B * H / 2))
 
 
 # --- less memory, more time --------------------------------------------------------------------
@@ -474,67 +329,3 @@ def test_more_layers_again_are_less_memory_and_no_less_time(
     assert memory(many) <= (memory(few) + 2 * S * B * H) * (1 + 1e-9)
     assert time(few, gpu) <= time(many, gpu) * (1 + 1e-9)
     assert few.hardware_flops_per_sample <= many.hardware_flops_per_sample
-
-
-# --- where it is a value -----------------------------------------------------------------------
-
-
-def test_a_sweep_varies_it() -> None:
-    """Texts with all kinds; less memory, and more time, in this order."""
-    kinds = ["none", "norms", "norms+activation", "norms+mlp", "full"]
-    found = sweep("dgx-h100", "llama3-8b", "fsdp", vary={"recompute": ", ".join(kinds)}, gpus=8)
-    assert found["vary recompute"].tolist() == kinds
-    sizes, times = found["memory_total_bytes"].tolist(), found["step_time_s"].tolist()
-    assert sizes == sorted(sizes, reverse=True)
-    assert times == sorted(times)
-    assert len(set(sizes)) == len(set(times)) == len(kinds)
-
-
-@pytest.mark.parametrize("pp", [1, 2])
-def test_a_plan_tries_them(pp: int) -> None:
-    """Each that fits, with the memory that its case has; what does not apply is left out."""
-    base = Case(cluster="dgx-h100", model="llama3-8b", strategy="fsdp", gpus=16, pp=pp)
-    base = replace(base, global_batch=64)
-    kinds = ("none", "full/2", "norms+mlp")
-    space = Space(base, ("dgx-h100",), ("fsdp",), 16, (1,), kinds)
-    found = list(candidates(space).cases(space.headroom))
-    assert {one.recompute for one in found} >= {"full/2", "norms+mlp"}
-    with pytest.raises(OptionError, match="given twice"):
-        candidates(replace(space, recomputes=("mlp+norms", "norms+mlp")))
-    none = replace(space, recomputes=("full/40",))
-    with pytest.raises(OptionError, match="full/40"):
-        candidates(none)
-
-
-def test_remarks_say_what_changes_little_or_nothing() -> None:
-    """Attention of a flash kernel; a way to run layers again that none of it needs."""
-    flash = simulate("dgx-h100", "gpt2-small", "ddp", gpus=8, recompute="attention")
-    assert FEW_STATISTICS in flash.notes
-    for recompute, idle in (("norms", True), ("mlp", False), ("full/2", False)):
-        found = simulate(
-            "dgx-h100",
-            "gpt2-small",
-            "ddp",
-            gpus=8,
-            recompute=recompute,
-            checkpointing="reentrant",
-        )
-        assert (IDLE_CHECKPOINTING in found.notes) is idle
-
-
-def test_stages_repeat_their_own_layers() -> None:
-    """Of 8 layers in a stage both repeat one: the FLOP that are counted are the same."""
-    found = [
-        simulate(
-            "dgx-h100",
-            "llama3-8b",
-            "zero1",
-            gpus=8,
-            pp=4,
-            accumulation=8,
-            recompute=f"full/{every}",
-        )
-        for every in (5, 8)
-    ]
-    assert found[0].hardware_tflops_per_gpu == pytest.approx(found[1].hardware_tflops_per_gpu)
-    assert found[0].hardware_tflops_per_gpu > found[0].model_tflops_per_gpu

@@ -1,13 +1,11 @@
 """Software stacks: what they make of a GPU and of a job."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny
-from commands import Command
 from hypothesis import given
 from hypothesis import strategies as st
 from one_sample import simulate
@@ -113,12 +111,6 @@ def test_every_stack_of_the_catalog_says_where_its_numbers_are_from(stack: str) 
     assert found.stack == load_stack(stack).value.name
 
 
-def test_an_answer_names_the_default_stack() -> None:
-    """Nobody has to know that there are several."""
-    found = simulate("dgx-h100", "gpt2-small", "ddp", gpus=8)
-    assert found.stack == load_stack(DEFAULT_STACK).value.name
-
-
 def test_a_file_of_a_stack_is_one_of_a_user(tmp_path: Path) -> None:
     """It holds what those of the catalog hold; what is wrong in it is told in one line."""
     path = tmp_path / "mine.toml"
@@ -138,23 +130,6 @@ def test_a_stack_says_what_attention_loss_and_recomputation_do() -> None:
     assert replace(old, attention="flash").stage().workload.attention == "flash"
     with pytest.raises(Co2simError, match="megatron-deepspeed"):
         replace(old, stack="megatron-deepsped").stage()
-
-
-def test_repeated_products_cost_between_nothing_and_all() -> None:
-    """Time, memory and counted FLOP of selective recomputation lie between none and full."""
-    found = [
-        simulate("dgx-h100", "llama3-8b", "fsdp", gpus=64, recompute=how)
-        for how in ("none", "selective", "full")
-    ]
-    for figure in ("step_time_s", "hardware_tflops_per_gpu"):
-        work = [
-            getattr(one, figure) * (one.step_time_s if "flops" in figure else 1) for one in found
-        ]
-        assert work == sorted(work)
-        assert len(set(work)) == 3
-    memory = [one.memory_bytes_per_gpu["total"] for one in found]
-    assert memory == sorted(memory, reverse=True)
-    assert memory[2] < 0.8 * memory[1] < 0.8 * 0.8 * memory[0]
 
 
 def test_a_mesh_gives_few_gpus_few_of_its_links() -> None:
@@ -199,24 +174,6 @@ def test_a_ring_over_more_nodes_loses_of_the_network() -> None:
         assert tree[0] == tree[1]
 
 
-def test_slow_links_lose_no_more_for_a_byte_than_those_of_400_gbit() -> None:
-    """A ring's loss is a part of its time from 400 Gbit/s on, and below it a time for each byte."""
-
-    def lost(gbit: int) -> float:
-        times = []
-        for loss in (0.0, 0.2):
-            changes = {"inter.ring_loss": str(loss), "inter.bandwidth": f"{gbit} Gbit/s"}
-            loaded = load_cluster("dgx-a100", changes).value
-            cluster = replace(loaded, network_overhead=0.0, protocols="simple").resized(64)
-            work = Collective(Kind.ALL_GATHER, "x", 10**9, DType.BF16, WORLD)
-            times.append(cost_of(work, cluster).duration_alone(cluster))
-        return times[1] - times[0]
-
-    assert lost(25) == pytest.approx(lost(400))
-    assert lost(200) == pytest.approx(lost(400))
-    assert lost(1600) == pytest.approx(lost(400) / 4)
-
-
 def test_a_stack_that_does_not_overlap_reduces_behind_the_backward_pass() -> None:
     """Every bucket waits for the whole backward pass."""
     case = Case(cluster="dgx-a100", model="gpt2-small", strategy="ddp", gpus=16)
@@ -257,18 +214,6 @@ def test_what_is_kept_gathered_takes_memory_and_no_second_gather() -> None:
     assert more == pytest.approx(gathers * width * 7 / 8)
     sent = again.wire_bytes_per_gpu_per_step - kept.wire_bytes_per_gpu_per_step
     assert sent == pytest.approx(gathers * width * 7 / 8)
-
-
-def test_a_slow_host_issues_exchanges_beside_its_products() -> None:
-    """Where the host is the slower, a step takes its time, with exchanges or without them."""
-    job = {"model": "gpt2-medium", "strategy": "ddp", "gpus": 4, "tp": 4}
-    changes = {"interference": "0", "stack.call_overhead": "500 us"}
-    found = [
-        simulate("dgx-h100", overrides={**changes, "intra.latency": wait}, **job)  # type: ignore[arg-type]
-        for wait in ("0 s", "20 us")
-    ]
-    assert found[1].comm_busy_s > 1.5 * found[0].comm_busy_s
-    assert found[1].step_time_s == pytest.approx(found[0].step_time_s, rel=0.02)
 
 
 @pytest.mark.parametrize("cluster", names("clusters"))
@@ -319,12 +264,3 @@ def test_a_gpu_whose_file_states_its_kernels_takes_nothing_of_a_stack() -> None:
     assert plain.memory_bytes_per_gpu == asked.memory_bytes_per_gpu
     assert IDLE_STACK in asked.notes
     assert IDLE_STACK not in plain.notes
-
-
-def test_stacks_can_be_compared_in_one_command(cli: Command) -> None:
-    """They vary as everything else does."""
-    stacks = "torchtitan, torchtitan-eager, megatron-core"
-    job = ("-c", "dgx-h100", "-m", "llama3-8b", "-s", "fsdp", "-g", "64", "--jobs", "1")
-    found = json.loads(cli("sweep", *job, "--vary", f"stack={stacks}", "--json").out)
-    compiled, eager, engine = (row["tokens_per_s"] for row in found)
-    assert eager < compiled < engine

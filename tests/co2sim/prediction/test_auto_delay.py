@@ -84,9 +84,7 @@ def test_a_round_beyond_all_bounds_is_refused_at_once() -> None:
         chosen("co2(tau=auto,delay=auto,fragments=1)", slow(1e6))
 
 
-# --- commands ----------------------------------------------------------------------------------
-
-ON = ("-c", "a100-tcp80", "-m", "gpt2-small", "-g", "16", "-s", "co2:delay=auto,fragments=1")
+# --- fragments, and what is predicted ----------------------------------------------------------
 
 
 @given(st.integers(2, 6), st.floats(0.02, 1.0))

@@ -16,20 +16,14 @@ from co2sim.prediction.case import Case
 from co2sim.prediction.choose import (
     HEADROOM,
     RECOMPUTES,
-    _easily_divided,
     choose_batch,
     published_batches,
     samples_of,
 )
 from co2sim.prediction.figures import shared_batch
-from co2sim.prediction.notes import FASTEST
 
 MODEL = language_model(
-    "gpt",
-    Transformer(layers=4, hidden=512, heads=8, ffn=2048),
-    vocab=1000,
-    tokens=512,
-    tied=True,
+    "gpt", Transformer(layers=4, hidden=512, heads=8, ffn=2048), vocab=1000, tokens=512, tied=True
 )
 OPEN: dict[str, Any] = {"micro_batch": "auto", "recompute": "auto"}
 
@@ -46,19 +40,12 @@ def test_a_batch_is_that_of_published_trainings_of_the_size(model: str, tokens: 
     assert any(one.source in source for one in published_batches())
 
 
-@pytest.mark.parametrize("text", ["4M-tokens", "4M tokens", "4e6-tokens", "4000k-tokens"])
+@pytest.mark.parametrize("text", ["4M-tokens", "4000k-tokens"])
 def test_tokens_are_samples_to_the_nearest(text: str) -> None:
     """Of 8,192 tokens 488; 512 are near, and more micro-batches divide them."""
     case = Case(cluster="dgx-h100", model="llama3-8b", strategy="fsdp", gpus=16, global_batch=text)
     found = choose_batch(case)[0]
     assert found.global_batch == 512
-
-
-@pytest.mark.parametrize("text", ["x-tokens", "0-tokens", "-4M-tokens", "4.5", "-3", "1e30-tokens"])
-def test_what_is_no_batch_is_one_line(text: str) -> None:
-    """It says what is allowed."""
-    with pytest.raises(OptionError, match=r"4M-tokens\), or auto"):
-        Case(cluster="dgx-h100", model="llama3-8b", strategy="fsdp", global_batch=text)
 
 
 jobs = st.fixed_dictionaries(
@@ -131,36 +118,11 @@ def test_what_executes_a_schedule_needs_numbers(name: str) -> None:
         case.stage()
 
 
-def test_an_answer_says_its_batch() -> None:
-    """In numbers, and why these."""
-    found = simulate("dgx-h100", "llama3-8b", "fsdp", gpus=64)
-    assert found.global_batch == 512
-    assert found.global_batch == 64 * found.micro_batch * found.accumulation
-    assert any("LLaMA 7B" in note for note in found.notes)
-    assert FASTEST in found.notes
-
-
-def test_micro_steps_in_place_of_a_batch_give_it() -> None:
-    """Of one micro-step and one sample, a step has one sample for each GPU."""
-    found = simulate("dgx-h100", "llama3-8b", "fsdp", gpus=64, micro_batch=1, accumulation=1)
-    assert (found.global_batch, found.recompute) == (64, "none")
-
-
 def test_a_batch_that_nobody_asked_for_has_as_many_micro_steps_as_are_simulated() -> None:
     """A published batch has thousands of times the tokens of a tiny model's samples."""
     found = simulate(tiny.cluster(1, 2), replace(MODEL, tokens=1), "ddp", micro_batch=1)
     assert found.accumulation == 10_000
     assert any("the most that are simulated" in note for note in found.notes)
-
-
-@given(st.floats(1, 1e6))
-def test_a_share_of_a_batch_is_easily_divided(share: float) -> None:
-    """It is the nearest whole number, or near and without an odd factor but 3."""
-    found = left = _easily_divided(share)
-    while left % 2 == 0:
-        left //= 2
-    near = abs(found / share - 1) <= 0.126
-    assert found == round(share) or (near and left in {1, 3})
 
 
 def test_numbers_are_left_as_they_are() -> None:

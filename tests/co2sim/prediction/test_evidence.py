@@ -8,18 +8,8 @@ from commands import Command
 from analysis.published.runs import training_runs
 from co2sim.prediction.case import Case
 from co2sim.prediction.driver import run
-from co2sim.prediction.intervals import nearest, published_runs, shares
+from co2sim.prediction.intervals import nearest, shares
 from co2sim.strategies import STRATEGIES
-
-
-def test_all_headline_runs_are_known() -> None:
-    """One line of the record each, with what was published."""
-    published = [one for one in training_runs() if one.headline]
-    found = published_runs()
-    assert len(found) == len(published)
-    assert sorted(one.published for one in found) == sorted(
-        one.tokens_per_s_per_gpu or 0.0 for one in published
-    )
 
 
 @pytest.mark.parametrize("paper", ["torchtitan_h100", "nanotron", "deepspeed_azure"])
@@ -49,12 +39,6 @@ def test_nothing_is_near_a_local_update_on_a_gpu_of_players(cli: Command) -> Non
     known = Case(cluster="dgx-h100", model="llama3-8b", strategy="fsdp", gpus=64)
     assert run(known).nearest_published is not None
     assert not run(known).unlike_published
-
-
-def test_where_constants_were_fitted_no_published_run_is_looked_for() -> None:
-    """The interval is that of the fit."""
-    case = Case(cluster="a100-tcp80-calibrated", model="transnormer-7b", strategy="zero2", gpus=16)
-    assert run(case).nearest_published is None
 
 
 def test_evidence_is_in_the_json_if_it_is_asked_for(cli: Command) -> None:

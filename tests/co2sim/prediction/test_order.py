@@ -46,12 +46,6 @@ def test_the_order_of_two_does_not_matter(times: float) -> None:
         assert undecided(FSDP, slower(FSDP, (1 + times) / 2))
 
 
-def test_without_an_interval_nothing_is_undecided() -> None:
-    """Of what was measured."""
-    measured = replace(FSDP, tokens_per_s_low=None, tokens_per_s_high=None)
-    assert not undecided(FSDP, measured)
-
-
 def test_less_alike_runs_share_less() -> None:
     """Other strategies, sizes and batches are farther, so that more has to lie between them."""
     pairs = error_model().pairs

@@ -6,17 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from one_sample import simulate
 
-from co2sim import Case, Goal
 from co2sim.prediction.step_factors import (
     Scale,
     StepFactor,
     factor_of_training,
     published_losses,
     remark,
-    scale_of,
-    scale_of_case,
     step_factor,
 )
 
@@ -86,12 +82,7 @@ def test_ranges_hold_nearly_all_published_factors() -> None:
     assert np.mean(within) >= 0.9
 
 
-@given(
-    st.integers(10_000_000, 10**12),
-    st.integers(1, 1000),
-    st.integers(1, 1000),
-    st.booleans(),
-)
+@given(st.integers(10_000_000, 10**12), st.integers(1, 1000), st.integers(1, 1000), st.booleans())
 def test_more_workers_longer_rounds_and_smaller_models_never_need_fewer_steps(
     parameters: int,
     workers: int,
@@ -164,30 +155,3 @@ def test_what_is_beyond_all_published_trainings_is_said_and_has_a_wider_range() 
             [(strategy, Scale(parameters, workers))]
         )
     assert of("diloco(tau=100)", 40 * 10**9, 8).beyond == ()
-
-
-def test_a_factor_of_the_user_is_taken_as_it_is() -> None:
-    """At any size, with no range."""
-    found = step_factor("diloco(tau=100)", Scale(LARGE, 16), Goal(factors={"diloco": 1.05}))
-    assert found is not None
-    assert (found.factor, found.low, found.high, found.source) == (1.05, 1.05, 1.05, "given")
-
-
-@pytest.mark.parametrize(
-    ("strategy", "workers"),
-    [("ddp", 1), ("diloco:tau=30,worker=node", 2), ("local_sgd:tau=4,worker=gpu", 16)],
-)
-def test_results_and_cases_say_size_and_workers(strategy: str, workers: int) -> None:
-    """The same before and after simulation."""
-    result = simulate("a100-tcp80", "gpt2-small", strategy, gpus=16)
-    assert scale_of(result) == Scale(result.parameters, workers)
-    case = Case(cluster="a100-tcp80", model="gpt2-small", strategy=strategy, gpus=16)
-    assert scale_of_case(case) == scale_of(result)
-
-
-def test_the_remark_tells_the_least_and_the_most_of_a_strategy() -> None:
-    """By the number of workers, from one source."""
-    scales = [Scale(LARGE, workers) for workers in (2, 4, 8)]
-    told = remark([("diloco(tau=100)", scale) for scale in scales])
-    texts = [str(of("diloco(tau=100)", LARGE, workers)) for workers in (2, 8)]
-    assert f"{texts[0]} with 2 workers to {texts[1]} with 8 workers (published losses" in told

@@ -4,9 +4,7 @@ import csv
 import json
 import math
 import tomllib
-from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from statistics import mean
 
 import pytest
@@ -19,10 +17,7 @@ from co2sim.prediction.step_factors import Scale, remark, step_factor
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
 
-Run = Callable[..., tuple[int, str, str]]
 RUNS = ROOT / "benchmarks/results/convergence-runs.csv"
-ONE_SAMPLE = ("--micro-batch", "1", "--accumulation", "1")
-ON = ("-c", "a100-tcp80", "-m", "gpt2-small", *ONE_SAMPLE)
 CATALOG = ROOT / "co2sim/catalog/step_factors.toml"
 TUNING_SEED = 100
 TOY = Scale(158_720, 4)
@@ -122,63 +117,3 @@ def test_time_and_cost_to_a_loss_are_those_of_the_steps_it_takes() -> None:
     assert to_loss(late, Goal(steps=10)) is None
     with pytest.raises(OptionError, match="no steps"):
         to_loss(free, Goal())
-
-
-@pytest.mark.parametrize(
-    ("steps", "factors", "said"),
-    [
-        (0, {}, "is 0; .* 1 to"),
-        (10**13, {}, "is 10000000000000; "),
-        (1.5, {}, "whole number"),
-        (None, {"co2": 0}, "co2 is 0; .*above 0"),
-        (None, {"co2": math.nan}, "finite"),
-        (None, {"co2": 1e7}, "0 to 1"),
-        (None, {"co3": 1}, "'co3'"),
-        (
-            None,
-            {"co2.published:tau=3": 1, "co2.published(tau=3)": 2},
-            r"co2.published\(tau=3\) is given twice",
-        ),
-    ],
-)
-def test_goals_out_of_range_are_refused(steps: int, factors: dict[str, float], said: str) -> None:
-    """In one line, with what is allowed."""
-    with pytest.raises(OptionError, match=said):
-        Goal(steps=steps, factors=factors)
-
-
-@pytest.mark.slow
-def test_every_command_adds_time_and_cost_to_the_loss(
-    cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In its table, in its CSV file, and in JSON."""
-    monkeypatch.setenv("COLUMNS", "200")
-    goal = ("--to-loss-steps", "1000000", "--steps-factor", "co2:tau=12=2")
-    price = ("--set", "price_per_gpu=2 USD/h")
-    _, shown, _ = cli("run", *ON, "-g", "16", "-s", "co2:tau=12", *goal, *price)
-    assert "(2,000,000 steps)" in shown
-    _, text, _ = cli("run", *ON, "-g", "16", "-s", "co2:tau=12", *goal, *price, "--json")
-    found = json.loads(text)
-    assert found["to_loss"]["time_s"] == pytest.approx(2e6 * found["step_time_s"])
-    _, shown, _ = cli("scale", *ON, "-g", "8,16", "-s", "co2:tau=12", "-s", "ddp", *goal, *price)
-    assert "to loss at 16  cost to loss at 16" in shown
-    with (tmp_path / "out/scale.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [float(row["steps_to_loss"]) for row in rows] == [2e6, 2e6, 1e6, 1e6]
-    varied = (
-        "--vary",
-        "strategy=ddp, co2:tau=12, slowmo, co2.published:staleness=2",
-        "--jobs",
-        "1",
-    )
-    _, shown, _ = cli("sweep", *ON, "-g", "16", *varied, *goal, "--sort", "to loss")
-    table = shown.splitlines()
-    head = next(place for place, line in enumerate(table) if line.rstrip().endswith("to loss"))
-    lines = [line.split() for line in table[head : head + 5]]
-    assert [line[0] for line in lines[1:]] == [
-        "ddp",
-        "slowmo",
-        "co2:tau=12",
-        "co2.published:staleness=2",
-    ]
-    assert lines[4][-1] == "-"

@@ -14,15 +14,12 @@ from hypothesis import strategies as st
 
 from co2sim import Case, Cluster, Goal, Result, run, scale, sweep, totals_of
 from co2sim.catalog import load_cluster
-from co2sim.catalog.specs import rates
-from co2sim.common.errors import CatalogError
-from co2sim.common.units import parse
 from co2sim.prediction import power
 from co2sim.prediction.driver import trace
-from co2sim.prediction.totals import Totals, basis, knee, totals
+from co2sim.prediction.totals import Totals, knee, totals
 from co2sim.schedule.schedule import Compute
 from co2sim.simulation.metrics import window
-from co2sim.studies.targets import METRICS, View, axis_of
+from co2sim.studies.targets import METRICS, View
 
 Run = Callable[..., tuple[int, str, str]]
 ONE_SAMPLE = ("--micro-batch", "1", "--accumulation", "1")
@@ -206,14 +203,6 @@ def test_all_grows_with_tokens_and_steps_and_falls_with_goodput(
     assert found.trained == pytest.approx(tokens * factor)
 
 
-def test_days_and_cost_are_those_that_solve_reaches_for() -> None:
-    """Both commands count alike."""
-    found = known(totals(result(), cluster(), 1e9))
-    view = View(result(), tokens=found.trained)
-    assert METRICS["days"].of(view) == pytest.approx(found.days)
-    assert METRICS["cost"].of(view) == pytest.approx(found.cost)
-
-
 @pytest.mark.parametrize(
     ("lacks", "gone"),
     [
@@ -247,22 +236,6 @@ def test_a_node_of_h100_draws_what_was_measured_elsewhere() -> None:
     assert found == pytest.approx(0.76 * 10_200, rel=0.05)
 
 
-def test_published_rates_have_a_date_a_source_and_ends_around_the_value() -> None:
-    """Prices and grids alike; no two entries of one kind say the same of the same place."""
-    for kind, unit in (("prices", "USD/s"), ("grids", "kg/kWh")):
-        found = rates(kind)  # type: ignore[arg-type]
-        assert found
-        for rate in found.values():
-            value = parse(rate.value, unit)  # type: ignore[arg-type]
-            assert rate.date[:2] == "20"
-            assert len(rate.source) > 20
-            low, high = (
-                value if end is None else parse(end, unit)  # type: ignore[arg-type]
-                for end in (rate.low, rate.high)
-            )
-            assert low <= value <= high
-
-
 def test_a_price_is_set_by_name_and_what_a_user_gives_has_no_range() -> None:
     """A range belongs to the price that was published with it."""
     named = load_cluster("dgx-h100", {"price_per_gpu": "h100-median-2026-05"}).value
@@ -278,32 +251,6 @@ def test_a_price_is_set_by_name_and_what_a_user_gives_has_no_range() -> None:
     assert load_cluster("dgx-h100", both).value.price_high == pytest.approx(3 / 3600)
     grid = load_cluster("dgx-h100", {"grid_intensity": "20 g/kWh"}).value
     assert (grid.grid_intensity, grid.grid_intensity_high) == (pytest.approx(0.02), None)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"grid": "atlantis"}, "known: "),
-        ({"grid": "frence"}, "'france'"),
-        ({"grid": "france", "grid_intensity": "5 g/kWh"}, "leave one"),
-        ({"price_per_gpu": "cheap"}, "unknown price 'cheap'"),
-        ({"pue": "0.9"}, "at least 1"),
-        ({"gpu.tdp": "700"}, "has no unit"),
-        ({"node_power": "3 GB"}, "does not fit"),
-        ({"grid_intensity": "56 kg"}, "carbon intensity"),
-        ({"gpu.idle_power": "900 W"}, "above tdp"),
-        ({"node_power": "-1 W"}, "at least 0 W"),
-        ({"price_per_gpu": "1 USD/h", "price_low": "2 USD/h"}, "price_low is 0.000555556"),
-        ({"price_per_gpu": "1 USD/h", "price_low": "0.5 EUR/h"}, "are in EUR and USD"),
-        ({"price_low": "cheap"}, "is not a price"),
-    ],
-)
-def test_wrong_rates_are_refused_in_one_line(changes: dict[str, str], said: str) -> None:
-    """What, what was given, and what is allowed."""
-    with pytest.raises(CatalogError) as caught:
-        load_cluster("dgx-h100", changes)
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.slow
@@ -334,48 +281,6 @@ def test_run_sweep_scale_and_python_say_the_same(cli: Run, tmp_path: Path) -> No
     for name in ("trained", "days", "gpu_hours", "cost", "cost_low", "energy_kwh", "co2e_kg"):
         for row in (*rows, *(frame.iloc[0] for frame in frames)):
             assert float(row[name]) == pytest.approx(expected[name])
-
-
-def test_the_words_name_what_totals_rest_on(cli: Run) -> None:
-    """Failures, power, PUE, grid and price, each with where it comes from."""
-    text = " ".join(cli("run", *ON, *PRICED, "-s", "ddp", "--tokens", "1e10")[1].split())
-    for token in (
-        "no failures",
-        "85% of the TDP 700 W",
-        "PUE 1.2",
-        "56 g/kWh (france",
-        "2.95 USD/h",
-    ):
-        assert token in text
-    usual = " ".join(cli("run", *ON, "-s", "ddp", "--tokens", "1e10")[1].split())
-    for token in ("PUE 1.58 (assumed", "481 g/kWh (assumed: world", "--set price_per_gpu="):
-        assert token in usual
-    late = ("-s", "co2.published:staleness=2", "--tokens", "1e9", "--set", "failures=meta-rsc-1")
-    assert "totals count failures" not in cli("run", *ON, *late)[1]  # there are none
-
-
-def test_prices_and_grids_are_listed(cli: Run) -> None:
-    """All of a kind, and one by its name, with its source."""
-    everything = cli("list")[1]
-    for kind in ("prices", "grids"):
-        code, text, _ = cli("list", kind)
-        assert code == 0
-        assert all(name in text and name in everything for name in rates(kind))  # type: ignore[arg-type]
-    assert "Our World in Data" in cli("list", "france")[1]
-    assert "'france'" in cli("list", "frence")[2]
-
-
-def test_a_cluster_may_be_an_object() -> None:
-    """Its totals are those of its numbers; another price than its own has not the range of that."""
-    own = cluster(price_low=0.5 / 3600, price_high=3 / 3600)
-    case = replace(CASE, cluster=own)
-    found = run(case)
-    assert totals_of(case, found, 1e9) == totals(found, own, 1e9)
-    assert basis(case) == ()
-    axis = axis_of(case, "price_per_gpu", "1 USD/h", "9 USD/h")
-    dearer = axis.at(case, 9 / 3600)
-    assert isinstance(dearer.cluster, Cluster)
-    assert (dearer.cluster.price_per_gpu, dearer.cluster.price_high) == (9 / 3600, None)
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e3), st.floats(1, 1e6)), min_size=1, max_size=6))

@@ -6,13 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
-from commands import Command
 from hypothesis import given
 from hypothesis import strategies as st
-from one_sample import simulate
 from small_gpt import BODY, TOKENS, VOCAB, job, planned
 
-from co2sim import Co2simError, strategies
+from co2sim import strategies
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.models.architecture import Transformer, language_model
 from co2sim.models.memory import activations
@@ -22,7 +20,6 @@ from co2sim.schedule.exchanges import TENSOR
 from co2sim.schedule.schedule import WORLD, Collective, Group, Kind, Layout, Schedule, tensor
 from co2sim.simulation.costs import costs_of, traffic
 from co2sim.simulation.run import execute
-from co2sim.strategies import chaining
 
 DIVISIONS = [(2, False), (4, False), (2, True), (4, True)]
 """Ranks that share layers, and whether they divide the sequence."""
@@ -68,13 +65,6 @@ def test_ranks_meet_those_with_their_own_place_in_other_tensor_parallel_groups(
         assert rank in found
     together = [set(tensor(stride).members(rank, layout)) for rank in range(layout.world_size)]
     assert all(len({member // stride for member in one}) == 1 for one in together)
-
-
-def asked(command: Command, line: str) -> str:
-    """What a command prints that works."""
-    ended = command(*line.split())
-    assert ended.code == 0, ended.err
-    return ended.out
 
 
 @given(st.sampled_from(tiny.VARIANTS), st.sampled_from([(4, False), (2, True)]))
@@ -203,33 +193,6 @@ def test_parameters_are_divided_but_for_norms_positions_and_biases_of_outputs(tp
 
 
 @pytest.mark.parametrize(
-    ("options", "key"),
-    [
-        ({"tp": 3}, "8 GPUs of a node"),
-        ({"tp": 16}, "8 GPUs of a node"),
-        ({"tp": 0}, "1 to 1024"),
-        ({"tp": "two"}, "'two'"),
-        ({"tp": 8, "model": "gpt2-small"}, "12 heads"),
-        ({"tp": 8, "model": "resnet-50"}, "ResNet-50"),
-        ({"tp": 4, "model": "vit-b16", "sequence_parallel": True}, "ViT-B/16"),
-        ({"sequence_parallel": True}, "tp of 2"),
-        ({"tp": 8, "sequence_parallel": True, "overrides": {"model.seq_len": 2044}}, "2044"),
-        ({"tp": 8, "global_batch": 3}, "2 groups of 8"),
-        ({"tp": 8, "strategy": "fsdp(shard=4)"}, "shard=4"),
-        ({"strategy": "fsdp(tp=8)"}, "--tp"),
-    ],
-)
-def test_what_cannot_be_divided_is_refused_in_one_line(
-    options: dict[str, object], key: str
-) -> None:
-    """It says what was given, and what is allowed."""
-    given = {"model": "llama-7b", "strategy": "fsdp"} | options
-    with pytest.raises(Co2simError, match=key) as caught:
-        simulate("dgx-h100", gpus=16, **given)  # type: ignore[arg-type]
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("hidden", "heads", "published"),
     [(6144, 64, (66.84, 49.42, 16.18, 7.64)), (25600, 160, (58.31, 62.04, 20.27, 9.42))],
     ids=["22B", "1T"],
@@ -255,21 +218,3 @@ def test_activations_of_published_models_are_those_that_were_measured(
     ways = (("none", True), ("selective", False), ("selective", True), ("full", False))
     kept = [100 * layer(*way) / layer("none", along=False) for way in ways]
     assert kept == pytest.approx(published, abs=0.15)
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-def test_fused_ops_exchange_what_their_parts_do(
-    sequence: bool,  # noqa: FBT001 - pytest's
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Long rounds end when they do op by op."""
-    here, work = cluster(2, 4), job(2, sequence=sequence, accumulation=2)
-    whole = planned("co2.published(tau=2,worker=node)", work, here.layout)
-    monkeypatch.setattr(chaining, "FUSED_FROM", 0)
-    fused = planned("co2.published(tau=2,worker=node)", work, here.layout)
-    assert fused.body != whole.body
-    ends = [
-        tiny.makespan(execute(made, here, precision="bf16", rounds=3)) for made in (whole, fused)
-    ]
-    assert ends[0] == pytest.approx(ends[1], rel=1e-12)
-    assert len(exchanges(whole, Kind.ALL_GATHER)) == len(exchanges(fused, Kind.ALL_GATHER))

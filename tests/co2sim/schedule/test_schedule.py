@@ -39,12 +39,8 @@ def op(name: str, *after: After, stream: str = "compute") -> Op:
     [
         ([], "empty"),
         ([op("a"), op("a")], "'a'"),
-        ([op("")], "name"),
-        ([op("a", stream="")], "stream"),
         ([op("average"), op("outer", After("averge"))], "'average'"),
-        ([op("a", After("x"))], "known: a"),
         ([op("a", After("b")), op("b")], "not before it"),
-        ([op("a", After("a"))], "not before it"),
         ([op("a"), op("b", After("a", -1))], "-1 rounds"),
     ],
 )
@@ -59,11 +55,8 @@ def test_bad_work_is_refused() -> None:
     """Negative FLOP, empty buffers, empty layouts and rounds without a step are errors."""
     wrong: list[tuple[str, Callable[[], object]]] = [
         ("flops is -1", lambda: Compute("step", -1)),
-        ("memory_bytes is inf", lambda: Compute("step", 0, float("inf"))),
         ("elements=0", lambda: Collective(Kind.ALL_REDUCE, "x", 0, DType.FP32, WORLD)),
-        ("name", lambda: Collective(Kind.ALL_REDUCE, "", 1, DType.FP32, WORLD)),
         ("root=-1", lambda: Collective(Kind.BROADCAST, "x", 1, DType.FP32, WORLD, root=-1)),
-        ("root=-1", lambda: Collective(Kind.REDUCE, "x", 1, DType.FP32, WORLD, root=-1)),
         ("root=1", lambda: Collective(Kind.ALL_GATHER, "x", 1, DType.FP32, WORLD, root=1)),
         ("gpus_per_node", lambda: Layout(2, 0)),
         ("steps is 0", lambda: Schedule("bad", (op("a"),), steps=0)),
@@ -133,12 +126,8 @@ def test_groups_that_do_not_divide_the_ranks_are_refused(group: Group) -> None:
     ("dtype", "scale_block", "size"),
     [
         (DType.FP32, 0, 4000),
-        (DType.BF16, 0, 2000),
-        (DType.FP16, 0, 2000),
-        (DType.INT8, 0, 1000),
         (DType.INT4, 0, 500),
         (DType.INT8, 256, 1000 + 4 * 4),
-        (DType.INT4, 1000, 500 + 4),
         (DType.INT4, 999, 500 + 8),
     ],
 )

@@ -5,9 +5,8 @@ import json
 import math
 import os
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -316,63 +315,6 @@ def own(folder: Path, strategy: str = "zeropp") -> Path:
     return folder
 
 
-def edit(path: Path, change: Callable[[Any], None], message: int) -> None:
-    """Change one message of a file."""
-    parts = list(schema.messages(path.read_bytes(), 10**6))
-    kind = KINDS.Node if message else KINDS.GlobalMetadata
-    one = kind.FromString(parts[message])
-    change(one)
-    parts[message] = one.SerializeToString()
-    path.write_bytes(b"".join(map(schema.delimited, parts)))
-
-
-def set_attribute(name: str, value: int) -> Callable[[Any], None]:
-    """Give an attribute another number."""
-
-    def change(message: Any) -> None:
-        next(one for one in message.attr if one.name == name).uint64_val = value
-
-    return change
-
-
-def set_field(name: str, value: Any) -> Callable[[Any], None]:
-    """Give a field another value."""
-    return lambda message: setattr(message, name, value)
-
-
-def set_work(message: Any) -> None:
-    """Give the first work a field that is none."""
-    texts = next(one for one in message.attr if one.name == "co2sim.works").string_list.values
-    texts[0] = texts[0].replace("bf16", "fp17").replace('"flops":', '"flop":')
-
-
-@pytest.mark.parametrize(
-    ("rank", "message", "change", "words"),
-    [
-        (0, 4, set_attribute("num_ops", 5), ["trace.0.et", "node 3", "num_ops"]),
-        (3, 4, set_attribute("num_ops", 5), ["trace.3.et", "node 3", "num_ops"]),
-        (1, 1, set_field("name", "other"), ["trace.1.et", "'other'"]),
-        (0, 4, set_attribute("co2sim.work", 999), ["node 3", "999"]),
-        (0, 4, set_field("id", 7), ["node 3", "id is 7"]),
-        (2, 3, set_field("duration_micros", 77), ["trace.2.et", "77"]),
-        (0, 0, set_attribute("co2sim.rounds", 5), ["5 rounds"]),
-        (0, 0, set_attribute("co2sim.rounds", 0), ["co2sim.rounds"]),
-        (0, 0, set_attribute("co2sim.format", 2), ["co2sim.format"]),
-        (0, 0, set_attribute("co2sim.nodes", 9), ["18 ranks", "4 files"]),
-        (1, 0, set_attribute("co2sim.steps", 9), ["trace.1.et", "metadata"]),
-        (0, 0, set_work, ["work"]),
-    ],
-)
-def test_a_trace_of_ours_that_contradicts_itself_is_refused(
-    rank: int, message: int, change: Callable[[Any], None], words: list[str], tmp_path: Path
-) -> None:
-    """The file, the node, and what it says."""
-    place = own(tmp_path / "t")
-    edit(place / f"trace.{rank}.et", change, message)
-    said = complaint(place)
-    assert all(word in said for word in words), said
-
-
 COMPUTE = node(0, "COMP_NODE", num_ops=5)
 REDUCE = collective(0, "ALL_REDUCE", 5)
 
@@ -387,20 +329,13 @@ GROUP_7 = collective(0, "ALL_REDUCE", 5, pg_name="7")
         ([[COMPUTE], [COMPUTE, node(1, "COMP_NODE", num_ops=5)]], None, ["rank 1", "2 nodes"]),
         ([[COMPUTE, COMPUTE]], None, ["id 0"]),
         ([[node(0, "COMP_NODE", [7], num_ops=5)]], None, ["node 7"]),
-        ([[node(0, "COMP_NODE", [0], num_ops=5)]], None, ["itself"]),
         ([[node(0, "COMP_NODE", num_ops=-5)]], None, ["num_ops is -5"]),
-        ([[node(0, "COMP_NODE", num_ops="5")]], None, ["num_ops is '5'"]),
-        ([[node(0, "COMP_NODE", num_ops=float("nan"))]], None, ["num_ops is nan"]),
-        ([[node(0, "COMP_NODE", num_ops=5, is_cpu_op=True)]], None, ["is_cpu_op"]),
         ([[collective(0, "ALL_REDUCE", 0)]], None, ["comm_size is 0"]),
         ([[collective(0, "ALL_REDUCE", 5, involved_dim=[True, False])]], None, ["involved_dim"]),
         ([[GROUP_7]], None, ["'7'"]),
         ([[REDUCE]] * 3, {"7": [0, 9]}, ["comm_group.json", "[0, 9]"]),
-        ([[REDUCE]] * 3, {"7": [1, 1]}, ["comm_group.json", "once"]),
-        ([[REDUCE]] * 3, [], ["comm_group.json", "object"]),
         ([[GROUP_7]] * 4, {"7": [0, 3]}, ["[0, 3]"]),
         ([[GROUP_7]] * 4, {"7": [0, 1]}, ["x.2.et", "rank 2"]),
-        ([[]], None, ["no nodes"]),
     ],
 )
 def test_a_trace_of_others_that_is_no_schedule_is_refused(
@@ -434,22 +369,6 @@ def test_files_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.undo()
     monkeypatch.setattr(chakra.reading, "MAX_RANKS", 3)
     assert "4 ranks" in complaint(own(tmp_path / "u"))
-
-
-def test_other_process_groups_than_those_of_the_schedule_are_refused(tmp_path: Path) -> None:
-    """Our file of groups was changed, or is gone."""
-    place = own(tmp_path / "t")
-    groups = place / "comm_group.json"
-    for content in (groups.read_text().replace("[0, 1]", "[0, 3]"), "{}"):
-        groups.write_text(content)
-        assert "comm_group.json" in complaint(place)
-
-
-def test_only_nodes_as_large_as_those_of_the_trace_replay_it(tmp_path: Path) -> None:
-    """Its groups are nodes of 2 GPUs: on nodes of 4 others would meet."""
-    trace = chakra.read(own(tmp_path / "t"))
-    with pytest.raises(OptionError, match="2 nodes of 2 GPUs"):
-        chakra.replay(trace, tiny.cluster(1, 4))
 
 
 def test_what_is_interrupted_or_refused_leaves_nothing(
@@ -488,17 +407,7 @@ def test_what_is_interrupted_or_refused_leaves_nothing(
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
-def test_without_the_package_one_line_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The base install has no protobuf."""
-    monkeypatch.setitem(sys.modules, "chakra", None)
-    monkeypatch.delitem(sys.modules, "chakra.schema.protobuf.et_def_pb2")
-    with pytest.raises(OptionError, match=r"pip install '\.\[chakra\]'"):
-        own(tmp_path / "t")
-
-
-@pytest.mark.parametrize("changes", [[], ["--set", "inter.bandwidth=1 Gbit/s"]])
+@pytest.mark.parametrize("changes", [["--set", "inter.bandwidth=1 Gbit/s"]])
 def test_the_commands_give_what_run_gives(cli: Command, tmp_path: Path, changes: list[str]) -> None:
     """`export` writes all 16 ranks, folded ones too; `replay` gives the figures of `run`."""
     strategy = "co2:tau=3,delay=1,worker=node"

@@ -31,12 +31,7 @@ from co2sim.schedule.schedule import (
 from co2sim.schedule.token_routing import TokenRouting
 from co2sim.simulation import event_engine
 from co2sim.simulation.costs import compute_time, traffic
-from co2sim.simulation.lowering import (
-    LoweredSchedule,
-    lower,
-    shared_works,
-    without_communication,
-)
+from co2sim.simulation.lowering import LoweredSchedule, lower, shared_works, without_communication
 from co2sim.simulation.metrics import breakdown, communication, window
 from co2sim.simulation.noise import QUIET, Noise
 from co2sim.simulation.reference_engine import Simulation
@@ -54,11 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "hierarchical": {"all_reduce": "hierarchical"},
     "tiers": {"inter": Link(1e9, 1e-6, rail=Tier(2, 8.0), spine=Tier(4, 9.0))},
     "uneven": {"node_spread": 0.05, "step_spread": 0.03},
-    "all": {
-        "backend": "gloo",
-        "interference": 0.2,
-        "inter": Link(1e9, 1e-6, busy_efficiency=0.7),
-    },
+    "all": {"backend": "gloo", "interference": 0.2, "inter": Link(1e9, 1e-6, busy_efficiency=0.7)},
 }
 """Whatever makes ops slower that run side by side."""
 

@@ -11,7 +11,6 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import FULLY_IDLE, Cluster, HostEffects, Link, TokenBucket
 from co2sim.schedule.schedule import (
     NODE,
@@ -63,16 +62,6 @@ def ends(
         timer.callbacks.append(lambda _, n=number, sizes=loads: begin(n, sizes))  # type: ignore[misc]
     env.run()
     return [found[number] for number in range(len(flows))]
-
-
-def test_a_burst_passes_at_once_and_is_earned_again_in_pauses() -> None:
-    """100 B at 10 B/s with a burst of 40: 6 s, then 10 s, and 8 s after a pause of 2 s."""
-    flows: list[tuple[float, Loads]] = [
-        (0.0, {"nic": 100.0}),
-        (6.0, {"nic": 100.0}),
-        (18.0, {"nic": 100.0}),
-    ]
-    assert ends(flows, {"nic": RATE}, {"nic": 40.0}) == pytest.approx([6.0, 16.0, 26.0])
 
 
 def test_hosts_need_time_for_the_bytes_of_a_burst() -> None:
@@ -281,9 +270,3 @@ def test_what_starts_while_hosts_wake_up_waits_for_the_same_moment() -> None:
     assert hosts.begin(7.003) == 0
     hosts.end(7.003)
     assert hosts.begin(7.003 + FULLY_IDLE / 2) == pytest.approx(WAKE / 2)
-
-
-def test_machines_of_their_own_do_not_wake_up_together() -> None:
-    """It is simulated for one machine only; one line says so."""
-    with pytest.raises(OptionError, match="one_machine"):
-        HostEffects(wake_up=WAKE)

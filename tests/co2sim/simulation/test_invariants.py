@@ -15,7 +15,6 @@ from co2sim.hardware.cluster import Cluster, Link
 from co2sim.models.workload import Workload
 from co2sim.prediction.case import Case
 from co2sim.prediction.measure import measured
-from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Collective, Schedule
 from co2sim.simulation.costs import Traffic, traffic
 from co2sim.simulation.metrics import communication, window
@@ -200,9 +199,6 @@ def test_throughput_per_gpu_never_rises_with_the_size(strategy: str, bandwidth: 
 
 # --- traffic -----------------------------------------------------------------------------------
 
-M = 2 * 2000.0
-"""Bytes of the tiny model's parameters in half precision."""
-
 
 def sent(strategy: str, shape: tuple[int, int], job: Workload | None = None) -> Traffic:
     """Bytes of an optimizer step."""
@@ -281,11 +277,3 @@ def test_each_part_of_zeropp_saves_its_published_share(
     )
     found = sent(strategy, shape, job).nic / accumulation
     assert found == pytest.approx(expected, rel=1e-3)  # buffers are rounded up to whole scales
-
-
-# --- the published claim -------------------------------------------------------------------------
-
-
-def scaled(strategy: str, gpus: int) -> Result:
-    """TransNormer-LLM 7B on nodes of 8 A100 with 80 Gbit/s, micro-batch 2."""
-    return simulate("a100-tcp80", "transnormer-7b", strategy, gpus=gpus, micro_batch=2)

@@ -2,20 +2,16 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim.catalog import Contents, load_cluster, load_model, names
-from co2sim.catalog.facts import read
-from co2sim.common.errors import CatalogError, OptionError
+from co2sim.catalog import load_cluster, load_model, names
 from co2sim.hardware.cluster import KernelTimes
 from co2sim.models.architecture import Transformer, language_model
 from co2sim.models.workload import Block, MatMul, Workload
-from co2sim.prediction.case import Case
 from co2sim.schedule.schedule import (
     LEADERS,
     PEERS,
@@ -169,27 +165,6 @@ def test_flash_attention_has_its_own_efficiency_by_length() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("given_", "where"),
-    [
-        ("1.3", ""),
-        ("fast", ""),
-        ([{"length": 512, "value": 1.3}], ".0.value"),
-        ([{"length": 512}], ".0.value"),
-    ],
-)
-def test_a_wrong_attention_efficiency_is_named_as_a_file_names_it(given_: Any, where: str) -> None:
-    """A number or a table: the place in the file."""
-    tree = {"kernels": {"gemm_efficiency": 0.5, "attention_efficiency": given_}}
-    start = read("clusters", "dgx-h100")
-    start["gpu"] = read("gpus", "h100") | tree
-    with pytest.raises(CatalogError, match=rf"kernels\.attention_efficiency{where}"):
-        load_cluster(Contents("mine", start))
-    for table in (0.0, 1.5, ((0, 0.5),), ((10, 0.5), (5, 0.5)), ()):
-        with pytest.raises(OptionError, match="attention_efficiency"):
-            KernelTimes(0.8, attention_efficiency=table)  # type: ignore[arg-type]
-
-
 def test_hops_in_turn_add_the_time_inside_the_node() -> None:
     """A ring over nodes takes the sum of both links instead of the larger one."""
     work = Collective(Kind.ALL_GATHER, "x", 10**9, DType.FP16, WORLD)
@@ -218,17 +193,3 @@ def test_a_rank_that_relays_for_its_node_attains_a_fraction_of_the_nics() -> Non
     assert peers.inter_efficiency == 1
     single = replace(slow, gpus_per_node=1)
     assert cost_of(work, single) == cost_of(replace(work, group=WORLD), single)
-
-
-def case(strategy: str, recompute: str = "full") -> Case:
-    """A model of blocks of 85M parameters on 64 GPUs."""
-    overrides = {"model.layers": "4", "model.hidden": "1024"}
-    return Case(
-        cluster="dgx2-ib1",
-        model="gpt2-xl",
-        strategy=strategy,
-        gpus=64,
-        attention="eager",
-        recompute=recompute,  # type: ignore[arg-type]
-        overrides={**overrides, "model.heads": "16", "model.ffn": "4096"},
-    )

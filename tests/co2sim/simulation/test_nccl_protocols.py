@@ -15,7 +15,6 @@ US = 1e-6
 H100 = load_cluster("dgx-h100", {"inter.ring_loss": "0"}).value.resized(512)
 """64 nodes of 8. A ring attains the 82.4 % of 450 GB/s of NVLink, a little less than the cards."""
 BANDWIDTH = 450e9 * 0.824
-PLAIN = replace(H100, protocols="simple")
 
 
 def collective(kind: Kind, size: float, group: Group = WORLD) -> Collective:

@@ -7,11 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from one_sample import simulate
 
-from co2sim.common.errors import OptionError
 from co2sim.models.architecture import Experts, LatentAttention, Transformer, language_model
 from co2sim.models.blocks import Model
 from co2sim.models.workload import Workload
-from co2sim.prediction.case import Case
 from co2sim.prediction.job import schedule_of
 from co2sim.schedule.schedule import Collective, Kind, Layout, Schedule
 from co2sim.strategies import parse
@@ -115,39 +113,3 @@ def test_a_group_of_a_sequence_trains_on_one_batch() -> None:
     assert (one.cp, two.cp) == (1, 2)
     batch = simulate(**JOB, cp=2, global_batch=32)  # type: ignore[arg-type]
     assert batch.accumulation == 32 // 8
-
-
-def test_it_combines_with_tensor_and_expert_parallelism_and_stages() -> None:
-    """Each GPU has its part of the sequence, the heads, the experts and the layers."""
-    result = simulate(
-        "dgx-h100",
-        "qwen3-30b-a3b",
-        "zero1",
-        gpus=64,
-        tp=2,
-        sequence_parallel=True,
-        cp=2,
-        ep=8,
-        pp=2,
-        accumulation=8,
-    )
-    assert result.tokens_per_gpu_per_step == 4096 * 8 / 8
-    assert result.tokens_per_s > 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"cp": 3}, "cp=3 does not divide 16 data-parallel GPUs"),
-        (
-            {"cp": 16, "overrides": {"model.seq_len": "48"}},
-            "cp=16 does not divide the 48 positions",
-        ),
-        ({"cp": 2, "model": "resnet-50"}, "cp=2 does not apply to ResNet-50"),
-        ({"cp": 2, "model": "vit-b16"}, "of images"),
-    ],
-)
-def test_what_does_not_divide_is_one_line(options: dict[str, object], message: str) -> None:
-    """It names the numbers."""
-    with pytest.raises(OptionError, match=message):
-        Case(**JOB | options).stage()  # type: ignore[arg-type]

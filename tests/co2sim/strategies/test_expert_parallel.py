@@ -15,10 +15,9 @@ from co2sim.models.workload import Workload
 from co2sim.prediction import driver
 from co2sim.prediction.bounds import Shared, StepBound
 from co2sim.prediction.case import Case
-from co2sim.prediction.job import Stage, schedule_of
+from co2sim.prediction.job import schedule_of
 from co2sim.schedule.schedule import (
     Collective,
-    Compute,
     Kind,
     Layout,
     Schedule,
@@ -123,14 +122,6 @@ def test_experts_that_are_alone_in_a_node_are_reduced_between_nodes_only() -> No
             schedule_of(parse(strategy), replace(JOB, ep=16), LAYOUT)
 
 
-def test_alone_with_its_experts_a_rank_exchanges_tokens_only() -> None:
-    """Sixteen ranks with an expert of each layer: no gradient of an expert travels."""
-    for strategy in ("ddp", "zero1", "fsdp"):
-        made = schedule_of(parse(strategy), replace(JOB, ep=16), LAYOUT)
-        names = {str(one.work.group) for one in made.body if isinstance(one.work, Collective)}
-        assert names == {"world", "experts(16)"}
-
-
 @pytest.mark.parametrize(
     ("recompute", "checkpointing", "passes"),
     [("none", "reentrant", 4), ("full", "reentrant", 6), ("full", "non_reentrant", 5)],
@@ -203,20 +194,6 @@ def test_tokens_of_uneven_loads_say_so() -> None:
         job.share  # noqa: B018 - it is made here
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"groups": 3}, "groups is 3; it must divide the 16 experts"),
-        ({"groups": 4, "active_groups": 5}, "active_groups is 5; it must be 1 to 4"),
-        ({"groups": 16}, "active is 2; 1 of 16 groups have 1 expert"),
-    ],
-)
-def test_groups_of_experts_hold_those_of_a_token(options: dict[str, int], message: str) -> None:
-    """Else no router can choose."""
-    with pytest.raises(OptionError, match=message):
-        Experts(count=16, active=2, width=16, **options)
-
-
 def test_a_stack_says_how_tokens_travel() -> None:
     """By node a step is shorter where the network limits, and nothing changes on one node."""
     job = {"cluster": "dgx-h100", "model": "qwen3-30b-a3b", "strategy": "zero1", "gpus": 64}
@@ -245,59 +222,6 @@ def test_with_tensor_parallelism_each_gpu_sends_its_part_of_the_sequence() -> No
     # forward: two inputs of the dense layer, one of each other, one of the head; backward: as many
     # again, and those of outputs, the embedding's too
     assert len(tensor) == 5 + 5 + 5
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"strategy": "zero3"}, "ep=4 combines with ddp, zero1, zero2 and fsdp; not with zero3"),
-        ({"strategy": "co2"}, "not with co2"),
-        ({"model": "gpt2-small"}, "needs a model with experts"),
-        ({"ep": 3}, "ep=3 does not divide"),
-        ({"ep": 64, "gpus": 32}, "ep=64 does not divide 32 GPUs"),
-        ({"tp": 2}, "needs sequence_parallel=true"),
-        ({"strategy": "zero2:owners=true"}, "owners=true does not combine with ep=4"),
-        ({"strategy": "fsdp:reshard_after_forward=8"}, "does not combine with ep=4"),
-    ],
-)
-def test_what_does_not_combine_is_one_line(options: dict[str, object], message: str) -> None:
-    """It says what, and with what."""
-    given_ = {"cluster": "dgx-h100", "model": "qwen3-30b-a3b", "strategy": "zero1", "ep": 4}
-    with pytest.raises(OptionError, match=message):
-        Case(**given_ | options).stage()  # type: ignore[arg-type]
-
-
-def asked(**options: object) -> Case:
-    """On four nodes of H100."""
-    base = {"cluster": "dgx-h100", "model": "qwen3-30b-a3b", "strategy": "zero1", "gpus": 32}
-    return Case(**base | options)  # type: ignore[arg-type]
-
-
-def prepared(**options: object) -> Stage:
-    """The same, loaded."""
-    return asked(**options).stage()
-
-
-def test_more_expert_parallelism_takes_less_memory_and_more_all_to_alls() -> None:
-    """With replicated parameters an eighth of the experts is all that a GPU holds of them."""
-    one, eight = (prepared(ep=ep) for ep in (1, 8))
-    total = 30_532_122_624
-    kept = 48 * 128 * 3 * 2048 * 768
-    assert one.memory()["parameters"] == 2 * total
-    assert eight.memory()["parameters"] == 2 * (total - kept + kept / 8)
-    assert eight.memory()["optimizer"] == pytest.approx(12 * total / 32)
-    assert any(
-        isinstance(op.work, Collective) and op.work.kind is Kind.ALL_TO_ALL
-        for op in eight.schedule.body
-    )
-    assert not any(isinstance(op.work, Compute) and op.work.exchanges for op in eight.schedule.body)
-
-
-def test_a_stage_may_hold_no_layer_with_experts() -> None:
-    """The first of DeepSeek-V3's 32 stages has dense layers only, and the same share as alone."""
-    job = {"model": "deepseek-v3", "gpus": 256, "pp": 32}
-    first, whole = (asked(**job, ep=ep).job().stage(0) for ep in (8, 1))
-    assert first.workload.share.parameters == whole.workload.share.parameters
 
 
 def test_an_answer_says_how_experts_are_divided_and_ranks_agree() -> None:
@@ -341,19 +265,6 @@ def test_a_candidate_with_experts_is_no_faster_than_its_own_computation() -> Non
         assert bound.quick(4, 4, "none").seconds <= bound.close(4, 4, "none").seconds <= step
 
 
-def test_experts_are_less_sure_and_a_host_that_limits_is_named() -> None:
-    """Published runs of experts were further off; a small micro-batch waits for the host."""
-    job = {"cluster": "dgx-b200", "strategy": "zero1", "gpus": 8, "stack": "megatron-core"}
-    dense = simulate(model="llama3-8b", **job, micro_batch=2)  # type: ignore[arg-type]
-    mixed = simulate(model="Qwen3-30B-A3B", **job, ep=8, micro_batch=16)  # type: ignore[arg-type]
-    small = simulate(model="qwen3-30b-a3b", **job, ep=8)  # type: ignore[arg-type]
-    assert (
-        mixed.tokens_per_s_high / mixed.tokens_per_s > dense.tokens_per_s_high / dense.tokens_per_s
-    )
-    assert any("host needs" in note for note in small.notes)
-    assert not any("host needs" in note for note in dense.notes)
-
-
 def test_what_is_kept_of_one_load_is_not_taken_for_another() -> None:
     """Schedules are kept by the parts that ranks have: a load changes these, and no whole block."""
     job = {"cluster": "dgx-h100", "model": "qwen3-30b-a3b", "strategy": "zero1", "gpus": 8, "ep": 8}
@@ -362,22 +273,3 @@ def test_what_is_kept_of_one_load_is_not_taken_for_another() -> None:
         for load in ("1", "2", "1")
     ]
     assert steps[0] == steps[2] < steps[1]
-
-
-def test_a_node_gets_a_token_once_however_uneven_the_load() -> None:
-    """Of 16 GPUs on two nodes: every token there is, out and back, forward and backward."""
-    found = simulate(
-        "dgx-h100",
-        "qwen3-30b-a3b",
-        "zero1",
-        gpus=16,
-        ep=16,
-        overrides={"stack.experts_all_to_all": "hierarchical", "model.experts.load": "1.2"},
-    )
-    rest = sum(
-        size
-        for name, size in found.sent_bytes_per_gpu_per_step.items()
-        if not name.startswith("all_to_all")
-    )
-    tokens = 8 * 4096 * 2048 * 2 * 48 * 4
-    assert found.nic_bytes_per_node_per_step < tokens + 8 * rest

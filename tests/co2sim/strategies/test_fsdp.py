@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from one_sample import simulate
 
 from co2sim import strategies
-from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.models.workload import Block, Model, Workload
 from co2sim.schedule.schedule import Collective, Compute, Layout
@@ -112,32 +111,6 @@ def test_a_step_takes_as_long_as_what_torch_issues_in_its_order(
     assert found == pytest.approx(ends["reduce 0"] + optimizer, rel=1e-9)
 
 
-def test_a_layer_takes_the_longer_of_compute_and_communication() -> None:
-    """One more layer adds 3 passes, or two gathers in bf16 and a reduction in fp32."""
-    for bandwidth in (1e12, 1e7):
-        few, more = (
-            step_time("fsdp(version=1,clip=false)", chain(n), row(bandwidth)) for n in (8, 9)
-        )
-        sent = (2 * 2 + 4) * SIZE * 3 / 4 / bandwidth
-        # compute also joins gradients, casts and divides them: 4, 2 + 4 and 8 bytes of each; the
-        # optimizer takes 28 bytes for each of a rank's share
-        passes = 3e-6 + (4 + 6 + 8) * SIZE / 1e12
-        expected = max(sent, passes) + 28 * SIZE / RANKS / 1e12
-        assert more - few == pytest.approx(expected, rel=0.002)
-
-
-@given(st.integers(1, 6), st.floats(1e9, 1e12))
-def test_it_is_zero3_with_a_prefetch_of_one_layer_where_compute_is_long(
-    layers: int, bandwidth: float
-) -> None:
-    """Equal types, no clip, no ends: the same step, but for what FSDP moves on the GPU."""
-    model = chain(layers, 1e8)
-    fsdp = step_time("fsdp(version=1,reduce=bf16,clip=false)", model, row(bandwidth))
-    zero3 = step_time(f"zero3(prefetch={SIZE})", model, row(bandwidth))
-    moved = layers * (4 + 4) * SIZE / 1e12  # joined, and divided
-    assert fsdp == pytest.approx(zero3 + moved, rel=1e-9)
-
-
 # --- what is sent ------------------------------------------------------------------------------
 
 
@@ -225,26 +198,3 @@ def test_what_is_whole_is_the_root_and_two_units() -> None:
     assert memory("fsdp(reduce=bf16)")["bucket"] == (2 + 2) * 500
     assert memory("fsdp(reshard_after_forward=false)")["gathered"] == 2 * 2000
     assert memory("fsdp(reshard_after_forward=2)")["resharded"] == 2 * 1000 / 2
-
-
-# --- options -----------------------------------------------------------------------------------
-
-
-def test_groups_that_share_nothing_are_refused() -> None:
-    """One line says what was given, and what is allowed."""
-    for text, said in [
-        ("fsdp(reshard_after_forward=1)", "at least 2"),
-        ("fsdp(reshard_after_forward=0)", "at least 2"),
-        ("fsdp(reshard_after_forward=maybe)", "a whole number, or true, or false"),
-        ("fsdp(shard=-1)", "at least 0"),
-        ("fsdp(shard=rack)", "a whole number, or node"),
-        ("fsdp(sync=first)", "every, last"),
-        ("fsdp(reduce=int8)", "fp32, bf16, fp16"),
-        ("fsdp(version=3)", "1 to 2"),
-        ("fsdp(shard=3)", "shard=3 must divide"),
-        ("fsdp(reshard_after_forward=3)", "reshard_after_forward=3 must divide"),
-        ("fsdp(shard=node,reshard_after_forward=4)", "reshard_after_forward=4 must divide the 2"),
-    ]:
-        with pytest.raises(OptionError, match=said.replace("(", r"\(")) as caught:
-            strategies.parse(text).schedule(tiny.job(), Layout(4, 2))
-        assert "\n" not in str(caught.value)

@@ -1,6 +1,5 @@
 """Optimizer states on the host: what crosses the link, memory on both sides, and step times."""
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,14 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from one_sample import simulate
 
-from co2sim import Case, strategies
-from co2sim.common.errors import OptionError
+from co2sim import strategies
 from co2sim.hardware.cluster import Cluster
-from co2sim.hardware.offloading import ASSUMED
 from co2sim.models.memory import host_memory
-from co2sim.prediction.driver import run
 from co2sim.schedule.schedule import Compute, DType, Layout, Schedule
-from co2sim.simulation.chakra.export import durations
 from co2sim.simulation.costs import traffic
 from co2sim.simulation.run import execute
 
@@ -130,54 +125,3 @@ def test_other_types_and_optimizers(
     sizes = {name: size * 4 / M for name, (_, size) in on_host(made).items()}
     assert sizes == {"to_host": there, "optimizer": moved, "from_host": job.precision.bytes}
     assert host_memory(job, made) == held * M / 4
-
-
-def test_the_host_memory_of_a_node_is_said_and_what_is_assumed_of_it() -> None:
-    """By hand: 8.03 billion parameters over 64 GPUs, 14 bytes each; a DGX H100 states the rest."""
-    case = Case(cluster="dgx-h100", model="llama3-8b", strategy="zero2", offload="optimizer")
-    found, plain = run(case), run(replace(case, offload="none"))
-    each = 14 * 8_030_261_248 / 64
-    assert f"{each / 1e9:.2f} GB of the host's memory for each GPU" in found.notes[0]
-    assert f"{8 * each / 1e9:.1f} GB on a node" in found.notes[0]
-    efficiencies = {"cluster.host_link_efficiency", "cluster.host_optimizer_efficiency"}
-    paths = {fact.path for fact in found.assumed} - {fact.path for fact in plain.assumed}
-    assert paths == efficiencies
-    other = run(replace(case, cluster="p5.48xlarge", gpus=16))
-    assert {f"cluster.{path}" for path in ASSUMED} - {f.path for f in other.assumed} == {
-        "cluster.gpu.host_link"
-    }
-    assert not any("host's memory" in note for note in plain.notes)
-    given = {"host_link_efficiency": "0.9", "host_optimizer_efficiency": "0.5"}
-    assert not efficiencies & {f.path for f in run(replace(case, overrides=given)).assumed}
-
-
-def test_a_pipeline_updates_each_stage_on_its_host() -> None:
-    """Two stages on a node each: the longest of a step grows by what the first one's host takes."""
-    case = Case(
-        cluster="dgx-h100", model="llama3-8b", strategy="zero1", gpus=16, pp=2, global_batch=64
-    )
-    plain, offloaded = run(case), run(replace(case, offload="optimizer"))
-    share = case.job().stage(0).workload.parameters / 8
-    link, host = 64e9 * 0.75, 76.8e9 * 0.13
-    more = 4 * share / link + 28 * share / host
-    gained = offloaded.step_time_s - plain.step_time_s
-    assert gained == pytest.approx(more, rel=0.02)  # less the optimizer of the GPU
-    assert "8 GPUs" not in offloaded.notes[0]
-    assert "on a node" in offloaded.notes[0]
-
-
-@pytest.mark.parametrize("strategy", ["zeropp", "co2", "local_sgd", "diloco", "slowmo"])
-def test_others_are_refused(strategy: str) -> None:
-    """One line that names those which it combines with."""
-    case = Case(cluster="dgx-h100", model="gpt2-small", strategy=strategy, offload="optimizer")
-    with pytest.raises(OptionError, match=f"ddp, zero1, .* and fsdp; not with {strategy}"):
-        case.stage()
-
-
-def test_an_exported_trace_has_the_times_of_the_host() -> None:
-    """In whole microseconds."""
-    slow = cluster(host_memory_bandwidth=2e6)
-    made = tiny.schedule("ddp", offload="optimizer")
-    times = dict(zip([op.name for op in made.body], durations(made, slow, "bf16"), strict=True))
-    assert times["to_host"] == 1
-    assert times["optimizer"] == round(28 * M / 0.5e6 * 1e6)

@@ -6,12 +6,9 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from one_sample import simulate
 
 from co2sim import strategies
-from co2sim.common.errors import OptionError
 from co2sim.prediction.case import Case
-from co2sim.prediction.job import schedule_of
 from co2sim.schedule.schedule import Collective, Layout, Schedule
 from co2sim.simulation.costs import traffic
 from co2sim.simulation.run import execute
@@ -90,17 +87,6 @@ def test_a_step_takes_its_parts_one_after_the_other(stage: str) -> None:
     assert tiny.makespan(trace) == pytest.approx(computes + inside + between)
 
 
-def test_a_step_gains_what_the_network_gathered_and_loses_a_longer_update() -> None:
-    """Two nodes of two; all gradients are one bucket, behind the last backward pass."""
-    slow = tiny.cluster(2, 2, gpu=tiny.slow_gpu())
-    one, other = (simulate(slow, tiny.model(), name) for name in ("zero1", "zero1(shard=node)"))
-    ring = 2 * 3 / 4 * WIDTH * M / 1e9
-    inside, between = 2 * 1 / 2 * WIDTH * M / 10e9, 2 * 1 / 2 * WIDTH * M / 1e9
-    update = (1 / 2 - 1 / 4) * 28 * M / 1e6
-    saved = ring - inside - between - update
-    assert one.step_time_s - other.step_time_s == pytest.approx(saved)
-
-
 def test_groups_of_any_ranks_are_parts_of_nodes_or_full_nodes() -> None:
     """Two GPUs of a node of four, or two nodes of them; each with its own peers."""
     for shard in (2, 8):
@@ -140,24 +126,3 @@ def test_it_combines_with_gpus_that_share_layers_sequences_and_stages() -> None:
         assert made.memory()["optimizer"] == pytest.approx(expected)
     stage = replace(case, pp=8, global_batch=64).job().stage(0)  # four GPUs of a node
     assert stage.memory()["optimizer"] == 12 * stage.workload.share.parameters / 4
-
-
-def test_layers_on_all_gpus_of_a_node_leave_nothing_to_divide() -> None:
-    """Eight GPUs are one rank: what each has is all-reduced with its peers."""
-    job = Case(cluster="dgx-h100", model="llama3-8b", strategy="ddp", gpus=32, tp=8).job().workload
-    made = schedule_of(strategies.parse("zero1(shard=node)"), job, Layout(4, 8))
-    between = {name: size for name, size in moved(made).items() if "tensor" not in name}
-    assert between == {"all_reduce world/8": job.share.parameters}
-
-
-def test_groups_that_do_not_divide_and_owners_are_refused() -> None:
-    """One line each."""
-    for text, words in [
-        ("zero1(shard=3)", "zero1: shard=3 must divide the 4 GPUs of a node"),
-        ("zero2(shard=3)", "zero2: shard=3 must divide the 4 GPUs of a node"),
-        ("zero1(shard=-1)", "zero1: shard"),
-        ("zero1(shard=rack)", "or node"),
-        ("zero2(shard=node,owners=true)", "shard=node does not combine with owners=true"),
-    ]:
-        with pytest.raises(OptionError, match=words.replace("(", r"\(")):
-            tiny.schedule(text, (2, 4))

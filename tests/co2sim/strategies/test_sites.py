@@ -9,13 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from one_sample import simulate
 
-import co2sim
 from co2sim import strategies
-from co2sim.common.errors import OptionError
-from co2sim.hardware.cluster import Cluster, HostEffects, Link, TokenBucket
-from co2sim.prediction.case import Case
-from co2sim.prediction.goodput import trained_of
-from co2sim.schedule.schedule import SITE, SITE_PEERS, Collective, DType, Kind, Layout, Op, Schedule
+from co2sim.hardware.cluster import Cluster, Link
+from co2sim.schedule.schedule import SITE, SITE_PEERS, Layout, Schedule
 from co2sim.simulation.costs import traffic
 from co2sim.simulation.run import execute
 from co2sim.simulation.trace import Trace
@@ -120,30 +116,7 @@ def test_a_site_sends_the_model_once_around_its_peers(
     assert sent.wan == pytest.approx(2 * (sites - 1) / sites * 4 * m * -(-2000 // m))
 
 
-def test_a_burst_passes_an_uplink_at_once() -> None:
-    """Of 15 kB that each site sends 5 kB pass at once, the others at 1 MB/s: 10 ms."""
-    work = Collective(Kind.ALL_GATHER, "x", 15_000, DType.BF16, SITE_PEERS)
-    on = cluster((2, 1, 2), wan=Link(1e6), backend="gloo", host=HostEffects(wan=TokenBucket(5e3)))
-    trace = execute(
-        Schedule("one", (Op("x", work, "comm"),)), on, precision="bf16", rounds=1, fold=False
-    )
-    assert tiny.makespan(trace) == pytest.approx(10e-3)
-
-
 # --- as a user asks ----------------------------------------------------------------------------
-
-SMALL: dict[str, Any] = {"cluster": "two-sites-wan", "model": "gpt2-small", "gpus": 32}
-
-
-@given(st.sampled_from(["co2", "diloco", "local_sgd", "slowmo", "overlap_local_sgd"]))
-def test_a_cluster_of_one_site_is_refused(name: str) -> None:
-    """One line says what is there; parts of two sites are no reason."""
-    case = Case(cluster="a100-tcp80", model="gpt2-small", strategy=f"{name}:worker=site")
-    with pytest.raises(OptionError, match="2 sites") as caught:
-        case.stage()
-    assert "\n" not in str(caught.value)
-    found = simulate(strategy=f"{name}:tau=2,worker=site", **SMALL | {"gpus": 8})
-    assert found.wan_bytes_per_site_per_step == 0
 
 
 def test_what_a_site_can_hold_is_at_one_site() -> None:
@@ -154,32 +127,3 @@ def test_what_a_site_can_hold_is_at_one_site() -> None:
     assert any("at one site" in note for note in one.notes)
     assert two.wan_bytes_per_site_per_step > 0
     assert two.tokens_per_s < one.tokens_per_s
-
-
-@pytest.mark.parametrize("strategy", ["zero2", "diloco:tau=20,worker=site"])
-def test_an_answer_over_sites_says_what_one_alone_does(strategy: str) -> None:
-    """With the same batch, by the steps that it takes inside; one site says nothing of itself."""
-    both = simulate("two-sites-wan", "gpt2-small", strategy, gpus=64)
-    alone = co2sim.simulate(
-        "two-sites-wan", "gpt2-small", "zero2", gpus=32, global_batch=64, recompute="none"
-    )
-    said = [note for note in both.notes if note.startswith("one site alone")]
-    assert len(said) == 1
-    assert f"{alone.tokens_per_s:,.0f} tokens/s" in said[0]
-    assert not [note for note in alone.notes if note.startswith("one site alone")]
-
-
-def test_a_site_that_fails_stops_alone() -> None:
-    """Where sites are workers there are two of them; where all share every step, one."""
-    on: dict[str, Any] = {
-        "model": "gpt2-small",
-        "gpus": 64,
-        "overrides": {"failures": "meta-rsc-1"},
-    }
-    counts = []
-    for strategy in ("zero2", "diloco(tau=10, worker=site)"):
-        case = Case(cluster="two-sites-wan", strategy=strategy, **on)
-        cluster, model = (entry.value for entry in case.load())
-        result = simulate("two-sites-wan", strategy=strategy, **on)
-        counts.append(trained_of(result, cluster, model).workers)
-    assert counts == [1, 2]

@@ -3,7 +3,7 @@
 import gzip
 import json
 import math
-import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +13,9 @@ import pytest
 from commands import Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import DATA
 
-from co2sim.catalog import load_cluster, load_stack
+from co2sim.catalog import load_stack
 from co2sim.common.errors import CatalogError, OptionError
 from co2sim.models.memory import GIB, reserved
 from co2sim.prediction import driver
@@ -24,7 +25,6 @@ from co2sim.prediction.intervals import (
     ErrorModel,
     Situation,
     distance,
-    error_model,
     setting_of,
 )
 from co2sim.studies.calibration import NUMBERS, calibrate, kernel_seconds, moved, stack_file
@@ -87,15 +87,6 @@ def test_runs_of_one_cluster_predict_its_other_runs() -> None:
     assert after < before / 3
 
 
-def test_one_run_scales_what_it_depends_on() -> None:
-    """Then the run itself is nearly right, and what it does not depend on stays unsaid."""
-    found = calibrate([true(replace(JOB, gpus=8))])
-    assert max(errors([replace(JOB, gpus=8)], dict(found.values))) < 0.02
-    assert "elementwise" in found.values
-    assert "ring_loss" not in found.values  # of links that one node does not use
-    assert found.determined["ring_loss"] == pytest.approx(0, abs=1e-9)
-
-
 @given(st.floats(0.2, 5.0))
 @settings(max_examples=10)
 def test_numbers_stay_within_their_bounds(factor: float) -> None:
@@ -149,18 +140,6 @@ def test_kernels_of_a_step_take_the_step_of_one_gpu() -> None:
     assert total == pytest.approx(driver.run(case).step_time_s, rel=1e-9)
 
 
-def test_kernels_that_a_file_fixes_are_refused() -> None:
-    """No stack changes them, so none can be calibrated there, nor on a processor that slept."""
-    own = load_cluster("dgx-a100", {"gpu.kernels.gemm_efficiency": "0.6"}).value
-    slept = load_cluster("dgx-a100", {"gpu": "virtual"}).value
-    fixed = "no stack changes the kernels"
-    for cluster, why in ((own, fixed), (slept, fixed), ("h100-3200g", "are fitted")):
-        stack = "composer-2023" if why == "are fitted" else ""
-        case = replace(JOB, cluster=cluster, gpus=8, stack=stack)
-        with pytest.raises(OptionError, match=why):
-            calibrate([MeasuredRun("row", case, 1e4)])
-
-
 @pytest.mark.parametrize("factor", [30, 1 / 30])
 def test_a_speed_in_another_unit_is_refused(factor: float) -> None:
     """No run is so many times as fast as predicted, nor so slow."""
@@ -168,15 +147,6 @@ def test_a_speed_in_another_unit_is_refused(factor: float) -> None:
     speed = driver.run(case).tokens_per_s_per_gpu * factor
     with pytest.raises(OptionError, match="is a mistake"):
         calibrate([MeasuredRun("row", case, speed)])
-
-
-@pytest.mark.parametrize("memory", [3500.0, 0.001])
-def test_a_memory_in_another_unit_is_refused(memory: float) -> None:
-    """It is not more than the GPU has, nor less than a tenth of a GiB."""
-    case = replace(JOB, gpus=16)
-    run = MeasuredRun("row", case, driver.run(case).tokens_per_s_per_gpu, memory * GIB)
-    with pytest.raises(OptionError, match="memory_gib is"):
-        calibrate([run])
 
 
 def test_a_slow_network_is_told_from_what_rings_lose() -> None:
@@ -195,12 +165,6 @@ def test_a_slow_network_is_told_from_what_rings_lose() -> None:
         driver.run(moved(cases[2], values)).tokens_per_s_per_gpu for values in (found.values, slow)
     )
     assert predicted == pytest.approx(measured, rel=0.15)
-
-
-def test_runs_may_differ_in_a_number_of_the_model(tmp_path: Path) -> None:
-    """Such as the length of sequences."""
-    (one, other) = rows(tmp_path, "model.seq_len,step_time\n2048,1 s\n8192,1 s\n")
-    assert other.tokens_per_s_per_gpu == 4 * one.tokens_per_s_per_gpu
 
 
 # --- the file, and predictions with it ----------------------------------------------------------
@@ -235,15 +199,6 @@ def _setting(case: Case) -> Any:
     return setting_of(cluster.value, model.value, driver.run(case))
 
 
-def test_what_a_user_sets_stays_set(own: Path) -> None:
-    """A number of the cluster that is overridden is not that of the stack."""
-    name, path = "gpu.products.sustained", str(own)
-    case = replace(JOB, gpus=8, stack=path, overrides={name: "0.5"})
-    assert case.load()[0].value.gpu.products.sustained == 0.5  # type: ignore[union-attr]
-    case = replace(JOB, gpus=8, stack=path)
-    assert case.load()[0].value.gpu.products.sustained == load_stack(path).value.sustained  # type: ignore[union-attr]
-
-
 def _width(case: Case) -> float:
     result = driver.run(case)
     assert result.tokens_per_s_low is not None
@@ -274,11 +229,7 @@ def test_runs_that_contradict_each_other_narrow_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"cluster": "dgx-a100"},
-        {"strategy": "co2.published:tau=12,worker=node"},
-    ],
+    "changes", [{"cluster": "dgx-a100"}, {"strategy": "co2.published:tau=12,worker=node"}]
 )
 def test_another_gpu_and_local_steps_are_not_known_from_it(
     own: Path, changes: dict[str, Any]
@@ -286,23 +237,6 @@ def test_another_gpu_and_local_steps_are_not_known_from_it(
     """Their interval is that of published runs."""
     result = driver.run(replace(JOB, gpus=16, stack=str(own), **changes))
     assert "published training runs" in result.interval_source
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"overrides": {"inter.bandwidth": "25 Gbit/s"}},
-        {"attention": "eager"},
-        {"recompute": "full"},
-    ],
-)
-def test_other_networks_and_kernels_are_farther(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """So intervals are wider than for the same run on what was measured."""
-    case = replace(JOB, gpus=16)
-    path = tmp_path / "own.toml"
-    path.write_bytes(stack_file(JOB, [true(case)], calibrate([true(case)]), "runs.csv"))
-    here = replace(case, stack=str(path))
-    assert _width(replace(here, **changes)) > _width(here) * 1.01
 
 
 @given(st.floats(0, 20), st.floats(0, 20))
@@ -322,14 +256,6 @@ def test_no_distance_makes_an_interval_wider_than_errors_of_others(
         for apart in sorted((one, other))
     )
     assert near <= far <= 1.6 * 0.1 + 1e-12
-
-
-def test_the_catalog_knows_errors_of_runs_predicted_from_one() -> None:
-    """`co2analysis runs --fit` wrote them; see docs/stacks.md."""
-    own_errors = error_model().own
-    assert own_errors is not None
-    assert own_errors.runs > 100
-    assert 0 < own_errors.any < 0.1
 
 
 @given(st.integers(1, 10), st.integers(1, 10))
@@ -366,9 +292,7 @@ def test_a_row_says_what_differs_from_the_command(tmp_path: Path) -> None:
     assert (third.tokens_per_s_per_gpu, third.memory) == (12_000, 61.5 * GIB)
 
 
-def test_a_step_counts_the_tokens_of_gpus_that_train_together_once(
-    tmp_path: Path,
-) -> None:
+def test_a_step_counts_the_tokens_of_gpus_that_train_together_once(tmp_path: Path) -> None:
     """All of a group see the same samples."""
     text = "tp,cp,pp,step_time\n1,1,1,1 s\n2,1,4,1 s\n1,2,1,1 s\n"
     plain, divided, sequence = rows(tmp_path, text)
@@ -380,22 +304,12 @@ def test_a_step_counts_the_tokens_of_gpus_that_train_together_once(
     ("text", "said"),
     [
         ("", "no rows"),
-        ("gpus,tokens_per_s\n", "no rows"),
         ("gpu,tokens_per_s\n8,1\n", "unknown column 'gpu'"),
-        ("gpus,gpus,step_time\n8,8,1\n", "column gpus stands there twice"),
         ("gpus,step_time\n8\n", "line 2: 1 fields under 2 columns"),
         ("gpus\n8\n", "line 2: a row has one of"),
-        ("tokens_per_s,step_time\n8,1 s\n", "line 2: a row has one of"),
         ("gpus,step_time\n0,1 s\n", "line 2: gpus is 0; it must be 1 to"),
-        ("gpus,step_time\n8,-1 s\n", "line 2: step_time is '-1 s'; it must be above 0 s"),
         ("gpus,tokens_per_s\n8,nan\n", "line 2: tokens_per_s is 'nan'"),
-        ("gpus,tokens_per_s,memory_gib\n8,1,none\n", "line 2: memory_gib is 'none'"),
-        ("gpus,tokens_per_s,model\n8,1,gpt9\n", "line 2: unknown model"),
-        ("trace\nmissing.json\n", "cannot read"),
         ("gpus,tokens_per_s\n" + "8,1\n" * 201, "more than 200 rows"),
-        ("gpus;tokens_per_s\n8;1\n", "by commas, not by semicolons"),
-        ('gpus,tokens_per_s\n"8,1\n', "line 2: unexpected end of data"),
-        ("stack,tokens_per_s\nxla,1\n", "all rows share --stack"),
         ("gpus,tokens_per_s,model.seq_len\n8,1,long\n", "line 2: "),
     ],
 )
@@ -445,119 +359,12 @@ def test_a_trace_gives_the_kernels_of_a_step(tmp_path: Path, name: str) -> None:
     )
 
 
-KERNEL_NAMES = {
-    "products": (
-        # cuBLAS, CUTLASS, cuDNN, DeepGEMM, Triton, TorchInductor
-        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute",
-        "ampere_bf16_s16816gemm_bf16_128x256_ldg8_f2f_stages_64x3_tn",
-        "ampere_sgemm_128x64_tn",
-        "volta_fp16_s884gemm_fp16_128x128_ldg8_f2f_nn",
-        "nvjet_tst_192x192_64x4_1x2_h_bz_coopB_NTT",
-        "nvjet_sm100_tst_128x256_64x6_2x1_2cta_v_bz_TNN",
-        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>(int)",
-        "void gemv2T_kernel_val<int, int, __nv_bfloat16, float, 128, 16, 4, 4, false>(float)",
-        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3>",
-        "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int>>>",
-        "void deep_gemm::sm90_fp8_gemm_1d2d_impl<0u, 7168u, 2048u, 1u, 128u, 128u>(float*)",
-        "void at::cuda::detail::prepare_grouped_gemm_data<cutlass::bfloat16_t>(int)",
-        "sm80_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64",
-        "void cudnn::cnn::implicit_convolve_sgemm<float, float, 1024, 5, 5, 3, 3, 3, 1>(int)",
-        "_grouped_mm_kernel",
-        "matmul_kernel",
-        "fused_moe_kernel",
-        "triton_mm",
-        "triton_tem_fused_addmm_3",
-        "triton_tem_fused__grouped_mm_5",
-        "triton_tem_fused__scaled_mm_native_layer_norm_gelu_1",
-        "triton_tem_fused_convolution_0",
-        # hipBLASLt, rocBLAS, Composable Kernel, AITER
-        "Cijk_Alik_Bljk_BBS_BH_Bias_HAS_SAV_UserArgs_MT256x256x64_MI16x16x1_SN_LDSB0_AFC1.kd",
-        "Custom_Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x256x64_MI16x16x1",
-        "void rocblas_gemvn_kernel<64, 16, long, float, float const*, float>(int, int)",
-        "void ck::kernel_gemm_xdl_cshuffle_v3<ck::GridwiseGemm_xdl_cshuffle_v3<ck::tensor_layout>>",
-        "void ck_tile::kentry<256, 1, ck_tile::GroupedGemmKernel<ck_tile::TilePartitioner>>",
-        "_ZN5aiter42bf16gemm_fp32bf16_tn_96x64_pf3_splitkE",
-    ),
-    "attention": (
-        "void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4, cutlass::bfloat16_t>>",
-        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits>",
-        "void flash_bwd_dot_do_o_kernel<true, Flash_bwd_kernel_traits<128, 64, 128, 8, 4, 4, 4>>",
-        "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<int>>>",
-        "void cutlass::device_kernel<flash::FlashAttnBwdPreprocess<cute::tuple<cute::C<128>>>>",
-        "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm100FlashAttentionForwardSm100_object_at",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel",
-        "cudnn_generated_fort_native_sdpa_sm80_flash_bprop_f16_knob_3_64x64x64_4x1x1_kernel0_0",
-        "void cudnn::fusion::compute_dot_do_o_specialized<false, __nv_bfloat16, 128>(int)",
-        "void cudnn::fusion::convert_dq_to_16bits<false, __nv_bfloat16, float, 256>(int)",
-        "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<>)",
-        "triton_tem_fused_flex_attention_0",
-        "triton_tem_fused_flex_attention_backward_zeros_7",
-        "attn_fwd",
-        "attn_fwd.kd",
-        "attn_fwd-Sig-F__bf16@16_128_T_F_0_1__P__0_2_128_64_True__CO__wave2_warp4_stg1",
-        "bwd_kernel_dk_dv",
-        "bwd_kernel_dq",
-        "bwd_kernel_fuse",
-        "bwd_preprocess_varlen",
-        "_bwd_preprocess_do_o_dot",
-        "_fwd_kernel",
-        "_attn_bwd_dkdv",
-        "void ck_tile::kentry<256, 2, ck_tile::FmhaFwdKernel<ck_tile::BlockFmhaPipelineQRKSVS>>",
-        "void ck_tile::kentry<256, 1, ck_tile::FmhaBwdDQDKDVKernel<ck_tile::BlockGemm>>",
-        "void ck_tile::kentry<256, 2, ck_tile::FmhaBwdConvertQGradKernel<ck_tile::Pipeline>>",
-        "_ZN5aiter34fmha_bwd_hd128_bf16_a32_rtz_psskddvE",
-    ),
-    "elementwise": (
-        "triton_poi_fused_mm_mul_4",
-        "triton_red_fused__scaled_dot_product_flash_attention_add_5",
-        "triton_per_fused__to_copy_addmm_native_layer_norm_backward_12",
-        "triton_for_fused_bmm_0",
-        "triton_poi_fused_all_gather_into_tensor_wait_tensor_2",
-        "triton_poi_fused_flex_attention_backward_1",
-        "triton_fused_addmm_view_7",
-        "triton__0d1d2de",
-        "void at::native::vectorized_elementwise_kernel<4, at::native::sdpa_gemm_functor<float>>",
-        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::NormOps>>",
-        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::Adam<mm>>",
-        "void at::native::(anonymous namespace)::softmax_warp_forward<float, __nv_bfloat16, 10>",
-        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>(int)",
-        "void at::native::split_with_sizes_copy_out_contiguous_no_cast_kernel(char**)",
-        "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>",
-        "void at::native::(anonymous namespace)::conv_depthwise2d_forward_kernel<3, float>(int)",
-        "void cudnn::engines_precompiled::nchwToNhwcKernel<__nv_bfloat16, float, false>(int)",
-        "void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel<Kernel_traits>(int)",
-        "void flashinfer::norm::RMSNormKernel<8u, __nv_bfloat16>(__nv_bfloat16*)",
-        "kernel_cutlass_kernel_quackrmsnormRMSNorm_object_at__tensorptrbf16gmem",
-        "void causal_conv1d_fwd_kernel<Causal_conv1d_fwd_kernel_traits<128, 4, true>>(int)",
-        "void selective_scan_fwd_kernel<Selective_Scan_fwd_kernel_traits<128, 16>>(int)",
-        "_rms_norm_backward_kernel",
-        "_layer_norm_bwd_kernel",
-        "liger_cross_entropy_kernel",
-        "rotary_kernel",
-        "__amd_rocclr_copyBuffer",
-        "__amd_rocclr_fillBufferAligned",
-        "Memcpy DtoD (Device -> Device)",
-        "Memset (Device)",
-    ),
-    "communication": (
-        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-        "ncclKernel_ReduceScatter_RING_LL_Sum_float(ncclDevComm*, unsigned long, ncclWork*)",
-        "ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)",
-        "rccl_main_kernel",
-        "mscclKernel_Sum_half_LL_false(ncclDevComm*)",
-        "void (anonymous namespace)::multimem_one_shot_all_reduce_kernel<c10::BFloat16, 16>(int)",
-        "void vllm::cross_device_reduce_2stage<__nv_bfloat16, 8>(RankData*)",
-        "void deep_ep::internode::dispatch<false, 8, false, 65536, 20>(int4*)",
-        "Memcpy PtoP (Device -> Device)",
-    ),
-    "": ("Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pageable)"),
-}
-
-
 def test_kernels_are_told_by_their_names() -> None:
     """Of libraries of NVIDIA and AMD, of compilers, of attention; copies of the host are none."""
-    for part, names in KERNEL_NAMES.items():
-        assert {name: part_of_step(name) for name in names} == dict.fromkeys(names, part)
+    lines = (DATA / "kernels.txt").read_text().splitlines()
+    named = [line.partition(": ")[::2] for line in lines if not line.startswith("#")]
+    assert len(named) > 90
+    assert [(part_of_step(name) or "none", name) for _, name in named] == named
 
 
 def gpu_event(
@@ -604,17 +411,6 @@ def test_kernels_are_of_the_step_that_launched_them(tmp_path: Path) -> None:
     assert found.products == pytest.approx(0.2e-3)
 
 
-def test_marks_of_the_gpu_are_no_steps_but_hold_kernels(tmp_path: Path) -> None:
-    """They begin and end with the kernels of a step, and each stream has one."""
-    marks = [
-        gpu_event("ProfilerStep#3", 1300, 900, cat="gpu_user_annotation", stream=stream)
-        for stream in (7, 20)
-    ]
-    kernels = [gpu_event("nvjet_a", begin, 300, device=0, stream=7) for begin in (1300, 2100)]
-    found = profile_of(tmp_path, [STEP, *marks, *kernels])
-    assert (found.step, found.products) == (pytest.approx(1e-3), pytest.approx(0.6e-3))
-
-
 def test_communication_beside_computing_is_of_one_gpu(tmp_path: Path) -> None:
     """Streams overlap; together they may take longer than the step."""
     kernels = [
@@ -630,58 +426,26 @@ def test_communication_beside_computing_is_of_one_gpu(tmp_path: Path) -> None:
     "second",
     [
         [gpu_event("nvjet_a", 1000, 700, device=1, stream=7)],
-        [gpu_event("nvjet_a", 1000, 700, pid=1, device=0, stream=7)],
         [gpu_event("nvjet_a", 1000, 700, device=0, stream=7)],
-        [STEP | {"pid": 9}],
     ],
-    ids=["device", "process", "stream that is too full", "marks of two processes"],
+    ids=["device", "stream that is too full"],
 )
 def test_a_trace_of_several_gpus_is_refused(
     tmp_path: Path, second: list[dict[str, object]]
 ) -> None:
-    """By device, by process, by the time that a stream has, or by steps that are marked twice."""
+    """By device, or by the time that a stream has."""
     first = gpu_event("nvjet_a", 1000, 700, device=0, stream=7)
     assert profile_of(tmp_path, [STEP, first]).products == pytest.approx(0.7e-3)
     with pytest.raises(CatalogError, match="give the trace of one process"):
         profile_of(tmp_path, [STEP, first, *second])
 
 
-def test_a_class_of_kernels_that_a_trace_lacks_says_nothing() -> None:
-    """Of products alone only their speed is known."""
-    case = replace(JOB, gpus=8)
-    parts = kernel_seconds(moved(case, TRUE))
-    only = Profile(1.0, parts.products, 0.0, 0.0, 0.0)
-    found = calibrate([replace(true(case), profile=only)])
-    assert found.determined["sustained"] > 0.1
-
-
-def test_a_row_with_a_trace_needs_no_speed(tmp_path: Path) -> None:
-    """Its step is that of the trace."""
-    trace(tmp_path / "trace.json")
-    (run,) = rows(tmp_path, "trace\ntrace.json\n")
-    assert run.tokens_per_s_per_gpu == pytest.approx(2 * SEQUENCE / 1.1e-3)
-    assert run.profile is not None
-
-
-def test_a_damaged_archive_is_refused(tmp_path: Path) -> None:
-    """In one line, wherever it breaks."""
-    path = trace(tmp_path / "trace.json.gz")
-    whole = path.read_bytes()
-    for damaged in (whole[:-20], whole[:12] + b"\xff" * 20 + whole[32:], b"no archive"):
-        path.write_bytes(damaged)
-        with pytest.raises(CatalogError, match="cannot read"):
-            read_profile(path)
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (b"{}", "no trace of PyTorch's profiler"),
-        (b"[1]", "no trace of PyTorch's profiler"),
-        (b"\xff", "no trace of PyTorch's profiler"),
         (b'{"traceEvents": []}', "no kernels of a GPU"),
         (b'[{"ph":"X","cat":"kernel","name":"gemm","ts":0,"dur":5}]', "no step in the trace"),
-        (b'[{"ph":"X","cat":"kernel","name":"gemm","ts":0,"dur":-5}]', "no kernels of a GPU"),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
@@ -695,21 +459,20 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, said: str) 
 # --- the command --------------------------------------------------------------------------------
 
 
-def test_the_command_writes_a_stack_that_run_takes(tmp_path: Path, cli: Command) -> None:
-    """And prints the numbers and the runs, before and after."""
-    (tmp_path / "runs.csv").write_text("gpus,tokens_per_s_per_gpu\n8,38000\n16,37000\n")
+def test_the_command_writes_a_stack_that_run_takes(tmp_path: Path, own: Path, cli: Command) -> None:
+    """Over one of its own, and prints the numbers and the runs, before and after."""
+    (tmp_path / "runs.csv").write_text("gpus,tokens_per_s_per_gpu\n8,38000\n")
     batch = ("--micro-batch", "2", "--accumulation", "1")
     where = ("-c", "dgx-h100", "-m", "llama3.2-1b", "-s", "fsdp", *batch)
-    out = str(tmp_path / "mine.toml")
+    out = str(shutil.copy(own, tmp_path / "mine.toml"))
     files = ("--runs", str(tmp_path / "runs.csv"), "--out", out)
     printed = json.loads(cli("calibrate", *where, *files, "--jobs", "1", "--json").out)
-    assert [run["measured_tokens_per_s_per_gpu"] for run in printed["runs"]] == [38000, 37000]
+    assert [run["measured_tokens_per_s_per_gpu"] for run in printed["runs"]] == [38000]
     result = json.loads(cli("run", *where, "-g", "8", "--stack", out, "--json").out)
     assert result["tokens_per_s_per_gpu"] == pytest.approx(
         printed["runs"][0]["after_tokens_per_s_per_gpu"], rel=1e-3
     )
     assert abs(result["tokens_per_s_per_gpu"] / 38000 - 1) < 0.03
-    assert cli("calibrate", *where, *files).code == 0  # a stack of its own may be replaced
 
 
 @pytest.mark.parametrize("out", ["runs.csv", "mine.txt", "none/mine.toml", "cluster.toml", "."])
@@ -725,35 +488,3 @@ def test_nothing_else_is_written_over(tmp_path: Path, cli: Command, out: str) ->
     assert "--out is" in ended.err
     assert (tmp_path / "runs.csv").read_text() == text
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_misspelled_name_of_a_measured_run_gets_a_hint(tmp_path: Path, cli: Command) -> None:
-    """One of the names that such a run has."""
-    path = tmp_path / "own.toml"
-    head = "name = 'x'\nflash = 'flash2'\nelementwise = 2.0\ncall_overhead = '50 us'\n"
-    path.write_text(f"{head}[[measured]]\ngpux = 'H100'\n")
-    ended = cli("run", "-c", "dgx-h100", "-m", "gpt2-small", "-s", "ddp", "--stack", str(path))
-    assert ended.code == 2
-    assert "did you mean 'measured.0.gpu'" in ended.err
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "flash = 'flash9'",
-        "elementwise = 1e50",
-        "kept = 1e30",
-        "sustained = 1e-9",
-        "call_overhead = '50 h'",
-        "measured = [{gpu = 'H100', gpus = 8, shares = 'banana'}]",
-    ],
-)
-def test_a_stack_that_cannot_be_is_refused(tmp_path: Path, cli: Command, line: str) -> None:
-    """In one line that names the number."""
-    path = tmp_path / "own.toml"
-    kept = "name = 'x'\nflash = 'flash2'\nelementwise = 2.0\ncall_overhead = '50 us'\n"
-    name = line.split(maxsplit=1)[0]
-    path.write_text(re.sub(rf"(?m)^{name} .*\n", "", kept) + line + "\n")
-    ended = cli("run", "-c", "dgx-h100", "-m", "gpt2-small", "-s", "ddp", "--stack", str(path))
-    assert ended.code == 2
-    assert name in ended.err

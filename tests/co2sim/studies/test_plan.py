@@ -33,7 +33,7 @@ from co2sim.studies.candidates import (
     candidates,
 )
 from co2sim.studies.grid import display_name, offer_name, offer_names, strategy_title
-from co2sim.studies.plan import Recommendation, front, plan
+from co2sim.studies.plan import front, plan
 from co2sim.studies.sensitivity import break_even
 
 OFFER = """\
@@ -159,56 +159,6 @@ def test_it_finds_what_simulating_all_candidates_finds(
     assert shown == [(option.totals.days, option.spent) for option in front(all_)]
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        {"pp": 2},
-        pytest.param({"tp": 4}, marks=pytest.mark.nightly),
-        pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.nightly),
-        pytest.param(
-            {"pp": 3, "interleave": 2, "tp": 2, "sequence_parallel": True}, marks=pytest.mark.slow
-        ),
-    ],
-    ids=str,
-)
-def test_it_finds_the_best_pipeline(job: dict[str, Any], offers: tuple[str, str]) -> None:
-    """As simulating all of them does; memory is known before a simulation."""
-    space = Space(
-        job=Case(cluster="", model="gpt2-small", strategy="", global_batch=48, **job),
-        clusters=offers[:1],
-        strategies=("zero1", "fsdp"),
-        gpus=[8, 24] if "pp" not in job else [8 * job["pp"]],
-        micro_batches=(2, 4),
-        recomputes=("none", "full"),
-        axes=Axes(
-            **{name: (job.get(name, 1),) for name in ("tp", "cp", "ep", "pp", "interleave")},
-            sequence_parallel=job.get("sequence_parallel", False),
-        ),
-    )
-    wanted = Objective(want="cheapest", tokens=1e9)
-    every, found = brute_force(space, wanted), plan(space, wanted)
-    assert found.choice
-    assert found.choice.score("cheapest") == min(one.score("cheapest") for one in every)
-    assert found.choice.case.pp == job.get("pp", 1)
-    for one in every:
-        size = (one.case.micro_batch, one.result.accumulation, one.case.recompute)
-        assert one.case.job().memory(*size) == one.result.memory_bytes_per_gpu["total"]
-
-
-def test_gpus_that_divide_a_sequence_train_on_the_same_samples(offers: tuple[str, str]) -> None:
-    """Eight GPUs by twos have a sample each of a global batch of four."""
-    space = Space(
-        job=Case(cluster="", model="gpt2-small", strategy="", cp=2, global_batch=4),
-        clusters=offers[:1],
-        strategies=("zero1",),
-        gpus=[8],
-        axes=Axes(tp=(1,), pp=(1,)),
-    )
-    found = plan(space, Objective(want="cheapest", tokens=1e9))
-    assert found.choice
-    assert found.choice.case.micro_batch * found.choice.result.accumulation == 1
-
-
 RANDOM = {
     "cluster": ("dgx-h100", "a100-tcp80", "p4d.24xlarge"),
     "stack": ("", "megatron-core", "torchtitan-eager"),
@@ -246,8 +196,7 @@ def random_space(chance: Random) -> Space:
 
 
 @pytest.mark.parametrize(
-    "seed",
-    [pytest.param(n, marks=[] if n < 4 else pytest.mark.nightly) for n in range(50)],
+    "seed", [pytest.param(n, marks=[] if n < 4 else pytest.mark.nightly) for n in range(50)]
 )
 def test_it_chooses_of_a_random_offer_what_exhaustive_search_does(seed: int) -> None:
     """The same candidate, or one that is as fast; with few of them simulated."""
@@ -266,18 +215,6 @@ def test_it_chooses_of_a_random_offer_what_exhaustive_search_does(seed: int) -> 
 
 
 # --- what would change it -----------------------------------------------------------------------
-
-
-def two(offers: tuple[str, str], **changes: Any) -> tuple[Recommendation, Objective]:
-    """A plan between the two offers."""
-    space = Space(
-        job=Case(cluster="", model="gpt2-xl", strategy="", global_batch=128),
-        clusters=offers,
-        strategies=("zero1",),
-        gpus="32",
-    )
-    wanted = Objective(want="cheapest", tokens=1e11, **changes)
-    return plan(space, wanted), wanted
 
 
 @pytest.mark.slow
@@ -365,16 +302,6 @@ def test_the_answer_comes_in_words_and_its_commands_run(
     assert "torchrun --nnodes" in shown.out
 
 
-@pytest.mark.slow
-def test_steps_to_a_loss_are_tokens_of_the_global_batch(
-    cli: Command, offers: tuple[str, str]
-) -> None:
-    """1,000 steps of 64 samples of 1,024 tokens."""
-    small = ("plan", "-c", offers[0], "-m", "gpt2-small", "--global-batch", "64", "-s", "ddp")
-    found = json.loads(cli(*small, "--to-loss-steps", "1000", "--json").out)
-    assert found["choice"]["totals"]["tokens"] == 1000 * 64 * 1024
-
-
 def test_prices_in_two_currencies_are_refused() -> None:
     """Money of two kinds cannot be compared."""
     euro = replace(offer("b", 1.0, 1e8), currency="EUR")
@@ -434,21 +361,6 @@ def test_two_offers_of_one_name_are_refused(offers: tuple[str, str], cli: Comman
     assert all(words in done.err for words in (offers[0], str(other), "'fast'"))
 
 
-def test_the_answer_names_the_best_trade_of_the_front(
-    offers: tuple[str, str], cli: Command
-) -> None:
-    """Its days and its money, against the cheapest; it is of the front, with the least product."""
-    command = ["plan", "-m", "gpt2-small", "--tokens", "1e10", "-s", "zero2", "--json"]
-    done = cli(*command, "-c", offers[0], "--global-batch", "256")
-    found = json.loads(done.out)
-    traded = [(one["totals"]["days"] * one["totals"]["cost"], one) for one in found["front"]]
-    least = min(traded, key=lambda pair: pair[0])[1]
-    assert found["best_trade"] == (None if least == found["choice"] else least)
-    if found["best_trade"]:
-        (line,) = [text for text in found["answer"] if "best trade" in text]
-        assert f"{least['gpus']} GPUs" in line
-
-
 # --- what divides the model -----------------------------------------------------------------------
 
 
@@ -485,23 +397,6 @@ def test_what_a_user_gives_is_all_that_is_tried() -> None:
     assert meshes("llama3-8b", "fsdp", 16, tp=4, cp=2) == {"tp 4 + sp, cp 2"}
 
 
-def test_local_updates_are_tried_with_data_parallelism_alone() -> None:
-    """Unless a user gives more."""
-    strategy = "local_sgd:tau=12,worker=node"
-    assert meshes("llama3-8b", strategy, 16) == {""}
-    assert meshes("llama3-8b", strategy, 16, Axes(tp=(2,))) == {"tp 2 + sp"}
-
-
-@pytest.mark.parametrize(
-    ("axes", "message"),
-    [({"tp": (0,)}, "tp is 0"), ({"pp": (2, 2)}, "pp is 2, 2"), ({"ep": ()}, "ep is empty")],
-)
-def test_numbers_that_cannot_be_are_refused(axes: dict[str, Any], message: str) -> None:
-    """With what was given."""
-    with pytest.raises(OptionError, match=message):
-        Axes(**axes)
-
-
 def test_gpus_that_do_not_divide_a_batch_in_words_take_one_near() -> None:
     """96 GPUs do not divide 512 samples, and take 576; a number of samples stays as it is."""
     job = Case(cluster="dgx-h100", model="llama3-8b", strategy="", global_batch="auto")
@@ -522,15 +417,6 @@ def test_sites_are_tried_as_workers() -> None:
     assert over == {(64, how) for how in OVER_SITES}
 
 
-def test_what_no_gpus_fill_is_no_candidate_and_says_why() -> None:
-    """Groups of experts that a stage has no GPUs for; nothing else is left."""
-    case = Case(cluster="dgx-h100", model="qwen3-30b-a3b", strategy="", global_batch=512)
-    axes = Axes(tp=(1,), cp=(1,), ep=(64,), pp=(2,))
-    space = Space(job=case, clusters=("dgx-h100",), strategies=("zero1",), gpus=[64], axes=axes)
-    with pytest.raises(OptionError, match="zero1 on 64 GPUs"):
-        plan(space, Objective(want="fastest", tokens=1e9))
-
-
 def test_of_several_stacks_the_best_is_that_of_the_best_alone(offers: tuple[str, str]) -> None:
     """A plan with two of them chooses what the better of two plans chooses."""
     stacks = ("torchtitan", "megatron-core")
@@ -542,22 +428,3 @@ def test_of_several_stacks_the_best_is_that_of_the_best_alone(offers: tuple[str,
     assert together
     assert together.totals.days == min(one.totals.days for one in alone if one)
     assert str(together.case.stack) in stacks
-
-
-def test_the_runner_up_is_another_strategy_not_another_option_of_one() -> None:
-    """Two options of fsdp are one row: the best of both."""
-    job = Case(cluster="", model="gpt2-small", strategy="", global_batch=64)
-    strategies = ("fsdp", "fsdp:reduce=bf16", "ddp")
-    space = Space(job=job, clusters=("a100-tcp80",), strategies=strategies, gpus=[16])
-    found = plan(space, Objective(want="fastest", tokens=1e10))
-    assert found.choice
-    assert found.runner_up
-    kinds = [one.result.strategy.partition("(")[0] for one in (found.choice, found.runner_up)]
-    assert len(set(kinds)) == 2
-
-
-@pytest.mark.parametrize("text", ["50k USD", "$50k", "50000 EUR", "5e4"])
-def test_a_budget_may_name_its_currency(text: str, offers: tuple[str, str], cli: Command) -> None:
-    """It says nothing more: prices have the currency."""
-    found = json.loads(cli(*arguments(offers, "-g", "8", "--budget", text, "--json")).out)
-    assert found["choice"]["totals"]["cost"] < 50_000

@@ -1,7 +1,6 @@
 """`co2sim sweep --out`: a folder that grows, goes on where it was, and is made of shards."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,16 +202,6 @@ def test_a_folder_of_another_question_or_of_other_files_is_left_alone(tmp_path: 
         kept(tmp_path / "file")
 
 
-def test_without_pyarrow_one_line_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is written."""
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(OptionError, match=r"\.\[parquet\]"):
-        kept(tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 ASK = ("sweep", "-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", "--jobs", "1")
 
 
@@ -226,12 +215,3 @@ def test_the_command_says_how_many(cli: Command) -> None:
     code, out, _ = cli(*ASK, *asked, "--json")
     assert code == 1
     assert json.loads(out) == {"out": "kept", "cases": 3, "computed": 1, "reused": 2, "failed": 1}
-
-
-def test_control_c_says_what_the_folder_has(cli: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line, exit code 130, and how to go on."""
-    monkeypatch.setattr(results_folder, "figures", interrupted(1, KeyboardInterrupt))
-    code, out, err = cli(*ASK, "--vary", "gpus=8,16", "--out", "kept")
-    assert (code, out) == (130, "")
-    words = "1 of 2 cases are in kept; the same command continues from there"
-    assert err == f"interrupted; {words}\n"

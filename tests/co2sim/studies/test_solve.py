@@ -187,15 +187,6 @@ def test_what_does_not_fit_in_memory_is_no_answer() -> None:
     assert solved.best[0] <= fits
 
 
-@pytest.mark.slow
-def test_where_nothing_fits_there_is_no_best(cli: Command) -> None:
-    """70 billion parameters on every GPU: no bandwidth helps, and the words say so."""
-    arguments = ("-c", "dgx-h100", "-m", "llama-70b", "-s", "ddp")
-    ended = cli("solve", "inter.bandwidth", *arguments)
-    assert ended.code == 0
-    assert "nothing fits in memory" in " ".join(ended.out.split())
-
-
 def test_what_binds_is_what_moves_the_figure() -> None:
     """The number named raises the figure asked for, more than any other does."""
     alone = {"interference": "0", "node_spread": "0"}
@@ -206,14 +197,6 @@ def test_what_binds_is_what_moves_the_figure() -> None:
     name, better = solved.binds
     assert better > solved.best[1]
     assert name in {"intra.bandwidth", "intra.latency", "inter.latency"}
-
-
-@pytest.mark.slow
-def test_prices_are_in_the_currency_of_the_cluster(cli: Command) -> None:
-    """EUR stays EUR."""
-    euro = (*HERE, "-s", "ddp", "--set", "price_per_gpu=2 EUR/h", "--tokens", "1e10")
-    ended = cli("solve", "inter.bandwidth", *euro, "--for", "cost=50000")
-    assert "50,000.00 EUR" in ended.out
 
 
 # --- levers and commands ------------------------------------------------------------------------
@@ -246,14 +229,14 @@ def test_levers_are_what_a_tenth_more_gives() -> None:
             cluster="a100-tcp80",
             model="gpt2-small",
             strategy="co2.published(tau=12,worker=node)",
-            gpus=32,
+            gpus=16,
             micro_batch=2,
-            accumulation=3,
+            accumulation=2,
             precision="fp16",
             recompute="full",
             overrides={"inter.bandwidth": "25 Gbit/s", "model.seq_len": "512"},
             noise=Noise(jitter=0.1, seed=3, node_speed={1: 0.9}),
-            rounds=4,
+            rounds=2,
             fold=False,
         ),
     ],

@@ -1,14 +1,12 @@
 """Many cases at once: grids, tables, workers that die, and cases that fail."""
 
-import csv
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +14,6 @@ import joblib
 import numpy as np
 import pytest
 import tiny
-from commands import Command
 from hypothesis import given
 from hypothesis import strategies as st
 from one_sample import numbers
@@ -24,13 +21,11 @@ from one_sample import numbers
 import co2sim
 from co2sim import CO2, DDP, Case, Co2simError, Layout, OptionError, PublishedCO2, Schedule
 from co2sim.common import convert
-from co2sim.common.resources import free_memory, require_memory
 from co2sim.models.workload import Workload
 from co2sim.studies import grid, run_all
 from co2sim.studies.pools import processes
 
 SMALL: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "gpus": 16}
-ARGUMENTS = ("-c", "a100-tcp80", "-m", "gpt2-small", "-g", "16", "-s", "ddp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,50 +89,14 @@ def test_objects_paths_and_fields_can_vary() -> None:
     assert (slow["step_time_s"] != even["step_time_s"]).all()
 
 
-TEXTS = {
-    "co2.published:tau=48,worker=node,ddp": ["co2.published(tau=48, worker=node)", "ddp"],
-    "ddp, co2.published:tau=48, worker=node, zero3": [
-        "ddp",
-        "co2.published(tau=48, worker=node)",
-        "zero3",
-    ],
-    "co2.published:tau=4;co2.published:tau=8,worker=node": [
-        "co2.published(tau=4)",
-        "co2.published(tau=8, worker=node)",
-    ],
-    "ddp,co2.published(tau=4, worker=node),zero3": [
-        "ddp",
-        "co2.published(tau=4, worker=node)",
-        "zero3",
-    ],
-    "co2.published(tau=4),co2.published:tau=8,worker=node": [
-        "co2.published(tau=4)",
-        "co2.published(tau=8, worker=node)",
-    ],
-}
-
-
 @pytest.mark.parametrize(
     ("asked", "token"),
     [
         ({"vary": {}}, "nothing varies"),
-        ({"vary": {"micro_batch": []}}, "micro_batch has no values"),
         ({"vary": {"gpus": None}}, "gpus has no values"),
-        ({"vary": {"micro_batch": "1,,2"}}, "empty value"),
-        ({"vary": {"micro_batch": [1.5]}}, "micro_batch is 1.5"),
-        ({"vary": {"micro_batches": [1]}}, "'micro_batch'"),
-        ({"vary": {"inter.bandwidth": ["1 Gbit/s", "x"]}}, "'x'"),
-        ({"vary": {"strategy.tau": [1]}}, "'tau'"),
-        ({"vary": {"cluster": ["dgx-h100"]}}, "cluster is given"),
-        ({"vary": {"micro_batch": range(101), "accumulation": range(100)}}, "10100 cases"),
-        ({"vary": {"gpus": [12, 20]}}, "12 GPUs"),
         ({"vary": {"gpus": [8], "model.layers": [2, None]}}, "model.layers: None"),
         ({"vary": ["gpus=8,16"]}, "vary is ['gpus=8,16']"),
-        ({"vary": {3: [8]}}, "vary: 3"),
         ({"vary": {"gpus": [8]}, "sort": 3}, "sort is 3"),
-        ({"vary": {"gpus": [8]}, "sort": "step_time"}, "'step_time_s'"),
-        ({"vary": {"gpus": [8]}, "strategy": None}, "give strategy"),
-        ({"vary": {"channels": [1]}, "overrides": {"channels": "2"}}, "both overridden"),
     ],
     ids=str,
 )
@@ -152,15 +111,9 @@ def test_a_grid_that_cannot_be_is_one_line(asked: dict[str, Any], token: str) ->
 
 FIGURES: dict[str, Callable[[Any], float]] = {
     "tokens/s": lambda r: r.tokens_per_s,
-    "tokens_per_s": lambda r: r.tokens_per_s,
-    "per GPU": lambda r: r.tokens_per_s_per_gpu,
     "step": lambda r: r.step_time_s,
-    "step_time_s": lambda r: r.step_time_s,
     "exposed": lambda r: r.exposed_share,
-    "overlap": lambda r: r.overlap_ratio,
-    "MFU": lambda r: r.mfu,
     "memory": lambda r: r.memory_bytes_per_gpu["total"],
-    "memory_total_bytes": lambda r: r.memory_bytes_per_gpu["total"],
 }
 
 
@@ -263,65 +216,6 @@ def test_a_script_of_a_user_runs_on_several_processes_as_it_is(tmp_path: Path) -
     )
     assert ran.stdout.splitlines() == ["once", "mine ddp 1"]
     assert ran.stderr == ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Large(Deadly):
-    """A strategy that needs 0.4 of the free memory: more than half of it, shared by two."""
-
-    name: ClassVar[str] = "large"
-
-    def schedule(self, job: Workload, layout: Layout) -> Schedule:
-        """Ask for memory, as a simulation does before it begins."""
-        require_memory(0.4 * free_memory(), "large")
-        return DDP().schedule(job, layout)
-
-
-@pytest.mark.parametrize("given", ["gpus", "seed"])
-def test_what_is_given_and_varied_is_refused(given: str) -> None:
-    """Either value would be dropped."""
-    asked: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "strategy": "ddp"}
-    with pytest.raises(OptionError, match=f"{given} is given, and varied"):
-        co2sim.sweep(vary={given: [1, 0.5]}, **asked | {given: 1})
-
-
-def deadly_second(
-    case: Case, settings: Sequence[grid.Setting], made: Callable[..., list[Case]] = grid.cases_of
-) -> list[Case]:
-    """The cases of a grid, the second of them deadly."""
-    first, second, *others = made(case, settings)
-    return [first, replace(second, strategy=Deadly()), *others]
-
-
-@pytest.mark.slow
-def test_the_command_keeps_what_is_done_and_says_what_is_not(
-    cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A killed worker: exit code 1, one line that names the case, the other rows in the CSV."""
-    monkeypatch.setattr(grid, "cases_of", deadly_second)
-    vary = ("--vary", "micro_batch=1,2,3", "--csv", "out.csv", "--jobs", "2")
-    code, out, err = cli("sweep", *ARGUMENTS, *vary)
-    assert code == 1
-    (line,) = (one for one in err.splitlines() if not one.startswith("simulating cases: "))
-    assert line.startswith("error: 1 of 3 cases failed: micro_batch=2: its process was killed")
-    assert "failed" in out
-    rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
-    assert [bool(row["tokens_per_s"]) for row in rows] == [True, False, True]
-    assert "killed" in rows[1]["error"]
-
-
-def test_the_table_shows_what_is_exposed_and_a_price_where_there_is_one(cli: Command) -> None:
-    """Of a round; USD needs a price."""
-    vary = ("--vary", "strategy=ddp, co2.published:tau=8,worker=node", "--jobs", "1")
-    code, plain, _ = cli("sweep", *ARGUMENTS[:-2], *vary)
-    assert code == 0
-    assert "exposed" in plain
-    assert "USD" not in plain
-    priced = cli("sweep", *ARGUMENTS[:-2], *vary, "--set", "price_per_gpu=2 USD/h")[1]
-    assert priced.count("USD") == 2  # in the name of the cluster, and of the column
-    found = json.loads(cli("sweep", *ARGUMENTS[:-2], *vary, "--json")[1])
-    for row in found:
-        assert f"{row['exposed_comm_s'] / row['round_time_s']:.1%}" in plain
 
 
 def test_there_are_never_more_processes_than_cases_or_two_per_core() -> None:
