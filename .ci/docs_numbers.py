@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 
 from co2sim.common import units
 from co2sim.prediction import driver
-from co2sim.prediction.case import Case
 from co2sim.prediction.published import read_speeds
+from co2sim.prediction.question import Question
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 from pages import PAGES, shell
@@ -75,7 +75,9 @@ def co2_cells() -> None:
         for cell in pair[::-1]:
             speeds = [
                 driver.run(
-                    Case(cluster=cell.cluster, model=cell.model, strategy=cell.strategy, gpus=gpus)
+                    Question(
+                        cluster=cell.cluster, model=cell.model, strategy=cell.strategy, gpus=gpus
+                    )
                 )
                 for gpus in cell.sizes
             ]

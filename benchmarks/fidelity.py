@@ -30,7 +30,7 @@ from typing import Any, TypeAlias
 import pandas as pd
 from reports import folder, machine, made_by, parser, table
 
-from co2sim import Case, run
+from co2sim import Question, run
 from co2sim.catalog import load_cluster
 from co2sim.prediction.result import Result
 from realrun.execute.matmul_speed import at_speed, beside
@@ -193,7 +193,7 @@ def measured(job: LabJob, kernels: str, clusters: dict[str, Path], *, quick: boo
     predictions = {
         source: [
             run(
-                Case(
+                Question(
                     cluster=str(path),
                     model=job.model,
                     strategy=text,

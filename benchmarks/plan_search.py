@@ -12,7 +12,7 @@ from itertools import islice
 
 from reports import machine, made_by, parser, publish, table
 
-from co2sim import Case
+from co2sim import Question
 from co2sim.prediction import driver
 from co2sim.studies.candidates import Candidate, Objective, Space, candidates
 from co2sim.studies.plan import plan
@@ -25,7 +25,7 @@ chunks, and 1,008 sequences a step"""
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanOf:
     """A plan of one offer; `published` is tokens/s of a GPU."""
 
     model: str
@@ -38,15 +38,15 @@ class Question:
     def space(self) -> Space:
         """All that is tried by default."""
         batch = {"stack": self.stack, "global_batch": self.global_batch}
-        job = Case(cluster="", model=self.model, strategy="", **batch)  # type: ignore[arg-type]
+        job = Question(cluster="", model=self.model, strategy="", **batch)  # type: ignore[arg-type]
         return Space(job=job, clusters=("dgx-h100",), gpus=self.gpus)
 
 
 QUESTIONS = (
-    Question("llama3-8b", "8,16,32,64,128"),
-    Question("llama3-70b", "128"),
-    Question("llama3-70b", "128", "megatron-core", published=1112.29),
-    Question("llama3-405b", "2304", "megatron-core", 1008, 203.41),
+    PlanOf("llama3-8b", "8,16,32,64,128"),
+    PlanOf("llama3-70b", "128"),
+    PlanOf("llama3-70b", "128", "megatron-core", published=1112.29),
+    PlanOf("llama3-405b", "2304", "megatron-core", 1008, 203.41),
 )
 
 
@@ -59,7 +59,7 @@ def told(option: Candidate) -> str:
     return ", ".join(filter(None, parts))
 
 
-def row(one: Question) -> dict[str, str]:
+def row(one: PlanOf) -> dict[str, str]:
     """A plan, and how long it took."""
     started = time.process_time()
     found = plan(one.space, Objective(want="fastest", tokens=TOKENS))

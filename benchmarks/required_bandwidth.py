@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 from reports import made_by, parser, publish, table
 
-from co2sim import GPU, Block, Case, Cluster, Link, Model
+from co2sim import GPU, Block, Cluster, Link, Model, Question
 from co2sim.studies.solve import solve
 from co2sim.studies.targets import Target, axis_of
 
@@ -91,7 +91,7 @@ def compared(
             }
 
 
-def case_of(row: Mapping[str, Any], conditions: Mapping[str, Any], strategy: str) -> Case:
+def case_of(row: Mapping[str, Any], conditions: Mapping[str, Any], strategy: str) -> Question:
     """The published setting as a case; `{mebibytes}` of a strategy are those of a layer."""
     layers, parameters = row["layers"], round(row["parameters"] / row["layers"])
     forward = 2.0 * parameters * _TOKENS  # the backward pass has twice as much
@@ -109,7 +109,9 @@ def case_of(row: Mapping[str, Any], conditions: Mapping[str, Any], strategy: str
     )
     mebibytes = parameters * conditions["bytes"] / 2**20
     model = Model("as published", blocks, tokens=1)
-    return Case(cluster=cluster, model=model, strategy=strategy.format(mebibytes=repr(mebibytes)))
+    return Question(
+        cluster=cluster, model=model, strategy=strategy.format(mebibytes=repr(mebibytes))
+    )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any
 
 from reports import folder, machine, made_by, parser, table
 
-from co2sim import Case, run, simulate
+from co2sim import Question, run, simulate
 from co2sim.catalog import load_cluster, load_model
 from co2sim.simulation.noise import Noise
 
@@ -79,7 +79,7 @@ def new_schedules(strategy: str) -> Callable[[], object]:
 
 def deep(strategy: str, micro_steps: int = 512) -> Callable[[], object]:
     """What simulates GPT-3 of 175B in 8 stages on 1024 H100, with many micro-steps."""
-    one = Case(
+    one = Question(
         cluster="dgx-h100",
         model="gpt3-175b",
         strategy=strategy,
@@ -91,10 +91,10 @@ def deep(strategy: str, micro_steps: int = 512) -> Callable[[], object]:
     return lambda: run(one)
 
 
-def case(strategy: str, gpus: int = 128, bandwidth: float = CLUSTER.inter.bandwidth) -> Case:
+def case(strategy: str, gpus: int = 128, bandwidth: float = CLUSTER.inter.bandwidth) -> Question:
     """The 7B model (32 layers and embedding and head) on nodes of 8 A100."""
     cluster = replace(CLUSTER, inter=replace(CLUSTER.inter, bandwidth=bandwidth))
-    return Case(cluster=cluster, model=MODEL, strategy=strategy, gpus=gpus)
+    return Question(cluster=cluster, model=MODEL, strategy=strategy, gpus=gpus)
 
 
 def timed(call: Callable[[], object], repeats: int) -> list[float]:
@@ -121,7 +121,7 @@ def process(arguments: list[str], repeats: int) -> list[float]:
 
 def unfolded(strategy: str, gpus: int) -> None:
     """A step with jitter, in which no rank stands for others: prints seconds and peak GiB."""
-    job = Case(
+    job = Question(
         cluster=CLUSTER,
         model=MODEL,
         strategy=strategy,

@@ -58,7 +58,7 @@ from reports import installed as version
 from reports import legend_below, machine, made_by, needed, png, publish, table
 from studies import Rows, Study, command
 
-from co2sim import Case
+from co2sim import Question
 from co2sim import run as simulate
 from co2sim.catalog import load_cluster
 from co2sim.common.plots import COLOURS
@@ -199,7 +199,7 @@ class Calibrated:
     messages: Seconds = 0.0
 
 
-def case(place: Place, strategy: str | Strategy, measured: Calibrated) -> Case:
+def case(place: Place, strategy: str | Strategy, measured: Calibrated) -> Question:
     """The case on a GPU, and on a network, as they were measured."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "stated.toml"
@@ -211,7 +211,7 @@ def case(place: Place, strategy: str | Strategy, measured: Calibrated) -> Case:
     gpu = GPU("calibrated", 1e12, _ENOUGH, {"fp32": speed}, ((1.0, 1.0),))
     inter = replace(cluster.inter, efficiency=cluster.inter.efficiency * measured.efficiency)
     cluster = replace(cluster, gpu=gpu, inter=inter, communicators="stream")
-    return Case(
+    return Question(
         cluster=replace(cluster, interference=measured.interference),
         model=model,
         strategy=strategy,

@@ -16,7 +16,7 @@ from .hardware.cluster import (
 )
 from .hardware.failures import Failures as Failures
 from .models.workload import Block as Block, MatMul as MatMul, Model as Model
-from .prediction.case import Case as Case
+from .prediction.question import Question as Question
 from .prediction.driver import run as run, simulate as simulate, trace as trace
 from .prediction.result import Result as Result
 from .prediction.step_factors import Goal as Goal, ToLoss as ToLoss, to_loss as to_loss

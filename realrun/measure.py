@@ -8,9 +8,9 @@ import torch
 
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.units import Seconds
-from co2sim.prediction.case import Case
 from co2sim.prediction.job import Stage
 from co2sim.prediction.measure import measured
+from co2sim.prediction.question import Question
 from co2sim.schedule.schedule import Compute, DType
 from co2sim.simulation.costs import work_time
 from co2sim.simulation.trace import Span, Trace
@@ -31,7 +31,7 @@ TORCH_DTYPE = {DType.FP32: torch.float32, DType.FP16: torch.float16, DType.BF16:
 
 
 def measure(
-    case: Case,
+    case: Question,
     world: World,
     kernels: KernelName,
     *,
@@ -84,7 +84,7 @@ def measure(
     )
 
 
-def computing_time(case: Case, world: World, rounds: int) -> Seconds:
+def computing_time(case: Question, world: World, rounds: int) -> Seconds:
     """What `measure` takes at least: the kernels of all rounds, by the GPU of the cluster."""
     stage = resolve(case, world.layout, world.backend)[0].stage()
     schedule, each = stage.schedule, durations(stage)

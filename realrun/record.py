@@ -29,7 +29,7 @@ from co2sim.common.units import FlopsPerSecond, Seconds
 from co2sim.common.validation import Place, first_problem
 from co2sim.hardware.cluster import Backend, Cluster
 from co2sim.models.workload import Model
-from co2sim.prediction.case import Case, assumed
+from co2sim.prediction.question import Question, assumed
 from co2sim.schedule.schedule import Layout
 from co2sim.simulation.trace import Trace, read_json_lines
 from co2sim.strategies import parse
@@ -37,10 +37,10 @@ from co2sim.strategies.step import title
 
 _IN_FULL = ("cluster", "model", "strategy")
 _NOT_OF_A_RUN = ("gpus", "overrides", "noise", "rounds", "fold")
-"""Fields of `Case` that are applied to cluster and model before a run, or that only simulate. Of
-`overrides` those of the stack are kept: it stays a name."""
-_PLAIN = tuple(field for field in fields(Case) if field.name not in {*_IN_FULL, *_NOT_OF_A_RUN})
-"""The other fields of `Case`, kept as they are."""
+"""Fields of `Question` that are applied to cluster and model before a run, or that only simulate.
+Of `overrides` those of the stack are kept: it stays a name."""
+_PLAIN = tuple(field for field in fields(Question) if field.name not in {*_IN_FULL, *_NOT_OF_A_RUN})
+"""The other fields of `Question`, kept as they are."""
 _LATER = ("tp", "sequence_parallel", "ep", "cp", "stack", "offload")
 _NEW = ("product_speed", "overrides")
 """What older records lack."""
@@ -58,7 +58,7 @@ class Record:
     timed: kernels slept, ran on a GPU, or an older program.
     """
 
-    case: Case
+    case: Question
     kernels: str
     rounds: int
     trace: Trace
@@ -127,7 +127,7 @@ def _read(folder: Path) -> Record:
         {name: run[name] for name in _OfRun.model_fields if name in run or name not in _NEW}
     )
     return Record(
-        case=Case(
+        case=Question(
             cluster=of_run.cluster,
             model=of_run.model,
             strategy=of_run.strategy,
@@ -209,7 +209,7 @@ class _OfRun(BaseModel):
     overrides: dict[str, str] = {}
 
 
-def resolve(case: Case, layout: Layout, backend: Backend) -> tuple[Case, tuple[Fact, ...]]:
+def resolve(case: Question, layout: Layout, backend: Backend) -> tuple[Question, tuple[Fact, ...]]:
     """The case with its cluster and model as objects, and those of their numbers without a source.
 
     The cluster gets these nodes and backend, keeps its sites, and has a communicator for every

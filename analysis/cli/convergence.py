@@ -18,7 +18,7 @@ from co2sim.common.cli import print_json
 from co2sim.common.errors import OptionError
 from co2sim.common.progress import progress_bar
 from co2sim.common.tables import console
-from co2sim.prediction.case import OPEN_BATCH, Case
+from co2sim.prediction.question import OPEN_BATCH, Question
 from co2sim.strategies import parse
 
 
@@ -61,8 +61,8 @@ _BATCH = ("gpus", "micro_batch", "accumulation", "global_batch", "recompute", "o
 
 def _of_problem(command: Command) -> Command:
     """The same but for what differs between taus; `batch` receives what is given of a case."""
-    others = [field.name for field in fields(Case) if field.name not in _BATCH]
-    command = options.record_options(Case, "batch", dict, but=others, **OPEN_BATCH)(command)
+    others = [field.name for field in fields(Question) if field.name not in _BATCH]
+    command = options.record_options(Question, "batch", dict, but=others, **OPEN_BATCH)(command)
     of_runs = [field.name for field in fields(Setting) if _group(field) == "run"]
     return options.record_options(Setting, "values", dict, but=of_runs)(command)
 
@@ -145,7 +145,7 @@ def tau(  # noqa: PLR0913 - one argument per option
         timings = advice.measured(runs or [])
     else:
         batch["overrides"] = options.pairs(batch.get("overrides"), "--set")
-        case = Case(cluster=cluster, model=model, strategy=strategy, **batch)
+        case = Question(cluster=cluster, model=model, strategy=strategy, **batch)
         case = advice.settled(case)
         hides = advice.hiding(case)
         timings = (

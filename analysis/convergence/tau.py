@@ -15,9 +15,9 @@ from co2sim.common.errors import OptionError
 from co2sim.common.tables import print_table
 from co2sim.common.units import Seconds, duration, percent
 from co2sim.prediction import driver
-from co2sim.prediction.case import Case
 from co2sim.prediction.choose import choose_batch
 from co2sim.prediction.job import Stage
+from co2sim.prediction.question import Question
 from co2sim.strategies import LocalSteps, Strategy, parse
 from co2sim.strategies.co2 import CO2, PublishedCO2
 from co2sim.strategies.local import Replica, round_steps
@@ -85,7 +85,7 @@ class Choice:
         return bound_report.recommended(self.setting, start if largest is None else largest)
 
 
-def simulated(case: Case, taus: Sequence[int]) -> list[Timing]:
+def simulated(case: Question, taus: Sequence[int]) -> list[Timing]:
     """Rounds of a strategy with every tau, by co2sim.
 
     Raises OptionError for a strategy that the bound is not about.
@@ -96,7 +96,7 @@ def simulated(case: Case, taus: Sequence[int]) -> list[Timing]:
     return sorted(timings, key=lambda timing: timing.tau)
 
 
-def searched(problem: Setting, case: Case, lengths: Sequence[Seconds]) -> list[Timing]:
+def searched(problem: Setting, case: Question, lengths: Sequence[Seconds]) -> list[Timing]:
     """Rounds with the usual taus; tau is doubled further while the largest is best at some time.
 
     The search begins at the shortest round that holds the delay and the fragments. It ends at
@@ -116,7 +116,7 @@ def searched(problem: Setting, case: Case, lengths: Sequence[Seconds]) -> list[T
     return timings
 
 
-def settled(case: Case) -> Case:
+def settled(case: Question) -> Question:
     """The case with numbers for what it leaves open of its batch: those of `co2sim run`.
 
     Raises OptionError for a strategy that the bound is not about.
@@ -125,7 +125,7 @@ def settled(case: Case) -> Case:
     return choose_batch(case)[0]
 
 
-def hiding(case: Case) -> int | None:
+def hiding(case: Question) -> int | None:
     """The tau that `co2sim run` takes: the shortest round that hides its averages.
 
     None where none does, or the strategy has no tau=auto.
@@ -140,12 +140,12 @@ def hiding(case: Case) -> int | None:
     return round_steps(averaging(resolved.strategy))  # type: ignore[arg-type]
 
 
-def _averaging_of(case: Case) -> Averaging:
+def _averaging_of(case: Question) -> Averaging:
     strategy = case.strategy
     return averaging(parse(strategy) if isinstance(strategy, str) else strategy)
 
 
-def _simulated(case: Case, tau: int) -> Timing:
+def _simulated(case: Question, tau: int) -> Timing:
     """A round; with delay=auto its averages are used as soon as that hides them."""
     mine = driver.resolve_auto(with_change(case, "strategy.tau", str(tau)))
     result, stage = driver.run(mine), mine.stage()

@@ -19,9 +19,9 @@ from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import driver
 from co2sim.prediction.calibrations import Calibration, calibrations, squares
-from co2sim.prediction.case import Case
 from co2sim.prediction.intervals import beyond_fit, interval_halfwidths
 from co2sim.prediction.job import Stage
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Collective, Compute, Kind, Schedule
 from co2sim.simulation import metrics
@@ -51,7 +51,7 @@ _ONE_BUCKET = parse("ddp:bucket_mib=1000000")
 
 
 def simulated(
-    cases: Sequence[Case], jobs: int, what: str, *, progress: bool | None = None
+    cases: Sequence[Question], jobs: int, what: str, *, progress: bool | None = None
 ) -> list[Result]:
     """The results of cases, of which each must have one: else the error of the first without."""
     results = []

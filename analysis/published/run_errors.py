@@ -32,7 +32,6 @@ from co2sim.catalog import load_stack, names
 from co2sim.common import files
 from co2sim.models.memory import GIB, reserved
 from co2sim.models.stack import Setting
-from co2sim.prediction.case import Case
 from co2sim.prediction.intervals import (
     ERRORS,
     EVIDENCE,
@@ -49,6 +48,7 @@ from co2sim.prediction.intervals import (
     setting_of,
     shares,
 )
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.studies.calibration import calibrate, moved
 from co2sim.studies.measured_runs import MeasuredRun
@@ -129,7 +129,7 @@ def _further(some: Sequence[TrainingRun], values: Values) -> list[Further]:
     return made
 
 
-def _case(run: TrainingRun, values: Values) -> Case:
+def _case(run: TrainingRun, values: Values) -> Question:
     """With values as numbers of the stack; recomputation that no source states is what fits."""
     stated = overrides(run, values)
     extra = {_OF_STACKS.get(path, path): text for path, text in stated.items()}
@@ -139,12 +139,12 @@ def _case(run: TrainingRun, values: Values) -> Case:
     return case
 
 
-def _result(case: Case) -> Result:
+def _result(case: Question) -> Result:
     (result,) = simulated([case], 1, "predicting a run", progress=False)
     return result
 
 
-def _setting(case: Case, result: Result) -> Setting:
+def _setting(case: Question, result: Result) -> Setting:
     cluster, model = case.load()
     return setting_of(cluster.value, model.value, result, case.job().kernels)
 

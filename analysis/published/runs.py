@@ -23,8 +23,8 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.models.framework import AttentionKernel, Checkpointing, Loss
 from co2sim.models.workload import NARROW, Model, Optimizer
 from co2sim.prediction.calibrations import replaced
-from co2sim.prediction.case import Case
 from co2sim.prediction.published import Simulation, Use, read_paper, recomputed
+from co2sim.prediction.question import Question
 from co2sim.strategies import Strategy, parse
 
 _PACKAGE = Path(__file__).parents[1]
@@ -241,21 +241,23 @@ class RunSetup(BaseModel):
         """With other values of fields, which are not checked again."""
         return self.model_copy(update=changes)
 
-    def case(self, extra: Mapping[str, str] = {}, **changes: Any) -> Case:
+    def case(self, extra: Mapping[str, str] = {}, **changes: Any) -> Question:
         """The run as a case, with `changes` of its fields.
 
         `extra` are further overrides; where the row has one of the same path, that of the row
-        counts. Raises OptionError for values that `Case` does not allow.
+        counts. Raises OptionError for values that `Question` does not allow.
         """
         columns = type(self).model_fields
         said = {
-            field.name: getattr(self, field.name) for field in fields(Case) if field.name in columns
+            field.name: getattr(self, field.name)
+            for field in fields(Question)
+            if field.name in columns
         }
         overrides = {**extra, **self.overrides}
         if self.constants:
             said |= {"cluster": self.whole_cluster(), "stack": ""}
             overrides = {k: v for k, v in overrides.items() if k.startswith("model.")}
-        return Case(**{**said, "overrides": overrides, **changes})
+        return Question(**{**said, "overrides": overrides, **changes})
 
     def whole_cluster(self) -> Cluster:
         """The cluster with its stack's kernels, of which the run may use a part."""
@@ -356,7 +358,7 @@ class TrainingRun(RunSetup):
         kind = self.precision in NARROW or self.ep > 1 or self.cp > 1
         return predictable and kind and set(self.needs) <= _EXPRESSED and not self.out_of_memory
 
-    def case(self, extra: Mapping[str, str] = {}, **changes: Any) -> Case:
+    def case(self, extra: Mapping[str, str] = {}, **changes: Any) -> Question:
         """The run as a case, with `changes` of its fields; see `RunSetup.case`.
 
         Where the row says auto, recomputation is selective if the stack repeats products then, else

@@ -21,7 +21,7 @@ from analysis.published.predict import simulated
 from analysis.published.runs import PAPERS, TrainingRun
 from co2sim.catalog import load_cluster
 from co2sim.common import files
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 
 Values: TypeAlias = Mapping[str, float]
@@ -138,7 +138,7 @@ def predictions(
     of the first run that fails.
     """
 
-    def case(run: TrainingRun, of_run: Values | None, **changes: str) -> Case:
+    def case(run: TrainingRun, of_run: Values | None, **changes: str) -> Question:
         return run.case({} if of_run is None else overrides(run, of_run), **changes)
 
     results = simulated([case(*pair) for pair in zip(runs, values, strict=True)], jobs, what)

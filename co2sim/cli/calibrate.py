@@ -13,7 +13,7 @@ from co2sim.common.files import is_regular, text_of, write_atomically
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import counted
 from co2sim.models.memory import GIB, reserved
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.studies.calibration import HEAD, NUMBERS, Calibrated, stack_file
 from co2sim.studies.calibration import calibrate as fitted
@@ -25,7 +25,7 @@ _FAR_OFF = 0.15
 
 @options.case_options("place", "job", "pipeline", optional=("model", "strategy"))
 def calibrate(
-    case: Case,
+    case: Question,
     runs: Annotated[
         Path,
         typer.Option(

@@ -11,12 +11,12 @@ from co2sim.common.cli import print_json
 from co2sim.common.progress import progress_bar
 from co2sim.common.units import counted, duration, scaled
 from co2sim.prediction import driver
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 
 
 @options.case_options("place", "job")
 def export(
-    case: Case,
+    case: Question,
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="FOLDER", help="A new folder for the files.")
     ] = Path("chakra"),

@@ -17,13 +17,13 @@ from co2sim.common.errors import OptionError
 from co2sim.common.files import write_atomically
 from co2sim.common.validation import between
 from co2sim.prediction import driver
-from co2sim.prediction.case import OPEN_BATCH, Case
+from co2sim.prediction.question import OPEN_BATCH, Question
 from co2sim.prediction.step_factors import Goal
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
 
 if TYPE_CHECKING:
-    from co2sim.report.explore.question import Question
+    from co2sim.report.explore.exploration import Exploration
 
 _MAX_PORT = 65_535
 _MIN, _MAX = 1e-4, 0.5
@@ -56,7 +56,7 @@ _Tolerance = Annotated[
 @options.case_options("job", "pipeline", target="job", optional=("model",), defaults=OPEN_BATCH)
 @options.goal_options
 def explore(  # noqa: PLR0913, PLR0917 - one argument per option
-    job: Case,
+    job: Question,
     goal: Goal,
     cluster: Annotated[
         str | None, typer.Option("--cluster", "-c", help="Catalog name or TOML file.")
@@ -104,19 +104,19 @@ def explore(  # noqa: PLR0913, PLR0917 - one argument per option
         if not given:
             raise OptionError(f"{flag} is missing; a page without a server needs it")
     job = replace(job, cluster=cluster or "", gpus=size)
-    from co2sim.report.explore.question import Question  # noqa: PLC0415 - rich
+    from co2sim.report.explore.exploration import Exploration  # noqa: PLC0415 - rich
 
-    question = Question(job, tuple(strategy or ()), tokens, goal)
+    question = Exploration(job, tuple(strategy or ()), tokens, goal)
     _write(question, options.pairs(over, "--vary"), out, tolerance, jobs)
 
 
 def _write(
-    question: "Question", varied: Mapping[str, str], out: Path, tolerance: float, jobs: int
+    question: "Exploration", varied: Mapping[str, str], out: Path, tolerance: float, jobs: int
 ) -> None:
     """Simulate the grid, and write the page."""
+    from co2sim.report.explore.exploration import controls, varying  # noqa: PLC0415
     from co2sim.report.explore.grid import build  # noqa: PLC0415 - numpy, only when needed
     from co2sim.report.explore.page import begin, exactness, static_page  # noqa: PLC0415 - Altair
-    from co2sim.report.explore.question import controls, varying  # noqa: PLC0415
 
     made = {one.path: one for one in controls(question) if one.path not in _WITH_SERVER}
     for path, values in varied.items():
@@ -135,7 +135,7 @@ def _write(
 
 
 def _serve(  # noqa: PLR0917 - what a page begins with
-    job: Case,
+    job: Question,
     cluster: str | None,
     strategy: list[str] | None,
     gpus: int | None,
@@ -159,7 +159,7 @@ def _serve(  # noqa: PLR0917 - what a page begins with
         parts=frozenset(text for path, text in job.overrides.items() if path in PARTS),
     )
     changed = {name: getattr(job, name) for name in OPTIONS}
-    usual = {field.name: field.default for field in fields(Case)} | OPEN_BATCH
+    usual = {field.name: field.default for field in fields(Question)} | OPEN_BATCH
     view = PageView(
         cluster=cluster,
         model=model,

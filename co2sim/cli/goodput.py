@@ -15,8 +15,8 @@ from co2sim.common.errors import OptionError
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import Seconds, counted, scaled, timespan
 from co2sim.prediction import driver
-from co2sim.prediction.case import Case
 from co2sim.prediction.figures import asked
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import remark, scale_of
 from co2sim.report.text.result import print_assumed, question
@@ -39,7 +39,7 @@ _LOSSES = {
 class _Answer:
     """One strategy: its result, its goodput, and what spot nodes are worth where it has them."""
 
-    case: Case
+    case: Question
     result: Result
     found: "Goodput"
     spot: "Spot | None"
@@ -61,7 +61,7 @@ _Every = Annotated[
 
 
 @options.open_cases
-def goodput(cases: list[Case], every: _Every = None, json_: options.Json = False) -> None:  # noqa: FBT002
+def goodput(cases: list[Question], every: _Every = None, json_: options.Json = False) -> None:  # noqa: FBT002
     """Say what part of the time is useful where parts fail: --set failures=meta-rsc-1."""
     interval = None if every is None else convert.seconds("--every", every)
     answers = [_answer(case, interval) for case in cases]
@@ -71,7 +71,7 @@ def goodput(cases: list[Case], every: _Every = None, json_: options.Json = False
         _print(console(), answers)
 
 
-def _answer(open_case: Case, every: Seconds | None) -> _Answer:
+def _answer(open_case: Question, every: Seconds | None) -> _Answer:
     from co2sim.prediction.goodput import goodput_where, spot_of, trained_of  # noqa: PLC0415 - scipy
 
     case = driver.resolve_auto(open_case)

@@ -24,7 +24,7 @@ from co2sim.common.cli import refuse_twice
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import parse_number
 from co2sim.models.stack import Stack
-from co2sim.prediction.case import OPEN_BATCH, Case
+from co2sim.prediction.question import OPEN_BATCH, Question
 from co2sim.prediction.step_factors import Goal
 from co2sim.simulation.noise import Noise
 from co2sim.strategies import parse
@@ -120,7 +120,7 @@ def _declared(*owners: type[Any]) -> dict[str, _Declared]:
     return options
 
 
-_DECLARED = _declared(Case, Noise)
+_DECLARED = _declared(Question, Noise)
 
 
 def flag(name: str, options: Mapping[str, _Declared] = _DECLARED) -> Any:
@@ -169,18 +169,18 @@ def _speeds(texts: Iterable[str] | None) -> dict[int, float]:
     return found
 
 
-def _case(values: dict[str, Any]) -> Case:
-    """The case of these values, as a command line has them; `Case` checks them."""
+def _case(values: dict[str, Any]) -> Question:
+    """The case of these values, as a command line has them; `Question` checks them."""
     values = {"cluster": "", "strategy": "", **values}
     values["overrides"] = pairs(values.get("overrides"), "--set")
     uneven = {one.name: values.pop(one.name) for one in fields(Noise) if one.name in values}
     if uneven:
         uneven["node_speed"] = _speeds(uneven["node_speed"])
         values["noise"] = Noise(**uneven)
-    return Case(**values)
+    return Question(**values)
 
 
-def _cases(values: dict[str, Any]) -> list[Case]:
+def _cases(values: dict[str, Any]) -> list[Question]:
     """The case of each of several strategies."""
     strategies = values.pop("strategy")
     refuse_twice("strategy", (title(parse(text)) for text in strategies))
@@ -207,7 +207,7 @@ def case_options(
 
     They stand in place of its parameter `target`, which receives the case; where that is "cases"
     `--strategy` is repeatable, and it receives a list. Those of model, cluster and strategy that
-    are `optional` are empty unless they are given. `defaults` stand before those of `Case`.
+    are `optional` are empty unless they are given. `defaults` stand before those of `Question`.
     """
     required = _REQUIRED | ({"strategy": Strategies} if target == "cases" else {})
     shared = [

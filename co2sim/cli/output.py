@@ -12,7 +12,7 @@ from rich.console import Console
 
 from co2sim.common.cli import command_line
 from co2sim.common.files import write_atomically
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.totals import Totals
 from co2sim.report.text import totals
@@ -108,7 +108,7 @@ def print_trained(
     head: str,
     columns: Sequence[str],
     rows: Sequence[list[str]],
-    cases: Sequence[Case],
+    cases: Sequence[Question],
     outcomes: Sequence[Outcome],
     trained: Sequence[Totals | None],
     *,

@@ -18,7 +18,6 @@ from co2sim.common.units import counted, figures, number, scaled
 from co2sim.common.validation import between
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import driver, power
-from co2sim.prediction.case import OPEN_BATCH, Case
 from co2sim.prediction.figures import asked
 from co2sim.prediction.ownership import (
     HOUR,
@@ -34,6 +33,7 @@ from co2sim.prediction.ownership import (
     spread,
     usd_per_billion,
 )
+from co2sim.prediction.question import OPEN_BATCH, Question
 from co2sim.prediction.result import Result
 from co2sim.report.text.result import question
 
@@ -103,7 +103,7 @@ def _used(text: str) -> float:
     defaults=OPEN_BATCH,
 )
 def own(
-    case: Case,
+    case: Question,
     years: Annotated[str, typer.Option(metavar="N", help="How long it is kept.")] = "3",
     utilization: Annotated[
         str,
@@ -124,7 +124,7 @@ def own(
         _print(console(), answer)
 
 
-def _answer(case: Case, years: float, utilization: float) -> _Answer:
+def _answer(case: Question, years: float, utilization: float) -> _Answer:
     if bool(case.model) != bool(case.strategy):
         missing = "--strategy" if case.model else "--model"
         raise OptionError(f"{missing} is missing; what a token costs needs a model and a strategy")
@@ -158,7 +158,7 @@ def _answer(case: Case, years: float, utilization: float) -> _Answer:
     )
 
 
-def _with_rent(case: Case, changes: Mapping[str, str]) -> tuple[Case, Entry[Cluster], Rate]:
+def _with_rent(case: Question, changes: Mapping[str, str]) -> tuple[Question, Entry[Cluster], Rate]:
     """The case with a price, its cluster, and the price: its own, else that of its GPU's entry."""
     cluster = load_cluster(str(case.cluster), case.cluster_overrides)
     if cluster.value.price_per_gpu is None:

@@ -15,8 +15,8 @@ from co2sim.common.errors import OptionError
 from co2sim.common.progress import progress_bar
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import number
-from co2sim.prediction.case import Case
 from co2sim.prediction.choose import RECOMPUTES
+from co2sim.prediction.question import Question
 from co2sim.prediction.step_factors import Goal, remark, scale_of
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
@@ -40,7 +40,7 @@ _CHOSEN = ("micro_batch", "accumulation", "recompute", *(one.name for one in fie
 @options.factor_options
 def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     context: typer.Context,
-    job: Case,
+    job: Question,
     wanted: dict[str, Any],
     axes: Axes,
     tried: dict[str, Any],
@@ -93,7 +93,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     _answer(space, objective, answer, report, as_json=json_)
 
 
-def _stacks(job: Case) -> dict[str, Any]:
+def _stacks(job: Question) -> dict[str, Any]:
     """The job, and the stacks to try besides where several are named."""
     stacks = [part.strip() for part in job.stack.split(",")] if isinstance(job.stack, str) else []
     if len(stacks) > 1 and not all(stacks):

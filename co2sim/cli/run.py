@@ -14,8 +14,8 @@ from co2sim.common.errors import OptionError
 from co2sim.common.files import write_atomically
 from co2sim.common.tables import console
 from co2sim.prediction import driver
-from co2sim.prediction.case import Case
 from co2sim.prediction.intervals import nearest
+from co2sim.prediction.question import Question
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import result_to_dict
 from co2sim.prediction.verdict import verdicts
@@ -30,12 +30,12 @@ from co2sim.report.text.result import (
 
 
 @options.one_case
-def show(case: Case) -> None:
+def show(case: Question) -> None:
     """Print the schedule: what every rank does in one round."""
     print(_with_numbers(case).stage().schedule)
 
 
-def _with_numbers(case: Case) -> Case:
+def _with_numbers(case: Question) -> Question:
     """The case with numbers for "auto"; says of which batch they are, as `run` has another one."""
     found = driver.resolve_auto(case)
     if found.strategy != case.strategy:
@@ -50,7 +50,7 @@ def _with_numbers(case: Case) -> Case:
 @options.open_cases
 @options.goal_options
 def run(
-    cases: list[Case],
+    cases: list[Question],
     goal: Goal,
     tokens: totals.Tokens = None,
     evidence: Annotated[  # noqa: FBT002
@@ -101,7 +101,7 @@ def run(
 
 @options.one_case
 def trace(
-    case: Case,
+    case: Question,
     out: Annotated[
         Path,
         typer.Option(

@@ -15,9 +15,9 @@ from co2sim.common.files import write_atomically
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import counted, percent, scaled
 from co2sim.common.units import figures as shown
-from co2sim.prediction.case import Case
 from co2sim.prediction.figures import INTERVAL, brief_batch, shared_batch
 from co2sim.prediction.published import SpeedComparison, cases_of, compare, read_speeds
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import result_to_dict
@@ -68,7 +68,7 @@ _Published = Annotated[
 @options.open_job
 @options.goal_options
 def scale(  # noqa: PLR0913, PLR0917 - one argument per option
-    job: Case,
+    job: Question,
     goal: Goal,
     cluster: _Clusters,
     strategy: _Strategies,
@@ -103,7 +103,7 @@ def scale(  # noqa: PLR0913, PLR0917 - one argument per option
 @options.open_job
 @options.goal_options
 def report(  # noqa: PLR0913, PLR0917 - one argument per option
-    job: Case,
+    job: Question,
     goal: Goal,
     cluster: _Clusters,
     strategy: _Strategies,
@@ -135,7 +135,7 @@ def report(  # noqa: PLR0913, PLR0917 - one argument per option
 class _Compared:
     """Cases with their results, published speeds beside them, and what is to be trained."""
 
-    cases: Sequence[Case]
+    cases: Sequence[Question]
     results: Sequence[Result]
     comparisons: Sequence[SpeedComparison]
     goal: Goal
@@ -143,7 +143,7 @@ class _Compared:
 
 
 def _compared(
-    cases: Sequence[Case],
+    cases: Sequence[Question],
     published: Path | None,
     jobs: int,
     goal: Goal,
@@ -187,7 +187,7 @@ def _compared(
 
 def _csv(
     table: Path,
-    cases: Sequence[Case],
+    cases: Sequence[Question],
     outcomes: Sequence[Outcome],
     goal: Goal,
     tokens: float | None,
@@ -268,7 +268,7 @@ def _title(cluster: str, results: Sequence[Result], noise: Noise) -> str:
 def _print_cluster(
     terminal: Console,
     cluster: str,
-    pairs: Sequence[tuple[Case, Result]],
+    pairs: Sequence[tuple[Question, Result]],
     goal: Goal,
     noise: Noise,
 ) -> None:

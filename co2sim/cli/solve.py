@@ -16,7 +16,7 @@ from co2sim.common.progress import progress_bar
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import number, percent
 from co2sim.prediction import driver
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, remark
 from co2sim.prediction.totals import tokens_of
@@ -45,7 +45,7 @@ _Targets = Annotated[
 @options.open_cases
 @options.factor_options
 def solve(  # noqa: PLR0917 - one argument per option
-    cases: list[Case],
+    cases: list[Question],
     goal: Goal,
     what: Annotated[
         str,
@@ -101,7 +101,7 @@ def solve(  # noqa: PLR0917 - one argument per option
 
 
 def _solved(
-    cases: Sequence[Case],
+    cases: Sequence[Question],
     path: str,
     targets: Sequence[Target],
     ends: tuple[str | None, str | None],
@@ -124,7 +124,7 @@ def _solved(
 
 
 def _as_they_are(
-    titles: Sequence[str], cases: Sequence[Case]
+    titles: Sequence[str], cases: Sequence[Question]
 ) -> tuple[dict[str, Result], dict[str, list[Sensitivity]]]:
     """The results of the cases, and their levers; a case need not work, only the answer."""
     results: dict[str, Result] = {}
@@ -136,7 +136,7 @@ def _as_they_are(
     return results, moved
 
 
-def _check(case: Case, path: str) -> None:
+def _check(case: Question, path: str) -> None:
     """Refuse what is given, and solved for, too."""
     if path in case.overrides:
         raise OptionError(f"--set {path} is given, and solved for, too; leave it out")

@@ -15,8 +15,8 @@ from co2sim.common.errors import OptionError
 from co2sim.common.files import write_atomically
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import counted
-from co2sim.prediction.case import OPEN_BATCH, Case
 from co2sim.prediction.figures import in_table, shared_batch
+from co2sim.prediction.question import OPEN_BATCH, Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import result_to_dict
@@ -98,7 +98,7 @@ def _refuse_varied(context: typer.Context, paths: Iterable[str]) -> None:
 @options.goal_options
 def sweep(  # noqa: PLR0913, PLR0917 - one argument per option
     context: typer.Context,
-    case: Case,
+    case: Question,
     goal: Goal,
     over: _Varied,
     csv: Annotated[Path | None, typer.Option(help="Write all figures to this CSV file.")] = None,
@@ -138,7 +138,7 @@ def sweep(  # noqa: PLR0913, PLR0917 - one argument per option
 class _Swept:
     """Cases with what each varies and what became of it, and what is asked of them besides."""
 
-    cases: Sequence[Case]
+    cases: Sequence[Question]
     settings: Sequence[Setting]
     outcomes: Sequence[Outcome]
     goal: Goal
@@ -309,12 +309,12 @@ def _shared(swept: _Swept) -> list[str]:
     cases, results = swept.cases, swept.results
     whole = len(results) == len(cases)
 
-    def same(shown: Callable[[Result], str], asked: Callable[[Case], object]) -> str:
+    def same(shown: Callable[[Result], str], asked: Callable[[Question], object]) -> str:
         """What all results show; where some are missing, if it was asked of all alike."""
         alike = whole or len({str(asked(case)) for case in cases}) == 1
         return _same([shown(result) for result in results]) if alike else ""
 
-    def inputs(case: Case) -> object:
+    def inputs(case: Question) -> object:
         return _names(case), sorted(case.overrides.items())
 
     found = (
@@ -325,7 +325,7 @@ def _shared(swept: _Swept) -> list[str]:
     return [part for part in found if part]
 
 
-def _names(case: Case) -> str:
+def _names(case: Question) -> str:
     return f"{display_name(case.model)} on {display_name(case.cluster)}"
 
 

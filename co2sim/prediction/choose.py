@@ -26,10 +26,10 @@ from co2sim.common.units import Bytes, Seconds
 from co2sim.models.framework import Recompute
 from co2sim.models.workload import MAX_SAMPLES, Model
 from co2sim.prediction.bounds import Shared, StepBound
-from co2sim.prediction.case import AUTO, Case, tokens_of_batch
 from co2sim.prediction.job import Job
 from co2sim.prediction.notes import BATCH_OF, FASTEST
 from co2sim.prediction.predict import step_time
+from co2sim.prediction.question import AUTO, Question, tokens_of_batch
 from co2sim.simulation.noise import QUIET
 from co2sim.strategies import LocalSteps, Strategy, is_built_in, with_options
 from co2sim.strategies.co2 import CO2, has_auto_options
@@ -113,23 +113,23 @@ def samples_of(global_batch: int | str, model: Model, *, adapters: bool = False)
     return samples, f"{like.tokens / 1e6:g}M tokens, as of {like.name} ({like.source})"
 
 
-def choose(question: Case, done: Done | None = None) -> tuple[Case, tuple[str, ...]]:
+def choose(question: Question, done: Done | None = None) -> tuple[Question, tuple[str, ...]]:
     """The question with numbers in place of words, and a line on each choice.
 
-    Chosen among ranks that are equal. Raises Co2simError as `Case.job` does.
+    Chosen among ranks that are equal. Raises Co2simError as `Question.job` does.
     """
     question, lines = choose_batch(question, done)
     question, notes = choose_delay(question, done)
     return question, (*lines, *notes)
 
 
-def is_open(question: Case) -> bool:
+def is_open(question: Question) -> bool:
     """Whether the question has words in place of numbers for its batch or recomputation."""
     words = AUTO in {question.micro_batch, question.recompute}
     return words or isinstance(question.global_batch, str)
 
 
-def choose_batch(question: Case, done: Done | None = None) -> tuple[Case, tuple[str, ...]]:
+def choose_batch(question: Question, done: Done | None = None) -> tuple[Question, tuple[str, ...]]:
     """The question with numbers for its batch and recomputation, and a line on each."""
     if not is_open(question):
         return question, ()
@@ -194,7 +194,7 @@ class _Batch(NamedTuple):
     memory: Bytes
 
 
-def _fastest(question: Case, groups: int, done: Done | None) -> _Batch:
+def _fastest(question: Question, groups: int, done: Done | None) -> _Batch:
     """The micro-batch and the recomputation that fit and are fastest.
 
     Where nothing leaves the headroom: those that need the least memory. Local updates are chosen by
@@ -231,7 +231,7 @@ def _fastest(question: Case, groups: int, done: Done | None) -> _Batch:
     return best[1]
 
 
-def _of_one_sample(question: Case, done: Done | None) -> Job:
+def _of_one_sample(question: Question, done: Done | None) -> Job:
     """The job among equal ranks, with one micro-step of one sample."""
     single = replace(
         question,
@@ -256,7 +256,7 @@ def _with_short_rounds(strategy: Strategy) -> Strategy:
     return with_options(strategy, {name: "1" for name in options if getattr(strategy, name, None)})
 
 
-def _by_memory(question: Case, job: Job, groups: int) -> list[_Batch]:
+def _by_memory(question: Question, job: Job, groups: int) -> list[_Batch]:
     """Every candidate with its memory.
 
     Without a pipeline, which smaller micro-batches may fill better, only the largest are tried, up
@@ -277,7 +277,7 @@ def _by_memory(question: Case, job: Job, groups: int) -> list[_Batch]:
     return batches
 
 
-def _micro_batches(question: Case, groups: int) -> list[tuple[int, int]]:
+def _micro_batches(question: Question, groups: int) -> list[tuple[int, int]]:
     """Micro-batches with their micro-steps, from the smallest on."""
     if question.global_batch is None:
         steps = question.accumulation or 1
@@ -325,7 +325,7 @@ def divisors(samples: int) -> list[int]:
     return [size for size in range(1, most + 1) if samples % size == 0]
 
 
-def choose_delay(question: Case, done: Done | None = None) -> tuple[Case, tuple[str, ...]]:
+def choose_delay(question: Question, done: Done | None = None) -> tuple[Question, tuple[str, ...]]:
     """The question with numbers for "auto" of CO2, and a line on each.
 
     Raises OptionError for stages of a pipeline, of which these are not chosen.

@@ -14,7 +14,6 @@ from co2sim.common.units import Seconds, counted, figures
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.stack import Setting
 from co2sim.models.workload import Model
-from co2sim.prediction.case import AUTO, OPEN_BATCH, Case, Options
 from co2sim.prediction.choose import choose, choose_batch, even
 from co2sim.prediction.intervals import (
     Predicted,
@@ -28,6 +27,7 @@ from co2sim.prediction.intervals import (
 from co2sim.prediction.job import Job
 from co2sim.prediction.notes import budget_limit, host_limits, offloaded, remarks
 from co2sim.prediction.predict import predict, step_time
+from co2sim.prediction.question import AUTO, OPEN_BATCH, Options, Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, scale_of, step_factor
 from co2sim.schedule.schedule import Schedule
@@ -58,7 +58,7 @@ def simulate(
         model: Catalog name, path of a TOML file or of a Hugging Face config.json, or a `Model`.
         strategy: A text such as "co2(tau=48, worker=node)", or an object such as `CO2(tau=48)`.
         progress: Show a bar on stderr; default: if it is a terminal, after a second.
-        options: The fields of `Case`, such as `gpus=128`, and those of `Noise`, such as
+        options: The fields of `Question`, such as `gpus=128`, and those of `Noise`, such as
             `jitter=0.05`. What is not given of the batch and of recomputation is chosen, as
             `co2sim run` does: `accumulation=1, micro_batch=1` is one sample per GPU. `overrides`
             are other numbers of the cluster or model, such as {"inter.bandwidth": "25 Gbit/s",
@@ -70,15 +70,15 @@ def simulate(
     return run(make_case(cluster, model, strategy, **options), progress=progress)
 
 
-_OPTIONS = [f.name for f in (*fields(Case), *fields(Noise)) if f.name not in _ASKED]
+_OPTIONS = [f.name for f in (*fields(Question), *fields(Noise)) if f.name not in _ASKED]
 """The names of all options."""
 
 
 def _keywords() -> Signature:
     """The signature of `simulate` with every option, for shells and notebooks that complete it."""
     parameters = signature(simulate).parameters
-    defaults = {f.name: f.default for f in (*fields(Case), *fields(Noise))} | OPEN_BATCH
-    hints = get_type_hints(Case) | get_type_hints(Noise)
+    defaults = {f.name: f.default for f in (*fields(Question), *fields(Noise))} | OPEN_BATCH
+    hints = get_type_hints(Question) | get_type_hints(Noise)
     options = [
         Parameter(name, Parameter.KEYWORD_ONLY, annotation=hints[name], default=default)
         for name in _OPTIONS
@@ -93,7 +93,7 @@ simulate.__doc__ = (simulate.__doc__ or "").replace(
     "        options: The",
     "".join(
         f"        {one.name}: {one.metadata['option'].help}\n"
-        for one in (*fields(Case), *fields(Noise))
+        for one in (*fields(Question), *fields(Noise))
         if "option" in one.metadata
     )
     + "        noise: What makes ranks differ, as an object.\n        options: The",
@@ -105,7 +105,7 @@ def make_case(
     model: Reference | Model,
     strategy: str | Strategy,
     **options: Unpack[Options],
-) -> Case:
+) -> Question:
     """The case that the arguments of `simulate` describe; what they leave open is "auto"."""
     values: dict[str, Any] = {**options}
     unknown = [name for name in values if name not in _OPTIONS]
@@ -120,7 +120,7 @@ def make_case(
             raise OptionError("give noise, or jitter, straggle, seed and node_speed, not both")
         values["noise"] = noise
     values = OPEN_BATCH | values | {"cluster": cluster, "model": model, "strategy": strategy}
-    return Case(**values)
+    return Question(**values)
 
 
 def _noise(node_speed: Any, others: Mapping[str, Any]) -> Noise:
@@ -134,7 +134,7 @@ def _noise(node_speed: Any, others: Mapping[str, Any]) -> Noise:
     return Noise(node_speed=speeds, **convert.declared(Noise, others))
 
 
-def run(question: Case, *, progress: bool | None = False) -> Result:
+def run(question: Question, *, progress: bool | None = False) -> Result:
     """Choose what the question leaves open, predict, and say how sure that is.
 
     `progress` as in `simulate`.
@@ -196,7 +196,7 @@ def _warnings(job: Job, result: Result, beside: Mapping[str, Seconds]) -> tuple[
     return limit.warning(result, equal / beside[_BETTER])
 
 
-def _remarks(question: Case, job: Job, result: Result) -> tuple[str, ...]:
+def _remarks(question: Question, job: Job, result: Result) -> tuple[str, ...]:
     """Notes on what a reader may not expect."""
     work = job.workload
     split = work.uneven_split(len(job.model.blocks) - 2) if work.pp > 1 else None
@@ -209,7 +209,7 @@ def _remarks(question: Case, job: Job, result: Result) -> tuple[str, ...]:
     )
 
 
-def _one_of_several_sites(question: Case, sized: Cluster) -> tuple[str, ...]:
+def _one_of_several_sites(question: Question, sized: Cluster) -> tuple[str, ...]:
     """A remark where fewer GPUs than a cluster has are at one of its sites."""
     every = question.load()[0].value
     if every.sites == sized.sites:
@@ -219,7 +219,7 @@ def _one_of_several_sites(question: Case, sized: Cluster) -> tuple[str, ...]:
     return (f"{count} at one site, of {every.sites}: no WAN is crossed; smaller sites: {smaller}",)
 
 
-def _one_site_alone(question: Case, job: Job, result: Result) -> tuple[str, ...]:
+def _one_site_alone(question: Question, job: Job, result: Result) -> tuple[str, ...]:
     """A remark on what needs no WAN: the GPUs of one site, with the same global batch.
 
     Sites that are workers then take the steps that they take inside.
@@ -253,7 +253,7 @@ def _one_site_alone(question: Case, job: Job, result: Result) -> tuple[str, ...]
     return (text,)
 
 
-def _with_interval(question: Case, job: Job, result: Result, done: Done | None) -> Result:
+def _with_interval(question: Question, job: Job, result: Result, done: Done | None) -> Result:
     """The result with the ends of its intervals; memory of processors has none."""
     cluster = job.stage_cluster
     setting = setting_of(cluster, job.model, result, job.kernels)
@@ -309,7 +309,7 @@ _CERTAIN = ("parameters", "gradients", "optimizer")
 """Items of memory that no run can do without."""
 
 
-def trace(question: Case, *, progress: bool | None = False) -> tuple[Schedule, Trace]:
+def trace(question: Question, *, progress: bool | None = False) -> tuple[Schedule, Trace]:
     """The schedule of a question and its simulated trace, warm-up included."""
     with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
         stage = choose(question, done)[0].stage()
@@ -320,6 +320,6 @@ def trace(question: Case, *, progress: bool | None = False) -> tuple[Schedule, T
         return stage.schedule, spans
 
 
-def resolve_auto(question: Case) -> Case:
+def resolve_auto(question: Question) -> Question:
     """The question with numbers for "auto", chosen by simulation without noise."""
     return choose(question)[0]

@@ -494,7 +494,7 @@ def goodput_of(
     `result.tokens_per_s` times `.useful` is what training makes on average. Nothing is simulated:
     it takes about half a millisecond, and a third of that with `ends=False`, which leaves `low` and
     `high` at `useful`, and with `strategy`, which saves reading `result.strategy`. `cluster` and
-    `model` are those of the case (`Case.load`), of any size: that of the result counts. `every` is
+    `model` are those of the question (`load`), of any size: that of the result counts. `every` is
     the work between two checkpoints in seconds; default: what leaves most useful time. Raises
     OptionError where nothing gets done, and where a checkpoint takes longer to write than `every`.
 

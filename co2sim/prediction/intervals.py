@@ -40,7 +40,7 @@ from co2sim.prediction.calibrations import (
     replaced,
     squares,
 )
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import WORLD, Layout
 from co2sim.strategies import STRATEGIES, Strategy, says
@@ -195,7 +195,7 @@ def from_measured(setting: Setting, measured: Sequence[Setting]) -> tuple[float,
     return min(alike, default=(math.inf, 0.0))
 
 
-def nearest(case: Case, result: Result, count: int = 5) -> list[Near]:
+def nearest(case: Question, result: Result, count: int = 5) -> list[Near]:
     """The published runs that are most like a case, the nearest first."""
     cluster, model = case.load()
     return nearest_to(setting_of(cluster.value, model.value, result), result)[:count]

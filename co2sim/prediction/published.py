@@ -19,7 +19,7 @@ from co2sim.common import files
 from co2sim.common.errors import CatalogError, Co2simError, OptionError, given
 from co2sim.common.validation import first_problem
 from co2sim.models.framework import AttentionKernel, Checkpointing, Loss, recomputation
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.simulation.metrics import scalability_ratio
 from co2sim.strategies import parse
@@ -272,7 +272,7 @@ def read_paper(path: Path) -> tuple[dict[str, Any], Simulation | None]:
         raise CatalogError(f"{path}: [simulation]: {problem}") from error
 
 
-def cases_of(cells: Sequence[RunCell], cases: Sequence[Case]) -> list[Case]:
+def cases_of(cells: Sequence[RunCell], cases: Sequence[Question]) -> list[Question]:
     """Further cases to simulate, so that every cell of the clusters of `cases` has a prediction."""
     like = {(case.cluster, case.model): case for case in cases}
     further = {}
@@ -285,7 +285,7 @@ def cases_of(cells: Sequence[RunCell], cases: Sequence[Case]) -> list[Case]:
 
 
 def compare(
-    cells: Sequence[RunCell], cases: Sequence[Case], results: Sequence[Result]
+    cells: Sequence[RunCell], cases: Sequence[Question], results: Sequence[Result]
 ) -> list[SpeedComparison]:
     """The cells that the cases predict."""
     predicted: dict[object, Result] = {

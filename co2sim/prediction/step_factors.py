@@ -15,7 +15,7 @@ from co2sim.catalog.facts import read_table
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.units import Seconds, counted
 from co2sim.common.validation import above, between, whole
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Layout
 from co2sim.strategies import LocalSteps, Strategy, parse
@@ -99,7 +99,7 @@ def scale_of(result: Result) -> Scale:
     return Scale(result.parameters, result.workers)
 
 
-def scale_of_case(case: Case) -> Scale:
+def scale_of_case(case: Question) -> Scale:
     """Of a case that need not be simulated. Its strategy is a text, or one of `STRATEGIES`."""
     entries = case.load()
     cluster, model = entries[0].value, entries[1].value

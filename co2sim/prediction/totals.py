@@ -13,7 +13,7 @@ from co2sim.common.units import Watts
 from co2sim.common.validation import between, fraction
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import power, step_factors
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import (
     NO_GOAL,
@@ -131,7 +131,7 @@ def totals(
     )
 
 
-def totals_of(case: Case, result: Result, tokens: float, goal: Goal = NO_GOAL) -> Totals | None:
+def totals_of(case: Question, result: Result, tokens: float, goal: Goal = NO_GOAL) -> Totals | None:
     """`totals` of a case and its result; failures of its cluster count.
 
     Raises OptionError where they leave no time for work.
@@ -163,7 +163,9 @@ def spent(option: Totals) -> float:
     return option.gpu_hours if option.cost is None else option.cost
 
 
-def result_to_dict(case: Case, result: Result, goal: Goal, tokens: float | None) -> dict[str, Any]:
+def result_to_dict(
+    case: Question, result: Result, goal: Goal, tokens: float | None
+) -> dict[str, Any]:
     """A result as plain values for JSON, with `totals` (None: no step factor is known) for tokens.
 
     With `to_loss` where the goal has steps. `totals` has a `basis`: see `basis`.
@@ -177,7 +179,7 @@ def result_to_dict(case: Case, result: Result, goal: Goal, tokens: float | None)
     return values | {"totals": {**asdict(needed), "basis": [asdict(fact) for fact in basis(case)]}}
 
 
-def basis(case: Case) -> tuple[Fact, ...]:
+def basis(case: Question) -> tuple[Fact, ...]:
     """The numbers that totals rest on but for the speed: none of a cluster that is an object."""
     return tuple(fact for fact in case.load()[0].facts if fact.path in EXAMPLES)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from co2sim.common.errors import Co2simError
 from co2sim.common.units import figures
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, StepFactor, scale_of, step_factor
 from co2sim.schedule.schedule import DType
@@ -75,9 +75,9 @@ class Verdict:
 
 
 def verdicts(
-    cases: Sequence[Case],
+    cases: Sequence[Question],
     results: Sequence[Result],
-    simulate: Callable[[Case], Result],
+    simulate: Callable[[Question], Result],
     goal: Goal = NO_GOAL,
 ) -> list[Verdict | None]:
     """On each result, None where it is of no local-update method.
@@ -102,10 +102,10 @@ def _parsed(result: Result) -> object:
 
 
 def _verdict(
-    case: Case,
+    case: Question,
     result: Result,
     others: Sequence[Result],
-    simulate: Callable[[Case], Result],
+    simulate: Callable[[Question], Result],
     goal: Goal,
 ) -> Verdict:
     strategy = _parsed(result)
@@ -170,7 +170,7 @@ def _synchronous(result: Result, others: Sequence[Result]) -> Result | None:
 
 
 def _simulated(
-    case: Case, result: Result, strategy: Any, simulate: Callable[[Case], Result]
+    case: Question, result: Result, strategy: Any, simulate: Callable[[Question], Result]
 ) -> Result | None:
     """What its worker runs inside, on all GPUs, with as many samples in a step."""
     inside = "ddp" if strategy.worker == "gpu" else strategy.inner or "zero2"

@@ -12,9 +12,9 @@ from typing import Any
 import altair as alt
 
 from co2sim.models.memory import GIB
-from co2sim.prediction.case import Case
 from co2sim.prediction.figures import shared_batch
 from co2sim.prediction.published import SpeedComparison
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.totals import Totals
 from co2sim.report.chart_style import (
@@ -390,7 +390,7 @@ _LETTER = 7
 
 
 def chart(
-    cases: Sequence[Case],
+    cases: Sequence[Question],
     results: Sequence[Result],
     comparisons: Sequence[SpeedComparison],
     uneven: str = "",

@@ -8,8 +8,8 @@ from functools import cached_property
 import altair as alt
 
 from co2sim.common.units import counted, number, scaled
-from co2sim.prediction.case import Case
 from co2sim.prediction.goodput import goodput_of
+from co2sim.prediction.question import Question
 from co2sim.prediction.step_factors import remark, scale_of
 from co2sim.prediction.totals import Totals
 from co2sim.report import charts, sections
@@ -391,7 +391,7 @@ def _commands(planned: Planned) -> list[str]:
 
 def _files(planned: Planned) -> dict[str, tuple[str, str]]:
     found = planned.found
-    cases: list[Case] = [one.case for one in planned.shown]
+    cases: list[Question] = [one.case for one in planned.shown]
     results = [one.result for one in planned.shown]
     wanted = found.wanted
     frame = to_frame(cases, results, goal=wanted.goal, tokens=wanted.tokens)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from co2sim.common.units import Seconds
 from co2sim.prediction import driver
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.schedule.schedule import Collective, Schedule, Work
 from co2sim.simulation.metrics import window
 from co2sim.simulation.trace import Trace
@@ -54,7 +54,7 @@ class Round:
         return {"length": self.length, "bars": bars}
 
 
-def last_round(case: Case) -> Round:
+def last_round(case: Question) -> Round:
     """The last round of a simulation; see `round_of`."""
     return round_of(*driver.trace(case))
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from co2sim.prediction.case import Case
 from co2sim.prediction.figures import ends, shared_batch
 from co2sim.prediction.intervals import EVIDENCE_COLUMNS, evidence_rows, nearest
 from co2sim.prediction.notes import is_alike
 from co2sim.prediction.published import SpeedComparison
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.report import charts, tables
 from co2sim.report.chart_style import picking
@@ -229,7 +229,7 @@ def inputs(every: Sequence[Answered]) -> PageSection:
 
 
 def inputs_of(
-    cases: Iterable[tuple[str, Case]], varied: Mapping[str, str] | None = None
+    cases: Iterable[tuple[str, Question]], varied: Mapping[str, str] | None = None
 ) -> PageSection:
     """Of the clusters and models of cases with their cluster, and the values of what is varied."""
     found = [Figure(name, table=table, folded=True) for name, table in tables.inputs(cases, varied)]

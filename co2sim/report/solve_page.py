@@ -10,8 +10,8 @@ import altair as alt
 import pandas as pd
 
 from co2sim.common.units import counted
-from co2sim.prediction.case import Case
 from co2sim.prediction.figures import shared_batch
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, remark
 from co2sim.report import sections
@@ -50,7 +50,7 @@ class AllSolved:
     `levers` what a tenth more of each number does to them. `command` repeats it all.
     """
 
-    cases: Sequence[Case]
+    cases: Sequence[Question]
     found: Sequence[Solved]
     results: Mapping[str, Result]
     levers: Mapping[str, Sequence[Sensitivity]]

@@ -9,9 +9,9 @@ from itertools import pairwise, zip_longest
 
 from co2sim.common.errors import Co2simError
 from co2sim.common.units import counted
-from co2sim.prediction.case import Case
 from co2sim.prediction.intervals import undecided
 from co2sim.prediction.published import SpeedComparison
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, local_updates, remark, scale_of
 from co2sim.prediction.totals import result_to_dict
@@ -41,7 +41,7 @@ class Study:
     train, None if not asked for. `command` is what a user types to repeat it all.
     """
 
-    cases: Sequence[Case]
+    cases: Sequence[Question]
     results: Sequence[Result]
     goal: Goal
     tokens: float | None

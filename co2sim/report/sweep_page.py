@@ -10,8 +10,8 @@ import altair as alt
 
 from co2sim.common.errors import Co2simError
 from co2sim.common.units import parse, parse_price
-from co2sim.prediction.case import Case
 from co2sim.prediction.intervals import undecided
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.report import sections, tables
@@ -66,7 +66,7 @@ class Swept:
     left some out. `command` repeats it all.
     """
 
-    cases: Sequence[Case]
+    cases: Sequence[Question]
     settings: Sequence[Setting]
     outcomes: Sequence[Outcome]
     rows: Sequence[Mapping[str, object]]
@@ -184,7 +184,9 @@ class Swept:
         return said
 
 
-def _numbers(path: str, case: Case, texts: Sequence[str]) -> tuple[NumberAxis, list[float]] | None:
+def _numbers(
+    path: str, case: Question, texts: Sequence[str]
+) -> tuple[NumberAxis, list[float]] | None:
     """The values in what they are drawn in; None unless all of them are numbers."""
     try:
         axis = axis_of(case, path)
@@ -361,7 +363,7 @@ def _heading(swept: Swept) -> str:
     return f"{sections.about(swept.all, swept.tokens)}{where}: {swept.best.strategy}"
 
 
-def _inputs(swept: Swept) -> list[tuple[str, Case]]:
+def _inputs(swept: Swept) -> list[tuple[str, Question]]:
     """A case for each cluster and model."""
     found = {(display_name(case.cluster), display_name(case.model)): case for case in swept.cases}
     return [(cluster, case) for (cluster, _), case in list(found.items())[:_MAX_INPUTS]]

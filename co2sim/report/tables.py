@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from co2sim.catalog import Fact
 from co2sim.common.units import counted, duration, figures, percent, scaled
-from co2sim.prediction.case import Case
 from co2sim.prediction.figures import in_table
 from co2sim.prediction.intervals import error_model
 from co2sim.prediction.published import SpeedComparison
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.totals import Totals
 from co2sim.report.text import totals
@@ -26,7 +26,7 @@ class Answered:
 
     cluster: str
     strategy: str
-    case: Case
+    case: Question
     result: Result
     totals: Totals | None
     asked: bool = False
@@ -206,7 +206,7 @@ def errors() -> Table:
 
 
 def inputs(
-    cases: Iterable[tuple[str, Case]], varied: Mapping[str, str] | None = None
+    cases: Iterable[tuple[str, Question]], varied: Mapping[str, str] | None = None
 ) -> list[tuple[str, Table]]:
     """Every number of the clusters and models of cases with their cluster, under their names.
 

@@ -21,8 +21,8 @@ from co2sim.common.units import Seconds, counted
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.memory import GIB, reserved
 from co2sim.models.stack import Stack
-from co2sim.prediction.case import Case
 from co2sim.prediction.intervals import setting_of
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Compute
 from co2sim.simulation.costs import KernelParts, compute_time, kernel_parts
@@ -121,7 +121,7 @@ def overrides(values: Mapping[str, float]) -> dict[str, str]:
     }
 
 
-def moved(case: Case, values: Mapping[str, float]) -> Case:
+def moved(case: Question, values: Mapping[str, float]) -> Question:
     """The case with these values."""
     return replace(case, overrides={**case.overrides, **overrides(values)})
 
@@ -240,7 +240,7 @@ class _Observed:
         single = [_NOISE] * (len(self.runs) + memories)
         return np.array([*single, *[_NOISE_OF_KERNELS] * kernels])
 
-    def errors(self, cases: Sequence[Case], results: Sequence[Result]) -> Array:
+    def errors(self, cases: Sequence[Question], results: Sequence[Result]) -> Array:
         """Log(predicted / measured)."""
         speeds = [
             result.tokens_per_s_per_gpu / run.tokens_per_s_per_gpu
@@ -268,7 +268,7 @@ def _of_profile(profile: Profile | None) -> list[str]:
     return [kind for kind in kinds if profile is not None and getattr(profile, kind) > 0]
 
 
-def kernel_seconds(case: Case) -> KernelParts:
+def kernel_seconds(case: Question) -> KernelParts:
     """What a GPU spends on kernels in an optimizer step; what is no pass counts as elementwise.
 
     Raises OptionError for a pipeline, whose stages differ.
@@ -346,7 +346,7 @@ HEAD = "Written by `co2sim calibrate`"
 _CALIBRATED = ", calibrated by "
 
 
-def stack_file(job: Case, runs: Sequence[MeasuredRun], found: Calibrated, name: str) -> bytes:
+def stack_file(job: Question, runs: Sequence[MeasuredRun], found: Calibrated, name: str) -> bytes:
     """TOML; `name` is that of the file of runs. Raises OptionError for a stack without a file."""
     stack = job.chosen_stack
     if not isinstance(stack, str):

@@ -16,9 +16,9 @@ from co2sim.models.framework import Recompute
 from co2sim.models.stack import Stack
 from co2sim.models.workload import Model
 from co2sim.prediction.bounds import Shared, StepBound
-from co2sim.prediction.case import AUTO, OPEN_BATCH, Case
 from co2sim.prediction.choose import RECOMPUTES, divided, fits, samples_of
 from co2sim.prediction.job import Job
+from co2sim.prediction.question import AUTO, OPEN_BATCH, Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, scale_of_case
 from co2sim.prediction.totals import DAY, Totals, tokens_of
@@ -119,7 +119,7 @@ class Axes:
                     f"{name} is {', '.join(map(str, given)) or 'empty'}; give each number once"
                 )
 
-    def within(self, case: Case) -> "Axes":
+    def within(self, case: Question) -> "Axes":
         """With what a case says in the place of what is open: numbers other than 1."""
         said: dict[str, Any] = {
             name: (getattr(case, name),) for name in _COUNTS if getattr(case, name) > 1
@@ -217,7 +217,7 @@ class Space:
     the job.
     """
 
-    job: Case
+    job: Question
     clusters: tuple[str | Cluster, ...]
     strategies: tuple[str | Strategy, ...] = STRATEGIES
     gpus: Any = None
@@ -288,16 +288,16 @@ class Setup:
     together; these take them in any of `micro_batches`, with any of `recomputes`.
     """
 
-    case: Case
+    case: Question
     sized: Job
-    job: Case
+    job: Question
     global_batch: int
     samples: int
     micro_batches: tuple[int, ...]
     recomputes: tuple[Recompute, ...]
     shared: Shared
 
-    def of(self, micro_batch: int, recompute: Recompute) -> Case:
+    def of(self, micro_batch: int, recompute: Recompute) -> Question:
         """A candidate."""
         return replace(
             self.case,
@@ -338,7 +338,7 @@ class Candidates:
     setups: tuple[Setup, ...]
     impossible: dict[str, str]
 
-    def cases(self, headroom: float) -> Iterator[Case]:
+    def cases(self, headroom: float) -> Iterator[Question]:
         """Those that leave the headroom."""
         for setup in self.setups:
             for recompute in setup.recomputes:
@@ -436,7 +436,7 @@ class _Setups:
             if not some:
                 impossible.setdefault(name, left or "no tp x cp x pp, nor ep, divides them")
 
-    def _setup(self, mesh: Mesh, case: Case) -> Setup:
+    def _setup(self, mesh: Mesh, case: Question) -> Setup:
         assert case.gpus is not None
         groups = -(-case.gpus // mesh.together)
         batch = self._space.batch_for(groups)
@@ -474,7 +474,7 @@ class _Setups:
         return found
 
 
-def _check_workers(case: Case) -> None:
+def _check_workers(case: Question) -> None:
     """Refuse local updates of one worker: it averages with none, and is its inner step."""
     strategy = case.parsed
     if isinstance(strategy, LocalSteps) and scale_of_case(case).workers == 1:
@@ -547,7 +547,7 @@ class Objective:
 class Candidate:
     """A candidate that was simulated, on its sized cluster."""
 
-    case: Case
+    case: Question
     cluster: Cluster
     result: Result
     totals: Totals
@@ -596,7 +596,7 @@ class Candidate:
 _NAMED = {"cluster", "model", "strategy", "overrides", "noise"}
 
 
-def command_of(case: Case, command: str = "run") -> str:
+def command_of(case: Question, command: str = "run") -> str:
     """`co2sim COMMAND` with the options of the case, for a shell.
 
     Raises OptionError for a cluster or a model that is an object: a command line names files.
@@ -619,12 +619,12 @@ def with_tokens(command: str, tokens: float | None, goal: Goal = NO_GOAL) -> str
     return f"{command} {shlex.join(more)}" if more else command
 
 
-def _options(case: Case) -> Iterator[str]:
+def _options(case: Question) -> Iterator[str]:
     strategy = case.strategy if isinstance(case.strategy, str) else title(case.strategy)
     yield from ("-c", str(case.cluster), "-m", str(case.model), "-s", strategy)
     if case.global_batch is None and case.accumulation is None:
         case = replace(case, accumulation=1)
-    for field in fields(Case):
+    for field in fields(Question):
         value = getattr(case, field.name)
         if field.name in _NAMED or value in (None, OPEN_BATCH.get(field.name, field.default)):
             continue

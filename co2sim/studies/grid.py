@@ -14,7 +14,7 @@ from co2sim.common import convert
 from co2sim.common.convert import shown
 from co2sim.common.errors import OptionError, nearest
 from co2sim.hardware.cluster import Cluster, Link
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.simulation.noise import Noise
 from co2sim.strategies import parse, with_options
 from co2sim.strategies.step import title
@@ -27,7 +27,7 @@ Setting: TypeAlias = Mapping[str, Any]
 
 _MAX_CASES = 10_000
 """Of one study: hours of simulation, and what a reader can still sort."""
-_OF_A_CASE = ("cluster", "model", "strategy", "stack", *convert.plain_fields(Case))
+_OF_A_CASE = ("cluster", "model", "strategy", "stack", *convert.plain_fields(Question))
 _OF_NOISE = convert.plain_fields(Noise)
 _OF_A_CLUSTER = (
     *(n for n, hint in get_type_hints(Cluster).items() if Link not in {hint, *get_args(hint)}),
@@ -36,10 +36,10 @@ _OF_A_CLUSTER = (
 """What `vary` changes by a single name; what is inside a link or a GPU has a dot in its path."""
 
 
-def with_change(case: Case, path: str, value: Any) -> Case:
+def with_change(case: Question, path: str, value: Any) -> Question:
     """The case with one thing changed.
 
-    `path` is a field of `Case` or of `Noise` that holds one value, an option of the strategy
+    `path` is a field of `Question` or of `Noise` that holds one value, an option of the strategy
     ("strategy.tau"), or anything that `overrides` takes ("inter.bandwidth", "model.layers"). The
     value may be a text.
     """
@@ -58,7 +58,7 @@ def with_change(case: Case, path: str, value: Any) -> Case:
     return replace(case, overrides={**case.overrides, path: value})
 
 
-def with_changes(case: Case, changes: Setting) -> Case:
+def with_changes(case: Question, changes: Setting) -> Question:
     """The case with several things changed: the strategy first, then all its options at once."""
     options = {
         path.removeprefix("strategy."): convert.text(value)
@@ -113,7 +113,7 @@ def axes(grid: Grid, most: int, otherwise: str = "") -> dict[str, list[Any]]:
     return found
 
 
-def cases_of(case: Case, found: Sequence[Setting]) -> list[Case]:
+def cases_of(case: Question, found: Sequence[Setting]) -> list[Question]:
     """The case at every setting. Raises OptionError for a path that is overridden already.
 
     Clusters and models are loaded, each once: what cannot be read is better said before any run.
@@ -124,14 +124,14 @@ def cases_of(case: Case, found: Sequence[Setting]) -> list[Case]:
     return cases
 
 
-def refuse_both(case: Case, setting: Setting) -> None:
+def refuse_both(case: Question, setting: Setting) -> None:
     """Raise OptionError for a path that is overridden and varied."""
     both = case.overrides.keys() & setting.keys()
     if both:
         raise OptionError(f"{both.pop()} is both overridden (--set) and varied (--vary)")
 
 
-def check_inputs(cases: Sequence[Case]) -> None:
+def check_inputs(cases: Sequence[Question]) -> None:
     """Load what the cases name, each combination once, and read their strategies."""
     loaded: set[object] = set()
     texts = [case.strategy for case in cases if isinstance(case.strategy, str)]
@@ -145,8 +145,8 @@ def check_inputs(cases: Sequence[Case]) -> None:
 
 
 def over_sizes(
-    job: Case, clusters: Sequence[Any], strategies: Sequence[Any], gpus: Any = None
-) -> list[Case]:
+    job: Question, clusters: Sequence[Any], strategies: Sequence[Any], gpus: Any = None
+) -> list[Question]:
     """Every strategy on every cluster at every GPU count; see `gpu_counts`.
 
     Raises OptionError for what is given twice, and for counts that a cluster cannot have.
@@ -173,12 +173,12 @@ def over_sizes(
 
 
 def cases_by_panel(
-    job: Case,
+    job: Question,
     clusters: Sequence[str],
     strategies: Sequence[Any],
     gpus: Any,
     found: Sequence[Setting],
-) -> list[tuple[str, Case]]:
+) -> list[tuple[str, Question]]:
     """As `over_sizes` for each cluster at every setting: the name of its panel with every case.
 
     Raises OptionError for paths of what is compared inside of a panel, too.
@@ -198,7 +198,7 @@ def cases_by_panel(
     return made
 
 
-def gpu_counts(case: Case, given: Any = None) -> list[int]:
+def gpu_counts(case: Question, given: Any = None) -> list[int]:
     """GPU counts: those given, or one node doubled up to the whole cluster, where sites divide."""
     cluster, changes = case.cluster, case.cluster_overrides
     found = cluster if isinstance(cluster, Cluster) else load_cluster(cluster, changes).value
@@ -295,7 +295,7 @@ def _meaning(path: str, value: Any) -> Any:
         return strategy_title(value)
     if path in {"cluster", "model"}:
         return value if isinstance(value, str) else id(value)  # objects may share a name
-    for owner, names in ((Case, _OF_A_CASE), (Noise, _OF_NOISE)):
+    for owner, names in ((Question, _OF_A_CASE), (Noise, _OF_NOISE)):
         if path in names:
             return convert.declared(owner, {path: value})[path]
     text = display_name(value)
@@ -333,11 +333,11 @@ _TRIED = 1000
 class LazyGrid:
     """A case at every point of a grid, the last path fastest."""
 
-    case: Case
+    case: Question
     axes: dict[str, Sequence[Any]]
 
     @classmethod
-    def of(cls, case: Case, given: Grid) -> "LazyGrid":
+    def of(cls, case: Question, given: Grid) -> "LazyGrid":
         """Of values as users give them.
 
         Raises Co2simError for a grid that cannot be, and for a value with which no case can be:
@@ -368,7 +368,7 @@ class LazyGrid:
             for (path, values), size in zip(self.axes.items(), sizes, strict=True)
         }
 
-    def at(self, place: int) -> Case:
+    def at(self, place: int) -> Question:
         """The case there. Raises Co2simError where none can be."""
         return with_changes(self.case, self.setting(place))
 

@@ -18,11 +18,11 @@ from co2sim.common import files
 from co2sim.common.errors import CatalogError, Co2simError, OptionError, given, nearest, visible
 from co2sim.common.units import Bytes, Seconds, parse
 from co2sim.models.memory import GIB
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 
 _CASE = tuple(
     one.name
-    for one in fields(Case)
+    for one in fields(Question)
     if "option" in one.metadata and one.metadata["option"].group in {"place", "job", "pipeline"}
 )
 SPEEDS = ("tokens_per_s_per_gpu", "tokens_per_s", "step_time")
@@ -69,13 +69,13 @@ class MeasuredRun:
     """
 
     where: str
-    case: Case
+    case: Question
     tokens_per_s_per_gpu: float
     memory: Bytes | None = None
     profile: Profile | None = None
 
 
-def measured_runs(path: Path, job: Case) -> list[MeasuredRun]:
+def measured_runs(path: Path, job: Question) -> list[MeasuredRun]:
     """The runs of a CSV file, each the case `job` with what its row says.
 
     Raises CatalogError for a file that cannot be read, and for a bad row with its line and rule.
@@ -137,7 +137,7 @@ def _check_columns(path: Path, columns: list[str]) -> None:
             raise CatalogError(f"{path}: column {name} stands there twice")
 
 
-def _run(where: str, row: Mapping[str, str], job: Case, folder: Path) -> MeasuredRun:
+def _run(where: str, row: Mapping[str, str], job: Question, folder: Path) -> MeasuredRun:
     said: dict[str, Any] = {name: text for name, text in row.items() if name in _CASE}
     said |= {name: row[name] for name in ("model", "strategy") if name in row}
     shape = {name: text for name, text in row.items() if _OF_MODEL.fullmatch(name)}
@@ -156,7 +156,7 @@ def _run(where: str, row: Mapping[str, str], job: Case, folder: Path) -> Measure
     return MeasuredRun(where, case, speed, memory and memory * GIB, profile)
 
 
-def _speed(case: Case, kind: str, text: str, seconds: Seconds | None) -> float:
+def _speed(case: Question, kind: str, text: str, seconds: Seconds | None) -> float:
     """Tokens/s of a GPU."""
     job = case.job()
     gpus, work = job.cluster.layout.world_size, job.workload

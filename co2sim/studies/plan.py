@@ -12,9 +12,9 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.models.framework import Recompute
 from co2sim.prediction import power
 from co2sim.prediction.bounds import Least
-from co2sim.prediction.case import Case
 from co2sim.prediction.choose import fits
 from co2sim.prediction.intervals import unshared
+from co2sim.prediction.question import Question
 from co2sim.prediction.step_factors import scale_of_case, step_factor
 from co2sim.prediction.totals import DAY, totals_of
 from co2sim.studies.candidates import Candidate, Objective, Setup, Space, Want, candidates
@@ -504,13 +504,13 @@ class _Worth:
         return (0.0 if joules is None else joules / 3.6e6 * steps * _BELOW), days, spent
 
 
-def _grouping(cases: Sequence[Case]) -> Callable[[Case], object]:
+def _grouping(cases: Sequence[Question]) -> Callable[[Question], object]:
     """By cluster and strategy, whatever its options; else by these; else by GPUs."""
 
-    def strategy(case: Case) -> object:
+    def strategy(case: Question) -> object:
         return display_name(case.cluster), strategy_title(case.strategy).partition("(")[0]
 
-    def options(case: Case) -> object:
+    def options(case: Question) -> object:
         return display_name(case.cluster), strategy_title(case.strategy)
 
     for group_of in (strategy, options):
@@ -527,7 +527,7 @@ def _with_outcomes(wave: Sequence[_Found], pool: Pool | None) -> Iterator[_Found
         yield one, next(outcomes) if found == "" else found
 
 
-def _outcomes(cases: Sequence[Case], pool: Pool | None) -> Sequence[Outcome]:
+def _outcomes(cases: Sequence[Question], pool: Pool | None) -> Sequence[Outcome]:
     """A result or a failure for each."""
     try:
         return run_on(pool, cases, progress=False)

@@ -30,7 +30,7 @@ from co2sim.common.files import check_writable, is_folder, is_regular, read_byte
 from co2sim.common.progress import Done, progress_bar
 from co2sim.common.units import Seconds, counted
 from co2sim.common.version import own_identity
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
 from co2sim.strategies import parse
@@ -369,7 +369,7 @@ class _FolderWriter:
                 self._write(part)
         self._saved = time.monotonic()
 
-    def _missing(self) -> Iterator[tuple[int, Case]]:
+    def _missing(self) -> Iterator[tuple[int, Question]]:
         """Cases to simulate; their parts are open from now on."""
         places = iter(self._places)
         number = 0
@@ -377,7 +377,7 @@ class _FolderWriter:
             yield from self._begin(number, chunk)
             number += 1
 
-    def _begin(self, number: int, places: Sequence[int]) -> Iterator[tuple[int, Case]]:
+    def _begin(self, number: int, places: Sequence[int]) -> Iterator[tuple[int, Question]]:
         """Open a part, and take what is known of it; gives the other cases."""
         cases, keys = {}, {}
         wrong: dict[int, Failure] = {}
@@ -414,7 +414,7 @@ class _FolderWriter:
         if time.monotonic() - self._saved >= _SAVE:
             self.save()
 
-    def _known(self, place: int) -> Case:
+    def _known(self, place: int) -> Question:
         """The case there; where none can be, what all have in common."""
         try:
             return self._table.points.at(place)
@@ -439,7 +439,7 @@ class _FolderWriter:
         part.unsaved = False
 
 
-def figures(case: Case, goal: Goal, tokens: float | None) -> dict[str, Any] | Failure:
+def figures(case: Question, goal: Goal, tokens: float | None) -> dict[str, Any] | Failure:
     """In a worker: the row of a case, or why it has none."""
     outcome = outcome_of(case)
     if not isinstance(outcome, Result):
@@ -467,11 +467,11 @@ class Inputs:
         self._trees: dict[int, tuple[object, str]] = {}  # which keeps the object, and so its id
         self._start = sha256(_text([str(own_identity()), own_identity().source, _plain(further)]))
 
-    def inlined(self, case: Case) -> Case:
-        """See `Case.inlined`."""
+    def inlined(self, case: Question) -> Question:
+        """See `Question.inlined`."""
         return case.inlined(self._files)
 
-    def key(self, case: Case) -> str:
+    def key(self, case: Question) -> str:
         """A hash of an inlined case, of what results depend on besides, and of co2sim itself.
 
         Two cases that differ in how they are written only, such as co2:tau=2 and co2(tau=2), have

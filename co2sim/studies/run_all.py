@@ -9,8 +9,8 @@ from co2sim.common.convert import Count
 from co2sim.common.errors import Co2simError, NoRoomError, ResourceError
 from co2sim.common.progress import progress_bar
 from co2sim.common.units import counted
-from co2sim.prediction.case import Case
 from co2sim.prediction.driver import run
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.simulation.metrics import scalability_ratio
 from co2sim.studies.pools import Engine, Pool, opened, run_flow
@@ -42,7 +42,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def run_all(
-    cases: Sequence[Case],
+    cases: Sequence[Question],
     jobs: Count = 1,
     *,
     engine: Engine | None = None,
@@ -62,7 +62,7 @@ def run_all(
 
 def run_on(
     pool: Pool | None,
-    cases: Sequence[Case],
+    cases: Sequence[Question],
     *,
     progress: bool | None = None,
     what: str = "simulating cases",
@@ -87,7 +87,7 @@ def run_on(
     return ordered
 
 
-def _outcomes(pool: Pool | None, cases: Sequence[Case]) -> Iterator[tuple[int, Outcome]]:
+def _outcomes(pool: Pool | None, cases: Sequence[Question]) -> Iterator[tuple[int, Outcome]]:
     """Outcomes with the places of their cases, as they come."""
     if pool is None:
         yield from ((place, outcome_of(case)) for place, case in enumerate(cases))
@@ -98,11 +98,11 @@ def _outcomes(pool: Pool | None, cases: Sequence[Case]) -> Iterator[tuple[int, O
 
 
 def run_on_pool(
-    pool: Pool, items: Iterable[tuple[int, Case]], function: Any, total: int
+    pool: Pool, items: Iterable[tuple[int, Question]], function: Any, total: int
 ) -> Iterator[tuple[int, Any]]:
     """What a function gives of cases with their places, or a failure, as it comes.
 
-    The function runs on workers, which read no file: cases are `Case.inlined`.
+    The function runs on workers, which read no file: cases are `Question.inlined`.
     """
     for place, case, answer in run_flow(pool, items, function, total, _crowded):
         killed = isinstance(answer, ResourceError)
@@ -113,7 +113,7 @@ def _crowded(answer: Any) -> bool:
     return isinstance(answer, Failure) and isinstance(answer.error, NoRoomError)
 
 
-def outcome_of(case: Case) -> Outcome:
+def outcome_of(case: Question) -> Outcome:
     """The result of a case, or why there is none."""
     try:
         return run(case)
@@ -121,7 +121,7 @@ def outcome_of(case: Case) -> Outcome:
         return Failure(case.title, error)
 
 
-def efficiencies(cases: Sequence[Case], results: Sequence[Result]) -> list[float | None]:
+def efficiencies(cases: Sequence[Question], results: Sequence[Result]) -> list[float | None]:
     """Throughput per GPU of each case, relative to the same on one node of its cluster.
 
     One node is simulated where it is none of the cases. None where the case cannot run on one.
@@ -141,7 +141,7 @@ def efficiencies(cases: Sequence[Case], results: Sequence[Result]) -> list[float
     return found
 
 
-def _per_gpu(case: Case) -> float | None:
+def _per_gpu(case: Question) -> float | None:
     try:
         return run(case).tokens_per_s_per_gpu
     except Co2simError:  # a batch that does not divide, or a strategy between nodes

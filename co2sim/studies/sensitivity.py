@@ -14,10 +14,10 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.failures import PARTS
 from co2sim.prediction import driver
 from co2sim.prediction.calibrations import replaced
-from co2sim.prediction.case import Case
 from co2sim.prediction.choose import choose
 from co2sim.prediction.measure import rates
 from co2sim.prediction.predict import at_speed, step_time
+from co2sim.prediction.question import Question
 from co2sim.prediction.totals import totals_of
 from co2sim.strategies import parse
 from co2sim.strategies.local import LocalSteps
@@ -178,7 +178,7 @@ def _turns(behind: Callable[[float], float], now: float, here: float) -> Iterato
             continue
 
 
-def _score(option: Candidate, case: Case, wanted: Objective) -> float:
+def _score(option: Candidate, case: Question, wanted: Objective) -> float:
     """The score of an option where a number of its case is another."""
     if wanted.want == "least-energy":  # which waiting counts in, too
         result = driver.run(case)
@@ -214,7 +214,7 @@ class Sensitivity:
     currency: str | None
 
 
-def moved(case: Case) -> tuple[Case, list[tuple[str, Cluster]]]:
+def moved(case: Question) -> tuple[Question, list[tuple[str, Cluster]]]:
     """The case with its numbers as objects, and its cluster with each number a tenth better."""
     case = driver.resolve_auto(case)
     cluster, model = case.load()
@@ -224,7 +224,7 @@ def moved(case: Case) -> tuple[Case, list[tuple[str, Cluster]]]:
     )
 
 
-def levers(case: Case) -> list[Sensitivity]:
+def levers(case: Question) -> list[Sensitivity]:
     """All levers of a case, the strongest first; each takes a simulation."""
     plain, moves = moved(case)
     sized = plain.cluster
@@ -270,7 +270,7 @@ def _moves(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
             yield path, replaced(cluster, path, link.latency / MORE)
 
 
-def _marginal(case: Case, cluster: Cluster, before: float) -> float | None:
+def _marginal(case: Question, cluster: Cluster, before: float) -> float | None:
     """Tokens/s that a further GPU gives, by adding a node to each site; None for no more."""
     gpus = cluster.layout.world_size
     more = cluster.gpus_per_node * cluster.sites
@@ -281,7 +281,7 @@ def _marginal(case: Case, cluster: Cluster, before: float) -> float | None:
     return gain if gain > 0 else None
 
 
-def _speed(case: Case) -> float:
+def _speed(case: Question) -> float:
     """Tokens/s of a case with numbers."""
     job = case.job()
     return float(rates(job, step_time(job))["tokens_per_s"])

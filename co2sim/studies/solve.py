@@ -10,7 +10,7 @@ from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.progress import Done
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import driver
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, scale_of, step_factor
 from co2sim.strategies import parse
@@ -125,7 +125,7 @@ class Curve:
     """The figure over the axis; every value is simulated once."""
 
     def __init__(
-        self, case: Case, axis: Axis, target: Target, tokens: float | None, goal: Goal
+        self, case: Question, axis: Axis, target: Target, tokens: float | None, goal: Goal
     ) -> None:
         self._case, self._axis, self._target = case, axis, target
         self._tokens, self._goal = tokens, goal
@@ -181,7 +181,7 @@ class Curve:
                 self._views[value] = None
         return self._views[value]
 
-    def _seen(self, case: Case) -> View:
+    def _seen(self, case: Question) -> View:
         result = driver.run(case)
         self.has_interval = self.has_interval or result.tokens_per_s_low is not None
         self.currency = self.currency or result.currency
@@ -198,7 +198,7 @@ class Curve:
             tokens, ends = tokens * factor.factor, factor.ends
         return View(result, alone, tokens, self._goodput(case, result), ends)
 
-    def _goodput(self, case: Case, result: Result) -> tuple[float, float, float] | None:
+    def _goodput(self, case: Question, result: Result) -> tuple[float, float, float] | None:
         """The useful share of the time, and its ends, where the target asks for it."""
         entries = case.load()
         cluster, model = entries[0].value, entries[1].value
@@ -210,7 +210,7 @@ class Curve:
         assert found is not None
         return (found.useful, max(found.low, _MIN), found.high)
 
-    def _one_node(self, case: Case) -> Result:
+    def _one_node(self, case: Question) -> Result:
         """The result on one node: what is between nodes is not asked for again."""
         single = replace(case, gpus=case.load()[0].value.gpus_per_node)
         beyond = ("inter.", "wan.")
@@ -250,7 +250,7 @@ class Solved:
     each point, where its interval is known.
     """
 
-    case: Case
+    case: Question
     axis: Axis
     target: Target
     answers: tuple[Answer, ...]
@@ -265,7 +265,7 @@ class Solved:
 
 
 def solve(
-    case: Case,
+    case: Question,
     axis: Axis,
     target: Target,
     *,
@@ -328,7 +328,7 @@ def _uncertain(curve: Curve, target: Target) -> bool:
     return curve.has_interval and target.name != "memory"
 
 
-def check(case: Case, path: str, target: Target, tokens: float | None) -> None:
+def check(case: Question, path: str, target: Target, tokens: float | None) -> None:
     """Refuse a target that lacks something, and rounds that every value of `path` would change."""
     together, node = case.together, case.load()[0].value.gpus_per_node
     if target.metric.needs == "alone" and together > node:

@@ -10,8 +10,8 @@ from co2sim.common.convert import Count, Number, Reference, number, shown
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.workload import Model
-from co2sim.prediction.case import Case, JobOptions, Options
 from co2sim.prediction.driver import make_case
+from co2sim.prediction.question import JobOptions, Options, Question
 from co2sim.prediction.step_factors import NO_GOAL, Goal
 from co2sim.prediction.totals import tokens_of
 from co2sim.simulation.noise import QUIET, Noise
@@ -168,7 +168,7 @@ def scale(
     return table.to_frame(cases, outcomes, goal=goal, tokens=tokens)
 
 
-def _base(cluster: Any, model: Any, strategy: Any, vary: grid.Grid, options: Options) -> Case:
+def _base(cluster: Any, model: Any, strategy: Any, vary: grid.Grid, options: Options) -> Question:
     """What all cases of a sweep have in common; empty where it varies."""
     given = {"cluster": cluster, "model": model, "strategy": strategy}
     grid.check(vary)

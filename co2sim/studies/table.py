@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, get_type_hints
 
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.units import CURRENCIES
-from co2sim.prediction.case import Case
 from co2sim.prediction.figures import COLUMNS
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, to_loss
 from co2sim.prediction.totals import Totals, totals_of
@@ -41,7 +41,7 @@ TOTALS = tuple(
 
 
 def row_of(
-    case: Case, outcome: Outcome, goal: Goal = NO_GOAL, tokens: float | None = None
+    case: Question, outcome: Outcome, goal: Goal = NO_GOAL, tokens: float | None = None
 ) -> dict[str, object]:
     """Names of columns with their values; memory items in their own columns.
 
@@ -51,7 +51,7 @@ def row_of(
     return _row(case, outcome) | _loss(outcome, goal) | _totals(case, outcome, goal, tokens)
 
 
-def _row(case: Case, outcome: Outcome) -> dict[str, object]:
+def _row(case: Question, outcome: Outcome) -> dict[str, object]:
     keys: dict[str, object] = {
         "cluster_key": display_name(case.cluster),
         "model_key": display_name(case.model),
@@ -82,7 +82,9 @@ def _loss(outcome: Outcome, goal: Goal) -> dict[str, object]:
     return dict(zip(TO_LOSS, values, strict=True))
 
 
-def _totals(case: Case, outcome: Outcome, goal: Goal, tokens: float | None) -> dict[str, object]:
+def _totals(
+    case: Question, outcome: Outcome, goal: Goal, tokens: float | None
+) -> dict[str, object]:
     """What the training of a number of tokens takes."""
     if tokens is None:
         return {}
@@ -114,7 +116,7 @@ _COUNTS = [name for name, hint in get_type_hints(Result).items() if hint is int]
 
 
 def to_frame(
-    cases: Sequence[Case],
+    cases: Sequence[Question],
     outcomes: Sequence[Outcome],
     settings: Sequence[Setting] | None = None,
     goal: Goal = NO_GOAL,

@@ -12,7 +12,7 @@ from co2sim.common.units import Unit, duration, number, parse, parse_price, scal
 from co2sim.common.validation import Quantity
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction.calibrations import replaced
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import joined
 from co2sim.prediction.totals import DAY
@@ -330,7 +330,7 @@ class Axis:
         """How many steps a value is behind the lowest, rounded down."""
         return int((value - self.low + 1e-9) // self.step) if self.step else 0
 
-    def at(self, case: Case, value: float) -> Case:
+    def at(self, case: Question, value: float) -> Question:
         """The case with this value."""
         if isinstance(case.cluster, Cluster) and _of_cluster(self.path):
             cluster = case.cluster
@@ -360,7 +360,7 @@ class Axis:
         return scaled(value, self.unit) if self.unit else number(value)
 
 
-def axis_of(case: Case, path: str, low: str | None = None, high: str | None = None) -> Axis:
+def axis_of(case: Question, path: str, low: str | None = None, high: str | None = None) -> Axis:
     """The axis of a path. `low` and `high` are texts with units; by default a wide range.
 
     Raises OptionError for what is no number, and for a range that has no values.
@@ -399,7 +399,7 @@ def _of_cluster(path: str) -> bool:
     return path not in _COUNTS and not path.startswith(("strategy.", "model."))
 
 
-def _declared(case: Case, path: str) -> Axis:
+def _declared(case: Question, path: str) -> Axis:
     """The axis with its default range."""
     cluster = case.load()[0].value
     if path == "gpus":
@@ -422,7 +422,7 @@ def _declared(case: Case, path: str) -> Axis:
     return Axis(path, quantity.unit, low, high, currency=cluster.currency)
 
 
-def _option(case: Case, path: str) -> Axis:
+def _option(case: Question, path: str) -> Axis:
     """The axis of an option of the strategy."""
     strategy = case.strategy
     if isinstance(strategy, str):

@@ -13,7 +13,7 @@ from co2sim.common import validation
 from co2sim.common.cli import Version
 from co2sim.common.errors import OptionError
 from co2sim.common.files import check_writable
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.schedule.schedule import Layout
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
@@ -67,7 +67,7 @@ _Kernels = Annotated[
 @options.model_options
 @launching.rank_options
 def run(  # noqa: PLR0917 - one argument per option
-    job: Case,
+    job: Question,
     how: launching.RankSettings,
     strategy: Annotated[
         list[str],

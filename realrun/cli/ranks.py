@@ -12,7 +12,7 @@ from typing import NoReturn
 from co2sim.common.errors import Co2simError, OptionError, error_line
 from co2sim.common.files import write_atomically
 from co2sim.common.units import Seconds, counted, duration
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from realrun import record
 from realrun.cli.options import RankSettings
@@ -96,7 +96,7 @@ def as_rank(settings: RankSettings, folder: Path | None, work: Callable[[Rank], 
 
 
 def run(
-    cases: Sequence[Case],
+    cases: Sequence[Question],
     settings: RankSettings,
     kernels: KernelName,
     rounds: int,
@@ -148,7 +148,7 @@ def _stop(error: Co2simError, rank: Rank | None) -> NoReturn:
     end(2 if bad or said else 1)
 
 
-def _foretell(case: Case, world: World, rounds: int) -> None:
+def _foretell(case: Question, world: World, rounds: int) -> None:
     """Say how long a run will take, if that is long."""
     expected = lasting(computing_time(case, world, rounds))
     if expected > _NEWS:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from co2sim.common.units import Flops, FlopsPerSecond, Seconds
 from co2sim.hardware.cluster import GPU
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.schedule.schedule import Collective, Compute, Schedule
 from co2sim.simulation.costs import compute_time
 from co2sim.simulation.trace import Span, Trace
@@ -95,7 +95,7 @@ _LARGE: Flops = 1e12
 """Of a kernel that is as fast as any."""
 
 
-def at_speed(case: Case, speed: FlopsPerSecond) -> Case:
+def at_speed(case: Question, speed: FlopsPerSecond) -> Question:
     """A record's case on GPUs that multiply large matrices so fast, all else in proportion."""
     cluster = case.load()[0].value
     gpu = cluster.gpu

@@ -12,10 +12,10 @@ import pytest
 import tiny
 
 import co2sim
-from co2sim import Case, Noise, OptionError, simulate
+from co2sim import Noise, OptionError, Question, simulate
 from co2sim.common.errors import ScheduleError
 from co2sim.models.workload import Workload
-from co2sim.prediction.case import OPEN_BATCH
+from co2sim.prediction.question import OPEN_BATCH
 
 SMALL: dict[str, Any] = {
     "cluster": "a100-tcp80",
@@ -32,7 +32,7 @@ def test_every_public_name_of_the_stub_is_there() -> None:
             sys.modules[f"co2sim.{co2sim._MODULES[name]}"], name
         )
         assert name in dir(co2sim)
-    assert {"simulate", "sweep", "Case", "Result"} < set(co2sim.__all__)
+    assert {"simulate", "sweep", "Question", "Result"} < set(co2sim.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = co2sim.nothing
 
@@ -56,13 +56,13 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 
 def test_the_signature_of_simulate_names_every_field_of_a_case() -> None:
-    """Shells complete it: every field of Case and of Noise has a keyword, a type and a line."""
+    """Shells complete it: every field of Question and of Noise has a keyword, a type and a line."""
     found = inspect.signature(simulate).parameters
     assert all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in found.values())
-    wanted = {f.name for f in fields(Case)} | {f.name for f in fields(Noise)}
+    wanted = {f.name for f in fields(Question)} | {f.name for f in fields(Noise)}
     assert set(found) == wanted | {"progress"}
     assert all(p.annotation is not inspect.Parameter.empty for p in found.values())
-    defaults = {f.name: f.default for f in fields(Case)} | OPEN_BATCH
+    defaults = {f.name: f.default for f in fields(Question)} | OPEN_BATCH
     for name in ("micro_batch", "recompute", "optimizer", "fold", "gpus", "rounds", "precision"):
         assert found[name].default == defaults[name]
     documented = inspect.getdoc(simulate) or ""
@@ -120,7 +120,7 @@ def test_options_of_a_strategy_that_mean_nothing_are_refused(
         lambda: simulate(**SMALL | {"strategy": strategy}),
         lambda: co2sim.sweep(**SMALL | {"strategy": strategy}, vary={"seed": [1]}),
         lambda: co2sim.scale("a100-tcp80", "gpt2-small", strategy, gpus=[8]),
-        lambda: Case(**SMALL | {"strategy": strategy}).stage(),
+        lambda: Question(**SMALL | {"strategy": strategy}).stage(),
     ]
     for ask in asks:
         with pytest.raises(OptionError) as caught:

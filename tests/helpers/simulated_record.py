@@ -6,7 +6,7 @@ from dataclasses import replace
 from co2sim.catalog import load_cluster, load_model
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import measure
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.simulation.noise import QUIET, Noise
 from co2sim.simulation.run import execute
 from realrun.record import Record
@@ -58,7 +58,7 @@ def measured(strategy: str, change: Change = same, noise: Noise = QUIET, rounds:
     plain = replace(dgx.gpu, products=None, efficiency=((1e12, 0.4),))  # each op takes its launch
     cluster = replace(dgx, gpu=plain, nodes=2, gpus_per_node=2, protocols="simple")
     model = load_model("gpt2-small", {}).value
-    case = Case(cluster=cluster, model=model, strategy=strategy, precision="bf16")
+    case = Question(cluster=cluster, model=model, strategy=strategy, precision="bf16")
     prepared = case.stage()
     other, whole = change(cluster), rounds + 2
 

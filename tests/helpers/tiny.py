@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from co2sim import Case, strategies
+from co2sim import Question, strategies
 from co2sim.catalog import load_cluster
 from co2sim.hardware.cluster import GPU, Cluster, Link
 from co2sim.models.blocks import MatMul
@@ -136,7 +136,7 @@ def recorded_run() -> tuple[bytes, bytes]:
 
     built = load_cluster("dgx-h100", {}).value
     block = Block("layer", (64, 64), 1e6, 1e4, products=(MatMul(8, 8, 8),), calls=2)
-    case = Case(
+    case = Question(
         cluster=replace(built, nodes=2, gpus_per_node=2),
         model=Model("tiny", (block, replace(block, name="head")), 8),
         strategy="co2.published(tau=2)",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiny import cluster, model
 
-from co2sim import Case
+from co2sim import Question
 from co2sim.common.errors import CatalogError, Co2simError
 from co2sim.prediction import driver
 from co2sim.schedule.schedule import Collective, Layout
@@ -18,7 +18,9 @@ from realrun.record import Record
 @pytest.fixture
 def made() -> Record:
     """A simulated run, as if it had been measured."""
-    case = Case(cluster=cluster(), model=model(), strategy="co2.published(tau=2)", precision="fp32")
+    case = Question(
+        cluster=cluster(), model=model(), strategy="co2.published(tau=2)", precision="fp32"
+    )
     _, trace = driver.trace(replace(case, fold=False))
     return Record(
         case=case,
@@ -69,7 +71,7 @@ def test_a_run_of_an_older_version_is_read(made: Record, tmp_path: Path) -> None
 def test_a_run_keeps_what_was_said_of_its_stack() -> None:
     """Numbers of cluster and model are in these; a stack stays a name with its numbers."""
     of_stack = {"stack.experts_all_to_all": "hierarchical"}
-    asked = Case(
+    asked = Question(
         cluster="dgx-h100",
         model="qwen3-30b-a3b",
         strategy="zero1",

@@ -26,7 +26,7 @@ _DRIFT = 0.04
 """How far measured drifts may be from those of small steps, relatively."""
 
 
-class Case(NamedTuple):
+class Question(NamedTuple):
     """A method: late by `delay` rounds with a restart, or by `late` of `tau` steps without."""
 
     family: str
@@ -41,22 +41,22 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("isotropic", 1.0, 0.0, 1.0),
-    Case("spread", 0.7, 0.5, 2.0),
-    Case("quadratics apart", 0.3, 0.9, 1.5),
-    Case("cosine", 0.6, 0.8, 1.0),
-    Case("hills apart", 0.5, 0.5, 1.0),
-    Case("isotropic", 0.7, 0.5, 2.0, delay=0),
-    Case("cosines apart", 0.9, 0.6, 1.0, delay=0),
-    Case("spread", 0.5, 0.5, 1.0, delay=2),
+    Question("isotropic", 1.0, 0.0, 1.0),
+    Question("spread", 0.7, 0.5, 2.0),
+    Question("quadratics apart", 0.3, 0.9, 1.5),
+    Question("cosine", 0.6, 0.8, 1.0),
+    Question("hills apart", 0.5, 0.5, 1.0),
+    Question("isotropic", 0.7, 0.5, 2.0, delay=0),
+    Question("cosines apart", 0.9, 0.6, 1.0, delay=0),
+    Question("spread", 0.5, 0.5, 1.0, delay=2),
 )
 LATE_CASES = (
-    Case("isotropic", 1.0, 0.0, 1.0, late=2),
-    Case("spread", 0.7, 0.5, 2.0, late=5),
-    Case("quadratics apart", 0.3, 0.9, 1.5, late=3, keep=0.5),
-    Case("cosine", 1.0, 0.0, 1.0, tau=4, late=2, keep=0.5, predict=0.5),
-    Case("cosines apart", 0.6, 0.5, 1.0, tau=4, late=4, keep=0.75, predict=0.6),
-    Case("hills apart", 1.2, 0.25, 1.0, tau=1, late=1, keep=0.3, predict=0.25),  # beta = p
+    Question("isotropic", 1.0, 0.0, 1.0, late=2),
+    Question("spread", 0.7, 0.5, 2.0, late=5),
+    Question("quadratics apart", 0.3, 0.9, 1.5, late=3, keep=0.5),
+    Question("cosine", 1.0, 0.0, 1.0, tau=4, late=2, keep=0.5, predict=0.5),
+    Question("cosines apart", 0.6, 0.5, 1.0, tau=4, late=4, keep=0.75, predict=0.6),
+    Question("hills apart", 1.2, 0.25, 1.0, tau=1, late=1, keep=0.3, predict=0.25),  # beta = p
 )
 _ROUNDS = 24
 
@@ -83,7 +83,7 @@ class Watched:
         return slopes, variances
 
 
-def gap_error(case: Case) -> float:
+def gap_error(case: Question) -> float:
     """The largest error of the identities of the virtual iterate, relative to the largest |mean|.
 
     z moves by -E c_k times the averaged gradient. Checked is z - mean at every step, which follows
@@ -123,7 +123,7 @@ def gap_error(case: Case) -> float:
     return float(max(np.abs(error).max() for error in errors) / np.abs(means).max())
 
 
-def _watched(case: Case, step: float) -> tuple[Array, Array]:
+def _watched(case: Question, step: float) -> tuple[Array, Array]:
     """The mean of the workers and of their gradients, before each step of a run."""
     problem = FAMILIES[case.family](4)
     size = RunSize(
@@ -154,7 +154,7 @@ def mean_error() -> float:
     All is kept and the outer step is 1, on a problem with linear gradients: the mean of the
     workers must move exactly as if every average had been waited for.
     """
-    case = Case("isotropic", 1.0, 0.0, 1.0, delay=0)
+    case = Question("isotropic", 1.0, 0.0, 1.0, delay=0)
     now, *late = (_watched(case._replace(late=d), 0.05)[0] for d in (None, 1, 3, 5))
     return max(float(np.abs(path - now).max() / np.abs(now).max()) for path in late)
 

@@ -13,17 +13,17 @@ from co2sim.catalog.facts import Kind, Tree, key_of, read
 from co2sim.catalog.specs import rates
 from co2sim.common.errors import CatalogError, Co2simError, OptionError, nearest
 from co2sim.prediction import driver
-from co2sim.prediction.case import OPEN_BATCH, Case
+from co2sim.prediction.question import OPEN_BATCH, Question
 from co2sim.prediction.step_factors import Goal
-from co2sim.report.explore.page import asked
-from co2sim.report.explore.question import (
+from co2sim.report.explore.exploration import (
     MAX_STRATEGIES,
     Control,
-    Question,
+    Exploration,
     controls,
     figures,
     lost,
 )
+from co2sim.report.explore.page import asked
 from co2sim.report.html import render
 from co2sim.report.study_page import Study, page
 from co2sim.report.text import result as text_result
@@ -74,7 +74,7 @@ class Positions(BaseModel):
 
 OPTIONS = tuple(
     one.name
-    for one in fields(Case)
+    for one in fields(Question)
     if "option" in one.metadata and one.metadata["option"].group in {"job", "pipeline"}
     if one.name != "overrides"
 )
@@ -128,13 +128,13 @@ def _known(name: str, what: str, files: Mapping[str, str], kind: Kind) -> str:
     raise CatalogError(f"unknown {what} {name!r}; {nearest(name, [*files, *catalog])}")
 
 
-def question_of(view: PageView, files: Files, goal: Goal) -> Question:
+def question_of(view: PageView, files: Files, goal: Goal) -> Exploration:
     """The question that a view asks. Raises Co2simError for one that makes no sense."""
     unknown = next((name for name in view.options if name not in OPTIONS), None)
     if unknown:
         raise OptionError(f"nothing is called {unknown!r}; {nearest(unknown, OPTIONS)}")
     given = {name: text.strip() for name, text in view.options.items() if text.strip()}
-    job = Case(
+    job = Question(
         cluster=files.cluster(view.cluster),
         model=files.model(view.model),
         strategy="",
@@ -144,7 +144,7 @@ def question_of(view: PageView, files: Files, goal: Goal) -> Question:
     files.check(sets)
     if view.gpus is not None:
         gpu_counts(with_changes(job, sets), [view.gpus])
-    return Question(
+    return Exploration(
         with_changes(job, OPEN_BATCH | given | sets), view.strategies, view.tokens, goal
     )
 
@@ -209,10 +209,10 @@ class Asker:
         self._question = lru_cache(16)(self._read)
         self._figures = lru_cache(4096)(self._simulated)
 
-    def _read(self, text: str) -> Question:
+    def _read(self, text: str) -> Exploration:
         return question_of(PageView.model_validate_json(text), self.files, self.goal)
 
-    def question(self, view: PageView) -> Question:
+    def question(self, view: PageView) -> Exploration:
         """The question, kept."""
         return self._question(view.model_dump_json())
 

@@ -20,9 +20,9 @@ from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.progress import progress_bar
 from co2sim.common.units import Seconds, duration
 from co2sim.hardware.failures import Failures
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
-from co2sim.report.explore.question import Control, Figures, Lost, Question, figures, lost
+from co2sim.report.explore.exploration import Control, Exploration, Figures, Lost, figures, lost
 from co2sim.studies.pools import Engine, Pool, opened
 from co2sim.studies.run_all import Failure, Interrupted, Outcome, run_on
 
@@ -193,7 +193,7 @@ Knots = list[set[int]]
 class Board:
     """A question and its controls."""
 
-    question: Question
+    question: Exploration
     controls: tuple[Control, ...]
 
     @property
@@ -239,7 +239,7 @@ class Board:
             found[at] = draw.randrange(len(self.controls[at].stops))
         return found
 
-    def case(self, place: int, positions: Sequence[int]) -> Case:
+    def case(self, place: int, positions: Sequence[int]) -> Question:
         """The case there."""
         return self.question.loaded(place, self._settings(positions))
 
@@ -309,13 +309,13 @@ class Known:
     def __init__(self, board: Board, pool: Pool | None) -> None:
         """On these workers, or without any in this process."""
         self.board, self.pool = board, pool
-        self.found: dict[tuple[int, Positions], tuple[Case, Result] | str] = {}
+        self.found: dict[tuple[int, Positions], tuple[Question, Result] | str] = {}
         self.ended = False
         self.rate: Seconds = 0.0
 
     def simulate(self, wanted: Iterable[tuple[int, Positions]], what: str) -> None:
         """Those that are not known yet."""
-        cases: dict[tuple[int, Positions], Case] = {}
+        cases: dict[tuple[int, Positions], Question] = {}
         for key in wanted:
             if key not in self.found and key not in cases:
                 try:
@@ -331,7 +331,7 @@ class Known:
             else:
                 self.found[key] = outcome.reason if outcome else ENDED
 
-    def _outcomes(self, cases: list[Case], what: str) -> Mapping[int, Outcome]:
+    def _outcomes(self, cases: list[Question], what: str) -> Mapping[int, Outcome]:
         """By the places of the cases; those that control-C left are missing."""
         if self.ended or not cases:
             return {}
@@ -349,7 +349,7 @@ class Known:
         return found if isinstance(found, str) else figures(*found, self.board.question.goal)
 
 
-def _alone(case: Case) -> Outcome:
+def _alone(case: Question) -> Outcome:
     try:
         return run_on(None, [case], progress=False)[0]
     except Co2simError as error:
@@ -369,7 +369,7 @@ _CHECKS = 40
 
 
 def build(
-    question: Question,
+    question: Exploration,
     controls: Sequence[Control],
     tolerance: float,
     jobs: int,

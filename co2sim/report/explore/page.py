@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from co2sim import __version__
 from co2sim.common.plots import COLOURS
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.report import html, sections
 from co2sim.report.bundle import vega
@@ -23,8 +23,8 @@ from co2sim.report.chart_style import (
     spec,
 )
 from co2sim.report.charts import memory_line, shares_of
+from co2sim.report.explore.exploration import MAX_STRATEGIES, Control, Exploration
 from co2sim.report.explore.grid import MAX_CASES, Exactness, ExploreGrid
-from co2sim.report.explore.question import MAX_STRATEGIES, Control, Question
 from co2sim.report.tables import Answered
 from co2sim.studies.grid import display_name
 
@@ -32,9 +32,9 @@ _PACKAGE = "co2sim.report.explore"
 
 
 def static_page(
-    question: Question,
+    question: Exploration,
     grid: ExploreGrid,
-    cases: Sequence[tuple[Case, Result]],
+    cases: Sequence[tuple[Question, Result]],
     command: str,
 ) -> bytes:
     """A page that holds its grid; `cases` are those with which it begins."""
@@ -60,7 +60,7 @@ def static_page(
     return page
 
 
-def asked(question: Question, controls: Sequence[Control]) -> dict[str, Any]:
+def asked(question: Exploration, controls: Sequence[Control]) -> dict[str, Any]:
     """What the page knows of a question beside figures."""
     given, trained = question.case(0, {}).load()
     cluster = question.case(0, begin(controls)).load()[0].value

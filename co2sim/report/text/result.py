@@ -18,10 +18,10 @@ from co2sim.common.units import Bytes, counted, duration, percent, scaled
 from co2sim.models.framework import AttentionKernel
 from co2sim.models.memory import GIB, OVERHEAD, model_states
 from co2sim.prediction import figures, intervals, notes
-from co2sim.prediction.case import Case
 from co2sim.prediction.figures import INTERVAL, in_table, list_of, shared_batch
 from co2sim.prediction.intervals import error_model, undecided
 from co2sim.prediction.job import Stage, schedule_of
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
 from co2sim.prediction.totals import totals_of
@@ -83,7 +83,7 @@ def print_result(
 
 
 def print_comparison(
-    cases: Sequence[Case],
+    cases: Sequence[Question],
     results: Sequence[Result],
     goal: Goal = NO_GOAL,
     tokens: float | None = None,
@@ -121,7 +121,7 @@ def print_comparison(
         totals.print_totals(out, head, ("strategy",), named, 1)
 
 
-def _near(case: Case, result: Result) -> list[str]:
+def _near(case: Question, result: Result) -> list[str]:
     """The published run that is most like a case, where such runs made its interval."""
     if result.nearest_published is None:
         return []
@@ -148,9 +148,9 @@ def _print_memory(out: Console, r: Result) -> None:
 
 
 def print_simulated(
-    case: Case,
+    case: Question,
     result: Result,
-    settle: Callable[[Case], Case],
+    settle: Callable[[Question], Question],
     goal: Goal = NO_GOAL,
     tokens: float | None = None,
 ) -> None:
@@ -194,7 +194,7 @@ def verdict_lines(one: Verdict, *, named: bool) -> tuple[str, str]:
     return f"verdict: {f'{one.strategy}: ' if named else ''}{one}", how
 
 
-def print_evidence(case: Case, result: Result) -> None:
+def print_evidence(case: Question, result: Result) -> None:
     """The published runs that are most like it, with their errors.
 
     Throughputs are tokens/s of a GPU. A distance of 1 is twice as many parameters, or four times as
@@ -396,7 +396,7 @@ def largest(stage: Stage) -> str:
     return f"the largest item is {name}, {scaled(memory[name], 'B')}{less}"
 
 
-def print_fitting(out: Console, case: Case, settle: Callable[[Case], Case]) -> None:
+def print_fitting(out: Console, case: Question, settle: Callable[[Question], Question]) -> None:
     """Print what to change so that the case fits, or what comes nearest.
 
     `settle` gives a case numbers for what it leaves open.
@@ -408,7 +408,7 @@ def print_fitting(out: Console, case: Case, settle: Callable[[Case], Case]) -> N
 
 
 def fitting(
-    case: Case, settle: Callable[[Case], Case]
+    case: Question, settle: Callable[[Question], Question]
 ) -> tuple[list[str], str, list[tuple[str, str]]]:
     """What makes a case that does not fit smaller: lines, and a table of changes with its heading.
 
@@ -537,7 +537,7 @@ def _within(few: dict[str, str], many: dict[str, str]) -> bool:
     return True
 
 
-def _runs(case: Case, settle: Callable[[Case], Case], alternative: Alternative) -> bool:
+def _runs(case: Question, settle: Callable[[Question], Question], alternative: Alternative) -> bool:
     """Whether the changed case is allowed, and needs the memory that was promised."""
     changes = alternative.changes
     try:

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from co2sim.prediction.case import Case
 from co2sim.prediction.figures import asked
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, Scale, scale_of_case
 from co2sim.studies.candidates import command_of, with_tokens
@@ -18,7 +18,9 @@ _USUAL = 0.9
 """Of several values, that which the words are about."""
 
 
-def trainings(cases: Iterable[Case], results: Mapping[str, Result]) -> Iterator[tuple[str, Scale]]:
+def trainings(
+    cases: Iterable[Question], results: Mapping[str, Result]
+) -> Iterator[tuple[str, Scale]]:
     """For `remark`: strategies with the options that were chosen for the cases as they are."""
     for case in cases:
         title = strategy_title(case.strategy)
@@ -54,7 +56,7 @@ def _headline(solved: Solved) -> Answer:
     return next((a for a in solved.answers if a.value == _USUAL), solved.answers[-1])
 
 
-def _check_of(case: Case, solved: Solved, tokens: float | None, goal: Goal) -> str:
+def _check_of(case: Question, solved: Solved, tokens: float | None, goal: Goal) -> str:
     """The command that shows the figure; a throughput relative to one node by `scale`."""
     if solved.target.metric.needs == "failures":
         return command_of(case, "goodput")

@@ -12,8 +12,8 @@ from co2sim.common import convert
 from co2sim.common.tables import print_lines, print_table
 from co2sim.common.units import Seconds, counted, duration, figures, scaled
 from co2sim.hardware.cluster import Cluster
-from co2sim.prediction.case import Case
 from co2sim.prediction.power import COMPUTING, NEEDED
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, remark, scale_of, to_loss
 from co2sim.prediction.totals import EXAMPLES, Totals, basis, knee, spent, tokens_of, totals_of
@@ -77,13 +77,13 @@ def print_totals(
 
 
 def print_basis(
-    out: Console, cases: Sequence[Case], found: Iterable[Totals | None], *after: str
+    out: Console, cases: Sequence[Question], found: Iterable[Totals | None], *after: str
 ) -> None:
     """What totals rest on, and which numbers are missing, in a few lines; then those `after`."""
     print_lines(out, *basis_lines(cases, found), *after)
 
 
-def basis_lines(cases: Sequence[Case], found: Iterable[Totals | None]) -> list[str]:
+def basis_lines(cases: Sequence[Question], found: Iterable[Totals | None]) -> list[str]:
     """What totals rest on, and which numbers are missing; nothing where there are none."""
     known = [one for one in found if one is not None]
     if not known:
@@ -113,7 +113,7 @@ def marked(texts: list[str], outcome: object) -> list[str]:
     return [*texts[:-1], f"{texts[-1]}*"] if lost else texts
 
 
-def _useful(cases: Sequence[Case], known: Sequence[Totals]) -> str:
+def _useful(cases: Sequence[Question], known: Sequence[Totals]) -> str:
     """What is said of failures."""
     names = {c.failures.name or "as given" for c in _clusters(cases) if c.failures}
     if not names:
@@ -123,12 +123,12 @@ def _useful(cases: Sequence[Case], known: Sequence[Totals]) -> str:
     return f"totals count failures ({', '.join(sorted(names))}): {share} of the time is useful work"
 
 
-def _clusters(cases: Sequence[Case]) -> list[Cluster]:
+def _clusters(cases: Sequence[Question]) -> list[Cluster]:
     return [case.load()[0].value for case in cases]
 
 
 def totals_for(
-    cases: Sequence[Case], outcomes: Sequence[object], tokens: float | None, goal: Goal
+    cases: Sequence[Question], outcomes: Sequence[object], tokens: float | None, goal: Goal
 ) -> list[Totals | None]:
     """The totals of cases by their outcomes; None where one is no result, or without tokens."""
     if tokens is None:
@@ -154,7 +154,7 @@ def _lacking(missing: Sequence[str]) -> list[str]:
     return lines
 
 
-def _facts(cases: Sequence[Case]) -> Mapping[str, list[Fact]]:
+def _facts(cases: Sequence[Question]) -> Mapping[str, list[Fact]]:
     """The numbers of all cases that totals rest on, each once."""
     found: dict[str, dict[Fact, None]] = {}
     apart = {(str(case.cluster), *case.overrides.items()): case for case in cases}

@@ -21,7 +21,7 @@ from analysis.convergence.setting import Late, Setting
 from analysis.convergence.simulate import disagreement
 from analysis.convergence.tau import print_tau
 from co2sim.common.errors import OptionError
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.strategies import parse
 from co2sim.strategies.co2 import CO2
 from realrun.record import write
@@ -316,7 +316,7 @@ def test_time_to_a_target_is_the_first() -> None:
 )
 def test_rounds_say_who_averages_when(strategy: str, tau_: int, workers: int, delay: int) -> None:
     """Workers are GPUs or nodes; an average is used after CO2's staleness, or at once."""
-    case = Case(cluster="a100-tcp80", model="gpt2-small", strategy=strategy, gpus=16)
+    case = Question(cluster="a100-tcp80", model="gpt2-small", strategy=strategy, gpus=16)
     found = tau._simulated(case, tau_)
     assert (found.tau, found.workers, found.delay) == (tau_, workers, delay)
     assert found.round_time > 0
@@ -386,9 +386,9 @@ def test_the_search_for_tau_doubles_while_the_longest_is_best(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With rounds of 1,000 s up to a tau of 512: past the usual ones, and it ends."""
-    case = Case(cluster="a100-tcp80", model="gpt2-small", strategy="co2.published", gpus=16)
+    case = Question(cluster="a100-tcp80", model="gpt2-small", strategy="co2.published", gpus=16)
 
-    def simulated(_case: Case, steps: int) -> tau.Timing:
+    def simulated(_case: Question, steps: int) -> tau.Timing:
         return timing(steps, 1000.0 * max(1, steps / 512))
 
     monkeypatch.setattr(tau, "_simulated", simulated)

@@ -86,7 +86,7 @@ def _simulates(process: psutil.Process) -> bool:
 @pytest.mark.parametrize(
     ("arguments", "heavy"),
     [
-        ("--help", "numpy pydantic rich simpy co2sim.prediction.case co2sim.cli.run"),
+        ("--help", "numpy pydantic rich simpy co2sim.prediction.question co2sim.cli.run"),
         (
             "run -c dgx-h100 -m gpt2-small -s ddp",
             "scipy matplotlib dask co2sim.prediction.published",

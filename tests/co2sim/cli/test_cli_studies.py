@@ -12,8 +12,8 @@ from places import ROOT
 
 from co2sim.cli import scale
 from co2sim.prediction import driver
-from co2sim.prediction.case import Case
 from co2sim.prediction.published import RunCell, SpeedComparison
+from co2sim.prediction.question import Question
 from co2sim.report.charts import chart
 
 Run = Callable[..., tuple[int, str, str]]
@@ -52,7 +52,7 @@ def test_without_altair_scale_has_no_picture(
 def test_the_picture_shows_intervals_and_published_cells_and_only_what_fits() -> None:
     """Per GPU, a panel for each cluster, one colour a strategy; a star at the published size."""
     cases = [
-        Case(cluster=name, model="gpt2-small", strategy=how, gpus=gpus)
+        Question(cluster=name, model="gpt2-small", strategy=how, gpus=gpus)
         for name in ("a100-tcp80", "a100-roce800")
         for how in ("ddp", "zero3")
         for gpus in (8, 64)

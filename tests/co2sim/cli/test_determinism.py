@@ -15,7 +15,7 @@ from places import ROOT
 from same_bytes import COMMANDS, Place
 from simulated_record import measured
 
-from co2sim import Case
+from co2sim import Question
 from co2sim.simulation import chakra
 from realrun.record import write
 
@@ -34,7 +34,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     runs = tmp_path_factory.mktemp("measured")
     for strategy in ("ddp", "zero3", "co2.published(tau=2)"):
         write(runs / strategy, measured(strategy))
-    case = Case(
+    case = Question(
         cluster="a100-roce800", model="gpt2-small", strategy="co2.published:tau=2", gpus=16
     ).stage()
     traces = tmp_path_factory.mktemp("exported") / "traces"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import co2sim
-from co2sim import Case, ResourceError
+from co2sim import Question, ResourceError
 from co2sim.common import resources
 from co2sim.prediction import driver
 from co2sim.simulation import lowering
@@ -31,7 +31,7 @@ co2sim.simulate("a100-tcp80", "gpt2-small", "ddp", gpus=16, overrides=even)  # l
 mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 room = 100e6
 resource.setrlimit(resource.RLIMIT_AS, (int(mapped + room), int(mapped + room)))
-ops = len(co2sim.Case(cluster="a100-tcp80", model="gpt2-small", strategy="ddp", gpus=16)
+ops = len(co2sim.Question(cluster="a100-tcp80", model="gpt2-small", strategy="ddp", gpus=16)
           .stage().schedule.body)
 allowed = int(0.9 * resources.free_memory() / 2 / lowering.SPAN_BYTES / ops)
 for rounds in (allowed, 2 * allowed, 1_000_000):
@@ -63,7 +63,7 @@ def test_the_search_for_a_steady_state_ends_where_memory_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What was found before is the answer, marked as not steady; with more memory it is steady."""
-    case = Case(**SMALL, strategy="co2.published(tau=4)", noise=co2sim.Noise(straggle=0.1))
+    case = Question(**SMALL, strategy="co2.published(tau=4)", noise=co2sim.Noise(straggle=0.1))
     steady = driver.run(case)
     assert steady.steady
     assert steady.rounds_simulated > 4
@@ -77,17 +77,17 @@ def test_the_search_for_a_steady_state_ends_where_memory_does(
     monkeypatch.setattr(resources, "free_memory", lambda: room)
     with pytest.raises(ResourceError, match=r"; take fewer GPUs$"):
         driver.run(case)
-    uneven = Case(**SMALL, strategy="co2.published(tau=4)", noise=co2sim.Noise(jitter=0.1))
+    uneven = Question(**SMALL, strategy="co2.published(tau=4)", noise=co2sim.Noise(jitter=0.1))
     with pytest.raises(ResourceError, match="no jitter"):
         driver.run(uneven)
 
 
 MEASURED = """
 from pathlib import Path
-from co2sim import Case, Noise
+from co2sim import Question, Noise
 from co2sim.prediction import driver
 from co2sim.simulation import lowering
-case = Case(cluster="dgx-h100", model="gpt2-xl", strategy="zero3", gpus=32, rounds=80,
+case = Question(cluster="dgx-h100", model="gpt2-xl", strategy="zero3", gpus=32, rounds=80,
             noise=Noise(jitter=0.05))
 prepared = case.stage()
 def peak():
@@ -113,7 +113,7 @@ def test_a_span_in_lockstep_takes_what_is_asked_for() -> None:
 
 def test_a_schedule_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """14 blocks, forwards and backwards, 1000 times: 28,000 ops of 500 B need 14 MB."""
-    case = Case(**SMALL, strategy="ddp", accumulation=1000)
+    case = Question(**SMALL, strategy="ddp", accumulation=1000)
     monkeypatch.setattr(resources, "free_memory", lambda: 29e6)
     replace(case, micro_batch=2).stage()  # another one: a schedule that was built is kept
     monkeypatch.setattr(resources, "free_memory", lambda: 27e6)

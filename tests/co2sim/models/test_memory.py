@@ -10,7 +10,7 @@ from co2sim import strategies
 from co2sim.models.architecture import Transformer, language_model
 from co2sim.models.memory import activations, allocated, overhead
 from co2sim.models.workload import Block, Model, Workload
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.schedule.schedule import NODE, PEERS, WORLD, DType, Layout
 
 GB = 1e9
@@ -275,7 +275,7 @@ def test_communicators_need_buffers_by_their_ranks() -> None:
 def test_peaks_of_zeropps_tutorial(strategy: str, published: float) -> None:
     """18B on 64 V100, `max_allocated`: within 10 %, with the settings of paper.toml."""
     paper = papers()["zeropp"]
-    case = Case(
+    case = Question(
         cluster="dgx2-ib8",
         model="gpt-18b",
         strategy=paper.simulation.strategy(strategy),

@@ -15,8 +15,8 @@ from co2sim.models.architecture import Experts, Transformer, language_model
 from co2sim.models.framework import OPERATORS, recomputation
 from co2sim.models.memory import activations
 from co2sim.models.workload import Model, Workload
-from co2sim.prediction.case import Case
 from co2sim.prediction.job import stage_of
+from co2sim.prediction.question import Question
 from co2sim.schedule.schedule import Collective, Kernels, Kind
 from co2sim.simulation.costs import compute_time
 
@@ -62,7 +62,7 @@ def backward(one: Workload, block: int = 1) -> Kernels:
 def test_it_is_read_in_one_way(given_: str, read: str) -> None:
     """However operators are ordered, and whatever spaces there are."""
     assert str(recomputation(given_)) == read
-    case = Case(cluster="dgx-h100", model="llama3-8b", strategy="fsdp", recompute=given_)
+    case = Question(cluster="dgx-h100", model="llama3-8b", strategy="fsdp", recompute=given_)
     assert case.recompute == read
     assert recomputation(read) == recomputation(given_)
 

@@ -15,8 +15,8 @@ from co2sim.catalog.specs import ClusterSpec, as_file
 from co2sim.common.errors import CatalogError, Co2simError
 from co2sim.hardware.cluster import AttentionSpeed, KernelTimes, ProductSpeed, one_efficiency
 from co2sim.models.stack import Stack
-from co2sim.prediction.case import Case
 from co2sim.prediction.notes import IDLE_STACK
+from co2sim.prediction.question import Question
 from co2sim.schedule.schedule import (
     WORLD,
     Collective,
@@ -94,7 +94,7 @@ def test_fitted_kernels_stand_for_all_others() -> None:
 
 def test_a_cluster_that_names_a_stack_runs_it_unless_another_is_asked_for() -> None:
     """As published clusters do, whose runs one framework made; its kernels count once."""
-    case = Case(cluster="a100-tcp80-calibrated", model="gpt2-small", strategy="ddp", gpus=8)
+    case = Question(cluster="a100-tcp80-calibrated", model="gpt2-small", strategy="ddp", gpus=8)
     stack = load_stack("transnormer-2023").value
     own, asked = case.stage(), replace(case, stack="torchtitan").stage()
     assert own.job.stack == stack.name
@@ -124,7 +124,9 @@ def test_a_file_of_a_stack_is_one_of_a_user(tmp_path: Path) -> None:
 
 def test_a_stack_says_what_attention_loss_and_recomputation_do() -> None:
     """Unless the case says it; an unknown name is told with those that there are."""
-    old = Case(cluster="dgx-a100", model="gpt2-small", strategy="ddp", stack="megatron-deepspeed")
+    old = Question(
+        cluster="dgx-a100", model="gpt2-small", strategy="ddp", stack="megatron-deepspeed"
+    )
     job = old.stage().workload
     assert (job.attention, job.checkpointing) == ("eager", "reentrant")
     assert replace(old, attention="flash").stage().workload.attention == "flash"
@@ -176,7 +178,7 @@ def test_a_ring_over_more_nodes_loses_of_the_network() -> None:
 
 def test_a_stack_that_does_not_overlap_reduces_behind_the_backward_pass() -> None:
     """Every bucket waits for the whole backward pass."""
-    case = Case(cluster="dgx-a100", model="gpt2-small", strategy="ddp", gpus=16)
+    case = Question(cluster="dgx-a100", model="gpt2-small", strategy="ddp", gpus=16)
     late = replace(case, stack="megatron-2021").stage().schedule
     waits = {one.op for op in late.body if op.name.startswith("reduce") for one in op.after}
     assert waits == {"backward.embedding"}
@@ -234,7 +236,7 @@ def test_fp32_gradients_take_four_bytes_and_unfused_layers_more() -> None:
 
     def memory(stack: str, **changes: str) -> dict[str, float]:
         overrides = {f"stack.{name}": value for name, value in changes.items()}
-        case = Case(
+        case = Question(
             cluster="dgx-h100",
             model="llama3.2-1b",
             strategy="ddp",

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from co2sim.common.errors import Co2simError
 from co2sim.prediction import driver
 from co2sim.prediction.bounds import Shared, StepBound
-from co2sim.prediction.case import Case
 from co2sim.prediction.power import least_energy, power
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 
 FEW = settings(max_examples=settings.default.max_examples // 16)
@@ -25,12 +25,12 @@ _ROUNDING = 1 + 1e-9
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn) -> Question:
     """Small ones, of all that bounds know."""
     tp, pp = draw(st.sampled_from([1, 1, 2, 4])), draw(st.sampled_from([1, 1, 2, 4]))
     chunks = draw(st.sampled_from([1, 2])) if pp > 1 else 1
     steps = draw(st.integers(1, 9))
-    return Case(
+    return Question(
         cluster=draw(st.sampled_from(["dgx-h100", "a100-tcp80", "dgx-b200"])),
         model=draw(st.sampled_from(["gpt2-small", "tinyllama-1.1b"])),
         strategy=draw(st.sampled_from(STRATEGIES)),
@@ -48,12 +48,12 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def bound_of(case: Case) -> StepBound:
+def bound_of(case: Question) -> StepBound:
     """That of all micro-batches of a case."""
     return StepBound(replace(case, micro_batch=1, accumulation=1, recompute="none").job(), Shared())
 
 
-def result_of(case: Case) -> Result:
+def result_of(case: Question) -> Result:
     """Its figures; what cannot be is no example."""
     try:
         return driver.run(case)
@@ -64,7 +64,7 @@ def result_of(case: Case) -> Result:
 @FEW
 @given(case=cases())
 @example(
-    Case(
+    Question(
         cluster="dgx-h100",
         model="tinyllama-1.1b",
         strategy="fsdp:sync=last",
@@ -73,7 +73,7 @@ def result_of(case: Case) -> Result:
     )
 )
 @example(  # quantization beside computing does not slow it, as collectives do
-    Case(
+    Question(
         cluster="a100-tcp80",
         model="gpt2-small",
         strategy="zeropp",
@@ -86,7 +86,7 @@ def result_of(case: Case) -> Result:
     )
 )
 @example(  # behind the embedding's backward pass is an exchange only if its forward is repeated
-    Case(
+    Question(
         cluster="dgx-h100",
         model="gpt2-small",
         strategy="ddp",
@@ -98,7 +98,7 @@ def result_of(case: Case) -> Result:
         overrides={"inter.bandwidth": "1600 Gbit/s"},
     )
 )
-def test_no_step_is_shorter_and_no_memory_smaller(case: Case) -> None:
+def test_no_step_is_shorter_and_no_memory_smaller(case: Question) -> None:
     """By passes alone, nor with what the strategy adds; states and activations are a part."""
     found = result_of(case)
     size = int(case.micro_batch), case.accumulation or 1, case.recompute
@@ -112,7 +112,7 @@ def test_no_step_is_shorter_and_no_memory_smaller(case: Case) -> None:
 
 @FEW
 @given(case=cases())
-def test_no_step_takes_less_energy(case: Case) -> None:
+def test_no_step_takes_less_energy(case: Question) -> None:
     """A GPU that waits draws its idle power."""
     case = replace(case, cluster="dgx-h100", pp=1, interleave=1)
     found = result_of(case)
@@ -136,7 +136,7 @@ def test_no_step_takes_less_energy(case: Case) -> None:
 )
 def test_it_is_close(job: dict[str, Any], share: float) -> None:
     """On a fast network: within a few percent, so that few candidates are simulated."""
-    case = Case(cluster="dgx-h100", model="llama3-8b", gpus=32, recompute="full", **job)
+    case = Question(cluster="dgx-h100", model="llama3-8b", gpus=32, recompute="full", **job)
     case = replace(case, sequence_parallel=case.tp > 1)
     bound = bound_of(case).close(1, case.accumulation or 1, "full")
     assert bound.seconds >= share * driver.run(case).step_time_s

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from co2sim import OptionError, simulate
 from co2sim.catalog import load_model
 from co2sim.models.architecture import Transformer, language_model
-from co2sim.prediction.case import Case
 from co2sim.prediction.choose import (
     HEADROOM,
     RECOMPUTES,
@@ -21,6 +20,7 @@ from co2sim.prediction.choose import (
     samples_of,
 )
 from co2sim.prediction.figures import shared_batch
+from co2sim.prediction.question import Question
 
 MODEL = language_model(
     "gpt", Transformer(layers=4, hidden=512, heads=8, ffn=2048), vocab=1000, tokens=512, tied=True
@@ -43,7 +43,9 @@ def test_a_batch_is_that_of_published_trainings_of_the_size(model: str, tokens: 
 @pytest.mark.parametrize("text", ["4M-tokens", "4000k-tokens"])
 def test_tokens_are_samples_to_the_nearest(text: str) -> None:
     """Of 8,192 tokens 488; 512 are near, and more micro-batches divide them."""
-    case = Case(cluster="dgx-h100", model="llama3-8b", strategy="fsdp", gpus=16, global_batch=text)
+    case = Question(
+        cluster="dgx-h100", model="llama3-8b", strategy="fsdp", gpus=16, global_batch=text
+    )
     found = choose_batch(case)[0]
     assert found.global_batch == 512
 
@@ -113,7 +115,9 @@ def test_none_of_a_real_model_is_faster(job: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["micro_batch", "global_batch", "recompute"])
 def test_what_executes_a_schedule_needs_numbers(name: str) -> None:
     """One line says who chooses."""
-    case = Case(cluster="dgx-h100", model="gpt2-small", strategy="ddp", gpus=8, **{name: "auto"})
+    case = Question(
+        cluster="dgx-h100", model="gpt2-small", strategy="ddp", gpus=8, **{name: "auto"}
+    )
     with pytest.raises(OptionError, match=rf"{name}=auto is chosen by simulation"):
         case.stage()
 
@@ -127,7 +131,7 @@ def test_a_batch_that_nobody_asked_for_has_as_many_micro_steps_as_are_simulated(
 
 def test_numbers_are_left_as_they_are() -> None:
     """Nothing is chosen for who gives all."""
-    case = Case(cluster="dgx-h100", model="llama3-8b", strategy="fsdp", gpus=8, micro_batch=2)
+    case = Question(cluster="dgx-h100", model="llama3-8b", strategy="fsdp", gpus=8, micro_batch=2)
     assert choose_batch(case) == (case, ())
 
 

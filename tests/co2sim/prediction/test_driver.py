@@ -7,7 +7,7 @@ import pytest
 import tiny
 from one_sample import simulate
 
-from co2sim import DDP, Case, Result
+from co2sim import DDP, Question, Result
 from co2sim.common.errors import OptionError
 from co2sim.prediction import driver
 
@@ -98,7 +98,7 @@ def test_where_rounds_are_apart_one_is_like_all(
     monkeypatch: pytest.MonkeyPatch, cluster: str, strategy: str
 ) -> None:
     """A case gives what it gives when rounds before it, and behind it, are simulated, too."""
-    case = Case(cluster=cluster, model="gpt2-xl", strategy=strategy, gpus=16, accumulation=2)
+    case = Question(cluster=cluster, model="gpt2-xl", strategy=strategy, gpus=16, accumulation=2)
     quick = driver.run(case)
     monkeypatch.setattr("co2sim.simulation.run._repeats", lambda *_: False)
     long = driver.run(case)
@@ -113,7 +113,7 @@ def test_where_rounds_are_apart_one_is_like_all(
 
 # --- what is kept ---------------------------------------------------------------------------------
 
-KEPT = Case(cluster="dgx-h100", model="gpt2-small", strategy="zero3", gpus=16)
+KEPT = Question(cluster="dgx-h100", model="gpt2-small", strategy="zero3", gpus=16)
 
 
 def test_a_schedule_is_built_once_for_clusters_of_one_layout() -> None:

@@ -6,9 +6,9 @@ import pytest
 from commands import Command
 
 from analysis.published.runs import training_runs
-from co2sim.prediction.case import Case
 from co2sim.prediction.driver import run
 from co2sim.prediction.intervals import nearest, shares
+from co2sim.prediction.question import Question
 from co2sim.strategies import STRATEGIES
 
 
@@ -28,7 +28,7 @@ def test_a_published_run_is_the_nearest_to_itself(paper: str) -> None:
 
 def test_nothing_is_near_a_local_update_on_a_gpu_of_players(cli: Command) -> None:
     """And the first line of an answer says so; near a published run it says nothing."""
-    case = Case(cluster="rtx3090-10x8", model="tiny-5m", strategy="diloco(tau=20)", gpus=16)
+    case = Question(cluster="rtx3090-10x8", model="tiny-5m", strategy="diloco(tau=20)", gpus=16)
     result = run(case)
     assert result.unlike_published
     assert result.nearest_published == nearest(case, result)[0].distance
@@ -36,7 +36,7 @@ def test_nothing_is_near_a_local_update_on_a_gpu_of_players(cli: Command) -> Non
     for command in ("run", "scale"):
         first = " ".join(cli(command, *place)[1].split())[:250]  # a title takes several lines
         assert "no published run is near" in first
-    known = Case(cluster="dgx-h100", model="llama3-8b", strategy="fsdp", gpus=64)
+    known = Question(cluster="dgx-h100", model="llama3-8b", strategy="fsdp", gpus=64)
     assert run(known).nearest_published is not None
     assert not run(known).unlike_published
 

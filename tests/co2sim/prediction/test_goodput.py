@@ -17,7 +17,6 @@ from scipy.stats import poisson
 
 from co2sim.hardware.failures import HOST_BANDWIDTH, READ_PER_NODE, WRITE_PER_NODE, Failures
 from co2sim.prediction import driver
-from co2sim.prediction.case import Case
 from co2sim.prediction.goodput import (
     Goodput,
     Restart,
@@ -33,6 +32,7 @@ from co2sim.prediction.goodput import (
     whole_job_shares,
     young,
 )
+from co2sim.prediction.question import Question
 
 DAY, HOUR = 86400.0, 3600.0
 PLAIN = Failures(node=100 * DAY, detection=60.0, restart=240.0)
@@ -44,7 +44,7 @@ RSC = ("--set", "failures=meta-rsc-1")
 def of_case(strategy: str, failures: Failures | None, nodes: int = 4, per_node: int = 2) -> Goodput:
     """Of the tiny model on a tiny cluster."""
     cluster = replace(tiny.cluster(nodes, per_node), failures=failures)
-    result = driver.run(Case(cluster=cluster, model=tiny.model(), strategy=strategy))
+    result = driver.run(Question(cluster=cluster, model=tiny.model(), strategy=strategy))
     found = goodput_of(result, cluster, tiny.model())
     assert found is not None
     return found

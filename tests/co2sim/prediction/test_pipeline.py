@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from one_sample import simulate
 
-from co2sim import Case, Co2simError
+from co2sim import Co2simError, Question
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.models.architecture import Transformer, language_model
 from co2sim.models.workload import Workload
@@ -55,10 +55,10 @@ def cluster(nodes: int = 4, gpus: int = 4, **changes: object) -> Cluster:
     return tiny.cluster(nodes, gpus, **changes)
 
 
-def case(**changes: object) -> Case:
+def case(**changes: object) -> Question:
     """The model on all GPUs of a cluster."""
     given = {"cluster": cluster(), "model": MODEL, "strategy": "ddp", "pp": 4, "accumulation": 8}
-    return Case(**given | changes)  # type: ignore[arg-type]
+    return Question(**given | changes)  # type: ignore[arg-type]
 
 
 def equal(pipeline: Pipeline, time: float) -> list[list[float]]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_sample import simulate
 
-from co2sim import Case
+from co2sim import Question
 from co2sim.hardware.cluster import Link
 from co2sim.models.architecture import Transformer, language_model
 from co2sim.prediction import predict as module
@@ -95,7 +95,9 @@ def test_a_few_micro_steps_give_the_figures_of_all(job: dict[str, Any]) -> None:
 def test_a_step_of_more_micro_steps_takes_no_more_ops(strategy: str) -> None:
     """So that time and memory do not grow with them."""
     few, many = (
-        Case(cluster=tiny.cluster(4, 4), model=MODEL, strategy=strategy, pp=4, accumulation=count)
+        Question(
+            cluster=tiny.cluster(4, 4), model=MODEL, strategy=strategy, pp=4, accumulation=count
+        )
         for count in (64, 4096)
     )
     ops = [len(stage_figures(one.job(), 1).stage.schedule.body) for one in (few, many)]
@@ -106,7 +108,7 @@ def test_a_step_of_more_micro_steps_takes_no_more_ops(strategy: str) -> None:
 def test_micro_steps_repeat_where_the_last_round_ends_faster_than_others(strategy: str) -> None:
     """Where no exchanges of a next round share links with its collectives: the midst repeats."""
     job: dict[str, Any] = {"strategy": strategy, "pp": 4, "tp": 2, "sequence_parallel": True}
-    case = Case(cluster=tiny.cluster(4, 4), model=MODEL, accumulation=64, **job)
+    case = Question(cluster=tiny.cluster(4, 4), model=MODEL, accumulation=64, **job)
     few = stage_figures(case.job(), 1)
     prepared = case.job().stage(1)
     many = Simulator(RunOptions(), prepared, None).rounds(12)
@@ -119,7 +121,7 @@ def test_micro_steps_repeat_where_the_last_round_ends_faster_than_others(strateg
 def test_beside_an_average_that_is_under_way_nothing_repeats() -> None:
     """Though micro-steps beside it are alike: it ends in one of those that would be left out."""
     slow, fast = (
-        Case(
+        Question(
             cluster=tiny.cluster(8, 4, inter=Link(bandwidth)),
             model=MODEL,
             strategy="co2.published(tau=4)",
@@ -142,7 +144,7 @@ def test_micro_steps_of_a_strategy_of_ones_own_are_all_simulated() -> None:
     class Own(DDP):
         name: ClassVar[str] = "own"
 
-    one = Case(cluster=tiny.cluster(4, 4), model=MODEL, strategy=Own(), pp=4, accumulation=64)
+    one = Question(cluster=tiny.cluster(4, 4), model=MODEL, strategy=Own(), pp=4, accumulation=64)
     names = [op.name for op in stage_figures(one.job(), 1).stage.schedule.body]
     assert any(name.startswith("m63.") for name in names)
     assert any(name.startswith("m31.") for name in names)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim import Case, Cluster, Goal, Result, run, scale, sweep, totals_of
+from co2sim import Cluster, Goal, Question, Result, run, scale, sweep, totals_of
 from co2sim.catalog import load_cluster
 from co2sim.prediction import power
 from co2sim.prediction.driver import trace
@@ -25,7 +25,7 @@ Run = Callable[..., tuple[int, str, str]]
 ONE_SAMPLE = ("--micro-batch", "1", "--accumulation", "1")
 ON = ("-c", "dgx-h100", "-m", "gpt2-small", *ONE_SAMPLE)
 PRICED = ("--set", "price_per_gpu=h100-median-2026-05", "--set", "grid=france", "--set", "pue=1.2")
-CASE = Case(cluster="dgx-h100", model="gpt2-small", strategy="ddp", gpus=16)
+CASE = Question(cluster="dgx-h100", model="gpt2-small", strategy="ddp", gpus=16)
 RESULT = run(CASE)
 DRAWS = st.floats(0.0, 1.0)
 

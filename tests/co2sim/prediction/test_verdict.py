@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from co2sim.prediction import driver
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.verdict import Verdict, python_line, verdicts
@@ -25,9 +25,9 @@ ONE = ("--micro-batch", "1", "--accumulation", "1")
 ON = ("-c", "a100-tcp80", "-m", "gpt2-small", "-g", "16", *ONE)
 
 
-def case(strategy: str) -> Case:
+def case(strategy: str) -> Question:
     """On two nodes."""
-    return Case(cluster="a100-tcp80", model="gpt2-small", strategy=strategy, gpus=16)
+    return Question(cluster="a100-tcp80", model="gpt2-small", strategy=strategy, gpus=16)
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from commands import Command, written
 from html_pages import drawn_points, files, first_screen, heading, held
 
 from co2sim.common.errors import OptionError
-from co2sim.prediction.case import Case
 from co2sim.prediction.driver import run
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL
 from co2sim.prediction.totals import result_to_dict
@@ -186,9 +186,9 @@ def test_an_interrupted_sweep_says_so_on_its_page(
     cli: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cases that were done; where none gave a result there is no page."""
-    calls: list[Case] = []
+    calls: list[Question] = []
 
-    def stopping(case: Case) -> Result:
+    def stopping(case: Question) -> Result:
         calls.append(case)
         if len(calls) % 4 == 0:
             raise KeyboardInterrupt
@@ -206,7 +206,7 @@ def test_an_interrupted_sweep_says_so_on_its_page(
 def many(count: int) -> Swept:
     """A sweep over so many cases: one result and one failure again and again."""
     values = ", ".join(f"{value + 1} Gbit/s" for value in range(count // 50))
-    job = Case(cluster="a100-tcp80", model="gpt2-small", strategy="zero2", gpus=16)
+    job = Question(cluster="a100-tcp80", model="gpt2-small", strategy="zero2", gpus=16)
     grid = {"inter.bandwidth": values, "seed": ", ".join(map(str, range(50)))}
     asked = settings(grid)
     cases = cases_of(job, asked)

@@ -18,17 +18,17 @@ pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 from commands import Command
 
 from co2sim.common.errors import OptionError
-from co2sim.prediction.case import OPEN_BATCH, Case
 from co2sim.prediction.driver import run
+from co2sim.prediction.question import OPEN_BATCH, Question
 from co2sim.prediction.totals import totals_of
 from co2sim.report.explore import grid as grids
+from co2sim.report.explore.exploration import Control, Exploration, Stop, controls, figures, varying
 from co2sim.report.explore.grid import CHOSEN, ExploreGrid, Positions, StrategyGrid, between
 from co2sim.report.explore.page import asked, exactness
-from co2sim.report.explore.question import Control, Question, Stop, controls, figures, varying
 
 PREFERRED = {10, 12.5, 16, 20, 25, 32, 40, 50, 63, 80}
 TOKENS = 1e10
-JOB = Case(
+JOB = Question(
     cluster="cloud-100g",
     model="gpt2-small",
     strategy="",
@@ -46,13 +46,13 @@ POSITIONS = {
 TOLERANCE = 0.02
 
 
-def question(*strategies: str, **changes: object) -> Question:
+def question(*strategies: str, **changes: object) -> Exploration:
     """About a small model on two nodes that cost, and fail."""
     job = replace(JOB, **changes)  # type: ignore[arg-type]
-    return Question(job, strategies or STRATEGIES, TOKENS)
+    return Exploration(job, strategies or STRATEGIES, TOKENS)
 
 
-def few(asked: Question) -> list[Control]:
+def few(asked: Exploration) -> list[Control]:
     """Controls with few positions, but for the bandwidth, the price and the failures."""
     made = {control.path: control for control in controls(asked)}
     for path, values in POSITIONS.items():
@@ -62,7 +62,7 @@ def few(asked: Question) -> list[Control]:
 
 
 @cache
-def made() -> tuple[Question, ExploreGrid]:
+def made() -> tuple[Exploration, ExploreGrid]:
     """A grid, simulated once."""
     found = question()
     return found, grids.build(found, few(found), TOLERANCE, 1)

@@ -31,9 +31,9 @@ from starlette.testclient import TestClient
 
 from co2sim import simulate
 from co2sim.models.memory import GIB
-from co2sim.prediction.case import Case
 from co2sim.prediction.driver import run
 from co2sim.prediction.goodput import goodput_of
+from co2sim.prediction.question import Question
 from co2sim.prediction.step_factors import NO_GOAL
 from co2sim.report.explore import asking
 from co2sim.report.explore.asking import Files, PageView
@@ -354,7 +354,7 @@ def test_figures_are_the_simulators(client: TestClient) -> None:
             ("ddp", f"co2:tau={tau},delay=1,worker=node"), found, strict=True
         ):
             overrides = {path: text for path, text in one.items() if path.startswith(("in", "fa"))}
-            case = Case(
+            case = Question(
                 cluster="cloud-100g",
                 model="gpt2-small",
                 strategy=strategy,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from one_sample import simulate
 
 import co2sim
-from co2sim import Case, OptionError
+from co2sim import OptionError, Question
 from co2sim.common import html_card
 from co2sim.prediction import driver
 from co2sim.schedule.schedule import Schedule
@@ -51,7 +51,7 @@ class Page(HTMLParser):
 
 def tiny_trace(name: str = "ddp") -> tuple[Schedule, Trace]:
     """A small schedule with its simulation."""
-    return driver.trace(Case(cluster="a100-tcp80", model="gpt2-small", strategy=name, gpus=16))
+    return driver.trace(Question(cluster="a100-tcp80", model="gpt2-small", strategy=name, gpus=16))
 
 
 @given(st.text(min_size=1, max_size=400), st.text(min_size=1, max_size=400))

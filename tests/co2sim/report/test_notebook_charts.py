@@ -16,7 +16,7 @@ import vl_convert
 from one_sample import simulate
 
 import co2sim
-from co2sim import Case, OptionError
+from co2sim import OptionError, Question
 from co2sim.models.memory import GIB
 from co2sim.prediction import driver
 from co2sim.report import rounds
@@ -142,7 +142,7 @@ def test_a_trace_refuses_other_ranks_and_schedules() -> None:
 )
 def test_a_schedule_draws_every_op_and_every_wait(strategy: str) -> None:
     """Points stand for all ops; lines are the waits between streams, dashed for earlier rounds."""
-    case = Case(cluster=tiny.cluster(), model=tiny.model(), strategy=strategy)
+    case = Question(cluster=tiny.cluster(), model=tiny.model(), strategy=strategy)
     schedule = case.stage().schedule
     spec = checked(co2sim.plot(schedule, first=500))
     points = rows_with(spec, "work")

@@ -20,9 +20,9 @@ from commands import Command, written
 from one_sample import simulate
 
 from co2sim.models.memory import GIB
-from co2sim.prediction.case import Case
 from co2sim.prediction.driver import run
 from co2sim.prediction.intervals import nearest
+from co2sim.prediction.question import Question
 from co2sim.prediction.step_factors import NO_GOAL
 from co2sim.report import bundle, charts, html, rounds, sections, study_page
 from co2sim.report.study_page import Study
@@ -42,7 +42,7 @@ def study_of(
     clusters: list[str] | None = None, tokens: float | None = None, **changes: Any
 ) -> Study:
     """A small study of three strategies on one and two nodes."""
-    job = Case(cluster="", model="gpt2-small", strategy="", **changes)
+    job = Question(cluster="", model="gpt2-small", strategy="", **changes)
     cases = over_sizes(job, clusters or ["a100-tcp80"], STRATEGIES, "8,16")
     return Study(
         cases=cases,
@@ -140,7 +140,7 @@ def test_nothing_is_loaded_and_only_its_own_scripts_may_run(text: str) -> None:
 def test_a_timeline_holds_the_round_in_few_bars(strategy: str) -> None:
     """Bars lie in the round, in order on each stream; together they are the spans of a rank."""
     alone = {"interference": "0", "node_spread": "0"}
-    case = Case(
+    case = Question(
         cluster="a100-tcp80", model="gpt2-small", strategy=strategy, gpus=16, overrides=alone
     )
     shown, result = rounds.last_round(case), run(case)

@@ -13,8 +13,8 @@ from co2sim import strategies
 from co2sim.catalog import load_model
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.models.workload import Workload
-from co2sim.prediction.case import Case
 from co2sim.prediction.measure import measured
+from co2sim.prediction.question import Question
 from co2sim.schedule.schedule import Collective, Schedule
 from co2sim.simulation.costs import Traffic, traffic
 from co2sim.simulation.metrics import communication, window
@@ -84,7 +84,7 @@ def test_exposed_communication_of_a_real_run_is_part_of_busy_communication(
 ) -> None:
     """Whatever slows ranks down, also where two executions differ by more than communication."""
     speed, jitter, interference = disturbed
-    prepared = Case(
+    prepared = Question(
         cluster=replace(
             tiny.cluster(*shape, **links(bandwidth, latency), backend=backend),
             interference=interference,

@@ -14,8 +14,8 @@ from co2sim.models.architecture import Experts, Transformer, language_model
 from co2sim.models.workload import Workload
 from co2sim.prediction import driver
 from co2sim.prediction.bounds import Shared, StepBound
-from co2sim.prediction.case import Case
 from co2sim.prediction.job import schedule_of
+from co2sim.prediction.question import Question
 from co2sim.schedule.schedule import (
     Collective,
     Kind,
@@ -255,7 +255,7 @@ def test_the_training_of_deepseek_v3_is_in_the_interval() -> None:
 
 def test_a_candidate_with_experts_is_no_faster_than_its_own_computation() -> None:
     """Nor than the closer bound, which counts what its strategy adds."""
-    job = Case(
+    job = Question(
         cluster="dgx-b200", model="qwen3-30b-a3b", strategy="zero1", ep=8, stack="megatron-core"
     )
     for strategy in ("zero1", "fsdp"):

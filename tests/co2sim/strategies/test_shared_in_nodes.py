@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from co2sim import strategies
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.schedule.schedule import Collective, Layout, Schedule
 from co2sim.simulation.costs import traffic
 from co2sim.simulation.run import execute
@@ -113,7 +113,7 @@ def test_a_single_node_has_no_peers_and_a_single_gpu_nothing_to_divide(stage: st
 
 def test_it_combines_with_gpus_that_share_layers_sequences_and_stages() -> None:
     """tp: a node has so many fewer shares. cp: all ranks reduce. pp: the GPUs of a stage."""
-    case = Case(cluster="dgx-h100", model="llama3-8b", strategy="zero1(shard=node)", gpus=32)
+    case = Question(cluster="dgx-h100", model="llama3-8b", strategy="zero1(shard=node)", gpus=32)
     for changes, shares, groups in [
         ({"tp": 2, "sequence_parallel": True}, 4, {"node/2", "peers/2"}),
         ({"cp": 2}, 8, {"node", "peers"}),

@@ -11,13 +11,13 @@ import pytest
 import tiny
 
 import co2sim
-from co2sim import DDP, Case, Noise, OptionError, PublishedCO2, run
+from co2sim import DDP, Noise, OptionError, PublishedCO2, Question, run
 from co2sim.catalog import Contents
 from co2sim.common.version import own_identity
 from co2sim.studies.results_folder import Inputs
 
 CATALOG = Path(co2sim.__file__).parent / "catalog"
-CASE = Case(cluster="a100-tcp80", model="gpt2-small", strategy="co2.published:tau=2", gpus=16)
+CASE = Question(cluster="a100-tcp80", model="gpt2-small", strategy="co2.published:tau=2", gpus=16)
 
 CONFIG = {
     "model_type": "gpt2",
@@ -54,7 +54,7 @@ def test_an_inlined_case_gives_the_same_result_without_any_file(
     overrides = {"inter.bandwidth": "90 Gbit/s", "model.seq_len": "16"} | (
         {"gpu": gpu} if gpu else {}
     )
-    case = Case(
+    case = Question(
         cluster="cluster.toml",
         model="model",
         strategy="ddp",
@@ -106,7 +106,7 @@ def test_a_key_changes_with_every_field_of_a_case_and_with_nothing_else() -> Non
         "pp": 2,
         "interleave": 2,
     }
-    assert others.keys() == {field.name for field in fields(Case)}
+    assert others.keys() == {field.name for field in fields(Question)}
     key = Inputs().key
     keys = {key(replace(CASE, **{name: value})) for name, value in others.items()}
     assert len(keys | {key(CASE)}) == len(others) + 1

@@ -19,7 +19,6 @@ from co2sim.catalog import load_stack
 from co2sim.common.errors import CatalogError, OptionError
 from co2sim.models.memory import GIB, reserved
 from co2sim.prediction import driver
-from co2sim.prediction.case import Case
 from co2sim.prediction.intervals import (
     DistanceErrors,
     ErrorModel,
@@ -27,6 +26,7 @@ from co2sim.prediction.intervals import (
     distance,
     setting_of,
 )
+from co2sim.prediction.question import Question
 from co2sim.studies.calibration import NUMBERS, calibrate, kernel_seconds, moved, stack_file
 from co2sim.studies.measured_runs import (
     MeasuredRun,
@@ -36,20 +36,20 @@ from co2sim.studies.measured_runs import (
     read_profile,
 )
 
-JOB = Case(cluster="dgx-h100", model="llama3.2-1b", strategy="fsdp", micro_batch=2)
+JOB = Question(cluster="dgx-h100", model="llama3.2-1b", strategy="fsdp", micro_batch=2)
 SIZES = (8, 32, 128)
 SEQUENCE = 4096
 TRUE = {"sustained": 0.7, "elementwise": 2.6, "ring_loss": 0.6, "call_overhead": 60e-6}
 """What a cluster might be like, each within a spread or two of what the catalog says."""
 
 
-def true(case: Case) -> MeasuredRun:
+def true(case: Question) -> MeasuredRun:
     """A run as it would be measured there."""
     result = driver.run(moved(case, TRUE))
     return MeasuredRun("row", case, result.tokens_per_s_per_gpu)
 
 
-def errors(cases: Sequence[Case], values: dict[str, float]) -> list[float]:
+def errors(cases: Sequence[Question], values: dict[str, float]) -> list[float]:
     """Of predictions with these values, from what would be measured."""
     found = []
     for case in cases:
@@ -194,12 +194,12 @@ def test_the_file_predicts_as_the_calibration_did(own: Path) -> None:
     assert measured.misfit < 0.02
 
 
-def _setting(case: Case) -> Any:
+def _setting(case: Question) -> Any:
     cluster, model = case.load()
     return setting_of(cluster.value, model.value, driver.run(case))
 
 
-def _width(case: Case) -> float:
+def _width(case: Question) -> float:
     result = driver.run(case)
     assert result.tokens_per_s_low is not None
     assert result.tokens_per_s_high is not None

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from co2sim.prediction import driver
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.studies.run_all import efficiencies
 from co2sim.studies.solve import solve
 from co2sim.studies.targets import axis_of, target_of
 
-CASE = Case(cluster="a100-tcp80", model="gpt2-small", strategy="zero2", gpus=64)
+CASE = Question(cluster="a100-tcp80", model="gpt2-small", strategy="zero2", gpus=64)
 
 
 def test_one_node_is_the_measure_though_it_is_none_of_the_cases() -> None:

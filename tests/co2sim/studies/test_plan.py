@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.prediction import driver
-from co2sim.prediction.case import Case
 from co2sim.prediction.choose import fits
+from co2sim.prediction.question import Question
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import totals, totals_of
 from co2sim.studies import plan as search_module
@@ -85,7 +85,7 @@ STRATEGIES = ("ddp", "zero3", "local_sgd(tau=12)")
 def space_of(*clusters: Cluster, **changes: Any) -> Space:
     """Everything of two tiny offers."""
     fields: dict[str, Any] = {
-        "job": Case(cluster="", model=tiny.model(), strategy="", global_batch=16),
+        "job": Question(cluster="", model=tiny.model(), strategy="", global_batch=16),
         "clusters": clusters,
         "strategies": STRATEGIES,
         "gpus": [4, 8],
@@ -173,7 +173,7 @@ def random_space(chance: Random) -> Space:
     rate = chance.choice([10, 50, 400, 1600])
     strategies = ["zero1", "ddp", "zero2", "fsdp", "fsdp:shard=node,reduce=bf16", "zero3"]
     return Space(
-        job=Case(
+        job=Question(
             cluster="",
             model=model,
             strategy="",
@@ -221,7 +221,7 @@ def test_it_chooses_of_a_random_offer_what_exhaustive_search_does(seed: int) -> 
 def test_at_the_break_even_bandwidth_both_score_the_same(offers: tuple[str, str]) -> None:
     """With the bandwidth that is named both options of one cluster cost the same."""
     space = Space(
-        job=Case(cluster="", model="gpt2-xl", strategy="", global_batch=128),
+        job=Question(cluster="", model="gpt2-xl", strategy="", global_batch=128),
         clusters=(offers[0],),
         strategies=("fsdp", "zero2"),
         gpus="32",
@@ -247,7 +247,7 @@ def test_at_the_break_even_bandwidth_both_score_the_same(offers: tuple[str, str]
 def test_at_the_break_even_rate_of_failures_both_take_as_long(offers: tuple[str, str]) -> None:
     """DDP wins while little fails; so many times as often both take equally long."""
     space = Space(
-        job=Case(
+        job=Question(
             cluster="",
             model="gpt2-small",
             strategy="",
@@ -333,7 +333,7 @@ def test_control_c_answers_with_what_there_is(
 
 def test_local_updates_of_one_worker_are_no_candidate() -> None:
     """They are their inner steps by another name: one node of two is left out, and says why."""
-    job = Case(cluster="dgx-h100", model="gpt2-small", strategy="ddp", global_batch=64)
+    job = Question(cluster="dgx-h100", model="gpt2-small", strategy="ddp", global_batch=64)
     strategies = ("local_sgd:tau=12,worker=node",)
     found = candidates(Space(job=job, clusters=("dgx-h100",), strategies=strategies, gpus="8,16"))
     assert {one.case.gpus for one in found.setups} == {16}
@@ -367,7 +367,7 @@ def test_two_offers_of_one_name_are_refused(offers: tuple[str, str], cli: Comman
 def meshes(model: str, strategy: str, gpus: int, axes: Axes = OPEN, **job: Any) -> set[str]:
     """What is tried, as texts."""
     given = {"global_batch": 512} | job
-    case = Case(cluster="dgx-h100", model=model, strategy=strategy, **given)
+    case = Question(cluster="dgx-h100", model=model, strategy=strategy, **given)
     space = Space(job=case, clusters=("dgx-h100",), strategies=(strategy,), gpus=[gpus], axes=axes)
     return {one.case.mesh_words() for one in candidates(space).setups}
 
@@ -399,7 +399,7 @@ def test_what_a_user_gives_is_all_that_is_tried() -> None:
 
 def test_gpus_that_do_not_divide_a_batch_in_words_take_one_near() -> None:
     """96 GPUs do not divide 512 samples, and take 576; a number of samples stays as it is."""
-    job = Case(cluster="dgx-h100", model="llama3-8b", strategy="", global_batch="auto")
+    job = Question(cluster="dgx-h100", model="llama3-8b", strategy="", global_batch="auto")
     space = Space(job=job, clusters=("dgx-h100",), strategies=("fsdp",), gpus=[64, 96])
     alone = [one for one in candidates(space).setups if not one.case.mesh_words()]
     assert {(one.case.gpus, one.global_batch) for one in alone} == {(64, 512), (96, 576)}
@@ -410,7 +410,7 @@ def test_gpus_that_do_not_divide_a_batch_in_words_take_one_near() -> None:
 
 def test_sites_are_tried_as_workers() -> None:
     """Where GPUs are at several of them, and nobody said what to try."""
-    job = Case(cluster="", model="gpt2-small", strategy="")
+    job = Question(cluster="", model="gpt2-small", strategy="")
     space = Space(job=job, clusters=("two-sites-wan",), gpus=[32, 64])
     tried = {(one.case.gpus, one.case.strategy) for one in candidates(space).setups}
     over = {(gpus, how) for gpus, how in tried if "worker=site" in str(how)}
@@ -420,7 +420,7 @@ def test_sites_are_tried_as_workers() -> None:
 def test_of_several_stacks_the_best_is_that_of_the_best_alone(offers: tuple[str, str]) -> None:
     """A plan with two of them chooses what the better of two plans chooses."""
     stacks = ("torchtitan", "megatron-core")
-    job = Case(cluster="", model="gpt2-small", strategy="", global_batch=64)
+    job = Question(cluster="", model="gpt2-small", strategy="", global_batch=64)
     wanted = Objective(want="fastest", tokens=1e10)
     fields: dict[str, Any] = {"clusters": offers[:1], "strategies": ("ddp", "fsdp"), "gpus": [16]}
     alone = [plan(Space(job=replace(job, stack=one), **fields), wanted).choice for one in stacks]

@@ -142,7 +142,9 @@ def test_a_point_without_a_case_is_a_row_with_its_reason(tmp_path: Path) -> None
     vary = {"strategy": ["co2", "ddp"], "strategy.tau": [1, 2]}
     with pytest.raises(OptionError, match="ddp has no option 'tau'"):
         sweep_to(tmp_path, tiny.cluster(), tiny.model(), vary=vary)
-    points = LazyGrid(co2sim.Case(cluster=tiny.cluster(), model=tiny.model(), strategy=""), vary)
+    points = LazyGrid(
+        co2sim.Question(cluster=tiny.cluster(), model=tiny.model(), strategy=""), vary
+    )
     found = results_folder.stream(results_folder.SweepTable(points, tmp_path), None)
     assert (found.computed, found.failed) == (4, 2)
     errors = read(tmp_path)["error"]
@@ -165,7 +167,7 @@ def test_points_are_the_settings_of_a_grid(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     paths = ("micro_batch", "accumulation", "rounds", "seed")
     vary = {path: list(range(1, size + 1)) for path, size in zip(paths, sizes, strict=False)}
-    points = LazyGrid(co2sim.Case(cluster="", model="", strategy=""), vary)
+    points = LazyGrid(co2sim.Question(cluster="", model="", strategy=""), vary)
     assert [points.setting(place) for place in range(len(points))] == grid.settings(vary)
 
 

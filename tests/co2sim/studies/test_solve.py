@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import driver
-from co2sim.prediction.case import Case
 from co2sim.prediction.goodput import goodput_of
+from co2sim.prediction.question import Question
 from co2sim.simulation.noise import Noise
 from co2sim.studies.candidates import command_of
 from co2sim.studies.sensitivity import MORE, levers
@@ -33,13 +33,13 @@ def roomy(nodes: int, per_node: int, **changes: Any) -> Cluster:
     return tiny.cluster(nodes, per_node, gpu=tiny.gpu(memory=1e11), **changes)
 
 
-def tiny_case(strategy: str, **changes: object) -> Case:
+def tiny_case(strategy: str, **changes: object) -> Question:
     """The tiny model on four nodes of one GPU, or what is said instead."""
     fields = {"cluster": roomy(4, 1), "model": tiny.model(), "strategy": strategy}
-    return Case(**{**fields, **changes})  # type: ignore[arg-type]
+    return Question(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def found_for(case: Case, path: str, target: str, low: str, high: str, **more: Any) -> Solved:
+def found_for(case: Question, path: str, target: str, low: str, high: str, **more: Any) -> Solved:
     """The answer."""
     return solve(case, axis_of(case, path, low, high), target_of(target), **more)
 
@@ -163,7 +163,9 @@ def test_every_crossing_between_points_is_found(
 @pytest.mark.slow
 def test_pessimists_need_more_than_optimists() -> None:
     """The ends of the interval of tokens/s give an interval of the answer around it."""
-    case = Case(cluster="a100-tcp80-calibrated", model="transnormer-7b", strategy="zero2", gpus=64)
+    case = Question(
+        cluster="a100-tcp80-calibrated", model="transnormer-7b", strategy="zero2", gpus=64
+    )
     goal = f"tokens_per_s={driver.run(case).tokens_per_s!r}"
     solved = found_for(case, "inter.bandwidth", goal, "1 Gbit/s", "10 Tbit/s")
     (answer,) = solved.answers
@@ -176,7 +178,7 @@ def test_pessimists_need_more_than_optimists() -> None:
 @pytest.mark.slow
 def test_what_does_not_fit_in_memory_is_no_answer() -> None:
     """The micro-batches that give an MFU are those that fit, up to the largest that fits."""
-    case = Case(cluster="dgx-h100", model="gpt2-xl", strategy="ddp", gpus=16)
+    case = Question(cluster="dgx-h100", model="gpt2-xl", strategy="ddp", gpus=16)
     memory = found_for(case, "micro_batch", "fits", "1", "64").answers[0]
     assert memory.sure is None, "the interval of tokens/s is none of memory"
     fits = memory.met[0].high
@@ -190,7 +192,9 @@ def test_what_does_not_fit_in_memory_is_no_answer() -> None:
 def test_what_binds_is_what_moves_the_figure() -> None:
     """The number named raises the figure asked for, more than any other does."""
     alone = {"interference": "0", "node_spread": "0"}
-    case = Case(cluster="dgx-h100", model="gpt2-small", strategy="zero1", gpus=64, overrides=alone)
+    case = Question(
+        cluster="dgx-h100", model="gpt2-small", strategy="zero1", gpus=64, overrides=alone
+    )
     solved = found_for(case, "inter.bandwidth", "utilization=99.9%", "1 Gbit/s", "100 Tbit/s")
     assert solved.binds is not None
     assert solved.best is not None
@@ -205,7 +209,9 @@ def test_what_binds_is_what_moves_the_figure() -> None:
 def test_levers_are_what_a_tenth_more_gives() -> None:
     """The same as a run with the number changed; the strongest is first."""
     price = {"price_per_gpu": "2 USD/h"}
-    case = Case(cluster="a100-tcp80", model="gpt2-small", strategy="ddp", gpus=16, overrides=price)
+    case = Question(
+        cluster="a100-tcp80", model="gpt2-small", strategy="ddp", gpus=16, overrides=price
+    )
     found = levers(case)
     gains = [lever.gain for lever in found]
     assert gains == sorted(gains, reverse=True)
@@ -224,8 +230,8 @@ def test_levers_are_what_a_tenth_more_gives() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(cluster="a100-tcp80", model="gpt2-small", strategy="ddp"),
-        Case(
+        Question(cluster="a100-tcp80", model="gpt2-small", strategy="ddp"),
+        Question(
             cluster="a100-tcp80",
             model="gpt2-small",
             strategy="co2.published(tau=12,worker=node)",
@@ -241,7 +247,7 @@ def test_levers_are_what_a_tenth_more_gives() -> None:
         ),
     ],
 )
-def test_the_command_of_a_case_repeats_it(case: Case, cli: Command) -> None:
+def test_the_command_of_a_case_repeats_it(case: Question, cli: Command) -> None:
     """What it prints is the result of the case, to the last digit, and a verdict if it has one."""
     _, *arguments = shlex.split(command_of(case))
     ended = cli(*arguments, "--json")
@@ -276,7 +282,7 @@ def test_json_holds_all_that_is_printed(cli: Command) -> None:
 @pytest.mark.slow
 def test_a_goodput_is_solved_for_and_inverted() -> None:
     """At the mean time between failures that is found, the useful share is the one asked for."""
-    case = Case(
+    case = Question(
         cluster="dgx-h100",
         model="gpt2-small",
         strategy="ddp",

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from one_sample import numbers
 
 import co2sim
-from co2sim import CO2, DDP, Case, Co2simError, Layout, OptionError, PublishedCO2, Schedule
+from co2sim import CO2, DDP, Co2simError, Layout, OptionError, PublishedCO2, Question, Schedule
 from co2sim.common import convert
 from co2sim.models.workload import Workload
 from co2sim.studies import grid, run_all
@@ -132,7 +132,7 @@ def test_rows_are_sorted_by_columns_or_by_the_names_of_the_printed_table() -> No
 
 def test_every_field_of_a_case_and_of_a_cluster_can_vary() -> None:
     """The paths follow from the dataclasses, and no list has to be kept."""
-    case = Case(**SMALL, strategy="ddp")
+    case = Question(**SMALL, strategy="ddp")
     for path, value in {"fold": "false", "optimizer": "sgd", "rounds": 3, "seed": "4"}.items():
         assert grid.with_change(case, path, value) != case
     for path in ("channels", "sites", "backend", "price_per_gpu", "gpu", "name"):
@@ -176,7 +176,7 @@ def test_a_case_that_fails_is_a_row_with_its_error() -> None:
 def test_a_killed_worker_costs_its_case_and_no_other() -> None:
     """Whatever was done before and comes after is there, in order; the dead one is named."""
     strategies = ["ddp", "zero3", Deadly(), "zero1", "co2.published:tau=2", Deadly(), "zeropp"]
-    cases = [Case(**SMALL, strategy=strategy) for strategy in strategies]
+    cases = [Question(**SMALL, strategy=strategy) for strategy in strategies]
     outcomes = run_all.run_all(cases, 2)
     dead = [isinstance(outcome, run_all.Failure) for outcome in outcomes]
     assert dead == [False, False, True, False, False, True, False]

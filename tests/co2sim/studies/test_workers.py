@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import tiny
 
-from co2sim import Case, OptionError, run, sweep_to
+from co2sim import OptionError, Question, run, sweep_to
 from co2sim.common.errors import EngineError
 from co2sim.common.version import own_identity
 from co2sim.studies import pools, results_folder, run_all
@@ -30,9 +30,9 @@ VARY = {"micro_batch": range(1, 13), "strategy.bucket_mib": [1, 2]}
 PATIENCE = 600.0
 
 
-def cases(count: int) -> list[Case]:
+def cases(count: int) -> list[Question]:
     """As many, all different, and cheap."""
-    one = Case(cluster=tiny.cluster(), model=tiny.model(), strategy="ddp")
+    one = Question(cluster=tiny.cluster(), model=tiny.model(), strategy="ddp")
     return [replace(one, micro_batch=n + 1) for n in range(count)]
 
 
@@ -104,7 +104,7 @@ def test_dask_gives_the_bytes_of_one_process_and_loses_nothing_with_a_worker(
                     workers[0].kill()
         assert [found[place] for place in range(60)] == [run(case) for case in many]
         space = Space(
-            job=Case(cluster="", model="gpt2-small", strategy="", global_batch=64),
+            job=Question(cluster="", model="gpt2-small", strategy="", global_batch=64),
             clusters=("dgx-h100",),
             strategies=("ddp", "fsdp"),
             gpus="8,16",
@@ -167,7 +167,7 @@ def test_a_killed_process_loses_nothing(tmp_path: Path) -> None:
     """A case whose process dies once is computed again: all results are there."""
     mark = tmp_path / "died"
 
-    def once(case: Case) -> Any:
+    def once(case: Question) -> Any:
         """Die at the third case, the first time that it comes."""
         if case.micro_batch == 3 and not mark.exists():
             mark.touch()

@@ -15,7 +15,7 @@ import pytest
 from commands import Command, in_process
 from places import ROOT
 
-from co2sim import Case, Layout
+from co2sim import Layout, Question
 from co2sim.prediction import driver
 from realrun import record
 from realrun.cli import main
@@ -67,7 +67,7 @@ def test_strategies_run_one_after_the_other_and_leave_records(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     predicted = driver.run(
-        Case(cluster=str(tmp_path / "cluster.toml"), model="tiny-5m", strategy="ddp")
+        Question(cluster=str(tmp_path / "cluster.toml"), model="tiny-5m", strategy="ddp")
     )
     for found in figures:
         assert found.keys() == predicted.to_dict().keys()
@@ -118,7 +118,7 @@ def test_what_a_run_will_take_is_said_before_it_starts(
     from realrun.measure import computing_time  # noqa: PLC0415 - torch
 
     (tmp_path / "cluster.toml").write_text(CLUSTER)
-    case = Case(cluster=str(tmp_path / "cluster.toml"), model="tiny-5m", strategy="ddp")
+    case = Question(cluster=str(tmp_path / "cluster.toml"), model="tiny-5m", strategy="ddp")
     world: Any = SimpleNamespace(layout=Layout(1, 1), backend="gloo")
     simulated = driver.run(replace(case, gpus=1, overrides={"gpu.launch_overhead": "0 s"}))
     expected = computing_time(case, world, rounds)

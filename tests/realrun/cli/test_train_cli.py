@@ -14,7 +14,7 @@ from commands import Command, in_process
 from places import ROOT
 from torch import nn
 
-from co2sim import Case, strategies
+from co2sim import Question, strategies
 from co2sim.common.errors import OptionError
 from co2sim.prediction import driver
 from realrun.cli import main
@@ -212,7 +212,7 @@ def test_every_strategy_of_the_package_can_be_trained() -> None:
 def test_what_is_trained_can_be_predicted(here: Command, tmp_path: Path) -> None:
     """The file of --describe is a model of co2sim, of as many parameters."""
     (tmp_path / "model.toml").write_text(here("train", "--size", "mini", "--describe").out)
-    case = Case(cluster="dgx-h100", model=str(tmp_path / "model.toml"), strategy="co2")
+    case = Question(cluster="dgx-h100", model=str(tmp_path / "model.toml"), strategy="co2")
     assert driver.run(case).model == f"GPT of {GPTS['mini'].parameters} parameters"
     refused = here("train", "--task", "digits", "--describe")
     assert (refused.code, "--task text" in refused.err) == (2, True)

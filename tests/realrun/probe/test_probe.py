@@ -20,7 +20,7 @@ from co2sim.catalog import load_cluster
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.hardware.cluster import GPU, Backend, Cluster, HostEffects, Link, TokenBucket
 from co2sim.prediction import driver
-from co2sim.prediction.case import Case
+from co2sim.prediction.question import Question
 from co2sim.schedule.schedule import (
     NODE,
     WORLD,
@@ -290,7 +290,9 @@ def test_calibrate_takes_a_probed_cluster_with_a_gpu_of_the_catalog(tmp_path: Pa
     def calibrated(gpu: str | None) -> Calibrated:
         kernels = seen if gpu is None else replace(seen, compute={}, slowdowns=(), together=None)
         path.write_text(to_toml(kernels, fit.fit(kernels), "probed", gpu))
-        case = Case(cluster=str(path), model="gpt2-small", strategy="ddp", gpus=16, micro_batch=1)
+        case = Question(
+            cluster=str(path), model="gpt2-small", strategy="ddp", gpus=16, micro_batch=1
+        )
         return calibrate([MeasuredRun("row", case, driver.run(case).tokens_per_s_per_gpu / 2)])
 
     with pytest.raises(OptionError, match=r"realrun probe --gpu (?P<gpu>\w+)") as refused:

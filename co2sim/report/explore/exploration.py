@@ -14,8 +14,8 @@ from co2sim.hardware.failures import PARTS
 from co2sim.models.memory import GIB
 from co2sim.models.workload import Model
 from co2sim.prediction import power
-from co2sim.prediction.case import AUTO, Case
 from co2sim.prediction.goodput import goodput_of
+from co2sim.prediction.question import AUTO, Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, scale_of, step_factor
 from co2sim.prediction.totals import tokens_of
@@ -34,14 +34,14 @@ Settings = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Question:
+class Exploration:
     """A job, whose strategy is still open, the strategies to compare, and the tokens to train.
 
     Raises OptionError for none or more than `MAX_STRATEGIES` strategies, for one that is given
     twice, and for one that cannot be read.
     """
 
-    job: Case
+    job: Question
     strategies: tuple[str, ...]
     tokens: float | None = None
     goal: Goal = NO_GOAL
@@ -80,12 +80,12 @@ class Question:
         except OptionError:
             return self.titles[place]
 
-    def case(self, place: int, settings: Settings) -> Case:
+    def case(self, place: int, settings: Settings) -> Question:
         """The case of the strategy at this place, with all settings that it takes."""
         asked = {path: text for path, text in settings.items() if self.takes(place, path)}
         return with_changes(replace(self.job, strategy=self.strategies[place]), asked)
 
-    def loaded(self, place: int, settings: Settings) -> Case:
+    def loaded(self, place: int, settings: Settings) -> Question:
         """As `case`, with objects for the cluster and the model: files are read once."""
         case = self.case(place, settings)
         inputs = (case.cluster, case.model, case.stack, *sorted(case.overrides.items()))
@@ -148,7 +148,7 @@ class Lost:
     lost_most: float
 
 
-def figures(case: Case, result: Result, goal: Goal) -> Figures:
+def figures(case: Question, result: Result, goal: Goal) -> Figures:
     """The figures of a case that was simulated. Nothing more is simulated."""
     cluster = case.load()[0].value
     _, behind, exposed, slower = parts(result).values()
@@ -180,7 +180,7 @@ def figures(case: Case, result: Result, goal: Goal) -> Figures:
     )
 
 
-def lost(case: Case, result: Result) -> Lost | None:
+def lost(case: Question, result: Result) -> Lost | None:
     """What failures take of it; None where nothing fails. It takes half a millisecond."""
     cluster, model = case.load()
     try:
@@ -245,7 +245,7 @@ class Control:
         return asdict(self)
 
 
-def controls(question: Question) -> list[Control]:
+def controls(question: Exploration) -> list[Control]:
     """The controls of a question: of the hardware, the batch, the strategies, price and failures.
 
     Numbers that the cluster does not have, such as a price, have none.
@@ -270,7 +270,7 @@ def controls(question: Question) -> list[Control]:
     ]
 
 
-def varying(question: Question, path: str, values: str) -> Control:
+def varying(question: Exploration, path: str, values: str) -> Control:
     """A control with these positions, as a user gives them: "1, 4, 12".
 
     Raises OptionError for values that the path cannot have.
@@ -304,7 +304,7 @@ def varying(question: Question, path: str, values: str) -> Control:
     )
 
 
-def _number(case: Case, path: str, text: str) -> float | None:
+def _number(case: Question, path: str, text: str) -> float | None:
     """The value behind a text, where it is a number. Raises Co2simError for what cannot be."""
     cluster = case.load()[0].value
     if path == "price_per_gpu":
@@ -316,14 +316,14 @@ def _number(case: Case, path: str, text: str) -> float | None:
         return None
 
 
-def _gpus(question: Question) -> Control:
+def _gpus(question: Exploration) -> Control:
     """Those that are given, or one node doubled up to the whole cluster."""
     sizes = gpu_counts(question.job)[-_MAX_SIZES:]
     now = question.job.gpus or sizes[-1]
     return _whole("gpus", "GPUs", [*sizes, now], now)
 
 
-def _micro_batch(job: Case) -> Control:
+def _micro_batch(job: Question) -> Control:
     path, title, now = "micro_batch", "micro-batch", job.micro_batch
     if isinstance(now, int):
         return _whole(path, title, [*_BATCHES, now], now)
@@ -337,7 +337,7 @@ def _whole(path: str, title: str, values: Sequence[int], now: int) -> Control:
     return Control(path, title, stops, ordered.index(now), continuous=False, strategies=())
 
 
-def _options(question: Question) -> Iterator[Control]:
+def _options(question: Exploration) -> Iterator[Control]:
     """Of the strategies that have them; at first each has what was given."""
     for name, words, usual in (
         ("tau", "local steps of a round (tau)", _TAUS),
@@ -357,7 +357,7 @@ def _options(question: Question) -> Iterator[Control]:
         yield replace(made, strategies=places)
 
 
-def _failing(case: Case, cluster: Cluster) -> Iterator[Control]:
+def _failing(case: Question, cluster: Cluster) -> Iterator[Control]:
     """The mean time between failures of the first part that has one, at the size of the job."""
     if cluster.failures is None:
         return
@@ -370,7 +370,7 @@ def _failing(case: Case, cluster: Cluster) -> Iterator[Control]:
 
 
 def _spread(
-    case: Case,
+    case: Question,
     path: str,
     title: str,
     less: float,

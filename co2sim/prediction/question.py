@@ -114,7 +114,7 @@ _MAX_ROUNDS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case(Mesh):
+class Question(Mesh):
     """One configuration. Clusters and models are catalog names, paths of files, or objects.
 
     `Contents` stand for a name, or a file that was read before.
@@ -232,7 +232,7 @@ class Case(Mesh):
     def __post_init__(self) -> None:
         """Convert every value, once and for all."""
         stated = {f.name: getattr(self, f.name) for f in fields(self)}
-        converted = convert.declared(Case, stated) | {
+        converted = convert.declared(Question, stated) | {
             "cluster": _named("cluster", self.cluster, Cluster),
             "model": _named("model", self.model, Model),
             "stack": _named("stack", self.stack, Stack),
@@ -270,7 +270,7 @@ class Case(Mesh):
             cluster = replace(cluster, value=within)
         return cluster, _entry(self.model, load_model, self._overrides_of("model."))
 
-    def inlined(self, cache: dict[tuple[object, ...], Contents | None] | None = None) -> "Case":
+    def inlined(self, cache: dict[tuple[object, ...], Contents | None] | None = None) -> "Question":
         """The case with what stands in its files in place of their names.
 
         `known` are files that were read before, and gets those that are read now. Raises
@@ -532,7 +532,7 @@ def _strategy(strategy: Any) -> Any:
 
 
 class JobOptions(TypedDict, total=False):
-    """For type checkers: the fields of `Case` and `Noise` but for the number of GPUs."""
+    """For type checkers: the fields of `Question` and `Noise` but for the number of GPUs."""
 
     micro_batch: Count
     accumulation: Count | None
