@@ -192,7 +192,7 @@ def bounded(run: Training, constants: Mapping[str, Any]) -> float:
     model is late, and the penalty is 1. NaN where nothing is proven: for predict = 1.
     """
     strategy, tau = parse(run.configuration.strategy), run.configuration.tau
-    options = {name: float(value) for name, value in pairs(run.choice).items()}
+    options = {name: float(value) for name, value in pairs("outer", run.choice).items()}
     late = None
     if isinstance(strategy, CO2) and isinstance(strategy.delay, int):
         kept = {name: options.pop(name) for name in ("keep", "predict") if name in options}

@@ -412,7 +412,7 @@ def trained(run: Training, _: Rows, world: World) -> dict[str, Any]:
         warmup=budget.warmup,
         lr=run.lr,
         momentum=configuration.momentum,
-        outer=pairs(outer),
+        outer=pairs("outer", outer),
         seed=run.seed,
         log_every=max(configuration.tau, 12),
         eval_every=budget.eval_every,

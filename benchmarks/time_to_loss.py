@@ -437,7 +437,7 @@ def trained(run: Run, rows: Rows, world: World) -> dict[str, Any]:
         bare = float(rows[replace(run, entry=ALONE).key]["step_s"])
         sent = elements_of_a_step(plan.place(run.where), bare)
     how: Build = build_alone if entry.peer == "alone" else build
-    if attach := attach_of(entry.peer, TAU, pairs(entry.outer), sent):
+    if attach := attach_of(entry.peer, TAU, pairs("outer", entry.outer), sent):
         how = partial(build_with, attach)
     if run.where == FREE:
         watched = entry.name != REFERENCE
@@ -484,7 +484,7 @@ def settings_of(run: Run, stop: int) -> TrainSettings:
         batch=plan.batch,
         warmup=plan.steps // 20,
         lr=run.entry.lr,
-        outer=pairs(run.entry.outer) if not run.entry.peer else {},
+        outer=pairs("outer", run.entry.outer) if not run.entry.peer else {},
         seed=run.seed,
         log_every=plan.every,
         eval_every=plan.every,

@@ -5,6 +5,7 @@ After an interruption the same command continues. Exit code 1 if a claim fails.
 
 import argparse
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -37,7 +38,9 @@ def report(cells: Cells, *, quick: bool) -> tuple[str, bool]:
     tables = [f"## {line[0].upper()}{line[1:]}" for line in lines if isinstance(line, str)]
     title = "# The convergence bounds of CO2, checked"
     first = table(("must hold", "", "measured"), rows)
-    made = "Made by `make verify`."
+    line = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(line, capture_output=True, text=True, check=False).stdout.strip()
+    made = f"Made by `make verify` at commit {commit or 'unknown'}."
     return "\n\n".join((title, first, *tables, made)) + "\n", all(each.passed for each in claims)
 
 
