@@ -14,6 +14,7 @@ MACHINE = "sum of 10 million numbers, to compare machines"
 
 def medians(markdown: str) -> dict[str, float]:
     """Seconds by what was measured, without what is in parentheses, of the first table."""
+    markdown = re.sub(" +", " ", markdown)
     rows = re.findall(r"^\| (.+?)(?: \(.*?\))? \| ([\d.]+) (ms|s) \|", markdown, re.MULTILINE)
     return {what: float(value) * SECONDS[unit] for what, value, unit in rows}
 
