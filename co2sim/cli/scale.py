@@ -24,7 +24,6 @@ from co2sim.prediction.totals import result_to_dict
 from co2sim.report.bundle import MISSING, check, installed
 from co2sim.report.text import result, totals
 from co2sim.report.text.result import (
-    division,
     print_assumed,
     print_chosen,
     print_warnings,
@@ -258,7 +257,7 @@ def _title(cluster: str, results: Sequence[Result], noise: Noise) -> str:
     parts = [
         f"{cluster}: {first.model}, {first.unit}s/s per GPU by number of GPUs",
         f"{shared_batch(results)}, {first.precision}",
-        division(first),
+        first.division,
         speeds(noise) if noise.uneven else "",
         result.stacks_of(results),
     ]

@@ -606,8 +606,7 @@ def shard_model(model: Model, mesh: Mesh) -> Model:
     equal parts of its begin and of its end, so that all of `cp` GPUs see equally many tokens.
     Raises OptionError for a model that cannot be divided so, or whose shape is not known.
     """
-    inside = Mesh(tp=mesh.tp, sequence_parallel=mesh.sequence_parallel, ep=mesh.ep, cp=mesh.cp)
-    return _sharded(model, inside)
+    return _sharded(model, mesh.inside)
 
 
 @remembered(objects=1, most=64)

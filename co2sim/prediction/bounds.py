@@ -244,8 +244,7 @@ def _inside(job: Job) -> tuple[object, ...]:
     """What a pass depends on besides the kind of cluster and the batch."""
     work, layout = job.workload, job.stage_cluster.layout
     g = layout.gpus_per_node
-    in_node = max(work.in_stage, work.ep) <= g
-    return work.tp, work.sequence_parallel, work.cp, work.ep, g if in_node else layout
+    return work.inside, g if work.reach <= g else layout
 
 
 class StepBound:

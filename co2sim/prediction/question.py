@@ -381,11 +381,7 @@ class Question(Mesh):
         gathered = stack.keep_gathered and self.sequence_parallel
         check_applies(self.recompute, model, self.pp, gathered=gathered)
         self.check()
-        ranks = self.ranks(cluster.layout).world_size
-        if ranks % self.cp:
-            raise OptionError(f"cp={self.cp} does not divide {ranks} data-parallel GPUs")
-        groups = ranks // self.cp
-        accumulation = self._accumulation(groups)
+        accumulation = self._accumulation(self.replicas_in(cluster.layout))
         return Workload(
             model=model,
             micro_batch=_number("micro_batch", self.micro_batch),

@@ -13,7 +13,7 @@ from co2sim.report.chart_style import picking
 from co2sim.report.html import Figure, PageSection, Timelines
 from co2sim.report.tables import Answered, Table
 from co2sim.report.text import totals
-from co2sim.report.text.result import division, stacks_of
+from co2sim.report.text.result import stacks_of
 from co2sim.studies.sensitivity import Sensitivity
 
 
@@ -218,7 +218,7 @@ def predicted_with(every: Sequence[Answered]) -> list[str]:
     """A sentence with the software stacks behind the figures, where they are known."""
     used = stacks_of(one.result for one in every)
     kinds = " or ".join(dict.fromkeys(one.result.precision for one in every))
-    layers = list(dict.fromkeys(map(division, (one.result for one in every))))
+    layers = list(dict.fromkeys(each.result.division for each in every))
     how = f", {layers[0]}" if len(layers) == 1 and layers[0] else ""
     return [f"Predicted with the software {used}; {kinds}{how}."] if used else []
 

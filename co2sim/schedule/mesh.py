@@ -113,6 +113,36 @@ class Mesh:
         numbers = ((name, getattr(self, name), more) for name, more in parts.items())
         return ", ".join(f"{name} {size}{more}" for name, size, more in numbers if size > 1)
 
+    @property
+    def division(self) -> str:
+        """How GPUs divide the model, as a text; empty where each has all of it."""
+        along = ", the sequence between products, too" if self.sequence_parallel else ""
+        chunks = f" of {self.interleave} chunks each" if self.interleave > 1 else ""
+        parts = {
+            f"each layer on {self.tp} GPUs{along}": self.tp,
+            f"experts on {self.ep} GPUs": self.ep,
+            f"sequences on {self.cp} GPUs": self.cp,
+            f"{self.pp} stages{chunks}": self.pp,
+        }
+        return "; ".join(words for words, gpus in parts.items() if gpus > 1)
+
+    @property
+    def inside(self) -> "Mesh":
+        """That of a stage alone."""
+        return Mesh(tp=self.tp, sequence_parallel=self.sequence_parallel, ep=self.ep, cp=self.cp)
+
+    @property
+    def reach(self) -> int:
+        """Consecutive GPUs of a stage that exchange something in a pass."""
+        return max(self.in_stage, self.ep)
+
+    def replicas_in(self, layout: Layout) -> int:
+        """Groups of GPUs of a stage that train on the same samples. Raises OptionError for none."""
+        ranks = self.ranks(layout).world_size
+        if ranks % self.cp:
+            raise OptionError(f"cp={self.cp} does not divide {ranks} data-parallel GPUs")
+        return ranks // self.cp
+
     def ranks(self, layout: Layout) -> Layout:
         """The layout of a stage in which GPUs that share layers count as one.
 

@@ -10,6 +10,7 @@ from co2sim.common import convert
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.units import Bytes
 from co2sim.models.workload import Workload
+from co2sim.schedule.mesh import MESH
 from co2sim.schedule.schedule import DType, Layout, Schedule
 from co2sim.strategies.co2 import CO2, PublishedCO2
 from co2sim.strategies.diloco import DiLoCo
@@ -62,7 +63,7 @@ STRATEGIES: dict[str, type[Any]] = {
 }
 
 
-_OF_THE_JOB = ("tp", "sequence_parallel", "ep", "cp", "lora")
+_OF_THE_JOB = (*MESH, "lora")
 """What combines with every strategy."""
 
 _OPTIONS_ELSEWHERE = {

@@ -225,7 +225,7 @@ def _print_header(out: Console, r: Result, noise: Noise) -> None:
         f"model    {r.model}, {r.precision}, {r.optimizer}",
         f"batch    {batch_words(r)}",
         *([f"stack    {r.stack}"] if r.stack else []),
-        *([f"layers   {division(r)}"] if r.tp * r.pp * r.ep * r.cp > 1 else []),
+        *([f"layers   {r.division}"] if r.division else []),
         *([f"trained  {adapters(r)}"] if r.lora else []),
         *(["spans    those of the first stage, as is what is sent"] if r.pp > 1 else []),
         *([f"speeds   {speeds(noise, r)}"] if noise.uneven else []),
@@ -237,18 +237,6 @@ def stacks_of(results: Iterable[Result]) -> str:
     """The software stacks that all is predicted with; empty where none is known."""
     names = list(dict.fromkeys(one.stack for one in results if one.stack))
     return f"stack{'s' * (len(names) > 1)}: {'; '.join(names)}" if names else ""
-
-
-def division(r: Result) -> str:
-    """How GPUs divide the layers; empty where each has all of them."""
-    along = ", the sequence between products, too" if r.sequence_parallel else ""
-    found = [f"each layer on {r.tp} GPUs{along}"] if r.tp > 1 else []
-    found += [f"experts on {r.ep} GPUs"] if r.ep > 1 else []
-    found += [f"sequences on {r.cp} GPUs"] if r.cp > 1 else []
-    if r.pp > 1:
-        chunks = f" of {r.interleave} chunks each" if r.interleave > 1 else ""
-        found.append(f"{r.pp} stages{chunks}")
-    return "; ".join(found)
 
 
 def adapters(r: Result) -> str:
