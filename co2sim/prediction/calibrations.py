@@ -159,9 +159,9 @@ class Calibration:
     not from this fit. An interval reaches `factor` standard deviations to both sides; `coverage` is
     the share of cells, left out of the fit, in such intervals. `kinds` are those of the runs that
     were fitted to, or checked with, `strategies` names those of these runs, and `ranges` says where
-    they lie (`near`). `mape`, `cross_validated` and `left_out` (by label) are mean absolute errors
-    as fractions; `left_out_errors` are log(predicted / published) of the cells when they are left
-    out, in their order.
+    they lie (`describe_extrapolation`). `mape`, `cross_validated` and `left_out` (by label) are
+    mean absolute errors as fractions; `left_out_errors` are log(predicted / published) of the cells
+    when they are left out, in their order.
     """
 
     group: str

@@ -243,9 +243,7 @@ def _of_one_sample(question: Question, done: Done | None) -> Job:
         global_batch=None,
         accumulation=1,
     )
-    if question.pp == 1:
-        single = choose_delay(single, done)[0]
-    return single.job()
+    return choose_delay(single, done)[0].job()
 
 
 def _with_short_rounds(strategy: Strategy) -> Strategy:

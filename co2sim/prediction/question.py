@@ -124,8 +124,7 @@ class Question(Mesh):
     unless it says more; questions (`simulate`, the commands) leave the batch open instead, see
     `OPEN_BATCH`. `global_batch` (samples per step over all GPUs) sets `accumulation`. `overrides`
     maps dotted paths of the cluster, or of the model behind "model.", to texts with units. `rounds`
-    is
-    how many rounds are averaged (default 1, or 10 with jitter). `interval` says whether further
+    is how many rounds are averaged (default 1, or 10 with jitter). `interval` says whether further
     simulations may be spent on the interval. `tp` GPUs of a node share every layer, and train on
     the same samples; with `sequence_parallel` they divide the sequence between matrix products,
     too. `pp` stages of a pipeline have a part of the layers each, in `interleave` chunks.

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import groupby
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 from co2sim.common.convert import Within, declared, option
 from co2sim.common.errors import OptionError
@@ -65,18 +65,13 @@ class Mesh:
     def __post_init__(self) -> None:
         """Convert and check the numbers, of all that a mesh has."""
         stated = tuple(self.mesh_values().values())
-        if not _is_plain(stated):
+        if not _are_converted(stated):
             for name, value in declared(Mesh, self.mesh_values()).items():
                 object.__setattr__(self, name, value)
 
     def mesh_values(self) -> dict[str, Any]:
         """The fields of a mesh by name, of a record that has more of them."""
         return {name: getattr(self, name) for name in MESH}
-
-    @classmethod
-    def of(cls, record: "Mesh") -> Self:
-        """The mesh of a record that has more fields."""
-        return cls(**record.mesh_values())
 
     def check(self) -> None:
         """Refuse what divides nothing. Raises OptionError."""
@@ -212,7 +207,7 @@ MESH = tuple(field.name for field in fields(Mesh))
 
 
 @lru_cache(maxsize=256, typed=True)
-def _is_plain(stated: tuple[Any, ...]) -> bool:
+def _are_converted(stated: tuple[Any, ...]) -> bool:
     """Whether these are what a mesh holds already; a job is changed more often than its mesh."""
     return all(type(value) in {int, bool} for value in stated) and list(stated) == list(
         declared(Mesh, dict(zip(MESH, stated, strict=True))).values()

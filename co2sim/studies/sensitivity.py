@@ -14,12 +14,13 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.failures import PARTS
 from co2sim.prediction import driver
 from co2sim.prediction.calibrations import replaced
-from co2sim.prediction.choose import choose
+from co2sim.prediction.choose import choose_batch
 from co2sim.prediction.measure import rates
 from co2sim.prediction.predict import at_speed, step_time
 from co2sim.prediction.question import Question
 from co2sim.prediction.totals import totals_of
 from co2sim.strategies import parse
+from co2sim.strategies.co2 import has_auto_options
 from co2sim.strategies.local import LocalSteps
 from co2sim.studies.candidates import Candidate, Objective
 from co2sim.studies.grid import display_name, offer_name, strategy_title
@@ -180,10 +181,10 @@ def _turns(behind: Callable[[float], float], now: float, here: float) -> Iterato
 
 def _score(option: Candidate, case: Question, wanted: Objective) -> float:
     """The score of an option where a number of its case is another."""
-    if wanted.want == "least-energy":  # which waiting counts in, too
+    if wanted.want == "least-energy" or has_auto_options(case.parsed):  # more than times change
         result = driver.run(case)
     else:
-        result = at_speed(option.result, choose(case)[0].job())
+        result = at_speed(option.result, choose_batch(case)[0].job())
     totals = totals_of(case, result, wanted.tokens, wanted.goal)
     assert totals is not None, strategy_title(case.strategy)
     return replace(option, result=result, totals=totals).score(wanted.want)

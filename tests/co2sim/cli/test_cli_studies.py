@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -184,3 +185,39 @@ def test_json_says_the_question_that_was_asked(
     assert found["global_batch"] == 16 * found["micro_batch"] * found["accumulation"] == 512
     assert (found["recompute"], found["precision"]) == ("none", "bf16")
     assert "torchtitan" in found["stack"]
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (
+            "run -m gpt2-small -c dgx-h100 -s zero1 -g 8 --tokens 1e10",
+            lambda found: f"{1e10 / found['tokens_per_s'] / 86400:.3g} days",
+        ),
+        (
+            "own -m gpt2-small -c dgx-h100 -s zero1 -g 8",
+            lambda found: f"used {100 * found['break_even']:.0f} % of the time",
+        ),
+        (
+            "solve inter.bandwidth -m gpt2-small -c a100-tcp80 -s ddp -g 16",
+            lambda found: f"{found[0]['answers'][2]['met'][0]['low'] * 8 / 1e9:.3g} Gbit/s",
+        ),
+        (
+            "goodput -m gpt2-small -c dgx-h100 -s zero1 --set failures=meta-rsc-1",
+            lambda found: f"{100 * found[0]['useful']:.2f} % of the time is useful",
+        ),
+        (
+            "sweep -m gpt2-small -c dgx-h100 -s zero1 --vary gpus=8,16",
+            lambda found: f"{max(row['tokens_per_s'] for row in found):,.0f}",
+        ),
+    ],
+    ids=lambda value: value.split()[0] if isinstance(value, str) else "",
+)
+def test_an_answer_in_words_has_the_figures_of_its_json(
+    cli: Run, command: str, shown: Callable[[Any], str]
+) -> None:
+    """Computed here from what the JSON says, in the units that people read."""
+    _, printed, _ = cli(*shlex.split(command))
+    code, out, _ = cli(*shlex.split(command), "--json")
+    assert code == 0
+    assert shown(json.loads(out)) in " ".join(printed.split())

@@ -6,7 +6,7 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from test_collective_cost import messages
+from test_costs import messages
 
 from co2sim.hardware.cluster import Cluster, Link, Tier
 from co2sim.schedule.schedule import PEERS, WORLD, Collective, DType, Group, Kind
