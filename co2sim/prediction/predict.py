@@ -5,18 +5,15 @@ the same. So do the local steps in the midst of a round.
 
 What a simulation does next follows from what is under way. Where micro-steps in a row do the same
 at the same times, and nothing else is under way, each further one does so, too. So its figures are
-added as often as it was left out, which is exact: nothing is fitted. `repeated` says whether that
-is so in a trace; where it is not, more micro-steps are simulated, and then all of them.
+added as often as it was left out, which is exact: nothing is fitted. `metrics.repeated` says
+whether that is so in a trace; where it is not, more micro-steps are simulated, and then all of
+them.
 """
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TypeAlias
 
 from co2sim.common.errors import OptionError
 from co2sim.common.progress import Done
@@ -27,106 +24,20 @@ from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Collective, Schedule
 from co2sim.simulation import metrics
 from co2sim.simulation.costs import compute_time, cost_of, traffic
-from co2sim.simulation.metrics import Window
+from co2sim.simulation.metrics import Repeated, repeated
 from co2sim.simulation.noise import QUIET, RunOptions
 from co2sim.simulation.run import Simulator
 from co2sim.simulation.trace import Trace
 from co2sim.strategies import LocalSteps, Strategy, is_built_in, with_options
 from co2sim.strategies.local import round_steps
 
-_MICRO_STEP = re.compile(r"((?:s\d+\.)?)m(\d+)\.")
-_LOCAL_STEP = re.compile(r"()s(\d+)\.")
-"""Of an op: what it is one of several in, and its number; see `chaining.chain`, `micro_prefix`."""
-
 _FEWEST = 8
 _MORE = 4
 """Times as many micro-steps are simulated where so few do not repeat."""
 _SLOWER = 1.5
 """Times as long as alone a collective may take beside micro-steps; a guess that costs time only."""
-_ROW = 4
-"""Micro-steps, or local steps, that are compared, just before the last one."""
-_LOCAL_STEPS = _ROW + 2
-"""Simulated of a round: these, the first and the last."""
-
-_EQUAL = 1e-12
-"""What may lie between two equal times, as a part of all the time that is simulated."""
-
-_Places: TypeAlias = NDArray[np.intp]
-
-
-class Repeated(NamedTuple):
-    """A micro-step, or local step, that repeats: the second of a `row` of places, [step, op].
-
-    `window` is its time in the last round.
-    """
-
-    row: _Places
-    window: Window
-
-
-def repeated(
-    schedule: Schedule, trace: Trace, steps: re.Pattern[str] = _MICRO_STEP
-) -> list[Repeated] | None:
-    """The step before the last but two, if it repeats in the trace wherever there are such steps.
-
-    That is in every local step of a round for micro-steps, and once for local steps.
-    """
-    rows = _rows(schedule, steps)
-    if not rows or len(trace.ranks) > 1:
-        return None
-    starts, ends = (times[..., 0] for times in trace.grid(schedule))
-    under_way = np.sort(starts, axis=None), np.sort(ends, axis=None)
-    last: list[Repeated] = []
-    for start, end in zip(starts, ends, strict=True):
-        windows = [(row, _window(start[row], end[row], *under_way)) for row in rows]
-        last = [Repeated(row, window) for row, window in windows if window]
-        if len(last) < len(windows):
-            return None
-    return last
-
-
-def _rows(schedule: Schedule, steps: re.Pattern[str]) -> list[_Places]:
-    """Places [step, op] of each row of steps; none if those of a row do not do the same."""
-    rows_of: dict[str, dict[int, list[int]]] = {}
-    for index, (name, _) in enumerate(schedule.places):
-        if match := steps.match(name):
-            rows_of.setdefault(match[1], {}).setdefault(int(match[2]), []).append(index)
-    rows: list[_Places] = []
-    for numbered in rows_of.values():
-        row = [numbered[step] for step in sorted(numbered)[-1 - _ROW : -1]]
-        if len(row) < _ROW or len(set(map(len, row))) > 1:
-            return []
-        rows.append(np.array(row))
-        apart = np.diff(rows[-1], axis=0)
-        does = [[(schedule.work_numbers[n], schedule.offsets[n]) for n in step] for step in row]
-        if (apart != apart[0, 0]).any() or any(step != does[0] for step in does):
-            return []
-    return rows if steps is _LOCAL_STEP or len(rows) == schedule.steps else []
-
-
-def _window(
-    starts: NDArray[np.float64],
-    ends: NDArray[np.float64],
-    all_starts: NDArray[np.float64],
-    all_ends: NDArray[np.float64],
-) -> Window | None:
-    """The second of a row of micro-steps, [micro-step, op], if it and the third are alike.
-
-    All of the row come at the same distance, each ends before the next but one begins, and nothing
-    else is under way in these two; `all_starts` and `all_ends`, in order, are those of all ops.
-    """
-    begins, close = starts.min(axis=1), _EQUAL * float(all_ends[-1])
-    first, second, end = map(float, begins[1:])
-    period = (end - first) / 2
-    distances = np.stack([np.diff(starts, axis=0), np.diff(ends, axis=0)])
-    if np.abs(distances - period).max() > close or ends[0].max() > second + close:
-        return None
-    if (ends - starts).max() > period + close:
-        return None
-    inside = np.count_nonzero((starts < end - close) & (ends > first + close))
-    begun = np.searchsorted(all_starts, end - close)
-    over = np.searchsorted(all_ends, first + close, side="right")
-    return Window(first, first + period, 1) if begun - over == inside else None
+_LOCAL_STEPS = metrics.COMPARED + 2
+"""Simulated of a round: those that are compared, the first and the last."""
 
 
 def predict(job: Job, done: Done | None = None) -> Result:
@@ -212,18 +123,12 @@ def _first_try(stage: Stage) -> int:
     """Micro-steps enough for what else a step does to end meanwhile, such as an average."""
     schedule, cluster, work = stage.schedule, stage.cluster, stage.workload
     others = {
-        schedule.works[index]
-        for (name, _), index in zip(schedule.places, schedule.work_numbers, strict=True)
-        if not _MICRO_STEP.match(name)
+        index: op.work
+        for op, index in zip(schedule.body, schedule.work_numbers, strict=True)
+        if op.turn.micro_step is None and isinstance(op.work, Collective)
     }
-    longest = max(
-        (
-            cost_of(work_, cluster).duration_alone(cluster)
-            for work_ in others
-            if isinstance(work_, Collective)
-        ),
-        default=0.0,
-    )
+    alone = (cost_of(other, cluster).duration_alone(cluster) for other in others.values())
+    longest = max(alone, default=0.0)
     passes = sum(
         compute_time(work_, cluster.gpu, work.precision)
         for block in work.works()
@@ -301,17 +206,16 @@ _More: TypeAlias = Sequence[tuple[Repeated, int]]
 
 def _left_out(schedule: Schedule, trace: Trace, micros: int, steps: int) -> _More | None:
     """What is left out: `micros` micro-steps in each of `steps` local steps; None if it differs."""
-    repeats: list[tuple[Repeated, int]] = []
-    more = steps - schedule.steps
+    more, repeats = steps - schedule.steps, []
     if micros:
-        ones = repeated(schedule, trace)
-        if ones is None:
+        of_each = repeated(schedule, trace, "micro_step")
+        if of_each is None:
             return None
-        again = len(ones) - _ROW  # the local step that repeats
-        repeats = [(part, micros * (1 + more * (n == again))) for n, part in enumerate(ones)]
+        again = len(of_each) - metrics.COMPARED  # the local step that repeats
+        repeats = [(part, micros * (1 + more * (n == again))) for n, part in enumerate(of_each)]
     if more:
-        ones = repeated(schedule, trace, _LOCAL_STEP)
-        if ones is None:
+        of_round = repeated(schedule, trace, "local_step")
+        if of_round is None:
             return None
-        repeats += [(part, more) for part in ones]
+        repeats += [(part, more) for part in of_round]
     return repeats

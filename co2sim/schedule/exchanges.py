@@ -83,7 +83,7 @@ class _Body:
     def _plain(self, op: Op, work: Work) -> Iterator[Op]:
         """An op that does `work` behind the exchanges of the one before it on its stream."""
         wait = self.exchanges_before.pop(op.stream, None)
-        yield Op(op.name, work, op.stream, (*op.after, wait) if wait else op.after)
+        yield Op(op.name, work, op.stream, (*op.after, wait) if wait else op.after, op.turn)
         self.ops_before[op.stream] = After(op.name)
 
     def _pass(self, op: Op) -> Iterator[Op]:
@@ -98,12 +98,12 @@ class _Body:
         names = [f"{op.name}.{_NAME}{index}" for index in range(1, ended + 1)]
         waits, behind = (self.ops_before[op.stream],), (After(op.name),)
         for name, work in zip(names, (*exchanges.before, *exchanges.beside), strict=False):
-            yield Op(name, work, TENSOR, waits)
+            yield Op(name, work, TENSOR, waits, op.turn)
         if exchanges.before:
             self.exchanges_before[op.stream] = After(names[len(exchanges.before) - 1])
         yield from self._plain(op, self._own(op.work))
         for name, work in zip(names[started:], exchanges.behind, strict=True):
-            yield Op(name, work, TENSOR, behind)
+            yield Op(name, work, TENSOR, behind, op.turn)
         if exchanges.behind or exchanges.beside:
             self.exchanges_before[op.stream] = After(names[-1])
 
@@ -132,6 +132,7 @@ def _pieces(op: Op, work: Compute) -> list[Op]:
             part,
             op.stream,
             op.after if index == 1 else (),
+            op.turn,
         )
         for index, part in enumerate(work.parts, 1)
     ]

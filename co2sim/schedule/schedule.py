@@ -458,6 +458,13 @@ class After:
         return f"{self.op}[-{self.rounds_ago}]" if self.rounds_ago else self.op
 
 
+class Turn(NamedTuple):
+    """Which turns of the loops of a round an op belongs to, from 0; None where to none of them."""
+
+    local_step: int | None = None
+    micro_step: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """One piece of work on one stream. The op is its own completion event."""
@@ -466,6 +473,7 @@ class Op:
     work: Work
     stream: str
     after: tuple[After, ...] = ()
+    turn: Turn = field(default=Turn(), compare=False)
 
 
 class Instance(NamedTuple):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +66,85 @@ def is_steady(trace: Trace, schedule: Schedule, rounds: int = 1) -> bool:
         return False
     shift = np.diff(trace.grid(schedule).ends[first:], axis=0)
     return bool(shift.max() - shift.min() <= _STEADY * shift.max())
+
+
+COMPARED = 4
+"""Micro-steps, or local steps, that are compared, just before the last one."""
+_EQUAL = 1e-12
+"""What may lie between two equal times, as a part of all the time that is simulated."""
+
+
+class Repeated(NamedTuple):
+    """A micro-step, or local step, that repeats: the second of a `row` of places, [step, op].
+
+    `window` is its time in the last round.
+    """
+
+    row: NDArray[np.intp]
+    window: Window
+
+
+def repeated(
+    schedule: Schedule, trace: Trace, loop: Literal["local_step", "micro_step"]
+) -> list[Repeated] | None:
+    """The step before the last but two, if it repeats in the trace wherever there are such steps.
+
+    That is in every local step of a round for micro-steps, and once for local steps.
+    """
+    rows = _rows(schedule, loop)
+    if not rows or len(trace.ranks) > 1:
+        return None
+    starts, ends = (times[..., 0] for times in trace.grid(schedule))
+    under_way = np.sort(starts, axis=None), np.sort(ends, axis=None)
+    last: list[Repeated] = []
+    for start, end in zip(starts, ends, strict=True):
+        windows = [(row, _window(start[row], end[row], *under_way)) for row in rows]
+        last = [Repeated(row, during) for row, during in windows if during]
+        if len(last) < len(windows):
+            return None
+    return last
+
+
+def _rows(schedule: Schedule, loop: str) -> list[NDArray[np.intp]]:
+    """Places [step, op] of each row of steps; none if those of a row do not do the same."""
+    micro = loop == "micro_step"
+    steps_of: dict[int | None, dict[int, list[int]]] = {}
+    for index, op in enumerate(schedule.body):
+        turn = getattr(op.turn, loop)
+        if turn is not None:
+            row_of = steps_of.setdefault(op.turn.local_step if micro else None, {})
+            row_of.setdefault(turn, []).append(index)
+    rows: list[NDArray[np.intp]] = []
+    for steps in steps_of.values():
+        row = [steps[turn] for turn in sorted(steps)[-1 - COMPARED : -1]]
+        if len(row) < COMPARED or len(set(map(len, row))) > 1:
+            return []
+        rows.append(np.array(row))
+        apart = np.diff(rows[-1], axis=0)
+        does = [[(schedule.work_numbers[n], schedule.offsets[n]) for n in step] for step in row]
+        if (apart != apart[0, 0]).any() or any(step != does[0] for step in does):
+            return []
+    return rows if not micro or len(rows) == schedule.steps else []
+
+
+def _window(starts: _Array, ends: _Array, all_starts: _Array, all_ends: _Array) -> Window | None:
+    """The second of a row of micro-steps, [micro-step, op], if it and the third are alike.
+
+    All of the row come at the same distance, each ends before the next but one begins, and nothing
+    else is under way in these two; `all_starts` and `all_ends`, in order, are those of all ops.
+    """
+    begins, close = starts.min(axis=1), _EQUAL * float(all_ends[-1])
+    first, second, end = map(float, begins[1:])
+    period = (end - first) / 2
+    distances = np.stack([np.diff(starts, axis=0), np.diff(ends, axis=0)])
+    if np.abs(distances - period).max() > close or ends[0].max() > second + close:
+        return None
+    if (ends - starts).max() > period + close:
+        return None
+    inside = np.count_nonzero((starts < end - close) & (ends > first + close))
+    begun = np.searchsorted(all_starts, end - close)
+    over = np.searchsorted(all_ends, first + close, side="right")
+    return Window(first, first + period, 1) if begun - over == inside else None
 
 
 def busy(spans: Iterable[Span], during: Window) -> Seconds:

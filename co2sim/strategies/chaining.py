@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from co2sim.schedule.schedule import After, Compute, Op
+from co2sim.schedule.schedule import After, Compute, Op, Turn
 from co2sim.strategies.step import Step, check_ops
 
 
@@ -22,6 +22,7 @@ def fused(step: Step) -> Step:
             _work(row, works) if len(row) > 1 else row[0].work,
             row[0].stream,
             tuple(After(names[wait.op], wait.rounds_ago) for wait in row[0].after),
+            row[0].turn,
         )
         for row in rows
     ]
@@ -81,14 +82,15 @@ FUSED_FROM = 5_000
 """Ops of a round: about 50 ms of building and simulating."""
 
 
-def prefixed(body: Sequence[Op], prefix: str) -> list[Op]:
-    """The same ops with `prefix` before every name; their works are shared."""
+def _of_local_step(body: Sequence[Op], number: int, prefix: str) -> list[Op]:
+    """The same ops as those of a local step, with `prefix` before names; works are shared."""
     return [
         Op(
             prefix + op.name,
             op.work,
             op.stream,
             tuple([After(prefix + w.op, w.rounds_ago) for w in op.after]) if op.after else (),
+            Turn(number, op.turn.micro_step),
         )
         for op in body
     ]
@@ -120,8 +122,10 @@ def chain(step: Step, times: int = 1, extras: Mapping[int, Step] | None = None) 
         streams.update((prefix + end, inside[end]) for end in inner.ends)
     before = tuple(After(name, rounds_ago=1) for name in tails[-1])
     body: list[Op] = []
-    for prefix, (inner, extra), tail in zip(prefixes, pairs, tails, strict=True):
-        ops = prefixed(inner.ops, prefix) if prefix else inner.ops
+    for number, (prefix, (inner, extra), tail) in enumerate(
+        zip(prefixes, pairs, tails, strict=True)
+    ):
+        ops = _of_local_step(inner.ops, number, prefix) if prefix else inner.ops
         body += _waiting(ops, {prefix + need for need in inner.needs}, before, streams)
         ends = tuple(After(prefix + end) for end in inner.ends)
         added = [_without_implied(op, streams) for op in extra.ops]

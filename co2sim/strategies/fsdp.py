@@ -19,6 +19,7 @@ from co2sim.schedule.schedule import (
     Layout,
     Op,
     Schedule,
+    Turn,
 )
 from co2sim.schedule.schedule import DType as D
 from co2sim.strategies.chaining import chain
@@ -125,6 +126,7 @@ class _MicroStep:
         """
         works = self.job.works()
         places = range(len(works))
+        prefix, turn = micro_prefix(self.micro_step, self.job), Turn(micro_step=self.micro_step)
         freed: list[str] = []
         reduction: tuple[After, ...] = ()
         for direction, index in [
@@ -132,30 +134,30 @@ class _MicroStep:
             *(("backward", index) for index in reversed(places)),
         ]:
             work = works[index]
-            name = f"{micro_prefix(self.micro_step, self.job)}*.{direction}.{work.block.name}"
-            passes = [Op(name.replace("*.", ""), getattr(work, direction), COMPUTE)]
+            used = f"{direction}.{work.block.name}"
+            passes = [Op(f"{prefix}{used}", getattr(work, direction), COMPUTE, turn=turn)]
             gathered, fetch, behind = self._gathered(direction, index), [], before
             if gathered:
                 group = self.how.again if direction == "backward" else self.how.among
-                fetch = renamed([self._gather(index, group or self.how.among)], name)
+                fetch = renamed([self._gather(index, group or self.how.among)], prefix, f".{used}")
                 ahead = 1 if self.how.copies and direction == "backward" else 2
                 behind = freed[-ahead] if len(freed) >= ahead else "" if freed else before
                 freed.append(passes[0].name)
                 if self.how.copies:
                     copy = _moved("copy", gathered, 2 * self.job.precision.bytes)
-                    passes.insert(0, Op(name.replace("*", "copy"), copy, COMPUTE))
+                    passes.insert(0, Op(f"{prefix}copy.{used}", copy, COMPUTE, turn=turn))
                     freed[-1] = passes[0].name
             elif before and not freed:  # nothing is gathered: the first pass waits itself
                 passes[0] = replace(passes[0], after=(After(before),))
             row: Row = ()
             if direction == "backward" and (elements := self._reduced(index)):
-                name = name.replace("backward.", "")
+                end = f".{work.block.name}"
                 kernels, row = self._reduce(index, elements)
                 passes += [
-                    Op(name.replace("*", kernel.kernel), kernel, COMPUTE, reduction)
+                    Op(f"{prefix}{kernel.kernel}{end}", kernel, COMPUTE, reduction, turn)
                     for kernel in kernels
                 ]
-                (row,) = renamed([row], name)
+                (row,) = renamed([row], prefix, end)
                 if self.how.copies:
                     reduction = tuple(After(op) for op, _, on in row if on == REDUCE)
                 elif gathered and row:

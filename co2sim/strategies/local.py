@@ -154,7 +154,9 @@ class Replica:
             return DDP().step(job, Layout(1, 1), NODE)
         return self.inner.step(job, layout, self.inside)
 
-    def publish(self, job: Workload, layout: Layout, after: str, elements: int) -> list[Op]:
+    def publish(
+        self, job: Workload, layout: Layout, elements: int, after: str, name: str
+    ) -> list[Op]:
         """Gather updated shares inside the worker, where the parameters are whole on every rank.
 
         It brings what the gathers of the local step before would have brought: `chain` drops them.
@@ -162,7 +164,7 @@ class Replica:
         if self.ranks(layout) == 1 or isinstance(self.inner, Zero3 | ZeroPP | FSDP):
             return []
         work = Collective(Kind.ALL_GATHER, "parameters", elements, job.precision, self.inside)
-        return [Op(after.replace("outer", "publish"), work, COMM, (After(after),))]
+        return [Op(name, work, COMM, (After(after),))]
 
     def memory(self, job: Workload, layout: Layout, copies: float) -> dict[str, Bytes]:
         """What the local step keeps, and `copies` fp32 copies of this rank's share."""
@@ -228,7 +230,8 @@ def averaged_rounds(
         rounds, step = divmod(local_step + plan.delay, tau)
         waits = (After(launched[local_step][-1].name, rounds),)
         outer = Op(f"outer{suffix}", outer_work(job, share, plan.outer), COMPUTE, waits)
-        used[step] = [outer, *replica.publish(job, layout, outer.name, elements)]
+        publish = replica.publish(job, layout, elements, outer.name, f"publish{suffix}")
+        used[step] = [outer, *publish]
     extras = {}
     for step in launched.keys() | used.keys():
         start, end = launched.get(step, []), used.get(step, [])

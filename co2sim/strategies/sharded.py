@@ -21,6 +21,7 @@ from co2sim.schedule.schedule import (
     Group,
     Layout,
     Op,
+    Turn,
     peers_of_blocks,
 )
 from co2sim.schedule.schedule import block as block_group
@@ -62,6 +63,11 @@ class Use:
     behind: str | None = None
     reduce: Sequence[Row] = ()
 
+    @property
+    def turn(self) -> Turn:
+        """That of its passes."""
+        return self.passes[0].turn if self.passes else Turn()
+
 
 def lay_out(uses: Iterable[Use]) -> tuple[list[Op], tuple[After, ...]]:
     """The ops of uses in order of issue, and the waits for the last reductions.
@@ -75,19 +81,19 @@ def lay_out(uses: Iterable[Use]) -> tuple[list[Op], tuple[After, ...]]:
     pending, runs = Use(()), ""
     for use in uses:
         if any(row[-1][0] == use.behind for row in pending.reduce):
-            reduced |= _line_up(ops, pending.reduce, runs)
+            reduced |= _line_up(ops, pending.reduce, runs, pending.turn)
             pending = Use(())
-        here = _line_up(ops, use.fetch, use.behind)
-        reduced |= _line_up(ops, pending.reduce, runs)
+        here = _line_up(ops, use.fetch, use.behind, use.turn)
+        reduced |= _line_up(ops, pending.reduce, runs, pending.turn)
         first, *rest = use.passes
         waits = tuple(After(name) for name in here.values())
         ops += [replace(first, after=first.after + waits) if waits else first, *rest]
         pending, runs = use, ops[-1].name
-    reduced |= _line_up(ops, pending.reduce, runs)
+    reduced |= _line_up(ops, pending.reduce, runs, pending.turn)
     return ops, tuple(After(name) for name in reduced.values())
 
 
-def _line_up(ops: list[Op], rows: Sequence[Row], behind: str | None) -> dict[str, str]:
+def _line_up(ops: list[Op], rows: Sequence[Row], behind: str | None, turn: Turn) -> dict[str, str]:
     """Append rows of works behind an op; gives the last op of a row by the stream it is on."""
     ends: dict[str, str] = {}
     heads: set[str] = set()  # streams that wait for `behind` already
@@ -95,7 +101,8 @@ def _line_up(ops: list[Op], rows: Sequence[Row], behind: str | None) -> dict[str
         before, on = behind, ""
         for name, work, stream in row:
             in_order = stream == on or (not on and stream in heads)
-            ops.append(Op(name, work, stream, (After(before),) if before and not in_order else ()))
+            waits = (After(before),) if before and not in_order else ()
+            ops.append(Op(name, work, stream, waits, turn))
             before, on = name, stream
         heads.add(row[0][2])
         ends[on] = row[-1][0]
@@ -141,7 +148,7 @@ def sharded_step(
     check_micro_steps(job, 2 + sum(map(len, rows)))
     works = job.works()
     uses = [
-        (f"{micro_prefix(micro, job)}", direction, block, compute)
+        (micro, direction, block, compute)
         for micro in range(job.accumulation)
         for direction, block, compute in _uses(job, works, budget.max_reuse)
     ]
@@ -149,21 +156,22 @@ def sharded_step(
     waits = prefetch_waits(sizes, budget.prefetch, budget.max_live)
     laid: list[Use] = []
     ends: list[str] = []
-    for (prefix, direction, block, compute), wait in zip(uses, waits, strict=True):
+    for (micro, direction, block, compute), wait in zip(uses, waits, strict=True):
+        prefix, turn = micro_prefix(micro, job), Turn(micro_step=micro)
         parts = _parts(block, budget.reduce_bucket) if direction == "backward" else [0]
         fetched_here = fetch(direction, block) if block.parameters else ()
         for part, elements in enumerate(parts, start=1):
             end = f".{part}" if len(parts) > 1 else ""
             share = elements / block.trained if len(parts) > 1 else 1.0
             work = _share(compute, share, last=part == len(parts))
-            op = Op(f"{prefix}{direction}.{block.name}{end}", work, COMPUTE)
+            op = Op(f"{prefix}{direction}.{block.name}{end}", work, COMPUTE, turn=turn)
             named = reduce(f"{block.name}.gradient", elements) if elements else ()
             laid.append(
                 Use(
                     (op,),
-                    renamed(fetched_here, f"{prefix}*.{direction}.{block.name}"),
+                    renamed(fetched_here, prefix, f".{direction}.{block.name}"),
                     ends[wait] if wait >= 0 else None,
-                    renamed(named, f"{prefix}*.{block.name}{end}"),
+                    renamed(named, prefix, f".{block.name}{end}"),
                 )
             )
             fetched_here = ()
@@ -177,9 +185,9 @@ def sharded_step(
     return Step(ops, (first_fetch, ends[0]), (ops[-1].name,))
 
 
-def renamed(rows: Sequence[Row], pattern: str) -> list[Row]:
-    """The same rows, their names put in the place of the star."""
-    return [[(pattern.replace("*", name), work, on) for name, work, on in row] for row in rows]
+def renamed(rows: Sequence[Row], before: str, behind: str) -> list[Row]:
+    """The same rows, with texts before and behind their names."""
+    return [[(f"{before}{name}{behind}", work, on) for name, work, on in row] for row in rows]
 
 
 def consecutive(ranks: int, layout: Layout, option: str) -> Group:

@@ -22,6 +22,7 @@ from co2sim.schedule.schedule import (
     Kind,
     Layout,
     Op,
+    Turn,
     replicas_of_experts,
 )
 from co2sim.schedule.schedule import block as block_group
@@ -231,23 +232,24 @@ def passes(job: Workload, reduction: Reduction | None, ranks: int = 1) -> list[O
     check_micro_steps(job, 2)
     ops: list[Op] = []
     for micro in range(job.accumulation):
-        prefix = micro_prefix(micro, job)
-        ops += [Op(f"{prefix}forward.{work.block.name}", work.forward, COMPUTE) for work in works]
+        prefix, turn = micro_prefix(micro, job), Turn(micro_step=micro)
+        ops += [
+            Op(f"{prefix}forward.{work.block.name}", work.forward, COMPUTE, turn=turn)
+            for work in works
+        ]
         last = micro == job.accumulation - 1
         reduces = reduction and (reduction.every_micro_step or last)
         for index in range(len(works) - 1, -1, -1):
-            backward = Op(
-                f"{prefix}backward.{works[index].block.name}", works[index].backward, COMPUTE
-            )
-            ops.append(backward)
+            work, name = works[index].backward, f"{prefix}backward.{works[index].block.name}"
+            ops.append(Op(name, work, COMPUTE, turn=turn))
             if reduction and reduces:
                 for bucket_index, bucket in ready.get(index, ()):
                     root = (count - 1 - bucket_index) % ranks if owned else 0
-                    buffer, behind = f"gradients{bucket_index}", (After(backward.name),)
+                    buffer, behind = f"gradients{bucket_index}", (After(name),)
                     collectives = reduction.collectives(job, bucket, buffer, root, ranks, last)
                     ops += [
-                        Op(f"{prefix}{name}{bucket_index}", work, COMM, behind)
-                        for name, work in collectives.items()
+                        Op(f"{prefix}{kind}{bucket_index}", collective, COMM, behind, turn)
+                        for kind, collective in collectives.items()
                     ]
     return ops
 
@@ -306,11 +308,17 @@ def bucketed_step(
     if reduction.replicas:
         experts = pieces(job.trained_experts, gather_capacity)
         gathered += [(elements, reduction.replicas) for elements in experts]
-    for index, (elements, group) in enumerate(gathered):
-        work = Collective(kind, f"parameters{index}", elements, job.precision, group)
-        ops.append(Op(f"gather{index}", work, COMM, (After(updated),)))
-    gathers = tuple(op.name for op in ops if op.name.startswith("gather"))
-    return Step(ops, (first,), gathers[-1:], gathers)
+    gathers = [
+        Op(
+            f"gather{index}",
+            Collective(kind, f"parameters{index}", elements, job.precision, group),
+            COMM,
+            (After(updated),),
+        )
+        for index, (elements, group) in enumerate(gathered)
+    ]
+    names = tuple(op.name for op in gathers)
+    return Step([*ops, *gathers], (first,), names[-1:], names)
 
 
 QUANTIZED = frozenset({DType.INT8, DType.INT4})

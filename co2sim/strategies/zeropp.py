@@ -125,7 +125,7 @@ class ZeroPP:
         def fetch(direction: str, block: Block) -> list[Row]:
             parts = fetched(block, self.gathers)
             rows = [(part, gather(direction, block.name, elements)) for part, elements in parts]
-            return [row for part, gathered in rows for row in renamed([gathered], f"*{part}")]
+            return [row for part, gathered in rows for row in renamed([gathered], "", part)]
 
         def reduce(name: str, elements: int) -> list[Row]:
             if self.qgz:
@@ -152,7 +152,7 @@ class ZeroPP:
         rows = [self._reduce_chunk(name, size, job, hops, on) for size in cut(elements, count)]
         if count == 1:
             return rows
-        return [row for n, chunk in enumerate(rows, 1) for row in renamed([chunk], f"*{n}")]
+        return [row for n, chunk in enumerate(rows, 1) for row in renamed([chunk], "", f"{n}")]
 
     def _reduce_chunk(
         self,

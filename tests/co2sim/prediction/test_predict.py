@@ -15,7 +15,7 @@ from co2sim import Question
 from co2sim.hardware.cluster import Link
 from co2sim.models.architecture import Transformer, language_model
 from co2sim.prediction import predict as module
-from co2sim.prediction.predict import repeated, stage_figures
+from co2sim.prediction.predict import stage_figures
 from co2sim.prediction.result import Result
 from co2sim.simulation import metrics
 from co2sim.simulation.noise import RunOptions
@@ -134,7 +134,7 @@ def test_beside_an_average_that_is_under_way_nothing_repeats() -> None:
     )
     for prepared, repeats in ((slow, False), (fast, True)):
         trace = Simulator(RunOptions(), prepared, None).until_steady()[0]
-        assert (repeated(prepared.schedule, trace) is not None) is repeats
+        assert (metrics.repeated(prepared.schedule, trace, "micro_step") is not None) is repeats
 
 
 def test_micro_steps_of_a_strategy_of_ones_own_are_all_simulated() -> None:
