@@ -24,9 +24,6 @@ from realrun.launch.monitor import Place
 from realrun.measure import KernelName, Say, computing_time, measure, partial_trace
 from realrun.record import Record
 
-_GRACE: Seconds = 5.0
-"""What a rank may take to stop once it has been told that another one failed."""
-
 _MIN_PATIENCE: Seconds = 2.0
 """A launcher may be stopped for this long: half of a deadline, so that no rank blames another."""
 
@@ -48,7 +45,6 @@ def start(settings: RankSettings, arguments: Sequence[str], *, training: bool = 
     return run_local(
         [sys.executable, "-m", "realrun", *without_nproc(arguments)],
         settings.nproc,
-        grace=_GRACE,
         patience=max(settings.deadline / 2, _MIN_PATIENCE),
         ask_first=training,
         own_terminal=training,
