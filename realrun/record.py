@@ -30,6 +30,7 @@ from co2sim.common.validation import Place, first_problem
 from co2sim.hardware.cluster import Backend, Cluster
 from co2sim.models.workload import Model
 from co2sim.prediction.question import Question, assumed
+from co2sim.schedule.mesh import MESH
 from co2sim.schedule.schedule import Layout
 from co2sim.simulation.trace import Trace, read_json_lines
 from co2sim.strategies import parse
@@ -41,7 +42,7 @@ _NOT_OF_A_RUN = ("gpus", "overrides", "noise", "rounds", "fold")
 Of `overrides` those of the stack are kept: it stays a name."""
 _PLAIN = tuple(field for field in fields(Question) if field.name not in {*_IN_FULL, *_NOT_OF_A_RUN})
 """The other fields of `Question`, kept as they are."""
-_LATER = ("tp", "sequence_parallel", "ep", "cp", "stack", "offload")
+_LATER = (*MESH, "stack", "offload")
 _NEW = ("product_speed", "overrides")
 """What older records lack."""
 

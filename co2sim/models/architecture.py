@@ -31,7 +31,7 @@ from co2sim.models.blocks import (
     TensorParallelCommunication,
     product_flops,
 )
-from co2sim.schedule.mesh import Mesh
+from co2sim.schedule.mesh import MESH, Mesh
 from co2sim.schedule.token_routing import TokenRouting, most_load
 
 LAYER_CALLS = 26
@@ -613,7 +613,7 @@ def shard_model(model: Model, mesh: Mesh) -> Model:
 def _sharded(model: Model, mesh: Mesh) -> Model:
     make = _network(model)
     if make is None:
-        named = next(f"{name}={n}" for name in ("tp", "ep", "cp") if (n := getattr(mesh, name)) > 1)
+        named = next(f"{name}={n}" for name in MESH if (n := getattr(mesh, name)) > 1)
         raise OptionError(f"{named} does not apply to {model.name}: only transformers divide")
     if mesh.sequence_parallel and model.unit == "image":
         raise OptionError(f"sequence_parallel=true does not apply to {model.name}, of images")

@@ -306,17 +306,7 @@ class Workload(Mesh, Framework):
     def _divided(self, parameters: int, experts: int, shards: int) -> float:
         if shards == 1:
             return parameters
-        return (parameters - experts) / shards + experts / self.replicas(shards)
-
-    def replicas(self, ranks: int) -> int:
-        """How many of `ranks` data-parallel ranks have the same experts; all without `ep`.
-
-        Raises OptionError where `ep` does not divide them.
-        """
-        gpus = ranks * self.tp
-        if gpus % self.ep:
-            raise OptionError(f"ep={self.ep} does not divide {gpus} GPUs")
-        return ranks if self.ep == 1 else gpus // self.ep
+        return (parameters - experts) / shards + experts / self.expert_replicas(shards)
 
     @property
     def samples_per_gpu(self) -> int:

@@ -245,8 +245,8 @@ def remarks(job: Job, gpus: int, asked: Collection[str] = ()) -> tuple[str, ...]
         SCALE: even and gpus > _FEW and not uneven_by_hand,
         IDLE_STACK: "stack" in asked and not cluster.gpu.stack,
         ADAPTERS: work.lora is not None,
-        DIVIDED_EXPERTS: experts and work.ep > 1,
-        WHOLE_EXPERTS: experts and work.ep == 1,
+        DIVIDED_EXPERTS: experts and work.experts_apart,
+        WHOLE_EXPERTS: experts and not work.experts_apart,
         CONTEXT: work.cp > 1,
     }
     return tuple(text for text, holds in holding.items() if holds)

@@ -329,9 +329,10 @@ class Question(Mesh):
         sized = stated.resized(self.gpus) if self.gpus is not None else stated
         strategy = self.parsed
         _check_sites(strategy, stated)
-        if self.ep > 1 and not strategies.says(strategy, "divides_experts"):
+        if self.experts_apart and not strategies.says(strategy, "divides_experts"):
             raise OptionError(
-                f"ep={self.ep} combines with ddp, zero1, zero2 and fsdp; not with {strategy.name}"
+                f"{self.expert_words} combines with ddp, zero1, zero2 and fsdp; not with"
+                f" {strategy.name}"
             )
         if self.offload != "none" and not strategies.says(strategy, "offloads"):
             raise OptionError(

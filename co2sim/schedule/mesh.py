@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from co2sim.common.convert import Within, declared, option
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
-from co2sim.schedule.schedule import Layout
+from co2sim.schedule.schedule import NODE, WORLD, Group, Layout, block, replicas_of_experts
 
 _MOST = 1024
 """Of each way to divide: published trainings have 64 at most."""
@@ -130,6 +130,45 @@ class Mesh:
     def reach(self) -> int:
         """Consecutive GPUs of a stage that exchange something in a pass."""
         return max(self.in_stage, self.ep)
+
+    @property
+    def experts_apart(self) -> bool:
+        """Whether GPUs that train on different samples have different experts."""
+        return self.ep > 1
+
+    @property
+    def expert_words(self) -> str:
+        """How GPUs divide experts, as options say it."""
+        return f"ep={self.ep}"
+
+    def expert_replicas(self, ranks: int) -> int:
+        """How many of `ranks` data-parallel ranks have the same experts; all where none are apart.
+
+        Raises OptionError where experts do not divide among them.
+        """
+        gpus = ranks * self.tp
+        if gpus % self.ep:
+            raise OptionError(
+                f"{self.expert_words} does not divide the {gpus} GPUs that share parameters,"
+                " gradients or states"
+            )
+        return gpus // self.ep if self.experts_apart else ranks
+
+    def same_experts(self, group: Group, layout: Layout) -> Group | None:
+        """The ranks of `group` with the same experts; None: each is alone, or none are apart.
+
+        Raises OptionError for a group among which experts do not divide.
+        """
+        ranks = len(group.members(0, layout))
+        if not self.experts_apart or self.expert_replicas(ranks) == 1:
+            return None
+        if group == WORLD:
+            return replicas_of_experts(self.ep)
+        if group in {NODE, block(ranks)}:
+            return replicas_of_experts(self.ep, ranks * self.tp)
+        raise OptionError(
+            f"{self.expert_words} does not combine with parameters shared over {group}"
+        )
 
     def replicas_in(self, layout: Layout) -> int:
         """Groups of GPUs of a stage that train on the same samples. Raises OptionError for none."""

@@ -39,7 +39,6 @@ from co2sim.strategies.step import (
     check_micro_steps,
     group_size,
     micro_prefix,
-    same_experts,
     title,
     update,
     whole_options,
@@ -244,7 +243,7 @@ class _MicroStep:
         self, buffer: str, elements: int, among: Group | None, name: str
     ) -> list[tuple[str, Compute | Collective, str]]:
         """A gradient is reduced among those that share it, and then among replicas of the share."""
-        how, shards = self.how, self.job.replicas(self.shards) if name else self.shards
+        how, shards = self.how, self.job.expert_replicas(self.shards) if name else self.shards
         row: list[tuple[str, Compute | Collective, str]] = []
         if among:
             scatter = Collective(Kind.REDUCE_SCATTER, buffer, elements, how.reduce, among)
@@ -314,13 +313,12 @@ class FSDP:
     def step(self, job: Workload, layout: Layout, group: Group) -> Step:
         """One optimizer step over `group`."""
         how = self.sharding(layout, group)
-        if job.ep > 1 and how.again not in {None, how.among}:
+        if job.experts_apart and how.again not in {None, how.among}:
             raise OptionError(
                 f"fsdp: reshard_after_forward={self.reshard_after_forward} does not combine with"
-                f" ep={job.ep}; it must be true or false"
+                f" {job.expert_words}; it must be true or false"
             )
-        experts = same_experts(job, how.among, layout)
-        return fsdp_step(job, layout, replace(how, experts=experts))
+        return fsdp_step(job, layout, replace(how, experts=job.same_experts(how.among, layout)))
 
     def sharding(self, layout: Layout, group: Group) -> Sharding:
         """Who shares parameters, who gathers them again, and who replicates the shards."""

@@ -11,9 +11,7 @@ from co2sim.common.units import Bytes
 from co2sim.common.validation import whole
 from co2sim.models.workload import Block, Workload
 from co2sim.schedule.schedule import (
-    NODE,
     SCALE_BYTES,
-    WORLD,
     After,
     Collective,
     Compute,
@@ -23,9 +21,7 @@ from co2sim.schedule.schedule import (
     Layout,
     Op,
     Turn,
-    replicas_of_experts,
 )
-from co2sim.schedule.schedule import block as block_group
 
 _MAX_PIECES = 10_000
 _MAX_OPS = 1_000_000
@@ -186,7 +182,7 @@ class Reduction:
                 self.kind, buffer, bucket.elements, job.precision, group, root=root
             )
         if self.peers and last:
-            shards = job.replicas(ranks) if bucket.of_experts else ranks
+            shards = job.expert_replicas(ranks) if bucket.of_experts else ranks
             share = -(-bucket.elements // shards)
             again = Collective(Kind.ALL_REDUCE, buffer, share, job.precision, self.peers)
             collectives["replicate"] = again
@@ -198,21 +194,6 @@ class Reduction:
         if self.replicas or self.peers:
             reduced += buckets(blocks, self.capacity, of_experts=True)
         return reduced
-
-
-def same_experts(job: Workload, group: Group, layout: Layout) -> Group | None:
-    """The ranks of `group` with the same experts; None where each is alone, or nothing is divided.
-
-    Raises OptionError for a group that `ep` does not divide.
-    """
-    ranks = group_size(group, layout)
-    if job.ep == 1 or job.replicas(ranks) == 1:
-        return None
-    if group == WORLD:
-        return replicas_of_experts(job.ep)
-    if group in {NODE, block_group(ranks)}:
-        return replicas_of_experts(job.ep, ranks * job.tp)
-    raise OptionError(f"ep={job.ep} does not combine with parameters shared over {group}")
 
 
 def passes(job: Workload, reduction: Reduction | None, ranks: int = 1) -> list[Op]:
@@ -286,9 +267,9 @@ def bucketed_step(
     that ranks divide are reduced and gathered among those with the same ones.
     """
     ranks = group_size(reduction.group, layout)
-    if job.ep > 1 and reduction.kind is Kind.REDUCE:
-        raise OptionError(f"owners=true does not combine with ep={job.ep}")
-    reduction = replace(reduction, replicas=same_experts(job, reduction.group, layout))
+    if job.experts_apart and reduction.kind is Kind.REDUCE:
+        raise OptionError(f"owners=true does not combine with {job.expert_words}")
+    reduction = replace(reduction, replicas=job.same_experts(reduction.group, layout))
     first = f"{micro_prefix(0, job)}forward.{job.model.blocks[0].name}"
     if ranks == 1:
         ops = [*passes(job, None), *update(job, job.trained)]

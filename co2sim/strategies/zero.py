@@ -84,12 +84,6 @@ def _with_shares(
 ) -> Step:
     """The step of ranks that divide optimizer states so; groups of one rank divide nothing."""
     among, peers = sharing
-    gpus = group_size(among, layout) * job.tp
-    if peers and gpus % job.ep:
-        raise OptionError(
-            f"shard divides optimizer states among {gpus} GPUs, and ep={job.ep} does not divide"
-            " these; give a shard that it does, or none"
-        )
     if peers and group_size(among, layout) == 1:
         whole = replace(reduction, kind=Kind.ALL_REDUCE, every_micro_step=False)
         return bucketed_step(job, layout, whole)

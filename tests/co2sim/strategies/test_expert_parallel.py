@@ -118,7 +118,7 @@ def test_experts_that_are_alone_in_a_node_are_reduced_between_nodes_only() -> No
         assert again == {"peers": DENSE // 8 + EXPERTS // 8}
         memory = parse(strategy).memory(job.share, LAYOUT)
         assert memory["optimizer"] == 12 * (DENSE / 8 + EXPERTS / 8)
-        with pytest.raises(OptionError, match="8 GPUs, and ep=16 does not divide"):
+        with pytest.raises(OptionError, match="ep=16 does not divide the 8 GPUs"):
             schedule_of(parse(strategy), replace(JOB, ep=16), LAYOUT)
 
 
