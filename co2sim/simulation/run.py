@@ -16,7 +16,6 @@ from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import Collective, Schedule
 from co2sim.simulation import event_engine, metrics
-from co2sim.simulation.host_effects import HostSimulation
 from co2sim.simulation.lowering import (
     LOCKSTEP_SPAN_BYTES,
     MAX_SPANS,
@@ -30,6 +29,7 @@ from co2sim.simulation.lowering import (
     without_communication,
 )
 from co2sim.simulation.noise import QUIET, Noise, RunOptions
+from co2sim.simulation.one_machine import HostSimulation
 from co2sim.simulation.reference_engine import Simulation
 from co2sim.simulation.token_bucket import shapers
 from co2sim.simulation.trace import SpanTable, Trace

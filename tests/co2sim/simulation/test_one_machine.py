@@ -26,7 +26,7 @@ from co2sim.schedule.schedule import (
     Schedule,
 )
 from co2sim.simulation.costs import cost_of
-from co2sim.simulation.host_effects import Cores, HostNetwork, HostTransfer
+from co2sim.simulation.one_machine import Cores, HostNetwork, HostTransfer
 from co2sim.simulation.run import execute
 from co2sim.simulation.token_bucket import Shaper
 
