@@ -106,10 +106,12 @@ def refuse_wider(model: nn.Module, optimizers: Sequence[Optimizer], workers: Wor
             )
 
 
-def describe(parameters: list[tuple[str, Tensor]], workers: Workers, rule: Rule, tau: Tau) -> str:
+def describe(
+    algorithm: str, parameters: list[tuple[str, Tensor]], workers: Workers, rule: Rule, tau: Tau
+) -> str:
     """What a saved state must have in common with the run that loads it."""
     lines = [
-        f"algorithm = {type(rule).__name__.removesuffix('Rule')}",
+        f"algorithm = {algorithm}",
         f"staleness = {rule.staleness}",
         f"tau = {tau}",
         f"averages used late = {_late(rule)}",

@@ -207,7 +207,8 @@ class Rounds:
     ) -> None:
         """Compare model, optimizer and settings with the other ranks."""
         workers, parameters = self._links.workers, self._parameters
-        layout, parts = describe(parameters, workers, rule, tau), "\n".join(flat.describe())
+        layout = describe(type(self).__name__, parameters, workers, rule, tau)
+        parts = "\n".join(flat.describe())
         self._layout = layout if len(workers.inner_ranks) == 1 else f"{layout}\n{parts}"
         lines = describe_settings(self._optimizers, rule, settings)
         self._described = "\n".join([layout, *describe_others(self._model, parameters), *lines])
