@@ -7,7 +7,7 @@ sends to every other one: a framework would exchange these numbers first.
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -375,29 +375,19 @@ class Exchange:
         self._sends.clear()
 
 
-def segments(part: Tensor) -> list[Tensor]:
-    """The part in pieces of at most SEGMENT_BYTES."""
+def segments(part: Tensor) -> list[slice]:
+    """Elements of a part, at most SEGMENT_BYTES each."""
     size = max(1, SEGMENT_BYTES // part.element_size())
-    return [part[start : start + size] for start in range(0, len(part), size)]
+    return [slice(start, start + size) for start in range(0, len(part), size)]
 
 
 def all_gather(source: Tensor, result: Tensor, comm: RankCommunicator, deadline: Seconds) -> None:
     """Fill `result` with every member's `source`, in order of the members."""
     n, me = len(comm.members), comm.me
     parts = result.view(n, -1)
-    gives = [segments(source), *(segments(parts[(me - step) % n]) for step in range(1, n))]
-    exchange = Exchange(comm, deadline)
-    receives: dict[tuple[int, int], dist.Work] = {}
-    for step, segment in _along(n - 1, len(gives[0])):
-        tag = _tag(step, segment)
-        receives[step, segment] = exchange.receive(gives[step + 1][segment], comm.previous, tag)
-        if step:
-            exchange.wait(receives[step - 1, segment])
-        exchange.send(gives[step][segment], comm.next, tag)
-    parts[me].copy_(source)  # while the last messages are on their way
-    for segment in range(len(gives[0])):
-        exchange.wait(receives[n - 2, segment])
-    exchange.finish()
+    takes = [parts[(me - step) % n] for step in range(1, n)]
+    _around([source, *takes[:-1]], takes, comm, deadline, lambda *_: None)
+    parts[me].copy_(source)
 
 
 def reduce_scatter(
@@ -406,22 +396,40 @@ def reduce_scatter(
     """Fill `result` with this member's part of the sum; `source` is left with partial sums."""
     n, me = len(comm.members), comm.me
     parts = source.view(n, -1)
-    room = comm.room((n - 1) * parts.shape[1], source.dtype).view(n - 1, -1)
-    received = [segments(new) for new in room]
-    own_parts = [segments(parts[(me - 1 - step) % n]) for step in range(n)]
-    totals = [*own_parts[:-1], segments(result)]
-    exchange = Exchange(comm, deadline)
+    takes = comm.room((n - 1) * parts.shape[1], source.dtype).view(n - 1, -1)
+    own_parts = [parts[(me - 1 - step) % n] for step in range(n)]
+    totals = [*own_parts[:-1], result]
+
+    def add(step: int, span: slice) -> None:
+        torch.add(own_parts[step + 1][span], takes[step][span], out=totals[step + 1][span])
+
+    _around(own_parts[:-1], list(takes), comm, deadline, add)
+
+
+def _around(
+    gives: Sequence[Tensor],
+    takes: Sequence[Tensor],
+    comm: RankCommunicator,
+    deadline: Seconds,
+    arrived: Callable[[int, slice], object],
+) -> None:
+    """Around the ring: in each step `gives[step]` to the next member, and into `takes[step]`.
+
+    `arrived` is called with a step and the elements that have come in it, before the same elements
+    of the next step are sent.
+    """
+    exchange, steps = Exchange(comm, deadline), len(takes)
+    spans = segments(takes[0])
     receives: dict[tuple[int, int], dist.Work] = {}
-    for step, segment in _along(n, len(own_parts[0])):
-        tag = _tag(step, segment)
-        if step < n - 1:
-            receives[step, segment] = exchange.receive(received[step][segment], comm.previous, tag)
+    for step, segment in _along(steps + 1, len(spans)):
+        tag, span = _tag(step, segment), spans[segment]
+        if step < steps:
+            receives[step, segment] = exchange.receive(takes[step][span], comm.previous, tag)
         if step:
             exchange.wait(receives[step - 1, segment])
-            new = received[step - 1][segment]
-            torch.add(own_parts[step][segment], new, out=totals[step][segment])
-        if step < n - 1:
-            exchange.send(totals[step][segment], comm.next, tag)
+            arrived(step - 1, span)
+        if step < steps:
+            exchange.send(gives[step][span], comm.next, tag)
     exchange.finish()
 
 
@@ -442,20 +450,20 @@ def send_parts(
 ) -> None:
     """Send `gives[i]` to member i, and fill `takes[i]` from it; parts may differ in size."""
     n, me = len(comm.members), comm.me
-    parts = [(segments(give), segments(take)) for give, take in zip(gives, takes, strict=True)]
     others = [(me + distance) % n for distance in range(1, n)]
+    spans = max(map(segments, (*gives, *takes)), key=len)
     receives = []
-    for segment in range(max(len(pieces) for part in parts for pieces in part)):
+    for segment, span in enumerate(spans):
         tag = _tag(step, segment)
         # All receives come first: to announce one to a member waits behind what is sent to it.
         receives += [
-            exchange.receive(parts[member][1][segment], member, tag)
+            exchange.receive(takes[member][span], member, tag)
             for member in reversed(others)
-            if segment < len(parts[member][1])
+            if span.start < len(takes[member])
         ]
         for member in others:
-            if segment < len(parts[member][0]):
-                exchange.send(parts[member][0][segment], member, tag)
+            if span.start < len(gives[member]):
+                exchange.send(gives[member][span], member, tag)
     takes[me].copy_(gives[me])  # while the messages are on their way
     for work in receives:
         exchange.wait(work)
@@ -484,19 +492,7 @@ def send_tokens(
 
 def broadcast(buffer: Tensor, root: int, comm: RankCommunicator, deadline: Seconds) -> None:
     """Pass the `buffer` of the member at place `root` around the ring."""
-    exchange = Exchange(comm, deadline)
-    first, last = comm.me == root, comm.next == root
-    receives = (
-        []
-        if first
-        else [exchange.receive(piece, comm.previous, tag) for tag, piece in _tagged(0, buffer)]
-    )
-    for segment, (tag, piece) in enumerate(_tagged(0, buffer)):
-        if not first:
-            exchange.wait(receives[segment])
-        if not last:
-            exchange.send(piece, comm.next, tag)
-    exchange.finish()
+    _chain(buffer, None if comm.me == root else buffer, comm, deadline, last=comm.next == root)
 
 
 def reduce(buffer: Tensor, root: int, comm: RankCommunicator, deadline: Seconds) -> None:
@@ -504,17 +500,27 @@ def reduce(buffer: Tensor, root: int, comm: RankCommunicator, deadline: Seconds)
 
     The member after it starts. The buffers of the others are left with partial sums.
     """
-    exchange = Exchange(comm, deadline)
-    first, last = comm.previous == root, comm.me == root
-    received = comm.room(0 if first else len(buffer), buffer.dtype)
-    receives = [exchange.receive(piece, comm.previous, tag) for tag, piece in _tagged(0, received)]
-    new = segments(received)
-    for segment, (tag, piece) in enumerate(_tagged(0, buffer)):
-        if not first:
-            exchange.wait(receives[segment])
-            piece.add_(new[segment])
+    taken = None if comm.previous == root else comm.room(len(buffer), buffer.dtype)
+    _chain(buffer, taken, comm, deadline, last=comm.me == root)
+
+
+def _chain(
+    buffer: Tensor, taken: Tensor | None, comm: RankCommunicator, deadline: Seconds, *, last: bool
+) -> None:
+    """Send the `buffer` on unless `last`, with what comes into `taken`, added if that is another."""
+    exchange, spans = Exchange(comm, deadline), segments(buffer)
+    receives = [
+        exchange.receive(taken[span], comm.previous, tag)
+        for tag, span in enumerate(spans)
+        if taken is not None
+    ]
+    for tag, span in enumerate(spans):
+        if taken is not None:
+            exchange.wait(receives[tag])
+            if taken is not buffer:
+                buffer[span].add_(taken[span])
         if not last:
-            exchange.send(piece, comm.next, tag)
+            exchange.send(buffer[span], comm.next, tag)
     exchange.finish()
 
 
@@ -527,11 +533,6 @@ def _along(steps: int, count: int) -> Iterator[tuple[int, int]]:
     for turn in range(steps + count - 1):
         for step in range(max(0, turn - count + 1), min(steps, turn + 1)):
             yield step, turn - step
-
-
-def _tagged(step: int, part: Tensor) -> Iterator[tuple[int, Tensor]]:
-    for segment, piece in enumerate(segments(part)):
-        yield _tag(step, segment), piece
 
 
 def _tag(step: int, segment: int) -> int:
