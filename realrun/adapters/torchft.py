@@ -39,8 +39,8 @@ from realrun.algorithms.averaging import (
 )
 from realrun.algorithms.optimizers import Optimizers
 from realrun.algorithms.outer_loop import RoundLoop
-from realrun.algorithms.process_groups import DEADLINE, Workers, first_difference
-from realrun.errors import MismatchError, RankFailure
+from realrun.algorithms.process_groups import DEADLINE, Workers
+from realrun.errors import MismatchError, RankFailure, first_difference
 
 Algorithm = TypeVar("Algorithm", bound=LocalUpdate)
 

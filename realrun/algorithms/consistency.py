@@ -28,7 +28,8 @@ from realrun.errors import MismatchError, warn_user
 def refuse_different_inside(outer: OuterLoop, links: WorkerGroups) -> None:
     """Raise MismatchError where ranks of a worker hold different replicas: each sends a share."""
     marks = {ranks: mark_of(*parts) for ranks, parts in outer.flat.replicas().items()}
-    if ranks := links.different_inside(marks):
+    seen = [ranks for ranks, _ in {pair for row in links.of_worker(marks) for pair in row.items()}]
+    if ranks := min((ranks for ranks in seen if seen.count(ranks) > 1), default=()):
         raise MismatchError(
             f"after round {outer.counters.round} ranks {list(ranks)} of a worker hold different"
             " values of the same parameters: keep them equal with DDP, FSDP2 or tensor parallelism"
@@ -39,7 +40,9 @@ def refuse_different_inside(outer: OuterLoop, links: WorkerGroups) -> None:
 
 def refuse_drift(outer: OuterLoop, links: WorkerGroups) -> None:
     """Raise MismatchError that names the ranks whose anchor differs from that of most."""
-    drifted = links.drifted(mark_of(outer.state.anchor))
+    marks = links.of_peers(mark_of(outer.state.anchor))
+    usual, peers = max(marks, key=marks.count), links.workers.peer_ranks
+    drifted = [rank for rank, mark in zip(peers, marks, strict=True) if mark != usual]
     (count,) = links.total([len(drifted)])
     if count:
         who = f"ranks {drifted}" if drifted else "ranks of other shards"

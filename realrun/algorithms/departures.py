@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
-from realrun.errors import MismatchError, NonFiniteError, RankFailure
+from realrun.errors import MismatchError, NonFiniteError, RankFailure, named_ranks
 
 Answer = TypeVar("Answer")
 
@@ -301,16 +301,16 @@ class DepartureLog:
         has not come should have done. Raises RankFailure for one that left, comes to something
         else, took other steps, or has not come in time.
         """
+        reason = f"{_IS_AT}{what}" + (" with a step begun" if begun else "")
+        note = Departure(self._me, self.steps(), reason)
         if self._store is None:
             return
-        try:
-            with self.waiting(what):
-                odd = self._arrive(self._store, what, patience, begun=begun, needs=needs)
-        except StoreError as error:
-            raise self._store_failure(what, error) from error
-        if odd:
-            raise self._failure(what, odd, None)
-        self._met += 1
+        with self._at(what):
+            if not self._come(self._store, what, patience, note, needs=needs):
+                here = (note.steps, reason)
+                odd = [other for other in self._waiting() if (other.steps, other.reason) != here]
+                if odd:
+                    raise self._failure(what, odd, None)
 
     def settle(
         self, what: str, patience: Seconds, steps_here: int, advance: Callable[[int], None]
@@ -322,54 +322,66 @@ class DepartureLog:
         """
         if self._store is None:
             return [steps_here]
+        note = Departure(self._me, steps_here, f"{_IS_AT}{what}", settles=True)
+        steps = f"{self._arrived} steps of"
+        with self._at(what):
+            self._store.ask(lambda store: store.set(f"{steps} {self._me}", str(steps_here)))
+            if self._come(self._store, what, patience, note, advance):
+                return [steps_here] * len(self.ranks)
+            keys = [f"{steps} {rank}" for rank in self.ranks]
+            return [int(text) for text in self._store.ask(lambda store: store.multi_get(keys))]
+
+    @contextmanager
+    def _at(self, what: str) -> Iterator[None]:
+        """Within, this rank is at a meeting, which it has passed then."""
         try:
             with self.waiting(what):
-                steps = self._settle(self._store, what, patience, steps_here, advance)
+                yield
         except StoreError as error:
             raise self._store_failure(what, error) from error
         self._met += 1
-        return steps
 
-    def _settle(
+    def _come(
         self,
         store: RankStore,
         what: str,
         patience: Seconds,
-        steps_here: int,
-        advance: Callable[[int], None],
-    ) -> list[int]:
-        note = Departure(self._me, steps_here, f"{_IS_AT}{what}", settles=True)
-        ended = f"{self._arrived} ended"
-        alike = f"{ended} after {steps_here}"
+        note: Departure,
+        advance: Callable[[int], None] | None = None,
+        *,
+        needs: str = "",
+    ) -> bool:
+        """Wait for all at a meeting, or at their end; whether all wrote the same note as this rank.
 
-        def arrive(prefixed: PrefixStore) -> None:
-            prefixed.set(f"at {self._me}", json.dumps([self._met, asdict(note)]))
-            prefixed.set(f"{ended} by {self._me}", str(steps_here))
-            for key in (self._arrived, alike, ended):
-                prefixed.add(key, 1)
+        See `meet` and `settle`.
+        """
+        everybody = f"{self._arrived} ended" if note.settles else self._arrived
+        alike = f"{everybody} {note.reason} {note.steps}"
+
+        def arrive(store: PrefixStore) -> None:
+            store.set(f"at {self._me}", json.dumps([self._met, asdict(note)]))
+            for key in dict.fromkeys((alike, self._arrived, everybody)):
+                store.add(key, 1)
 
         store.ask(arrive)
         limit, pause, needed = time.monotonic() + patience, 0.001, 0
         while True:
             left = self.notes()  # before: who has passed this meeting may leave
-            if self._count(store, ended, limit) >= len(self.ranks):
-                break
-            with suppress(StoreError):
-                needed = store.ask(self._needed)
-                left = left or [note for note in self._waiting() if not note.settles]
+            if self._count(store, everybody, limit) >= len(self.ranks):
+                return store.ask(lambda prefixed: prefixed.add(alike, 0)) == len(self.ranks)
+            if advance:
+                with suppress(StoreError):
+                    needed = store.ask(self._needed)
+                    left = left or [other for other in self._waiting() if not other.settles]
             if left:
                 raise self._failure(what, left, None)
             if time.monotonic() > limit:
-                raise self._not_come(what, patience, "")
-            if needed > max(steps_here, self.steps()):
+                raise self._not_come(what, patience, needs)
+            if advance and needed > max(note.steps, self.steps()):
                 advance(needed)
                 limit = time.monotonic() + patience
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
-        if store.ask(lambda prefixed: prefixed.add(alike, 0)) == len(self.ranks):
-            return [steps_here] * len(self.ranks)
-        keys = [f"{ended} by {rank}" for rank in self.ranks]
-        return [int(steps) for steps in store.ask(lambda prefixed: prefixed.multi_get(keys))]
 
     def _needed(self, store: PrefixStore) -> int:
         """After how many steps the average is launched that a rank waits for."""
@@ -386,36 +398,6 @@ class DepartureLog:
         if self._store:
             with suppress(StoreError):
                 self._store.ask(write)
-
-    def _arrive(
-        self, store: RankStore, what: str, patience: Seconds, *, begun: bool, needs: str
-    ) -> list[Departure]:
-        """Wait for all at a meeting; gives those that are elsewhere."""
-        reason = f"{_IS_AT}{what}" + (" with a step begun" if begun else "")
-        note = Departure(self._me, self.steps(), reason)
-        alike, everybody = f"{self._arrived} {reason} {note.steps}", len(self.ranks)
-
-        def arrive(store: PrefixStore) -> None:
-            store.set(f"at {self._me}", json.dumps([self._met, asdict(note)]))
-            store.add(alike, 1)
-            store.add(self._arrived, 1)
-
-        store.ask(arrive)
-        limit, pause = time.monotonic() + patience, 0.001
-        while True:
-            left = self.notes()  # before: who has passed this meeting may leave
-            if self._count(store, self._arrived, limit) >= everybody:
-                break
-            if left:
-                return left
-            if time.monotonic() > limit:
-                raise self._not_come(what, patience, needs)
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
-        if store.ask(lambda prefixed: prefixed.add(alike, 0)) == everybody:
-            return []
-        here = (note.steps, reason)
-        return [note for note in self._waiting() if (note.steps, note.reason) != here]
 
     def _count(self, store: RankStore, key: str, limit: float) -> int:
         """A counter; 0 until `limit` where the store does not answer. Raises StoreError."""
@@ -436,11 +418,11 @@ class DepartureLog:
         missing = [rank for rank in self.ranks if rank not in there]
         silent, signs = self._watch(missing)
         have = "has" if len(missing) == 1 else "have"
-        cause = f"{_ranks(missing)} {have} not come to {what} within {patience:.3g} s"
+        cause = f"{named_ranks(missing)} {have} not come to {what} within {patience:.3g} s"
         if silent and not needs:
-            cause += f": {_said_of_silent(silent, signs)}"
+            cause += f": {_said(silent, signs, silent=True)}"
         elif alive := [rank for rank in missing if rank in signs]:
-            cause += f": {_said_of_late(alive, signs)}"
+            cause += f": {_said(alive, signs, silent=False)}"
         return self._blame(what, missing, cause + needs, None)
 
     def _waiting(self) -> list[Departure]:
@@ -550,8 +532,8 @@ class DepartureLog:
         late = [rank for rank in signs if not signs[rank].waits_for]
         late = late or [rank for rank in before if not before[rank].waits_for]
         if silent or (late and not foreign):
-            said = _said_of_silent(silent, signs) if silent else _said_of_late(late, before)
-            return self._blame(what, silent or late, said, round)
+            ranks, seen = (silent, signs) if silent else (late, before)
+            return self._blame(what, ranks, _said(ranks, seen, silent=bool(silent)), round)
         ended = [note for note in self._waiting() if note.settles]
         return self._failure(what, ended, round) if ended else None
 
@@ -617,7 +599,7 @@ class DepartureLog:
     ) -> RankFailure:
         left = [note.rank for note in self._notes.values() if note.is_told]
         because = "because of this rank" if self._me in ranks else "for the same reason"
-        also = f"; {_ranks(left)} left {because}" if left else ""
+        also = f"; {named_ranks(left)} left {because}" if left else ""
         text = f"{what} failed: {cause}; rank {self._me} has taken {self.steps()}{also}"
         return RankFailure(text, ranks=tuple(ranks), op=what, round=round, cause=cause)
 
@@ -635,25 +617,12 @@ class DepartureLog:
         return self._blame(what, ranks, cause, round)
 
 
-def _ranks(ranks: list[int]) -> str:
-    """As in "ranks 1, 2"."""
-    more = ", ..." if len(ranks) > 8 else ""  # noqa: PLR2004 - as many as a line holds
-    listed = ", ".join(map(str, sorted(ranks)[:8]))
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}{more}"
-
-
-def _said_of_silent(ranks: list[int], signs: dict[int, Sign]) -> str:
-    verb = "gives" if len(ranks) == 1 else "give"
-    seen = [rank for rank in ranks if rank in signs]
-    return (
-        f"{_ranks(ranks)} {verb} no sign of life (killed, stopped or cut off){_steps(seen, signs)}"
-    )
-
-
-def _said_of_late(ranks: list[int], signs: dict[int, Sign]) -> str:
-    verb = "is" if len(ranks) == 1 else "are"
-    seen = [rank for rank in ranks if rank in signs]
-    return f"{_ranks(ranks)} {verb} alive, and late{_steps(seen, signs)}"
+def _said(ranks: list[int], signs: dict[int, Sign], *, silent: bool) -> str:
+    several = len(ranks) > 1
+    words = f"{'are' if several else 'is'} alive, and late"
+    if silent:
+        words = f"{'give' if several else 'gives'} no sign of life (killed, stopped or cut off)"
+    return f"{named_ranks(ranks)} {words}{_steps([rank for rank in ranks if rank in signs], signs)}"
 
 
 def _steps(ranks: list[int], signs: dict[int, Sign]) -> str:

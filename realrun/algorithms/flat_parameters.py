@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from co2sim.common.errors import OptionError
-from realrun.algorithms.process_groups import WorkerGroups
+from realrun.algorithms.process_groups import WorkerGroups, my_rank
 from realrun.torch_compat import all_gather_single
 
 
@@ -250,7 +250,7 @@ class Flat:
         for name, param in parameters:
             _check(name, param)
         by_name = holders or {name: ALONE for name, _ in parameters}
-        sections = lay_out(parameters, by_name, _me() if holders else 0, masters)
+        sections = lay_out(parameters, by_name, my_rank() if holders else 0, masters)
         elements = sum(section.size for section in sections)
         return cls(sections, elements, devices.pop(), offload)
 
@@ -456,10 +456,6 @@ def is_dense(tensor: Tensor) -> bool:
 def some(values: Tensor) -> Tensor:
     """Some elements of a vector, evenly spread."""
     return values[:: max(1, len(values) // _SOME)][:_SOME]
-
-
-def _me() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _check(name: str, parameter: Tensor) -> None:

@@ -19,7 +19,7 @@ from realrun.algorithms.flat_parameters import Flat
 from realrun.algorithms.pacing import WaitWatch
 from realrun.algorithms.process_groups import WorkerGroups
 from realrun.algorithms.rules import Clipped, Rule, State
-from realrun.errors import NonFiniteError
+from realrun.errors import NonFiniteError, named_ranks
 
 
 def finite_norm(
@@ -55,7 +55,7 @@ def _blame(norm: Tensor | None, links: WorkerGroups) -> str:
     """Who gave what is not finite, as a text. All ranks call this."""
     ranks = links.which(here=norm is not None and not bool(norm.isfinite()))
     if ranks:
-        which = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+        which = named_ranks(ranks)
         return f"from {which}, whose parameters held them at the launch; those of others did not"
     return "what ranks gave to it was finite, or is not known any more"
 

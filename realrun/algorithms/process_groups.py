@@ -4,9 +4,8 @@ import contextlib
 import hashlib
 import math
 import os
-import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +21,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
 from co2sim.common.validation import above
 from realrun.algorithms.departures import DepartureLog, lost
-from realrun.errors import SITES, MismatchError, one_of, sites_of
+from realrun.errors import SITES, MismatchError, one_of, refuse_different, sites_of
 
 PERIOD: Seconds = 0.5
 """How often one that waits looks for notes."""
@@ -43,10 +42,10 @@ class Workers:
     def __post_init__(self) -> None:
         """Refuse groups that overlap in more than this rank."""
         shared = set(self.peer_ranks) & set(self.inner_ranks)
-        if shared != {_me()}:
+        if shared != {my_rank()}:
             raise OptionError(
                 f"peers {self.peer_ranks} and inner {self.inner_ranks} share {sorted(shared)};"
-                f" they must share this rank, {_me()}, and no other"
+                f" they must share this rank, {my_rank()}, and no other"
             )
 
     @classmethod
@@ -135,18 +134,18 @@ class Workers:
         own_groups = []
         for rows in (workers, list(zip(*workers, strict=True))):
             groups = [(row, dist.new_group(list(row))) for row in rows]
-            own_groups.append(next(group for row, group in groups if _me() in row))
+            own_groups.append(next(group for row, group in groups if my_rank() in row))
         return cls(peers=own_groups[1], inner=own_groups[0])
 
     @property
     def peer_ranks(self) -> list[int]:
         """Ranks with this rank's part, one of each worker."""
-        return sorted(dist.get_process_group_ranks(self.peers)) if self.peers else [_me()]
+        return sorted(dist.get_process_group_ranks(self.peers)) if self.peers else [my_rank()]
 
     @property
     def inner_ranks(self) -> list[int]:
         """Ranks of this worker."""
-        return sorted(dist.get_process_group_ranks(self.inner)) if self.inner else [_me()]
+        return sorted(dist.get_process_group_ranks(self.inner)) if self.inner else [my_rank()]
 
 
 def _node_size(placed: Sequence[tuple[str, str | None]]) -> int:
@@ -199,7 +198,8 @@ def refuse_options(pg_options: Any, average_over: str | None) -> None:
         raise OptionError(f"pg_options are for averages over NCCL; these go over {backend}")
 
 
-def _me() -> int:
+def my_rank() -> int:
+    """Of this process; 0 for one alone."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -242,8 +242,10 @@ class WorkerGroups:
         `notices` are those of all ranks, if they were made before.
         """
         self._average_over, self._options = average_over, pg_options
-        self.workers, self.deadline, self.rank = workers, deadline, _me()
-        self.steps, self._several = 0, len(workers.inner_ranks) > 1
+        self.workers, self.deadline, self.rank = workers, deadline, my_rank()
+        self.steps = 0
+        self.single = len(workers.inner_ranks) == 1
+        """Whether every worker is one rank."""
         self.notices = notices or DepartureLog.of_all_ranks()
         self.notices.steps = lambda: self.steps
         self._own = (workers.inner, workers.peers) if owns else ()
@@ -272,7 +274,7 @@ class WorkerGroups:
         if len({over for _, _, over in everybody}) > 1:
             raise MismatchError("offload is True on some ranks and False on others")
         limit, behind = timedelta(seconds=self.deadline), _behind(self.deadline)
-        self._several = any(len(inner) > 1 for _, inner, _ in everybody)
+        self.single = all(len(inner) == 1 for _, inner, _ in everybody)
         self.notices.narrow(
             _joined({self.rank}, [{*groups[0], *groups[1]} for groups in everybody])
         )
@@ -311,11 +313,6 @@ class WorkerGroups:
             for made in (*self._made.values(), *groups):
                 dist.destroy_process_group(made)
         self._made, self._own = {}, ()
-
-    @property
-    def single(self) -> bool:
-        """Whether every worker is one rank."""
-        return not self._several
 
     def meet(self, what: str, *, begun: bool = False, lap: Seconds = 0.0) -> None:
         """Wait until all ranks come here after the same steps; see DepartureLog.meet.
@@ -374,31 +371,8 @@ class WorkerGroups:
     def _compare(
         self, group: dist.ProcessGroup | None, ranks: list[int], what: str, text: str
     ) -> None:
-        if len(set(self.collect(hashlib.sha256(text.encode()).hexdigest(), group))) == 1:
-            return
-        texts = self.collect(text, group)
-        index = next(i for i, other in enumerate(texts) if other != texts[0])
-        line, two = first_difference(texts[0], texts[index])
-        raise MismatchError(
-            f"rank {ranks[index]} has another {what} than rank {ranks[0]}: {two!r} instead of"
-            f" {line!r}"
-        )
-
-    def different_inside(self, marks: Mapping[tuple[int, ...], str]) -> tuple[int, ...]:
-        """The first of some sets of ranks of this worker whose marks for it differ, or none."""
-        pairs = {pair for mark_of in self.collect(marks, self._inner) for pair in mark_of.items()}
-        sets = [ranks for ranks, _ in pairs]
-        return min((ranks for ranks in sets if sets.count(ranks) > 1), default=())
-
-    def drifted(self, mark: str) -> list[int]:
-        """Peers whose mark is not that of the majority; all ranks of a worker raise together."""
-        if self._peers is None:
-            return []
-        marks = self.collect(mark, self._peers)
-        usual = max(marks, key=marks.count)
-        return [
-            rank for rank, mark in zip(self.workers.peer_ranks, marks, strict=True) if mark != usual
-        ]
+        if len(set(self.collect(hashlib.sha256(text.encode()).hexdigest(), group))) > 1:
+            refuse_different(what, self.collect(text, group), ranks)
 
     def of_peers(self, value: Any) -> list[Any]:
         """The value of every peer, in the order of their ranks. All ranks call this."""
@@ -410,10 +384,8 @@ class WorkerGroups:
 
     def which(self, *, here: bool) -> list[int]:
         """The ranks where something is `here`. All ranks call this."""
-        ranks = [dist.get_rank()] if here and dist.is_initialized() else []
-        for group in (self._peers, self._inner):
-            ranks = sorted({rank for ranks in self.collect(ranks, group) for rank in ranks})
-        return ranks
+        rows = self.of_all((self.rank, here))
+        return sorted(rank for worker in rows for rank, there in worker if there)
 
     def collect(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
         """Everybody's value, by place in the group."""
@@ -554,31 +526,6 @@ def _broadcast(
     if sent.data_ptr() != tensor.data_ptr():
         with torch.inference_mode(tensor.is_inference()):
             tensor.copy_(sent)
-
-
-def first_difference(text: str, two: str) -> tuple[str, str]:
-    """The first lines by one name in which two texts differ, which they do.
-
-    A line is "name: ..." or "name = ..."; "nothing" where one text has none by a name.
-    """
-    lines, others = text.splitlines(), two.splitlines()
-    only = [line for line in lines if line not in others]
-    only_others = [line for line in others if line not in lines]
-    first = [
-        (each.index(odd[0]), odd[0]) for each, odd in ((lines, only), (others, only_others)) if odd
-    ]
-    if not first:  # in another order
-        return next(pair for pair in zip(lines, others, strict=False) if pair[0] != pair[1])
-    name = _name(min(first)[1])
-    mine, theirs = (
-        next((line for line in odd if _name(line) == name), "nothing")
-        for odd in (only, only_others)
-    )
-    return mine, theirs
-
-
-def _name(line: str) -> str:
-    return re.split(r": | = ", line.removeprefix("not averaged: "))[0]
 
 
 Wire: TypeAlias = Literal["fp32", "bf16", "int8", "int4"]

@@ -11,7 +11,6 @@ from itertools import zip_longest
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -55,6 +54,7 @@ from realrun.algorithms.process_groups import (
     Wire,
     Worker,
     WorkerGroups,
+    my_rank,
     refuse_options,
     wait_of,
     workers_of,
@@ -578,4 +578,4 @@ def _one_worker(layout: str) -> str:
 
 
 def _key() -> str:
-    return f"rank{dist.get_rank() if dist.is_initialized() else 0}"
+    return f"rank{my_rank()}"

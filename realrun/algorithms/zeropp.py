@@ -39,7 +39,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.validation import whole
 from realrun.algorithms.quantization import dequantize, quantize, sum_and_quantize, sum_rows
 from realrun.algorithms.quantization_format import Quantized, Rounding, from_wire, to_wire
-from realrun.errors import MismatchError, one_of
+from realrun.errors import one_of, refuse_different
 from realrun.torch_compat import (
     all_gather_single,
     fsdp_param_groups,
@@ -292,8 +292,8 @@ def apply_zeropp(
         raise OptionError(f"apply_zeropp was called on this {type(model).__name__} before: once")
     mesh = _mesh(groups)
     per_node = _ranks_per_node(ranks_per_node, mesh)
-    text = f"ranks_per_node={per_node}, qwz={qwz}, hpz={hpz}, qgz={qgz}, block={block}"
-    _agree(text, mesh.get_group())
+    settings = {"ranks_per_node": per_node, "qwz": qwz, "hpz": hpz, "qgz": qgz, "block": block}
+    _agree("\n".join(f"{name} = {value}" for name, value in settings.items()), mesh.get_group())
     grid = _grid(mesh, per_node)
     rank = mesh.get_local_rank()
     zeropp = ZeroPP(
@@ -392,13 +392,9 @@ def _ranks_per_node(count: int | None, mesh: DeviceMesh) -> int:
 def _agree(text: str, group: dist.ProcessGroup) -> None:
     """Compare with all ranks: they would exchange buffers of other sizes, and hang."""
     ranks = dist.get_process_group_ranks(group)
-    texts: list[str | None] = [None] * len(ranks)
+    texts = [""] * len(ranks)
     dist.all_gather_object(texts, text, group=group)
-    for rank, other in zip(ranks, texts, strict=True):
-        if other != texts[0]:
-            raise MismatchError(
-                f"rank {rank} calls apply_zeropp with {other}, rank {ranks[0]} with {texts[0]}"
-            )
+    refuse_different("setting of apply_zeropp", texts, ranks)
 
 
 def _keep_secondary(module: FSDPModule, params: FSDPParamGroup, grid: DeviceMesh) -> None:

@@ -507,7 +507,7 @@ def reduce(buffer: Tensor, root: int, comm: RankCommunicator, deadline: Seconds)
 def _chain(
     buffer: Tensor, taken: Tensor | None, comm: RankCommunicator, deadline: Seconds, *, last: bool
 ) -> None:
-    """Send the `buffer` on unless `last`, with what comes into `taken`, added if that is another."""
+    """Send `buffer` on unless `last`, with what comes into `taken`: added, if that is another."""
     exchange, spans = Exchange(comm, deadline), segments(buffer)
     receives = [
         exchange.receive(taken[span], comm.previous, tag)

@@ -23,7 +23,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Backend
 from co2sim.schedule.schedule import Collective, Group, Layout, Schedule
-from realrun.errors import REALTIME, MismatchError, RankFailure, sites_of
+from realrun.errors import REALTIME, RankFailure, refuse_different, sites_of
 from realrun.lab.time_dilation import dilation, now
 from realrun.launch.monitor import Place, Store, Watch
 
@@ -246,16 +246,10 @@ class World:
 
     def agree(self, what: str, text: str) -> None:
         """Compare a text among ranks. Raises MismatchError, which names the first difference."""
-        texts: list[str | None] = [None] * self.layout.world_size
+        texts = [""] * self.layout.world_size
         with self.together(f"agreement on the {what}"):
             dist.all_gather_object(texts, text)
-        for rank, other in enumerate(texts):
-            if other != texts[0]:
-                lines = zip((texts[0] or "").splitlines(), (other or "").splitlines(), strict=False)
-                line, two = next((pair for pair in lines if pair[0] != pair[1]), (texts[0], other))
-                raise MismatchError(
-                    f"rank {rank} has another {what} than rank 0: {two!r} instead of {line!r}"
-                )
+        refuse_different(what, texts, range(len(texts)))
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:

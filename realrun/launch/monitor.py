@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import IO, Any, Protocol, Self, TextIO
 
 from co2sim.common.units import Seconds
-from realrun.errors import RankFailure
+from realrun.errors import RankFailure, named_ranks
 from realrun.launch.processes import RankProcess
 
 FAILURES = "realrun/failures"
@@ -249,7 +249,7 @@ def failure(
 
     `between`: it had left that place and was in no other yet.
     """
-    who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
+    who = named_ranks(ranks) if ranks else ""
     here = f"; stopped {'after' if between else 'in'} {place}" if place else ""
     return RankFailure(
         f"{who} {reason}{here}".strip(),
@@ -433,9 +433,9 @@ def _say(first: RankProcess, frozen: Sequence[RankProcess], late: Sequence[RankP
     words = f"error: rank {first.rank} {ending(first)}"
     if first in frozen:
         silent = f"gave no sign of life for {SILENT:g} s and had to be killed"
-        words = f"error: {_named(frozen)} {silent}"
+        words = f"error: {named_ranks([rank.rank for rank in frozen])} {silent}"
     if late:
-        words += f"; {_named(late)} did not stop and had to be killed"
+        words += f"; {named_ranks([rank.rank for rank in late])} did not stop and had to be killed"
     print(words, file=sys.stderr, flush=True)  # noqa: T201 - a launcher says how it ended
 
 
@@ -477,8 +477,3 @@ def ending(rank: RankProcess) -> str:
     with suppress(ValueError):
         return f"was killed by {signal.Signals(-code).name}"
     return f"was killed by signal {-code}"
-
-
-def _named(ranks: Sequence[RankProcess]) -> str:
-    """As in "ranks 0, 2"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank.rank) for rank in ranks)}"

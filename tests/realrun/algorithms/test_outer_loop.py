@@ -30,12 +30,9 @@ from realrun.algorithms.averaging import PendingAverage  # noqa: E402 - needs to
 from realrun.algorithms.departures import DepartureLog  # noqa: E402
 from realrun.algorithms.flat_parameters import Flat  # noqa: E402 - needs torch
 from realrun.algorithms.outer_loop import finite_norm, weighted_sum  # noqa: E402 - needs torch
-from realrun.algorithms.process_groups import (  # noqa: E402
-    WorkerGroups,
-    Workers,
-    first_difference,
-)
+from realrun.algorithms.process_groups import WorkerGroups, Workers  # noqa: E402
 from realrun.algorithms.rules import Clipped, MomentumRule, State  # noqa: E402 - needs torch
+from realrun.errors import first_difference  # noqa: E402
 
 ELEMENTS = 5
 AVERAGES = st.lists(
