@@ -26,7 +26,7 @@ from co2sim.common import files
 from co2sim.common.errors import CatalogError, Co2simError, given
 from co2sim.common.files import text_of, write_atomically
 from co2sim.common.units import FlopsPerSecond, Seconds
-from co2sim.common.validation import Place, first_problem
+from co2sim.common.validation import first_problem
 from co2sim.hardware.cluster import Backend, Cluster
 from co2sim.models.workload import Model
 from co2sim.prediction.question import Question, assumed
@@ -111,7 +111,8 @@ def read(folder: Path) -> Record:
     except KeyError as error:
         reason = f"run.json has no {error.args[0]!r}"
     except ValidationError as error:
-        reason = f"run.json: {first_problem(error, path=_dotted)}"
+        problem = first_problem(error, path=lambda keys: ".".join(map(str, keys)))
+        reason = f"run.json: {problem}"
     except ValueError as error:
         reason = f"run.json is not JSON ({error})"
     except Co2simError as error:
@@ -150,10 +151,6 @@ def _plain(run: Mapping[str, Any], field: dataclasses.Field[Any]) -> Any:
     if field.default is None or field.name in _LATER:
         return run.get(field.name, field.default)
     return run[field.name]
-
-
-def _dotted(place: Place) -> str:
-    return ".".join(map(str, place))
 
 
 def _numbers_of_a_model(model: Model) -> Model:

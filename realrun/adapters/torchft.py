@@ -140,7 +140,7 @@ class _ManagedAverage(Average):
         """Start averaging `vector` in place, for round `round_`."""
         flight, size = PendingAverage(round_, vector), max(1, self._manager.num_participants())
         for bucket in torch.split(vector, self._elements):
-            flight.waits.append(partial(_wait, self._manager.allreduce(bucket)))
+            flight.pieces.append((partial(_wait, self._manager.allreduce(bucket)), lambda: True))
             self.sent += 2 * (size - 1) * -(-len(bucket) // size) * bucket.element_size()
         return flight
 

@@ -38,18 +38,6 @@ def refuse_different_inside(outer: OuterLoop, links: WorkerGroups) -> None:
         )
 
 
-def refuse_drift(outer: OuterLoop, links: WorkerGroups) -> None:
-    """Raise MismatchError that names the ranks whose anchor differs from that of most."""
-    marks = links.of_peers(mark_of(outer.state.anchor))
-    usual, peers = max(marks, key=marks.count), links.workers.peer_ranks
-    drifted = [rank for rank, mark in zip(peers, marks, strict=True) if mark != usual]
-    (count,) = links.total([len(drifted)])
-    if count:
-        who = f"ranks {drifted}" if drifted else "ranks of other shards"
-        last = outer.counters.round - 1
-        raise MismatchError(f"after round {last} the anchor of {who} is not that of the others")
-
-
 def say_mixed_models(parameters: Sequence[Tensor], algorithm: str) -> None:
     """Warn if torch.distributed.checkpoint saves this rank's model beside the algorithm.
 
@@ -120,7 +108,7 @@ def describe(
         f"averages used late = {_late(rule)}",
         f"workers = {len(workers.peer_ranks)} of {len(workers.inner_ranks)} ranks",
     ]
-    return "\n".join([*lines, *(_line(name, param) for name, param in parameters)])
+    return "\n".join([*lines, *(tensor_line(*pair) for pair in parameters)])
 
 
 def _late(rule: Rule) -> str:
@@ -149,16 +137,6 @@ def describe_settings(
         **settings,
     }
     return [f"{name} = {value}" for name, value in values.items()]
-
-
-def _line(name: str, param: Tensor) -> str:
-    """Name, shape, type and order in memory; where a dimension is 1 its stride means nothing."""
-    dtype = str(param.dtype).removeprefix("torch.")
-    placed = f" {param.placements}" if isinstance(param, DTensor) else ""
-    strides = tuple(
-        stride for stride, size in zip(param.stride(), param.shape, strict=True) if size > 1
-    )
-    return f"{name}: {tuple(param.shape)} {dtype}, strides {strides}{placed}"
 
 
 _ROW = 8

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -68,7 +68,9 @@ class RankStore:
         self._store = PrefixStore(prefix, default.clone())  # type: ignore[attr-defined] # of PrefixStore
         self.rank, self.gone, self.signs = dist.get_rank(), False, 0
         self._sign, self._read = sign, read
-        self._over_network = isinstance(_underlying(default), TCPStore)
+        while isinstance(default, PrefixStore):
+            default = default.underlying_store
+        self._over_network = isinstance(default, TCPStore)
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.held_by_rank_0 = self._over_network and not agent
         self._calls: SimpleQueue[tuple[Callable[[PrefixStore], Any], Future[Any]] | None]
@@ -141,13 +143,6 @@ class RankStore:
             self._store.set(f"sign {self.rank}", text)
         self._read(self._store)
         self.signs += 1
-
-
-def _underlying(store: Any) -> Any:
-    """The store below prefixes."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
 
 
 _WORLDS: WeakKeyDictionary[dist.ProcessGroup, list[int]] = WeakKeyDictionary()
@@ -661,18 +656,28 @@ def raised(error: BaseException) -> str:
     return f"raised {type(error).__name__}" + (f" ({words})" if words else "")
 
 
-def lost(
+@contextmanager
+def together(
+    notices: DepartureLog | None,
     what: str,
-    error: BaseException,
-    deadline: float,
+    deadline: Seconds,
     *,
     round: int | None = None,  # noqa: A002 - what it is called everywhere here
-) -> RankFailure:
-    """The error for a collective that failed for no known reason: a peer died, or did not come."""
-    reason = " ".join(str(error).split())[:200] or type(error).__name__
-    return RankFailure(
-        f"{what} failed: a rank died, took fewer steps, or came more than deadline={deadline:g} s"
-        f" late ({reason})",
-        op=what,
-        round=round,
-    )
+) -> Iterator[None]:
+    """Something that needs other ranks. Raises RankFailure if they are lost.
+
+    It says which, if that is known; else a peer died, or did not come.
+    """
+    with notices.waiting(what) if notices else nullcontext():
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:
+            if cause := notices and notices.cause(what, round=round):
+                raise cause from error
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise RankFailure(
+                f"{what} failed: a rank died, took fewer steps, or came more than"
+                f" deadline={deadline:g} s late ({reason})",
+                op=what,
+                round=round,
+            ) from error

@@ -262,7 +262,7 @@ class OuterLoop(ABC):
         `share` of the model. Raises NobodyLeftError for the mean of no rank.
         """
         counters = self.counters
-        clock = Stopwatch(flight.vector.device) if flight.waits else None
+        clock = Stopwatch(flight.vector.device) if flight.pieces else None
         with beside_training(flight, self._absorbed):
             was_there = flight.arrived()
             flight.wait()

@@ -1,14 +1,14 @@
 """The communicators of one algorithm, and what travels over them besides averages."""
 
-import contextlib
 import hashlib
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
 from co2sim.common.validation import above
-from realrun.algorithms.departures import DepartureLog, lost
+from realrun.algorithms.departures import DepartureLog, together
 from realrun.errors import SITES, MismatchError, one_of, refuse_different, sites_of
 
 PERIOD: Seconds = 0.5
@@ -342,23 +342,13 @@ class WorkerGroups:
                 continue
             with self.together(what):
                 work = dist.all_reduce(most, dist.ReduceOp.MAX, group, async_op=True)
-                limit = time.monotonic() + self.deadline
-                while not self._ended(work, min(PERIOD, max(0.001, limit - time.monotonic()))):
-                    if time.monotonic() > limit:
-                        work.wait(timedelta(milliseconds=1))  # which says so
-                    self.notices.check(what, self.steps)
+                wait_until(
+                    time.monotonic() + self.deadline,
+                    lambda seconds, work=work: work.wait(timedelta(seconds=seconds)),  # type: ignore[misc]
+                    work.is_completed,
+                    partial(self.notices.check, what, self.steps),
+                )
         return [float(value) for value in most]
-
-    def _ended(self, work: dist.Work, seconds: float) -> bool:
-        """Whether a collective ended within a number of seconds. Raises what it has failed with."""
-        try:
-            work.wait(timedelta(seconds=seconds))
-        except RuntimeError:
-            if work.is_completed():
-                work.wait()
-            else:
-                return False
-        return True
 
     def agree(self, what: str, text: str, *, across: str) -> None:
         """Compare a text with the other ranks; `across` only with peers.
@@ -395,11 +385,6 @@ class WorkerGroups:
         with self.together("comparison between ranks"):
             dist.all_gather_object(values, value, group=group)
         return values
-
-    @property
-    def has_others(self) -> bool:
-        """Whether there is another rank."""
-        return self._peers is not None or self._inner is not None
 
     def of_all(self, value: Any) -> list[list[Any]]:
         """The value of every rank, worker by worker. All ranks call this, and get the same."""
@@ -459,21 +444,42 @@ class WorkerGroups:
                     replaced.append((tensor, before))
         return replaced
 
-    @contextlib.contextmanager
-    def together(self, what: str, *, round: int | None = None) -> Iterator[None]:  # noqa: A002
+    def together(self, what: str, *, round: int | None = None) -> AbstractContextManager[None]:  # noqa: A002
         """Something that needs other ranks. Raises RankFailure if they are lost."""
-        with self.notices.waiting(what):
-            try:
-                yield
-            except (RuntimeError, TimeoutError) as error:
-                cause = self.notices.cause(what, round=round)
-                raise cause or lost(what, error, self.deadline, round=round) from error
+        return together(self.notices, what, self.deadline, round=round)
 
 
 def _joined(ranks: set[int], sets: Sequence[set[int]]) -> set[int]:
     """Some ranks, and all that sets join to them."""
     more = ranks.union(*(members for members in sets if members & ranks))
     return ranks if more == ranks else _joined(more, sets)
+
+
+Wait: TypeAlias = Callable[[Seconds], object]
+"""Waits so long at most. Raises RuntimeError or TimeoutError after that, or for what failed."""
+Ended: TypeAlias = Callable[[], bool]
+
+
+def wait_until(
+    limit: Seconds, wait: Wait, ended: Ended, look: Callable[[], object] | None = None
+) -> None:
+    """Wait for a collective until `limit` of the clock, and `look` now and then.
+
+    Raises what `wait` and `look` do.
+    """
+    while True:
+        left = max(0.001, limit - time.monotonic())
+        try:
+            wait(min(PERIOD, left) if look else left)
+        except (RuntimeError, TimeoutError):
+            if look is None or left <= PERIOD:
+                raise
+            if ended():  # it has failed, or ended just after the time was up
+                wait(left)
+                return
+            look()
+        else:
+            return
 
 
 def wait_for(work: dist.Work, seconds: Seconds) -> None:

@@ -25,7 +25,6 @@ from realrun.algorithms.consistency import (
     describe_others,
     describe_settings,
     refuse_different_inside,
-    refuse_drift,
     refuse_wider,
     say_mixed_models,
 )
@@ -61,7 +60,7 @@ from realrun.algorithms.process_groups import (
 )
 from realrun.algorithms.rules import Rule
 from realrun.algorithms.step_counting import REMEDY, ModelWatch, StepHooks, inner_optimizers
-from realrun.errors import NonFiniteError, flag, one_of, warn_user
+from realrun.errors import MismatchError, NonFiniteError, flag, one_of, warn_user
 
 
 def tau_of(tau: Tau) -> Tau:
@@ -194,7 +193,8 @@ class Rounds:
         self._replaced = self._links.share(
             (part, holders[name].ranks)
             for name, tensor in tensors.items()
-            for part in parts_of(tensor).writable
+            for parts in [parts_of(tensor)]
+            for part in (parts.values if parts.copied else parts.all)
         )
         self._outer = self._loop_of(rule, flat, transport, seconds, tau)
         self._choosing = self._new_choice() if tau == "auto" else None
@@ -423,7 +423,7 @@ class Rounds:
             counters.seconds += self._outer.lap
             self._outer.close_round()
             self._choose_tau()
-            if not self._outer.average.weighs:
+            if not self._outer.average.present:
                 self._rates.end_round()
             if checks:
                 self.check_drift()
@@ -451,7 +451,14 @@ class Rounds:
 
         Raises MismatchError that names the ranks whose anchor differs from that of most.
         """
-        refuse_drift(self._outer, self._links)
+        marks = self._links.of_peers(mark_of(self._outer.state.anchor))
+        usual, peers = max(marks, key=marks.count), self._links.workers.peer_ranks
+        drifted = [rank for rank, mark in zip(peers, marks, strict=True) if mark != usual]
+        (count,) = self._links.total([len(drifted)])
+        if count:
+            who = f"ranks {drifted}" if drifted else "ranks of other shards"
+            last = self._outer.counters.round - 1
+            raise MismatchError(f"after round {last} the anchor of {who} is not that of the others")
 
     def any_rank(self, flag: bool) -> bool:  # noqa: FBT001 - it is all that this is about
         """Whether a flag is set on any rank, such as by a signal: all stop after the same step.
@@ -564,7 +571,7 @@ class Rounds:
         """All ranks have loaded what belongs together; if not, no step will be taken."""
         self._links.steps, self._started = self.stats().steps, True
         self._watch.forget()
-        self._extra.forget_frozen()
+        self._extra.frozen_marks = {}
         try:
             self._links.agree(what, "", across=text)
         except Co2simError as error:

@@ -31,7 +31,10 @@ import torch.distributed as dist
 from torch import Generator, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -44,7 +47,6 @@ from realrun.torch_compat import (
     all_gather_single,
     fsdp_param_groups,
     premul_factor,
-    reduce_scatter_single,
 )
 
 _SENDABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,14 +74,11 @@ class Places:
     node_group: dist.ProcessGroup
     peers_group: dist.ProcessGroup
 
-    def same_node(self, other: int) -> bool:
-        """Whether a rank is on this rank's node."""
-        return other // self.per_node == self.rank // self.per_node
-
     def count_ring(self, sent: Sent, members: int, part: int) -> None:
         """Count a ring of `members` consecutive ranks: all but one part to the next."""
         index = self.rank % members
-        if self.same_node(self.rank - index + (index + 1) % members):
+        following = self.rank - index + (index + 1) % members
+        if following // self.per_node == self.rank // self.per_node:
             sent.inside += (members - 1) * part
         else:
             sent.between += (members - 1) * part
@@ -99,17 +98,7 @@ class ZeroPP:
     generator: Generator | None = None
 
 
-class _FreshBuffers:
-    """Communication of a group of parameters, with fresh buffers, as FSDP2 has them."""
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """A fresh buffer."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class Gather(_FreshBuffers, AllGather):
+class Gather(DefaultAllGather):
     """The gathers of a group of parameters."""
 
     def __init__(self, params: FSDPParamGroup, zeropp: ZeroPP, block: int) -> None:
@@ -171,14 +160,14 @@ class _Arrival(dist.Work):
         self.target.copy_(dequantize(codes, scales, 8, self.block, elements))
 
 
-class Reduce(_FreshBuffers, ReduceScatter):
+class Reduce(DefaultReduceScatter):
     """The reduction of a group's gradients."""
 
     def __init__(self, zeropp: ZeroPP, block: int, rounding: Rounding) -> None:
         """Keep how to quantize; `block` 0 does not."""
         self.zeropp, self.block, self.rounding = zeropp, block, rounding
 
-    def __call__(
+    def __call__(  # type: ignore[override] # None where nothing is left to wait for
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
@@ -191,9 +180,7 @@ class Reduce(_FreshBuffers, ReduceScatter):
             places = self.zeropp.places
             size = output_tensor.numel() * output_tensor.element_size()
             places.count_ring(self.zeropp.reduce, group.size(), size)
-            return reduce_scatter_single(
-                output_tensor, input_tensor, group=group, op=op, async_op=async_op
-            )
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
         _need_floats(input_tensor, "gradients")
         output_tensor.copy_(self._sum(input_tensor) * _factor(op, group.size()))
         return None
@@ -293,7 +280,12 @@ def apply_zeropp(
     mesh = _mesh(groups)
     per_node = _ranks_per_node(ranks_per_node, mesh)
     settings = {"ranks_per_node": per_node, "qwz": qwz, "hpz": hpz, "qgz": qgz, "block": block}
-    _agree("\n".join(f"{name} = {value}" for name, value in settings.items()), mesh.get_group())
+    text = "\n".join(f"{name} = {value}" for name, value in settings.items())
+    texts = [""] * mesh.size()  # other ranks would exchange buffers of other sizes, and hang
+    dist.all_gather_object(texts, text, group=mesh.get_group())
+    refuse_different(
+        "setting of apply_zeropp", texts, dist.get_process_group_ranks(mesh.get_group())
+    )
     grid = _grid(mesh, per_node)
     rank = mesh.get_local_rank()
     zeropp = ZeroPP(
@@ -387,14 +379,6 @@ def _ranks_per_node(count: int | None, mesh: DeviceMesh) -> int:
     if first % count:
         raise OptionError(f"ranks_per_node is {count}; the mesh begins with rank {first} of a node")
     return count
-
-
-def _agree(text: str, group: dist.ProcessGroup) -> None:
-    """Compare with all ranks: they would exchange buffers of other sizes, and hang."""
-    ranks = dist.get_process_group_ranks(group)
-    texts = [""] * len(ranks)
-    dist.all_gather_object(texts, text, group=group)
-    refuse_different("setting of apply_zeropp", texts, ranks)
 
 
 def _keep_secondary(module: FSDPModule, params: FSDPParamGroup, grid: DeviceMesh) -> None:

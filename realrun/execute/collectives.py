@@ -58,11 +58,6 @@ class Phase:
     takes: tuple[int, ...]
 
 
-def flat_phases(plan: TokenPlan, me: int) -> tuple[Phase, ...]:
-    """The only phase of an all-to-all that is flat."""
-    return (Phase(plan.rows[me], tuple(row[me] for row in plan.rows)),)
-
-
 def node_phases(plan: TokenPlan, me: int) -> tuple[Phase, ...]:
     """Copies to the peers of each node, then rows to its members."""
     node, members, peers = me // plan.per_node, len(plan.rows), plan.peers(me)
@@ -80,11 +75,6 @@ def node_phases(plan: TokenPlan, me: int) -> tuple[Phase, ...]:
         ),
     )
     return between, inside
-
-
-def reversed_phases(phases: Sequence[Phase]) -> tuple[Phase, ...]:
-    """The same the other way round."""
-    return tuple(Phase(phase.takes, phase.gives) for phase in reversed(phases))
 
 
 def rows_passed_on(plan: TokenPlan, me: int) -> Tensor:
@@ -260,9 +250,10 @@ def _allocate_tokens(
         return torch.zeros(count * routed.width, dtype=_SUMMED[work.dtype], device=device)
 
     relayed = routed.by_node and plan.per_node < len(plan.rows)
-    phases = node_phases(plan, me) if relayed else flat_phases(plan, me)
+    flat = Phase(plan.rows[me], tuple(row[me] for row in plan.rows))
+    phases = node_phases(plan, me) if relayed else (flat,)
     if routed.back:
-        phases = reversed_phases(phases)
+        phases = tuple(Phase(phase.takes, phase.gives) for phase in reversed(phases))
     first, last = phases[0], phases[-1]
     arrived, passed = (rows(sum(count) if relayed else 0) for count in (first.takes, last.gives))
     index = rows_passed_on(plan, me) if relayed else torch.zeros(0, dtype=torch.int64)

@@ -26,17 +26,15 @@ _GRACE: Seconds = 1.0
 """How long streams get to notice that another one failed."""
 
 
-def run_on_threads(run: Run) -> Trace:
-    """Execute on this process's CPU, with collectives over Gloo."""
-    return _Threads(run).trace()
-
-
 class _Stopped(Exception):  # noqa: N818 - no error: another stream failed
     """Ends the thread of a stream after another stream has failed."""
 
 
-class _Threads:
+class Threads:
+    """An execution on this process's CPU, with collectives over Gloo."""
+
     def __init__(self, run: Run) -> None:
+        """Nothing has run yet."""
         self.run, self.world = run, run.world
         self.buffers = run.buffers()
         instances = list(run.schedule.instances(run.rounds))
@@ -55,6 +53,7 @@ class _Threads:
         self.start = self.last = 0.0
 
     def trace(self) -> Trace:
+        """Execute; the spans of this rank."""
         threads = [
             threading.Thread(target=partial(self._stream, name, instances), name=name, daemon=True)
             for name, instances in self.streams.items()

@@ -212,23 +212,27 @@ class World:
         """The communicator of a connected schedule; None if this rank is alone in the group."""
         return self._made[stream, group]
 
-    def _connect(self, stream: str, group: Group) -> None:
-        if (stream, group) in self._made:
+    def _connect(self, stream: str, kind: Group) -> None:
+        if (stream, kind) in self._made:
             return
-        size = self.layout.world_size
-        meetings = dict.fromkeys(group.members(rank, self.layout) for rank in range(size))
-        self._made[stream, group] = None
-        for members in meetings:
-            if len(members) < 2:  # noqa: PLR2004 - one rank meets no other
-                continue
+        group, members = self._meeting(kind, self.backend)
+        self._made[stream, kind] = None
+        if len(members) > 1:
+            nodes = len({rank // self.layout.gpus_per_node for rank in members})
+            index = members.index(self.rank)
+            self._made[stream, kind] = RankCommunicator(group, members, index, nodes)
+
+    def _meeting(
+        self, kind: Group, backend: str | None = None
+    ) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+        """Make the process groups of a kind; that of this rank, and its members."""
+        limit, ranks = timedelta(seconds=self.deadline), range(self.layout.world_size)
+        for members in dict.fromkeys(kind.members(rank, self.layout) for rank in ranks):
             with communicating():
-                made = dist.new_group(
-                    list(members), timeout=timedelta(seconds=self.deadline), backend=self.backend
-                )
+                made = dist.new_group(list(members), timeout=limit, backend=backend)
             if self.rank in members:
-                index = members.index(self.rank)
-                nodes = len({rank // self.layout.gpus_per_node for rank in members})
-                self._made[stream, group] = RankCommunicator(made, tuple(members), index, nodes)
+                own = made, tuple(members)
+        return own
 
     def group(self, purpose: str, kind: Group) -> dist.ProcessGroup:
         """The process group of this kind for a purpose, made at the first call. All ranks call it.
@@ -236,12 +240,7 @@ class World:
         It is never destroyed: DTensor finds groups by their ranks, even those that are gone.
         """
         if (purpose, kind) not in self._groups:
-            size, limit = self.layout.world_size, timedelta(seconds=self.deadline)
-            for members in dict.fromkeys(kind.members(rank, self.layout) for rank in range(size)):
-                with communicating():
-                    made = dist.new_group(list(members), timeout=limit)
-                if self.rank in members:
-                    self._groups[purpose, kind] = made
+            self._groups[purpose, kind], _ = self._meeting(kind)
         return self._groups[purpose, kind]
 
     def agree(self, what: str, text: str) -> None:

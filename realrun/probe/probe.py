@@ -118,11 +118,6 @@ GATE = Compute("gate", 1.0)
 """Holds a GPU until its host has issued what is timed: else that takes as long as its issue."""
 
 
-def behind_gate(schedule: Schedule) -> Schedule:
-    """The schedule, whose stream `compute` begins every round with a gate."""
-    return replace(schedule, body=(Op("gate", GATE, "compute"), *schedule.body))
-
-
 @dataclass(frozen=True)
 class Gated(Synthetic):
     """Kernels of a schedule with a gate that is closed for some seconds. Only for GPUs."""
@@ -345,16 +340,13 @@ def machine(world: World) -> str:
     about = describe(world.device, world.backend)
     hardware = about["hardware"]
     if world.device.type == "cpu":
-        lines = Path("/proc/cpuinfo").read_text().splitlines() if _is_linux() else []
+        about_cores = Path("/proc/cpuinfo")
+        lines = about_cores.read_text().splitlines() if about_cores.is_file() else []
         models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
         hardware = f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
         threads = torch.get_num_threads()
         hardware += f", {threads} thread{'s' if threads > 1 else ''} a rank"
     return f"{hardware}, torch {about['torch']}"
-
-
-def _is_linux() -> bool:
-    return Path("/proc/cpuinfo").is_file()
 
 
 def memory(world: World) -> Bytes:
@@ -560,7 +552,7 @@ def _task(
     """A task whose times are those of the device, not of a host that issues it."""
     if world.device.type == "cuda":
         kernels = Gated(kernels, _ISSUE * len(schedule.body))
-        schedule = behind_gate(schedule)
+        schedule = replace(schedule, body=(Op("gate", GATE, "compute"), *schedule.body))
     return ProbeTask(label, schedule, kernels, rounds)
 
 

@@ -20,7 +20,7 @@ from co2sim.strategies.zeropp import ZeroPP
 from realrun.errors import SITES, one_of
 from realrun.train import algorithm_registry
 from realrun.train.algorithm_registry import LOCAL_UPDATES
-from realrun.train.tasks.presets import GPTS, GPTShape, known_size
+from realrun.train.tasks.presets import GPTS, GPTShape
 
 TaskName = Literal["text", "masked_text", "digits", "segmentation", "points"]
 OptimizerName = Literal["adamw", "sgd"]
@@ -123,7 +123,7 @@ class TrainSettings:
             ("evaluate", get_args(Evaluate)),
         ):
             one_of(name, getattr(self, name), allowed)
-        known_size(self.size)
+        one_of("size", self.size, tuple(GPTS))
         _check_trained(self.parsed.name)
         algorithm_registry.arguments(self.parsed.name, self.outer)
         for name, least in (

@@ -257,8 +257,7 @@ def test_what_saving_waits_for_is_no_wait_of_training() -> None:
 
             def slow(values: torch.Tensor, number: int) -> PendingAverage:
                 flight = launch(values, number)  # noqa: B023 - called at once
-                flight.waits.append(lambda _: None)
-                flight.polls.append(lambda: False)
+                flight.pieces.append((lambda _: None, lambda: False))
                 return flight
 
             co2._outer.average.launch = slow  # type: ignore[method-assign]

@@ -158,7 +158,7 @@ def test_settings_refuse_in_words() -> None:
         ({"task": "txt"}, "task is 'txt'"),
         ({"optimizer": "adam"}, "optimizer is 'adam'"),
         ({"evaluate": "never"}, "evaluate is 'never'"),
-        ({"size": "smal"}, "unknown size 'smal'"),
+        ({"size": "smal"}, "size is 'smal'"),
         ({"strategy": "cc2"}, "unknown strategy 'cc2'"),
         ({"steps": 0}, "steps is 0"),
         ({"batch": 0}, "batch is 0"),
