@@ -170,13 +170,8 @@ def pull(name: str, value: float) -> None:
     _below_one(name, value, "above 0 and below 1")
 
 
-def step_size(name: str, value: float) -> None:
-    """Above 0, and not so large that fp32 could not hold a product with it."""
-    limit(name, value)
-
-
 def limit(name: str, value: float) -> None:
-    """Above 0, and a number of fp32."""
+    """Above 0, and not so large that fp32 could not hold a product with it."""
     above(name, value, 0)
     if value > _LARGEST:
         raise OptionError(f"{name} is {value}; it must be above 0 and at most {_LARGEST:g}")

@@ -189,7 +189,7 @@ class MomentumRule(Rule):
     def __post_init__(self) -> None:
         """Refuse options out of range."""
         errors.momentum("outer_momentum", self.outer_momentum)
-        errors.step_size("outer_lr", self.outer_lr)
+        errors.limit("outer_lr", self.outer_lr)
         errors.one_of("gap", self.gap, GAPS)
         errors.penalty("penalty", self.penalty, self.gap)
         object.__setattr__(self, "staleness", whole("staleness", self.staleness, 0, _LATEST))

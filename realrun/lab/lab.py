@@ -92,20 +92,7 @@ _WINDOW = 256 * 1024
 """Bytes that a connection may have under way between sites: what waits there delays all others."""
 
 
-@dataclass(frozen=True, slots=True)
-class SendRates:
-    """What is sent at most, with all headers, in bytes a second.
-
-    `node`: by a node to others, `loopback`: by the ranks of a node to each other, all together,
-    `site`: by a site to others; None where all nodes are at one.
-    """
-
-    node: BytesPerSecond
-    loopback: BytesPerSecond
-    site: BytesPerSecond | None = None
-
-
-def make_nodes(count: int, rates: SendRates, sites: int = 1) -> list[int]:
+def make_nodes(lab: "Lab") -> list[int]:
     """Make the bridge, and nodes on it; the processes that hold the nodes.
 
     Several sites have a bridge each, which a limited link joins to the first one. Raises LabError
@@ -117,13 +104,13 @@ def make_nodes(count: int, rates: SendRates, sites: int = 1) -> list[int]:
         f"addr add {SWITCH}/16 dev br0",
         "link set br0 up",
     )
-    bridges = ["br0"]
-    if rates.site is not None:
-        bridges = [_site(site, rates.node, rates.site) for site in range(sites)]
-    return [_node(index, rates, bridges[index * sites // count]) for index in range(count)]
+    bridges = ["br0"] if lab.sites == 1 else [_site(site, lab) for site in range(lab.sites)]
+    return [
+        _node(index, lab, bridges[index * lab.sites // lab.nodes]) for index in range(lab.nodes)
+    ]
 
 
-def _site(site: int, node: BytesPerSecond, bandwidth: BytesPerSecond) -> str:
+def _site(site: int, lab: "Lab") -> str:
     """Make the bridge of a site, and its limited link to the others; its name."""
     bridge, uplink, other = f"site{site}", f"wan{site}", f"from{site}"
     _ip(
@@ -133,7 +120,7 @@ def _site(site: int, node: BytesPerSecond, bandwidth: BytesPerSecond) -> str:
         f"link set {uplink} master {bridge} up",
         f"link set {bridge} up",
     )
-    _limit((), uplink, bandwidth, site_burst(bandwidth, node))
+    _limit((), uplink, lab.far_bandwidth, site_burst(lab.far_bandwidth, lab.bandwidth))
     return bridge
 
 
@@ -180,7 +167,7 @@ def loopback_burst(bandwidth: BytesPerSecond) -> int:
     return max(int(bandwidth * _LOOPBACK_TIMER), 2 * LOOPBACK_FRAME)
 
 
-def _node(index: int, rates: SendRates, bridge: str) -> int:
+def _node(index: int, lab: "Lab", bridge: str) -> int:
     """Make one node on a bridge; the process that holds it."""
     holder = subprocess.Popen(
         ["unshare", "--net", "cat"],  # noqa: S607 - found on PATH before
@@ -193,13 +180,13 @@ def _node(index: int, rates: SendRates, bridge: str) -> int:
     holder.stdin.flush()
     if not holder.stdout.read(1):  # what cat gives back, once it is in its namespace
         raise LabError(f"cannot make node {index}")
-    waiting, longest = queue(rates.node)
+    waiting, longest = queue(lab.bandwidth)
     port, enter = f"node{index}", entering(holder.pid)
     _ip(f"link add {port} type veth peer name eth0 netns {holder.pid}")
     _ip(f"link set {port} gso_max_size {longest} master {bridge} up")
     # A short queue in front of the rate limit: answers to what comes in wait behind it.
     values = _SYSCTLS | {"ipv4/tcp_limit_output_bytes": str(waiting)}
-    if rates.site is not None:
+    if lab.sites > 1:
         values |= {"ipv4/tcp_wmem": f"4096 65536 {_WINDOW}"}
     _sysctl(enter, values)
     _ip(
@@ -208,8 +195,8 @@ def _node(index: int, rates: SendRates, bridge: str) -> int:
         f"link set eth0 gso_max_size {longest} up",
         enter=enter,
     )
-    _limit(enter, "eth0", rates.node, burst(rates.node))
-    _limit(enter, "lo", rates.loopback, loopback_burst(rates.loopback))
+    _limit(enter, "eth0", lab.bandwidth, burst(lab.bandwidth))
+    _limit(enter, "lo", lab.loopback, loopback_burst(lab.loopback))
     return holder.pid
 
 
@@ -347,23 +334,20 @@ class Lab:
         return replace(self, dilation=times)
 
     @property
-    def rates(self) -> SendRates:
-        """What is sent at most, by the clock of the machine."""
-        far = None
-        if self.wan is not None:
-            far = _bandwidth("rate between sites", self.wan) / self.dilation
-        return SendRates(self.bandwidth, self.loopback, far)
+    def far_bandwidth(self) -> BytesPerSecond:
+        """What each of several sites sends to others at most, as `bandwidth`."""
+        assert self.wan is not None
+        return _bandwidth("rate between sites", self.wan) / self.dilation
 
     @property
     def uplink(self) -> dict[str, str]:
         """The link of a site to others as a cluster states it, by key; empty for one site."""
-        rates = self.rates
-        if self.wan is None or rates.site is None:
+        if self.wan is None:
             return {}
         return {
             "wan.bandwidth": " ".join(self.wan.split()),
-            "wan.efficiency": f"{payload_share(rates.node, two=self.sites == _TWO):.4f}",
-            "host.wan.size": f"{site_burst(rates.site, rates.node)} B",
+            "wan.efficiency": f"{payload_share(self.bandwidth, two=self.sites == _TWO):.4f}",
+            "host.wan.size": f"{site_burst(self.far_bandwidth, self.bandwidth)} B",
         }
 
     @property
@@ -564,7 +548,7 @@ def _inside(
     lab = Lab(**values)
     try:
         _state(lab)
-        holders = make_nodes(lab.nodes, lab.rates, lab.sites)
+        holders = make_nodes(lab)
         with guard_process(patience) as guard, ranks_killed_at_end() as ranks:
             store = host_store(SWITCH)
             for rank in range(lab.world_size):

@@ -26,7 +26,7 @@ class Option:
 
 
 _MOMENTUM = Option("outer_momentum", errors.momentum)
-_LR = Option("outer_lr", errors.step_size)
+_LR = Option("outer_lr", errors.limit)
 _CLIP = {
     "clip": Option("clip", errors.limit),
     "residual_decay": Option("residual_decay", errors.momentum),

@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,7 +34,7 @@ from realrun.train import checkpoint
 from realrun.train.checkpoint import run_on_all_ranks
 from realrun.train.estimate import Estimator
 from realrun.train.folder import ESTIMATE, FIGURE, LOG, MODEL, Resume, check_steps
-from realrun.train.log import History, Log, LogRow, draw, read, write_record
+from realrun.train.log import OF_OUTER_STEP, History, Log, LogRow, draw, read, write_record
 from realrun.train.parallelize import WrappedModel, build
 from realrun.train.settings import TrainSettings, check, check_estimate
 from realrun.train.tasks.registry import make_task
@@ -396,7 +396,7 @@ class _Training:
 
     def _note(self, *, evaluates: bool, last: bool) -> None:
         """Add a row to the log, if one is due."""
-        settings, stats = self.settings, None
+        settings = self.settings
         if not (evaluates or last or self.step % settings.log_every == 0):
             return
         seen: tuple[float | None, float | None] = (None, None)
@@ -414,7 +414,8 @@ class _Training:
         self.losses = []
         if self.method.outer:
             stats = self.method.outer.stats()
-        self.log.add(row.with_stats(stats) if stats else row)
+            row = replace(row, **{name: getattr(stats, name) for name in OF_OUTER_STEP})
+        self.log.add(row)
 
     def _estimate(self) -> None:
         """Measure the constants of the bound, if it was asked for and is due."""

@@ -192,11 +192,6 @@ def encode(text: str) -> np.ndarray:
     return codes
 
 
-def decode(numbers: np.ndarray) -> str:
-    """The text of these numbers, with U+FFFD for what is unknown."""
-    return "".join((CHARACTERS + "\N{REPLACEMENT CHARACTER}")[code] for code in numbers)
-
-
 @dataclass(frozen=True, slots=True)
 class Windows:
     """Windows of `length` characters: any of those to train on, and fixed ones to validate."""
