@@ -175,19 +175,14 @@ def read(folder: Path) -> tuple[LogRow, ...]:
     path = folder / LOG
     try:
         whole, _, _ = text_of(path, MAX_RECORD_BYTES).rpartition("\n")  # the last may be torn
-        return tuple(_row(line) for line in csv.DictReader(whole.splitlines()))
+        lines = csv.DictReader(whole.splitlines())
+        cells = [{name: text or None for name, text in line.items()} for line in lines]
+        return tuple(map(_ROW.validate_python, cells))
     except OSError as error:
         raise CatalogError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValidationError as error:
-        raise CatalogError(
-            f"{path} is not the log of a training: {first_problem(error)}"
-        ) from error
     except (ValueError, csv.Error) as error:
-        raise CatalogError(f"{path} is not the log of a training: {error}") from error
-
-
-def _row(texts: Mapping[str, str]) -> LogRow:
-    return _ROW.validate_python({name: text or None for name, text in texts.items()})
+        reason = first_problem(error) if isinstance(error, ValidationError) else error
+        raise CatalogError(f"{path} is not the log of a training: {reason}") from error
 
 
 def write_record(folder: Path, history: History) -> None:
