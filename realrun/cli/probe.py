@@ -15,7 +15,7 @@ from co2sim.common import convert
 from co2sim.common.convert import Reader, option
 from co2sim.common.errors import OptionError, UnitError, nearest
 from co2sim.common.files import check_writable, write_atomically
-from co2sim.common.units import duration, parse, percent, scaled
+from co2sim.common.units import counted, duration, parse, percent, scaled
 from realrun.cli.options import RankSettings, rank_options
 from realrun.errors import PRECISIONS, SITES, one_of, sites_of
 from realrun.lab.lab import CLUSTER
@@ -175,10 +175,9 @@ def _measure(rank: "Rank", plan: "Plan", request: ProbeOptions) -> None:
 
 def _name(measured: "Measured", how: str) -> str:
     nodes, each = measured.layout.nodes, measured.layout.gpus_per_node
-    return (
-        f"{nodes} node{'s' if nodes > 1 else ''} of {each} rank{'s' if each > 1 else ''},"
-        f" {measured.backend} on {measured.machine.partition(',')[0]}, {how}"
-    )
+    hardware = measured.machine.partition(",")[0]
+    size = f"{counted(nodes, 'node')} of {counted(each, 'rank')}"
+    return f"{size}, {measured.backend} on {hardware}, {how}"
 
 
 def _print(measured: "Measured", fitted: "Fitted", name: str) -> None:

@@ -3,7 +3,7 @@
 import json
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -107,7 +107,9 @@ def train(  # noqa: PLR0917 - one argument per option
     """Train a small model on real data, with checkpoints, a log and a figure of the loss."""
     settings = replace(settings, strategy=_with_tau(settings.strategy, tau))
     if describe:
-        _describe(settings)
+        if settings.task != "text":
+            raise OptionError("--describe needs --task text, the task whose model is a transformer")
+        print(settings.shape.toml(), end="")
         return
     going_on = resumed(from_step, resume=resume)
     _check(settings, how, out, going_on, estimate=estimate)
@@ -120,12 +122,6 @@ def train(  # noqa: PLR0917 - one argument per option
         run(rank, settings, out, resume=going_on, estimate=estimate, as_json=json_)
 
     ranks.as_rank(how, None, work)
-
-
-def _describe(settings: TrainSettings) -> None:
-    if settings.task != "text":
-        raise OptionError("--describe needs --task text, the task whose model is a transformer")
-    print(settings.shape.toml(), end="")
 
 
 def _check(
@@ -229,18 +225,15 @@ def _say(settings: TrainSettings, out: Path, resume: Resume | None) -> None:
 def show(history: History, out: Path, *, as_json: bool) -> None:
     """Tell how a training went."""
     if as_json:
-        print(json.dumps({**history.figures, **_estimates(history)}, indent=2))
+        figures = dict(history.figures)
+        if history.estimates:
+            delay = history.rows[-1].delay
+            figures["estimates"] = history.estimates.to_dict(history.chosen, delay)
+        print(json.dumps(figures, indent=2))
         return
     _print(history, out)
     if history.estimates:
         _print_estimates(history, history.estimates, out)
-
-
-def _estimates(history: History) -> dict[str, Any]:
-    if history.estimates is None:
-        return {}
-    delay = history.rows[-1].delay
-    return {"estimates": history.estimates.to_dict(history.chosen, delay)}
 
 
 @contextmanager
@@ -270,18 +263,15 @@ def _shown(rank: "Rank", settings: TrainSettings) -> "Iterator[OnStep | None]":
         return
     if not sys.stderr.isatty():
         line = rank.progress
-        yield lambda standing: line(_line(settings, standing))
+        yield lambda standing: line(
+            f"{settings.name}: step {standing.step} of {standing.steps},"
+            f" {_words(settings, standing)}"
+        )
         return
     with progress_bar(settings.name, shown=True) as bar:
         assert bar is not None
         bar(0, settings.last)
         yield lambda standing: bar(standing.step, settings.last, _words(settings, standing))
-
-
-def _line(settings: TrainSettings, standing: "Standing") -> str:
-    return (
-        f"{settings.name}: step {standing.step} of {standing.steps}, {_words(settings, standing)}"
-    )
 
 
 def _words(settings: TrainSettings, standing: "Standing") -> str:
@@ -354,33 +344,22 @@ def _print_estimates(history: History, estimates: Estimates, out: Path) -> None:
 
 
 def _rows(estimates: Estimates) -> list[tuple[str, ...]]:
-    def row(name: str, cells: list[str], chosen: str = "") -> tuple[str, ...]:
-        return (name, *cells, chosen)
-
-    points = estimates.points
-    return [
-        row("loss; gap", [f"{p.loss}" for p in points], f"{estimates.gap}"),
-        row("|grad f|^2", [f"{p.gradient.floored}" for p in points]),
-        row("noise sigma^2", [f"{p.noise}" for p in points], f"{estimates.noise}"),
-        row(
+    columns: list[tuple[str, Callable[[Point], str], str]] = [
+        ("loss; gap", lambda p: f"{p.loss}", f"{estimates.gap}"),
+        ("|grad f|^2", lambda p: f"{p.gradient.floored}", ""),
+        ("noise sigma^2", lambda p: f"{p.noise}", f"{estimates.noise}"),
+        (
             "heterogeneity zeta^2",
-            [f"{p.heterogeneity.floored}" for p in points],
+            lambda p: f"{p.heterogeneity.floored}",
             f"{estimates.heterogeneity}",
         ),
-        row(
-            "L: largest |eigenvalue|",
-            [f"{p.curvature:.4g}" for p in points],
-            f"{estimates.smoothness:.4g}",
+        ("L: largest |eigenvalue|", lambda p: f"{p.curvature:.4g}", f"{estimates.smoothness:.4g}"),
+        ("L: iterations, last change", lambda p: f"{p.iterations}, {p.change:.1%}", ""),
+        ("L: on other samples", lambda p: f"{p.elsewhere}", ""),
+        (
+            "L: along the next step",
+            lambda p: "-" if p.along_step is None else f"{p.along_step:.4g}",
+            "",
         ),
-        row("L: iterations, last change", [_iterations(p) for p in points]),
-        row("L: on other samples", [f"{p.elsewhere}" for p in points]),
-        row("L: along the next step", [_along(p) for p in points]),
     ]
-
-
-def _iterations(point: Point) -> str:
-    return f"{point.iterations}, {point.change:.1%}"
-
-
-def _along(point: Point) -> str:
-    return "-" if point.along_step is None else f"{point.along_step:.4g}"
+    return [(name, *map(cell, estimates.points), chosen) for name, cell, chosen in columns]

@@ -43,6 +43,7 @@ from realrun.launch.launcher import (
 from realrun.launch.monitor import supervise
 from realrun.launch.processes import (
     NodePlace,
+    RankProcess,
     Stopped,
     entering,
     guard_process,
@@ -549,7 +550,8 @@ def _inside(
     try:
         _state(lab)
         holders = make_nodes(lab)
-        with guard_process(patience) as guard, ranks_killed_at_end() as ranks:
+        ranks: list[RankProcess] = []
+        with guard_process(patience) as guard, ranks_killed_at_end(ranks):
             store = host_store(SWITCH)
             for rank in range(lab.world_size):
                 variables = rank_environment(

@@ -143,11 +143,10 @@ def started(
 
 
 @contextmanager
-def ranks_killed_at_end() -> Generator[list[RankProcess]]:
-    """A list of ranks, to be filled; all of them are killed when the block is left."""
-    ranks: list[RankProcess] = []
+def ranks_killed_at_end(ranks: Sequence[RankProcess]) -> Generator[None]:
+    """Within, a list of ranks is filled; all of them are killed when the block is left."""
     try:
-        yield ranks
+        yield
     finally:
         for rank in ranks:
             if rank.process.poll() is None:

@@ -39,6 +39,7 @@ from co2sim.schedule.schedule import (
 from co2sim.simulation.trace import Span, Trace
 from realrun.execute.executor import execute
 from realrun.execute.kernels import Burn, KernelSet, Sleep, Synthetic
+from realrun.execute.matmul_speed import joined
 from realrun.execute.world import World, describe, gather_objects
 from realrun.lab.time_dilation import dilation
 from realrun.measure import TORCH_DTYPE, Say
@@ -237,7 +238,7 @@ def slowdown(traces: Sequence[Trace]) -> Slowdown:
         start, end = max(span.start for span in ranks), max(span.end for span in ranks)
         reduces[not op.startswith("tail")].append(end - start)
         bursts.setdefault(turn, []).append((start, end))
-    extents = {turn: _joined(extents_of_turn) for turn, extents_of_turn in bursts.items()}
+    extents = {turn: joined(extents_of_turn, _AT_ONCE) for turn, extents_of_turn in bursts.items()}
     for span in spans:
         if span.op.startswith("kernel"):
             near = [
@@ -250,17 +251,6 @@ def slowdown(traces: Sequence[Trace]) -> Slowdown:
             elif _within(span, near[0]):
                 kernels[1].append(span.end - span.start)
     return Slowdown(_ratio(*kernels), _ratio(*reduces), median(reduces[1]))
-
-
-def _joined(extents: Sequence[tuple[Seconds, Seconds]]) -> list[tuple[Seconds, Seconds]]:
-    """Those that follow one another at once, as one."""
-    joined: list[tuple[Seconds, Seconds]] = []
-    for start, end in sorted(extents):
-        if joined and start - joined[-1][1] < _AT_ONCE:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((start, end))
-    return joined
 
 
 def times_as_long(trace: Trace) -> float:
