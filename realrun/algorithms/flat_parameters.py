@@ -402,13 +402,16 @@ def lay_out(
 
 def memory(parameter: Tensor) -> Tensor:
     """What this rank holds of a parameter, as a flat view in the order of memory."""
-    local = parameter.detach()
-    if isinstance(local, DTensor):
-        with torch.no_grad():
-            local = local.to_local()
+    local = local_part(parameter)
     if local.is_contiguous():
         return local.view(-1)
     return local.as_strided((local.numel(),), (1,))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, without its gradient."""
+    part = tensor.detach()
+    return part.to_local() if isinstance(part, DTensor) else part
 
 
 def keeps_elements_elsewhere(tensor: Tensor) -> bool:
@@ -430,8 +433,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether what this rank holds of a plain tensor is a row of memory, without holes."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    step = 1
+    local, step = local_part(tensor), 1
     for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
         if size > 1 and stride != step:
             return False

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from co2sim.common.errors import OptionError
-from realrun.algorithms.flat_parameters import Masters, is_dense, is_plain, memory, some
+from realrun.algorithms.flat_parameters import Masters, is_dense, is_plain, local_part, memory, some
 from realrun.errors import warn_user
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
@@ -415,7 +415,7 @@ def _is_alike(value: Any, parameter: Tensor) -> bool:
     return (
         value.is_floating_point()
         and value.shape == parameter.shape
-        and _local(value).shape == _local(parameter).shape
+        and local_part(value).shape == local_part(parameter).shape
     )
 
 
@@ -454,9 +454,4 @@ def _is_master(master: Tensor, again: Tensor, parameter: Tensor) -> bool:
 
 def _flat(tensor: Tensor, parameter: Tensor) -> Tensor:
     """The elements that this rank holds, in their logical order, where the parameter is."""
-    return _local(tensor).reshape(-1).to(parameter.device, torch.float32)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    held = tensor.detach()
-    return held.to_local() if isinstance(held, DTensor) else held
+    return local_part(tensor).reshape(-1).to(parameter.device, torch.float32)
