@@ -13,7 +13,8 @@ from torch import nn
 
 from co2sim.common.units import counted
 from realrun.algorithms import LocalUpdate
-from realrun.algorithms.outer_loop import mark_of
+from realrun.algorithms.buffers import ExtraState
+from realrun.algorithms.process_groups import DEADLINE, WorkerGroups, Workers
 from realrun.errors import CheckpointError, DamagedError
 from realrun.train import checkpoint
 from realrun.train.checkpoint import run_on_all_ranks
@@ -94,24 +95,10 @@ def mean_where_different(model: nn.Module) -> None:
     """Where ranks hold different models, give all their mean. All ranks call this.
 
     After an algorithm has finished, only callbacks can have made them different: one may put
-    other weights into the model, such as an EMA. What is not floating point becomes that of
-    rank 0.
+    other weights into the model, such as an EMA. See `ExtraState`.
     """
-    if not dist.is_initialized() or (size := dist.get_world_size()) == 1:
-        return
-    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
-    marks = [""] * size
-    dist.all_gather_object(
-        marks, mark_of(*(tensor.cpu().contiguous().view(-1) for tensor in tensors))
-    )
-    if len(set(marks)) == 1:
-        return
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            mean = tensor.double()
-            dist.all_reduce(mean)
-            tensor.copy_(mean / size)
-        else:
-            sent = tensor.contiguous()
-            dist.broadcast(sent, 0)
-            tensor.copy_(sent)
+    links = WorkerGroups(Workers.per_gpu(), DEADLINE, owns=False)
+    ExtraState(model, set(), links).average([model], buffers=False)
+    links.notices.leave()
+    links.notices.end()
+    links.close()

@@ -265,7 +265,7 @@ class Average:
     def _launched(self, vector: Tensor, round_: int) -> PendingAverage:
         flight = PendingAverage(round_, vector, deadline=self._deadline)
         if self._notices:
-            flight.notices, flight.step = self._notices, self._notices.now()
+            flight.notices, flight.step = self._notices, self._notices.steps()
         if self._group is None or not len(vector):
             return flight
         if self.quantizes:

@@ -246,10 +246,6 @@ class DepartureLog:
         """From now on, only these ranks meet. All of them call this."""
         self.ranks = sorted(set(ranks))
 
-    def now(self) -> int:
-        """Local steps that this rank has taken."""
-        return self.steps()
-
     def leave(self, error: BaseException | None = None) -> None:
         """Leave a note, once: of a store that is gone no rank is left to read it."""
         if self._store is None or self._left:
@@ -634,7 +630,7 @@ def _end() -> None:
     """The process ends, and algorithms were not closed."""
     error = getattr(sys, "last_value", None)
     for log in list(_OPEN):
-        if error is None and log.now():
+        if error is None and log.steps():
             sys.stderr.write(
                 "a training ended without finish(): its last steps are not averaged, and every rank"
                 " holds another model; call finish(), or train within a `with` block\n"

@@ -189,15 +189,6 @@ def workers_of(worker: Worker) -> Workers:
     raise OptionError(f"worker is {worker!r}; it must be 'gpu', 'node', 'site' or a Workers")
 
 
-def refuse_options(pg_options: Any, average_over: str | None) -> None:
-    """Raise OptionError for options of NCCL where averages go over another backend."""
-    if pg_options is None or not dist.is_initialized():
-        return
-    backend = average_over or str(dist.get_backend_config())
-    if "nccl" not in backend:
-        raise OptionError(f"pg_options are for averages over NCCL; these go over {backend}")
-
-
 def my_rank() -> int:
     """Of this process; 0 for one alone."""
     return dist.get_rank() if dist.is_initialized() else 0
@@ -239,8 +230,13 @@ class WorkerGroups:
 
         `owns`: the groups of `workers` were made for this alone; `close` destroys them, too.
         Averages go `average_over` a backend, by default torch.distributed's, with `pg_options`.
-        `notices` are those of all ranks, if they were made before.
+        `notices` are those of all ranks, if they were made before. Raises OptionError for options
+        of NCCL where averages go over another backend.
         """
+        if pg_options is not None and dist.is_initialized():
+            backend = average_over or str(dist.get_backend_config())
+            if "nccl" not in backend:
+                raise OptionError(f"pg_options are for averages over NCCL; these go over {backend}")
         self._average_over, self._options = average_over, pg_options
         self.workers, self.deadline, self.rank = workers, deadline, my_rank()
         self.steps = 0

@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import wraps
 from itertools import zip_longest
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NoReturn, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,6 @@ from realrun.algorithms.process_groups import (
     Worker,
     WorkerGroups,
     my_rank,
-    refuse_options,
     wait_of,
     workers_of,
 )
@@ -78,25 +77,11 @@ _START = (
     " the forward() of the model)"
 )
 
+_COUNT_OF_WORKERS = r"(?<=^workers )= \d+ "
+"""In a layout: what may be another where only the anchor is loaded."""
+
 _MODEL = "model"
 """Among the numbers of a state: what tells the model that was saved with it."""
-
-
-def no_mean(now: int) -> NonFiniteError:
-    """Where no worker is left that a mean could be of."""
-    return NonFiniteError(
-        f"parameters of all workers were NaN or infinite in round {now}, so that there is no mean;"
-        " anchor and momentum are as before",
-        round=now,
-    )
-
-
-def _backend_of(offload: bool, transport: Transport) -> str | None:  # noqa: FBT001 - as given
-    """What averages go over, if not torch.distributed's own. Raises OptionError."""
-    flag("offload", offload)
-    over = "gloo" if offload else None  # of what is on the host
-    refuse_options(transport.pg_options, over)
-    return over
 
 
 def _with_notices(make: Callable[..., None]) -> Callable[..., None]:
@@ -129,8 +114,16 @@ class Rounds:
 
     _notices: DepartureLog
     _failure: Co2simError | None = None
-    _closed = False
-    _evaluating = False
+    model: nn.Module
+    """Whose parameters are averaged."""
+    optimizers: tuple[Optimizer, ...]
+    """Those whose steps are counted, without wrappers."""
+    described: str
+    """What all workers must have in common: parameters, optimizers and settings, in lines."""
+    closed = False
+    """Whether it has ended, and averages nothing any more."""
+    evaluating = False
+    """Whether the model holds the consensus, for a moment."""
     _joining = False
     _leaving = False
     """Whether this rank has used up its data, and only takes part."""
@@ -171,15 +164,20 @@ class Rounds:
         self._notices.meet("the start of averaging", seconds, needs=_ALL_RANKS)
         workers = workers_of(worker)
         refuse_wider(model, optimizers, workers)
-        owns, over = worker in {"node", "site"}, _backend_of(offload, transport)
+        flag("offload", offload)
         self._links = WorkerGroups(
-            workers, seconds, self._notices, transport.pg_options, average_over=over, owns=owns
+            workers,
+            seconds,
+            self._notices,
+            transport.pg_options,
+            average_over="gloo" if offload else None,  # of what is on the host
+            owns=worker in {"node", "site"},
         )
         self._trained = {id(param) for _, param in parameters}
         if self._masters:
             self._trained |= {id(param) for param in held(optimizers)}
         self._parameters = parameters
-        self._model, self._optimizers = model, optimizers
+        self.model, self.optimizers = model, optimizers
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
         holders = holders_of(tensors, self._links)
         flat = Flat.of(parameters, holders, self._masters, offload=offload)
@@ -210,9 +208,9 @@ class Rounds:
         layout = describe(type(self).__name__, parameters, workers, rule, tau)
         parts = "\n".join(flat.describe())
         self._layout = layout if len(workers.inner_ranks) == 1 else f"{layout}\n{parts}"
-        lines = describe_settings(self._optimizers, rule, settings)
-        self._described = "\n".join([layout, *describe_others(self._model, parameters), *lines])
-        self._links.agree("model, optimizer or setting", self._described, across=parts)
+        lines = describe_settings(self.optimizers, rule, settings)
+        self.described = "\n".join([layout, *describe_others(self.model, parameters), *lines])
+        self._links.agree("model, optimizer or setting", self.described, across=parts)
 
     def _loop_of(
         self, rule: Rule, flat: Flat, transport: Transport, seconds: Seconds, tau: Tau
@@ -223,35 +221,20 @@ class Rounds:
         if self._drops:
             average.weigh(lambda: not self._dropped, self._links.counting)
         loop, steps = DelayedLoop if rule.late else RoundLoop, None if tau == "auto" else tau
-        return loop(self._model, rule, flat, self._links, average, steps)
+        return loop(self.model, rule, flat, self._links, average, steps)
 
     def _count_steps(self) -> None:
         """Hook into the optimizers' steps, and watch what else moves the model."""
-        self._rates = RateWatch(self._optimizers, self._links)
+        self._rates = RateWatch(self.optimizers, self._links)
         self._started, self._began = False, time.monotonic()
         self._start: tuple[tuple[int, Tensor], str] | None = None
         self._stepped: dict[Optimizer, int] = {}
         self._said_uneven, self._drops_so_far = False, 0
-        model, parameters = self._model, self._parameters
+        model, parameters = self.model, self._parameters
         self._watch = ModelWatch(model, parameters, self._outer.tau, self._before_forward)
-        self._hooks = StepHooks(self._optimizers, self._before_step, self._after_step, self._watch)
+        self._hooks = StepHooks(self.optimizers, self._before_step, self._after_step, self._watch)
         self._copies = CopyWatch(self._hooks.all, parameters)
         ATTACHED.update(self._hooks.all)
-
-    @property
-    def model(self) -> nn.Module:
-        """Whose parameters are averaged."""
-        return self._model
-
-    @property
-    def optimizers(self) -> tuple[Optimizer, ...]:
-        """Those whose steps are counted, without wrappers."""
-        return self._optimizers
-
-    @property
-    def described(self) -> str:
-        """What all workers must have in common: parameters, optimizers and settings, in lines."""
-        return self._described
 
     @property
     def loop(self) -> OuterLoop:
@@ -265,7 +248,7 @@ class Rounds:
 
     def _before_step(self) -> None:
         """Before step 0: weights may have been loaded since this was made."""
-        if self._evaluating:
+        if self.evaluating:
             raise OptionError(
                 "a step of the optimizer within consensus() would be discarded: take it outside"
             )
@@ -291,9 +274,9 @@ class Rounds:
 
     def _before_forward(self) -> bool:
         """Before a forward pass, which may change weights; gives whether it is of the training."""
-        if not (self._started or self._evaluating or self._failure):
+        if not (self._started or self.evaluating or self._failure):
             self._start_here()
-        return not self._evaluating
+        return not self.evaluating
 
     def _start_here(self) -> str:
         """Begin from what the model holds, outside of forward passes; a text of what that is."""
@@ -319,26 +302,26 @@ class Rounds:
     def _after_step(self, optimizer: Optimizer) -> None:
         """A local step is over once every optimizer has taken one."""
         self._stepped[optimizer] = self._stepped.get(optimizer, 0) + 1
-        if len(self._stepped) == len(self._optimizers):
+        if len(self._stepped) == len(self.optimizers):
             self._stepped.clear()
             self._count_step()
         elif self._stepped[optimizer] > self._outer.tau and not self._said_uneven:
             self._said_uneven = True
-            say_idle(self._optimizers, self._stepped, optimizer)
+            say_idle(self.optimizers, self._stepped, optimizer)
 
     def _ready(self, what: str) -> None:
         """Raise OptionError where what all ranks do together would be wrong."""
-        if self._evaluating:
+        if self.evaluating:
             raise OptionError(
                 f"{what} within consensus(), where the model holds another point: leave it"
             )
-        if not self._closed:
-            refuse_others(self._optimizers, self._trained, type(self).__name__)
-            refuse_replaced(self._model, self._parameters)
+        if not self.closed:
+            refuse_others(self.optimizers, self._trained, type(self).__name__)
+            refuse_replaced(self.model, self._parameters)
 
     def _refuse_lost(self, what: str, *, together: bool = False) -> None:
         """Raise OptionError where steps were taken that were not counted; `together`: on all."""
-        lost = "" if self._closed or self._idle else self._watch.lost(at_the_end=together)
+        lost = "" if self.closed or self._idle else self._watch.lost(at_the_end=together)
         ranks = self._links.which(here=bool(lost)) if together else []
         if lost or ranks:
             lost = lost or f"on rank {ranks[0]} the model has moved without a counted step"
@@ -373,14 +356,23 @@ class Rounds:
             if self._copies.found:
                 self._copies.averaged()
             self._watch.mark()
-        except NobodyLeftError as error:
-            if self._leaving:
-                raise
-            self._failure = no_mean(counters.round)
-            raise self._failure from error
+        except NobodyLeftError:
+            if not self._leaving:
+                self._fail_without_mean()
+            raise
         except Co2simError as error:
             self._failure = error
             raise
+
+    def _fail_without_mean(self) -> NoReturn:
+        """No worker is left that a mean could be of."""
+        now = self._outer.counters.round
+        self._failure = NonFiniteError(
+            f"parameters of all workers were NaN or infinite in round {now}, so that there is no"
+            " mean; anchor and momentum are as before",
+            round=now,
+        )
+        raise self._failure
 
     def _drop_nonfinite(self) -> None:
         """Stand at the anchor, if this worker's parameters are not finite and that is asked for."""
@@ -389,7 +381,7 @@ class Rounds:
             return
         self._outer.drop_progress()
         self._drops_so_far += 1
-        bad = count_nonfinite(self._optimizers)
+        bad = count_nonfinite(self.optimizers)
         warn_user(
             f"rank {self._links.rank}: parameters were NaN or infinite in round"
             f" {self._outer.counters.round}; this worker continues from the anchor, without its"
@@ -407,8 +399,8 @@ class Rounds:
         counters = self._outer.counters
         checks = self._check_every and (counters.round + 1) % self._check_every == 0
         if last:
-            refuse_others(self._optimizers, self._trained, type(self).__name__)
-            refuse_replaced(self._model, self._parameters)
+            refuse_others(self.optimizers, self._trained, type(self).__name__)
+            refuse_replaced(self.model, self._parameters)
             if checks or not counters.round:
                 refuse_different_inside(self._outer, self._links)
         if last or self._outer.launches(last=last):
@@ -508,7 +500,7 @@ class Rounds:
                 f"the saved state holds {', '.join(sorted(map(str, state))) or 'nothing'};"
                 " load_anchor() takes what state_dict() of the algorithm gave"
             )
-        self._refuse_other_layout(rank_state["layout"], _one_worker)
+        self._refuse_other_layout(rank_state["layout"], _COUNT_OF_WORKERS)
         self._load(rank_state)
         self._outer.counters.step = 0
         self._outer.use_all()
@@ -519,8 +511,10 @@ class Rounds:
         if self._outer.counters.tau:
             self._choosing = None
 
-    def _refuse_other_layout(self, saved: str, form: Callable[[str], str] = str) -> None:
-        pairs = zip_longest(form(saved).splitlines(), form(self._layout).splitlines())
+    def _refuse_other_layout(self, saved: str, left_out: str = "$^") -> None:
+        """Raise OptionError for another layout, leaving out what matches a pattern."""
+        layouts = (re.sub(left_out, "", text, flags=re.MULTILINE) for text in (saved, self._layout))
+        pairs = zip_longest(*map(str.splitlines, layouts))
         for line, here in pairs:
             if line != here:
                 other = str(line).startswith("workers = ")
@@ -577,11 +571,6 @@ class Rounds:
         except Co2simError as error:
             self._failure = error
             raise
-
-
-def _one_worker(layout: str) -> str:
-    """What is saved in common by any number of workers."""
-    return re.sub(r"^workers = \d+ of ", "workers of ", layout, flags=re.MULTILINE)
 
 
 def _key() -> str:

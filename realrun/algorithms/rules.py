@@ -228,37 +228,27 @@ class MomentumRule(Rule):
         return self.gap == "gap_aware" and self.staleness > 1
 
     def absorb(self, state: State, average: Tensor, penalty: float) -> Clipped:
-        """Momentum: m <- beta m + D / Lambda, clipped."""
+        """Momentum: m <- beta m + D / Lambda, clipped; without it, the anchor at once."""
+        clip = Clip(self.clip, self.residual_decay, penalty)
+        kept = [state.vectors["residual"]] if self.residual_decay else []
         if self._at_once:
-            return self._absorb_at_once(state, average, penalty)
-        momentum, clip = state.vectors["momentum"], self._clip(penalty)
+            for anchor, mean, *running in state.chunks(state.anchor, average, *kept):
+                m = mean * (1 / penalty)
+                clip(m, *running)
+                anchor.add_(m, alpha=-self.outer_lr)
+            return clip.result()
+        momentum = state.vectors["momentum"]
         if self._remembers:
             past = state.vectors["past"]
             past[int(state.numbers["absorbed"]) % len(past)].copy_(momentum)
             state.numbers["absorbed"] += 1
-        for m, mean, *running in state.chunks(momentum, average, *self._running(state)):
+        for m, mean, *running in state.chunks(momentum, average, *kept):
             m.mul_(self.outer_momentum).add_(mean, alpha=1 / penalty)
             clip(m, *running)
         if self.nesterov:
             for anchor, m, mean in state.chunks(state.anchor, momentum, average):
                 anchor.add_(mean, alpha=-self.outer_lr)
                 anchor.add_(m, alpha=-self.outer_lr * self.outer_momentum)
-        return clip.result()
-
-    def _clip(self, penalty: float) -> Clip:
-        return Clip(self.clip, self.residual_decay, penalty)
-
-    def _running(self, state: State) -> list[Tensor]:
-        """The running mean of what is clipped, if it is kept."""
-        return [state.vectors["residual"]] if self.residual_decay else []
-
-    def _absorb_at_once(self, state: State, average: Tensor, penalty: float) -> Clipped:
-        """Anchor: x_{t+1,0} <- x_{t,0} - alpha D / Lambda, clipped."""
-        clip = self._clip(penalty)
-        for anchor, mean, *running in state.chunks(state.anchor, average, *self._running(state)):
-            m = mean * (1 / penalty)
-            clip(m, *running)
-            anchor.add_(m, alpha=-self.outer_lr)
         return clip.result()
 
     def move(self, state: State) -> None:
