@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Timer
 from typing import NoReturn
@@ -69,7 +69,7 @@ class Rank:
 
     world: World
     folder: Path | None
-    progress: Say | None = field(default=None)
+    progress: Say | None
 
 
 def as_rank(settings: RankSettings, folder: Path | None, work: Callable[[Rank], None]) -> None:
@@ -79,9 +79,8 @@ def as_rank(settings: RankSettings, folder: Path | None, work: Callable[[Rank], 
     """
     rank: Rank | None = None
     try:
-        rank = Rank(join(settings.backend, settings.deadline), folder)
-        if rank.world.rank == 0:
-            rank.progress = news()
+        world = join(settings.backend, settings.deadline)
+        rank = Rank(world, folder, None if world.rank else news())
         work(rank)
         rank.world.leave()
         end()

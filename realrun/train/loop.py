@@ -7,7 +7,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -78,8 +78,7 @@ class Validation:
     def take_pending(self, log: Log) -> None:
         """Validate what was kept, and fill it into the log. All ranks call this."""
         for step, parts in self._pending.items():
-            loss, accuracy = self.take(parts)
-            log.fill(step, loss, accuracy)
+            log.fill(step, *self.take(parts))
         self._pending.clear()
 
 
@@ -264,7 +263,10 @@ def train(
         validation = Validation(task, method, world)
         with report_rank_errors(world, Place(-1, 0, "start of the training")):
             estimator = Estimator(settings, task, method, world) if estimate else None
-        run = _Training(settings, task, world, method, validation, identity, folder, estimator)
+        local = LocalStep(settings, task, method, world.rank, world.layout.world_size)
+        run = _Training(
+            settings, task, world, method, local, validation, identity, folder, estimator
+        )
         run.begin(Resume() if resume is True else resume or None)
         gc.collect()
         with short_collections():
@@ -279,6 +281,7 @@ class _Training:
     task: Task
     world: World
     method: WrappedModel
+    local: LocalStep
     validation: Validation
     identity: dict[str, Any]
     folder: Path | None
@@ -290,12 +293,6 @@ class _Training:
     seconds: Seconds = 0.0
     losses: list[float] = field(default_factory=list)
     log: Log = field(default_factory=lambda: Log(None))
-
-    @property
-    def local(self) -> LocalStep:
-        """This rank's steps."""
-        ranks = self.world.layout.world_size
-        return LocalStep(self.settings, self.task, self.method, self.world.rank, ranks)
 
     def begin(self, resume: Resume | None) -> None:
         """Make ready: warm up, load the last checkpoint, open the log."""
@@ -455,11 +452,9 @@ class _Training:
         last = self.losses[-1] if self.losses else self.log.rows[-1].train_loss
         return Standing(self.step, self.settings.steps, last, self.validation.last, rate)
 
-    @contextmanager
-    def _place(self, what: str) -> Iterator[None]:
+    def _place(self, what: str) -> AbstractContextManager[None]:
         place = Place(self.step, self.rounds, f"{what} {self.step}")
-        with report_rank_errors(self.world, place):
-            yield
+        return report_rank_errors(self.world, place)
 
 
 def facts(task: Task, method: WrappedModel, world: World) -> Mapping[str, Any]:
