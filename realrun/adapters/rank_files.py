@@ -7,7 +7,6 @@ checksums of all files. Nothing that is read can run code.
 import warnings
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -35,7 +34,7 @@ def save(folder: Path, algorithm: LocalUpdate) -> None:
         "optimizers": [optimizer.state_dict() for optimizer in algorithm.optimizers],
         "algorithm": next(iter(algorithm.state_dict().values())),
     }
-    checkpoint.write(folder, state, {"ranks": ranks}, rank, _device(algorithm))
+    checkpoint.write(folder, state, {"ranks": ranks}, rank)
 
 
 def load(folder: Path, algorithm: LocalUpdate) -> None:
@@ -64,7 +63,7 @@ def load(folder: Path, algorithm: LocalUpdate) -> None:
             )
         loaded.append((before, model, optimizers, algorithm_state))
 
-    run_on_all_ranks(_device(algorithm), f"cannot read {shown(folder)}", read)
+    run_on_all_ranks(f"cannot read {shown(folder)}", read)
     ((before, model, optimizers, algorithm_state),) = loaded
     for optimizer, part in zip(algorithm.optimizers, optimizers, strict=True):
         optimizer.load_state_dict(part)
@@ -85,10 +84,6 @@ def load(folder: Path, algorithm: LocalUpdate) -> None:
 def _me() -> tuple[int, int]:
     """This rank, and how many there are."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def _device(algorithm: LocalUpdate) -> torch.device:
-    return next(algorithm.model.parameters()).device
 
 
 def mean_where_different(model: nn.Module) -> None:

@@ -106,8 +106,8 @@ class PendingAverage:
         what, limit = f"the average of round {self.round}", time.monotonic() + self.deadline
         notices, look = self.notices, None
         if notices:
-            look = partial(notices.check, what, self.step, round=self.round)
-        with together(notices, what, self.deadline, round=self.round):
+            look = partial(notices.check, what, self.step, round_=self.round)
+        with together(notices, what, self.deadline, round_=self.round):
             while self.pieces:
                 wait_until(limit, *self.pieces[0], look)
                 self.pieces.pop(0)

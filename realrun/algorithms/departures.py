@@ -462,12 +462,12 @@ class DepartureLog:
                 self.need(self.steps())
         return absent
 
-    def check(self, what: str, step: int, *, round: int | None = None) -> None:  # noqa: A002
+    def check(self, what: str, step: int, *, round_: int | None = None) -> None:
         """Raise RankFailure if someone left who will not come to what was launched after `step`."""
         if absent := self._absent(lambda steps: steps < step):
-            raise self._failure(what, absent, round)
+            raise self._failure(what, absent, round_)
         if self._store and self._store.gone and self._store.held_by_rank_0:
-            raise self._store_failure(what, StoreError("it is gone"), round)
+            raise self._store_failure(what, StoreError("it is gone"), round_)
 
     def poll(self) -> None:
         """Raise RankFailure if someone has raised, as between two averages, without a wait.
@@ -481,7 +481,7 @@ class DepartureLog:
         self,
         what: str,
         *,
-        round: int | None = None,  # noqa: A002 - what it is called everywhere here
+        round_: int | None = None,
         foreign: bool = False,
     ) -> RankFailure | None:
         """The error for a collective that failed, if a rank is to blame for it.
@@ -499,16 +499,16 @@ class DepartureLog:
         while not (left := absent()) and time.monotonic() < limit:
             time.sleep(_SETTLE / 10)
         if left:
-            return self._failure(what, left, round)
+            return self._failure(what, left, round_)
         try:
-            return self._from_signs(what, round, absent, foreign=foreign)
+            return self._from_signs(what, round_, absent, foreign=foreign)
         except StoreError as error:
-            return self._store_failure(what, error, round)
+            return self._store_failure(what, error, round_)
 
     def _from_signs(
         self,
         what: str,
-        round: int | None,  # noqa: A002 - what it is called everywhere here
+        round_: int | None,
         absent: Callable[[], list[Departure]],
         *,
         foreign: bool,
@@ -519,14 +519,14 @@ class DepartureLog:
         before = self._store.signs_of(others)
         silent, signs = self._watch(others)
         if left := absent():
-            return self._failure(what, left, round)
+            return self._failure(what, left, round_)
         late = [rank for rank in signs if not signs[rank].waits_for]
         late = late or [rank for rank in before if not before[rank].waits_for]
         if silent or (late and not foreign):
             ranks, seen = (silent, signs) if silent else (late, before)
-            return self._blame(what, ranks, _said(ranks, seen, silent=bool(silent)), round)
+            return self._blame(what, ranks, _said(ranks, seen, silent=bool(silent)), round_)
         ended = [note for note in self._waiting() if note.settles]
-        return self._failure(what, ended, round) if ended else None
+        return self._failure(what, ended, round_) if ended else None
 
     def _watch(self, ranks: list[int]) -> tuple[list[int], dict[int, Sign]]:
         """Which of some ranks give no sign of life, and the last signs. Raises StoreError.
@@ -571,41 +571,35 @@ class DepartureLog:
             time.sleep(0.01)
         return []
 
-    def _failure(self, what: str, absent: list[Departure], round: int | None) -> RankFailure:  # noqa: A002
+    def _failure(self, what: str, absent: list[Departure], round_: int | None) -> RankFailure:
         """The error for ranks that left, or are elsewhere: the first cause, and who left for it."""
         first = min(absent, key=lambda note: (note.is_told, not note.reason, note.rank))
         if not first.is_told:
             cause = str(first)
             if first.reason.startswith(_IS_AT) and first.steps != self.steps():
                 cause += " (for unequal numbers of steps train within join())"
-            return self._blame(what, [first.rank], cause, round)
-        return self._blame(what, list(first.blamed), first.cause, round)
+            return self._blame(what, [first.rank], cause, round_)
+        return self._blame(what, list(first.blamed), first.cause, round_)
 
-    def _blame(
-        self,
-        what: str,
-        ranks: list[int],
-        cause: str,
-        round: int | None,  # noqa: A002 - what it is called everywhere here
-    ) -> RankFailure:
+    def _blame(self, what: str, ranks: list[int], cause: str, round_: int | None) -> RankFailure:
         left = [note.rank for note in self._notes.values() if note.is_told]
         because = "because of this rank" if self._me in ranks else "for the same reason"
         also = f"; {named_ranks(left)} left {because}" if left else ""
         text = f"{what} failed: {cause}; rank {self._me} has taken {self.steps()}{also}"
-        return RankFailure(text, ranks=tuple(ranks), op=what, round=round, cause=cause)
+        return RankFailure(text, ranks=tuple(ranks), op=what, round=round_, cause=cause)
 
     def _store_failure(
         self,
         what: str,
         error: StoreError,
-        round: int | None = None,  # noqa: A002 - what it is called everywhere here
+        round_: int | None = None,
     ) -> RankFailure:
         assert self._store is not None
         ranks = [0] if self._store.held_by_rank_0 else []
         where = "rank 0, which holds" if ranks else "the launcher, which holds"
         fate = "has ended" if self._store.gone else "is stopped or cut off"
         cause = f"{where} the store of torch.distributed, {fate} ({error})"
-        return self._blame(what, ranks, cause, round)
+        return self._blame(what, ranks, cause, round_)
 
 
 def _said(ranks: list[int], signs: dict[int, Sign], *, silent: bool) -> str:
@@ -658,7 +652,7 @@ def together(
     what: str,
     deadline: Seconds,
     *,
-    round: int | None = None,  # noqa: A002 - what it is called everywhere here
+    round_: int | None = None,
 ) -> Iterator[None]:
     """Something that needs other ranks. Raises RankFailure if they are lost.
 
@@ -668,12 +662,12 @@ def together(
         try:
             yield
         except (RuntimeError, TimeoutError) as error:
-            if cause := notices and notices.cause(what, round=round):
+            if cause := notices and notices.cause(what, round_=round_):
                 raise cause from error
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise RankFailure(
                 f"{what} failed: a rank died, took fewer steps, or came more than"
                 f" deadline={deadline:g} s late ({reason})",
                 op=what,
-                round=round,
+                round=round_,
             ) from error

@@ -305,7 +305,7 @@ class OuterLoop(ABC):
     def publish(self, vector: Tensor, start: int = 0) -> None:
         """Elements from `start` on of the model <- `vector`, on all ranks of the worker."""
         with self.links.together(
-            "gathering of parameters inside the worker", round=self.counters.round
+            "gathering of parameters inside the worker", round_=self.counters.round
         ):
             self.flat.write(vector, start)
         for module in self._gathered:

@@ -440,9 +440,9 @@ class WorkerGroups:
                     replaced.append((tensor, before))
         return replaced
 
-    def together(self, what: str, *, round: int | None = None) -> AbstractContextManager[None]:  # noqa: A002
+    def together(self, what: str, *, round_: int | None = None) -> AbstractContextManager[None]:
         """Something that needs other ranks. Raises RankFailure if they are lost."""
-        return together(self.notices, what, self.deadline, round=round)
+        return together(self.notices, what, self.deadline, round_=round_)
 
 
 def _joined(ranks: set[int], sets: Sequence[set[int]]) -> set[int]:

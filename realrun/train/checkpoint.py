@@ -6,7 +6,6 @@ renamed: one that has its name is whole. All ranks must see the same folder, and
 all raise one error.
 """
 
-import json
 import os
 import re
 import secrets
@@ -44,10 +43,10 @@ _CAUSE = 200
 """Characters of an error, at most."""
 
 
-def run_on_all_ranks(device: torch.device, what: str, work: Callable[[], Any]) -> list[Any]:
-    """Do `work` on all ranks; what it gave on each, as JSON. All ranks call it.
+def run_on_all_ranks(what: str, work: Callable[[], Any]) -> list[Any]:
+    """Do `work` on all ranks; what it gave on each. All ranks call it.
 
-    They hear it over `device`. If it fails on any rank, all raise the same CheckpointError: `what`,
+    If it fails on any rank, all raise the same CheckpointError: `what`,
     the rank and its error.
     """
     result, cause, damaged = None, "", False
@@ -55,7 +54,10 @@ def run_on_all_ranks(device: torch.device, what: str, work: Callable[[], Any]) -
         result = work()
     except (OSError, MemoryError, CheckpointError) as error:
         cause, damaged = _cause(error), isinstance(error, DamagedError)
-    answers = [json.loads(text) for text in _gather(device, json.dumps([result, cause, damaged]))]
+    here = (result, cause, damaged)
+    answers = [here] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(answers) > 1:
+        dist.all_gather_object(answers, here)
     causes = [answer[1] for answer in answers]
     if not any(causes):
         return [answer[0] for answer in answers]
@@ -71,24 +73,6 @@ def _cause(error: Exception) -> str:
         name = f"{str(error.filename).rsplit('/', 1)[-1]}: " if error.filename else ""
         return shown(f"{name}{error.strerror}", _CAUSE)
     return shown(str(error) or "out of memory", _CAUSE)
-
-
-def _gather(device: torch.device, text: str) -> list[str]:
-    """The texts of all ranks; tensors, since objects would travel as pickles."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if ranks == 1:
-        return [text]
-    encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    size = torch.tensor([len(encoded)], device=device)
-    sizes = [torch.empty_like(size) for _ in range(ranks)]
-    dist.all_gather(sizes, size)
-    padded = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
-    padded[: len(encoded)] = encoded
-    padded = padded.to(device)
-    gathered = [torch.empty_like(padded) for _ in range(ranks)]
-    dist.all_gather(gathered, padded)
-    pairs = zip(gathered, sizes, strict=True)
-    return [bytes(row[: int(count)].cpu().numpy()).decode() for row, count in pairs]
 
 
 _KEPT = 2
@@ -116,7 +100,7 @@ def save(
     """
     path = folder / CHECKPOINTS / checkpoint_name(step)
     whole = {**identity, "ranks": world.layout.world_size}
-    write(path, state, whole, world.rank, world.device)
+    write(path, state, whole, world.rank)
     if world.rank == 0:
         for old in [path for path in checkpoints(folder) if step_of(path) <= step][:-_KEPT]:
             with suppress(OSError):
@@ -148,21 +132,15 @@ def reading(checkpoint: Path, world: World, work: Callable[[], None]) -> None:
     a file is damaged.
     """
     try:
-        run_on_all_ranks(world.device, unread(checkpoint), work)
+        run_on_all_ranks(unread(checkpoint), work)
     except DamagedError as error:
         (instead, *_) = run_on_all_ranks(
-            world.device, unread(checkpoint), lambda: "" if world.rank else offer(checkpoint)
+            unread(checkpoint), lambda: "" if world.rank else offer(checkpoint)
         )
         raise DamagedError(f"{error}; {instead}", everywhere=True) from error
 
 
-def write(
-    path: Path,
-    state: Mapping[str, Any],
-    identity: Mapping[str, Any],
-    rank: int,
-    device: torch.device,
-) -> None:
+def write(path: Path, state: Mapping[str, Any], identity: Mapping[str, Any], rank: int) -> None:
     """Write `state`: mappings, lists and tuples of tensors and plain values. All ranks call it.
 
     A checkpoint in its place is replaced. Raises CheckpointError, the same on all ranks, when one
@@ -193,9 +171,9 @@ def write(
             _put(draft, path)
 
     try:
-        draft = path.with_name(run_on_all_ranks(device, what, begin)[0])
-        written = run_on_all_ranks(device, what, own)
-        run_on_all_ranks(device, what, finish)
+        draft = path.with_name(run_on_all_ranks(what, begin)[0])
+        written = run_on_all_ranks(what, own)
+        run_on_all_ranks(what, finish)
     except BaseException:
         if rank == 0:
             _clean(path.parent)

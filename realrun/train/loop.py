@@ -319,7 +319,7 @@ class _Training:
                 except CatalogError as error:
                     raise CheckpointError(str(error)) from error
 
-        run_on_all_ranks(self.world.device, "cannot continue", look)
+        run_on_all_ranks("cannot continue", look)
         return tuple(rows)
 
     def _go_on(self, last: Path) -> None:

@@ -175,7 +175,7 @@ def test_any_state_comes_back_bit_for_bit(written: Any) -> None:
     """Types, keys that are numbers, tuples, NaN, and tensors of all kinds, also of one memory."""
     with tempfile.TemporaryDirectory() as name:
         place = Path(name) / "state"
-        on_ranks(lambda world: checkpoint.write(place, {"": written}, {}, 0, world.device), 1)
+        checkpoint.write(place, {"": written}, {}, 0)
         assert names(Path(name)) == ["state"]
         assert shown(checkpoint.read(place, Saved.of(place), 0)) == shown({"": written})
 
@@ -462,7 +462,7 @@ def saved(out: Path, settings: TrainSettings = SETTINGS) -> Path:
     """A checkpoint of this training."""
     whole = {**settings.identity(), "ranks": 1}
     place = out / folder.CHECKPOINTS / "step-000004"
-    on_ranks(lambda world: checkpoint.write(place, {}, whole, 0, world.device), 1)
+    checkpoint.write(place, {}, whole, 0)
     return place
 
 
