@@ -119,8 +119,14 @@ def held(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
-def refuse_others(optimizers: Sequence[Optimizer], trained: set[int], algorithm: str) -> None:
-    """Raise OptionError for parameters that are trained now, but not averaged."""
+def refuse_changed(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    parameters: Sequence[tuple[str, Tensor]],
+    trained: set[int],
+    algorithm: str,
+) -> None:
+    """Raise OptionError where other parameters are trained now than averaged, or other tensors."""
     for param in held(optimizers):
         if param.requires_grad and id(param) not in trained:
             raise OptionError(
@@ -129,10 +135,6 @@ def refuse_others(optimizers: Sequence[Optimizer], trained: set[int], algorithm:
                 f" end before with finish() and make a new {algorithm}; in Lightning and"
                 " Transformers, with a second fit() or train()"
             )
-
-
-def refuse_replaced(model: nn.Module, parameters: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise OptionError where the model has other tensors than those that are trained."""
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return  # whose parameters are others while they are gathered
     now = dict(model.named_parameters())

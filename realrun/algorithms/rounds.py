@@ -40,9 +40,8 @@ from realrun.algorithms.optimizers import (
     held,
     masters_of,
     optimizers_of,
+    refuse_changed,
     refuse_missing,
-    refuse_others,
-    refuse_replaced,
     refuse_unlike,
     say_idle,
     trainable,
@@ -165,13 +164,9 @@ class Rounds:
         workers = workers_of(worker)
         refuse_wider(model, optimizers, workers)
         flag("offload", offload)
+        owns, over = worker in {"node", "site"}, "gloo" if offload else None  # of what is on hosts
         self._links = WorkerGroups(
-            workers,
-            seconds,
-            self._notices,
-            transport.pg_options,
-            average_over="gloo" if offload else None,  # of what is on the host
-            owns=worker in {"node", "site"},
+            workers, seconds, self._notices, transport.pg_options, average_over=over, owns=owns
         )
         self._trained = {id(param) for _, param in parameters}
         if self._masters:
@@ -316,8 +311,11 @@ class Rounds:
                 f"{what} within consensus(), where the model holds another point: leave it"
             )
         if not self.closed:
-            refuse_others(self.optimizers, self._trained, type(self).__name__)
-            refuse_replaced(self.model, self._parameters)
+            self._refuse_changed()
+
+    def _refuse_changed(self) -> None:
+        name = type(self).__name__
+        refuse_changed(self.model, self.optimizers, self._parameters, self._trained, name)
 
     def _refuse_lost(self, what: str, *, together: bool = False) -> None:
         """Raise OptionError where steps were taken that were not counted; `together`: on all."""
@@ -399,8 +397,7 @@ class Rounds:
         counters = self._outer.counters
         checks = self._check_every and (counters.round + 1) % self._check_every == 0
         if last:
-            refuse_others(self.optimizers, self._trained, type(self).__name__)
-            refuse_replaced(self.model, self._parameters)
+            self._refuse_changed()
             if checks or not counters.round:
                 refuse_different_inside(self._outer, self._links)
         if last or self._outer.launches(last=last):

@@ -251,7 +251,6 @@ def _print_processor(out: "Console", measured: "Measured", processor: "GPU") -> 
     others = [
         ("memory bandwidth", scaled(processor.memory_bandwidth, "B/s")),
         ("overhead of an op", duration(measured.launch)),
-        ("more if it waits for another stream", duration(measured.handover)),
     ]
     for slowdown in measured.slowdowns:
         size = duration(slowdown.seconds)

@@ -291,20 +291,17 @@ def join(
             f"WORLD_SIZE={size} is not a multiple of LOCAL_WORLD_SIZE={per_node}: all nodes must"
             " have the same number of ranks"
         )
-    device = _device(backend, local)
+    device = torch.device("cpu")
+    if backend == "nccl":
+        need_gpus(local + 1)
+        torch.cuda.set_device(local)
+        device = torch.device("cuda", local)
     limit = timedelta(seconds=deadline)
     hosted = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = env["MASTER_ADDR"]
     try:
-        store = _of_attempt(
-            TCPStore(address, port, size, not hosted and rank == 0, limit, False),  # noqa: FBT003
-            env,
-        )
-        watch = Watch(
-            _of_attempt(TCPStore(address, port, size, False, limit, False), env),  # noqa: FBT003
-            rank,
-            size,
-        )
+        store = _connected(env, size, limit, hosts=not hosted and rank == 0)
+        watch = Watch(_connected(env, size, limit, hosts=False), rank, size)
     except (RuntimeError, ValueError) as error:
         raise RankFailure(f"rank {rank} cannot reach {address}:{port}: {error}") from error
     _wait_for_all(store, watch, rank, size, deadline)
@@ -340,14 +337,6 @@ def end(code: int = 0) -> NoReturn:
     os._exit(code)
 
 
-def _device(backend: Backend, local: int) -> torch.device:
-    if backend == "gloo":
-        return torch.device("cpu")
-    need_gpus(local + 1)
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
-
-
 def need_gpus(count: int) -> None:
     """Raise OptionError unless this node has as many GPUs."""
     devices = torch.cuda.device_count()
@@ -357,10 +346,13 @@ def need_gpus(count: int) -> None:
         raise OptionError(f"{count} ranks need a GPU each, and this node has {devices}")
 
 
-def _of_attempt(store: TCPStore | PrefixStore, env: Mapping[str, str]) -> TCPStore | PrefixStore:
+def _connected(
+    env: Mapping[str, str], size: int, limit: timedelta, *, hosts: bool
+) -> TCPStore | PrefixStore:
     """The store without what ranks wrote before torchrun restarted them: it keeps its store."""
-    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return store if attempt == "0" else PrefixStore(f"attempt{attempt}", store)
+    address, attempt = env["MASTER_ADDR"], env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    made = TCPStore(address, int(env["MASTER_PORT"]), size, hosts, limit, wait_for_workers=False)
+    return made if attempt == "0" else PrefixStore(f"attempt{attempt}", made)
 
 
 def _wait_for_all(store: Store, watch: Watch, rank: int, size: int, deadline: Seconds) -> None:

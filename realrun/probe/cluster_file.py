@@ -7,7 +7,7 @@ import tomlkit
 from tomlkit.items import InlineTable
 
 from co2sim.common.errors import OptionError
-from co2sim.common.units import Bytes, Unit, duration
+from co2sim.common.units import Bytes, Unit
 from co2sim.hardware.cluster import GPU, Link, TokenBucket
 from realrun.probe.fit import Fitted, Measured, interference
 
@@ -180,8 +180,7 @@ def _processor(measured: Measured, gpu: GPU) -> dict[str, Any]:
         "memory_efficiency": _fact(1.0, "the bandwidth is what was attained"),
         "launch_overhead": _fact(
             quantity(gpu.launch_overhead, "s"),
-            "time of an empty op; waiting for another stream takes"
-            f" {duration(measured.handover)} more, which is not in here",
+            "time of an empty op",
         ),
         "peak": {
             precision: _fact(quantity(speed, "FLOP/s"), best if precision == first else like_first)

@@ -68,10 +68,9 @@ class Measured:
 
     `machine` describes the hardware, `generation` is as of `GPU`, `memory` is that of one rank.
     `compute` has samples by precision, `copies` those that only move memory; both are empty when no
-    kernel was run. `launch` is the time of an empty op, `handover` what it takes in addition when
-    it waits for another stream. `slowdowns` are those of a short all-reduce and a long one, where
-    they were measured, and `together` says how many times as long the kernels of two streams take
-    as those of one.
+    kernel was run. `launch` is the time of an empty op. `slowdowns` are those of a short all-reduce
+    and a long one, where they were measured, and `together` says how many times as long the kernels
+    of two streams take as those of one.
     """
 
     layout: Layout
@@ -83,7 +82,6 @@ class Measured:
     compute: Mapping[str, tuple[ComputeSample, ...]]
     copies: tuple[ComputeSample, ...]
     launch: Seconds
-    handover: Seconds
     slowdowns: tuple[Slowdown, ...]
     together: float | None = None
 

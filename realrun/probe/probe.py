@@ -136,20 +136,6 @@ class Gated(Synthetic):
         return None
 
 
-def crossing(count: int, nothing: Compute) -> Schedule:
-    """Ops of two streams in turn, each waiting for the one before."""
-    ops = [
-        Op(
-            f"crossing {index}",
-            nothing,
-            ("compute", "other")[index % 2],
-            (After(f"crossing {index - 1}"),) if index else (),
-        )
-        for index in range(count)
-    ]
-    return Schedule("crossing", tuple(ops))
-
-
 def overlapped(kernel: Compute, reduce: Collective, count: int, beside: int) -> Schedule:
     """Kernels without a pause, which turn by turn run alone and beside `count` all-reduces.
 
@@ -413,7 +399,7 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
     times: dict[str, list[list[Seconds]]] = {}
     if plan.beyond:
         sweeps += [_beyond(group, plan.beyond) for group in groups(world.layout)]
-    tasks = [*sweeps, *burns, *_overheads(world)]
+    tasks = [*sweeps, *burns, _overhead(world)]
     for turn in range(_PASSES):
         for task in tasks:
             say(f"{task.label}, pass {turn + 1} of {_PASSES}")
@@ -437,7 +423,6 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
         slower = slowdowns(world, plan.precisions[0], kernels, collectives, 0.3 * budget)
         if world.device.type == "cpu":
             beside = together(world, plan.precisions[0], kernels)
-    launch = _middle(seconds, "empty ")
     return Measured(
         layout=world.layout,
         backend=world.backend,
@@ -447,8 +432,7 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
         collectives=collectives,
         compute=compute,
         copies=_samples(works, seconds, drifts, "copy "),
-        launch=launch,
-        handover=max(0.0, _middle(seconds, "crossing ") - launch),
+        launch=median(time for op, time in seconds.items() if op.startswith("empty ")),
         slowdowns=slower,
         together=beside,
     )
@@ -524,16 +508,12 @@ def _burns(world: World, precisions: Iterable[str], budget: Seconds) -> list[Pro
     return tasks
 
 
-def _overheads(world: World) -> list[ProbeTask]:
-    """Ops that do next to nothing, on one stream, and each waiting for another stream."""
+def _overhead(world: World) -> ProbeTask:
+    """Ops that do next to nothing."""
     on_gpu = world.device.type == "cuda"
     kernels: KernelSet = burn(world, "fp32") if on_gpu else _Idle()
     nothing = Compute("empty", 0.0, 2.0 if on_gpu else 0.0)
-    empty = in_turn("empty ", [nothing] * _EMPTY_OPS)
-    return [
-        _task(world, "overhead of an op", empty, kernels, 2),
-        _task(world, "overhead of a wait", crossing(_EMPTY_OPS, nothing), kernels, 2),
-    ]
+    return _task(world, "overhead of an op", in_turn("empty ", [nothing] * _EMPTY_OPS), kernels, 2)
 
 
 def _task(
@@ -568,10 +548,6 @@ def _samples(
         if op.startswith(prefix) and isinstance(work, Compute)
     ]
     return tuple(sorted(samples, key=lambda sample: sample.work.flops + sample.work.memory_bytes))
-
-
-def _middle(seconds: dict[str, Seconds], prefix: str) -> Seconds:
-    return median(time for op, time in seconds.items() if op.startswith(prefix))
 
 
 _SHORT_AND_LONG: tuple[Seconds, Seconds] = (0.003, 0.1)

@@ -133,7 +133,6 @@ def measured(layout: Layout, backend: Backend = "gloo", *, kernels: bool = True)
         },
         copies=tuple(ComputeSample(work, compute_time(work, PROCESSOR, "fp32")) for work in copies),
         launch=PROCESSOR.launch_overhead,
-        handover=20e-6,
         slowdowns=BESIDE if kernels and layout.world_size > 1 else (),
         together=1.9 if kernels and layout.world_size > 1 else None,
     )
