@@ -156,9 +156,10 @@ class RateWatch:
 
     def begin(self) -> None:
         """Compare. All ranks call this."""
-        mine = rates(self._optimizers)
-        others = self._links.of_peers(mine)
-        self._say([(other != mine, other) for other in others], mine, "begins with")
+        self.end_round()
+        with self._links.together("comparison of learning rates"):
+            while self._under_way:
+                self._look("begins with")
 
     def end_round(self) -> None:
         """Tell the others, and look at what they told in rounds before. All ranks call this."""
@@ -166,7 +167,8 @@ class RateWatch:
         if group is None:
             return
         while self._under_way and self._under_way[0][0].is_completed():
-            self._look(*self._under_way.popleft())
+            with suppress(RuntimeError):  # what is lost is found where it is needed
+                self._look("goes on with")
         mine = rates(self._optimizers)
         row = torch.full((_ROW,), torch.nan, dtype=torch.float64, device="cpu")
         first = [float(crc32(repr(mine).encode())), *mine][:_ROW]
@@ -183,21 +185,16 @@ class RateWatch:
                 work.wait()
         self._under_way.clear()
 
-    def _look(self, work: dist.Work, rows: list[Tensor], row_here: Tensor) -> None:
-        with suppress(RuntimeError):  # what is lost is found where it is needed
-            work.wait()
-            differences = [(bool(row[0] != row_here[0]), _told(row)) for row in rows]
-            self._say(differences, _told(row_here), "goes on with")
-
-    def _say(self, others: list[tuple[bool, list[float]]], mine: list[float], verb: str) -> None:
-        for rank, (differs, other) in zip(self._links.workers.peer_ranks, others, strict=True):
-            if differs and not self._said:
+    def _look(self, verb: str) -> None:
+        work, rows, row_here = self._under_way.popleft()
+        work.wait()
+        mine, *others = (
+            [float(rate) for rate in row[1:] if rate.isfinite()] for row in (row_here, *rows)
+        )
+        for rank, row, other in zip(self._links.workers.peer_ranks, rows, others, strict=True):
+            if row[0] != row_here[0] and not self._said:
                 self._said = True
                 warn_user(
                     f"rank {rank} {verb} the learning rates {other}, this rank with {mine}: the"
                     " average weights workers alike, so those with larger ones count for more"
                 )
-
-
-def _told(row: Tensor) -> list[float]:
-    return [float(rate) for rate in row[1:] if rate.isfinite()]

@@ -170,15 +170,6 @@ class Counters:
     tau: int = 0
     seconds: Seconds = 0.0
 
-    def stats(self, steps: int, elements: float, sent: int) -> Stats:
-        """For users, after `steps` local steps; `elements` are those of the whole model."""
-        considered = self.used * elements
-        names = {field.name for field in fields(Stats)}
-        same = {name: value for name, value in asdict(self).items() if name in names}
-        clipped = self.clipped / considered if considered else 0.0
-        counted = {"steps": steps, "bytes_sent": sent, "clipped": clipped, "tau": self.tau or None}
-        return Stats(**same | counted, rounds=self.round)
-
 
 class NobodyLeftError(Exception):
     """An average of which no rank was a member: all have used up their data."""
@@ -356,7 +347,20 @@ class OuterLoop(ABC):
     def stats(self) -> Stats:
         """What was done so far."""
         self._count_waiting(every=True)
-        return self.counters.stats(self.steps, self._elements, self.average.sent)
+        counters = self.counters
+        considered = counters.used * self._elements
+        names = {field.name for field in fields(Stats)}
+        same = {name: value for name, value in asdict(counters).items() if name in names}
+        return Stats(
+            **same
+            | {
+                "rounds": counters.round,
+                "steps": self.steps,
+                "bytes_sent": self.average.sent,
+                "clipped": counters.clipped / considered if considered else 0.0,
+                "tau": counters.tau or None,
+            }
+        )
 
     def close_round(self) -> None:
         """Count a round that has ended, after however many steps."""

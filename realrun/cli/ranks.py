@@ -134,7 +134,8 @@ def _stop(error: Co2simError, rank: Rank | None) -> NoReturn:
         except Co2simError as failed:
             message += f"; {failed}"
     everywhere = isinstance(error, CheckpointError) and error.everywhere
-    said = isinstance(error, RankFailure) and rank is not None and rank.world.watch.said()
+    reported = rank.world.watch.reported() if rank and isinstance(error, RankFailure) else None
+    said = bool(reported and reported.said)  # by the rank at fault
     if not said and not (everywhere and rank and rank.world.rank):  # else another rank says it
         print(error_line(message), file=sys.stderr, flush=True)
     bad = isinstance(error, BAD_INPUT)
