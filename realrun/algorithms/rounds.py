@@ -17,35 +17,13 @@ from torch.optim import Optimizer
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.units import Seconds, counted
 from co2sim.common.validation import whole
+from realrun.algorithms import consistency
+from realrun.algorithms import optimizers as optim
 from realrun.algorithms.averaging import Average, Transport
 from realrun.algorithms.buffers import ExtraState, parts_of, warn_of_opaque, write
-from realrun.algorithms.consistency import (
-    RateWatch,
-    describe,
-    describe_others,
-    describe_settings,
-    refuse_different_inside,
-    refuse_wider,
-    say_mixed_models,
-)
 from realrun.algorithms.delayed_loop import DelayedLoop
 from realrun.algorithms.departures import DepartureLog
 from realrun.algorithms.flat_parameters import Flat, holders_of
-from realrun.algorithms.optimizers import (
-    ATTACHED,
-    CopyWatch,
-    MasterWeights,
-    Optimizers,
-    count_nonfinite,
-    held,
-    masters_of,
-    optimizers_of,
-    refuse_changed,
-    refuse_missing,
-    refuse_unlike,
-    say_idle,
-    trainable,
-)
 from realrun.algorithms.outer_loop import NobodyLeftError, OuterLoop, RoundLoop, Stats, mark_of
 from realrun.algorithms.pacing import AutoTau, Tau, clock_of
 from realrun.algorithms.process_groups import (
@@ -137,7 +115,7 @@ class Rounds:
     def __init__(  # noqa: PLR0913 - one argument per option
         self,
         model: nn.Module,
-        optimizer: Optimizers,
+        optimizer: optim.Optimizers,
         rule: Rule,
         *,
         tau: Tau,
@@ -146,7 +124,7 @@ class Rounds:
         check_every: int = 0,
         timeout: Seconds | timedelta | None = None,
         on_nonfinite: OnNonFinite = "raise",
-        master_weights: MasterWeights | None = None,
+        master_weights: optim.MasterWeights | None = None,
         offload: bool = False,
     ) -> None:
         """Check the options, compare them with the other ranks, and start from equal parameters."""
@@ -156,13 +134,13 @@ class Rounds:
         self._check_every = whole("check_every", check_every)
         one_of("on_nonfinite", on_nonfinite, get_args(OnNonFinite))
         self._drops = on_nonfinite == "anchor"
-        optimizers = optimizers_of(optimizer)
+        optimizers = optim.optimizers_of(optimizer)
         hooked = [inner for each in optimizers for inner in (each, *inner_optimizers(each))]
-        self._masters = masters_of(master_weights, hooked)
-        parameters = trainable(model, optimizers, self._masters)
+        self._masters = optim.masters_of(master_weights, hooked)
+        parameters = optim.trainable(model, optimizers, self._masters)
         self._notices.meet("the start of averaging", seconds, needs=_ALL_RANKS)
         workers = workers_of(worker)
-        refuse_wider(model, optimizers, workers)
+        consistency.refuse_wider(model, optimizers, workers)
         flag("offload", offload)
         owns, over = worker in {"node", "site"}, "gloo" if offload else None  # of what is on hosts
         self._links = WorkerGroups(
@@ -170,7 +148,7 @@ class Rounds:
         )
         self._trained = {id(param) for _, param in parameters}
         if self._masters:
-            self._trained |= {id(param) for param in held(optimizers)}
+            self._trained |= {id(param) for param in optim.held(optimizers)}
         self._parameters = parameters
         self.model, self.optimizers = model, optimizers
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
@@ -200,11 +178,13 @@ class Rounds:
     ) -> None:
         """Compare model, optimizer and settings with the other ranks."""
         workers, parameters = self._links.workers, self._parameters
-        layout = describe(type(self).__name__, parameters, workers, rule, tau)
+        layout = consistency.describe(type(self).__name__, parameters, workers, rule, tau)
         parts = "\n".join(flat.describe())
         self._layout = layout if len(workers.inner_ranks) == 1 else f"{layout}\n{parts}"
-        lines = describe_settings(self.optimizers, rule, settings)
-        self.described = "\n".join([layout, *describe_others(self.model, parameters), *lines])
+        lines = consistency.describe_settings(self.optimizers, rule, settings)
+        self.described = "\n".join(
+            [layout, *consistency.describe_others(self.model, parameters), *lines]
+        )
         self._links.agree("model, optimizer or setting", self.described, across=parts)
 
     def _loop_of(
@@ -220,7 +200,7 @@ class Rounds:
 
     def _count_steps(self) -> None:
         """Hook into the optimizers' steps, and watch what else moves the model."""
-        self._rates = RateWatch(self.optimizers, self._links)
+        self._rates = consistency.RateWatch(self.optimizers, self._links)
         self._started, self._began = False, time.monotonic()
         self._start: tuple[tuple[int, Tensor], str] | None = None
         self._stepped: dict[Optimizer, int] = {}
@@ -228,8 +208,8 @@ class Rounds:
         model, parameters = self.model, self._parameters
         self._watch = ModelWatch(model, parameters, self._outer.tau, self._before_forward)
         self._hooks = StepHooks(self.optimizers, self._before_step, self._after_step, self._watch)
-        self._copies = CopyWatch(self._hooks.all, parameters)
-        ATTACHED.update(self._hooks.all)
+        self._copies = optim.CopyWatch(self._hooks.all, parameters)
+        optim.ATTACHED.update(self._hooks.all)
 
     @property
     def loop(self) -> OuterLoop:
@@ -251,7 +231,7 @@ class Rounds:
         if self._saved_with is not None:
             self._say_other_model(self._saved_with)
         if self._masters and self._links.steps == 1:
-            refuse_unlike(self._masters, self._parameters)
+            optim.refuse_unlike(self._masters, self._parameters)
         if self._started:
             return
         self._started = True
@@ -302,7 +282,7 @@ class Rounds:
             self._count_step()
         elif self._stepped[optimizer] > self._outer.tau and not self._said_uneven:
             self._said_uneven = True
-            say_idle(self.optimizers, self._stepped, optimizer)
+            optim.say_idle(self.optimizers, self._stepped, optimizer)
 
     def _ready(self, what: str) -> None:
         """Raise OptionError where what all ranks do together would be wrong."""
@@ -315,7 +295,7 @@ class Rounds:
 
     def _refuse_changed(self) -> None:
         name = type(self).__name__
-        refuse_changed(self.model, self.optimizers, self._parameters, self._trained, name)
+        optim.refuse_changed(self.model, self.optimizers, self._parameters, self._trained, name)
 
     def _refuse_lost(self, what: str, *, together: bool = False) -> None:
         """Raise OptionError where steps were taken that were not counted; `together`: on all."""
@@ -342,7 +322,7 @@ class Rounds:
             self._links.notices.poll()
             first = self._links.steps == 1 or (last and not counters.round)
             if self._masters and first and not self._idle:
-                refuse_missing(self._masters, self._parameters)
+                optim.refuse_missing(self._masters, self._parameters)
             look, pull = first and not self._masters, self._watch.pull
             if look or self._copies.found:
                 self._copies.stepped(look=look)
@@ -379,7 +359,7 @@ class Rounds:
             return
         self._outer.drop_progress()
         self._drops_so_far += 1
-        bad = count_nonfinite(self.optimizers)
+        bad = optim.count_nonfinite(self.optimizers)
         warn_user(
             f"rank {self._links.rank}: parameters were NaN or infinite in round"
             f" {self._outer.counters.round}; this worker continues from the anchor, without its"
@@ -399,7 +379,7 @@ class Rounds:
         if last:
             self._refuse_changed()
             if checks or not counters.round:
-                refuse_different_inside(self._outer, self._links)
+                consistency.refuse_different_inside(self._outer, self._links)
         if last or self._outer.launches(last=last):
             self._drop_nonfinite()
         if not self._choosing:
@@ -474,7 +454,7 @@ class Rounds:
         """
         self._ready("state_dict()")
         self._refuse_lost("state_dict()")
-        say_mixed_models([param for _, param in self._parameters], type(self).__name__)
+        consistency.say_mixed_models([param for _, param in self._parameters], type(self).__name__)
         state = self._outer.state_dict()
         state["numbers"][_MODEL] = self._watch.total()
         return {_key(): {"layout": self._layout, **state}}

@@ -22,19 +22,8 @@ from co2sim.strategies import parse, with_options
 from co2sim.strategies.step import title
 from realrun.cli.options import RankSettings, rank_options
 from realrun.lab.time_dilation import DILATION, dilation
+from realrun.train import folder
 from realrun.train.constants import Estimates, Point, commands, limits
-from realrun.train.folder import (
-    ESTIMATE,
-    FIGURE,
-    LOG,
-    Resume,
-    alone,
-    check_checkpoint,
-    check_free,
-    check_new,
-    check_steps,
-    checkpoints,
-)
 from realrun.train.log import History, read
 from realrun.train.settings import UNITS, TrainSettings, check, check_estimate
 
@@ -125,7 +114,12 @@ def train(  # noqa: PLR0917 - one argument per option
 
 
 def _check(
-    settings: TrainSettings, how: RankSettings, out: Path, resume: Resume | None, *, estimate: bool
+    settings: TrainSettings,
+    how: RankSettings,
+    out: Path,
+    resume: folder.Resume | None,
+    *,
+    estimate: bool,
 ) -> None:
     """Refuse before any rank starts what cannot be trained."""
     _check_clock()
@@ -157,22 +151,22 @@ def _with_tau(strategy: str, tau: str | None) -> str:
     return title(with_options(parse(strategy), {"tau": tau}))
 
 
-def resumed(from_step: int | None, *, resume: bool) -> Resume | None:
+def resumed(from_step: int | None, *, resume: bool) -> folder.Resume | None:
     """What to continue from, if anything. Raises OptionError for --from-step without --resume."""
     if from_step is not None and not resume:
         raise OptionError("--from-step says how to continue from a checkpoint: it needs --resume")
-    return Resume(from_step) if resume else None
+    return folder.Resume(from_step) if resume else None
 
 
-def check_out(settings: TrainSettings, out: Path, ranks: int, resume: Resume | None) -> None:
+def check_out(settings: TrainSettings, out: Path, ranks: int, resume: folder.Resume | None) -> None:
     """Refuse a folder that is of another training or in use, or what cannot be gone on from."""
-    check_free(out)
+    folder.check_free(out)
     if not resume:
-        check_new(out)
+        folder.check_new(out)
     elif last := resume.checkpoint(out):
-        check_checkpoint(last, settings.identity(), ranks)
-        check_steps(last, settings.steps)
-        if (out / LOG).exists():
+        folder.check_checkpoint(last, settings.identity(), ranks)
+        folder.check_steps(last, settings.steps)
+        if (out / folder.LOG).exists():
             read(out)
 
 
@@ -181,7 +175,7 @@ def run(
     settings: TrainSettings,
     out: Path,
     *,
-    resume: Resume | None,
+    resume: folder.Resume | None,
     estimate: bool,
     as_json: bool,
 ) -> None:
@@ -190,7 +184,7 @@ def run(
 
     check(settings, rank.world.layout)
     first = rank.world.rank == 0
-    with alone(out) if first else nullcontext():
+    with folder.alone(out) if first else nullcontext():
         if first:
             _say(settings, out, resume)
         with asked_to_stop(rank.world.rank) as signals, _shown(rank, settings) as shown:
@@ -207,11 +201,11 @@ def run(
         show(history, out, as_json=as_json)
 
 
-def _say(settings: TrainSettings, out: Path, resume: Resume | None) -> None:
+def _say(settings: TrainSettings, out: Path, resume: folder.Resume | None) -> None:
     """Refuse a folder of another training; say what may surprise."""
     if not resume:
-        check_new(out)
-    elif not checkpoints(out):
+        folder.check_new(out)
+    elif not folder.checkpoints(out):
         print(f"no checkpoint in {out}: starting at step 0", file=sys.stderr)
     chooses = getattr(settings.parsed, "tau", None) == "auto"
     if not chooses and (left := settings.last % settings.round):
@@ -298,7 +292,7 @@ def _print(history: History, out: Path) -> None:
     """How it went, and where things are."""
     figures, facts = history.figures, history.facts
     if not history.rows:
-        print(f"nothing left to train, and no row in {out / LOG}")
+        print(f"nothing left to train, and no row in {out / folder.LOG}")
         return
     unit = f"{UNITS[history.settings.task]}s"
     ranks = facts["nodes"] * facts["ranks_per_node"]
@@ -319,7 +313,7 @@ def _print(history: History, out: Path) -> None:
             f" last penalty {figures['penalty']:.3f}, {figures['clipped']:.3%} of elements clipped"
         )
         print(_waiting(figures, facts["outer_step"]))
-    print(f"log     {out / LOG}\nfigure  {out / FIGURE}")
+    print(f"log     {out / folder.LOG}\nfigure  {out / folder.FIGURE}")
     if history.stopped:
         print(f"stopped after step {figures['step']}; continue with --resume")
 
@@ -340,7 +334,7 @@ def _print_estimates(history: History, estimates: Estimates, out: Path) -> None:
     lines = commands(estimates, history.chosen, history.rows[-1].delay)
     print("\nWith the CLUSTER and the MODEL that you ask about:\n")  # whole lines, to copy
     print("\n".join(f"$ {line}" for line in lines.values()))
-    print(f"\nestimates  {out / ESTIMATE}")
+    print(f"\nestimates  {out / folder.ESTIMATE}")
 
 
 def _rows(estimates: Estimates) -> list[tuple[str, ...]]:

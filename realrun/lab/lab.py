@@ -31,27 +31,8 @@ from co2sim.common.validation import whole
 from co2sim.hardware.cluster import FULLY_IDLE
 from realrun.errors import REALTIME, SITES, LabError, one_of
 from realrun.lab.time_dilation import DILATION, MOST, chosen
-from realrun.launch.launcher import (
-    GRACE,
-    MAX_RANKS,
-    PATIENCE,
-    cores,
-    host_store,
-    rank_environment,
-    resolved,
-)
+from realrun.launch import launcher, processes
 from realrun.launch.monitor import supervise
-from realrun.launch.processes import (
-    NodePlace,
-    RankProcess,
-    Stopped,
-    entering,
-    guard_process,
-    ranks_killed_at_end,
-    start,
-    started,
-    stoppable,
-)
 
 SWITCH = "10.77.255.254"
 """The address of the bridge, where the launcher serves its store."""
@@ -182,7 +163,7 @@ def _node(index: int, lab: "Lab", bridge: str) -> int:
     if not holder.stdout.read(1):  # what cat gives back, once it is in its namespace
         raise LabError(f"cannot make node {index}")
     waiting, longest = queue(lab.bandwidth)
-    port, enter = f"node{index}", entering(holder.pid)
+    port, enter = f"node{index}", processes.entering(holder.pid)
     _ip(f"link add {port} type veth peer name eth0 netns {holder.pid}")
     _ip(f"link set {port} gso_max_size {longest} master {bridge} up")
     # A short queue in front of the rate limit: answers to what comes in wait behind it.
@@ -310,10 +291,10 @@ class Lab:
     def __post_init__(self) -> None:
         for name, count in (("nodes", self.nodes), ("gpus per node", self.gpus_per_node)):
             whole(name, count, 1, error=LabError)
-        if self.world_size > MAX_RANKS:
+        if self.world_size > launcher.MAX_RANKS:
             raise LabError(
                 f"{self.nodes} nodes of {self.gpus_per_node} are {self.world_size} ranks;"
-                f" a lab has at most {MAX_RANKS}"
+                f" a lab has at most {launcher.MAX_RANKS}"
             )
         _bandwidth("rate", self.rate)
         _bandwidth("rate inside a node", self.intra_rate)
@@ -331,7 +312,7 @@ class Lab:
 
     def slower(self, dilation: str, command: Sequence[str]) -> "Lab":
         """The lab for a command, as much slower as --dilation says. Raises OptionError."""
-        times = chosen(dilation, command, self.world_size, cores(), self.sites)
+        times = chosen(dilation, command, self.world_size, launcher.cores(), self.sites)
         return replace(self, dilation=times)
 
     @property
@@ -402,8 +383,8 @@ def run_lab(
     command: Sequence[str],
     lab: Lab,
     *,
-    grace: Seconds = GRACE,
-    patience: Seconds = PATIENCE,
+    grace: Seconds = launcher.GRACE,
+    patience: Seconds = launcher.PATIENCE,
 ) -> int:
     """Build the lab, run `command` as every rank in it, and give the exit code of `supervise`.
 
@@ -416,7 +397,7 @@ def run_lab(
     meet in.
     """
     one_of(REALTIME, os.environ.get(REALTIME, "1"), ("0", "1"))
-    program = resolved(command)
+    program = launcher.resolved(command)
     if find_spec("torch") is None:  # importing it here would take seconds
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
     check_machine()
@@ -424,14 +405,14 @@ def run_lab(
         print(said, file=sys.stderr)  # noqa: T201 - as a command does
     inside = json.dumps([asdict(lab), grace, patience, program])
     code = f"import sys; sys.path[:] = {sys.path!r}; from realrun.lab.lab import _first; _first()"
-    outer = started([*_UNSHARE_ALL, sys.executable, "-P", "-c", code, inside], {})
+    outer = processes.started([*_UNSHARE_ALL, sys.executable, "-P", "-c", code, inside], {})
     try:
-        with stoppable(), guard_process(patience) as guard:
+        with processes.stoppable(), processes.guard_process(patience) as guard:
             guard.put(outer.pid)
             ended = outer.wait()
             if guard.cut():
                 return 1
-    except Stopped as stopped:
+    except processes.Stopped as stopped:
         return stopped.exit_code
     finally:
         _end(outer)
@@ -447,10 +428,11 @@ def _said(lab: Lab) -> str | None:
             f"this lab and its clock run {lab.dilation} times slower than real time (--dilation 1:"
             " real time)"
         )
-    if lab.world_size > _RANKS_PER_CORE * cores():
+    if lab.world_size > _RANKS_PER_CORE * launcher.cores():
+        shared = counted(launcher.cores(), "core")
         return (
-            f"warning: {lab.world_size} ranks share {counted(cores(), 'core')}: transfers, most of"
-            " all inside a node, may be slower than the stated rate"
+            f"warning: {lab.world_size} ranks share {shared}: transfers, most of all inside a node,"
+            " may be slower than the stated rate"
         )
     return None
 
@@ -550,11 +532,11 @@ def _inside(
     try:
         _state(lab)
         holders = make_nodes(lab)
-        ranks: list[RankProcess] = []
-        with guard_process(patience) as guard, ranks_killed_at_end(ranks):
-            store = host_store(SWITCH)
+        ranks: list[processes.RankProcess] = []
+        with processes.guard_process(patience) as guard, processes.ranks_killed_at_end(ranks):
+            store = launcher.host_store(SWITCH)
             for rank in range(lab.world_size):
-                variables = rank_environment(
+                variables = launcher.rank_environment(
                     rank,
                     lab.world_size,
                     local_world_size=lab.gpus_per_node,
@@ -562,12 +544,12 @@ def _inside(
                     port=store.port,
                 )
                 cores = on_cores(rank, lab.world_size, sorted(os.sched_getaffinity(0)))
-                place = NodePlace(holders[rank // lab.gpus_per_node], cores)
+                place = processes.NodePlace(holders[rank // lab.gpus_per_node], cores)
                 stated = {"GLOO_SOCKET_IFNAME": "eth0", CLUSTER: _CLUSTER_FILE}
                 stated |= {REALTIME: os.environ.get(REALTIME, "1")}
                 stated |= {DILATION: str(lab.dilation)}
                 stated |= {SITES: str(lab.sites)} if lab.sites > 1 else {}
-                ranks.append(start(rank, command, {**variables, **stated}, place))
+                ranks.append(processes.start(rank, command, {**variables, **stated}, place))
                 guard.put(ranks[-1].process.pid)
             return supervise(ranks, store, grace, cut=guard.cut)
     except Co2simError as error:

@@ -24,20 +24,7 @@ from torch import Tensor
 
 from realrun.errors import CheckpointError, DamagedError
 from realrun.execute.world import World
-from realrun.train.folder import (
-    CHECKPOINTS,
-    STATE,
-    Saved,
-    check_identity,
-    checkpoint_name,
-    checkpoints,
-    offer,
-    shown,
-    state_text,
-    step_of,
-    tensors_of,
-    unread,
-)
+from realrun.train import folder as folders
 
 _CAUSE = 200
 """Characters of an error, at most."""
@@ -71,8 +58,8 @@ def _cause(error: Exception) -> str:
     """Why, in one line: "rank0.safetensors: No space left on device"."""
     if isinstance(error, OSError) and error.strerror:
         name = f"{str(error.filename).rsplit('/', 1)[-1]}: " if error.filename else ""
-        return shown(f"{name}{error.strerror}", _CAUSE)
-    return shown(str(error) or "out of memory", _CAUSE)
+        return folders.shown(f"{name}{error.strerror}", _CAUSE)
+    return folders.shown(str(error) or "out of memory", _CAUSE)
 
 
 _KEPT = 2
@@ -98,11 +85,13 @@ def save(
 
     Raises CheckpointError like `write`.
     """
-    path = folder / CHECKPOINTS / checkpoint_name(step)
+    path = folder / folders.CHECKPOINTS / folders.checkpoint_name(step)
     whole = {**identity, "ranks": world.layout.world_size}
     write(path, state, whole, world.rank)
     if world.rank == 0:
-        for old in [path for path in checkpoints(folder) if step_of(path) <= step][:-_KEPT]:
+        for old in [path for path in folders.checkpoints(folder) if folders.step_of(path) <= step][
+            :-_KEPT
+        ]:
             with suppress(OSError):
                 _remove(old.rename(_beside(old)))  # what has its name is whole
     return path
@@ -117,8 +106,8 @@ def load(checkpoint: Path, identity: Mapping[str, Any], world: World) -> dict[st
     states: list[Any] = []
 
     def work() -> None:
-        saved = Saved.of(checkpoint)
-        check_identity(saved.identity, identity, world.layout.world_size)
+        saved = folders.Saved.of(checkpoint)
+        folders.check_identity(saved.identity, identity, world.layout.world_size)
         states.append(read(checkpoint, saved, world.rank))
 
     reading(checkpoint, world, work)
@@ -132,10 +121,10 @@ def reading(checkpoint: Path, world: World, work: Callable[[], None]) -> None:
     a file is damaged.
     """
     try:
-        run_on_all_ranks(unread(checkpoint), work)
+        run_on_all_ranks(folders.unread(checkpoint), work)
     except DamagedError as error:
         (instead, *_) = run_on_all_ranks(
-            unread(checkpoint), lambda: "" if world.rank else offer(checkpoint)
+            folders.unread(checkpoint), lambda: "" if world.rank else folders.offer(checkpoint)
         )
         raise DamagedError(f"{error}; {instead}", everywhere=True) from error
 
@@ -146,7 +135,7 @@ def write(path: Path, state: Mapping[str, Any], identity: Mapping[str, Any], ran
     A checkpoint in its place is replaced. Raises CheckpointError, the same on all ranks, when one
     cannot write; then nothing is left of it, and what was there before is as it was.
     """
-    what = f"cannot write the checkpoint {shown(path)}"
+    what = f"cannot write the checkpoint {folders.shown(path)}"
 
     def begin() -> str:
         if rank:
@@ -159,7 +148,7 @@ def write(path: Path, state: Mapping[str, Any], identity: Mapping[str, Any], ran
 
     def own() -> list[Any]:
         named: dict[str, Tensor] = {}
-        rest, name = split(state, "", named), tensors_of(rank)
+        rest, name = split(state, "", named), folders.tensors_of(rank)
         return [rest, name, _write_file(draft / name, _packed(named))]
 
     def finish() -> None:
@@ -167,7 +156,7 @@ def write(path: Path, state: Mapping[str, Any], identity: Mapping[str, Any], ran
             files = {name: file for _, name, file in written}
             states = [rest for rest, *_ in written]
             content = {"identity": identity, "files": files, "states": states}
-            _write_file(draft / STATE, state_text(content))
+            _write_file(draft / folders.STATE, folders.state_text(content))
             _put(draft, path)
 
     try:
@@ -180,17 +169,17 @@ def write(path: Path, state: Mapping[str, Any], identity: Mapping[str, Any], ran
         raise
 
 
-def read(checkpoint: Path, saved: Saved, rank: int) -> Any:
+def read(checkpoint: Path, saved: folders.Saved, rank: int) -> Any:
     """The state of a rank. Raises DamagedError if its file is not as it was written."""
-    name, data = tensors_of(rank), saved.tensors(checkpoint, rank)
+    name, data = folders.tensors_of(rank), saved.tensors(checkpoint, rank)
     try:
         named = _unpacked(data)
     except (SafetensorError, LookupError, TypeError, ArithmeticError, RuntimeError) as error:
-        raise DamagedError(f"{name}: {shown(error)}") from error
+        raise DamagedError(f"{name}: {folders.shown(error)}") from error
     try:
         return join(saved.states[rank], named)
     except (LookupError, TypeError, ValueError, RecursionError) as error:
-        raise DamagedError(f"{STATE}: it holds no state of rank {rank}") from error
+        raise DamagedError(f"{folders.STATE}: it holds no state of rank {rank}") from error
 
 
 def split(value: Any, name: str, named: dict[str, Tensor]) -> Any:
