@@ -334,12 +334,12 @@ class Average:
         n, bits = self._size, self._bits
         rows = bucket.new_zeros(n * part)
         rows[: len(bucket)].copy_(bucket)
-        quantized = quantize(rows.view(n, part), bits, BLOCK, refuse_non_finite=False)
+        quantized = quantize(rows.view(n, part), bits, BLOCK)
         sent, first = to_wire(quantized), _taken_off(rows.view(n, part), quantized, bits) / n
         taken = torch.empty_like(sent)
         dist.all_to_all_single(taken.view(-1), sent.view(-1), group=self._group)
         mean = sum_rows(from_wire(taken, bits, BLOCK, part), bits, BLOCK, part).div_(n)
-        quantized = quantize(mean, bits, BLOCK, refuse_non_finite=False)
+        quantized = quantize(mean, bits, BLOCK)
         squares = torch.stack((first, _taken_off(mean, quantized, bits))).view(torch.uint8)
         taken = taken.new_empty(n, taken.shape[1] + _ERROR_BYTES)
         mine = torch.cat((to_wire(quantized), squares))

@@ -121,7 +121,7 @@ class Gather(DefaultAllGather):
             places.count_ring(sent, size, input_tensor.numel() * input_tensor.element_size())
             return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         _need_floats(input_tensor, "weights")
-        wire = to_wire(quantize(input_tensor, 8, self.block, refuse_non_finite=False))
+        wire = to_wire(quantize(input_tensor, 8, self.block))
         places.count_ring(sent, size, wire.numel())
         received = wire.new_empty(size, wire.numel())
         work = all_gather_single(received.view(-1), wire, group=group, async_op=async_op)
@@ -192,12 +192,12 @@ class Reduce(DefaultReduceScatter):
         slices = gradient.view(places.nodes, places.per_node, -1)
         part = slices.shape[-1]
         if places.per_node == 1:
-            rows = quantize(slices[:, 0], 4, *how, refuse_non_finite=False)
+            rows = quantize(slices[:, 0], 4, *how)
         else:
             # Rank (node, local) owns slice (node, local). A rank with the same `local` on another
             # node collects the sums of this node for it: one row holds the slices of one `local`.
             reordered = slices.transpose(0, 1).reshape(places.per_node, -1)
-            rows = quantize(reordered, 4, *how, refuse_non_finite=False)
+            rows = quantize(reordered, 4, *how)
             rows = self._exchange(rows, places.nodes * part, places.node_group)
             if places.nodes == 1:
                 return sum_rows(rows, 4, self.block, part)

@@ -217,34 +217,11 @@ def run_tool(command: Sequence[str], text: str = "") -> None:
         raise LabError(f"`{' '.join(command)}` failed: {said}")
 
 
-_SOURCES = {
-    "wan.bandwidth": "rate of tc tbf at each site's uplink",
-    "wan.efficiency": "TCP payload of an Ethernet frame, as between nodes",
-    "host.wan.size": "burst of tc tbf at each site's uplink; it holds whole packets of nodes",
-}
-
-
 def overrides(uplink: Mapping[str, str], sites: int, latency: Seconds) -> dict[str, str]:
     """Those that give a cluster of as many nodes at one site its sites; empty for one site."""
     if not uplink:
         return {}
     return {"sites": str(sites), "wan.latency": f"{latency:.4g} s"} | dict(uplink)
-
-
-def stated_wan(facts: Mapping[str, str], latency: str) -> str:
-    """The parts [wan] and [host.wan] of a cluster file; nothing for one site.
-
-    The latency is one to assume.
-    """
-    if not facts:
-        return ""
-    late = f'latency = {{ value = "{latency}", assumed = true, source = "as between nodes" }}'
-    lines = {
-        key: f'{{ value = "{text}", source = "{_SOURCES[key]}" }}' for key, text in facts.items()
-    }
-    link = [f"{key.removeprefix('wan.')} = {lines[key]}" for key in facts if key.startswith("wan.")]
-    burst = f"size = {lines['host.wan.size']}"
-    return "\n".join(["\n[wan]", *link, late, "", "[host.wan]", burst, ""])
 
 
 _RATE = Reader(lambda _, text: text, "RATE")
@@ -497,7 +474,24 @@ frame: 1500 - 20 (IPv4) - 20 (TCP) - 12 (timestamps) = {PAYLOAD} of the {FRAME} 
 counts, and {ACK} bytes to acknowledge every packet" }}
 latency = {{ value = "{between}", assumed = true, source = "`realrun probe` in labs of 1 and 3 \
 Gbit/s gave 0.22 to 0.30 ms on a virtual machine of two cores; depends on machine and load" }}
-{stated_wan(lab.uplink, between)}"""
+{_stated_wan(lab.uplink, between)}"""
+
+
+def _stated_wan(facts: Mapping[str, str], latency: str) -> str:
+    if not facts:
+        return ""
+    return f"""
+[wan]
+bandwidth = {{ value = "{facts["wan.bandwidth"]}", source = "rate of tc tbf at each site's \
+uplink" }}
+efficiency = {{ value = "{facts["wan.efficiency"]}", source = "TCP payload of an Ethernet frame, \
+as between nodes" }}
+latency = {{ value = "{latency}", assumed = true, source = "as between nodes" }}
+
+[host.wan]
+size = {{ value = "{facts["host.wan.size"]}", source = "burst of tc tbf at each site's uplink; it \
+holds whole packets of nodes" }}
+"""
 
 
 def _end(outer: subprocess.Popen[bytes]) -> None:
