@@ -126,10 +126,12 @@ def probe(request: ProbeOptions, how: RankSettings) -> None:
         )
     check_writable(request.out.parent)
     from realrun.cli import ranks  # noqa: PLC0415 - torch
-    from realrun.probe.cluster_file import NOTHING  # noqa: PLC0415 - slow
 
     if request.gpu and str(how.nproc or os.environ.get("WORLD_SIZE")) == "1":
-        raise OptionError(NOTHING)
+        raise OptionError(
+            "nothing can be measured: a single rank has no other to communicate with, and --gpu"
+            " leaves out kernels"
+        )
     if how.nproc is not None:
         raise typer.Exit(ranks.start(how, sys.argv[1:]))
     plan = request.plan(how.backend)

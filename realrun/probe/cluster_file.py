@@ -6,15 +6,9 @@ from typing import Any
 import tomlkit
 from tomlkit.items import InlineTable
 
-from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, Unit
 from co2sim.hardware.cluster import GPU, Link, TokenBucket
 from realrun.probe.fit import Fitted, Measured, interference
-
-NOTHING = (
-    "nothing can be measured: a single rank has no other to communicate with, and --gpu leaves out"
-    " kernels"
-)
 
 _SLEEPS = "virtual"
 """The GPU of the catalog that stands for sleep kernels."""
@@ -28,7 +22,7 @@ _PREFIXES = ("n", "u", "m", "", "k", "M", "G", "T", "P")
 def to_toml(measured: Measured, fitted: Fitted, name: str, gpu: str | None = None) -> str:
     """The text of the file; `gpu` is the catalog's name of the one to state if none was measured.
 
-    Raises OptionError when there is nothing to state: neither a processor nor a link.
+    There must be something to state: a processor or a link.
     """
     first = "# Written by `realrun probe`. Predict with it: co2sim run --cluster THIS_FILE ...\n"
     return first + tomlkit.dumps(_cluster(measured, fitted, name, gpu))
@@ -71,8 +65,6 @@ def _cluster(measured: Measured, fitted: Fitted, name: str, gpu: str | None) -> 
         cluster["call_overhead"] = _fact(quantity(fitted.hosts.call_overhead, "s"), source)
     if fitted.processor is not None:
         cluster["gpu"] = _processor(measured, fitted.processor)
-    elif gpu is None:
-        raise OptionError("no kernel was run: name a GPU of the catalog with --gpu")
     else:
         cluster["gpu"] = _fact(gpu, "stated with --gpu; its kernels were not run by the probe")
     parts = {"host": _host(measured, fitted), **_links(measured, fitted)}
@@ -208,8 +200,7 @@ def _links(measured: Measured, fitted: Fitted) -> dict[str, Any]:
     }
     other = fitted.intra or fitted.inter
     if other is None:
-        if fitted.processor is None:
-            raise OptionError(NOTHING)
+        assert fitted.processor is not None
         other = Link(fitted.processor.memory_bandwidth)
         why = dict.fromkeys(why, "not measured, since there is one rank: as fast as memory")
     tables: dict[str, Any] = {}

@@ -134,12 +134,10 @@ def fit_line(samples: Sequence[Sample]) -> Line:
     """Least squares of the relative error over a latency and a time per byte, neither below 0.
 
     Where the time of a byte cannot be distinguished from 0, it is a thousandth of what the fastest
-    and the largest sample would allow. Raises OptionError for fewer than two sizes.
+    and the largest sample would allow.
     """
     sizes = np.array([sample.work.bytes for sample in samples])
     times = np.array([sample.seconds for sample in samples])
-    if len(set(sizes)) < 2:  # noqa: PLR2004 - a line has two parameters
-        raise OptionError("a line needs collectives of at least two sizes")
     root = np.sqrt(weights(samples))
     terms = np.stack([root / times, root * sizes / times], axis=1)
     scale = np.linalg.norm(terms, axis=0)
@@ -379,7 +377,7 @@ def fit_links(
     Minimizes Huber's loss of the errors of log time over latency and payload bandwidth of both
     links at once. Errors up to 0.2, about 20 %, count squared, larger ones linearly: `f_scale`.
     None for a link that the layout does not have. Bursts, and what hosts add to a call, are those
-    of `hosts`, if given. Raises OptionError when no collective used a link that is there.
+    of `hosts`, if given.
     """
     present = [layout.gpus_per_node > 1, layout.nodes > 1]
     if not any(present):
@@ -441,15 +439,12 @@ def _bounds(samples: Sequence[Sample], layout: Layout, backend: Backend) -> Vect
     The fit starts here. Without noise no latency is above these, and no bandwidth below.
     """
     numbers = []
-    for index, count in enumerate((layout.gpus_per_node, layout.nodes)):
+    for index in range(2):
         links = [Link(1e18, float(index == 0)), Link(1e18, float(index == 1))]
         cluster = bare(layout, backend, links[0], links[1])
         costs = [(cost_of(sample.work, cluster), sample.seconds) for sample in samples]
         steps = [seconds / cost.latency for cost, seconds in costs if cost.latency]
         speed = max((cost.bytes_per_link(cluster)[index] / s for cost, s in costs), default=0.0)
-        if count > 1 and not (steps and speed):
-            where = ("inside a node", "between nodes")[index]
-            raise OptionError(f"the link {where} cannot be fitted: no collective used it")
         numbers += [max(_MIN_LATENCY, min(steps, default=0.0)), max(1.0, speed)]
     bounds: Vector = np.log(numbers)
     return bounds

@@ -5,7 +5,6 @@ Needs no torch: a prediction of `realrun train` uses the same numbers as the tra
 
 from dataclasses import dataclass
 
-from co2sim.common.validation import whole
 from co2sim.models.architecture import Transformer, language_model
 from co2sim.models.workload import Model
 
@@ -21,10 +20,6 @@ class GPTShape:
     hidden: int
     heads: int
     context: int
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be built."""
-        whole("context", self.context, 1)
 
     @property
     def parameters(self) -> int:

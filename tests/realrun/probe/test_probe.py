@@ -303,16 +303,6 @@ def test_calibrate_takes_a_probed_cluster_with_a_gpu_of_the_catalog(tmp_path: Pa
     assert found.last[0].tokens_per_s < found.first[0].tokens_per_s
 
 
-def test_nothing_measured_makes_no_file() -> None:
-    """One rank without kernels has nothing to state; kernels left out need a name."""
-    seen = measured(Layout(1, 1), kernels=False)
-    with pytest.raises(OptionError, match="nothing can be measured"):
-        to_toml(seen, fit.fit(seen), "probed", "virtual")
-    seen = measured(Layout(2, 1), kernels=False)
-    with pytest.raises(OptionError, match="--gpu"):
-        to_toml(seen, fit.fit(seen), "probed")
-
-
 def test_a_collective_lasts_from_its_last_start_to_its_last_end() -> None:
     """Per group and round; the first round only warms up; compute is the slowest rank's median."""
     layout = Layout(2, 2)
