@@ -128,22 +128,10 @@ def _read(folder: Path) -> Record:
     of_run = _OfRun.model_validate(
         {name: run[name] for name in _OfRun.model_fields if name in run or name not in _NEW}
     )
-    return Record(
-        case=Question(
-            cluster=of_run.cluster,
-            model=of_run.model,
-            strategy=of_run.strategy,
-            overrides=of_run.overrides,
-            **plain,
-        ),
-        kernels=of_run.kernels,
-        rounds=of_run.rounds,
-        trace=read_json_lines(folder / "trace.jsonl"),
-        clock_error=of_run.clock_error,
-        figures=of_run.figures,
-        environment=of_run.environment,
-        product_speed=of_run.product_speed,
-    )
+    values = dict(of_run)
+    named = {name: values.pop(name) for name in (*_IN_FULL, "overrides")}
+    trace = read_json_lines(folder / "trace.jsonl")
+    return Record(case=Question(**named, **plain), trace=trace, **values)
 
 
 def _plain(run: Mapping[str, Any], field: dataclasses.Field[Any]) -> Any:

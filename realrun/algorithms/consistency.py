@@ -72,29 +72,25 @@ def say_mixed_models(parameters: Sequence[Tensor], algorithm: str) -> None:
 
 def refuse_wider(model: nn.Module, optimizers: Sequence[Optimizer], workers: Workers) -> None:
     """Raise OptionError for what several workers share: a DDP in the model, or a ZeRO-1."""
-    inner = set(workers.inner_ranks)
+    inside, shared = workers.inner_ranks, "worker='node', process_group=Workers.per_node().inner"
     for module in model.modules():
-        if not isinstance(module, DistributedDataParallel):
-            continue
-        ranks = dist.get_process_group_ranks(module.process_group)
-        if set(ranks) - inner:
-            raise OptionError(
-                f"the model is DDP over ranks {ranks}, but a worker is ranks {workers.inner_ranks}:"
-                " pass the bare module, or make it DDP over the worker's ranks (worker='node',"
-                " process_group=Workers.per_node().inner)"
-            )
+        if isinstance(module, DistributedDataParallel):
+            ranks = dist.get_process_group_ranks(module.process_group)
+            if set(ranks) - set(inside):
+                raise OptionError(
+                    f"the model is DDP over ranks {ranks}, but a worker is ranks {inside}: pass the"
+                    f" bare module, or make it DDP over the worker's ranks ({shared})"
+                )
     zero = sys.modules.get("torch.distributed.optim")  # whose import takes long, and warns
-    for optimizer in optimizers:
-        if zero is None or not isinstance(optimizer, zero.ZeroRedundancyOptimizer):
-            continue
-        ranks = dist.get_process_group_ranks(optimizer.process_group)
-        if set(ranks) - inner:
-            raise OptionError(
-                f"the optimizer is a ZeroRedundancyOptimizer over ranks {ranks}, but a worker is"
-                f" ranks {workers.inner_ranks}: it would send every rank's parameters to all; take"
-                " the optimizer inside it, or give it the worker's ranks (worker='node',"
-                " process_group=Workers.per_node().inner)"
-            )
+    for optimizer in optimizers if zero else ():
+        if isinstance(optimizer, zero.ZeroRedundancyOptimizer):  # type: ignore[union-attr]
+            ranks = dist.get_process_group_ranks(optimizer.process_group)
+            if set(ranks) - set(inside):
+                raise OptionError(
+                    f"the optimizer is a ZeroRedundancyOptimizer over ranks {ranks}, but a worker"
+                    f" is ranks {inside}: it would send every rank's parameters to all; take the"
+                    f" optimizer inside it, or give it the worker's ranks ({shared})"
+                )
 
 
 def describe(
