@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     from co2sim.hardware.cluster import GPU
     from realrun.cli.ranks import Rank
-    from realrun.probe.fit import Fitted, Measured, Residuals
+    from realrun.probe.fit import Fitted, Measured
     from realrun.probe.probe import Plan
 
 _SIZES = {"gloo": 2.0**24, "nccl": 2.0**28}
@@ -188,13 +187,14 @@ def _print(measured: "Measured", fitted: "Fitted", name: str) -> None:
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
     out = console()
-    _print_links(out, fitted, name)
+    _print_links(out, measured, fitted, name)
     if fitted.processor is not None:
         _print_processor(out, measured, fitted.processor)
 
 
-def _print_links(out: "Console", fitted: "Fitted", name: str) -> None:
+def _print_links(out: "Console", measured: "Measured", fitted: "Fitted", name: str) -> None:
     from co2sim.common.tables import print_table  # noqa: PLC0415 - rich
+    from realrun.probe.fit import by_kind  # noqa: PLC0415 - only for this table
 
     links = [
         (where, scaled(link.bandwidth, "B/s"), duration(link.latency))
@@ -204,27 +204,22 @@ def _print_links(out: "Console", fitted: "Fitted", name: str) -> None:
     if not links:
         return
     print_table(out, f"{name}: links", ("link", "payload bandwidth", "latency"), links)
-    lines: list[Sequence[str]] = [
-        (
-            str(group),
-            str(kind),
-            duration(line.latency),
-            scaled(line.bandwidth, "B/s"),
-            *_percent(line.residuals),
-            *_percent(misfit),
-        )
-        for ((group, kind), line), misfit in zip(
-            fitted.lines.items(), fitted.misfit.values(), strict=True
-        )
-    ]
-    off = ("worst", "at the largest")
-    titles = ("group", "collective", "latency", "bandwidth", "off by", *off, "links", *off)
+    seen = by_kind(measured.collectives)
     print_table(
         out,
-        "collectives: latency + size / bandwidth of each, and how far it is off (median);"
-        " the same for the links",
-        titles,
-        lines,
+        "collectives: times of the smallest and the largest, how far the links are off (median)",
+        ("group", "collective", "smallest", "largest", "off by", "worst", "at the largest"),
+        [
+            (
+                str(group),
+                str(kind),
+                *(duration(seen[group, kind][index].seconds) for index in (0, -1)),
+                f"{off.median:.1%}",
+                f"{off.worst:.1%}",
+                percent(off.last, 1),
+            )
+            for (group, kind), off in fitted.misfit.items()
+        ],
         left=2,
     )
 
@@ -265,7 +260,3 @@ def _print_processor(out: "Console", measured: "Measured", processor: "GPU") -> 
             ("kernels of two streams together, times as long", f"{measured.together:.2f}")
         )
     print_table(out, "other", ("figure", "value"), others)
-
-
-def _percent(off: "Residuals") -> tuple[str, str, str]:
-    return f"{off.median:.1%}", f"{off.worst:.1%}", percent(off.last, 1)

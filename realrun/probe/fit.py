@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares, nnls
 
 from co2sim.common.errors import OptionError
-from co2sim.common.units import Bytes, BytesPerSecond, Flops, FlopsPerSecond, Seconds
+from co2sim.common.units import Bytes, Flops, FlopsPerSecond, Seconds
 from co2sim.hardware.cluster import GPU, Backend, Calls, Cluster, HostEffects, Link, TokenBucket
 from co2sim.schedule.schedule import Collective, Compute, Group, Kind, Layout
 from co2sim.simulation import token_bucket
@@ -111,40 +111,10 @@ class Residuals:
     last: float
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """`latency` + bytes / `bandwidth`, fitted to the sizes of one kind of collective alone."""
-
-    latency: Seconds
-    bandwidth: BytesPerSecond
-    residuals: Residuals
-
-    def at(self, size: Bytes) -> Seconds:
-        """The time that a buffer of this size takes."""
-        return self.latency + size / self.bandwidth
-
-
 def residuals(predicted: Iterable[Seconds], measured: Iterable[Seconds]) -> Residuals:
     """How far predictions are off."""
     errors = [p / m - 1 for p, m in zip(predicted, measured, strict=True)]
     return Residuals(median(map(abs, errors)), max(map(abs, errors)), errors[-1])
-
-
-def fit_line(samples: Sequence[Sample]) -> Line:
-    """Least squares of the relative error over a latency and a time per byte, neither below 0.
-
-    Where the time of a byte cannot be distinguished from 0, it is a thousandth of what the fastest
-    and the largest sample would allow.
-    """
-    sizes = np.array([sample.work.bytes for sample in samples])
-    times = np.array([sample.seconds for sample in samples])
-    root = np.sqrt(weights(samples))
-    terms = np.stack([root / times, root * sizes / times], axis=1)
-    scale = np.linalg.norm(terms, axis=0)
-    latency, per_byte = nnls(terms / scale, root)[0] / scale
-    per_byte = per_byte or min(times) / max(sizes) / 1000
-    line = Line(float(latency), float(1 / per_byte), Residuals(0.0, 0.0, 0.0))
-    return replace(line, residuals=residuals([line.at(size) for size in sizes], times))
 
 
 def scatter(
@@ -454,9 +424,9 @@ def _bounds(samples: Sequence[Sample], layout: Layout, backend: Backend) -> Vect
 class Fitted:
     """The numbers of a cluster, and how well they fit.
 
-    `processor` is None if no kernel was run, a link if it joins no two ranks. `lines` fit every
-    kind and group by itself; `misfit` says how far predictions from the links are off there, and
-    `overall` the same for all samples at once. `stated` says that bandwidths were not fitted,
+    `processor` is None if no kernel was run, a link if it joins no two ranks. `misfit` says how far
+    predictions from the links are off for every kind and group, and `overall` the same for all
+    samples at once. `stated` says that bandwidths were not fitted,
     `hosts` what the hosts of a lab add, if all ranks are in one. The scatters are those of kernels
     and collectives, None where none was measured.
     """
@@ -464,7 +434,6 @@ class Fitted:
     processor: GPU | None
     intra: Link | None
     inter: Link | None
-    lines: Mapping[tuple[Group, Kind], Line]
     misfit: Mapping[tuple[Group, Kind], Residuals]
     overall: Residuals | None
     compute_scatter: float | None = None
@@ -493,14 +462,13 @@ def fit(measured: Measured, lab: Cluster | None = None, *, rates: bool = True) -
         intra, inter = fit_links(samples, layout, backend, hosts)
     here = intra or inter
     if here is None:
-        return Fitted(fit_gpu(measured), None, None, {}, {}, None)
+        return Fitted(fit_gpu(measured), None, None, {}, None)
     cluster = bare(layout, backend, intra or here, inter or here, hosts)
 
     def off(some: Sequence[Sample]) -> Residuals:
         return residuals(predict(some, cluster), [sample.seconds for sample in some])
 
     kinds = by_kind(samples)
-    lines = {key: fit_line(some) for key, some in kinds.items()}
     misfit = {key: off(some) for key, some in kinds.items()}
     gpu, kernel_scatter = fit_gpu(measured), None
     if gpu is not None:
@@ -512,7 +480,6 @@ def fit(measured: Measured, lab: Cluster | None = None, *, rates: bool = True) -
         gpu,
         intra,
         inter,
-        lines,
         misfit,
         off(samples),
         kernel_scatter,

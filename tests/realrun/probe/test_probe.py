@@ -48,7 +48,6 @@ from realrun.probe.fit import (
     fit_bursts,
     fit_gpu,
     fit_hosts,
-    fit_line,
     interference,
     passes,
 )
@@ -188,30 +187,6 @@ def test_no_other_links_have_a_smaller_huber_loss() -> None:
                     changed = factor * getattr(others[place], field)
                     others[place] = replace(others[place], **{field: changed})
                     assert loss(*others) > least if present else loss(*others) == least
-
-
-def test_a_link_that_nothing_used_is_refused() -> None:
-    """Collectives inside nodes say nothing about the link between them."""
-    layout = Layout(2, 2)
-    samples = times(true(layout, "gloo"), among=[NODE])
-    with pytest.raises(OptionError, match="between nodes"):
-        fit.fit_links(samples, layout, "gloo")
-
-
-@given(
-    latency=st.floats(1e-6, 1e-2), bandwidth=st.floats(1e7, 1e11), size=st.integers(2**12, 2**30)
-)
-def test_a_line_finds_its_latency_and_bandwidth(
-    latency: float, bandwidth: float, size: int
-) -> None:
-    """Times on a line are met exactly, at sizes between and beyond, too."""
-    samples = [
-        Sample(work, latency + work.bytes / bandwidth)
-        for work in (Collective(Kind.BROADCAST, "b", s, DType.INT8, WORLD) for s in SIZES)
-    ]
-    found = fit_line(samples)
-    assert found.at(size) == pytest.approx(latency + size / bandwidth, rel=1e-3)
-    assert found.residuals.worst < 1e-6
 
 
 def test_the_processor_predicts_the_kernels_that_it_was_fitted_to() -> None:
