@@ -298,8 +298,16 @@ class Average:
         if self._stream is None:
             sent = self._owner.submit(self._exchange, bucket, part, errors)
             return sent.result, sent.done
-        filled = torch.cuda.current_stream(bucket.device).record_event()
-        done = self._owner.submit(self._beside, bucket, part, errors, filled, self._stream)
+        filled, stream = torch.cuda.current_stream(bucket.device).record_event(), self._stream
+
+        def beside() -> torch.cuda.Event:
+            with torch.cuda.device(bucket.device), torch.cuda.stream(stream):
+                stream.wait_event(filled)
+                self._exchange(bucket, part, errors)
+                ended: torch.cuda.Event = stream.record_event()
+                return ended
+
+        done = self._owner.submit(beside)
 
         def wait(seconds: Seconds) -> None:
             event = done.result(seconds)
@@ -309,21 +317,6 @@ class Average:
             return done.done() and (done.exception() is not None or _happened(done.result()))
 
         return wait, arrived
-
-    def _beside(
-        self,
-        bucket: Tensor,
-        part: int,
-        errors: list[Tensor],
-        filled: torch.cuda.Event,
-        stream: torch.cuda.Stream,
-    ) -> torch.cuda.Event:
-        """Exchange on its own stream; gives the event of its end."""
-        with torch.cuda.device(bucket.device), torch.cuda.stream(stream):
-            stream.wait_event(filled)
-            self._exchange(bucket, part, errors)
-            ended: torch.cuda.Event = stream.record_event()
-            return ended
 
     def _exchange(self, bucket: Tensor, part: int, errors: list[Tensor]) -> None:
         """`bucket` <- the mean of all ranks' buckets; NaN and infinities spoil their block.

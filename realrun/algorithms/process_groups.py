@@ -177,15 +177,11 @@ Worker: TypeAlias = Literal["gpu", "node", "site"] | Workers
 
 def workers_of(worker: Worker) -> Workers:
     """What the option `worker` means. Raises OptionError."""
-    match worker:
-        case Workers():
-            return worker
-        case "gpu":
-            return Workers.per_gpu()
-        case "node":
-            return Workers.per_node()
-        case "site":
-            return Workers.per_site()
+    makers = {"gpu": Workers.per_gpu, "node": Workers.per_node, "site": Workers.per_site}
+    if isinstance(worker, str) and worker in makers:
+        return makers[worker]()
+    if isinstance(worker, Workers):
+        return worker
     raise OptionError(f"worker is {worker!r}; it must be 'gpu', 'node', 'site' or a Workers")
 
 
@@ -196,16 +192,6 @@ def my_rank() -> int:
 
 Kind: TypeAlias = Literal["average", "gather", "beside", "counting"]
 """What a communicator is for; "beside": numbers and texts that are waited for at once."""
-
-
-def _behind(deadline: Seconds) -> timedelta:
-    """The limit of collectives that run behind training: torch's own, or the deadline if longer.
-
-    torch counts from their launch, a wait from its begin. It also bounds how long a process whose
-    peer hangs takes to end.
-    A checkpoint of one rank that takes long ends no average for which no rank waits.
-    """
-    return timedelta(seconds=max(deadline, DEADLINE))
 
 
 class WorkerGroups:
@@ -269,7 +255,11 @@ class WorkerGroups:
         dist.all_gather_object(everybody, own_groups)
         if len({over for _, _, over in everybody}) > 1:
             raise MismatchError("offload is True on some ranks and False on others")
-        limit, behind = timedelta(seconds=self.deadline), _behind(self.deadline)
+        limit = timedelta(seconds=self.deadline)
+        # torch counts from a launch, a wait from its begin. So behind training torch's own limit
+        # counts, unless ours is longer: it also bounds how long a process takes to end whose peer
+        # hangs, and a long checkpoint of one rank ends no average for which no rank waits.
+        behind = timedelta(seconds=max(self.deadline, DEADLINE))
         self.single = all(len(inner) == 1 for _, inner, _ in everybody)
         self.notices.narrow(
             _joined({self.rank}, [{*groups[0], *groups[1]} for groups in everybody])
@@ -351,14 +341,12 @@ class WorkerGroups:
 
         Raises MismatchError, on all of them, that names the first line that differs.
         """
-        self._compare(self._peers, self.workers.peer_ranks, what, f"{text}\n{across}")
-        self._compare(self._inner, self.workers.inner_ranks, what, text)
-
-    def _compare(
-        self, group: dist.ProcessGroup | None, ranks: list[int], what: str, text: str
-    ) -> None:
-        if len(set(self.collect(hashlib.sha256(text.encode()).hexdigest(), group))) > 1:
-            refuse_different(what, self.collect(text, group), ranks)
+        for group, ranks, here in (
+            (self._peers, self.workers.peer_ranks, f"{text}\n{across}"),
+            (self._inner, self.workers.inner_ranks, text),
+        ):
+            if len(set(self.collect(hashlib.sha256(here.encode()).hexdigest(), group))) > 1:
+                refuse_different(what, self.collect(here, group), ranks)
 
     def of_peers(self, value: Any) -> list[Any]:
         """The value of every peer, in the order of their ranks. All ranks call this."""
@@ -556,14 +544,10 @@ def wire_of(dtype: Wire | torch.dtype) -> Wire:
 
 def wait_of(timeout: Seconds | timedelta | None) -> Seconds:
     """Seconds that a worker waits for another; None: as long as torch.distributed's own group."""
-    if timeout is None:
-        return _timeout_of_default_group()
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    return above("timeout", seconds, 0)
-
-
-def _timeout_of_default_group() -> Seconds:
-    """What `init_process_group(timeout=...)` was given: torch has no public way to ask."""
+    if timeout is not None:
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        return above("timeout", seconds, 0)
+    # What `init_process_group(timeout=...)` was given: torch has no public way to ask.
     world, timeouts = dist.group.WORLD, [0.0]
     for device in world._device_types if world else ():  # noqa: SLF001
         with suppress(RuntimeError, AttributeError):  # of a backend without options

@@ -273,7 +273,12 @@ def apply_zeropp(
     Mixed precision, gradient accumulation (`set_requires_gradient_sync`) and divide factors work
     as before. Raises OptionError for what does not, and MismatchError when ranks disagree.
     """
-    _check(block, rounding, qwz=qwz, qgz=qgz)
+    whole("block", block, 1)
+    if block != _BLOCK and not (qwz or qgz):
+        raise OptionError(f"block={block} needs qwz or qgz")
+    one_of("rounding", rounding, get_args(Rounding))
+    if rounding != "nearest" and not qgz:
+        raise OptionError(f"rounding={rounding!r} needs qgz; weights are rounded to nearest")
     groups = _param_groups(model)
     if any(module in _APPLIED for module, _ in groups):
         raise OptionError(f"apply_zeropp was called on this {type(model).__name__} before: once")
@@ -305,15 +310,6 @@ def _generator(seed: int, rank: int) -> Generator:
     """Random numbers of a rank, unlike those of any small seed, such as that of its data."""
     digest = sha256(f"zeropp {seed} {rank}".encode()).digest()
     return Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-
-
-def _check(block: int, rounding: str, *, qwz: bool, qgz: bool) -> None:
-    whole("block", block, 1)
-    if block != _BLOCK and not (qwz or qgz):
-        raise OptionError(f"block={block} needs qwz or qgz")
-    one_of("rounding", rounding, get_args(Rounding))
-    if rounding != "nearest" and not qgz:
-        raise OptionError(f"rounding={rounding!r} needs qgz; weights are rounded to nearest")
 
 
 def _param_groups(model: nn.Module) -> list[tuple[FSDPModule, FSDPParamGroup]]:
