@@ -37,7 +37,6 @@ class NonFiniteError(Co2simError):
     """An inf or a NaN that would spread to other ranks. `round` is that of the average, if any."""
 
     def __init__(self, message: str, *, round: int | None = None) -> None:  # noqa: A002 - as below
-        """Keep where."""
         super().__init__(message)
         self.round = round
 
@@ -61,7 +60,6 @@ class RankFailure(Co2simError):  # noqa: N818 - what it is called in the field
         said: bool = False,
         cause: str = "",
     ) -> None:
-        """Keep who failed, and where this rank was."""
         super().__init__(message)
         self.cause = cause
         self.ranks, self.op, self.round, self.said = ranks, op, round, said
@@ -135,7 +133,6 @@ class CheckpointError(Co2simError):
     """
 
     def __init__(self, message: str, *, everywhere: bool = False) -> None:
-        """Keep who knows."""
         super().__init__(message)
         self.everywhere = everywhere
 

@@ -128,7 +128,6 @@ class Transport:
     pg_options: Any = None
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
         wire_of(self.dtype)
         above("bucket_mib", self.bucket_mib, 0)
 

@@ -29,7 +29,6 @@ class Clipping:
     residual_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse numbers out of range."""
         errors.limit("clip", self.limit)
         errors.momentum("residual_decay", self.residual_decay)
 

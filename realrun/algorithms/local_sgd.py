@@ -131,7 +131,6 @@ class OverlapLocalSGDRule(Rule):
     staleness: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse options out of range."""
         errors.pull("pull", self.pull)
         errors.momentum("anchor_momentum", self.anchor_momentum)
 

@@ -187,7 +187,6 @@ class MomentumRule(Rule):
     staleness: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse options out of range."""
         errors.momentum("outer_momentum", self.outer_momentum)
         errors.limit("outer_lr", self.outer_lr)
         errors.one_of("gap", self.gap, GAPS)

@@ -42,7 +42,6 @@ class RankSettings:
     )
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be started."""
         if self.backend not in get_args(Backend):
             raise OptionError(
                 f"--backend is {self.backend!r}; {nearest(self.backend, get_args(Backend))}"

@@ -85,7 +85,6 @@ class ProbeOptions:
     )
 
     def __post_init__(self) -> None:
-        """Refuse what does not go together."""
         if self.out.suffix != ".toml":
             raise OptionError(f"--out is {self.out}; the name of a cluster file ends in .toml")
         if self.gpu is not None and self.gpu not in names("gpus"):

@@ -34,7 +34,6 @@ class Threads:
     """An execution on this process's CPU, with collectives over Gloo."""
 
     def __init__(self, run: Run) -> None:
-        """Nothing has run yet."""
         self.run, self.world = run, run.world
         self.buffers = run.buffers()
         instances = list(run.schedule.instances(run.rounds))

@@ -48,7 +48,6 @@ class Validation:
     """
 
     def __init__(self, task: Task, method: WrappedModel, world: World) -> None:
-        """Nothing was validated yet."""
         self._task, self._method, self._world = task, method, world
         self._pending: dict[int, list[Tensor]] = {}
         self.last: float | None = None
