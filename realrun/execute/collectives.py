@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from typing import TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from co2sim.common.errors import OptionError
@@ -24,10 +27,10 @@ from co2sim.schedule.token_routing import TokenRouting
 from realrun.execute.world import RankCommunicator
 from realrun.torch_compat import all_gather_single, reduce_scatter_single
 
-Counts = tuple[tuple[int, ...], ...]
+Counts: TypeAlias = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TokenPlan:
     """Rows of tokens between members, which stand on nodes of `per_node` in order.
 
@@ -54,38 +57,29 @@ class TokenPlan:
 class Phase:
     """Rows that a member gives to each member, and takes from it."""
 
-    gives: tuple[int, ...]
-    takes: tuple[int, ...]
+    gives: list[int]
+    takes: list[int]
 
 
 def node_phases(plan: TokenPlan, me: int) -> tuple[Phase, ...]:
     """Copies to the peers of each node, then rows to its members."""
-    node, members, peers = me // plan.per_node, len(plan.rows), plan.peers(me)
-    between = Phase(
-        _spread(members, peers, plan.copies[me]),
-        _spread(members, peers, [plan.copies[peer][node] for peer in peers]),
-    )
-    mates = plan.mates(me)
-    inside = Phase(
-        _spread(members, mates, [sum(plan.rows[peer][mate] for peer in peers) for mate in mates]),
-        _spread(
-            members,
-            mates,
-            [sum(plan.rows[peer][me] for peer in plan.peers(mate)) for mate in mates],
-        ),
-    )
-    return between, inside
+    node, peers, mates = me // plan.per_node, [*plan.peers(me)], [*plan.mates(me)]
+    gives, takes = np.zeros((2, 2, len(plan.rows)), np.int64)
+    gives[0, peers], takes[0, peers] = plan.copies[me], plan.copies[peers, node]
+    gives[1, mates] = plan.rows[np.ix_(peers, mates)].sum(0)
+    takes[1, mates] = [plan.rows[[*plan.peers(mate)], me].sum() for mate in mates]
+    return tuple(map(Phase, gives.tolist(), takes.tolist()))
 
 
 def rows_passed_on(plan: TokenPlan, me: int) -> Tensor:
     """Which of the copies that came from peers each row inside the node is, in order."""
     node, indices = me // plan.per_node, []
     peers = plan.peers(me)
-    first = [0, *accumulate(plan.copies[peer][node] for peer in peers)]
+    first = [0, *accumulate(plan.copies[[*peers], node].tolist())]
     begun = dict.fromkeys(peers, 0)
     for mate in plan.mates(me):
         for index, peer in enumerate(peers):
-            rows, copies = plan.rows[peer][mate], plan.copies[peer][node]
+            rows, copies = int(plan.rows[peer, mate]), int(plan.copies[peer, node])
             turns = torch.arange(begun[peer], begun[peer] + rows)
             indices.append(first[index] + turns % max(1, copies))
             begun[peer] += rows
@@ -109,16 +103,10 @@ def plan_of(work: Collective, members: int, nodes: int) -> TokenPlan:
     whole = [sum(weights[node * each : (node + 1) * each]) / each for node in range(nodes)]
     wanted = _divided([members * tokens * met * weight for weight in whole], members)
     each_has = max(1, routed.count // members)
-    copies = []
-    for mine, some in zip(rows, wanted, strict=True):
-        parts = [mine[node * each : (node + 1) * each] for node in range(nodes)]
-        copies.append(
-            tuple(
-                min(tokens, sum(part), max(wanted_rows, -(-max(part) // each_has)))
-                for part, wanted_rows in zip(parts, some, strict=True)
-            )
-        )
-    return TokenPlan(rows, tuple(copies), each)
+    parts = rows.reshape(members, nodes, each)
+    needed = np.maximum(wanted, -(-parts.max(2) // each_has))
+    copies = np.minimum(np.minimum(tokens, parts.sum(2)), needed)
+    return TokenPlan(rows, copies, each)
 
 
 def _weights(members: int, load: float, draw: random.Random) -> list[float]:
@@ -139,17 +127,10 @@ def _divided(totals: Sequence[float], members: int) -> Counts:
 
     Of a sum c member i has (c + i) // members: together c (Hermite's identity).
     """
-    ends = [0, *(round(total) for total in accumulate(totals))]
-    return tuple(
-        tuple((end + i) // members - (start + i) // members for start, end in pairwise(ends))
-        for i in range(members)
-    )
-
-
-def _spread(members: int, among: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
-    """Counts of some members; nothing for all others."""
-    count_of = dict(zip(among, counts, strict=True))
-    return tuple(count_of.get(member, 0) for member in range(members))
+    ends = np.array([0, *(round(total) for total in accumulate(totals))])
+    members_in_turn = np.arange(members)[:, None]
+    parts: Counts = np.diff((ends + members_in_turn) // members)
+    return parts
 
 
 _SUMMED = {DType.FP32: torch.float32, DType.FP16: torch.float16, DType.BF16: torch.bfloat16}
@@ -250,7 +231,7 @@ def _allocate_tokens(
         return torch.zeros(count * routed.width, dtype=_SUMMED[work.dtype], device=device)
 
     relayed = routed.by_node and plan.per_node < len(plan.rows)
-    flat = Phase(plan.rows[me], tuple(row[me] for row in plan.rows))
+    flat = Phase(plan.rows[me].tolist(), plan.rows[:, me].tolist())
     phases = node_phases(plan, me) if relayed else (flat,)
     if routed.back:
         phases = tuple(Phase(phase.takes, phase.gives) for phase in reversed(phases))
