@@ -537,13 +537,15 @@ def _inside(
                     address=SWITCH,
                     port=store.port,
                 )
+                enter = processes.entering(holders[rank // lab.gpus_per_node])
                 cores = on_cores(rank, lab.world_size, sorted(os.sched_getaffinity(0)))
-                place = processes.NodePlace(holders[rank // lab.gpus_per_node], cores)
+                if cores:
+                    enter += ["taskset", "--cpu-list", ",".join(map(str, cores))]
                 stated = {"GLOO_SOCKET_IFNAME": "eth0", CLUSTER: _CLUSTER_FILE}
                 stated |= {REALTIME: os.environ.get(REALTIME, "1")}
                 stated |= {DILATION: str(lab.dilation)}
                 stated |= {SITES: str(lab.sites)} if lab.sites > 1 else {}
-                ranks.append(processes.start(rank, command, {**variables, **stated}, place))
+                ranks.append(processes.start(rank, [*enter, *command], {**variables, **stated}))
                 guard.put(ranks[-1].process.pid)
             return supervise(ranks, store, grace, cut=guard.cut)
     except Co2simError as error:

@@ -56,7 +56,7 @@ def run_local(
     program = resolved(command)
     ranks: list[RankProcess] = []
     asked_by = 0
-    """The signal of this process by which the ranks were told to end; 0: not yet."""
+    """The signal for which the ranks shall end; 0: none yet."""
 
     def tell(signum: int) -> None:
         nonlocal asked_by
