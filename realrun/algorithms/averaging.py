@@ -67,7 +67,7 @@ class PendingAverage:
 
     `pieces`: how to wait for each part that is left, and whether it has ended. Launched after local
     step `step`: who left before will not come. It is the mean of `members` ranks; None: of all.
-    `given`: the largest element of this rank's; `blame`: whose are not finite.
+    `largest`: of the elements of this rank's; `blame`: whose are not finite.
     `errors`: for each bucket two sums of squares (see `rounding`), once it has arrived.
     """
 
@@ -79,7 +79,7 @@ class PendingAverage:
     notices: DepartureLog | None = None
     step: int = 0
     members: int | None = None
-    given: Tensor | None = None
+    largest: Tensor | None = None
     blame: str = ""
     errors: list[Tensor] = field(default_factory=list)
 

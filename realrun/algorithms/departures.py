@@ -44,9 +44,9 @@ class StoreError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """A sign of life: the number of the sign, local steps, and what this rank waits for, if so."""
+    """A sign of life: how many there were, local steps, and what this rank waits for, if so."""
 
-    number: int
+    count: int
     steps: int
     waits_for: str
 

@@ -42,7 +42,7 @@ def finite_norm(
         (square,) = total([float((flight.vector.double() ** 2).sum())])
         return math.sqrt(square)
     where = f"first in {flat.name_at(first + int(bad[0]))!r}" if len(bad) else "on other ranks"
-    flight.blame = flight.blame or _blame(flight.given, links)
+    flight.blame = flight.blame or _blame(flight.largest, links)
     raise NonFiniteError(
         f"the average of round {flight.round}, used in round {now}, has {count:g} elements that"
         f" are NaN or infinite, {where}; {flight.blame}; anchor and momentum are as before"
@@ -241,7 +241,7 @@ class OuterLoop(ABC):
         """Start averaging `vector` in place, for this round."""
         norm = torch.linalg.vector_norm(vector, torch.inf) if len(vector) else None
         flight = self.average.launch(vector, self.counters.round)
-        flight.given = norm
+        flight.largest = norm
         return flight
 
     def use_average(

@@ -123,7 +123,7 @@ class Threads:
         return latest
 
     def _perform(self, instance: Instance, ready: Seconds) -> Seconds:
-        number, turn, op, _ = instance
+        index, turn, op, _ = instance
         if self.failure:
             raise _Stopped
         comm = None
@@ -132,7 +132,7 @@ class Threads:
         if comm or self.run.reports(instance):
             self._begin_at(ready, op.stream)
         self.run.begin(instance)
-        place = Place(number, turn, op.name)
+        place = Place(index, turn, op.name)
         self.world.watch.enter(op.stream, place)
         try:
             if isinstance(op.work, Collective):
@@ -147,11 +147,11 @@ class Threads:
         self.world.watch.exit(op.stream)
         with self.lock:
             self.spans.append(span)
-            self.ends[number] = end
+            self.ends[index] = end
             self.last = max(self.last, end)
             self.left -= 1
             for stream, wait in self.awaited.items():
-                if wait == number:
+                if wait == index:
                     self.changed[stream].notify()
             if not self.left:
                 self.over.notify()

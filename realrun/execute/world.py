@@ -231,8 +231,8 @@ class World:
             with communicating():
                 made = dist.new_group(list(members), timeout=limit, backend=backend)
             if self.rank in members:
-                own = made, tuple(members)
-        return own
+                joined = made, tuple(members)
+        return joined
 
     def group(self, purpose: str, kind: Group) -> dist.ProcessGroup:
         """The process group of this kind for a purpose, made at the first call. All ranks call it.
