@@ -349,10 +349,15 @@ def need_gpus(count: int) -> None:
 def _connected(
     env: Mapping[str, str], size: int, limit: timedelta, *, hosts: bool
 ) -> TCPStore | PrefixStore:
+    port = int(env["MASTER_PORT"])
+    store = TCPStore(env["MASTER_ADDR"], port, size, hosts, limit, wait_for_workers=False)
+    return _of_attempt(store, env)
+
+
+def _of_attempt(store: TCPStore | PrefixStore, env: Mapping[str, str]) -> TCPStore | PrefixStore:
     """The store without what ranks wrote before torchrun restarted them: it keeps its store."""
-    address, attempt = env["MASTER_ADDR"], env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    made = TCPStore(address, int(env["MASTER_PORT"]), size, hosts, limit, wait_for_workers=False)
-    return made if attempt == "0" else PrefixStore(f"attempt{attempt}", made)
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return store if attempt == "0" else PrefixStore(f"attempt{attempt}", store)
 
 
 def _wait_for_all(store: Store, watch: Watch, rank: int, size: int, deadline: Seconds) -> None:
