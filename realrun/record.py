@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -128,7 +128,7 @@ def _read(folder: Path) -> Record:
     of_run = _OfRun.model_validate(
         {name: run[name] for name in _OfRun.model_fields if name in run or name not in _NEW}
     )
-    values = dict(of_run)
+    values = dict(of_run) | {"figures": of_run.figures.model_dump(exclude_unset=True)}
     named = {name: values.pop(name) for name in (*_IN_FULL, "overrides")}
     trace = read_json_lines(folder / "trace.jsonl")
     return Record(case=Question(**named, **plain), trace=trace, **values)
@@ -157,27 +157,22 @@ def _numbers_of_a_model(model: Model) -> Model:
     return model
 
 
-def _times_of_a_run(figures: dict[str, Any]) -> dict[str, Any]:
-    for name in _COMPARED:
-        value = figures.get(name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (is_number and 0 <= value <= _LARGEST):
-            raise ValueError(f"{name} is {given(value)}; it must be 0 to {_LARGEST:g}")
-    time = figures.get("round_time_s")
-    if time is not None and time < _SHORTEST:
-        raise ValueError(f"round_time_s is {given(time)}; it must be at least {_SHORTEST:g}")
-    return figures
-
-
 _LARGEST = 1e24
 """Of a number of a model or of a run: beyond a year of all computers."""
 _SHORTEST: Seconds = 1e-9
 """Of a round."""
-_COMPARED = (
-    *("round_time_s", "step_time_s", "comm_busy_s", "exposed_comm_s", "waiting_s"),
-    "overlap_ratio",
-)
-"""Figures that are compared with a prediction."""
+_Figure: TypeAlias = Annotated[FiniteFloat, Field(ge=0, le=_LARGEST, strict=True)]
+
+
+class _Figures(BaseModel, extra="allow"):
+    """Of those of a run what is compared with a prediction."""
+
+    round_time_s: Annotated[_Figure, Field(ge=_SHORTEST)] | None = None
+    step_time_s: _Figure | None = None
+    comm_busy_s: _Figure | None = None
+    exposed_comm_s: _Figure | None = None
+    waiting_s: _Figure | None = None
+    overlap_ratio: _Figure | None = None
 
 
 class _OfRun(BaseModel):
@@ -189,7 +184,7 @@ class _OfRun(BaseModel):
     kernels: str
     rounds: Annotated[StrictInt, Field(ge=1)]
     clock_error: Annotated[FiniteFloat, Field(ge=0)]
-    figures: Annotated[dict[str, Any], AfterValidator(_times_of_a_run)]
+    figures: _Figures
     environment: dict[str, str]
     product_speed: Annotated[FiniteFloat, Field(ge=1, le=_LARGEST)] | None = None
     overrides: dict[str, str] = {}
