@@ -371,15 +371,13 @@ def _of_all(
     optimizer: Optimizer, parameters: Sequence[Tensor]
 ) -> Iterator[tuple[str, Tensor, Any]]:
     """Lists and dicts with a tensor for every parameter, of the optimizer and of its groups."""
-    for name, value in vars(optimizer).items():
-        tensors = list(_tensors(value)) if name not in {"state", "param_groups", "defaults"} else []
-        if len(tensors) == len(parameters):
-            yield from ((name, *pair) for pair in zip(parameters, tensors, strict=True))
-    for group in optimizer.param_groups:
-        for name, value in group.items():
-            tensors = list(_tensors(value)) if name != "params" else []
-            if len(tensors) == len(group["params"]):
-                yield from ((name, *pair) for pair in zip(group["params"], tensors, strict=True))
+    groups = [(group["params"], group) for group in optimizer.param_groups]
+    for params, values in ((parameters, vars(optimizer)), *groups):
+        for name, value in values.items():
+            if name not in {"state", "param_groups", "defaults", "params"}:
+                tensors = list(_tensors(value))
+                if len(tensors) == len(params):
+                    yield from ((name, *pair) for pair in zip(params, tensors, strict=True))
 
 
 def _refuse(copies: _Copies) -> None:

@@ -40,14 +40,12 @@ class Run:
         for op in self.schedule.body:
             if not isinstance(op.work, Collective):
                 continue
-            sent = op.work.bytes, op.work.dtype, op.work.routed
-            key = (op.stream, op.work.kind, op.work.group, *sent)
+            work = op.work
+            key = (op.stream, work.kind, work.group, work.bytes, work.dtype, work.routed)
             if key not in made:
-                comm = self.world.communicator(op.stream, op.work.group)
-                where = (
-                    (len(comm.members), self.world.device, comm.me, comm.nodes) if comm else None
-                )
-                made[key] = allocate(op.work, *(where or (1, self.world.device)))
+                comm = self.world.communicator(op.stream, work.group)
+                size, where = (len(comm.members), (comm.me, comm.nodes)) if comm else (1, ())
+                made[key] = allocate(work, size, self.world.device, *where)
             by_op[op.name] = made[key]
         return by_op
 
