@@ -415,8 +415,8 @@ def test_all_buckets_of_an_average_share_one_deadline(monkeypatch: pytest.Monkey
             raise TimeoutError("nobody answers")
 
     monkeypatch.setattr("realrun.algorithms.averaging.time.monotonic", lambda: now[0])
-    PendingAverage(7, torch.zeros(1), [bucket] * 3, deadline=12.0).wait()
-    late = PendingAverage(7, torch.zeros(1), [bucket] * 4, deadline=10.0)
+    PendingAverage(7, torch.zeros(1), [(bucket, lambda: False)] * 3, deadline=12.0).wait()
+    late = PendingAverage(7, torch.zeros(1), [(bucket, lambda: False)] * 4, deadline=10.0)
     with pytest.raises(RankFailure, match=r"round 7 .*10 s"):
         late.wait()
     late.wait()  # again: for the two that were not there yet
@@ -433,7 +433,7 @@ def test_an_average_that_ends_as_a_look_around_begins_is_no_failure(*, fails: bo
         if fails or len(asked) == 1:
             raise TimeoutError("connection closed" if len(asked) > 1 else "time is up")
 
-    flight = PendingAverage(7, torch.zeros(1), [bucket], polls=[lambda: True], deadline=12.0)
+    flight = PendingAverage(7, torch.zeros(1), [(bucket, lambda: True)], deadline=12.0)
     flight.notices = DepartureLog([0], lambda: 7)
     if fails:
         with pytest.raises(RankFailure, match=r"round 7 .*connection closed"):
