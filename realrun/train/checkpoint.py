@@ -41,10 +41,7 @@ def run_on_all_ranks(what: str, work: Callable[[], Any]) -> list[Any]:
         result = work()
     except (OSError, MemoryError, CheckpointError) as error:
         cause, damaged = _cause(error), isinstance(error, DamagedError)
-    here = (result, cause, damaged)
-    answers = [here] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if len(answers) > 1:
-        dist.all_gather_object(answers, here)
+    answers = _gather((result, cause, damaged))
     causes = [answer[1] for answer in answers]
     if not any(causes):
         return [answer[0] for answer in answers]
@@ -60,6 +57,14 @@ def _cause(error: Exception) -> str:
         name = f"{str(error.filename).rsplit('/', 1)[-1]}: " if error.filename else ""
         return folders.shown(f"{name}{error.strerror}", _CAUSE)
     return folders.shown(str(error) or "out of memory", _CAUSE)
+
+
+def _gather(value: Any) -> list[Any]:
+    """That of every rank."""
+    values = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 _KEPT = 2
