@@ -206,11 +206,6 @@ class Departure:
         """Whether it left because of another one, which is the one to name."""
         return self.reason.startswith(f"raised {RankFailure.__name__}")
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether it raised an error of this package."""
-        return self.is_told or self.reason.startswith(_OURS)
-
     def __str__(self) -> str:
         """As in "rank 1 closed after 36 steps"."""
         return f"rank {self.rank} {self.reason or 'closed'} after {self.steps} steps"
@@ -231,7 +226,7 @@ class DepartureLog:
             reference = ref(self)
             self._store = RankStore(
                 common_prefix(),
-                lambda: log._sign() if (log := reference()) else (0, ""),  # noqa: SLF001
+                lambda: (log.steps(), log._waits_for) if (log := reference()) else (0, ""),  # noqa: SLF001
                 lambda store: log._read(store) if (log := reference()) else None,  # noqa: SLF001
             )
             finalize(self, self._store.stop).atexit = False
@@ -272,9 +267,6 @@ class DepartureLog:
         """Let go of the store, after `leave`."""
         if self._store:
             self._store.close()
-
-    def _sign(self) -> tuple[int, str]:
-        return self.steps(), self._waits_for
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -474,7 +466,8 @@ class DepartureLog:
 
         Not for errors of this package, which others find themselves, or at the next average.
         """
-        if absent := [note for note in self._known() if note.reason and not note.is_ours]:
+        left = [note for note in self._known() if note.reason]
+        if absent := [note for note in left if not note.reason.startswith(_OURS)]:
             raise self._failure("training", absent, None)
 
     def cause(
