@@ -56,7 +56,7 @@ def measured(size: str, times: int, place: Path) -> list[list[float]]:
     ours, theirs, plain = place / "ours", place / "torch.pt", place / "plain.safetensors"
     found = []
     for _ in range(times + 1):
-        row = [seconds(lambda: checkpoint.write(ours, state, {}, 0, torch.device("cpu")))]
+        row = [seconds(lambda: checkpoint.write(ours, state, {}, 0))]
         row += [seconds(lambda: torch.save(state, theirs), theirs)]
         row += [seconds(lambda: safetensors.torch.save_file(named, plain), plain)]
         row += [seconds(lambda: checkpoint.read(ours, Saved.of(ours), 0))]

@@ -1,5 +1,6 @@
 """Errors of real runs. All are `Co2simError`s with a message of one line."""
 
+import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,6 @@ class NonFiniteError(Co2simError):
     """An inf or a NaN that would spread to other ranks. `round` is that of the average, if any."""
 
     def __init__(self, message: str, *, round: int | None = None) -> None:  # noqa: A002 - as below
-        """Keep where."""
         super().__init__(message)
         self.round = round
 
@@ -60,11 +60,53 @@ class RankFailure(Co2simError):  # noqa: N818 - what it is called in the field
         said: bool = False,
         cause: str = "",
     ) -> None:
-        """Keep who failed, and where this rank was."""
         super().__init__(message)
         self.cause = cause
         self.ranks, self.op, self.round, self.said = ranks, op, round, said
         self.trace: Any = None
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """As in "ranks 1, 2"."""
+    more = ", ..." if len(ranks) > 8 else ""  # noqa: PLR2004 - as many as a line holds
+    listed = ", ".join(map(str, sorted(ranks)[:8]))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}{more}"
+
+
+def refuse_different(what: str, texts: Sequence[str], ranks: Sequence[int]) -> None:
+    """Raise MismatchError, which names the first line that differs, unless texts are the same."""
+    for rank, text in zip(ranks, texts, strict=True):
+        if text != texts[0]:
+            line, other = first_difference(texts[0], text)
+            raise MismatchError(
+                f"rank {rank} has another {what} than rank {ranks[0]}: {other!r} instead of"
+                f" {line!r}"
+            )
+
+
+def first_difference(text: str, two: str) -> tuple[str, str]:
+    """The first lines by one name in which two texts differ, which they do.
+
+    A line is "name: ..." or "name = ..."; "nothing" where one text has none by a name.
+    """
+    lines, others = text.splitlines(), two.splitlines()
+    only = [line for line in lines if line not in others]
+    only_others = [line for line in others if line not in lines]
+    first = [
+        (each.index(odd[0]), odd[0]) for each, odd in ((lines, only), (others, only_others)) if odd
+    ]
+    if not first:  # in another order
+        return next(pair for pair in zip(lines, others, strict=False) if pair[0] != pair[1])
+    name = _name(min(first)[1])
+    mine, theirs = (
+        next((line for line in odd if _name(line) == name), "nothing")
+        for odd in (only, only_others)
+    )
+    return mine, theirs
+
+
+def _name(line: str) -> str:
+    return re.split(r": | = ", line.removeprefix("not averaged: "))[0]
 
 
 def warn_user(text: str) -> None:
@@ -91,7 +133,6 @@ class CheckpointError(Co2simError):
     """
 
     def __init__(self, message: str, *, everywhere: bool = False) -> None:
-        """Keep who knows."""
         super().__init__(message)
         self.everywhere = everywhere
 
@@ -126,13 +167,8 @@ def pull(name: str, value: float) -> None:
     _below_one(name, value, "above 0 and below 1")
 
 
-def step_size(name: str, value: float) -> None:
-    """Above 0, and not so large that fp32 could not hold a product with it."""
-    limit(name, value)
-
-
 def limit(name: str, value: float) -> None:
-    """Above 0, and a number of fp32."""
+    """Above 0, and not so large that fp32 could not hold a product with it."""
     above(name, value, 0)
     if value > _LARGEST:
         raise OptionError(f"{name} is {value}; it must be above 0 and at most {_LARGEST:g}")

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -26,7 +26,7 @@ from co2sim.common import files
 from co2sim.common.errors import CatalogError, Co2simError, given
 from co2sim.common.files import text_of, write_atomically
 from co2sim.common.units import FlopsPerSecond, Seconds
-from co2sim.common.validation import Place, first_problem
+from co2sim.common.validation import first_problem
 from co2sim.hardware.cluster import Backend, Cluster
 from co2sim.models.workload import Model
 from co2sim.prediction.question import Question, assumed
@@ -111,7 +111,8 @@ def read(folder: Path) -> Record:
     except KeyError as error:
         reason = f"run.json has no {error.args[0]!r}"
     except ValidationError as error:
-        reason = f"run.json: {first_problem(error, path=_dotted)}"
+        problem = first_problem(error, path=lambda keys: ".".join(map(str, keys)))
+        reason = f"run.json: {problem}"
     except ValueError as error:
         reason = f"run.json is not JSON ({error})"
     except Co2simError as error:
@@ -127,22 +128,10 @@ def _read(folder: Path) -> Record:
     of_run = _OfRun.model_validate(
         {name: run[name] for name in _OfRun.model_fields if name in run or name not in _NEW}
     )
-    return Record(
-        case=Question(
-            cluster=of_run.cluster,
-            model=of_run.model,
-            strategy=of_run.strategy,
-            overrides=of_run.overrides,
-            **plain,
-        ),
-        kernels=of_run.kernels,
-        rounds=of_run.rounds,
-        trace=read_json_lines(folder / "trace.jsonl"),
-        clock_error=of_run.clock_error,
-        figures=of_run.figures,
-        environment=of_run.environment,
-        product_speed=of_run.product_speed,
-    )
+    values = dict(of_run) | {"figures": of_run.figures.model_dump(exclude_unset=True)}
+    named = {name: values.pop(name) for name in (*_IN_FULL, "overrides")}
+    trace = read_json_lines(folder / "trace.jsonl")
+    return Record(case=Question(**named, **plain), trace=trace, **values)
 
 
 def _plain(run: Mapping[str, Any], field: dataclasses.Field[Any]) -> Any:
@@ -150,10 +139,6 @@ def _plain(run: Mapping[str, Any], field: dataclasses.Field[Any]) -> Any:
     if field.default is None or field.name in _LATER:
         return run.get(field.name, field.default)
     return run[field.name]
-
-
-def _dotted(place: Place) -> str:
-    return ".".join(map(str, place))
 
 
 def _numbers_of_a_model(model: Model) -> Model:
@@ -172,27 +157,22 @@ def _numbers_of_a_model(model: Model) -> Model:
     return model
 
 
-def _times_of_a_run(figures: dict[str, Any]) -> dict[str, Any]:
-    for name in _COMPARED:
-        value = figures.get(name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (is_number and 0 <= value <= _LARGEST):
-            raise ValueError(f"{name} is {given(value)}; it must be 0 to {_LARGEST:g}")
-    time = figures.get("round_time_s")
-    if time is not None and time < _SHORTEST:
-        raise ValueError(f"round_time_s is {given(time)}; it must be at least {_SHORTEST:g}")
-    return figures
-
-
 _LARGEST = 1e24
 """Of a number of a model or of a run: beyond a year of all computers."""
 _SHORTEST: Seconds = 1e-9
 """Of a round."""
-_COMPARED = (
-    *("round_time_s", "step_time_s", "comm_busy_s", "exposed_comm_s", "waiting_s"),
-    "overlap_ratio",
-)
-"""Figures that are compared with a prediction."""
+_Figure: TypeAlias = Annotated[FiniteFloat, Field(ge=0, le=_LARGEST, strict=True)]
+
+
+class _Figures(BaseModel, extra="allow"):
+    """Of those of a run what is compared with a prediction."""
+
+    round_time_s: Annotated[_Figure, Field(ge=_SHORTEST)] | None = None
+    step_time_s: _Figure | None = None
+    comm_busy_s: _Figure | None = None
+    exposed_comm_s: _Figure | None = None
+    waiting_s: _Figure | None = None
+    overlap_ratio: _Figure | None = None
 
 
 class _OfRun(BaseModel):
@@ -204,7 +184,7 @@ class _OfRun(BaseModel):
     kernels: str
     rounds: Annotated[StrictInt, Field(ge=1)]
     clock_error: Annotated[FiniteFloat, Field(ge=0)]
-    figures: Annotated[dict[str, Any], AfterValidator(_times_of_a_run)]
+    figures: _Figures
     environment: dict[str, str]
     product_speed: Annotated[FiniteFloat, Field(ge=1, le=_LARGEST)] | None = None
     overrides: dict[str, str] = {}

@@ -355,7 +355,7 @@ def codes(*, quick: bool) -> Rows:
             size = (bits, block, x.shape[-1])
             works: dict[str, tuple[Callable[[], object], int]] = {
                 "quantize": (
-                    partial(quantization.quantize, x, bits, block, refuse_non_finite=False),
+                    partial(quantization.quantize, x, bits, block),
                     2 * elements + sent,
                 ),
                 "dequantize": (

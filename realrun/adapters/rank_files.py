@@ -7,13 +7,13 @@ checksums of all files. Nothing that is read can run code.
 import warnings
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from co2sim.common.units import counted
 from realrun.algorithms import LocalUpdate
-from realrun.algorithms.outer_loop import mark_of
+from realrun.algorithms.buffers import ExtraState
+from realrun.algorithms.process_groups import DEADLINE, WorkerGroups, Workers
 from realrun.errors import CheckpointError, DamagedError
 from realrun.train import checkpoint
 from realrun.train.checkpoint import run_on_all_ranks
@@ -34,7 +34,7 @@ def save(folder: Path, algorithm: LocalUpdate) -> None:
         "optimizers": [optimizer.state_dict() for optimizer in algorithm.optimizers],
         "algorithm": next(iter(algorithm.state_dict().values())),
     }
-    checkpoint.write(folder, state, {"ranks": ranks}, rank, _device(algorithm))
+    checkpoint.write(folder, state, {"ranks": ranks}, rank)
 
 
 def load(folder: Path, algorithm: LocalUpdate) -> None:
@@ -63,7 +63,7 @@ def load(folder: Path, algorithm: LocalUpdate) -> None:
             )
         loaded.append((before, model, optimizers, algorithm_state))
 
-    run_on_all_ranks(_device(algorithm), f"cannot read {shown(folder)}", read)
+    run_on_all_ranks(f"cannot read {shown(folder)}", read)
     ((before, model, optimizers, algorithm_state),) = loaded
     for optimizer, part in zip(algorithm.optimizers, optimizers, strict=True):
         optimizer.load_state_dict(part)
@@ -86,32 +86,14 @@ def _me() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def _device(algorithm: LocalUpdate) -> torch.device:
-    return next(algorithm.model.parameters()).device
-
-
 def mean_where_different(model: nn.Module) -> None:
     """Where ranks hold different models, give all their mean. All ranks call this.
 
     After an algorithm has finished, only callbacks can have made them different: one may put
-    other weights into the model, such as an EMA. What is not floating point becomes that of
-    rank 0.
+    other weights into the model, such as an EMA. See `ExtraState`.
     """
-    if not dist.is_initialized() or (size := dist.get_world_size()) == 1:
-        return
-    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
-    marks = [""] * size
-    dist.all_gather_object(
-        marks, mark_of(*(tensor.cpu().contiguous().view(-1) for tensor in tensors))
-    )
-    if len(set(marks)) == 1:
-        return
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            mean = tensor.double()
-            dist.all_reduce(mean)
-            tensor.copy_(mean / size)
-        else:
-            sent = tensor.contiguous()
-            dist.broadcast(sent, 0)
-            tensor.copy_(sent)
+    links = WorkerGroups(Workers.per_gpu(), DEADLINE, owns=False)
+    ExtraState(model, set(), links).average([model], buffers=False)
+    links.notices.leave()
+    links.notices.end()
+    links.close()

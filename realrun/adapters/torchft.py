@@ -38,9 +38,9 @@ from realrun.algorithms.averaging import (
     Transport,
 )
 from realrun.algorithms.optimizers import Optimizers
-from realrun.algorithms.outer_loop import OuterLoop, RoundLoop
-from realrun.algorithms.process_groups import DEADLINE, Workers, first_difference
-from realrun.errors import MismatchError, RankFailure
+from realrun.algorithms.outer_loop import RoundLoop
+from realrun.algorithms.process_groups import DEADLINE, Workers
+from realrun.errors import MismatchError, RankFailure, first_difference
 
 Algorithm = TypeVar("Algorithm", bound=LocalUpdate)
 
@@ -106,7 +106,7 @@ def fault_tolerant(
         if state is not None:
             made.load_anchor(state)
         transport = Transport(bucket_mib=bucket_mib)
-        loop = _QuorumLoop(_rounds(made.loop), manager, made, transport.bucket)
+        loop = _QuorumLoop(_rounds(made), manager, made, transport.bucket)
         manager.register_state_dict_fn("realrun", loop.take, loop.give)
         loop.start()
         made.use_loop(loop)
@@ -116,11 +116,12 @@ def fault_tolerant(
     return made
 
 
-def _rounds(loop: OuterLoop) -> RoundLoop:
-    """The loop, if it uses averages at the end of a round only. Raises OptionError."""
+def _rounds(algorithm: LocalUpdate) -> RoundLoop:
+    """Its loop, if that uses averages at the end of a round only. Raises OptionError."""
+    loop = algorithm.loop
     if not isinstance(loop, RoundLoop) or loop.rule.pull is not None or loop.rule.staleness > 1:
         raise OptionError(
-            f"{type(loop.rule).__name__} has a delay, fragments, a pull, or staleness"
+            f"{type(algorithm).__name__} has a delay, fragments, a pull, or staleness"
             f" {loop.rule.staleness}; with torchft it must have none of them, and staleness 0 or 1:"
             " all workers start a round at the anchor, and one average is under way at most; take"
             " CO2.published, LocalSGD, SlowMo or DiLoCo"
@@ -139,7 +140,7 @@ class _ManagedAverage(Average):
         """Start averaging `vector` in place, for round `round_`."""
         flight, size = PendingAverage(round_, vector), max(1, self._manager.num_participants())
         for bucket in torch.split(vector, self._elements):
-            flight.waits.append(partial(_wait, self._manager.allreduce(bucket)))
+            flight.pieces.append((partial(_wait, self._manager.allreduce(bucket)), lambda: True))
             self.sent += 2 * (size - 1) * -(-len(bucket) // size) * bucket.element_size()
         return flight
 

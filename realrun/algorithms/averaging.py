@@ -15,8 +15,8 @@ All ranks get the same bits, since every element is summed on one of them only.
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -27,12 +27,14 @@ from torch import Tensor
 
 from co2sim.common.units import Seconds
 from co2sim.common.validation import above
-from realrun.algorithms.departures import DepartureLog, lost
+from realrun.algorithms.departures import DepartureLog, together
 from realrun.algorithms.process_groups import (
     DEADLINE,
-    PERIOD,
+    Ended,
+    Wait,
     Wire,
     wait_for,
+    wait_until,
     wire_of,
 )
 from realrun.algorithms.quantization import dequantize, quantize, sum_rows
@@ -63,21 +65,21 @@ _PART = 32 * BLOCK
 class PendingAverage:
     """An average under way. `vector` must not be touched until `wait` has returned.
 
-    Launched after local step `step`: who left before will not come. It is the mean of `members`
-    ranks; None: of all. `given`: the largest element of this rank's; `blame`: whose are not finite.
+    `pieces`: how to wait for each part that is left, and whether it has ended. Launched after local
+    step `step`: who left before will not come. It is the mean of `members` ranks; None: of all.
+    `largest`: of the elements of this rank's; `blame`: whose are not finite.
     `errors`: for each bucket two sums of squares (see `rounding`), once it has arrived.
     """
 
     round: int
     vector: Tensor
-    waits: list[Callable[[Seconds], None]] = field(default_factory=list)
+    pieces: list[tuple[Wait, Ended]] = field(default_factory=list)
     finish: Callable[[], None] = lambda: None
-    polls: list[Callable[[], bool]] = field(default_factory=list)
     deadline: Seconds = DEADLINE
     notices: DepartureLog | None = None
     step: int = 0
     members: int | None = None
-    given: Tensor | None = None
+    largest: Tensor | None = None
     blame: str = ""
     errors: list[Tensor] = field(default_factory=list)
 
@@ -95,44 +97,21 @@ class PendingAverage:
 
     def arrived(self) -> bool:
         """Whether nothing is left to wait for, as the host sees it."""
-        return not self.waits or all(poll() for poll in self.polls)
+        return all(ended() for _, ended in self.pieces)
 
     def wait(self) -> None:
         """Wait until `vector` holds the mean. Raises RankFailure."""
-        if not self.waits:
+        if not self.pieces:
             return
-        limit = time.monotonic() + self.deadline
-        with self.notices.waiting(self._name) if self.notices else nullcontext():
-            while self.waits:
-                self._wait_for_first(limit)
+        what, limit = f"the average of round {self.round}", time.monotonic() + self.deadline
+        notices, look = self.notices, None
+        if notices:
+            look = partial(notices.check, what, self.step, round_=self.round)
+        with together(notices, what, self.deadline, round_=self.round):
+            while self.pieces:
+                wait_until(limit, *self.pieces[0], look)
+                self.pieces.pop(0)
         self.finish()
-
-    @property
-    def _name(self) -> str:
-        return f"the average of round {self.round}"
-
-    def _wait_for_first(self, limit: Seconds) -> None:
-        """Wait for one collective, and look now and then whether a rank has left."""
-        what, notices = self._name, self.notices
-        left = max(0.001, limit - time.monotonic())
-        error = self._error(min(PERIOD, left) if notices else left)
-        if error and notices and left > PERIOD:
-            if not self.polls[len(self.polls) - len(self.waits)]():
-                notices.check(what, self.step, round=self.round)
-                return
-            error = self._error(left)  # it has failed, or ended just after the time was up
-        if error:
-            cause = notices.cause(what, round=self.round) if notices else None
-            raise cause or lost(what, error, self.deadline, round=self.round) from error
-        self.waits.pop(0)
-
-    def _error(self, seconds: Seconds) -> Exception | None:
-        """Wait for the first collective; why it has not ended well, if it has not."""
-        try:
-            self.waits[0](seconds)
-        except (RuntimeError, TimeoutError) as error:
-            return error
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +128,6 @@ class Transport:
     pg_options: Any = None
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
         wire_of(self.dtype)
         above("bucket_mib", self.bucket_mib, 0)
 
@@ -210,7 +188,7 @@ def beside_training(
     An average that was waited for already, or was loaded, belongs to the stream of the training.
     """
     device = flight.vector.device
-    if device.type != "cuda" or not flight.waits:
+    if device.type != "cuda" or not flight.pieces:
         yield
         return
     training, stream = torch.cuda.current_stream(device), _side_stream(device)
@@ -245,7 +223,9 @@ class Average:
         self._size = group.size() if group else 1
         self._owner: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._present: Callable[[], bool] | None = None
+        self.quantizes = wire in _BITS
+        self.present: Callable[[], bool] | None = None
+        """Whether this rank counts; None: all do."""
         self._counting: dist.ProcessGroup | None = None
         self.sent = 0
 
@@ -254,31 +234,20 @@ class Average:
 
         All ranks call this, between the same two launches; nothing else may use `group` then.
         """
-        self._present, self._counting = present, group
-
-    @property
-    def quantizes(self) -> bool:
-        """Whether averages are rounded to int8 or int4."""
-        return self._wire in _BITS
-
-    @property
-    def weighs(self) -> bool:
-        """Whether ranks may be left out."""
-        return self._present is not None
+        self.present, self._counting = present, group
 
     def launch(self, vector: Tensor, round_: int) -> PendingAverage:
         """Start averaging `vector` in place, for round `round_`."""
-        if self._present is None or self._counting is None:
+        if self.present is None or self._counting is None:
             return self._launched(vector, round_)
-        here = self._present()
+        here = self.present()
         if not here:
             vector.zero_()
         flight = self._launched(vector, round_)
         count = torch.tensor([float(here)], dtype=torch.float64, device="cpu")
         work = dist.all_reduce(count, group=self._counting, async_op=True)
         assert work is not None
-        flight.waits.append(partial(wait_for, work))
-        flight.polls.append(work.is_completed)
+        flight.pieces.append((partial(wait_for, work), work.is_completed))
         mean = flight.finish
 
         def finish() -> None:
@@ -295,21 +264,18 @@ class Average:
     def _launched(self, vector: Tensor, round_: int) -> PendingAverage:
         flight = PendingAverage(round_, vector, deadline=self._deadline)
         if self._notices:
-            flight.notices, flight.step = self._notices, self._notices.now()
+            flight.notices, flight.step = self._notices, self._notices.steps()
         if self._group is None or not len(vector):
             return flight
-        if self._wire in _BITS:
+        if self.quantizes:
             for bucket in torch.split(vector, self._elements):
-                wait, poll = self._submit(bucket, flight.errors)
-                flight.waits.append(wait)
-                flight.polls.append(poll)
+                flight.pieces.append(self._submit(bucket, flight.errors))
             return flight
         sent = vector if self._wire == "fp32" else vector.to(torch.bfloat16)
         for bucket in torch.split(sent, self._elements):
             work = dist.all_reduce(bucket, group=self._group, async_op=True)
             assert work is not None
-            flight.waits.append(partial(wait_for, work))
-            flight.polls.append(work.is_completed)
+            flight.pieces.append((partial(wait_for, work), work.is_completed))
             part = -(-len(bucket) // self._size)
             self.sent += 2 * (self._size - 1) * part * bucket.element_size()
 
@@ -321,9 +287,7 @@ class Average:
         flight.finish = finish
         return flight
 
-    def _submit(
-        self, bucket: Tensor, errors: list[Tensor]
-    ) -> tuple[Callable[[Seconds], None], Callable[[], bool]]:
+    def _submit(self, bucket: Tensor, errors: list[Tensor]) -> tuple[Wait, Ended]:
         """Hand a bucket to the thread that owns the group; gives how to wait, and how to ask."""
         if self._owner is None:
             self._owner = ThreadPoolExecutor(1, thread_name_prefix="average")
@@ -332,9 +296,17 @@ class Average:
         self.sent += (self._size - 1) * (2 * wire_bytes(part, self._bits, BLOCK) + _ERROR_BYTES)
         if self._stream is None:
             sent = self._owner.submit(self._exchange, bucket, part, errors)
-            return partial(_result, sent), sent.done
-        filled = torch.cuda.current_stream(bucket.device).record_event()
-        done = self._owner.submit(self._beside, bucket, part, errors, filled, self._stream)
+            return sent.result, sent.done
+        filled, stream = torch.cuda.current_stream(bucket.device).record_event(), self._stream
+
+        def beside() -> torch.cuda.Event:
+            with torch.cuda.device(bucket.device), torch.cuda.stream(stream):
+                stream.wait_event(filled)
+                self._exchange(bucket, part, errors)
+                ended: torch.cuda.Event = stream.record_event()
+                return ended
+
+        done = self._owner.submit(beside)
 
         def wait(seconds: Seconds) -> None:
             event = done.result(seconds)
@@ -345,21 +317,6 @@ class Average:
 
         return wait, arrived
 
-    def _beside(
-        self,
-        bucket: Tensor,
-        part: int,
-        errors: list[Tensor],
-        filled: torch.cuda.Event,
-        stream: torch.cuda.Stream,
-    ) -> torch.cuda.Event:
-        """Exchange on its own stream; gives the event of its end."""
-        with torch.cuda.device(bucket.device), torch.cuda.stream(stream):
-            stream.wait_event(filled)
-            self._exchange(bucket, part, errors)
-            ended: torch.cuda.Event = stream.record_event()
-            return ended
-
     def _exchange(self, bucket: Tensor, part: int, errors: list[Tensor]) -> None:
         """`bucket` <- the mean of all ranks' buckets; NaN and infinities spoil their block.
 
@@ -369,12 +326,12 @@ class Average:
         n, bits = self._size, self._bits
         rows = bucket.new_zeros(n * part)
         rows[: len(bucket)].copy_(bucket)
-        quantized = quantize(rows.view(n, part), bits, BLOCK, refuse_non_finite=False)
+        quantized = quantize(rows.view(n, part), bits, BLOCK)
         sent, first = to_wire(quantized), _taken_off(rows.view(n, part), quantized, bits) / n
         taken = torch.empty_like(sent)
         dist.all_to_all_single(taken.view(-1), sent.view(-1), group=self._group)
         mean = sum_rows(from_wire(taken, bits, BLOCK, part), bits, BLOCK, part).div_(n)
-        quantized = quantize(mean, bits, BLOCK, refuse_non_finite=False)
+        quantized = quantize(mean, bits, BLOCK)
         squares = torch.stack((first, _taken_off(mean, quantized, bits))).view(torch.uint8)
         taken = taken.new_empty(n, taken.shape[1] + _ERROR_BYTES)
         mine = torch.cat((to_wire(quantized), squares))
@@ -421,7 +378,3 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _result(done: Future[None], seconds: Seconds) -> None:
-    done.result(seconds)

@@ -61,11 +61,6 @@ class Parts:
         """All that can be read."""
         return (*self.structure, *self.values)
 
-    @property
-    def writable(self) -> tuple[Tensor, ...]:
-        """All that can be written in place."""
-        return self.values if self.copied else self.all
-
 
 def parts_of(tensor: Tensor) -> Parts:
     """The parts of a tensor of any class, layout and type, as far as they can be read."""
@@ -238,7 +233,8 @@ class ExtraState:
     def __init__(self, model: nn.Module, trained: set[int], links: WorkerGroups) -> None:
         """`trained`: the parameters that are averaged in rounds, by identity."""
         self._model, self._trained, self._links = model, trained, links
-        self._frozen_marks: dict[str, str] = {}
+        self.frozen_marks: dict[str, str] = {}
+        """Of frozen weights where training began; empty where any may have moved before."""
 
     def check(self, also: Sequence[nn.Module]) -> None:
         """Raise OptionError for what is no module."""
@@ -255,14 +251,10 @@ class ExtraState:
 
         Their values are hashed: the version of a tensor does not tell what is written to `.data`.
         """
-        frozen = self._frozen() if self._links.has_others else {}
-        self._frozen_marks = {
+        frozen = self._frozen() if len(self._links.notices.ranks) > 1 else {}
+        self.frozen_marks = {
             name: marks_of(parts_of(tensor).all) for name, tensor in frozen.items()
         }
-
-    def forget_frozen(self) -> None:
-        """A saved state was loaded: any frozen weight may have moved before."""
-        self._frozen_marks = {}
 
     def average(self, also: Sequence[nn.Module], *, buffers: bool, counts: bool = True) -> None:
         """Average for good. All ranks call this, and wait for each other.
@@ -339,8 +331,8 @@ class ExtraState:
         mark, kind = marks_of(parts.all), parts.kind
         if parts.structure:
             kind += f", structure with hash {marks_of(parts.structure)[:16]}"
-        finite = all(_all_finite(part) for part in parts.values if _has_mean(part))
-        return Entry(kind, mark, finite, self._frozen_marks.get(name) != mark)
+        finite = all(bool(_wide(part).isfinite().all()) for part in parts.values if _has_mean(part))
+        return Entry(kind, mark, finite, self.frozen_marks.get(name) != mark)
 
     @torch.no_grad()
     def _average(
@@ -389,10 +381,6 @@ def _left_out(names_by_rank: Mapping[int, Sequence[str]]) -> Iterator[str]:
 
 def _has_mean(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _all_finite(tensor: Tensor) -> bool:
-    return bool(_wide(tensor).isfinite().all())
 
 
 def _is_left_out(here: Tensor, mean: Tensor) -> bool:

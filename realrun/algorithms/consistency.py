@@ -28,23 +28,14 @@ from realrun.errors import MismatchError, warn_user
 def refuse_different_inside(outer: OuterLoop, links: WorkerGroups) -> None:
     """Raise MismatchError where ranks of a worker hold different replicas: each sends a share."""
     marks = {ranks: mark_of(*parts) for ranks, parts in outer.flat.replicas().items()}
-    if ranks := links.different_inside(marks):
+    seen = [ranks for ranks, _ in {pair for row in links.of_worker(marks) for pair in row.items()}]
+    if ranks := min((ranks for ranks in seen if seen.count(ranks) > 1), default=()):
         raise MismatchError(
             f"after round {outer.counters.round} ranks {list(ranks)} of a worker hold different"
             " values of the same parameters: keep them equal with DDP, FSDP2 or tensor parallelism"
             " over the worker's ranks, from equal first values, or take worker='gpu'; a layer that"
             " changes its weights in forward, as max_norm does, makes them differ, too"
         )
-
-
-def refuse_drift(outer: OuterLoop, links: WorkerGroups) -> None:
-    """Raise MismatchError that names the ranks whose anchor differs from that of most."""
-    drifted = links.drifted(mark_of(outer.state.anchor))
-    (count,) = links.total([len(drifted)])
-    if count:
-        who = f"ranks {drifted}" if drifted else "ranks of other shards"
-        last = outer.counters.round - 1
-        raise MismatchError(f"after round {last} the anchor of {who} is not that of the others")
 
 
 def say_mixed_models(parameters: Sequence[Tensor], algorithm: str) -> None:
@@ -81,41 +72,39 @@ def say_mixed_models(parameters: Sequence[Tensor], algorithm: str) -> None:
 
 def refuse_wider(model: nn.Module, optimizers: Sequence[Optimizer], workers: Workers) -> None:
     """Raise OptionError for what several workers share: a DDP in the model, or a ZeRO-1."""
-    inner = set(workers.inner_ranks)
+    inside, shared = workers.inner_ranks, "worker='node', process_group=Workers.per_node().inner"
     for module in model.modules():
-        if not isinstance(module, DistributedDataParallel):
-            continue
-        ranks = dist.get_process_group_ranks(module.process_group)
-        if set(ranks) - inner:
-            raise OptionError(
-                f"the model is DDP over ranks {ranks}, but a worker is ranks {workers.inner_ranks}:"
-                " pass the bare module, or make it DDP over the worker's ranks (worker='node',"
-                " process_group=Workers.per_node().inner)"
-            )
+        if isinstance(module, DistributedDataParallel):
+            ranks = dist.get_process_group_ranks(module.process_group)
+            if set(ranks) - set(inside):
+                raise OptionError(
+                    f"the model is DDP over ranks {ranks}, but a worker is ranks {inside}: pass the"
+                    f" bare module, or make it DDP over the worker's ranks ({shared})"
+                )
     zero = sys.modules.get("torch.distributed.optim")  # whose import takes long, and warns
-    for optimizer in optimizers:
-        if zero is None or not isinstance(optimizer, zero.ZeroRedundancyOptimizer):
-            continue
-        ranks = dist.get_process_group_ranks(optimizer.process_group)
-        if set(ranks) - inner:
-            raise OptionError(
-                f"the optimizer is a ZeroRedundancyOptimizer over ranks {ranks}, but a worker is"
-                f" ranks {workers.inner_ranks}: it would send every rank's parameters to all; take"
-                " the optimizer inside it, or give it the worker's ranks (worker='node',"
-                " process_group=Workers.per_node().inner)"
-            )
+    for optimizer in optimizers if zero else ():
+        if isinstance(optimizer, zero.ZeroRedundancyOptimizer):  # type: ignore[union-attr]
+            ranks = dist.get_process_group_ranks(optimizer.process_group)
+            if set(ranks) - set(inside):
+                raise OptionError(
+                    f"the optimizer is a ZeroRedundancyOptimizer over ranks {ranks}, but a worker"
+                    f" is ranks {inside}: it would send every rank's parameters to all; take the"
+                    f" optimizer inside it, or give it the worker's ranks ({shared})"
+                )
 
 
-def describe(parameters: list[tuple[str, Tensor]], workers: Workers, rule: Rule, tau: Tau) -> str:
+def describe(
+    algorithm: str, parameters: list[tuple[str, Tensor]], workers: Workers, rule: Rule, tau: Tau
+) -> str:
     """What a saved state must have in common with the run that loads it."""
     lines = [
-        f"algorithm = {type(rule).__name__.removesuffix('Rule')}",
+        f"algorithm = {algorithm}",
         f"staleness = {rule.staleness}",
         f"tau = {tau}",
         f"averages used late = {_late(rule)}",
         f"workers = {len(workers.peer_ranks)} of {len(workers.inner_ranks)} ranks",
     ]
-    return "\n".join([*lines, *(_line(name, param) for name, param in parameters)])
+    return "\n".join([*lines, *(tensor_line(*pair) for pair in parameters)])
 
 
 def _late(rule: Rule) -> str:
@@ -146,16 +135,6 @@ def describe_settings(
     return [f"{name} = {value}" for name, value in values.items()]
 
 
-def _line(name: str, param: Tensor) -> str:
-    """Name, shape, type and order in memory; where a dimension is 1 its stride means nothing."""
-    dtype = str(param.dtype).removeprefix("torch.")
-    placed = f" {param.placements}" if isinstance(param, DTensor) else ""
-    strides = tuple(
-        stride for stride, size in zip(param.stride(), param.shape, strict=True) if size > 1
-    )
-    return f"{name}: {tuple(param.shape)} {dtype}, strides {strides}{placed}"
-
-
 _ROW = 8
 """Numbers that a rank tells of its learning rates: a checksum, and the first of them."""
 
@@ -173,9 +152,10 @@ class RateWatch:
 
     def begin(self) -> None:
         """Compare. All ranks call this."""
-        mine = rates(self._optimizers)
-        others = self._links.of_peers(mine)
-        self._say([(other != mine, other) for other in others], mine, "begins with")
+        self.end_round()
+        with self._links.together("comparison of learning rates"):
+            while self._under_way:
+                self._look("begins with")
 
     def end_round(self) -> None:
         """Tell the others, and look at what they told in rounds before. All ranks call this."""
@@ -183,7 +163,8 @@ class RateWatch:
         if group is None:
             return
         while self._under_way and self._under_way[0][0].is_completed():
-            self._look(*self._under_way.popleft())
+            with suppress(RuntimeError):  # what is lost is found where it is needed
+                self._look("goes on with")
         mine = rates(self._optimizers)
         row = torch.full((_ROW,), torch.nan, dtype=torch.float64, device="cpu")
         first = [float(crc32(repr(mine).encode())), *mine][:_ROW]
@@ -200,21 +181,16 @@ class RateWatch:
                 work.wait()
         self._under_way.clear()
 
-    def _look(self, work: dist.Work, rows: list[Tensor], row_here: Tensor) -> None:
-        with suppress(RuntimeError):  # what is lost is found where it is needed
-            work.wait()
-            differences = [(bool(row[0] != row_here[0]), _told(row)) for row in rows]
-            self._say(differences, _told(row_here), "goes on with")
-
-    def _say(self, others: list[tuple[bool, list[float]]], mine: list[float], verb: str) -> None:
-        for rank, (differs, other) in zip(self._links.workers.peer_ranks, others, strict=True):
-            if differs and not self._said:
+    def _look(self, verb: str) -> None:
+        work, rows, row_here = self._under_way.popleft()
+        work.wait()
+        mine, *others = (
+            [float(rate) for rate in row[1:] if rate.isfinite()] for row in (row_here, *rows)
+        )
+        for rank, row, other in zip(self._links.workers.peer_ranks, rows, others, strict=True):
+            if row[0] != row_here[0] and not self._said:
                 self._said = True
                 warn_user(
                     f"rank {rank} {verb} the learning rates {other}, this rank with {mine}: the"
                     " average weights workers alike, so those with larger ones count for more"
                 )
-
-
-def _told(row: Tensor) -> list[float]:
-    return [float(rate) for rate in row[1:] if rate.isfinite()]

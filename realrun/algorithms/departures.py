@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
-from realrun.errors import MismatchError, NonFiniteError, RankFailure
+from realrun.errors import MismatchError, NonFiniteError, RankFailure, named_ranks
 
 Answer = TypeVar("Answer")
 
@@ -44,9 +44,9 @@ class StoreError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """A sign of life: the number of the sign, local steps, and what this rank waits for, if so."""
+    """A sign of life: how many there were, local steps, and what this rank waits for, if so."""
 
-    number: int
+    count: int
     steps: int
     waits_for: str
 
@@ -68,7 +68,9 @@ class RankStore:
         self._store = PrefixStore(prefix, default.clone())  # type: ignore[attr-defined] # of PrefixStore
         self.rank, self.gone, self.signs = dist.get_rank(), False, 0
         self._sign, self._read = sign, read
-        self._over_network = isinstance(_underlying(default), TCPStore)
+        while isinstance(default, PrefixStore):
+            default = default.underlying_store
+        self._over_network = isinstance(default, TCPStore)
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.held_by_rank_0 = self._over_network and not agent
         self._calls: SimpleQueue[tuple[Callable[[PrefixStore], Any], Future[Any]] | None]
@@ -143,13 +145,6 @@ class RankStore:
         self.signs += 1
 
 
-def _underlying(store: Any) -> Any:
-    """The store below prefixes."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
-
-
 _WORLDS: WeakKeyDictionary[dist.ProcessGroup, list[int]] = WeakKeyDictionary()
 """Of each default group of this process: its number, and how often it was numbered."""
 
@@ -211,11 +206,6 @@ class Departure:
         """Whether it left because of another one, which is the one to name."""
         return self.reason.startswith(f"raised {RankFailure.__name__}")
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether it raised an error of this package."""
-        return self.is_told or self.reason.startswith(_OURS)
-
     def __str__(self) -> str:
         """As in "rank 1 closed after 36 steps"."""
         return f"rank {self.rank} {self.reason or 'closed'} after {self.steps} steps"
@@ -236,7 +226,7 @@ class DepartureLog:
             reference = ref(self)
             self._store = RankStore(
                 common_prefix(),
-                lambda: log._sign() if (log := reference()) else (0, ""),  # noqa: SLF001
+                lambda: (log.steps(), log._waits_for) if (log := reference()) else (0, ""),  # noqa: SLF001
                 lambda store: log._read(store) if (log := reference()) else None,  # noqa: SLF001
             )
             finalize(self, self._store.stop).atexit = False
@@ -250,10 +240,6 @@ class DepartureLog:
     def narrow(self, ranks: Iterable[int]) -> None:
         """From now on, only these ranks meet. All of them call this."""
         self.ranks = sorted(set(ranks))
-
-    def now(self) -> int:
-        """Local steps that this rank has taken."""
-        return self.steps()
 
     def leave(self, error: BaseException | None = None) -> None:
         """Leave a note, once: of a store that is gone no rank is left to read it."""
@@ -282,9 +268,6 @@ class DepartureLog:
         if self._store:
             self._store.close()
 
-    def _sign(self) -> tuple[int, str]:
-        return self.steps(), self._waits_for
-
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Within, this rank waits for others, and says so with its signs of life."""
@@ -301,16 +284,16 @@ class DepartureLog:
         has not come should have done. Raises RankFailure for one that left, comes to something
         else, took other steps, or has not come in time.
         """
+        reason = f"{_IS_AT}{what}" + (" with a step begun" if begun else "")
+        note = Departure(self._me, self.steps(), reason)
         if self._store is None:
             return
-        try:
-            with self.waiting(what):
-                odd = self._arrive(self._store, what, patience, begun=begun, needs=needs)
-        except StoreError as error:
-            raise self._store_failure(what, error) from error
-        if odd:
-            raise self._failure(what, odd, None)
-        self._met += 1
+        with self._at(what):
+            if not self._come(self._store, what, patience, note, needs=needs):
+                here = (note.steps, reason)
+                odd = [other for other in self._waiting() if (other.steps, other.reason) != here]
+                if odd:
+                    raise self._failure(what, odd, None)
 
     def settle(
         self, what: str, patience: Seconds, steps_here: int, advance: Callable[[int], None]
@@ -322,54 +305,66 @@ class DepartureLog:
         """
         if self._store is None:
             return [steps_here]
+        note = Departure(self._me, steps_here, f"{_IS_AT}{what}", settles=True)
+        steps = f"{self._arrived} steps of"
+        with self._at(what):
+            self._store.ask(lambda store: store.set(f"{steps} {self._me}", str(steps_here)))
+            if self._come(self._store, what, patience, note, advance):
+                return [steps_here] * len(self.ranks)
+            keys = [f"{steps} {rank}" for rank in self.ranks]
+            return [int(text) for text in self._store.ask(lambda store: store.multi_get(keys))]
+
+    @contextmanager
+    def _at(self, what: str) -> Iterator[None]:
+        """Within, this rank is at a meeting, which it has passed then."""
         try:
             with self.waiting(what):
-                steps = self._settle(self._store, what, patience, steps_here, advance)
+                yield
         except StoreError as error:
             raise self._store_failure(what, error) from error
         self._met += 1
-        return steps
 
-    def _settle(
+    def _come(
         self,
         store: RankStore,
         what: str,
         patience: Seconds,
-        steps_here: int,
-        advance: Callable[[int], None],
-    ) -> list[int]:
-        note = Departure(self._me, steps_here, f"{_IS_AT}{what}", settles=True)
-        ended = f"{self._arrived} ended"
-        alike = f"{ended} after {steps_here}"
+        note: Departure,
+        advance: Callable[[int], None] | None = None,
+        *,
+        needs: str = "",
+    ) -> bool:
+        """Wait for all at a meeting, or at their end; whether all wrote the same note as this rank.
 
-        def arrive(prefixed: PrefixStore) -> None:
-            prefixed.set(f"at {self._me}", json.dumps([self._met, asdict(note)]))
-            prefixed.set(f"{ended} by {self._me}", str(steps_here))
-            for key in (self._arrived, alike, ended):
-                prefixed.add(key, 1)
+        See `meet` and `settle`.
+        """
+        everybody = f"{self._arrived} ended" if note.settles else self._arrived
+        alike = f"{everybody} {note.reason} {note.steps}"
+
+        def arrive(store: PrefixStore) -> None:
+            store.set(f"at {self._me}", json.dumps([self._met, asdict(note)]))
+            for key in dict.fromkeys((alike, self._arrived, everybody)):
+                store.add(key, 1)
 
         store.ask(arrive)
         limit, pause, needed = time.monotonic() + patience, 0.001, 0
         while True:
             left = self.notes()  # before: who has passed this meeting may leave
-            if self._count(store, ended, limit) >= len(self.ranks):
-                break
-            with suppress(StoreError):
-                needed = store.ask(self._needed)
-                left = left or [note for note in self._waiting() if not note.settles]
+            if self._count(store, everybody, limit) >= len(self.ranks):
+                return store.ask(lambda prefixed: prefixed.add(alike, 0)) == len(self.ranks)
+            if advance:
+                with suppress(StoreError):
+                    needed = store.ask(self._needed)
+                    left = left or [other for other in self._waiting() if not other.settles]
             if left:
                 raise self._failure(what, left, None)
             if time.monotonic() > limit:
-                raise self._not_come(what, patience, "")
-            if needed > max(steps_here, self.steps()):
+                raise self._not_come(what, patience, needs)
+            if advance and needed > max(note.steps, self.steps()):
                 advance(needed)
                 limit = time.monotonic() + patience
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
-        if store.ask(lambda prefixed: prefixed.add(alike, 0)) == len(self.ranks):
-            return [steps_here] * len(self.ranks)
-        keys = [f"{ended} by {rank}" for rank in self.ranks]
-        return [int(steps) for steps in store.ask(lambda prefixed: prefixed.multi_get(keys))]
 
     def _needed(self, store: PrefixStore) -> int:
         """After how many steps the average is launched that a rank waits for."""
@@ -386,36 +381,6 @@ class DepartureLog:
         if self._store:
             with suppress(StoreError):
                 self._store.ask(write)
-
-    def _arrive(
-        self, store: RankStore, what: str, patience: Seconds, *, begun: bool, needs: str
-    ) -> list[Departure]:
-        """Wait for all at a meeting; gives those that are elsewhere."""
-        reason = f"{_IS_AT}{what}" + (" with a step begun" if begun else "")
-        note = Departure(self._me, self.steps(), reason)
-        alike, everybody = f"{self._arrived} {reason} {note.steps}", len(self.ranks)
-
-        def arrive(store: PrefixStore) -> None:
-            store.set(f"at {self._me}", json.dumps([self._met, asdict(note)]))
-            store.add(alike, 1)
-            store.add(self._arrived, 1)
-
-        store.ask(arrive)
-        limit, pause = time.monotonic() + patience, 0.001
-        while True:
-            left = self.notes()  # before: who has passed this meeting may leave
-            if self._count(store, self._arrived, limit) >= everybody:
-                break
-            if left:
-                return left
-            if time.monotonic() > limit:
-                raise self._not_come(what, patience, needs)
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
-        if store.ask(lambda prefixed: prefixed.add(alike, 0)) == everybody:
-            return []
-        here = (note.steps, reason)
-        return [note for note in self._waiting() if (note.steps, note.reason) != here]
 
     def _count(self, store: RankStore, key: str, limit: float) -> int:
         """A counter; 0 until `limit` where the store does not answer. Raises StoreError."""
@@ -436,11 +401,11 @@ class DepartureLog:
         missing = [rank for rank in self.ranks if rank not in there]
         silent, signs = self._watch(missing)
         have = "has" if len(missing) == 1 else "have"
-        cause = f"{_ranks(missing)} {have} not come to {what} within {patience:.3g} s"
+        cause = f"{named_ranks(missing)} {have} not come to {what} within {patience:.3g} s"
         if silent and not needs:
-            cause += f": {_said_of_silent(silent, signs)}"
+            cause += f": {_said(silent, signs, silent=True)}"
         elif alive := [rank for rank in missing if rank in signs]:
-            cause += f": {_said_of_late(alive, signs)}"
+            cause += f": {_said(alive, signs, silent=False)}"
         return self._blame(what, missing, cause + needs, None)
 
     def _waiting(self) -> list[Departure]:
@@ -489,26 +454,27 @@ class DepartureLog:
                 self.need(self.steps())
         return absent
 
-    def check(self, what: str, step: int, *, round: int | None = None) -> None:  # noqa: A002
+    def check(self, what: str, step: int, *, round_: int | None = None) -> None:
         """Raise RankFailure if someone left who will not come to what was launched after `step`."""
         if absent := self._absent(lambda steps: steps < step):
-            raise self._failure(what, absent, round)
+            raise self._failure(what, absent, round_)
         if self._store and self._store.gone and self._store.held_by_rank_0:
-            raise self._store_failure(what, StoreError("it is gone"), round)
+            raise self._store_failure(what, StoreError("it is gone"), round_)
 
     def poll(self) -> None:
         """Raise RankFailure if someone has raised, as between two averages, without a wait.
 
         Not for errors of this package, which others find themselves, or at the next average.
         """
-        if absent := [note for note in self._known() if note.reason and not note.is_ours]:
+        left = [note for note in self._known() if note.reason]
+        if absent := [note for note in left if not note.reason.startswith(_OURS)]:
             raise self._failure("training", absent, None)
 
     def cause(
         self,
         what: str,
         *,
-        round: int | None = None,  # noqa: A002 - what it is called everywhere here
+        round_: int | None = None,
         foreign: bool = False,
     ) -> RankFailure | None:
         """The error for a collective that failed, if a rank is to blame for it.
@@ -526,16 +492,16 @@ class DepartureLog:
         while not (left := absent()) and time.monotonic() < limit:
             time.sleep(_SETTLE / 10)
         if left:
-            return self._failure(what, left, round)
+            return self._failure(what, left, round_)
         try:
-            return self._from_signs(what, round, absent, foreign=foreign)
+            return self._from_signs(what, round_, absent, foreign=foreign)
         except StoreError as error:
-            return self._store_failure(what, error, round)
+            return self._store_failure(what, error, round_)
 
     def _from_signs(
         self,
         what: str,
-        round: int | None,  # noqa: A002 - what it is called everywhere here
+        round_: int | None,
         absent: Callable[[], list[Departure]],
         *,
         foreign: bool,
@@ -546,14 +512,14 @@ class DepartureLog:
         before = self._store.signs_of(others)
         silent, signs = self._watch(others)
         if left := absent():
-            return self._failure(what, left, round)
+            return self._failure(what, left, round_)
         late = [rank for rank in signs if not signs[rank].waits_for]
         late = late or [rank for rank in before if not before[rank].waits_for]
         if silent or (late and not foreign):
-            said = _said_of_silent(silent, signs) if silent else _said_of_late(late, before)
-            return self._blame(what, silent or late, said, round)
+            ranks, seen = (silent, signs) if silent else (late, before)
+            return self._blame(what, ranks, _said(ranks, seen, silent=bool(silent)), round_)
         ended = [note for note in self._waiting() if note.settles]
-        return self._failure(what, ended, round) if ended else None
+        return self._failure(what, ended, round_) if ended else None
 
     def _watch(self, ranks: list[int]) -> tuple[list[int], dict[int, Sign]]:
         """Which of some ranks give no sign of life, and the last signs. Raises StoreError.
@@ -598,62 +564,43 @@ class DepartureLog:
             time.sleep(0.01)
         return []
 
-    def _failure(self, what: str, absent: list[Departure], round: int | None) -> RankFailure:  # noqa: A002
+    def _failure(self, what: str, absent: list[Departure], round_: int | None) -> RankFailure:
         """The error for ranks that left, or are elsewhere: the first cause, and who left for it."""
         first = min(absent, key=lambda note: (note.is_told, not note.reason, note.rank))
         if not first.is_told:
             cause = str(first)
             if first.reason.startswith(_IS_AT) and first.steps != self.steps():
                 cause += " (for unequal numbers of steps train within join())"
-            return self._blame(what, [first.rank], cause, round)
-        return self._blame(what, list(first.blamed), first.cause, round)
+            return self._blame(what, [first.rank], cause, round_)
+        return self._blame(what, list(first.blamed), first.cause, round_)
 
-    def _blame(
-        self,
-        what: str,
-        ranks: list[int],
-        cause: str,
-        round: int | None,  # noqa: A002 - what it is called everywhere here
-    ) -> RankFailure:
+    def _blame(self, what: str, ranks: list[int], cause: str, round_: int | None) -> RankFailure:
         left = [note.rank for note in self._notes.values() if note.is_told]
         because = "because of this rank" if self._me in ranks else "for the same reason"
-        also = f"; {_ranks(left)} left {because}" if left else ""
+        also = f"; {named_ranks(left)} left {because}" if left else ""
         text = f"{what} failed: {cause}; rank {self._me} has taken {self.steps()}{also}"
-        return RankFailure(text, ranks=tuple(ranks), op=what, round=round, cause=cause)
+        return RankFailure(text, ranks=tuple(ranks), op=what, round=round_, cause=cause)
 
     def _store_failure(
         self,
         what: str,
         error: StoreError,
-        round: int | None = None,  # noqa: A002 - what it is called everywhere here
+        round_: int | None = None,
     ) -> RankFailure:
         assert self._store is not None
         ranks = [0] if self._store.held_by_rank_0 else []
         where = "rank 0, which holds" if ranks else "the launcher, which holds"
         fate = "has ended" if self._store.gone else "is stopped or cut off"
         cause = f"{where} the store of torch.distributed, {fate} ({error})"
-        return self._blame(what, ranks, cause, round)
+        return self._blame(what, ranks, cause, round_)
 
 
-def _ranks(ranks: list[int]) -> str:
-    """As in "ranks 1, 2"."""
-    more = ", ..." if len(ranks) > 8 else ""  # noqa: PLR2004 - as many as a line holds
-    listed = ", ".join(map(str, sorted(ranks)[:8]))
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}{more}"
-
-
-def _said_of_silent(ranks: list[int], signs: dict[int, Sign]) -> str:
-    verb = "gives" if len(ranks) == 1 else "give"
-    seen = [rank for rank in ranks if rank in signs]
-    return (
-        f"{_ranks(ranks)} {verb} no sign of life (killed, stopped or cut off){_steps(seen, signs)}"
-    )
-
-
-def _said_of_late(ranks: list[int], signs: dict[int, Sign]) -> str:
-    verb = "is" if len(ranks) == 1 else "are"
-    seen = [rank for rank in ranks if rank in signs]
-    return f"{_ranks(ranks)} {verb} alive, and late{_steps(seen, signs)}"
+def _said(ranks: list[int], signs: dict[int, Sign], *, silent: bool) -> str:
+    several = len(ranks) > 1
+    words = f"{'are' if several else 'is'} alive, and late"
+    if silent:
+        words = f"{'give' if several else 'gives'} no sign of life (killed, stopped or cut off)"
+    return f"{named_ranks(ranks)} {words}{_steps([rank for rank in ranks if rank in signs], signs)}"
 
 
 def _steps(ranks: list[int], signs: dict[int, Sign]) -> str:
@@ -670,7 +617,7 @@ def _end() -> None:
     """The process ends, and algorithms were not closed."""
     error = getattr(sys, "last_value", None)
     for log in list(_OPEN):
-        if error is None and log.now():
+        if error is None and log.steps():
             sys.stderr.write(
                 "a training ended without finish(): its last steps are not averaged, and every rank"
                 " holds another model; call finish(), or train within a `with` block\n"
@@ -692,18 +639,28 @@ def raised(error: BaseException) -> str:
     return f"raised {type(error).__name__}" + (f" ({words})" if words else "")
 
 
-def lost(
+@contextmanager
+def together(
+    notices: DepartureLog | None,
     what: str,
-    error: BaseException,
-    deadline: float,
+    deadline: Seconds,
     *,
-    round: int | None = None,  # noqa: A002 - what it is called everywhere here
-) -> RankFailure:
-    """The error for a collective that failed for no known reason: a peer died, or did not come."""
-    reason = " ".join(str(error).split())[:200] or type(error).__name__
-    return RankFailure(
-        f"{what} failed: a rank died, took fewer steps, or came more than deadline={deadline:g} s"
-        f" late ({reason})",
-        op=what,
-        round=round,
-    )
+    round_: int | None = None,
+) -> Iterator[None]:
+    """Something that needs other ranks. Raises RankFailure if they are lost.
+
+    It says which, if that is known; else a peer died, or did not come.
+    """
+    with notices.waiting(what) if notices else nullcontext():
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:
+            if cause := notices and notices.cause(what, round_=round_):
+                raise cause from error
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise RankFailure(
+                f"{what} failed: a rank died, took fewer steps, or came more than"
+                f" deadline={deadline:g} s late ({reason})",
+                op=what,
+                round=round_,
+            ) from error

@@ -19,7 +19,7 @@ parameter that did not move has displacement 0 exactly. Taken from the anchor it
 would feed the rounding error back and undo all that fp32 keeps below the dtype's resolution.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from co2sim.common.errors import OptionError
-from realrun.algorithms.process_groups import WorkerGroups
+from realrun.algorithms.process_groups import WorkerGroups, my_rank
 from realrun.torch_compat import all_gather_single
 
 
@@ -170,35 +170,14 @@ class Section:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
 
-    def pieces(self, vector: Tensor, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Memory of parameters or their masters, and the elements of `vector` that belong there.
-
-        `vector` holds elements [first, last) of the section's row.
-        """
+    def spans(self, first: int, last: int) -> Iterator[tuple[Member, slice, slice]]:
+        """Members, which of their elements are in [first, last) of the row, and where in that."""
         offset = 0
         for member in self.members:
             low, high = max(offset, first), min(offset + member.elements, last)
             if low < high:
-                yield (
-                    member.held()[low - offset : high - offset],
-                    vector[low - first : high - first],
-                )
+                yield member, slice(low - offset, high - offset), slice(low - first, high - first)
             offset += member.elements
-
-    def copies(self, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Memory of parameters, and their master weights, of elements [first, last) of the row."""
-        offset = 0
-        for member in self.members if self.has_masters else ():
-            low, high = max(offset, first) - offset, min(offset + member.elements, last) - offset
-            live, held = memory(member.parameter), member.held()
-            if low < high and held.data_ptr() != live.data_ptr():
-                yield live[low:high], held[low:high]
-            offset += member.elements
-
-    @property
-    def has_masters(self) -> bool:
-        """Whether an optimizer keeps master weights of these."""
-        return any(member.masters for member in self.members)
 
     def row(self, element: int) -> int:
         """The place in the section's row of an element of this rank's vector."""
@@ -250,7 +229,7 @@ class Flat:
         for name, param in parameters:
             _check(name, param)
         by_name = holders or {name: ALONE for name, _ in parameters}
-        sections = lay_out(parameters, by_name, _me() if holders else 0, masters)
+        sections = lay_out(parameters, by_name, my_rank() if holders else 0, masters)
         elements = sum(section.size for section in sections)
         return cls(sections, elements, devices.pop(), offload)
 
@@ -275,10 +254,9 @@ class Flat:
     def read(self, vector: Tensor, start: int = 0) -> None:
         """`vector` <- elements from `start` on of what the model holds."""
         for section, low, high in self._within(start, len(vector)):
-            first, last = section.row(low), section.row(high)
-            pairs = list(section.pieces(vector[low - start : high - start], first, last))
-            if pairs:
-                torch._foreach_copy_([there for _, there in pairs], [live for live, _ in pairs])
+            values = vector[low - start : high - start]
+            spans = section.spans(section.row(low), section.row(high))
+            _copy((values[there], member.held()[inside]) for member, inside, there in spans)
 
     @torch.no_grad()
     def write(self, vector: Tensor, start: int = 0) -> None:
@@ -296,10 +274,14 @@ class Flat:
             first, last = section.row(low), section.row(high)
             if section.share:
                 values, first, last = self._gather(section, values), 0, section.whole
-            pairs = list(section.pieces(values, first, last))
-            for some in (pairs, list(section.copies(first, last))):  # masters first
-                if some:
-                    torch._foreach_copy_([live for live, _ in some], [here for _, here in some])
+            spans = list(section.spans(first, last))
+            _copy((member.held()[inside], values[there]) for member, inside, there in spans)
+            rows = [(memory(each.parameter), each.held(), inside) for each, inside, _ in spans]
+            _copy(
+                (live[inside], master[inside])
+                for live, master, inside in rows
+                if live.data_ptr() != master.data_ptr()
+            )
 
     def _within(self, start: int, elements: int) -> Iterator[tuple[Section, int, int]]:
         """Sections, and the elements from `start` on that are theirs: first and last of them."""
@@ -372,13 +354,17 @@ class Flat:
     def name_at(self, element: int) -> str:
         """The parameter that an element of the vector belongs to."""
         for section in self.sections:
-            offset = element - section.start + section.first
             if 0 <= element - section.start < section.size:
-                for member in section.members:
-                    if offset < member.elements:
-                        return member.name
-                    offset -= member.elements
+                row = section.row(element)
+                return next(member.name for member, _, _ in section.spans(row, row + 1))
         raise IndexError(f"element {element} of {self.elements}")
+
+
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """The first tensor of each pair <- the second."""
+    targets, sources = [list(tensors) for tensors in zip(*pairs, strict=True)] or ([], [])
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def lay_out(
@@ -416,13 +402,16 @@ def lay_out(
 
 def memory(parameter: Tensor) -> Tensor:
     """What this rank holds of a parameter, as a flat view in the order of memory."""
-    local = parameter.detach()
-    if isinstance(local, DTensor):
-        with torch.no_grad():
-            local = local.to_local()
+    local = local_part(parameter)
     if local.is_contiguous():
         return local.view(-1)
     return local.as_strided((local.numel(),), (1,))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, without its gradient."""
+    part = tensor.detach()
+    return part.to_local() if isinstance(part, DTensor) else part
 
 
 def keeps_elements_elsewhere(tensor: Tensor) -> bool:
@@ -444,8 +433,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether what this rank holds of a plain tensor is a row of memory, without holes."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    step = 1
+    local, step = local_part(tensor), 1
     for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
         if size > 1 and stride != step:
             return False
@@ -456,10 +444,6 @@ def is_dense(tensor: Tensor) -> bool:
 def some(values: Tensor) -> Tensor:
     """Some elements of a vector, evenly spread."""
     return values[:: max(1, len(values) // _SOME)][:_SOME]
-
-
-def _me() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _check(name: str, parameter: Tensor) -> None:

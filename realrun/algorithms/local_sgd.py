@@ -18,28 +18,13 @@ from realrun.algorithms.optimizers import Optimizers
 from realrun.algorithms.rules import NOT_CLIPPED, Clipped, MomentumRule, Rule, State
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalSGDRule(Rule):
-    """x <- x - D, the mean of the workers' models.
-
-    Averaging what moved equals averaging models in exact arithmetic and loses less in low
-    precision. Source: Stich 2019, Local SGD converges fast and communicates little, ICLR 2019,
-    arXiv 1805.09767.
-    """
-
-    def absorb(self, state: State, average: Tensor, penalty: float) -> Clipped:
-        """Nothing is under way, so the anchor may move at once."""
-        del penalty
-        for anchor, mean in state.chunks(state.anchor, average):
-            anchor.sub_(mean)
-        return NOT_CLIPPED
-
-
 class LocalSGD(LocalUpdate):
     """Train with local SGD: `tau` steps of any optimizer, then the mean of all workers' models.
 
-    With tau=1 and SGD (no momentum) this is data-parallel training. See LocalSGDRule for the
-    source, LocalUpdate for the other options. Raises OptionError.
+    With tau=1 and SGD (no momentum) this is data-parallel training. What moved is averaged, which
+    in exact arithmetic equals the mean of models and loses less in low precision. See LocalUpdate
+    for the other options. Raises OptionError. Source: Stich 2019, Local SGD converges fast and
+    communicates little, ICLR 2019, arXiv 1805.09767.
     """
 
     def __init__(
@@ -50,30 +35,17 @@ class LocalSGD(LocalUpdate):
         tau: int = 12,
         **common: Unpack[Common],
     ) -> None:
-        super().__init__(model, optimizer, LocalSGDRule(), tau=tau, **common)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlowMoRule(MomentumRule):
-    """m <- beta m + D; x <- x - alpha m.
-
-    D is in the units of parameters. The paper divides it by the learning rate and multiplies the
-    step by it again, which is the same while the rate is constant within a round and from round
-    to round.
-    Source: Wang et al., SlowMo, ICLR 2020, arXiv 1910.00643, algorithm 1.
-    """
-
-    def step(self, anchor: Tensor, m: Tensor, mean: Tensor) -> None:
-        """The anchor's step."""
-        del mean
-        anchor.add_(m, alpha=-self.outer_lr)
+        super().__init__(model, optimizer, MomentumRule(staleness=0), tau=tau, **common)
 
 
 class SlowMo(LocalUpdate):
     """Train with SlowMo: `tau` local steps, then wait for the average D of x_{t,0} - x_{t,tau}.
 
-    m <- outer_momentum m + D; x_{t+1,0} <- x_{t,0} - outer_lr m. See SlowMoRule for the source,
-    LocalUpdate for the other options. Raises OptionError.
+    m <- outer_momentum m + D; x_{t+1,0} <- x_{t,0} - outer_lr m. D is in the units of parameters.
+    The paper divides it by the learning rate and multiplies the step by it again, which is the same
+    while the rate is constant within a round and from round to round. See LocalUpdate for the other
+    options. Raises OptionError. Source: Wang et al., SlowMo, ICLR 2020, arXiv 1910.00643,
+    algorithm 1.
     """
 
     def __init__(
@@ -86,28 +58,16 @@ class SlowMo(LocalUpdate):
         outer_lr: float = 1.0,
         **common: Unpack[Common],
     ) -> None:
-        rule = SlowMoRule(outer_momentum=outer_momentum, outer_lr=outer_lr)
+        rule = MomentumRule(outer_momentum=outer_momentum, outer_lr=outer_lr, staleness=0)
         super().__init__(model, optimizer, rule, tau=tau, **common)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiLoCoRule(MomentumRule):
-    """m <- beta m + D; x <- x - alpha (D + beta m), as torch.optim.SGD(nesterov=True) on D.
-
-    Source: Douillard et al. 2023, DiLoCo, arXiv 2311.08105, algorithm 1.
-    """
-
-    def step(self, anchor: Tensor, m: Tensor, mean: Tensor) -> None:
-        """The anchor's step."""
-        anchor.add_(mean, alpha=-self.outer_lr).add_(m, alpha=-self.outer_lr * self.outer_momentum)
 
 
 class DiLoCo(LocalUpdate):
     """Train with DiLoCo: `tau` local steps, then wait for the average D of x_{t,0} - x_{t,tau}.
 
     D is the gradient of an SGD with Nesterov momentum that moves the common point. The inner
-    optimizer is yours (AdamW in the paper, with tau 500). See DiLoCoRule for the source,
-    LocalUpdate for the other options. Raises OptionError.
+    optimizer is yours (AdamW in the paper, with tau 500). See LocalUpdate for the other options.
+    Raises OptionError. Source: Douillard et al. 2023, DiLoCo, arXiv 2311.08105, algorithm 1.
 
     Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512): the model is cut into `fragments`,
     parts of its parameters in their order. Each is averaged once a round, at evenly spread steps.
@@ -141,7 +101,13 @@ class DiLoCo(LocalUpdate):
             late.of(whole("tau", tau, 1))
         elif keep is not None:
             raise OptionError(f"keep={keep} needs fragments or a delay: DiLoCo restarts workers")
-        rule = DiLoCoRule(outer_momentum=outer_momentum, outer_lr=outer_lr, late=late)
+        rule = MomentumRule(
+            outer_momentum=outer_momentum,
+            outer_lr=outer_lr,
+            nesterov=True,
+            staleness=0,
+            late=late,
+        )
         super().__init__(model, optimizer, rule, tau=tau, **common)
 
 
@@ -165,7 +131,6 @@ class OverlapLocalSGDRule(Rule):
     staleness: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse options out of range."""
         errors.pull("pull", self.pull)
         errors.momentum("anchor_momentum", self.anchor_momentum)
 

@@ -17,7 +17,7 @@ from realrun.algorithms.departures import of_network
 from realrun.algorithms.optimizers import ATTACHED, MasterWeights
 from realrun.algorithms.outer_loop import NobodyLeftError
 from realrun.algorithms.process_groups import Wire, Worker
-from realrun.algorithms.rounds import OnNonFinite, Rounds, no_mean
+from realrun.algorithms.rounds import OnNonFinite, Rounds
 from realrun.errors import RankFailure, warn_user
 
 
@@ -109,16 +109,6 @@ class LocalUpdate(Rounds):
             named[-1:] = [shared[name] for name in Common.__annotations__]
             cls.__init__.__signature__ = mine.replace(parameters=named)  # type: ignore[attr-defined]
 
-    @property
-    def closed(self) -> bool:
-        """Whether it has ended, and averages nothing any more."""
-        return self._closed
-
-    @property
-    def evaluating(self) -> bool:
-        """Whether the model holds the consensus, for a moment."""
-        return self._evaluating
-
     def cause_of(self, error: BaseException) -> RankFailure | None:
         """The rank to blame, where an error is of a collective of others that failed with it.
 
@@ -148,17 +138,17 @@ class LocalUpdate(Rounds):
                 "consensus() within join() averages no buffers and modules: other ranks may"
                 " have left; evaluate without them, or after the block"
             )
-        alone = self._closed or self._joining
+        alone = self.closed or self._joining
         if not alone:
             self._links.meet("consensus()")
             self._drop_nonfinite()
-        self._evaluating = True
+        self.evaluating = True
         shown = nullcontext() if alone else self._extra.averaged(also, buffers=buffers)
         try:
             with self._outer.consensus(alone=alone), shown:
                 yield
         finally:
-            self._evaluating = False
+            self.evaluating = False
 
     @torch.no_grad()
     def finish(self, *also: nn.Module, buffers: bool = True) -> None:
@@ -173,7 +163,7 @@ class LocalUpdate(Rounds):
         Raises what a step raises, and OptionError, before anything changes, if the model has been
         trained by steps that were not counted.
         """
-        if self._failure or self._closed:
+        if self._failure or self.closed:
             raise self._failure or OptionError("finish() comes before close(), once")
         if self._joining:
             raise OptionError("finish() within join(): the end of that block does it")
@@ -202,9 +192,8 @@ class LocalUpdate(Rounds):
                 cause=error.cause,
             )
             raise self._failure from error
-        except NobodyLeftError as error:
-            self._failure = no_mean(self._outer.counters.round)
-            raise self._failure from error
+        except NobodyLeftError:
+            self._fail_without_mean()
         except Co2simError as error:
             self._failure = error
             raise
@@ -254,7 +243,7 @@ class LocalUpdate(Rounds):
                 f"a worker is ranks {self._links.workers.inner_ranks}, whose DDP or FSDP2 needs"
                 " equal numbers of steps; join() is for worker='gpu'"
             )
-        if self._failure or self._closed or self._outer.counters.step or self._idle:
+        if self._failure or self.closed or self._outer.counters.step or self._idle:
             raise self._failure or OptionError("join() is entered once, between two rounds")
         self._ready("join()")
         self._extra.check(also)
@@ -286,9 +275,9 @@ class LocalUpdate(Rounds):
         self._close(self._failure)
 
     def _close(self, error: BaseException | None) -> None:
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self._hooks.remove()
         self._watch.remove()
         ATTACHED.difference_update(self._hooks.all)
@@ -312,7 +301,7 @@ class LocalUpdate(Rounds):
 
     def __enter__(self) -> Self:
         """The hook is there from the start. Raises OptionError once this is closed."""
-        if self._closed:
+        if self.closed:
             name = type(self).__name__
             raise OptionError(f"this {name} is closed and averages nothing; make a new one")
         return self
@@ -327,8 +316,8 @@ class LocalUpdate(Rounds):
 
         Raises RankFailure where the exception is of a collective of others that failed with a rank.
         """
-        if error or self._failure or self._closed:
-            cause = None if self._closed or error is None else self.cause_of(error)
+        if error or self._failure or self.closed:
+            cause = None if self.closed or error is None else self.cause_of(error)
             self._close(cause or error or self._failure)
             if cause:
                 raise cause from error

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from co2sim.common.errors import OptionError
-from realrun.algorithms.flat_parameters import Masters, is_dense, is_plain, memory, some
+from realrun.algorithms.flat_parameters import Masters, is_dense, is_plain, local_part, memory, some
 from realrun.errors import warn_user
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
@@ -119,8 +119,14 @@ def held(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
-def refuse_others(optimizers: Sequence[Optimizer], trained: set[int], algorithm: str) -> None:
-    """Raise OptionError for parameters that are trained now, but not averaged."""
+def refuse_changed(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    parameters: Sequence[tuple[str, Tensor]],
+    trained: set[int],
+    algorithm: str,
+) -> None:
+    """Raise OptionError where other parameters are trained now than averaged, or other tensors."""
     for param in held(optimizers):
         if param.requires_grad and id(param) not in trained:
             raise OptionError(
@@ -129,10 +135,6 @@ def refuse_others(optimizers: Sequence[Optimizer], trained: set[int], algorithm:
                 f" end before with finish() and make a new {algorithm}; in Lightning and"
                 " Transformers, with a second fit() or train()"
             )
-
-
-def refuse_replaced(model: nn.Module, parameters: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise OptionError where the model has other tensors than those that are trained."""
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return  # whose parameters are others while they are gathered
     now = dict(model.named_parameters())
@@ -369,15 +371,13 @@ def _of_all(
     optimizer: Optimizer, parameters: Sequence[Tensor]
 ) -> Iterator[tuple[str, Tensor, Any]]:
     """Lists and dicts with a tensor for every parameter, of the optimizer and of its groups."""
-    for name, value in vars(optimizer).items():
-        tensors = list(_tensors(value)) if name not in {"state", "param_groups", "defaults"} else []
-        if len(tensors) == len(parameters):
-            yield from ((name, *pair) for pair in zip(parameters, tensors, strict=True))
-    for group in optimizer.param_groups:
-        for name, value in group.items():
-            tensors = list(_tensors(value)) if name != "params" else []
-            if len(tensors) == len(group["params"]):
-                yield from ((name, *pair) for pair in zip(group["params"], tensors, strict=True))
+    groups = [(group["params"], group) for group in optimizer.param_groups]
+    for params, values in ((parameters, vars(optimizer)), *groups):
+        for name, value in values.items():
+            if name not in {"state", "param_groups", "defaults", "params"}:
+                tensors = list(_tensors(value))
+                if len(tensors) == len(params):
+                    yield from ((name, *pair) for pair in zip(params, tensors, strict=True))
 
 
 def _refuse(copies: _Copies) -> None:
@@ -415,7 +415,7 @@ def _is_alike(value: Any, parameter: Tensor) -> bool:
     return (
         value.is_floating_point()
         and value.shape == parameter.shape
-        and _local(value).shape == _local(parameter).shape
+        and local_part(value).shape == local_part(parameter).shape
     )
 
 
@@ -454,9 +454,4 @@ def _is_master(master: Tensor, again: Tensor, parameter: Tensor) -> bool:
 
 def _flat(tensor: Tensor, parameter: Tensor) -> Tensor:
     """The elements that this rank holds, in their logical order, where the parameter is."""
-    return _local(tensor).reshape(-1).to(parameter.device, torch.float32)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    held = tensor.detach()
-    return held.to_local() if isinstance(held, DTensor) else held
+    return local_part(tensor).reshape(-1).to(parameter.device, torch.float32)

@@ -19,7 +19,7 @@ from realrun.algorithms.flat_parameters import Flat
 from realrun.algorithms.pacing import WaitWatch
 from realrun.algorithms.process_groups import WorkerGroups
 from realrun.algorithms.rules import Clipped, Rule, State
-from realrun.errors import NonFiniteError
+from realrun.errors import NonFiniteError, named_ranks
 
 
 def finite_norm(
@@ -42,7 +42,7 @@ def finite_norm(
         (square,) = total([float((flight.vector.double() ** 2).sum())])
         return math.sqrt(square)
     where = f"first in {flat.name_at(first + int(bad[0]))!r}" if len(bad) else "on other ranks"
-    flight.blame = flight.blame or _blame(flight.given, links)
+    flight.blame = flight.blame or _blame(flight.largest, links)
     raise NonFiniteError(
         f"the average of round {flight.round}, used in round {now}, has {count:g} elements that"
         f" are NaN or infinite, {where}; {flight.blame}; anchor and momentum are as before"
@@ -55,7 +55,7 @@ def _blame(norm: Tensor | None, links: WorkerGroups) -> str:
     """Who gave what is not finite, as a text. All ranks call this."""
     ranks = links.which(here=norm is not None and not bool(norm.isfinite()))
     if ranks:
-        which = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+        which = named_ranks(ranks)
         return f"from {which}, whose parameters held them at the launch; those of others did not"
     return "what ranks gave to it was finite, or is not known any more"
 
@@ -170,15 +170,6 @@ class Counters:
     tau: int = 0
     seconds: Seconds = 0.0
 
-    def stats(self, steps: int, elements: float, sent: int) -> Stats:
-        """For users, after `steps` local steps; `elements` are those of the whole model."""
-        considered = self.used * elements
-        names = {field.name for field in fields(Stats)}
-        same = {name: value for name, value in asdict(self).items() if name in names}
-        clipped = self.clipped / considered if considered else 0.0
-        counted = {"steps": steps, "bytes_sent": sent, "clipped": clipped, "tau": self.tau or None}
-        return Stats(**same | counted, rounds=self.round)
-
 
 class NobodyLeftError(Exception):
     """An average of which no rank was a member: all have used up their data."""
@@ -250,7 +241,7 @@ class OuterLoop(ABC):
         """Start averaging `vector` in place, for this round."""
         norm = torch.linalg.vector_norm(vector, torch.inf) if len(vector) else None
         flight = self.average.launch(vector, self.counters.round)
-        flight.given = norm
+        flight.largest = norm
         return flight
 
     def use_average(
@@ -262,7 +253,7 @@ class OuterLoop(ABC):
         `share` of the model. Raises NobodyLeftError for the mean of no rank.
         """
         counters = self.counters
-        clock = Stopwatch(flight.vector.device) if flight.waits else None
+        clock = Stopwatch(flight.vector.device) if flight.pieces else None
         with beside_training(flight, self._absorbed):
             was_there = flight.arrived()
             flight.wait()
@@ -305,7 +296,7 @@ class OuterLoop(ABC):
     def publish(self, vector: Tensor, start: int = 0) -> None:
         """Elements from `start` on of the model <- `vector`, on all ranks of the worker."""
         with self.links.together(
-            "gathering of parameters inside the worker", round=self.counters.round
+            "gathering of parameters inside the worker", round_=self.counters.round
         ):
             self.flat.write(vector, start)
         for module in self._gathered:
@@ -356,7 +347,20 @@ class OuterLoop(ABC):
     def stats(self) -> Stats:
         """What was done so far."""
         self._count_waiting(every=True)
-        return self.counters.stats(self.steps, self._elements, self.average.sent)
+        counters = self.counters
+        considered = counters.used * self._elements
+        names = {field.name for field in fields(Stats)}
+        same = {name: value for name, value in asdict(counters).items() if name in names}
+        return Stats(
+            **same
+            | {
+                "rounds": counters.round,
+                "steps": self.steps,
+                "bytes_sent": self.average.sent,
+                "clipped": counters.clipped / considered if considered else 0.0,
+                "tau": counters.tau or None,
+            }
+        )
 
     def close_round(self) -> None:
         """Count a round that has ended, after however many steps."""

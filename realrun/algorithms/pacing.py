@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from statistics import median, median_low
 from typing import Literal, TypeAlias
 
@@ -184,10 +185,8 @@ class AutoDelay:
             self.paces.append(pace)
         if self.uses <= _UNSTEADY * self.wanted:
             steady = [not _differ(pace, before) for before in self.paces]
-            self.samples = [
-                sample for sample, same in zip(self.samples, steady, strict=True) if same
-            ]
-            self.paces = [pace for pace, same in zip(self.paces, steady, strict=True) if same]
+            self.samples = list(compress(self.samples, steady))
+            self.paces = list(compress(self.paces, steady))
         if len(self.samples) < self.wanted:
             return None
         self.measures, self.late = False, 0

@@ -1,15 +1,14 @@
 """The communicators of one algorithm, and what travels over them besides averages."""
 
-import contextlib
 import hashlib
 import math
 import os
-import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -21,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
 from co2sim.common.validation import above
-from realrun.algorithms.departures import DepartureLog, lost
-from realrun.errors import SITES, MismatchError, one_of, sites_of
+from realrun.algorithms.departures import DepartureLog, together
+from realrun.errors import SITES, MismatchError, one_of, refuse_different, sites_of
 
 PERIOD: Seconds = 0.5
 """How often one that waits looks for notes."""
@@ -43,10 +42,10 @@ class Workers:
     def __post_init__(self) -> None:
         """Refuse groups that overlap in more than this rank."""
         shared = set(self.peer_ranks) & set(self.inner_ranks)
-        if shared != {_me()}:
+        if shared != {my_rank()}:
             raise OptionError(
                 f"peers {self.peer_ranks} and inner {self.inner_ranks} share {sorted(shared)};"
-                f" they must share this rank, {_me()}, and no other"
+                f" they must share this rank, {my_rank()}, and no other"
             )
 
     @classmethod
@@ -135,18 +134,18 @@ class Workers:
         own_groups = []
         for rows in (workers, list(zip(*workers, strict=True))):
             groups = [(row, dist.new_group(list(row))) for row in rows]
-            own_groups.append(next(group for row, group in groups if _me() in row))
+            own_groups.append(next(group for row, group in groups if my_rank() in row))
         return cls(peers=own_groups[1], inner=own_groups[0])
 
     @property
     def peer_ranks(self) -> list[int]:
         """Ranks with this rank's part, one of each worker."""
-        return sorted(dist.get_process_group_ranks(self.peers)) if self.peers else [_me()]
+        return sorted(dist.get_process_group_ranks(self.peers)) if self.peers else [my_rank()]
 
     @property
     def inner_ranks(self) -> list[int]:
         """Ranks of this worker."""
-        return sorted(dist.get_process_group_ranks(self.inner)) if self.inner else [_me()]
+        return sorted(dist.get_process_group_ranks(self.inner)) if self.inner else [my_rank()]
 
 
 def _node_size(placed: Sequence[tuple[str, str | None]]) -> int:
@@ -178,43 +177,21 @@ Worker: TypeAlias = Literal["gpu", "node", "site"] | Workers
 
 def workers_of(worker: Worker) -> Workers:
     """What the option `worker` means. Raises OptionError."""
-    match worker:
-        case Workers():
-            return worker
-        case "gpu":
-            return Workers.per_gpu()
-        case "node":
-            return Workers.per_node()
-        case "site":
-            return Workers.per_site()
+    makers = {"gpu": Workers.per_gpu, "node": Workers.per_node, "site": Workers.per_site}
+    if isinstance(worker, str) and worker in makers:
+        return makers[worker]()
+    if isinstance(worker, Workers):
+        return worker
     raise OptionError(f"worker is {worker!r}; it must be 'gpu', 'node', 'site' or a Workers")
 
 
-def refuse_options(pg_options: Any, average_over: str | None) -> None:
-    """Raise OptionError for options of NCCL where averages go over another backend."""
-    if pg_options is None or not dist.is_initialized():
-        return
-    backend = average_over or str(dist.get_backend_config())
-    if "nccl" not in backend:
-        raise OptionError(f"pg_options are for averages over NCCL; these go over {backend}")
-
-
-def _me() -> int:
+def my_rank() -> int:
+    """Of this process; 0 for one alone."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 Kind: TypeAlias = Literal["average", "gather", "beside", "counting"]
 """What a communicator is for; "beside": numbers and texts that are waited for at once."""
-
-
-def _behind(deadline: Seconds) -> timedelta:
-    """The limit of collectives that run behind training: torch's own, or the deadline if longer.
-
-    torch counts from their launch, a wait from its begin. It also bounds how long a process whose
-    peer hangs takes to end.
-    A checkpoint of one rank that takes long ends no average for which no rank waits.
-    """
-    return timedelta(seconds=max(deadline, DEADLINE))
 
 
 class WorkerGroups:
@@ -239,11 +216,18 @@ class WorkerGroups:
 
         `owns`: the groups of `workers` were made for this alone; `close` destroys them, too.
         Averages go `average_over` a backend, by default torch.distributed's, with `pg_options`.
-        `notices` are those of all ranks, if they were made before.
+        `notices` are those of all ranks, if they were made before. Raises OptionError for options
+        of NCCL where averages go over another backend.
         """
+        if pg_options is not None and dist.is_initialized():
+            backend = average_over or str(dist.get_backend_config())
+            if "nccl" not in backend:
+                raise OptionError(f"pg_options are for averages over NCCL; these go over {backend}")
         self._average_over, self._options = average_over, pg_options
-        self.workers, self.deadline, self.rank = workers, deadline, _me()
-        self.steps, self._several = 0, len(workers.inner_ranks) > 1
+        self.workers, self.deadline, self.rank = workers, deadline, my_rank()
+        self.steps = 0
+        self.single = len(workers.inner_ranks) == 1
+        """Whether every worker is one rank."""
         self.notices = notices or DepartureLog.of_all_ranks()
         self.notices.steps = lambda: self.steps
         self._own = (workers.inner, workers.peers) if owns else ()
@@ -271,8 +255,12 @@ class WorkerGroups:
         dist.all_gather_object(everybody, own_groups)
         if len({over for _, _, over in everybody}) > 1:
             raise MismatchError("offload is True on some ranks and False on others")
-        limit, behind = timedelta(seconds=self.deadline), _behind(self.deadline)
-        self._several = any(len(inner) > 1 for _, inner, _ in everybody)
+        limit = timedelta(seconds=self.deadline)
+        # torch counts from a launch, a wait from its begin. So behind training torch's own limit
+        # counts, unless ours is longer: it also bounds how long a process takes to end whose peer
+        # hangs, and a long checkpoint of one rank ends no average for which no rank waits.
+        behind = timedelta(seconds=max(self.deadline, DEADLINE))
+        self.single = all(len(inner) == 1 for _, inner, _ in everybody)
         self.notices.narrow(
             _joined({self.rank}, [{*groups[0], *groups[1]} for groups in everybody])
         )
@@ -312,11 +300,6 @@ class WorkerGroups:
                 dist.destroy_process_group(made)
         self._made, self._own = {}, ()
 
-    @property
-    def single(self) -> bool:
-        """Whether every worker is one rank."""
-        return not self._several
-
     def meet(self, what: str, *, begun: bool = False, lap: Seconds = 0.0) -> None:
         """Wait until all ranks come here after the same steps; see DepartureLog.meet.
 
@@ -345,60 +328,25 @@ class WorkerGroups:
                 continue
             with self.together(what):
                 work = dist.all_reduce(most, dist.ReduceOp.MAX, group, async_op=True)
-                limit = time.monotonic() + self.deadline
-                while not self._ended(work, min(PERIOD, max(0.001, limit - time.monotonic()))):
-                    if time.monotonic() > limit:
-                        work.wait(timedelta(milliseconds=1))  # which says so
-                    self.notices.check(what, self.steps)
+                wait_until(
+                    time.monotonic() + self.deadline,
+                    lambda seconds, work=work: work.wait(timedelta(seconds=seconds)),  # type: ignore[misc]
+                    work.is_completed,
+                    partial(self.notices.check, what, self.steps),
+                )
         return [float(value) for value in most]
-
-    def _ended(self, work: dist.Work, seconds: float) -> bool:
-        """Whether a collective ended within a number of seconds. Raises what it has failed with."""
-        try:
-            work.wait(timedelta(seconds=seconds))
-        except RuntimeError:
-            if work.is_completed():
-                work.wait()
-            else:
-                return False
-        return True
 
     def agree(self, what: str, text: str, *, across: str) -> None:
         """Compare a text with the other ranks; `across` only with peers.
 
         Raises MismatchError, on all of them, that names the first line that differs.
         """
-        self._compare(self._peers, self.workers.peer_ranks, what, f"{text}\n{across}")
-        self._compare(self._inner, self.workers.inner_ranks, what, text)
-
-    def _compare(
-        self, group: dist.ProcessGroup | None, ranks: list[int], what: str, text: str
-    ) -> None:
-        if len(set(self.collect(hashlib.sha256(text.encode()).hexdigest(), group))) == 1:
-            return
-        texts = self.collect(text, group)
-        index = next(i for i, other in enumerate(texts) if other != texts[0])
-        line, two = first_difference(texts[0], texts[index])
-        raise MismatchError(
-            f"rank {ranks[index]} has another {what} than rank {ranks[0]}: {two!r} instead of"
-            f" {line!r}"
-        )
-
-    def different_inside(self, marks: Mapping[tuple[int, ...], str]) -> tuple[int, ...]:
-        """The first of some sets of ranks of this worker whose marks for it differ, or none."""
-        pairs = {pair for mark_of in self.collect(marks, self._inner) for pair in mark_of.items()}
-        sets = [ranks for ranks, _ in pairs]
-        return min((ranks for ranks in sets if sets.count(ranks) > 1), default=())
-
-    def drifted(self, mark: str) -> list[int]:
-        """Peers whose mark is not that of the majority; all ranks of a worker raise together."""
-        if self._peers is None:
-            return []
-        marks = self.collect(mark, self._peers)
-        usual = max(marks, key=marks.count)
-        return [
-            rank for rank, mark in zip(self.workers.peer_ranks, marks, strict=True) if mark != usual
-        ]
+        for group, ranks, here in (
+            (self._peers, self.workers.peer_ranks, f"{text}\n{across}"),
+            (self._inner, self.workers.inner_ranks, text),
+        ):
+            if len(set(self.collect(hashlib.sha256(here.encode()).hexdigest(), group))) > 1:
+                refuse_different(what, self.collect(here, group), ranks)
 
     def of_peers(self, value: Any) -> list[Any]:
         """The value of every peer, in the order of their ranks. All ranks call this."""
@@ -410,10 +358,8 @@ class WorkerGroups:
 
     def which(self, *, here: bool) -> list[int]:
         """The ranks where something is `here`. All ranks call this."""
-        ranks = [dist.get_rank()] if here and dist.is_initialized() else []
-        for group in (self._peers, self._inner):
-            ranks = sorted({rank for ranks in self.collect(ranks, group) for rank in ranks})
-        return ranks
+        rows = self.of_all((self.rank, here))
+        return sorted(rank for worker in rows for rank, there in worker if there)
 
     def collect(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
         """Everybody's value, by place in the group."""
@@ -423,11 +369,6 @@ class WorkerGroups:
         with self.together("comparison between ranks"):
             dist.all_gather_object(values, value, group=group)
         return values
-
-    @property
-    def has_others(self) -> bool:
-        """Whether there is another rank."""
-        return self._peers is not None or self._inner is not None
 
     def of_all(self, value: Any) -> list[list[Any]]:
         """The value of every rank, worker by worker. All ranks call this, and get the same."""
@@ -487,21 +428,42 @@ class WorkerGroups:
                     replaced.append((tensor, before))
         return replaced
 
-    @contextlib.contextmanager
-    def together(self, what: str, *, round: int | None = None) -> Iterator[None]:  # noqa: A002
+    def together(self, what: str, *, round_: int | None = None) -> AbstractContextManager[None]:
         """Something that needs other ranks. Raises RankFailure if they are lost."""
-        with self.notices.waiting(what):
-            try:
-                yield
-            except (RuntimeError, TimeoutError) as error:
-                cause = self.notices.cause(what, round=round)
-                raise cause or lost(what, error, self.deadline, round=round) from error
+        return together(self.notices, what, self.deadline, round_=round_)
 
 
 def _joined(ranks: set[int], sets: Sequence[set[int]]) -> set[int]:
     """Some ranks, and all that sets join to them."""
     more = ranks.union(*(members for members in sets if members & ranks))
     return ranks if more == ranks else _joined(more, sets)
+
+
+Wait: TypeAlias = Callable[[Seconds], object]
+"""Waits so long at most. Raises RuntimeError or TimeoutError after that, or for what failed."""
+Ended: TypeAlias = Callable[[], bool]
+
+
+def wait_until(
+    limit: Seconds, wait: Wait, ended: Ended, look: Callable[[], object] | None = None
+) -> None:
+    """Wait for a collective until `limit` of the clock, and `look` now and then.
+
+    Raises what `wait` and `look` do.
+    """
+    while True:
+        left = max(0.001, limit - time.monotonic())
+        try:
+            wait(min(PERIOD, left) if look else left)
+        except (RuntimeError, TimeoutError):
+            if look is None or left <= PERIOD:
+                raise
+            if ended():  # it has failed, or ended just after the time was up
+                wait(left)
+                return
+            look()
+        else:
+            return
 
 
 def wait_for(work: dist.Work, seconds: Seconds) -> None:
@@ -556,31 +518,6 @@ def _broadcast(
             tensor.copy_(sent)
 
 
-def first_difference(text: str, two: str) -> tuple[str, str]:
-    """The first lines by one name in which two texts differ, which they do.
-
-    A line is "name: ..." or "name = ..."; "nothing" where one text has none by a name.
-    """
-    lines, others = text.splitlines(), two.splitlines()
-    only = [line for line in lines if line not in others]
-    only_others = [line for line in others if line not in lines]
-    first = [
-        (each.index(odd[0]), odd[0]) for each, odd in ((lines, only), (others, only_others)) if odd
-    ]
-    if not first:  # in another order
-        return next(pair for pair in zip(lines, others, strict=False) if pair[0] != pair[1])
-    name = _name(min(first)[1])
-    mine, theirs = (
-        next((line for line in odd if _name(line) == name), "nothing")
-        for odd in (only, only_others)
-    )
-    return mine, theirs
-
-
-def _name(line: str) -> str:
-    return re.split(r": | = ", line.removeprefix("not averaged: "))[0]
-
-
 Wire: TypeAlias = Literal["fp32", "bf16", "int8", "int4"]
 """What averages travel as."""
 
@@ -607,14 +544,10 @@ def wire_of(dtype: Wire | torch.dtype) -> Wire:
 
 def wait_of(timeout: Seconds | timedelta | None) -> Seconds:
     """Seconds that a worker waits for another; None: as long as torch.distributed's own group."""
-    if timeout is None:
-        return _timeout_of_default_group()
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    return above("timeout", seconds, 0)
-
-
-def _timeout_of_default_group() -> Seconds:
-    """What `init_process_group(timeout=...)` was given: torch has no public way to ask."""
+    if timeout is not None:
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        return above("timeout", seconds, 0)
+    # What `init_process_group(timeout=...)` was given: torch has no public way to ask.
     world, timeouts = dist.group.WORLD, [0.0]
     for device in world._device_types if world else ():  # noqa: SLF001
         with suppress(RuntimeError, AttributeError):  # of a backend without options

@@ -6,13 +6,11 @@ bits for `nearest`, other random numbers for `stochastic`.
 
 from functools import cache
 from types import ModuleType
-from typing import get_args
 
 import torch
 from torch import Generator, Tensor
 from torch.nn.functional import pad
 
-from co2sim.common.errors import OptionError
 from realrun.algorithms.quantization_format import (
     HALF_BYTE,
     SHARE,
@@ -21,12 +19,9 @@ from realrun.algorithms.quantization_format import (
     Bits,
     Quantized,
     Rounding,
-    check,
 )
-from realrun.errors import NonFiniteError, one_of
 
 _LARGEST_FUSED = 1 << 14
-_SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantize(
@@ -35,8 +30,6 @@ def quantize(
     block: int,
     rounding: Rounding = "nearest",
     generator: Generator | None = None,
-    *,
-    refuse_non_finite: bool = True,
 ) -> Quantized:
     """Quantize rows [..., elements] of fp32, bf16 or fp16 to codes and scales.
 
@@ -45,44 +38,16 @@ def quantize(
     any device, or from torch's own.
 
     Codes are [..., elements] int8 or [..., ceil(elements / 2)] uint8, scales [..., ceil(elements /
-    block)] fp32. Raises OptionError for other options, and NonFiniteError for inf and NaN; looking
-    for them waits for a GPU once. Without `refuse_non_finite` the whole block of an inf or a NaN
-    comes back as inf and NaN.
+    block)] fp32. The whole block of an inf or a NaN comes back as inf and NaN.
     """
-    check(bits, block)
-    one_of("rounding", rounding, get_args(Rounding))
-    if generator is not None and rounding == "nearest":
-        raise OptionError("a generator does not apply to rounding='nearest'")
-    if x.dtype not in _SOURCES:
-        raise OptionError(f"cannot quantize {x.dtype}; it must be one of {_SOURCES}")
-    if x.dim() == 0:
-        raise OptionError("cannot quantize a scalar; it must have at least one dimension")
     fused = _fused(x, bits, block)
     if fused is None or not x.numel():
-        made = _quantize(x, bits, block, rounding, generator)
-    else:
-        made = Quantized(*fused.quantize(x, bits, block, _seed(rounding, generator)))
-    if refuse_non_finite and not bool(made.scales.isfinite().all()):
-        spoiled = torch.nonzero(~made.scales.flatten().isfinite())
-        raise NonFiniteError(
-            f"cannot quantize inf or NaN: {len(spoiled)} of {made.scales.numel()} blocks hold some,"
-            f" the first is block {int(spoiled[0])}"
-        )
-    return made
+        return _quantize(x, bits, block, rounding, generator)
+    return Quantized(*fused.quantize(x, bits, block, _seed(rounding, generator)))
 
 
 def dequantize(codes: Tensor, scales: Tensor, bits: Bits, block: int, elements: int) -> Tensor:
-    """The fp32 rows [..., elements] that codes and scales stand for.
-
-    Raises OptionError when their shapes do not belong to `elements` in blocks of `block`.
-    """
-    check(bits, block)
-    expected = (-(-elements * bits // 8), -(-elements // block))
-    if (codes.shape[-1], scales.shape[-1]) != expected:
-        raise OptionError(
-            f"{codes.shape[-1]} bytes of codes and {scales.shape[-1]} scales are not {elements}"
-            f" elements of int{bits} in blocks of {block}: those have {expected[0]}, {expected[1]}"
-        )
+    """The fp32 rows [..., elements] that codes and scales of as many stand for."""
     fused = _fused(codes, bits, block)
     if fused is None or not codes.numel():
         return _dequantize(codes, scales, bits, block, elements)
@@ -111,19 +76,13 @@ def sum_and_quantize(
     rounding: Rounding = "nearest",
     generator: Generator | None = None,
 ) -> Quantized:
-    """Sum quantized rows [ranks, ...] of `elements`, and quantize the sum as `parts` equal rows.
-
-    An inf or a NaN spoils its block, as with `refuse_non_finite=False`. Raises OptionError when
-    the parts would not be equal.
-    """
-    if elements % parts:
-        raise OptionError(f"{elements} elements are not {parts} equal parts")
+    """Sum quantized rows [ranks, ...] of `elements`, and quantize the sum as `parts` equal rows."""
     fused = _fused(rows.codes, bits, block)
     if fused is not None:
         seed = _seed(rounding, generator)
         return Quantized(*fused.sum_and_quantize(*rows, bits, block, elements, parts, seed))
     total = sum_rows(rows, bits, block, elements).view(parts, -1)
-    return quantize(total, bits, block, rounding, generator, refuse_non_finite=False)
+    return quantize(total, bits, block, rounding, generator)
 
 
 @cache

@@ -8,8 +8,6 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from co2sim.common.errors import OptionError
-from co2sim.common.validation import whole
 from co2sim.schedule.schedule import SCALE_BYTES
 
 Bits: TypeAlias = Literal[4, 8]
@@ -46,22 +44,8 @@ def to_wire(quantized: Quantized) -> Tensor:
 
 def from_wire(wire: Tensor, bits: Bits, block: int, elements: int) -> Quantized:
     """Codes and scales of `to_wire` messages of rows of `elements`."""
-    check(bits, block)
-    size = wire_bytes(elements, bits, block)
-    if wire.dtype != torch.uint8 or wire.shape[-1] != size:
-        raise OptionError(
-            f"a message of {wire.shape[-1]} x {wire.dtype} is not {elements} elements of int{bits}"
-            f" in blocks of {block}: that is {size} x torch.uint8"
-        )
     count = -(-elements // block) * int(SCALE_BYTES)
     # A clone starts on an address that fp32 can be read from; a slice may not.
     scales = wire[..., :count].clone(memory_format=torch.contiguous_format).view(torch.float32)
     codes = wire[..., count:]
     return Quantized(codes if bits == HALF_BYTE else codes.view(torch.int8), scales)
-
-
-def check(bits: int, block: int) -> None:
-    """Raise OptionError for bits and blocks that there are not."""
-    if bits not in TOP:
-        raise OptionError(f"bits is {bits}; it must be 4 or 8")
-    whole("block", block, 1)

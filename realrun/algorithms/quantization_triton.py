@@ -29,6 +29,10 @@ _ROUNDER = tl.constexpr(1.5 * 2.0**23)
 _HALVES = tl.constexpr(0x4B000088)
 """A byte of int4, exclusive-or this: the bits of 2**23 + 16 * (high half + 8) + (low half + 8)."""
 
+_TOP_OF_INT4, _TOP_OF_INT8 = tl.constexpr(TOP[4]), tl.constexpr(TOP[8])
+_SHARE_OF_INT4, _SHARE_OF_INT8 = tl.constexpr(SHARE[4]), tl.constexpr(SHARE[8])
+_SMALLEST = tl.constexpr(SMALLEST)
+
 
 @triton.jit
 def _wide(value: tl.tensor) -> tl.tensor:
@@ -81,9 +85,6 @@ def _encode(
     row_bytes: tl.tensor,
     blocks: tl.tensor,
     PER: tl.constexpr,
-    TOP: tl.constexpr,
-    SHARE: tl.constexpr,
-    SMALLEST: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -93,17 +94,19 @@ def _encode(
     magnitude = _magnitude(low)
     if PER > 1:
         magnitude = tl.maximum(magnitude, _magnitude(high))
+    top: tl.constexpr = _TOP_OF_INT4 if PER > 1 else _TOP_OF_INT8
+    share: tl.constexpr = _SHARE_OF_INT4 if PER > 1 else _SHARE_OF_INT8
     largest = tl.max(magnitude, axis=1, keep_dims=True).to(tl.float32, bitcast=True)
-    scale = tl.where(largest < float("inf"), tl.maximum(largest * SHARE, SMALLEST), float("nan"))
+    scale = tl.where(largest < float("inf"), tl.maximum(largest * share, _SMALLEST), float("nan"))
     inverse = tl.div_rn(tl.full((BLOCKS, 1), 1.0, tl.float32), scale)
     offset, inside = _tile(first, row_bytes, BLOCK // PER, BLOCKS, SIZE // PER)
     offset += row * row_bytes
     draw, other = low, high
     if STOCHASTIC:
         draw, other, _, _ = tl.rand4x(seed, offset)
-    code = _rounded(low * inverse, draw, TOP, STOCHASTIC)
+    code = _rounded(low * inverse, draw, top, STOCHASTIC)
     if PER > 1:
-        code = (code & 15) | (_rounded(high * inverse, other, TOP, STOCHASTIC) << 4)
+        code = (code & 15) | (_rounded(high * inverse, other, top, STOCHASTIC) << 4)
     tl.store(codes + offset, code.to(codes.dtype.element_ty), mask=inside)
     index = tl.arange(0, BLOCKS)[:, None]
     tl.store(scales + (row * blocks + first) + index, scale, mask=index < blocks - first)
@@ -163,9 +166,6 @@ def quantize_kernel(
     ALIGN: tl.constexpr,
     ODD: tl.constexpr,
     PER: tl.constexpr,
-    TOP: tl.constexpr,
-    SHARE: tl.constexpr,
-    SMALLEST: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -183,7 +183,7 @@ def quantize_kernel(
         low, high = tl.split(tl.reshape(low, (BLOCKS, SIZE // 2, 2)))
     _encode(
         low, high, codes, scales, seed, row, first, row_bytes, blocks,
-        PER, TOP, SHARE, SMALLEST, STOCHASTIC, BLOCK, BLOCKS, SIZE,
+        PER, STOCHASTIC, BLOCK, BLOCKS, SIZE,
     )  # fmt: skip
 
 
@@ -240,9 +240,6 @@ def sum_and_quantize_kernel(
     VECTOR: tl.constexpr,
     RANKS: tl.constexpr,
     PER: tl.constexpr,
-    TOP: tl.constexpr,
-    SHARE: tl.constexpr,
-    SMALLEST: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -266,7 +263,7 @@ def sum_and_quantize_kernel(
         high = tl.where(offset < part_bytes - 1, high, 0.0)
     _encode(
         low, high, new_codes, new_scales, seed, row, first, part_bytes, blocks,
-        PER, TOP, SHARE, SMALLEST, STOCHASTIC, BLOCK, BLOCKS, SIZE,
+        PER, STOCHASTIC, BLOCK, BLOCKS, SIZE,
     )  # fmt: skip
 
 
@@ -285,7 +282,7 @@ def quantize(x: Tensor, bits: int, block: int, seed: int | None) -> tuple[Tensor
     with torch.cuda.device_of(x):
         quantize_kernel[(scales.numel() // blocks * groups,)](
             x, codes, scales, seed or 0, units, blocks, groups,
-            **constants, **_encoding(bits, seed),
+            STOCHASTIC=seed is not None, **constants,
         )  # fmt: skip
     return codes, scales
 
@@ -327,7 +324,7 @@ def sum_and_quantize(
             codes, scales, made, made_scales, seed or 0, units, blocks, groups, codes.stride(0),
             scales.shape[-1], ALIGNED=parts == 1 or part % block == 0,
             VECTOR=_vector(codes, bits, block, part, 16), RANKS=len(codes),
-            **constants, **_encoding(bits, seed),
+            STOCHASTIC=seed is not None, **constants,
         )  # fmt: skip
     return made, made_scales
 
@@ -385,13 +382,3 @@ def _tiles(bits: int, block: int, elements: int, lanes: int) -> tuple[int, int, 
             "enable_fp_fusion": False,
         },
     )
-
-
-def _encoding(bits: int, seed: int | None) -> dict[str, Any]:
-    """Constants of a kernel that writes codes."""
-    return {
-        "TOP": TOP[bits],
-        "SHARE": SHARE[bits],
-        "SMALLEST": SMALLEST,
-        "STOCHASTIC": seed is not None,
-    }

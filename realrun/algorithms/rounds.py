@@ -8,60 +8,35 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import wraps
 from itertools import zip_longest
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NoReturn, TypeAlias, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.units import Seconds, counted
 from co2sim.common.validation import whole
+from realrun.algorithms import consistency
+from realrun.algorithms import optimizers as optim
 from realrun.algorithms.averaging import Average, Transport
 from realrun.algorithms.buffers import ExtraState, parts_of, warn_of_opaque, write
-from realrun.algorithms.consistency import (
-    RateWatch,
-    describe,
-    describe_others,
-    describe_settings,
-    refuse_different_inside,
-    refuse_drift,
-    refuse_wider,
-    say_mixed_models,
-)
 from realrun.algorithms.delayed_loop import DelayedLoop
 from realrun.algorithms.departures import DepartureLog
 from realrun.algorithms.flat_parameters import Flat, holders_of
-from realrun.algorithms.optimizers import (
-    ATTACHED,
-    CopyWatch,
-    MasterWeights,
-    Optimizers,
-    count_nonfinite,
-    held,
-    masters_of,
-    optimizers_of,
-    refuse_missing,
-    refuse_others,
-    refuse_replaced,
-    refuse_unlike,
-    say_idle,
-    trainable,
-)
 from realrun.algorithms.outer_loop import NobodyLeftError, OuterLoop, RoundLoop, Stats, mark_of
 from realrun.algorithms.pacing import AutoTau, Tau, clock_of
 from realrun.algorithms.process_groups import (
     Wire,
     Worker,
     WorkerGroups,
-    refuse_options,
+    my_rank,
     wait_of,
     workers_of,
 )
 from realrun.algorithms.rules import Rule
 from realrun.algorithms.step_counting import REMEDY, ModelWatch, StepHooks, inner_optimizers
-from realrun.errors import NonFiniteError, flag, one_of, warn_user
+from realrun.errors import MismatchError, NonFiniteError, flag, one_of, warn_user
 
 
 def tau_of(tau: Tau) -> Tau:
@@ -79,25 +54,11 @@ _START = (
     " the forward() of the model)"
 )
 
+_COUNT_OF_WORKERS = r"(?<=^workers )= \d+ "
+"""In a layout: what may be another where only the anchor is loaded."""
+
 _MODEL = "model"
 """Among the numbers of a state: what tells the model that was saved with it."""
-
-
-def no_mean(now: int) -> NonFiniteError:
-    """Where no worker is left that a mean could be of."""
-    return NonFiniteError(
-        f"parameters of all workers were NaN or infinite in round {now}, so that there is no mean;"
-        " anchor and momentum are as before",
-        round=now,
-    )
-
-
-def _backend_of(offload: bool, transport: Transport) -> str | None:  # noqa: FBT001 - as given
-    """What averages go over, if not torch.distributed's own. Raises OptionError."""
-    flag("offload", offload)
-    over = "gloo" if offload else None  # of what is on the host
-    refuse_options(transport.pg_options, over)
-    return over
 
 
 def _with_notices(make: Callable[..., None]) -> Callable[..., None]:
@@ -130,8 +91,16 @@ class Rounds:
 
     _notices: DepartureLog
     _failure: Co2simError | None = None
-    _closed = False
-    _evaluating = False
+    model: nn.Module
+    """Whose parameters are averaged."""
+    optimizers: tuple[Optimizer, ...]
+    """Those whose steps are counted, without wrappers."""
+    described: str
+    """What all workers must have in common: parameters, optimizers and settings, in lines."""
+    closed = False
+    """Whether it has ended, and averages nothing any more."""
+    evaluating = False
+    """Whether the model holds the consensus, for a moment."""
     _joining = False
     _leaving = False
     """Whether this rank has used up its data, and only takes part."""
@@ -146,7 +115,7 @@ class Rounds:
     def __init__(  # noqa: PLR0913 - one argument per option
         self,
         model: nn.Module,
-        optimizer: Optimizers,
+        optimizer: optim.Optimizers,
         rule: Rule,
         *,
         tau: Tau,
@@ -155,7 +124,7 @@ class Rounds:
         check_every: int = 0,
         timeout: Seconds | timedelta | None = None,
         on_nonfinite: OnNonFinite = "raise",
-        master_weights: MasterWeights | None = None,
+        master_weights: optim.MasterWeights | None = None,
         offload: bool = False,
     ) -> None:
         """Check the options, compare them with the other ranks, and start from equal parameters."""
@@ -165,22 +134,23 @@ class Rounds:
         self._check_every = whole("check_every", check_every)
         one_of("on_nonfinite", on_nonfinite, get_args(OnNonFinite))
         self._drops = on_nonfinite == "anchor"
-        optimizers = optimizers_of(optimizer)
+        optimizers = optim.optimizers_of(optimizer)
         hooked = [inner for each in optimizers for inner in (each, *inner_optimizers(each))]
-        self._masters = masters_of(master_weights, hooked)
-        parameters = trainable(model, optimizers, self._masters)
+        self._masters = optim.masters_of(master_weights, hooked)
+        parameters = optim.trainable(model, optimizers, self._masters)
         self._notices.meet("the start of averaging", seconds, needs=_ALL_RANKS)
         workers = workers_of(worker)
-        refuse_wider(model, optimizers, workers)
-        owns, over = worker in {"node", "site"}, _backend_of(offload, transport)
+        consistency.refuse_wider(model, optimizers, workers)
+        flag("offload", offload)
+        owns, over = worker in {"node", "site"}, "gloo" if offload else None  # of what is on hosts
         self._links = WorkerGroups(
             workers, seconds, self._notices, transport.pg_options, average_over=over, owns=owns
         )
         self._trained = {id(param) for _, param in parameters}
         if self._masters:
-            self._trained |= {id(param) for param in held(optimizers)}
+            self._trained |= {id(param) for param in optim.held(optimizers)}
         self._parameters = parameters
-        self._model, self._optimizers = model, optimizers
+        self.model, self.optimizers = model, optimizers
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
         holders = holders_of(tensors, self._links)
         flat = Flat.of(parameters, holders, self._masters, offload=offload)
@@ -194,7 +164,8 @@ class Rounds:
         self._replaced = self._links.share(
             (part, holders[name].ranks)
             for name, tensor in tensors.items()
-            for part in parts_of(tensor).writable
+            for parts in [parts_of(tensor)]
+            for part in (parts.values if parts.copied else parts.all)
         )
         self._outer = self._loop_of(rule, flat, transport, seconds, tau)
         self._choosing = self._new_choice() if tau == "auto" else None
@@ -207,11 +178,14 @@ class Rounds:
     ) -> None:
         """Compare model, optimizer and settings with the other ranks."""
         workers, parameters = self._links.workers, self._parameters
-        layout, parts = describe(parameters, workers, rule, tau), "\n".join(flat.describe())
+        layout = consistency.describe(type(self).__name__, parameters, workers, rule, tau)
+        parts = "\n".join(flat.describe())
         self._layout = layout if len(workers.inner_ranks) == 1 else f"{layout}\n{parts}"
-        lines = describe_settings(self._optimizers, rule, settings)
-        self._described = "\n".join([layout, *describe_others(self._model, parameters), *lines])
-        self._links.agree("model, optimizer or setting", self._described, across=parts)
+        lines = consistency.describe_settings(self.optimizers, rule, settings)
+        self.described = "\n".join(
+            [layout, *consistency.describe_others(self.model, parameters), *lines]
+        )
+        self._links.agree("model, optimizer or setting", self.described, across=parts)
 
     def _loop_of(
         self, rule: Rule, flat: Flat, transport: Transport, seconds: Seconds, tau: Tau
@@ -222,35 +196,20 @@ class Rounds:
         if self._drops:
             average.weigh(lambda: not self._dropped, self._links.counting)
         loop, steps = DelayedLoop if rule.late else RoundLoop, None if tau == "auto" else tau
-        return loop(self._model, rule, flat, self._links, average, steps)
+        return loop(self.model, rule, flat, self._links, average, steps)
 
     def _count_steps(self) -> None:
         """Hook into the optimizers' steps, and watch what else moves the model."""
-        self._rates = RateWatch(self._optimizers, self._links)
+        self._rates = consistency.RateWatch(self.optimizers, self._links)
         self._started, self._began = False, time.monotonic()
         self._start: tuple[tuple[int, Tensor], str] | None = None
         self._stepped: dict[Optimizer, int] = {}
         self._said_uneven, self._drops_so_far = False, 0
-        model, parameters = self._model, self._parameters
+        model, parameters = self.model, self._parameters
         self._watch = ModelWatch(model, parameters, self._outer.tau, self._before_forward)
-        self._hooks = StepHooks(self._optimizers, self._before_step, self._after_step, self._watch)
-        self._copies = CopyWatch(self._hooks.all, parameters)
-        ATTACHED.update(self._hooks.all)
-
-    @property
-    def model(self) -> nn.Module:
-        """Whose parameters are averaged."""
-        return self._model
-
-    @property
-    def optimizers(self) -> tuple[Optimizer, ...]:
-        """Those whose steps are counted, without wrappers."""
-        return self._optimizers
-
-    @property
-    def described(self) -> str:
-        """What all workers must have in common: parameters, optimizers and settings, in lines."""
-        return self._described
+        self._hooks = StepHooks(self.optimizers, self._before_step, self._after_step, self._watch)
+        self._copies = optim.CopyWatch(self._hooks.all, parameters)
+        optim.ATTACHED.update(self._hooks.all)
 
     @property
     def loop(self) -> OuterLoop:
@@ -264,7 +223,7 @@ class Rounds:
 
     def _before_step(self) -> None:
         """Before step 0: weights may have been loaded since this was made."""
-        if self._evaluating:
+        if self.evaluating:
             raise OptionError(
                 "a step of the optimizer within consensus() would be discarded: take it outside"
             )
@@ -272,7 +231,7 @@ class Rounds:
         if self._saved_with is not None:
             self._say_other_model(self._saved_with)
         if self._masters and self._links.steps == 1:
-            refuse_unlike(self._masters, self._parameters)
+            optim.refuse_unlike(self._masters, self._parameters)
         if self._started:
             return
         self._started = True
@@ -290,9 +249,9 @@ class Rounds:
 
     def _before_forward(self) -> bool:
         """Before a forward pass, which may change weights; gives whether it is of the training."""
-        if not (self._started or self._evaluating or self._failure):
+        if not (self._started or self.evaluating or self._failure):
             self._start_here()
-        return not self._evaluating
+        return not self.evaluating
 
     def _start_here(self) -> str:
         """Begin from what the model holds, outside of forward passes; a text of what that is."""
@@ -318,26 +277,29 @@ class Rounds:
     def _after_step(self, optimizer: Optimizer) -> None:
         """A local step is over once every optimizer has taken one."""
         self._stepped[optimizer] = self._stepped.get(optimizer, 0) + 1
-        if len(self._stepped) == len(self._optimizers):
+        if len(self._stepped) == len(self.optimizers):
             self._stepped.clear()
             self._count_step()
         elif self._stepped[optimizer] > self._outer.tau and not self._said_uneven:
             self._said_uneven = True
-            say_idle(self._optimizers, self._stepped, optimizer)
+            optim.say_idle(self.optimizers, self._stepped, optimizer)
 
     def _ready(self, what: str) -> None:
         """Raise OptionError where what all ranks do together would be wrong."""
-        if self._evaluating:
+        if self.evaluating:
             raise OptionError(
                 f"{what} within consensus(), where the model holds another point: leave it"
             )
-        if not self._closed:
-            refuse_others(self._optimizers, self._trained, type(self).__name__)
-            refuse_replaced(self._model, self._parameters)
+        if not self.closed:
+            self._refuse_changed()
+
+    def _refuse_changed(self) -> None:
+        name = type(self).__name__
+        optim.refuse_changed(self.model, self.optimizers, self._parameters, self._trained, name)
 
     def _refuse_lost(self, what: str, *, together: bool = False) -> None:
         """Raise OptionError where steps were taken that were not counted; `together`: on all."""
-        lost = "" if self._closed or self._idle else self._watch.lost(at_the_end=together)
+        lost = "" if self.closed or self._idle else self._watch.lost(at_the_end=together)
         ranks = self._links.which(here=bool(lost)) if together else []
         if lost or ranks:
             lost = lost or f"on rank {ranks[0]} the model has moved without a counted step"
@@ -360,7 +322,7 @@ class Rounds:
             self._links.notices.poll()
             first = self._links.steps == 1 or (last and not counters.round)
             if self._masters and first and not self._idle:
-                refuse_missing(self._masters, self._parameters)
+                optim.refuse_missing(self._masters, self._parameters)
             look, pull = first and not self._masters, self._watch.pull
             if look or self._copies.found:
                 self._copies.stepped(look=look)
@@ -372,14 +334,23 @@ class Rounds:
             if self._copies.found:
                 self._copies.averaged()
             self._watch.mark()
-        except NobodyLeftError as error:
-            if self._leaving:
-                raise
-            self._failure = no_mean(counters.round)
-            raise self._failure from error
+        except NobodyLeftError:
+            if not self._leaving:
+                self._fail_without_mean()
+            raise
         except Co2simError as error:
             self._failure = error
             raise
+
+    def _fail_without_mean(self) -> NoReturn:
+        """No worker is left that a mean could be of."""
+        now = self._outer.counters.round
+        self._failure = NonFiniteError(
+            f"parameters of all workers were NaN or infinite in round {now}, so that there is no"
+            " mean; anchor and momentum are as before",
+            round=now,
+        )
+        raise self._failure
 
     def _drop_nonfinite(self) -> None:
         """Stand at the anchor, if this worker's parameters are not finite and that is asked for."""
@@ -388,7 +359,7 @@ class Rounds:
             return
         self._outer.drop_progress()
         self._drops_so_far += 1
-        bad = count_nonfinite(self._optimizers)
+        bad = optim.count_nonfinite(self.optimizers)
         warn_user(
             f"rank {self._links.rank}: parameters were NaN or infinite in round"
             f" {self._outer.counters.round}; this worker continues from the anchor, without its"
@@ -406,10 +377,9 @@ class Rounds:
         counters = self._outer.counters
         checks = self._check_every and (counters.round + 1) % self._check_every == 0
         if last:
-            refuse_others(self._optimizers, self._trained, type(self).__name__)
-            refuse_replaced(self._model, self._parameters)
+            self._refuse_changed()
             if checks or not counters.round:
-                refuse_different_inside(self._outer, self._links)
+                consistency.refuse_different_inside(self._outer, self._links)
         if last or self._outer.launches(last=last):
             self._drop_nonfinite()
         if not self._choosing:
@@ -422,7 +392,7 @@ class Rounds:
             counters.seconds += self._outer.lap
             self._outer.close_round()
             self._choose_tau()
-            if not self._outer.average.weighs:
+            if not self._outer.average.present:
                 self._rates.end_round()
             if checks:
                 self.check_drift()
@@ -450,7 +420,14 @@ class Rounds:
 
         Raises MismatchError that names the ranks whose anchor differs from that of most.
         """
-        refuse_drift(self._outer, self._links)
+        marks = self._links.of_peers(mark_of(self._outer.state.anchor))
+        usual, peers = max(marks, key=marks.count), self._links.workers.peer_ranks
+        drifted = [rank for rank, mark in zip(peers, marks, strict=True) if mark != usual]
+        (count,) = self._links.total([len(drifted)])
+        if count:
+            who = f"ranks {drifted}" if drifted else "ranks of other shards"
+            last = self._outer.counters.round - 1
+            raise MismatchError(f"after round {last} the anchor of {who} is not that of the others")
 
     def any_rank(self, flag: bool) -> bool:  # noqa: FBT001 - it is all that this is about
         """Whether a flag is set on any rank, such as by a signal: all stop after the same step.
@@ -477,7 +454,7 @@ class Rounds:
         """
         self._ready("state_dict()")
         self._refuse_lost("state_dict()")
-        say_mixed_models([param for _, param in self._parameters], type(self).__name__)
+        consistency.say_mixed_models([param for _, param in self._parameters], type(self).__name__)
         state = self._outer.state_dict()
         state["numbers"][_MODEL] = self._watch.total()
         return {_key(): {"layout": self._layout, **state}}
@@ -500,7 +477,7 @@ class Rounds:
                 f"the saved state holds {', '.join(sorted(map(str, state))) or 'nothing'};"
                 " load_anchor() takes what state_dict() of the algorithm gave"
             )
-        self._refuse_other_layout(rank_state["layout"], _one_worker)
+        self._refuse_other_layout(rank_state["layout"], _COUNT_OF_WORKERS)
         self._load(rank_state)
         self._outer.counters.step = 0
         self._outer.use_all()
@@ -511,8 +488,10 @@ class Rounds:
         if self._outer.counters.tau:
             self._choosing = None
 
-    def _refuse_other_layout(self, saved: str, form: Callable[[str], str] = str) -> None:
-        pairs = zip_longest(form(saved).splitlines(), form(self._layout).splitlines())
+    def _refuse_other_layout(self, saved: str, left_out: str = "$^") -> None:
+        """Raise OptionError for another layout, leaving out what matches a pattern."""
+        layouts = (re.sub(left_out, "", text, flags=re.MULTILINE) for text in (saved, self._layout))
+        pairs = zip_longest(*map(str.splitlines, layouts))
         for line, here in pairs:
             if line != here:
                 other = str(line).startswith("workers = ")
@@ -563,7 +542,7 @@ class Rounds:
         """All ranks have loaded what belongs together; if not, no step will be taken."""
         self._links.steps, self._started = self.stats().steps, True
         self._watch.forget()
-        self._extra.forget_frozen()
+        self._extra.frozen_marks = {}
         try:
             self._links.agree(what, "", across=text)
         except Co2simError as error:
@@ -571,10 +550,5 @@ class Rounds:
             raise
 
 
-def _one_worker(layout: str) -> str:
-    """What is saved in common by any number of workers."""
-    return re.sub(r"^workers = \d+ of ", "workers of ", layout, flags=re.MULTILINE)
-
-
 def _key() -> str:
-    return f"rank{dist.get_rank() if dist.is_initialized() else 0}"
+    return f"rank{my_rank()}"

@@ -10,7 +10,12 @@ from torch import Tensor
 from torch.nn.functional import softshrink
 
 from co2sim.common.delayed_averaging import LateAverage
+from co2sim.common.validation import whole
 from realrun import errors
+from realrun.errors import GAPS, Gap
+
+_LATEST = 100
+"""Rounds that an average may be late: each has a buffer. As in co2sim."""
 
 Total: TypeAlias = Callable[[Sequence[float]], list[float]]
 """Sums numbers over the ranks that share one worker, so that norms are of the whole model."""
@@ -154,29 +159,113 @@ class Rule(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MomentumRule(Rule):
-    """An outer step with momentum whose average is waited for: m <- outer_momentum m + D."""
+    """m <- beta m + D / Lambda, clipped to [-clip, clip]; then x <- x - alpha m.
 
-    outer_momentum: float
-    outer_lr: float
+    With `nesterov` x <- x - alpha (D + beta m), as torch.optim.SGD(nesterov=True) on D, neither
+    clipped nor late by rounds. Without staleness, penalty and clip this is SlowMo's; with alpha 1
+    and no momentum x becomes the mean of the workers' models.
+
+    The published equation for the penalty Lambda is not available to us; it is a named choice:
+
+    - "constant": Lambda = `penalty`, as in the authors' released code (1 there).
+    - "gap_aware", ours: Lambda_t = 1 + |x_{t,0} - x_{t-k,0}| / max_{s<t-k} alpha |D_s|, with
+      staleness k, Euclidean norms over the whole model; 1 where the maximum is over nothing, or
+      0. For k = 1 it lies in [1, 1 + 1/(1-beta)]. Since x_{t,0} - x_{t-k,0} = -alpha (the sum of
+      the last k momenta), alpha cancels.
+
+    Source: Sun et al., CO2: Efficient Distributed Training with Full Communication-Computation
+    Overlap, ICLR 2024, arXiv 2401.16265.
+    """
+
+    outer_momentum: float = 0.0
+    outer_lr: float = 1.0
+    nesterov: bool = False
+    gap: Gap = "constant"
+    penalty: float = 1.0
+    clip: float | None = None
+    residual_decay: float = 0.0
+    staleness: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse options out of range."""
         errors.momentum("outer_momentum", self.outer_momentum)
-        errors.step_size("outer_lr", self.outer_lr)
+        errors.limit("outer_lr", self.outer_lr)
+        errors.one_of("gap", self.gap, GAPS)
+        errors.penalty("penalty", self.penalty, self.gap)
+        object.__setattr__(self, "staleness", whole("staleness", self.staleness, 0, _LATEST))
+
+    @property
+    def clips(self) -> bool:
+        """Whether elements are counted."""
+        return self.clip is not None
 
     def vectors(self) -> dict[str, int]:
-        """The momentum."""
-        return {"momentum": 0}
+        """The momentum; for the gap over k > 1 rounds also the k - 1 before it.
+
+        And the running mean of what is clipped, if that is asked for.
+        """
+        clipped = {"residual": 0} if self.residual_decay else {}
+        if self._at_once:
+            return clipped
+        past = {"past": self.staleness - 1} if self._remembers else {}
+        return {"momentum": 0, **past, **clipped}
+
+    def numbers(self) -> dict[str, float]:
+        """For the gap: the largest |D| so far, and how many averages there were."""
+        return {"largest": 0.0, "absorbed": 0.0} if self.gap == "gap_aware" else {}
+
+    @property
+    def _at_once(self) -> bool:
+        """Whether an average moves the anchor at once, so that no vector holds it meanwhile.
+
+        Those within a round do, where the next one needs nothing of them.
+        """
+        inside = self.late is not None or not self.staleness
+        return inside and not self.outer_momentum and self.gap == "constant"
+
+    @property
+    def _remembers(self) -> bool:
+        return self.gap == "gap_aware" and self.staleness > 1
 
     def absorb(self, state: State, average: Tensor, penalty: float) -> Clipped:
-        """Both updates at once: no average is in flight."""
-        del penalty
-        vectors = (state.vectors["momentum"], average, state.anchor)
-        for m, mean, anchor in state.chunks(*vectors):
-            m.mul_(self.outer_momentum).add_(mean)
-            self.step(anchor, m, mean)
-        return NOT_CLIPPED
+        """Momentum: m <- beta m + D / Lambda, clipped; without it, the anchor at once."""
+        clip = Clip(self.clip, self.residual_decay, penalty)
+        kept = [state.vectors["residual"]] if self.residual_decay else []
+        if self._at_once:
+            for anchor, mean, *running in state.chunks(state.anchor, average, *kept):
+                m = mean * (1 / penalty)
+                clip(m, *running)
+                anchor.add_(m, alpha=-self.outer_lr)
+            return clip.result()
+        momentum = state.vectors["momentum"]
+        if self._remembers:
+            past = state.vectors["past"]
+            past[int(state.numbers["absorbed"]) % len(past)].copy_(momentum)
+            state.numbers["absorbed"] += 1
+        for m, mean, *running in state.chunks(momentum, average, *kept):
+            m.mul_(self.outer_momentum).add_(mean, alpha=1 / penalty)
+            clip(m, *running)
+        if self.nesterov:
+            for anchor, m, mean in state.chunks(state.anchor, momentum, average):
+                anchor.add_(mean, alpha=-self.outer_lr)
+                anchor.add_(m, alpha=-self.outer_lr * self.outer_momentum)
+        return clip.result()
 
-    @abstractmethod
-    def step(self, anchor: Tensor, m: Tensor, mean: Tensor) -> None:
-        """Move the anchor, in place, by the new momentum and the average."""
+    def move(self, state: State) -> None:
+        """Anchor: x_{t+1,0} <- x_{t,0} - alpha m."""
+        if self._at_once or self.nesterov:
+            return
+        for anchor, m in state.chunks(state.anchor, state.vectors["momentum"]):
+            anchor.add_(m, alpha=-self.outer_lr)
+
+    def weigh(self, state: State, norm: float, total: Total) -> float:
+        """Lambda_t, from points that were known before this average."""
+        if self.gap == "constant":
+            return self.penalty
+        largest = state.numbers["largest"]
+        state.numbers["largest"] = max(largest, norm)
+        if largest == 0.0 or self.staleness == 0:
+            return 1.0
+        moved = state.vectors["momentum"]
+        if self._remembers:
+            moved = moved + state.vectors["past"].sum(0)
+        return 1.0 + state.norm(moved, total) / largest

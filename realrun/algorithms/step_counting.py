@@ -81,8 +81,7 @@ class StepHooks:
         for handle in self._handles:
             handle.remove()
 
-    def _pre(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        del args, kwargs
+    def _pre(self, optimizer: Optimizer, *_: object) -> None:
         self._watch.begin_step()
         if held([optimizer])[0].is_cuda and torch.cuda.is_current_stream_capturing():
             raise OptionError(
@@ -91,8 +90,7 @@ class StepHooks:
             )
         self._before()
 
-    def _post(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        del args, kwargs
+    def _post(self, optimizer: Optimizer, *_: object) -> None:
         if sum(1 for _ in islice(self._running(), 2)) > 1:
             return  # within another step, which counts
         self._watch.stepped()
@@ -202,8 +200,7 @@ class ForwardWatch:
         for handle in self._handles:
             handle.remove()
 
-    def _enter(self, module: nn.Module, args: object) -> None:
-        del args
+    def _enter(self, module: nn.Module, *_: object) -> None:
         if torch.compiler.is_compiling() or self._is_elsewhere(module):
             return
         if self._entered not in {None, module}:
@@ -213,8 +210,7 @@ class ForwardWatch:
             self._entered = module
             self._version, self._held = self._versions(), self._now()
 
-    def _leave(self, module: nn.Module, args: object, output: object) -> None:
-        del args, output
+    def _leave(self, module: nn.Module, *_: object) -> None:
         if torch.compiler.is_compiling() or module is not self._entered:
             return
         self._entered = None

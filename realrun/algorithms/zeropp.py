@@ -31,7 +31,10 @@ import torch.distributed as dist
 from torch import Generator, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -39,12 +42,11 @@ from co2sim.common.errors import OptionError
 from co2sim.common.validation import whole
 from realrun.algorithms.quantization import dequantize, quantize, sum_and_quantize, sum_rows
 from realrun.algorithms.quantization_format import Quantized, Rounding, from_wire, to_wire
-from realrun.errors import MismatchError, one_of
+from realrun.errors import one_of, refuse_different
 from realrun.torch_compat import (
     all_gather_single,
     fsdp_param_groups,
     premul_factor,
-    reduce_scatter_single,
 )
 
 _SENDABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,14 +74,11 @@ class Places:
     node_group: dist.ProcessGroup
     peers_group: dist.ProcessGroup
 
-    def same_node(self, other: int) -> bool:
-        """Whether a rank is on this rank's node."""
-        return other // self.per_node == self.rank // self.per_node
-
     def count_ring(self, sent: Sent, members: int, part: int) -> None:
         """Count a ring of `members` consecutive ranks: all but one part to the next."""
         index = self.rank % members
-        if self.same_node(self.rank - index + (index + 1) % members):
+        following = self.rank - index + (index + 1) % members
+        if following // self.per_node == self.rank // self.per_node:
             sent.inside += (members - 1) * part
         else:
             sent.between += (members - 1) * part
@@ -99,17 +98,7 @@ class ZeroPP:
     generator: Generator | None = None
 
 
-class _FreshBuffers:
-    """Communication of a group of parameters, with fresh buffers, as FSDP2 has them."""
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """A fresh buffer."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class Gather(_FreshBuffers, AllGather):
+class Gather(DefaultAllGather):
     """The gathers of a group of parameters."""
 
     def __init__(self, params: FSDPParamGroup, zeropp: ZeroPP, block: int) -> None:
@@ -132,7 +121,7 @@ class Gather(_FreshBuffers, AllGather):
             places.count_ring(sent, size, input_tensor.numel() * input_tensor.element_size())
             return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         _need_floats(input_tensor, "weights")
-        wire = to_wire(quantize(input_tensor, 8, self.block, refuse_non_finite=False))
+        wire = to_wire(quantize(input_tensor, 8, self.block))
         places.count_ring(sent, size, wire.numel())
         received = wire.new_empty(size, wire.numel())
         work = all_gather_single(received.view(-1), wire, group=group, async_op=async_op)
@@ -171,14 +160,14 @@ class _Arrival(dist.Work):
         self.target.copy_(dequantize(codes, scales, 8, self.block, elements))
 
 
-class Reduce(_FreshBuffers, ReduceScatter):
+class Reduce(DefaultReduceScatter):
     """The reduction of a group's gradients."""
 
     def __init__(self, zeropp: ZeroPP, block: int, rounding: Rounding) -> None:
         """Keep how to quantize; `block` 0 does not."""
         self.zeropp, self.block, self.rounding = zeropp, block, rounding
 
-    def __call__(
+    def __call__(  # type: ignore[override] # None where nothing is left to wait for
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
@@ -191,9 +180,7 @@ class Reduce(_FreshBuffers, ReduceScatter):
             places = self.zeropp.places
             size = output_tensor.numel() * output_tensor.element_size()
             places.count_ring(self.zeropp.reduce, group.size(), size)
-            return reduce_scatter_single(
-                output_tensor, input_tensor, group=group, op=op, async_op=async_op
-            )
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
         _need_floats(input_tensor, "gradients")
         output_tensor.copy_(self._sum(input_tensor) * _factor(op, group.size()))
         return None
@@ -205,12 +192,12 @@ class Reduce(_FreshBuffers, ReduceScatter):
         slices = gradient.view(places.nodes, places.per_node, -1)
         part = slices.shape[-1]
         if places.per_node == 1:
-            rows = quantize(slices[:, 0], 4, *how, refuse_non_finite=False)
+            rows = quantize(slices[:, 0], 4, *how)
         else:
             # Rank (node, local) owns slice (node, local). A rank with the same `local` on another
             # node collects the sums of this node for it: one row holds the slices of one `local`.
             reordered = slices.transpose(0, 1).reshape(places.per_node, -1)
-            rows = quantize(reordered, 4, *how, refuse_non_finite=False)
+            rows = quantize(reordered, 4, *how)
             rows = self._exchange(rows, places.nodes * part, places.node_group)
             if places.nodes == 1:
                 return sum_rows(rows, 4, self.block, part)
@@ -286,14 +273,24 @@ def apply_zeropp(
     Mixed precision, gradient accumulation (`set_requires_gradient_sync`) and divide factors work
     as before. Raises OptionError for what does not, and MismatchError when ranks disagree.
     """
-    _check(block, rounding, qwz=qwz, qgz=qgz)
+    whole("block", block, 1)
+    if block != _BLOCK and not (qwz or qgz):
+        raise OptionError(f"block={block} needs qwz or qgz")
+    one_of("rounding", rounding, get_args(Rounding))
+    if rounding != "nearest" and not qgz:
+        raise OptionError(f"rounding={rounding!r} needs qgz; weights are rounded to nearest")
     groups = _param_groups(model)
     if any(module in _APPLIED for module, _ in groups):
         raise OptionError(f"apply_zeropp was called on this {type(model).__name__} before: once")
     mesh = _mesh(groups)
     per_node = _ranks_per_node(ranks_per_node, mesh)
-    text = f"ranks_per_node={per_node}, qwz={qwz}, hpz={hpz}, qgz={qgz}, block={block}"
-    _agree(text, mesh.get_group())
+    settings = {"ranks_per_node": per_node, "qwz": qwz, "hpz": hpz, "qgz": qgz, "block": block}
+    text = "\n".join(f"{name} = {value}" for name, value in settings.items())
+    texts = [""] * mesh.size()  # other ranks would exchange buffers of other sizes, and hang
+    dist.all_gather_object(texts, text, group=mesh.get_group())
+    refuse_different(
+        "setting of apply_zeropp", texts, dist.get_process_group_ranks(mesh.get_group())
+    )
     grid = _grid(mesh, per_node)
     rank = mesh.get_local_rank()
     zeropp = ZeroPP(
@@ -313,15 +310,6 @@ def _generator(seed: int, rank: int) -> Generator:
     """Random numbers of a rank, unlike those of any small seed, such as that of its data."""
     digest = sha256(f"zeropp {seed} {rank}".encode()).digest()
     return Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-
-
-def _check(block: int, rounding: str, *, qwz: bool, qgz: bool) -> None:
-    whole("block", block, 1)
-    if block != _BLOCK and not (qwz or qgz):
-        raise OptionError(f"block={block} needs qwz or qgz")
-    one_of("rounding", rounding, get_args(Rounding))
-    if rounding != "nearest" and not qgz:
-        raise OptionError(f"rounding={rounding!r} needs qgz; weights are rounded to nearest")
 
 
 def _param_groups(model: nn.Module) -> list[tuple[FSDPModule, FSDPParamGroup]]:
@@ -387,18 +375,6 @@ def _ranks_per_node(count: int | None, mesh: DeviceMesh) -> int:
     if first % count:
         raise OptionError(f"ranks_per_node is {count}; the mesh begins with rank {first} of a node")
     return count
-
-
-def _agree(text: str, group: dist.ProcessGroup) -> None:
-    """Compare with all ranks: they would exchange buffers of other sizes, and hang."""
-    ranks = dist.get_process_group_ranks(group)
-    texts: list[str | None] = [None] * len(ranks)
-    dist.all_gather_object(texts, text, group=group)
-    for rank, other in zip(ranks, texts, strict=True):
-        if other != texts[0]:
-            raise MismatchError(
-                f"rank {rank} calls apply_zeropp with {other}, rank {ranks[0]} with {texts[0]}"
-            )
 
 
 def _keep_secondary(module: FSDPModule, params: FSDPParamGroup, grid: DeviceMesh) -> None:

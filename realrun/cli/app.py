@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ from co2sim.common.files import check_writable
 from co2sim.prediction.question import Question
 from co2sim.schedule.schedule import Layout
 from co2sim.strategies import parse
+from co2sim.strategies.co2 import has_auto_options
 from co2sim.strategies.step import title
 from realrun.cli import options as launching
 from realrun.cli.lab import lab
@@ -106,7 +108,7 @@ def run(  # noqa: PLR0917 - one argument per option
     if len(set(titles)) < len(titles):
         raise OptionError("a strategy is given twice")
     cases = [replace(job, cluster=stated, strategy=text) for text in strategy]
-    launching.refuse_auto(sys.argv[2:], strategy, cluster=cluster, ranks=how.nproc)
+    _refuse_auto(strategy)
     for case in cases:  # what is wrong is better said once than by every rank
         if how.nproc is None:
             case.load()
@@ -118,3 +120,16 @@ def run(  # noqa: PLR0917 - one argument per option
     if how.nproc is not None:
         raise typer.Exit(ranks.start(how, sys.argv[1:]))
     ranks.run(cases, how, name, rounds, out, check=check, as_json=json_)  # type: ignore[arg-type]
+
+
+def _refuse_auto(strategies: Iterable[str]) -> None:
+    """Raise OptionError for a strategy with numbers still to be chosen, before a rank starts."""
+    for text in strategies:
+        strategy = parse(text)
+        if has_auto_options(strategy):
+            missing = [name for name in ("tau", "delay") if getattr(strategy, name) == "auto"]
+            raise OptionError(
+                f"{text}: realrun run executes a schedule, which needs numbers for"
+                f" {' and '.join(missing)}: `co2sim run` names them, with the same cluster, model,"
+                " strategy and batch"
+            )

@@ -6,8 +6,6 @@ import typer
 
 from co2sim.cli import options
 from co2sim.common import convert
-from realrun.cli import options as launching
-from realrun.cli.options import strategies_in
 from realrun.lab.lab import Dilation, Lab, run_lab, stated_cluster
 from realrun.lab.time_dilation import SLEEPING
 
@@ -46,21 +44,8 @@ def run(
     before kernels (SCHED_FIFO), as a network card does; REALRUN_REALTIME=0 leaves them as they are.
     """
     time = convert.seconds("--grace", grace)
-    if command and command[:2] == ["realrun", "run"]:
-        _refuse_auto(command[2:])
     built = stated.slower(dilation, command or [])
     raise typer.Exit(run_lab(command or [], built, grace=time))
-
-
-def _refuse_auto(words: list[str]) -> None:
-    """Raise OptionError before the lab is built, for what its ranks would refuse."""
-    stated = None
-    for index, word in enumerate(words):
-        if word in {"-c", "--cluster"}:
-            stated = next(iter(words[index + 1 :]), None)
-        elif word.startswith(("-c", "--cluster=")):
-            stated = word
-    launching.refuse_auto(words, list(strategies_in(words)), cluster=stated, ranks=None)
 
 
 @lab.command()

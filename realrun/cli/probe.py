@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +14,7 @@ from co2sim.common import convert
 from co2sim.common.convert import Reader, option
 from co2sim.common.errors import OptionError, UnitError, nearest
 from co2sim.common.files import check_writable, write_atomically
-from co2sim.common.units import duration, parse, percent, scaled
+from co2sim.common.units import counted, duration, parse, percent, scaled
 from realrun.cli.options import RankSettings, rank_options
 from realrun.errors import PRECISIONS, SITES, one_of, sites_of
 from realrun.lab.lab import CLUSTER
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     from co2sim.hardware.cluster import GPU
     from realrun.cli.ranks import Rank
-    from realrun.probe.fit import Fitted, Measured, Residuals
+    from realrun.probe.fit import Fitted, Measured
     from realrun.probe.probe import Plan
 
 _SIZES = {"gloo": 2.0**24, "nccl": 2.0**28}
@@ -86,7 +85,6 @@ class ProbeOptions:
     )
 
     def __post_init__(self) -> None:
-        """Refuse what does not go together."""
         if self.out.suffix != ".toml":
             raise OptionError(f"--out is {self.out}; the name of a cluster file ends in .toml")
         if self.gpu is not None and self.gpu not in names("gpus"):
@@ -126,10 +124,12 @@ def probe(request: ProbeOptions, how: RankSettings) -> None:
         )
     check_writable(request.out.parent)
     from realrun.cli import ranks  # noqa: PLC0415 - torch
-    from realrun.probe.cluster_file import NOTHING  # noqa: PLC0415 - slow
 
     if request.gpu and str(how.nproc or os.environ.get("WORLD_SIZE")) == "1":
-        raise OptionError(NOTHING)
+        raise OptionError(
+            "nothing can be measured: a single rank has no other to communicate with, and --gpu"
+            " leaves out kernels"
+        )
     if how.nproc is not None:
         raise typer.Exit(ranks.start(how, sys.argv[1:]))
     plan = request.plan(how.backend)
@@ -175,10 +175,9 @@ def _measure(rank: "Rank", plan: "Plan", request: ProbeOptions) -> None:
 
 def _name(measured: "Measured", how: str) -> str:
     nodes, each = measured.layout.nodes, measured.layout.gpus_per_node
-    return (
-        f"{nodes} node{'s' if nodes > 1 else ''} of {each} rank{'s' if each > 1 else ''},"
-        f" {measured.backend} on {measured.machine.partition(',')[0]}, {how}"
-    )
+    hardware = measured.machine.partition(",")[0]
+    size = f"{counted(nodes, 'node')} of {counted(each, 'rank')}"
+    return f"{size}, {measured.backend} on {hardware}, {how}"
 
 
 def _print(measured: "Measured", fitted: "Fitted", name: str) -> None:
@@ -187,13 +186,14 @@ def _print(measured: "Measured", fitted: "Fitted", name: str) -> None:
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
     out = console()
-    _print_links(out, fitted, name)
+    _print_links(out, measured, fitted, name)
     if fitted.processor is not None:
         _print_processor(out, measured, fitted.processor)
 
 
-def _print_links(out: "Console", fitted: "Fitted", name: str) -> None:
+def _print_links(out: "Console", measured: "Measured", fitted: "Fitted", name: str) -> None:
     from co2sim.common.tables import print_table  # noqa: PLC0415 - rich
+    from realrun.probe.fit import by_kind  # noqa: PLC0415 - only for this table
 
     links = [
         (where, scaled(link.bandwidth, "B/s"), duration(link.latency))
@@ -203,27 +203,22 @@ def _print_links(out: "Console", fitted: "Fitted", name: str) -> None:
     if not links:
         return
     print_table(out, f"{name}: links", ("link", "payload bandwidth", "latency"), links)
-    lines: list[Sequence[str]] = [
-        (
-            str(group),
-            str(kind),
-            duration(line.latency),
-            scaled(line.bandwidth, "B/s"),
-            *_percent(line.residuals),
-            *_percent(misfit),
-        )
-        for ((group, kind), line), misfit in zip(
-            fitted.lines.items(), fitted.misfit.values(), strict=True
-        )
-    ]
-    off = ("worst", "at the largest")
-    titles = ("group", "collective", "latency", "bandwidth", "off by", *off, "links", *off)
+    seen = by_kind(measured.collectives)
     print_table(
         out,
-        "collectives: latency + size / bandwidth of each, and how far it is off (median);"
-        " the same for the links",
-        titles,
-        lines,
+        "collectives: times of the smallest and the largest, how far the links are off (median)",
+        ("group", "collective", "smallest", "largest", "off by", "worst", "at the largest"),
+        [
+            (
+                str(group),
+                str(kind),
+                *(duration(seen[group, kind][index].seconds) for index in (0, -1)),
+                f"{off.median:.1%}",
+                f"{off.worst:.1%}",
+                percent(off.last, 1),
+            )
+            for (group, kind), off in fitted.misfit.items()
+        ],
         left=2,
     )
 
@@ -252,7 +247,6 @@ def _print_processor(out: "Console", measured: "Measured", processor: "GPU") -> 
     others = [
         ("memory bandwidth", scaled(processor.memory_bandwidth, "B/s")),
         ("overhead of an op", duration(measured.launch)),
-        ("more if it waits for another stream", duration(measured.handover)),
     ]
     for slowdown in measured.slowdowns:
         size = duration(slowdown.seconds)
@@ -265,7 +259,3 @@ def _print_processor(out: "Console", measured: "Measured", processor: "GPU") -> 
             ("kernels of two streams together, times as long", f"{measured.together:.2f}")
         )
     print_table(out, "other", ("figure", "value"), others)
-
-
-def _percent(off: "Residuals") -> tuple[str, str, str]:
-    return f"{off.median:.1%}", f"{off.worst:.1%}", percent(off.last, 1)

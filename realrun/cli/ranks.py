@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Timer
 from typing import NoReturn
@@ -69,7 +69,7 @@ class Rank:
 
     world: World
     folder: Path | None
-    progress: Say | None = field(default=None)
+    progress: Say | None
 
 
 def as_rank(settings: RankSettings, folder: Path | None, work: Callable[[Rank], None]) -> None:
@@ -79,9 +79,8 @@ def as_rank(settings: RankSettings, folder: Path | None, work: Callable[[Rank], 
     """
     rank: Rank | None = None
     try:
-        rank = Rank(join(settings.backend, settings.deadline), folder)
-        if rank.world.rank == 0:
-            rank.progress = news()
+        world = join(settings.backend, settings.deadline)
+        rank = Rank(world, folder, None if world.rank else news())
         work(rank)
         rank.world.leave()
         end()
@@ -135,7 +134,8 @@ def _stop(error: Co2simError, rank: Rank | None) -> NoReturn:
         except Co2simError as failed:
             message += f"; {failed}"
     everywhere = isinstance(error, CheckpointError) and error.everywhere
-    said = isinstance(error, RankFailure) and rank is not None and rank.world.watch.said()
+    reported = rank.world.watch.reported() if rank and isinstance(error, RankFailure) else None
+    said = bool(reported and reported.said)  # by the rank at fault
     if not said and not (everywhere and rank and rank.world.rank):  # else another rank says it
         print(error_line(message), file=sys.stderr, flush=True)
     bad = isinstance(error, BAD_INPUT)

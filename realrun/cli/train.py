@@ -3,7 +3,7 @@
 import json
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,19 +22,8 @@ from co2sim.strategies import parse, with_options
 from co2sim.strategies.step import title
 from realrun.cli.options import RankSettings, rank_options
 from realrun.lab.time_dilation import DILATION, dilation
+from realrun.train import folder
 from realrun.train.constants import Estimates, Point, commands, limits
-from realrun.train.folder import (
-    ESTIMATE,
-    FIGURE,
-    LOG,
-    Resume,
-    alone,
-    check_checkpoint,
-    check_free,
-    check_new,
-    check_steps,
-    checkpoints,
-)
 from realrun.train.log import History, read
 from realrun.train.settings import UNITS, TrainSettings, check, check_estimate
 
@@ -107,7 +96,9 @@ def train(  # noqa: PLR0917 - one argument per option
     """Train a small model on real data, with checkpoints, a log and a figure of the loss."""
     settings = replace(settings, strategy=_with_tau(settings.strategy, tau))
     if describe:
-        _describe(settings)
+        if settings.task != "text":
+            raise OptionError("--describe needs --task text, the task whose model is a transformer")
+        print(settings.shape.toml(), end="")
         return
     going_on = resumed(from_step, resume=resume)
     _check(settings, how, out, going_on, estimate=estimate)
@@ -122,14 +113,13 @@ def train(  # noqa: PLR0917 - one argument per option
     ranks.as_rank(how, None, work)
 
 
-def _describe(settings: TrainSettings) -> None:
-    if settings.task != "text":
-        raise OptionError("--describe needs --task text, the task whose model is a transformer")
-    print(settings.shape.toml(), end="")
-
-
 def _check(
-    settings: TrainSettings, how: RankSettings, out: Path, resume: Resume | None, *, estimate: bool
+    settings: TrainSettings,
+    how: RankSettings,
+    out: Path,
+    resume: folder.Resume | None,
+    *,
+    estimate: bool,
 ) -> None:
     """Refuse before any rank starts what cannot be trained."""
     _check_clock()
@@ -161,22 +151,22 @@ def _with_tau(strategy: str, tau: str | None) -> str:
     return title(with_options(parse(strategy), {"tau": tau}))
 
 
-def resumed(from_step: int | None, *, resume: bool) -> Resume | None:
+def resumed(from_step: int | None, *, resume: bool) -> folder.Resume | None:
     """What to continue from, if anything. Raises OptionError for --from-step without --resume."""
     if from_step is not None and not resume:
         raise OptionError("--from-step says how to continue from a checkpoint: it needs --resume")
-    return Resume(from_step) if resume else None
+    return folder.Resume(from_step) if resume else None
 
 
-def check_out(settings: TrainSettings, out: Path, ranks: int, resume: Resume | None) -> None:
+def check_out(settings: TrainSettings, out: Path, ranks: int, resume: folder.Resume | None) -> None:
     """Refuse a folder that is of another training or in use, or what cannot be gone on from."""
-    check_free(out)
+    folder.check_free(out)
     if not resume:
-        check_new(out)
+        folder.check_new(out)
     elif last := resume.checkpoint(out):
-        check_checkpoint(last, settings.identity(), ranks)
-        check_steps(last, settings.steps)
-        if (out / LOG).exists():
+        folder.check_checkpoint(last, settings.identity(), ranks)
+        folder.check_steps(last, settings.steps)
+        if (out / folder.LOG).exists():
             read(out)
 
 
@@ -185,7 +175,7 @@ def run(
     settings: TrainSettings,
     out: Path,
     *,
-    resume: Resume | None,
+    resume: folder.Resume | None,
     estimate: bool,
     as_json: bool,
 ) -> None:
@@ -194,7 +184,7 @@ def run(
 
     check(settings, rank.world.layout)
     first = rank.world.rank == 0
-    with alone(out) if first else nullcontext():
+    with folder.alone(out) if first else nullcontext():
         if first:
             _say(settings, out, resume)
         with asked_to_stop(rank.world.rank) as signals, _shown(rank, settings) as shown:
@@ -211,11 +201,11 @@ def run(
         show(history, out, as_json=as_json)
 
 
-def _say(settings: TrainSettings, out: Path, resume: Resume | None) -> None:
+def _say(settings: TrainSettings, out: Path, resume: folder.Resume | None) -> None:
     """Refuse a folder of another training; say what may surprise."""
     if not resume:
-        check_new(out)
-    elif not checkpoints(out):
+        folder.check_new(out)
+    elif not folder.checkpoints(out):
         print(f"no checkpoint in {out}: starting at step 0", file=sys.stderr)
     chooses = getattr(settings.parsed, "tau", None) == "auto"
     if not chooses and (left := settings.last % settings.round):
@@ -229,18 +219,15 @@ def _say(settings: TrainSettings, out: Path, resume: Resume | None) -> None:
 def show(history: History, out: Path, *, as_json: bool) -> None:
     """Tell how a training went."""
     if as_json:
-        print(json.dumps({**history.figures, **_estimates(history)}, indent=2))
+        figures = dict(history.figures)
+        if history.estimates:
+            delay = history.rows[-1].delay
+            figures["estimates"] = history.estimates.to_dict(history.chosen, delay)
+        print(json.dumps(figures, indent=2))
         return
     _print(history, out)
     if history.estimates:
         _print_estimates(history, history.estimates, out)
-
-
-def _estimates(history: History) -> dict[str, Any]:
-    if history.estimates is None:
-        return {}
-    delay = history.rows[-1].delay
-    return {"estimates": history.estimates.to_dict(history.chosen, delay)}
 
 
 @contextmanager
@@ -270,18 +257,15 @@ def _shown(rank: "Rank", settings: TrainSettings) -> "Iterator[OnStep | None]":
         return
     if not sys.stderr.isatty():
         line = rank.progress
-        yield lambda standing: line(_line(settings, standing))
+        yield lambda standing: line(
+            f"{settings.name}: step {standing.step} of {standing.steps},"
+            f" {_words(settings, standing)}"
+        )
         return
     with progress_bar(settings.name, shown=True) as bar:
         assert bar is not None
         bar(0, settings.last)
         yield lambda standing: bar(standing.step, settings.last, _words(settings, standing))
-
-
-def _line(settings: TrainSettings, standing: "Standing") -> str:
-    return (
-        f"{settings.name}: step {standing.step} of {standing.steps}, {_words(settings, standing)}"
-    )
 
 
 def _words(settings: TrainSettings, standing: "Standing") -> str:
@@ -308,7 +292,7 @@ def _print(history: History, out: Path) -> None:
     """How it went, and where things are."""
     figures, facts = history.figures, history.facts
     if not history.rows:
-        print(f"nothing left to train, and no row in {out / LOG}")
+        print(f"nothing left to train, and no row in {out / folder.LOG}")
         return
     unit = f"{UNITS[history.settings.task]}s"
     ranks = facts["nodes"] * facts["ranks_per_node"]
@@ -329,7 +313,7 @@ def _print(history: History, out: Path) -> None:
             f" last penalty {figures['penalty']:.3f}, {figures['clipped']:.3%} of elements clipped"
         )
         print(_waiting(figures, facts["outer_step"]))
-    print(f"log     {out / LOG}\nfigure  {out / FIGURE}")
+    print(f"log     {out / folder.LOG}\nfigure  {out / folder.FIGURE}")
     if history.stopped:
         print(f"stopped after step {figures['step']}; continue with --resume")
 
@@ -350,37 +334,26 @@ def _print_estimates(history: History, estimates: Estimates, out: Path) -> None:
     lines = commands(estimates, history.chosen, history.rows[-1].delay)
     print("\nWith the CLUSTER and the MODEL that you ask about:\n")  # whole lines, to copy
     print("\n".join(f"$ {line}" for line in lines.values()))
-    print(f"\nestimates  {out / ESTIMATE}")
+    print(f"\nestimates  {out / folder.ESTIMATE}")
 
 
 def _rows(estimates: Estimates) -> list[tuple[str, ...]]:
-    def row(name: str, cells: list[str], chosen: str = "") -> tuple[str, ...]:
-        return (name, *cells, chosen)
-
-    points = estimates.points
-    return [
-        row("loss; gap", [f"{p.loss}" for p in points], f"{estimates.gap}"),
-        row("|grad f|^2", [f"{p.gradient.floored}" for p in points]),
-        row("noise sigma^2", [f"{p.noise}" for p in points], f"{estimates.noise}"),
-        row(
+    columns: list[tuple[str, Callable[[Point], str], str]] = [
+        ("loss; gap", lambda p: f"{p.loss}", f"{estimates.gap}"),
+        ("|grad f|^2", lambda p: f"{p.gradient.floored}", ""),
+        ("noise sigma^2", lambda p: f"{p.noise}", f"{estimates.noise}"),
+        (
             "heterogeneity zeta^2",
-            [f"{p.heterogeneity.floored}" for p in points],
+            lambda p: f"{p.heterogeneity.floored}",
             f"{estimates.heterogeneity}",
         ),
-        row(
-            "L: largest |eigenvalue|",
-            [f"{p.curvature:.4g}" for p in points],
-            f"{estimates.smoothness:.4g}",
+        ("L: largest |eigenvalue|", lambda p: f"{p.curvature:.4g}", f"{estimates.smoothness:.4g}"),
+        ("L: iterations, last change", lambda p: f"{p.iterations}, {p.change:.1%}", ""),
+        ("L: on other samples", lambda p: f"{p.elsewhere}", ""),
+        (
+            "L: along the next step",
+            lambda p: "-" if p.along_step is None else f"{p.along_step:.4g}",
+            "",
         ),
-        row("L: iterations, last change", [_iterations(p) for p in points]),
-        row("L: on other samples", [f"{p.elsewhere}" for p in points]),
-        row("L: along the next step", [_along(p) for p in points]),
     ]
-
-
-def _iterations(point: Point) -> str:
-    return f"{point.iterations}, {point.change:.1%}"
-
-
-def _along(point: Point) -> str:
-    return "-" if point.along_step is None else f"{point.along_step:.4g}"
+    return [(name, *map(cell, estimates.points), chosen) for name, cell, chosen in columns]

@@ -7,14 +7,17 @@ sends to every other one: a framework would exchange these numbers first.
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from typing import TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from co2sim.common.errors import OptionError
@@ -24,10 +27,10 @@ from co2sim.schedule.token_routing import TokenRouting
 from realrun.execute.world import RankCommunicator
 from realrun.torch_compat import all_gather_single, reduce_scatter_single
 
-Counts = tuple[tuple[int, ...], ...]
+Counts: TypeAlias = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TokenPlan:
     """Rows of tokens between members, which stand on nodes of `per_node` in order.
 
@@ -54,48 +57,29 @@ class TokenPlan:
 class Phase:
     """Rows that a member gives to each member, and takes from it."""
 
-    gives: tuple[int, ...]
-    takes: tuple[int, ...]
-
-
-def flat_phases(plan: TokenPlan, me: int) -> tuple[Phase, ...]:
-    """The only phase of an all-to-all that is flat."""
-    return (Phase(plan.rows[me], tuple(row[me] for row in plan.rows)),)
+    gives: list[int]
+    takes: list[int]
 
 
 def node_phases(plan: TokenPlan, me: int) -> tuple[Phase, ...]:
     """Copies to the peers of each node, then rows to its members."""
-    node, members, peers = me // plan.per_node, len(plan.rows), plan.peers(me)
-    between = Phase(
-        _spread(members, peers, plan.copies[me]),
-        _spread(members, peers, [plan.copies[peer][node] for peer in peers]),
-    )
-    mates = plan.mates(me)
-    inside = Phase(
-        _spread(members, mates, [sum(plan.rows[peer][mate] for peer in peers) for mate in mates]),
-        _spread(
-            members,
-            mates,
-            [sum(plan.rows[peer][me] for peer in plan.peers(mate)) for mate in mates],
-        ),
-    )
-    return between, inside
-
-
-def reversed_phases(phases: Sequence[Phase]) -> tuple[Phase, ...]:
-    """The same the other way round."""
-    return tuple(Phase(phase.takes, phase.gives) for phase in reversed(phases))
+    node, peers, mates = me // plan.per_node, [*plan.peers(me)], [*plan.mates(me)]
+    gives, takes = np.zeros((2, 2, len(plan.rows)), np.int64)
+    gives[0, peers], takes[0, peers] = plan.copies[me], plan.copies[peers, node]
+    gives[1, mates] = plan.rows[np.ix_(peers, mates)].sum(0)
+    takes[1, mates] = [plan.rows[[*plan.peers(mate)], me].sum() for mate in mates]
+    return tuple(map(Phase, gives.tolist(), takes.tolist()))
 
 
 def rows_passed_on(plan: TokenPlan, me: int) -> Tensor:
     """Which of the copies that came from peers each row inside the node is, in order."""
     node, indices = me // plan.per_node, []
     peers = plan.peers(me)
-    first = [0, *accumulate(plan.copies[peer][node] for peer in peers)]
+    first = [0, *accumulate(plan.copies[[*peers], node].tolist())]
     begun = dict.fromkeys(peers, 0)
     for mate in plan.mates(me):
         for index, peer in enumerate(peers):
-            rows, copies = plan.rows[peer][mate], plan.copies[peer][node]
+            rows, copies = int(plan.rows[peer, mate]), int(plan.copies[peer, node])
             turns = torch.arange(begun[peer], begun[peer] + rows)
             indices.append(first[index] + turns % max(1, copies))
             begun[peer] += rows
@@ -119,16 +103,10 @@ def plan_of(work: Collective, members: int, nodes: int) -> TokenPlan:
     whole = [sum(weights[node * each : (node + 1) * each]) / each for node in range(nodes)]
     wanted = _divided([members * tokens * met * weight for weight in whole], members)
     each_has = max(1, routed.count // members)
-    copies = []
-    for mine, some in zip(rows, wanted, strict=True):
-        parts = [mine[node * each : (node + 1) * each] for node in range(nodes)]
-        copies.append(
-            tuple(
-                min(tokens, sum(part), max(wanted_rows, -(-max(part) // each_has)))
-                for part, wanted_rows in zip(parts, some, strict=True)
-            )
-        )
-    return TokenPlan(rows, tuple(copies), each)
+    parts = rows.reshape(members, nodes, each)
+    needed = np.maximum(wanted, -(-parts.max(2) // each_has))
+    copies = np.minimum(np.minimum(tokens, parts.sum(2)), needed)
+    return TokenPlan(rows, copies, each)
 
 
 def _weights(members: int, load: float, draw: random.Random) -> list[float]:
@@ -149,17 +127,10 @@ def _divided(totals: Sequence[float], members: int) -> Counts:
 
     Of a sum c member i has (c + i) // members: together c (Hermite's identity).
     """
-    ends = [0, *(round(total) for total in accumulate(totals))]
-    return tuple(
-        tuple((end + i) // members - (start + i) // members for start, end in pairwise(ends))
-        for i in range(members)
-    )
-
-
-def _spread(members: int, among: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
-    """Counts of some members; nothing for all others."""
-    count_of = dict(zip(among, counts, strict=True))
-    return tuple(count_of.get(member, 0) for member in range(members))
+    ends = np.array([0, *(round(total) for total in accumulate(totals))])
+    members_in_turn = np.arange(members)[:, None]
+    parts: Counts = np.diff((ends + members_in_turn) // members)
+    return parts
 
 
 _SUMMED = {DType.FP32: torch.float32, DType.FP16: torch.float16, DType.BF16: torch.bfloat16}
@@ -260,9 +231,10 @@ def _allocate_tokens(
         return torch.zeros(count * routed.width, dtype=_SUMMED[work.dtype], device=device)
 
     relayed = routed.by_node and plan.per_node < len(plan.rows)
-    phases = node_phases(plan, me) if relayed else flat_phases(plan, me)
+    flat = Phase(plan.rows[me].tolist(), plan.rows[:, me].tolist())
+    phases = node_phases(plan, me) if relayed else (flat,)
     if routed.back:
-        phases = reversed_phases(phases)
+        phases = tuple(Phase(phase.takes, phase.gives) for phase in reversed(phases))
     first, last = phases[0], phases[-1]
     arrived, passed = (rows(sum(count) if relayed else 0) for count in (first.takes, last.gives))
     index = rows_passed_on(plan, me) if relayed else torch.zeros(0, dtype=torch.int64)
@@ -375,29 +347,19 @@ class Exchange:
         self._sends.clear()
 
 
-def segments(part: Tensor) -> list[Tensor]:
-    """The part in pieces of at most SEGMENT_BYTES."""
+def segments(part: Tensor) -> list[slice]:
+    """Elements of a part, at most SEGMENT_BYTES each."""
     size = max(1, SEGMENT_BYTES // part.element_size())
-    return [part[start : start + size] for start in range(0, len(part), size)]
+    return [slice(start, start + size) for start in range(0, len(part), size)]
 
 
 def all_gather(source: Tensor, result: Tensor, comm: RankCommunicator, deadline: Seconds) -> None:
     """Fill `result` with every member's `source`, in order of the members."""
     n, me = len(comm.members), comm.me
     parts = result.view(n, -1)
-    gives = [segments(source), *(segments(parts[(me - step) % n]) for step in range(1, n))]
-    exchange = Exchange(comm, deadline)
-    receives: dict[tuple[int, int], dist.Work] = {}
-    for step, segment in _along(n - 1, len(gives[0])):
-        tag = _tag(step, segment)
-        receives[step, segment] = exchange.receive(gives[step + 1][segment], comm.previous, tag)
-        if step:
-            exchange.wait(receives[step - 1, segment])
-        exchange.send(gives[step][segment], comm.next, tag)
-    parts[me].copy_(source)  # while the last messages are on their way
-    for segment in range(len(gives[0])):
-        exchange.wait(receives[n - 2, segment])
-    exchange.finish()
+    takes = [parts[(me - step) % n] for step in range(1, n)]
+    _around([source, *takes[:-1]], takes, comm, deadline, lambda *_: None)
+    parts[me].copy_(source)
 
 
 def reduce_scatter(
@@ -406,22 +368,40 @@ def reduce_scatter(
     """Fill `result` with this member's part of the sum; `source` is left with partial sums."""
     n, me = len(comm.members), comm.me
     parts = source.view(n, -1)
-    room = comm.room((n - 1) * parts.shape[1], source.dtype).view(n - 1, -1)
-    received = [segments(new) for new in room]
-    own_parts = [segments(parts[(me - 1 - step) % n]) for step in range(n)]
-    totals = [*own_parts[:-1], segments(result)]
-    exchange = Exchange(comm, deadline)
+    takes = comm.room((n - 1) * parts.shape[1], source.dtype).view(n - 1, -1)
+    own_parts = [parts[(me - 1 - step) % n] for step in range(n)]
+    totals = [*own_parts[:-1], result]
+
+    def add(step: int, span: slice) -> None:
+        torch.add(own_parts[step + 1][span], takes[step][span], out=totals[step + 1][span])
+
+    _around(own_parts[:-1], list(takes), comm, deadline, add)
+
+
+def _around(
+    gives: Sequence[Tensor],
+    takes: Sequence[Tensor],
+    comm: RankCommunicator,
+    deadline: Seconds,
+    arrived: Callable[[int, slice], object],
+) -> None:
+    """Around the ring: in each step `gives[step]` to the next member, and into `takes[step]`.
+
+    `arrived` is called with a step and the elements that have come in it, before the same elements
+    of the next step are sent.
+    """
+    exchange, steps = Exchange(comm, deadline), len(takes)
+    spans = segments(takes[0])
     receives: dict[tuple[int, int], dist.Work] = {}
-    for step, segment in _along(n, len(own_parts[0])):
-        tag = _tag(step, segment)
-        if step < n - 1:
-            receives[step, segment] = exchange.receive(received[step][segment], comm.previous, tag)
+    for step, segment in _along(steps + 1, len(spans)):
+        tag, span = _tag(step, segment), spans[segment]
+        if step < steps:
+            receives[step, segment] = exchange.receive(takes[step][span], comm.previous, tag)
         if step:
             exchange.wait(receives[step - 1, segment])
-            new = received[step - 1][segment]
-            torch.add(own_parts[step][segment], new, out=totals[step][segment])
-        if step < n - 1:
-            exchange.send(totals[step][segment], comm.next, tag)
+            arrived(step - 1, span)
+        if step < steps:
+            exchange.send(gives[step][span], comm.next, tag)
     exchange.finish()
 
 
@@ -442,20 +422,20 @@ def send_parts(
 ) -> None:
     """Send `gives[i]` to member i, and fill `takes[i]` from it; parts may differ in size."""
     n, me = len(comm.members), comm.me
-    parts = [(segments(give), segments(take)) for give, take in zip(gives, takes, strict=True)]
     others = [(me + distance) % n for distance in range(1, n)]
+    spans = max(map(segments, (*gives, *takes)), key=len)
     receives = []
-    for segment in range(max(len(pieces) for part in parts for pieces in part)):
+    for segment, span in enumerate(spans):
         tag = _tag(step, segment)
         # All receives come first: to announce one to a member waits behind what is sent to it.
         receives += [
-            exchange.receive(parts[member][1][segment], member, tag)
+            exchange.receive(takes[member][span], member, tag)
             for member in reversed(others)
-            if segment < len(parts[member][1])
+            if span.start < len(takes[member])
         ]
         for member in others:
-            if segment < len(parts[member][0]):
-                exchange.send(parts[member][0][segment], member, tag)
+            if span.start < len(gives[member]):
+                exchange.send(gives[member][span], member, tag)
     takes[me].copy_(gives[me])  # while the messages are on their way
     for work in receives:
         exchange.wait(work)
@@ -484,19 +464,7 @@ def send_tokens(
 
 def broadcast(buffer: Tensor, root: int, comm: RankCommunicator, deadline: Seconds) -> None:
     """Pass the `buffer` of the member at place `root` around the ring."""
-    exchange = Exchange(comm, deadline)
-    first, last = comm.me == root, comm.next == root
-    receives = (
-        []
-        if first
-        else [exchange.receive(piece, comm.previous, tag) for tag, piece in _tagged(0, buffer)]
-    )
-    for segment, (tag, piece) in enumerate(_tagged(0, buffer)):
-        if not first:
-            exchange.wait(receives[segment])
-        if not last:
-            exchange.send(piece, comm.next, tag)
-    exchange.finish()
+    _chain(buffer, None if comm.me == root else buffer, comm, deadline, last=comm.next == root)
 
 
 def reduce(buffer: Tensor, root: int, comm: RankCommunicator, deadline: Seconds) -> None:
@@ -504,17 +472,27 @@ def reduce(buffer: Tensor, root: int, comm: RankCommunicator, deadline: Seconds)
 
     The member after it starts. The buffers of the others are left with partial sums.
     """
-    exchange = Exchange(comm, deadline)
-    first, last = comm.previous == root, comm.me == root
-    received = comm.room(0 if first else len(buffer), buffer.dtype)
-    receives = [exchange.receive(piece, comm.previous, tag) for tag, piece in _tagged(0, received)]
-    new = segments(received)
-    for segment, (tag, piece) in enumerate(_tagged(0, buffer)):
-        if not first:
-            exchange.wait(receives[segment])
-            piece.add_(new[segment])
+    taken = None if comm.previous == root else comm.room(len(buffer), buffer.dtype)
+    _chain(buffer, taken, comm, deadline, last=comm.me == root)
+
+
+def _chain(
+    buffer: Tensor, taken: Tensor | None, comm: RankCommunicator, deadline: Seconds, *, last: bool
+) -> None:
+    """Send `buffer` on unless `last`, with what comes into `taken`: added, if that is another."""
+    exchange, spans = Exchange(comm, deadline), segments(buffer)
+    receives = [
+        exchange.receive(taken[span], comm.previous, tag)
+        for tag, span in enumerate(spans)
+        if taken is not None
+    ]
+    for tag, span in enumerate(spans):
+        if taken is not None:
+            exchange.wait(receives[tag])
+            if taken is not buffer:
+                buffer[span].add_(taken[span])
         if not last:
-            exchange.send(piece, comm.next, tag)
+            exchange.send(buffer[span], comm.next, tag)
     exchange.finish()
 
 
@@ -527,11 +505,6 @@ def _along(steps: int, count: int) -> Iterator[tuple[int, int]]:
     for turn in range(steps + count - 1):
         for step in range(max(0, turn - count + 1), min(steps, turn + 1)):
             yield step, turn - step
-
-
-def _tagged(step: int, part: Tensor) -> Iterator[tuple[int, Tensor]]:
-    for segment, piece in enumerate(segments(part)):
-        yield _tag(step, segment), piece
 
 
 def _tag(step: int, segment: int) -> int:

@@ -8,7 +8,7 @@ from co2sim.simulation.trace import Trace
 from realrun.errors import MismatchError
 from realrun.execute.kernels import KernelSet
 from realrun.execute.run import OnRound, Run
-from realrun.execute.threads import run_on_threads, short_collections
+from realrun.execute.threads import Threads, short_collections
 from realrun.execute.world import World
 
 _ROUNDING: Seconds = 2e-6
@@ -42,7 +42,7 @@ def execute(
 
             trace = run_on_gpu(run)
         else:
-            trace = run_on_threads(run)
+            trace = Threads(run).trace()
     broken = trace.violations(schedule, _ROUNDING, skew=math.inf)
     if broken:
         raise MismatchError(f"the trace breaks {len(broken)} rules of its schedule: {broken[0]}")

@@ -135,11 +135,6 @@ class Operands:
         return cls(left, left.clone(), torch.empty_like(left), source, torch.ones_like(source))
 
 
-def multiplies(work: Compute) -> bool:
-    """Whether a flops kernel does this work by matrix products."""
-    return work.flops > INTENSITY * work.memory_bytes
-
-
 def burn(work: Compute, on: Operands) -> Products:
     """Do as many FLOP, or read and write as many bytes, as the work states, part by part.
 
@@ -147,7 +142,7 @@ def burn(work: Compute, on: Operands) -> Products:
     """
     if work.parts:
         return sum((burn(part, on) for part in work.parts), Products())
-    if multiplies(work):
+    if work.flops > INTENSITY * work.memory_bytes:
         width = len(on.right)
         rows = max(1, round(work.flops / (2 * width * width)))
         start = now()

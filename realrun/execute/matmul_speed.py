@@ -5,7 +5,7 @@ probed. Reading needs no torch.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -38,7 +38,8 @@ def each_round(trace: Trace, schedule: Schedule, timed: Timed, rounds: int) -> l
     Ops beside which the rank communicated are left out, unless there were no others in that round.
     """
     works = {op.name: op.work for op in schedule.body}
-    busy = _joined([span for span in trace.spans if isinstance(works[span.op], Collective)])
+    collectives = (span for span in trace.spans if isinstance(works[span.op], Collective))
+    busy = joined((span.start, span.end) for span in collectives)
     every: dict[int, Products] = {}
     alone: dict[int, Products] = {}
     for span in trace.spans:
@@ -52,15 +53,17 @@ def each_round(trace: Trace, schedule: Schedule, timed: Timed, rounds: int) -> l
     return [made.seconds / made.count for made in counted]
 
 
-def _joined(spans: Sequence[Span]) -> list[tuple[Seconds, Seconds]]:
-    """The times during which there was one at least, in order."""
-    joined: list[tuple[Seconds, Seconds]] = []
-    for span in sorted(spans, key=lambda span: span.start):
-        if joined and span.start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], span.end))
+def joined(
+    extents: Iterable[tuple[Seconds, Seconds]], gap: Seconds = 0.0
+) -> list[tuple[Seconds, Seconds]]:
+    """The times during which there was one at least, in order; pauses up to `gap` do not count."""
+    times: list[tuple[Seconds, Seconds]] = []
+    for start, end in sorted(extents):
+        if times and start - times[-1][1] <= gap:
+            times[-1] = (times[-1][0], max(times[-1][1], end))
         else:
-            joined.append((span.start, span.end))
-    return joined
+            times.append((start, end))
+    return times
 
 
 def _beside(span: Span, busy: Sequence[tuple[Seconds, Seconds]]) -> bool:

@@ -14,13 +14,9 @@ from realrun.errors import MismatchError
 from realrun.execute.collectives import Buffers, allocate
 from realrun.execute.kernels import KernelSet
 from realrun.execute.world import RankCommunicator, World
-from realrun.torch_compat import all_gather_single
 
 OnRound: TypeAlias = Callable[[int], None]
 """Called with the number of every round that this rank has begun."""
-
-_LABEL = 256
-"""Bytes of the text that ranks compare in checking mode."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +40,12 @@ class Run:
         for op in self.schedule.body:
             if not isinstance(op.work, Collective):
                 continue
-            sent = op.work.bytes, op.work.dtype, op.work.routed
-            key = (op.stream, op.work.kind, op.work.group, *sent)
+            work = op.work
+            key = (op.stream, work.kind, work.group, work.bytes, work.dtype, work.routed)
             if key not in made:
-                comm = self.world.communicator(op.stream, op.work.group)
-                where = (
-                    (len(comm.members), self.world.device, comm.me, comm.nodes) if comm else None
-                )
-                made[key] = allocate(op.work, *(where or (1, self.world.device)))
+                comm = self.world.communicator(op.stream, work.group)
+                size, where = (len(comm.members), (comm.me, comm.nodes)) if comm else (1, ())
+                made[key] = allocate(work, size, self.world.device, *where)
             by_op[op.name] = made[key]
         return by_op
 
@@ -90,16 +84,10 @@ def compare(instance: Instance, comm: RankCommunicator) -> None:
     Raises MismatchError, which names the first member that is not.
     """
     text = f"{instance.op.name!r} of round {instance.round}: {instance.op.work}"
-    mine = torch.zeros(_LABEL, dtype=torch.uint8)
-    encoded = text.encode()[:_LABEL]
-    mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    device = "cuda" if dist.get_backend(comm.group) == "nccl" else "cpu"  # which NCCL can send
-    gathered = torch.zeros(len(comm.members), _LABEL, dtype=torch.uint8, device=device)
-    all_gather_single(gathered.view(-1), mine.to(device), group=comm.group)
-    all_ = gathered.cpu()
-    for rank, label in zip(comm.members, all_, strict=True):
-        if not torch.equal(label, all_[0]):
-            first, other = (bytes(row.tolist()).rstrip(b"\0").decode() for row in (all_[0], label))
+    texts = [""] * len(comm.members)
+    dist.all_gather_object(texts, text, group=comm.group)
+    for rank, other in zip(comm.members, texts, strict=True):
+        if other != texts[0]:
             raise MismatchError(
-                f"rank {rank} is about to run {other}, but rank {comm.members[0]} {first}"
+                f"rank {rank} is about to run {other}, but rank {comm.members[0]} {texts[0]}"
             )

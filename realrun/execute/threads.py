@@ -26,16 +26,13 @@ _GRACE: Seconds = 1.0
 """How long streams get to notice that another one failed."""
 
 
-def run_on_threads(run: Run) -> Trace:
-    """Execute on this process's CPU, with collectives over Gloo."""
-    return _Threads(run).trace()
-
-
 class _Stopped(Exception):  # noqa: N818 - no error: another stream failed
     """Ends the thread of a stream after another stream has failed."""
 
 
-class _Threads:
+class Threads:
+    """An execution on this process's CPU, with collectives over Gloo."""
+
     def __init__(self, run: Run) -> None:
         self.run, self.world = run, run.world
         self.buffers = run.buffers()
@@ -55,6 +52,7 @@ class _Threads:
         self.start = self.last = 0.0
 
     def trace(self) -> Trace:
+        """Execute; the spans of this rank."""
         threads = [
             threading.Thread(target=partial(self._stream, name, instances), name=name, daemon=True)
             for name, instances in self.streams.items()
@@ -125,7 +123,7 @@ class _Threads:
         return latest
 
     def _perform(self, instance: Instance, ready: Seconds) -> Seconds:
-        number, turn, op, _ = instance
+        index, turn, op, _ = instance
         if self.failure:
             raise _Stopped
         comm = None
@@ -134,7 +132,7 @@ class _Threads:
         if comm or self.run.reports(instance):
             self._begin_at(ready, op.stream)
         self.run.begin(instance)
-        place = Place(number, turn, op.name)
+        place = Place(index, turn, op.name)
         self.world.watch.enter(op.stream, place)
         try:
             if isinstance(op.work, Collective):
@@ -149,11 +147,11 @@ class _Threads:
         self.world.watch.exit(op.stream)
         with self.lock:
             self.spans.append(span)
-            self.ends[number] = end
+            self.ends[index] = end
             self.last = max(self.last, end)
             self.left -= 1
             for stream, wait in self.awaited.items():
-                if wait == number:
+                if wait == index:
                     self.changed[stream].notify()
             if not self.left:
                 self.over.notify()

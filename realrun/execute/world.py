@@ -23,7 +23,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds
 from co2sim.hardware.cluster import Backend
 from co2sim.schedule.schedule import Collective, Group, Layout, Schedule
-from realrun.errors import REALTIME, MismatchError, RankFailure, sites_of
+from realrun.errors import REALTIME, RankFailure, refuse_different, sites_of
 from realrun.lab.time_dilation import dilation, now
 from realrun.launch.monitor import Place, Store, Watch
 
@@ -212,23 +212,27 @@ class World:
         """The communicator of a connected schedule; None if this rank is alone in the group."""
         return self._made[stream, group]
 
-    def _connect(self, stream: str, group: Group) -> None:
-        if (stream, group) in self._made:
+    def _connect(self, stream: str, kind: Group) -> None:
+        if (stream, kind) in self._made:
             return
-        size = self.layout.world_size
-        meetings = dict.fromkeys(group.members(rank, self.layout) for rank in range(size))
-        self._made[stream, group] = None
-        for members in meetings:
-            if len(members) < 2:  # noqa: PLR2004 - one rank meets no other
-                continue
+        group, members = self._meeting(kind, self.backend)
+        self._made[stream, kind] = None
+        if len(members) > 1:
+            nodes = len({rank // self.layout.gpus_per_node for rank in members})
+            index = members.index(self.rank)
+            self._made[stream, kind] = RankCommunicator(group, members, index, nodes)
+
+    def _meeting(
+        self, kind: Group, backend: str | None = None
+    ) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+        """Make the process groups of a kind; that of this rank, and its members."""
+        limit, ranks = timedelta(seconds=self.deadline), range(self.layout.world_size)
+        for members in dict.fromkeys(kind.members(rank, self.layout) for rank in ranks):
             with communicating():
-                made = dist.new_group(
-                    list(members), timeout=timedelta(seconds=self.deadline), backend=self.backend
-                )
+                made = dist.new_group(list(members), timeout=limit, backend=backend)
             if self.rank in members:
-                index = members.index(self.rank)
-                nodes = len({rank // self.layout.gpus_per_node for rank in members})
-                self._made[stream, group] = RankCommunicator(made, tuple(members), index, nodes)
+                joined = made, tuple(members)
+        return joined
 
     def group(self, purpose: str, kind: Group) -> dist.ProcessGroup:
         """The process group of this kind for a purpose, made at the first call. All ranks call it.
@@ -236,26 +240,15 @@ class World:
         It is never destroyed: DTensor finds groups by their ranks, even those that are gone.
         """
         if (purpose, kind) not in self._groups:
-            size, limit = self.layout.world_size, timedelta(seconds=self.deadline)
-            for members in dict.fromkeys(kind.members(rank, self.layout) for rank in range(size)):
-                with communicating():
-                    made = dist.new_group(list(members), timeout=limit)
-                if self.rank in members:
-                    self._groups[purpose, kind] = made
+            self._groups[purpose, kind], _ = self._meeting(kind)
         return self._groups[purpose, kind]
 
     def agree(self, what: str, text: str) -> None:
         """Compare a text among ranks. Raises MismatchError, which names the first difference."""
-        texts: list[str | None] = [None] * self.layout.world_size
+        texts = [""] * self.layout.world_size
         with self.together(f"agreement on the {what}"):
             dist.all_gather_object(texts, text)
-        for rank, other in enumerate(texts):
-            if other != texts[0]:
-                lines = zip((texts[0] or "").splitlines(), (other or "").splitlines(), strict=False)
-                line, two = next((pair for pair in lines if pair[0] != pair[1]), (texts[0], other))
-                raise MismatchError(
-                    f"rank {rank} has another {what} than rank 0: {two!r} instead of {line!r}"
-                )
+        refuse_different(what, texts, range(len(texts)))
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -298,20 +291,17 @@ def join(
             f"WORLD_SIZE={size} is not a multiple of LOCAL_WORLD_SIZE={per_node}: all nodes must"
             " have the same number of ranks"
         )
-    device = _device(backend, local)
+    device = torch.device("cpu")
+    if backend == "nccl":
+        need_gpus(local + 1)
+        torch.cuda.set_device(local)
+        device = torch.device("cuda", local)
     limit = timedelta(seconds=deadline)
     hosted = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = env["MASTER_ADDR"]
     try:
-        store = _of_attempt(
-            TCPStore(address, port, size, not hosted and rank == 0, limit, False),  # noqa: FBT003
-            env,
-        )
-        watch = Watch(
-            _of_attempt(TCPStore(address, port, size, False, limit, False), env),  # noqa: FBT003
-            rank,
-            size,
-        )
+        store = _connected(env, size, limit, hosts=not hosted and rank == 0)
+        watch = Watch(_connected(env, size, limit, hosts=False), rank, size)
     except (RuntimeError, ValueError) as error:
         raise RankFailure(f"rank {rank} cannot reach {address}:{port}: {error}") from error
     _wait_for_all(store, watch, rank, size, deadline)
@@ -347,14 +337,6 @@ def end(code: int = 0) -> NoReturn:
     os._exit(code)
 
 
-def _device(backend: Backend, local: int) -> torch.device:
-    if backend == "gloo":
-        return torch.device("cpu")
-    need_gpus(local + 1)
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
-
-
 def need_gpus(count: int) -> None:
     """Raise OptionError unless this node has as many GPUs."""
     devices = torch.cuda.device_count()
@@ -362,6 +344,14 @@ def need_gpus(count: int) -> None:
         raise OptionError("backend nccl needs CUDA devices, and there is none; use --backend gloo")
     if devices < count:
         raise OptionError(f"{count} ranks need a GPU each, and this node has {devices}")
+
+
+def _connected(
+    env: Mapping[str, str], size: int, limit: timedelta, *, hosts: bool
+) -> TCPStore | PrefixStore:
+    port = int(env["MASTER_PORT"])
+    store = TCPStore(env["MASTER_ADDR"], port, size, hosts, limit, wait_for_workers=False)
+    return _of_attempt(store, env)
 
 
 def _of_attempt(store: TCPStore | PrefixStore, env: Mapping[str, str]) -> TCPStore | PrefixStore:

@@ -31,26 +31,8 @@ from co2sim.common.validation import whole
 from co2sim.hardware.cluster import FULLY_IDLE
 from realrun.errors import REALTIME, SITES, LabError, one_of
 from realrun.lab.time_dilation import DILATION, MOST, chosen
-from realrun.launch.launcher import (
-    GRACE,
-    MAX_RANKS,
-    PATIENCE,
-    cores,
-    host_store,
-    rank_environment,
-    resolved,
-)
+from realrun.launch import launcher, processes
 from realrun.launch.monitor import supervise
-from realrun.launch.processes import (
-    NodePlace,
-    Stopped,
-    entering,
-    guard_process,
-    ranks_killed_at_end,
-    start,
-    started,
-    stoppable,
-)
 
 SWITCH = "10.77.255.254"
 """The address of the bridge, where the launcher serves its store."""
@@ -92,20 +74,7 @@ _WINDOW = 256 * 1024
 """Bytes that a connection may have under way between sites: what waits there delays all others."""
 
 
-@dataclass(frozen=True, slots=True)
-class SendRates:
-    """What is sent at most, with all headers, in bytes a second.
-
-    `node`: by a node to others, `loopback`: by the ranks of a node to each other, all together,
-    `site`: by a site to others; None where all nodes are at one.
-    """
-
-    node: BytesPerSecond
-    loopback: BytesPerSecond
-    site: BytesPerSecond | None = None
-
-
-def make_nodes(count: int, rates: SendRates, sites: int = 1) -> list[int]:
+def make_nodes(lab: "Lab") -> list[int]:
     """Make the bridge, and nodes on it; the processes that hold the nodes.
 
     Several sites have a bridge each, which a limited link joins to the first one. Raises LabError
@@ -117,13 +86,13 @@ def make_nodes(count: int, rates: SendRates, sites: int = 1) -> list[int]:
         f"addr add {SWITCH}/16 dev br0",
         "link set br0 up",
     )
-    bridges = ["br0"]
-    if rates.site is not None:
-        bridges = [_site(site, rates.node, rates.site) for site in range(sites)]
-    return [_node(index, rates, bridges[index * sites // count]) for index in range(count)]
+    bridges = ["br0"] if lab.sites == 1 else [_site(site, lab) for site in range(lab.sites)]
+    return [
+        _node(index, lab, bridges[index * lab.sites // lab.nodes]) for index in range(lab.nodes)
+    ]
 
 
-def _site(site: int, node: BytesPerSecond, bandwidth: BytesPerSecond) -> str:
+def _site(site: int, lab: "Lab") -> str:
     """Make the bridge of a site, and its limited link to the others; its name."""
     bridge, uplink, other = f"site{site}", f"wan{site}", f"from{site}"
     _ip(
@@ -133,7 +102,7 @@ def _site(site: int, node: BytesPerSecond, bandwidth: BytesPerSecond) -> str:
         f"link set {uplink} master {bridge} up",
         f"link set {bridge} up",
     )
-    _limit((), uplink, bandwidth, site_burst(bandwidth, node))
+    _limit((), uplink, lab.far_bandwidth, site_burst(lab.far_bandwidth, lab.bandwidth))
     return bridge
 
 
@@ -180,7 +149,7 @@ def loopback_burst(bandwidth: BytesPerSecond) -> int:
     return max(int(bandwidth * _LOOPBACK_TIMER), 2 * LOOPBACK_FRAME)
 
 
-def _node(index: int, rates: SendRates, bridge: str) -> int:
+def _node(index: int, lab: "Lab", bridge: str) -> int:
     """Make one node on a bridge; the process that holds it."""
     holder = subprocess.Popen(
         ["unshare", "--net", "cat"],  # noqa: S607 - found on PATH before
@@ -193,13 +162,13 @@ def _node(index: int, rates: SendRates, bridge: str) -> int:
     holder.stdin.flush()
     if not holder.stdout.read(1):  # what cat gives back, once it is in its namespace
         raise LabError(f"cannot make node {index}")
-    waiting, longest = queue(rates.node)
-    port, enter = f"node{index}", entering(holder.pid)
+    waiting, longest = queue(lab.bandwidth)
+    port, enter = f"node{index}", processes.entering(holder.pid)
     _ip(f"link add {port} type veth peer name eth0 netns {holder.pid}")
     _ip(f"link set {port} gso_max_size {longest} master {bridge} up")
     # A short queue in front of the rate limit: answers to what comes in wait behind it.
     values = _SYSCTLS | {"ipv4/tcp_limit_output_bytes": str(waiting)}
-    if rates.site is not None:
+    if lab.sites > 1:
         values |= {"ipv4/tcp_wmem": f"4096 65536 {_WINDOW}"}
     _sysctl(enter, values)
     _ip(
@@ -208,8 +177,8 @@ def _node(index: int, rates: SendRates, bridge: str) -> int:
         f"link set eth0 gso_max_size {longest} up",
         enter=enter,
     )
-    _limit(enter, "eth0", rates.node, burst(rates.node))
-    _limit(enter, "lo", rates.loopback, loopback_burst(rates.loopback))
+    _limit(enter, "eth0", lab.bandwidth, burst(lab.bandwidth))
+    _limit(enter, "lo", lab.loopback, loopback_burst(lab.loopback))
     return holder.pid
 
 
@@ -248,34 +217,11 @@ def run_tool(command: Sequence[str], text: str = "") -> None:
         raise LabError(f"`{' '.join(command)}` failed: {said}")
 
 
-_SOURCES = {
-    "wan.bandwidth": "rate of tc tbf at each site's uplink",
-    "wan.efficiency": "TCP payload of an Ethernet frame, as between nodes",
-    "host.wan.size": "burst of tc tbf at each site's uplink; it holds whole packets of nodes",
-}
-
-
 def overrides(uplink: Mapping[str, str], sites: int, latency: Seconds) -> dict[str, str]:
     """Those that give a cluster of as many nodes at one site its sites; empty for one site."""
     if not uplink:
         return {}
     return {"sites": str(sites), "wan.latency": f"{latency:.4g} s"} | dict(uplink)
-
-
-def stated_wan(facts: Mapping[str, str], latency: str) -> str:
-    """The parts [wan] and [host.wan] of a cluster file; nothing for one site.
-
-    The latency is one to assume.
-    """
-    if not facts:
-        return ""
-    late = f'latency = {{ value = "{latency}", assumed = true, source = "as between nodes" }}'
-    lines = {
-        key: f'{{ value = "{text}", source = "{_SOURCES[key]}" }}' for key, text in facts.items()
-    }
-    link = [f"{key.removeprefix('wan.')} = {lines[key]}" for key in facts if key.startswith("wan.")]
-    burst = f"size = {lines['host.wan.size']}"
-    return "\n".join(["\n[wan]", *link, late, "", "[host.wan]", burst, ""])
 
 
 _RATE = Reader(lambda _, text: text, "RATE")
@@ -322,10 +268,10 @@ class Lab:
     def __post_init__(self) -> None:
         for name, count in (("nodes", self.nodes), ("gpus per node", self.gpus_per_node)):
             whole(name, count, 1, error=LabError)
-        if self.world_size > MAX_RANKS:
+        if self.world_size > launcher.MAX_RANKS:
             raise LabError(
                 f"{self.nodes} nodes of {self.gpus_per_node} are {self.world_size} ranks;"
-                f" a lab has at most {MAX_RANKS}"
+                f" a lab has at most {launcher.MAX_RANKS}"
             )
         _bandwidth("rate", self.rate)
         _bandwidth("rate inside a node", self.intra_rate)
@@ -343,27 +289,24 @@ class Lab:
 
     def slower(self, dilation: str, command: Sequence[str]) -> "Lab":
         """The lab for a command, as much slower as --dilation says. Raises OptionError."""
-        times = chosen(dilation, command, self.world_size, cores(), self.sites)
+        times = chosen(dilation, command, self.world_size, launcher.cores(), self.sites)
         return replace(self, dilation=times)
 
     @property
-    def rates(self) -> SendRates:
-        """What is sent at most, by the clock of the machine."""
-        far = None
-        if self.wan is not None:
-            far = _bandwidth("rate between sites", self.wan) / self.dilation
-        return SendRates(self.bandwidth, self.loopback, far)
+    def far_bandwidth(self) -> BytesPerSecond:
+        """What each of several sites sends to others at most, as `bandwidth`."""
+        assert self.wan is not None
+        return _bandwidth("rate between sites", self.wan) / self.dilation
 
     @property
     def uplink(self) -> dict[str, str]:
         """The link of a site to others as a cluster states it, by key; empty for one site."""
-        rates = self.rates
-        if self.wan is None or rates.site is None:
+        if self.wan is None:
             return {}
         return {
             "wan.bandwidth": " ".join(self.wan.split()),
-            "wan.efficiency": f"{payload_share(rates.node, two=self.sites == _TWO):.4f}",
-            "host.wan.size": f"{site_burst(rates.site, rates.node)} B",
+            "wan.efficiency": f"{payload_share(self.bandwidth, two=self.sites == _TWO):.4f}",
+            "host.wan.size": f"{site_burst(self.far_bandwidth, self.bandwidth)} B",
         }
 
     @property
@@ -417,8 +360,8 @@ def run_lab(
     command: Sequence[str],
     lab: Lab,
     *,
-    grace: Seconds = GRACE,
-    patience: Seconds = PATIENCE,
+    grace: Seconds = launcher.GRACE,
+    patience: Seconds = launcher.PATIENCE,
 ) -> int:
     """Build the lab, run `command` as every rank in it, and give the exit code of `supervise`.
 
@@ -431,7 +374,7 @@ def run_lab(
     meet in.
     """
     one_of(REALTIME, os.environ.get(REALTIME, "1"), ("0", "1"))
-    program = resolved(command)
+    program = launcher.resolved(command)
     if find_spec("torch") is None:  # importing it here would take seconds
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
     check_machine()
@@ -439,14 +382,14 @@ def run_lab(
         print(said, file=sys.stderr)  # noqa: T201 - as a command does
     inside = json.dumps([asdict(lab), grace, patience, program])
     code = f"import sys; sys.path[:] = {sys.path!r}; from realrun.lab.lab import _first; _first()"
-    outer = started([*_UNSHARE_ALL, sys.executable, "-P", "-c", code, inside], {})
+    outer = processes.started([*_UNSHARE_ALL, sys.executable, "-P", "-c", code, inside], {})
     try:
-        with stoppable(), guard_process(patience) as guard:
+        with processes.stoppable(), processes.guard_process(patience) as guard:
             guard.put(outer.pid)
             ended = outer.wait()
             if guard.cut():
                 return 1
-    except Stopped as stopped:
+    except processes.Stopped as stopped:
         return stopped.exit_code
     finally:
         _end(outer)
@@ -462,10 +405,11 @@ def _said(lab: Lab) -> str | None:
             f"this lab and its clock run {lab.dilation} times slower than real time (--dilation 1:"
             " real time)"
         )
-    if lab.world_size > _RANKS_PER_CORE * cores():
+    if lab.world_size > _RANKS_PER_CORE * launcher.cores():
+        shared = counted(launcher.cores(), "core")
         return (
-            f"warning: {lab.world_size} ranks share {counted(cores(), 'core')}: transfers, most of"
-            " all inside a node, may be slower than the stated rate"
+            f"warning: {lab.world_size} ranks share {shared}: transfers, most of all inside a node,"
+            " may be slower than the stated rate"
         )
     return None
 
@@ -530,7 +474,24 @@ frame: 1500 - 20 (IPv4) - 20 (TCP) - 12 (timestamps) = {PAYLOAD} of the {FRAME} 
 counts, and {ACK} bytes to acknowledge every packet" }}
 latency = {{ value = "{between}", assumed = true, source = "`realrun probe` in labs of 1 and 3 \
 Gbit/s gave 0.22 to 0.30 ms on a virtual machine of two cores; depends on machine and load" }}
-{stated_wan(lab.uplink, between)}"""
+{_stated_wan(lab.uplink, between)}"""
+
+
+def _stated_wan(facts: Mapping[str, str], latency: str) -> str:
+    if not facts:
+        return ""
+    return f"""
+[wan]
+bandwidth = {{ value = "{facts["wan.bandwidth"]}", source = "rate of tc tbf at each site's \
+uplink" }}
+efficiency = {{ value = "{facts["wan.efficiency"]}", source = "TCP payload of an Ethernet frame, \
+as between nodes" }}
+latency = {{ value = "{latency}", assumed = true, source = "as between nodes" }}
+
+[host.wan]
+size = {{ value = "{facts["host.wan.size"]}", source = "burst of tc tbf at each site's uplink; it \
+holds whole packets of nodes" }}
+"""
 
 
 def _end(outer: subprocess.Popen[bytes]) -> None:
@@ -564,24 +525,27 @@ def _inside(
     lab = Lab(**values)
     try:
         _state(lab)
-        holders = make_nodes(lab.nodes, lab.rates, lab.sites)
-        with guard_process(patience) as guard, ranks_killed_at_end() as ranks:
-            store = host_store(SWITCH)
+        holders = make_nodes(lab)
+        ranks: list[processes.RankProcess] = []
+        with processes.guard_process(patience) as guard, processes.ranks_killed_at_end(ranks):
+            store = launcher.host_store(SWITCH)
             for rank in range(lab.world_size):
-                variables = rank_environment(
+                variables = launcher.rank_environment(
                     rank,
                     lab.world_size,
                     local_world_size=lab.gpus_per_node,
                     address=SWITCH,
                     port=store.port,
                 )
+                enter = processes.entering(holders[rank // lab.gpus_per_node])
                 cores = on_cores(rank, lab.world_size, sorted(os.sched_getaffinity(0)))
-                place = NodePlace(holders[rank // lab.gpus_per_node], cores)
+                if cores:
+                    enter += ["taskset", "--cpu-list", ",".join(map(str, cores))]
                 stated = {"GLOO_SOCKET_IFNAME": "eth0", CLUSTER: _CLUSTER_FILE}
                 stated |= {REALTIME: os.environ.get(REALTIME, "1")}
                 stated |= {DILATION: str(lab.dilation)}
                 stated |= {SITES: str(lab.sites)} if lab.sites > 1 else {}
-                ranks.append(start(rank, command, {**variables, **stated}, place))
+                ranks.append(processes.start(rank, [*enter, *command], {**variables, **stated}))
                 guard.put(ranks[-1].process.pid)
             return supervise(ranks, store, grace, cut=guard.cut)
     except Co2simError as error:

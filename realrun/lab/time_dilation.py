@@ -12,7 +12,7 @@ Deadlines and whatever else concerns the processes of ranks go by the machine's 
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 
@@ -38,11 +38,6 @@ _SLACK = 1.5
 """Cores that a rank needs in real time."""
 
 
-def dilation_of(environment: Mapping[str, str]) -> int:
-    """The number that REALRUN_DILATION says: 1 if it says nothing. Raises OptionError."""
-    return factor(DILATION, environment.get(DILATION, "1"))
-
-
 def factor(name: str, text: str) -> int:
     """A whole number from 1 to `MOST`. Raises OptionError."""
     if not text.isdecimal() or not 1 <= int(text[:_DIGITS]) <= MOST:
@@ -52,8 +47,11 @@ def factor(name: str, text: str) -> int:
 
 @cache
 def dilation() -> int:
-    """That of this process, read once: a rank stays in its lab."""
-    return dilation_of(os.environ)
+    """What REALRUN_DILATION says, 1 if nothing, read once: a rank stays in its lab.
+
+    Raises OptionError.
+    """
+    return factor(DILATION, os.environ.get(DILATION, "1"))
 
 
 def for_cores(ranks: int, cores: int) -> int:

@@ -5,7 +5,6 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from co2sim.common.units import Seconds
@@ -55,13 +54,24 @@ def run_local(
     if not 1 <= nproc <= MAX_RANKS:
         raise LaunchError(f"cannot start {nproc} ranks; it must be 1 to {MAX_RANKS}")
     program = resolved(command)
-    request = _Asked()
+    ranks: list[RankProcess] = []
+    asked_by = 0
+    """The signal for which the ranks shall end; 0: none yet."""
+
+    def tell(signum: int) -> None:
+        nonlocal asked_by
+        if not ranks:
+            raise Stopped(signum)
+        asked_by = signum
+        for rank in ranks:
+            rank.process.terminate()
+
     draws = own_terminal and sys.stderr.isatty()
     try:
         with (
-            stoppable(request.tell if ask_first else None),
+            stoppable(tell if ask_first else None),
             guard_process(patience) as guard,
-            ranks_killed_at_end() as ranks,
+            ranks_killed_at_end(ranks),
         ):
             store = host_store("127.0.0.1")
             for rank in range(nproc):
@@ -71,28 +81,11 @@ def run_local(
                 values = {**variables, **(environment or {})}
                 ranks.append(start(rank, program, values, errors=rank > 0 or not draws))
                 guard.put(ranks[-1].process.pid)
-                request.ranks.append(ranks[-1])
-            code = supervise(ranks, store, grace, lambda: request.number, guard.cut)
-            return 128 + request.number if request.number and not code else code
+            code = supervise(ranks, store, grace, lambda: asked_by, guard.cut)
+            return 128 + asked_by if asked_by and not code else code
     except Stopped as stopped:
         print(STOPPED, file=sys.stderr)  # noqa: T201
         return stopped.exit_code
-
-
-@dataclass(slots=True)
-class _Asked:
-    """Whether the ranks shall end: by which signal of the launcher, 0: not yet."""
-
-    number: int = 0
-    ranks: list[RankProcess] = field(default_factory=list)
-
-    def tell(self, signum: int) -> None:
-        """Tell them. Raises Stopped while there are none."""
-        if not self.ranks:
-            raise Stopped(signum)
-        self.number = signum
-        for rank in self.ranks:
-            rank.process.terminate()
 
 
 def resolved(command: Sequence[str]) -> list[str]:

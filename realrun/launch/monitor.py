@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any, Protocol, Self, TextIO
 
 from co2sim.common.units import Seconds
-from realrun.errors import RankFailure
+from realrun.errors import RankFailure, named_ranks
 from realrun.launch.processes import RankProcess
 
 FAILURES = "realrun/failures"
@@ -132,12 +133,20 @@ class Watch:
         return self._fail([self._rank], reason, place, said=said)
 
     def reported(self) -> RankFailure | None:
-        """The first failure that any rank has reported."""
-        return self.failure if self.failure or self._told() else None
-
-    def said(self) -> bool:
-        """Whether the first failure that was reported is of a rank that tells it itself."""
-        return bool((self.failure or self._told()) and self.failure and self.failure.said)
+        """The first failure that any rank has reported; it is kept."""
+        if self.failure or not self._quietly(self._store.add, FAILURES, 0):
+            return self.failure
+        report = json.loads(self._quietly(self._store.get, "realrun/failure/0") or "{}")
+        if report:
+            here = next(iter(self._places.values()), None)
+            self.failure = failure(
+                [report["rank"]],
+                report["reason"],
+                here or self._left,
+                between=here is None,
+                said=report["said"],
+            )
+        return self.failure
 
     def lost(self, place: Place, members: Iterable[int], error: BaseException) -> RankFailure:
         """A collective did not end. Find out which rank is at fault, and report it.
@@ -147,11 +156,9 @@ class Watch:
         """
         limit = time.monotonic() + _SILENT
         while time.monotonic() < limit:
-            if self.failure or self._told():
-                break
+            if reported := self.reported():
+                return reported
             time.sleep(_PERIOD / 5)
-        if self.failure:
-            return self.failure
         before = self._hearts()
         time.sleep(_SILENT)
         after = self._hearts()
@@ -185,54 +192,35 @@ class Watch:
         said: bool = False,
     ) -> RankFailure:
         for rank in ranks or [self._rank]:
-            self._quietly(
-                lambda rank=rank: report_failure(
-                    self._store, rank, reason, silent=silent, said=said
-                )  # type: ignore[misc]
-            )
+            report = partial(report_failure, self._store, rank, reason, silent=silent, said=said)
+            self._quietly(report)
         self.failure = self.failure or failure(ranks, reason, place, said=said)
         return self.failure
 
     def _hearts(self) -> dict[int, Mapping[str, Any]]:
         hearts = {}
         for rank in range(self._world_size):
-            key = _heart(rank)
-            if self._quietly(lambda key=key: self._store.check([key])):  # type: ignore[misc]
-                text = self._quietly(lambda key=key: self._store.get(key))  # type: ignore[misc]
+            if self._quietly(self._store.check, [_heart(rank)]):
+                text = self._quietly(self._store.get, _heart(rank))
                 hearts[rank] = json.loads(text) if text else {}
         return hearts
 
     def _loop(self) -> None:
         while not self._stop.wait(_PERIOD):
             self._beat()
-            if not self.failure and self._told():
-                assert self.failure is not None
-                self._listener(self.failure)
+            if not self.failure and (reported := self.reported()):
+                self._listener(reported)
 
     def _beat(self) -> None:
         self._beats += 1
         places = {s: (p.number, p.round, p.op) for s, p in list(self._places.items())}
         heart = json.dumps({"beat": self._beats, "at": places})
-        self._quietly(lambda: self._store.set(_heart(self._rank), heart))
+        self._quietly(self._store.set, _heart(self._rank), heart)
 
-    def _told(self) -> bool:
-        """Whether a failure was reported; keeps the first."""
-        if not self._quietly(lambda: self._store.add(FAILURES, 0)):
-            return False
-        report = json.loads(self._quietly(lambda: self._store.get("realrun/failure/0")) or "{}")
-        if not report:
-            return False
-        here = next(iter(self._places.values()), None)
-        place, between = here or self._left, here is None
-        self.failure = self.failure or failure(
-            [report["rank"]], report["reason"], place, between=between, said=report["said"]
-        )
-        return True
-
-    def _quietly(self, ask: Callable[[], Any]) -> Any:
+    def _quietly(self, ask: Callable[..., Any], *arguments: Any) -> Any:
         """None if the store does not answer: its host has died, and nothing can be reported."""
         try:
-            return ask()
+            return ask(*arguments)
         except Exception:  # noqa: BLE001 - torch raises several kinds, all meaning the same here
             return None
 
@@ -249,7 +237,7 @@ def failure(
 
     `between`: it had left that place and was in no other yet.
     """
-    who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
+    who = named_ranks(ranks) if ranks else ""
     here = f"; stopped {'after' if between else 'in'} {place}" if place else ""
     return RankFailure(
         f"{who} {reason}{here}".strip(),
@@ -433,9 +421,9 @@ def _say(first: RankProcess, frozen: Sequence[RankProcess], late: Sequence[RankP
     words = f"error: rank {first.rank} {ending(first)}"
     if first in frozen:
         silent = f"gave no sign of life for {SILENT:g} s and had to be killed"
-        words = f"error: {_named(frozen)} {silent}"
+        words = f"error: {named_ranks([rank.rank for rank in frozen])} {silent}"
     if late:
-        words += f"; {_named(late)} did not stop and had to be killed"
+        words += f"; {named_ranks([rank.rank for rank in late])} did not stop and had to be killed"
     print(words, file=sys.stderr, flush=True)  # noqa: T201 - a launcher says how it ended
 
 
@@ -477,8 +465,3 @@ def ending(rank: RankProcess) -> str:
     with suppress(ValueError):
         return f"was killed by {signal.Signals(-code).name}"
     return f"was killed by signal {-code}"
-
-
-def _named(ranks: Sequence[RankProcess]) -> str:
-    """As in "ranks 0, 2"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank.rank) for rank in ranks)}"

@@ -71,24 +71,6 @@ def entering(holder: int) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class NodePlace:
-    """Where a rank runs: in the network of the process `holder`, None: here; on which cores."""
-
-    holder: int | None = None
-    cores: tuple[int, ...] = ()
-    """Empty: on any."""
-
-    def command(self, inner: Sequence[str]) -> list[str]:
-        """The command that runs another one there."""
-        enter = [] if self.holder is None else entering(self.holder)
-        cores = ["taskset", "--cpu-list", ",".join(map(str, self.cores))] if self.cores else []
-        return [*enter, *cores, *inner]
-
-
-_HERE = NodePlace()
-
-
-@dataclass(frozen=True, slots=True)
 class RankProcess:
     """A rank's process: it leads its own process group, its output goes into pipes."""
 
@@ -97,17 +79,11 @@ class RankProcess:
 
     def kill(self) -> None:
         """Kill it with all processes of its group; stopped ones, too."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        _kill(self.process.pid)
 
 
 def start(
-    rank: int,
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    place: NodePlace = _HERE,
-    *,
-    errors: bool = True,
+    rank: int, command: Sequence[str], environment: Mapping[str, str], *, errors: bool = True
 ) -> RankProcess:
     """Start a rank that dies with this thread; `environment` is added to this process's own.
 
@@ -115,9 +91,7 @@ def start(
     """
     pipe = subprocess.PIPE
     stderr = pipe if errors else None
-    return RankProcess(
-        rank, started(place.command(command), environment, output=pipe, errors=stderr)
-    )
+    return RankProcess(rank, started(command, environment, output=pipe, errors=stderr))
 
 
 def started(
@@ -143,11 +117,10 @@ def started(
 
 
 @contextmanager
-def ranks_killed_at_end() -> Generator[list[RankProcess]]:
-    """A list of ranks, to be filled; all of them are killed when the block is left."""
-    ranks: list[RankProcess] = []
+def ranks_killed_at_end(ranks: Sequence[RankProcess]) -> Generator[None]:
+    """Within, a list of ranks is filled; all of them are killed when the block is left."""
     try:
-        yield ranks
+        yield
     finally:
         for rank in ranks:
             if rank.process.poll() is None:
@@ -156,6 +129,11 @@ def ranks_killed_at_end() -> Generator[list[RankProcess]]:
             rank.process.wait()
             for pipe in filter(None, (rank.process.stdout, rank.process.stderr)):
                 pipe.close()
+
+
+def _kill(group: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +152,7 @@ class LaunchGuard:
             self.process.stdin.write(b"%d\n" % group)
             self.process.stdin.flush()
         except BrokenPipeError:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, signal.SIGKILL)
+            _kill(group)
 
     def cut(self) -> bool:
         """Whether it has killed the ranks, as this process was stopped; it has said so then."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares, nnls
 
 from co2sim.common.errors import OptionError
-from co2sim.common.units import Bytes, BytesPerSecond, Flops, FlopsPerSecond, Seconds
+from co2sim.common.units import Bytes, Flops, FlopsPerSecond, Seconds
 from co2sim.hardware.cluster import GPU, Backend, Calls, Cluster, HostEffects, Link, TokenBucket
 from co2sim.schedule.schedule import Collective, Compute, Group, Kind, Layout
 from co2sim.simulation import token_bucket
@@ -68,10 +68,9 @@ class Measured:
 
     `machine` describes the hardware, `generation` is as of `GPU`, `memory` is that of one rank.
     `compute` has samples by precision, `copies` those that only move memory; both are empty when no
-    kernel was run. `launch` is the time of an empty op, `handover` what it takes in addition when
-    it waits for another stream. `slowdowns` are those of a short all-reduce and a long one, where
-    they were measured, and `together` says how many times as long the kernels of two streams take
-    as those of one.
+    kernel was run. `launch` is the time of an empty op. `slowdowns` are those of a short all-reduce
+    and a long one, where they were measured, and `together` says how many times as long the kernels
+    of two streams take as those of one.
     """
 
     layout: Layout
@@ -83,7 +82,6 @@ class Measured:
     compute: Mapping[str, tuple[ComputeSample, ...]]
     copies: tuple[ComputeSample, ...]
     launch: Seconds
-    handover: Seconds
     slowdowns: tuple[Slowdown, ...]
     together: float | None = None
 
@@ -113,42 +111,10 @@ class Residuals:
     last: float
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """`latency` + bytes / `bandwidth`, fitted to the sizes of one kind of collective alone."""
-
-    latency: Seconds
-    bandwidth: BytesPerSecond
-    residuals: Residuals
-
-    def at(self, size: Bytes) -> Seconds:
-        """The time that a buffer of this size takes."""
-        return self.latency + size / self.bandwidth
-
-
 def residuals(predicted: Iterable[Seconds], measured: Iterable[Seconds]) -> Residuals:
     """How far predictions are off."""
     errors = [p / m - 1 for p, m in zip(predicted, measured, strict=True)]
     return Residuals(median(map(abs, errors)), max(map(abs, errors)), errors[-1])
-
-
-def fit_line(samples: Sequence[Sample]) -> Line:
-    """Least squares of the relative error over a latency and a time per byte, neither below 0.
-
-    Where the time of a byte cannot be distinguished from 0, it is a thousandth of what the fastest
-    and the largest sample would allow. Raises OptionError for fewer than two sizes.
-    """
-    sizes = np.array([sample.work.bytes for sample in samples])
-    times = np.array([sample.seconds for sample in samples])
-    if len(set(sizes)) < 2:  # noqa: PLR2004 - a line has two parameters
-        raise OptionError("a line needs collectives of at least two sizes")
-    root = np.sqrt(weights(samples))
-    terms = np.stack([root / times, root * sizes / times], axis=1)
-    scale = np.linalg.norm(terms, axis=0)
-    latency, per_byte = nnls(terms / scale, root)[0] / scale
-    per_byte = per_byte or min(times) / max(sizes) / 1000
-    line = Line(float(latency), float(1 / per_byte), Residuals(0.0, 0.0, 0.0))
-    return replace(line, residuals=residuals([line.at(size) for size in sizes], times))
 
 
 def scatter(
@@ -381,7 +347,7 @@ def fit_links(
     Minimizes Huber's loss of the errors of log time over latency and payload bandwidth of both
     links at once. Errors up to 0.2, about 20 %, count squared, larger ones linearly: `f_scale`.
     None for a link that the layout does not have. Bursts, and what hosts add to a call, are those
-    of `hosts`, if given. Raises OptionError when no collective used a link that is there.
+    of `hosts`, if given.
     """
     present = [layout.gpus_per_node > 1, layout.nodes > 1]
     if not any(present):
@@ -443,15 +409,12 @@ def _bounds(samples: Sequence[Sample], layout: Layout, backend: Backend) -> Vect
     The fit starts here. Without noise no latency is above these, and no bandwidth below.
     """
     numbers = []
-    for index, count in enumerate((layout.gpus_per_node, layout.nodes)):
+    for index in range(2):
         links = [Link(1e18, float(index == 0)), Link(1e18, float(index == 1))]
         cluster = bare(layout, backend, links[0], links[1])
         costs = [(cost_of(sample.work, cluster), sample.seconds) for sample in samples]
         steps = [seconds / cost.latency for cost, seconds in costs if cost.latency]
         speed = max((cost.bytes_per_link(cluster)[index] / s for cost, s in costs), default=0.0)
-        if count > 1 and not (steps and speed):
-            where = ("inside a node", "between nodes")[index]
-            raise OptionError(f"the link {where} cannot be fitted: no collective used it")
         numbers += [max(_MIN_LATENCY, min(steps, default=0.0)), max(1.0, speed)]
     bounds: Vector = np.log(numbers)
     return bounds
@@ -461,9 +424,9 @@ def _bounds(samples: Sequence[Sample], layout: Layout, backend: Backend) -> Vect
 class Fitted:
     """The numbers of a cluster, and how well they fit.
 
-    `processor` is None if no kernel was run, a link if it joins no two ranks. `lines` fit every
-    kind and group by itself; `misfit` says how far predictions from the links are off there, and
-    `overall` the same for all samples at once. `stated` says that bandwidths were not fitted,
+    `processor` is None if no kernel was run, a link if it joins no two ranks. `misfit` says how far
+    predictions from the links are off for every kind and group, and `overall` the same for all
+    samples at once. `stated` says that bandwidths were not fitted,
     `hosts` what the hosts of a lab add, if all ranks are in one. The scatters are those of kernels
     and collectives, None where none was measured.
     """
@@ -471,7 +434,6 @@ class Fitted:
     processor: GPU | None
     intra: Link | None
     inter: Link | None
-    lines: Mapping[tuple[Group, Kind], Line]
     misfit: Mapping[tuple[Group, Kind], Residuals]
     overall: Residuals | None
     compute_scatter: float | None = None
@@ -500,14 +462,13 @@ def fit(measured: Measured, lab: Cluster | None = None, *, rates: bool = True) -
         intra, inter = fit_links(samples, layout, backend, hosts)
     here = intra or inter
     if here is None:
-        return Fitted(fit_gpu(measured), None, None, {}, {}, None)
+        return Fitted(fit_gpu(measured), None, None, {}, None)
     cluster = bare(layout, backend, intra or here, inter or here, hosts)
 
     def off(some: Sequence[Sample]) -> Residuals:
         return residuals(predict(some, cluster), [sample.seconds for sample in some])
 
     kinds = by_kind(samples)
-    lines = {key: fit_line(some) for key, some in kinds.items()}
     misfit = {key: off(some) for key, some in kinds.items()}
     gpu, kernel_scatter = fit_gpu(measured), None
     if gpu is not None:
@@ -519,7 +480,6 @@ def fit(measured: Measured, lab: Cluster | None = None, *, rates: bool = True) -
         gpu,
         intra,
         inter,
-        lines,
         misfit,
         off(samples),
         kernel_scatter,

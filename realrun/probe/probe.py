@@ -39,6 +39,7 @@ from co2sim.schedule.schedule import (
 from co2sim.simulation.trace import Span, Trace
 from realrun.execute.executor import execute
 from realrun.execute.kernels import Burn, KernelSet, Sleep, Synthetic
+from realrun.execute.matmul_speed import joined
 from realrun.execute.world import World, describe, gather_objects
 from realrun.lab.time_dilation import dilation
 from realrun.measure import TORCH_DTYPE, Say
@@ -118,11 +119,6 @@ GATE = Compute("gate", 1.0)
 """Holds a GPU until its host has issued what is timed: else that takes as long as its issue."""
 
 
-def behind_gate(schedule: Schedule) -> Schedule:
-    """The schedule, whose stream `compute` begins every round with a gate."""
-    return replace(schedule, body=(Op("gate", GATE, "compute"), *schedule.body))
-
-
 @dataclass(frozen=True)
 class Gated(Synthetic):
     """Kernels of a schedule with a gate that is closed for some seconds. Only for GPUs."""
@@ -138,20 +134,6 @@ class Gated(Synthetic):
 
         hold(self.closed)
         return None
-
-
-def crossing(count: int, nothing: Compute) -> Schedule:
-    """Ops of two streams in turn, each waiting for the one before."""
-    ops = [
-        Op(
-            f"crossing {index}",
-            nothing,
-            ("compute", "other")[index % 2],
-            (After(f"crossing {index - 1}"),) if index else (),
-        )
-        for index in range(count)
-    ]
-    return Schedule("crossing", tuple(ops))
 
 
 def overlapped(kernel: Compute, reduce: Collective, count: int, beside: int) -> Schedule:
@@ -242,7 +224,7 @@ def slowdown(traces: Sequence[Trace]) -> Slowdown:
         start, end = max(span.start for span in ranks), max(span.end for span in ranks)
         reduces[not op.startswith("tail")].append(end - start)
         bursts.setdefault(turn, []).append((start, end))
-    extents = {turn: _joined(extents_of_turn) for turn, extents_of_turn in bursts.items()}
+    extents = {turn: joined(extents_of_turn, _AT_ONCE) for turn, extents_of_turn in bursts.items()}
     for span in spans:
         if span.op.startswith("kernel"):
             near = [
@@ -255,17 +237,6 @@ def slowdown(traces: Sequence[Trace]) -> Slowdown:
             elif _within(span, near[0]):
                 kernels[1].append(span.end - span.start)
     return Slowdown(_ratio(*kernels), _ratio(*reduces), median(reduces[1]))
-
-
-def _joined(extents: Sequence[tuple[Seconds, Seconds]]) -> list[tuple[Seconds, Seconds]]:
-    """Those that follow one another at once, as one."""
-    joined: list[tuple[Seconds, Seconds]] = []
-    for start, end in sorted(extents):
-        if joined and start - joined[-1][1] < _AT_ONCE:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((start, end))
-    return joined
 
 
 def times_as_long(trace: Trace) -> float:
@@ -345,16 +316,13 @@ def machine(world: World) -> str:
     about = describe(world.device, world.backend)
     hardware = about["hardware"]
     if world.device.type == "cpu":
-        lines = Path("/proc/cpuinfo").read_text().splitlines() if _is_linux() else []
+        about_cores = Path("/proc/cpuinfo")
+        lines = about_cores.read_text().splitlines() if about_cores.is_file() else []
         models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
         hardware = f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
         threads = torch.get_num_threads()
         hardware += f", {threads} thread{'s' if threads > 1 else ''} a rank"
     return f"{hardware}, torch {about['torch']}"
-
-
-def _is_linux() -> bool:
-    return Path("/proc/cpuinfo").is_file()
 
 
 def memory(world: World) -> Bytes:
@@ -431,7 +399,7 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
     times: dict[str, list[list[Seconds]]] = {}
     if plan.beyond:
         sweeps += [_beyond(group, plan.beyond) for group in groups(world.layout)]
-    tasks = [*sweeps, *burns, *_overheads(world)]
+    tasks = [*sweeps, *burns, _overhead(world)]
     for turn in range(_PASSES):
         for task in tasks:
             say(f"{task.label}, pass {turn + 1} of {_PASSES}")
@@ -455,7 +423,6 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
         slower = slowdowns(world, plan.precisions[0], kernels, collectives, 0.3 * budget)
         if world.device.type == "cpu":
             beside = together(world, plan.precisions[0], kernels)
-    launch = _middle(seconds, "empty ")
     return Measured(
         layout=world.layout,
         backend=world.backend,
@@ -465,8 +432,7 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
         collectives=collectives,
         compute=compute,
         copies=_samples(works, seconds, drifts, "copy "),
-        launch=launch,
-        handover=max(0.0, _middle(seconds, "crossing ") - launch),
+        launch=median(time for op, time in seconds.items() if op.startswith("empty ")),
         slowdowns=slower,
         together=beside,
     )
@@ -542,16 +508,12 @@ def _burns(world: World, precisions: Iterable[str], budget: Seconds) -> list[Pro
     return tasks
 
 
-def _overheads(world: World) -> list[ProbeTask]:
-    """Ops that do next to nothing, on one stream, and each waiting for another stream."""
+def _overhead(world: World) -> ProbeTask:
+    """Ops that do next to nothing."""
     on_gpu = world.device.type == "cuda"
     kernels: KernelSet = burn(world, "fp32") if on_gpu else _Idle()
     nothing = Compute("empty", 0.0, 2.0 if on_gpu else 0.0)
-    empty = in_turn("empty ", [nothing] * _EMPTY_OPS)
-    return [
-        _task(world, "overhead of an op", empty, kernels, 2),
-        _task(world, "overhead of a wait", crossing(_EMPTY_OPS, nothing), kernels, 2),
-    ]
+    return _task(world, "overhead of an op", in_turn("empty ", [nothing] * _EMPTY_OPS), kernels, 2)
 
 
 def _task(
@@ -560,7 +522,7 @@ def _task(
     """A task whose times are those of the device, not of a host that issues it."""
     if world.device.type == "cuda":
         kernels = Gated(kernels, _ISSUE * len(schedule.body))
-        schedule = behind_gate(schedule)
+        schedule = replace(schedule, body=(Op("gate", GATE, "compute"), *schedule.body))
     return ProbeTask(label, schedule, kernels, rounds)
 
 
@@ -586,10 +548,6 @@ def _samples(
         if op.startswith(prefix) and isinstance(work, Compute)
     ]
     return tuple(sorted(samples, key=lambda sample: sample.work.flops + sample.work.memory_bytes))
-
-
-def _middle(seconds: dict[str, Seconds], prefix: str) -> Seconds:
-    return median(time for op, time in seconds.items() if op.startswith(prefix))
 
 
 _SHORT_AND_LONG: tuple[Seconds, Seconds] = (0.003, 0.1)

@@ -13,24 +13,20 @@ from co2sim.common.errors import OptionError, nearest
 from co2sim.common.validation import between, parse_number
 from realrun import errors
 
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One option: the argument of the algorithm that it becomes, and the check of its range.
-
-    Without a check it is one of `errors.GAPS`, else a number.
-    """
-
-    argument: str
-    check: Callable[[str, float], object] | None = None
-
-
-_MOMENTUM = Option("outer_momentum", errors.momentum)
-_LR = Option("outer_lr", errors.step_size)
-_CLIP = {
-    "clip": Option("clip", errors.limit),
-    "residual_decay": Option("residual_decay", errors.momentum),
+_CHECKS: Mapping[str, Callable[[str, float], object]] = {
+    "outer_momentum": errors.momentum,
+    "outer_lr": errors.limit,
+    "clip": errors.limit,
+    "residual_decay": errors.momentum,
+    "pull": errors.pull,
+    "anchor_momentum": errors.momentum,
+    "keep": partial(between, least=0, most=1),
+    "penalty": partial(errors.penalty, gap="constant"),
 }
+"""Ranges of the arguments that are numbers; the other one is a gap."""
+
+_STEP = {"momentum": "outer_momentum", "lr": "outer_lr"}
+_CLIP = {"clip": "clip", "residual_decay": "residual_decay"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +34,13 @@ class TrainableAlgorithm:
     """How a strategy is trained.
 
     `algorithm` is of `realrun.algorithms`. It takes `tau` and `dtype` of the strategy, the
-    arguments that `passed` maps to other attributes of it, and `outer`, the options of its outer
-    step.
+    arguments that `passed` maps to other attributes of it, and those that `outer` maps the options
+    of its outer step to.
     `refused` are options of the strategy that training does not have, each with the reason.
     """
 
     algorithm: str
-    outer: Mapping[str, Option] = field(default_factory=dict)
+    outer: Mapping[str, str] = field(default_factory=dict)
     passed: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
 
@@ -52,38 +48,24 @@ class TrainableAlgorithm:
 LOCAL_UPDATES = {
     "local_sgd": TrainableAlgorithm("LocalSGD"),
     "overlap_local_sgd": TrainableAlgorithm(
-        "OverlapLocalSGD",
-        {
-            "pull": Option("pull", errors.pull),
-            "momentum": Option("anchor_momentum", errors.momentum),
-        },
+        "OverlapLocalSGD", {"pull": "pull", "momentum": "anchor_momentum"}
     ),
-    "slowmo": TrainableAlgorithm("SlowMo", {"momentum": _MOMENTUM, "lr": _LR}),
+    "slowmo": TrainableAlgorithm("SlowMo", _STEP),
     "diloco": TrainableAlgorithm(
         "DiLoCo",
-        {
-            "momentum": _MOMENTUM,
-            "lr": _LR,
-            "keep": Option("keep", partial(between, least=0, most=1)),
-        },
+        {**_STEP, "keep": "keep"},
         passed={"fragments": "fragments", "delay": "delay"},
         refused={"scale_block": "its blocks have their own size"},
     ),
     "co2": TrainableAlgorithm(
         "CO2",
-        {"momentum": _MOMENTUM, "lr": _LR, **_CLIP},
+        {**_STEP, **_CLIP},
         passed={"delay": "late"},
         refused={"average": "every rank averages its share"},
     ),
     "co2.published": TrainableAlgorithm(
         "CO2.published",
-        {
-            "momentum": _MOMENTUM,
-            "lr": _LR,
-            "gap": Option("gap"),
-            "penalty": Option("penalty", partial(errors.penalty, gap="constant")),
-            **_CLIP,
-        },
+        {**_STEP, "gap": "gap", "penalty": "penalty", **_CLIP},
         passed={"staleness": "staleness"},
         refused={"average": "every rank averages its share"},
     ),
@@ -119,16 +101,16 @@ def arguments(strategy: str, options: Mapping[str, str]) -> dict[str, Any]:
             raise OptionError(
                 f"the outer step of {strategy} has no {name!r}; {nearest(name, allowed)}"
             )
-        values[allowed[name].argument] = _value(name, text, allowed[name])
+        values[allowed[name]] = _value(name, text, allowed[name])
     if "penalty" in values:  # its range is right; does it apply?
         errors.penalty("outer: penalty", values["penalty"], values.get("gap", errors.DEFAULT_GAP))
     return values
 
 
-def _value(name: str, text: str, option: Option) -> Any:
-    if option.check is None:
+def _value(name: str, text: str, argument: str) -> Any:
+    if argument not in _CHECKS:
         errors.one_of(f"outer: {name}", text, errors.GAPS)
         return text
     amount = parse_number(f"outer: {name}", text)
-    option.check(f"outer: {name}", amount)
+    _CHECKS[argument](f"outer: {name}", amount)
     return amount

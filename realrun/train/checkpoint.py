@@ -6,7 +6,6 @@ renamed: one that has its name is whole. All ranks must see the same folder, and
 all raise one error.
 """
 
-import json
 import os
 import re
 import secrets
@@ -25,29 +24,16 @@ from torch import Tensor
 
 from realrun.errors import CheckpointError, DamagedError
 from realrun.execute.world import World
-from realrun.train.folder import (
-    CHECKPOINTS,
-    STATE,
-    Saved,
-    check_identity,
-    checkpoint_name,
-    checkpoints,
-    offer,
-    shown,
-    state_text,
-    step_of,
-    tensors_of,
-    unread,
-)
+from realrun.train import folder as folders
 
 _CAUSE = 200
 """Characters of an error, at most."""
 
 
-def run_on_all_ranks(device: torch.device, what: str, work: Callable[[], Any]) -> list[Any]:
-    """Do `work` on all ranks; what it gave on each, as JSON. All ranks call it.
+def run_on_all_ranks(what: str, work: Callable[[], Any]) -> list[Any]:
+    """Do `work` on all ranks; what it gave on each. All ranks call it.
 
-    They hear it over `device`. If it fails on any rank, all raise the same CheckpointError: `what`,
+    If it fails on any rank, all raise the same CheckpointError: `what`,
     the rank and its error.
     """
     result, cause, damaged = None, "", False
@@ -55,7 +41,7 @@ def run_on_all_ranks(device: torch.device, what: str, work: Callable[[], Any]) -
         result = work()
     except (OSError, MemoryError, CheckpointError) as error:
         cause, damaged = _cause(error), isinstance(error, DamagedError)
-    answers = [json.loads(text) for text in _gather(device, json.dumps([result, cause, damaged]))]
+    answers = _gather((result, cause, damaged))
     causes = [answer[1] for answer in answers]
     if not any(causes):
         return [answer[0] for answer in answers]
@@ -69,26 +55,16 @@ def _cause(error: Exception) -> str:
     """Why, in one line: "rank0.safetensors: No space left on device"."""
     if isinstance(error, OSError) and error.strerror:
         name = f"{str(error.filename).rsplit('/', 1)[-1]}: " if error.filename else ""
-        return shown(f"{name}{error.strerror}", _CAUSE)
-    return shown(str(error) or "out of memory", _CAUSE)
+        return folders.shown(f"{name}{error.strerror}", _CAUSE)
+    return folders.shown(str(error) or "out of memory", _CAUSE)
 
 
-def _gather(device: torch.device, text: str) -> list[str]:
-    """The texts of all ranks; tensors, since objects would travel as pickles."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if ranks == 1:
-        return [text]
-    encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    size = torch.tensor([len(encoded)], device=device)
-    sizes = [torch.empty_like(size) for _ in range(ranks)]
-    dist.all_gather(sizes, size)
-    padded = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
-    padded[: len(encoded)] = encoded
-    padded = padded.to(device)
-    gathered = [torch.empty_like(padded) for _ in range(ranks)]
-    dist.all_gather(gathered, padded)
-    pairs = zip(gathered, sizes, strict=True)
-    return [bytes(row[: int(count)].cpu().numpy()).decode() for row, count in pairs]
+def _gather(value: Any) -> list[Any]:
+    """That of every rank."""
+    values = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 _KEPT = 2
@@ -114,11 +90,13 @@ def save(
 
     Raises CheckpointError like `write`.
     """
-    path = folder / CHECKPOINTS / checkpoint_name(step)
+    path = folder / folders.CHECKPOINTS / folders.checkpoint_name(step)
     whole = {**identity, "ranks": world.layout.world_size}
-    write(path, state, whole, world.rank, world.device)
+    write(path, state, whole, world.rank)
     if world.rank == 0:
-        for old in [path for path in checkpoints(folder) if step_of(path) <= step][:-_KEPT]:
+        for old in [path for path in folders.checkpoints(folder) if folders.step_of(path) <= step][
+            :-_KEPT
+        ]:
             with suppress(OSError):
                 _remove(old.rename(_beside(old)))  # what has its name is whole
     return path
@@ -133,8 +111,8 @@ def load(checkpoint: Path, identity: Mapping[str, Any], world: World) -> dict[st
     states: list[Any] = []
 
     def work() -> None:
-        saved = Saved.of(checkpoint)
-        check_identity(saved.identity, identity, world.layout.world_size)
+        saved = folders.Saved.of(checkpoint)
+        folders.check_identity(saved.identity, identity, world.layout.world_size)
         states.append(read(checkpoint, saved, world.rank))
 
     reading(checkpoint, world, work)
@@ -148,27 +126,21 @@ def reading(checkpoint: Path, world: World, work: Callable[[], None]) -> None:
     a file is damaged.
     """
     try:
-        run_on_all_ranks(world.device, unread(checkpoint), work)
+        run_on_all_ranks(folders.unread(checkpoint), work)
     except DamagedError as error:
         (instead, *_) = run_on_all_ranks(
-            world.device, unread(checkpoint), lambda: "" if world.rank else offer(checkpoint)
+            folders.unread(checkpoint), lambda: "" if world.rank else folders.offer(checkpoint)
         )
         raise DamagedError(f"{error}; {instead}", everywhere=True) from error
 
 
-def write(
-    path: Path,
-    state: Mapping[str, Any],
-    identity: Mapping[str, Any],
-    rank: int,
-    device: torch.device,
-) -> None:
+def write(path: Path, state: Mapping[str, Any], identity: Mapping[str, Any], rank: int) -> None:
     """Write `state`: mappings, lists and tuples of tensors and plain values. All ranks call it.
 
     A checkpoint in its place is replaced. Raises CheckpointError, the same on all ranks, when one
     cannot write; then nothing is left of it, and what was there before is as it was.
     """
-    what = f"cannot write the checkpoint {shown(path)}"
+    what = f"cannot write the checkpoint {folders.shown(path)}"
 
     def begin() -> str:
         if rank:
@@ -181,7 +153,7 @@ def write(
 
     def own() -> list[Any]:
         named: dict[str, Tensor] = {}
-        rest, name = split(state, "", named), tensors_of(rank)
+        rest, name = split(state, "", named), folders.tensors_of(rank)
         return [rest, name, _write_file(draft / name, _packed(named))]
 
     def finish() -> None:
@@ -189,30 +161,30 @@ def write(
             files = {name: file for _, name, file in written}
             states = [rest for rest, *_ in written]
             content = {"identity": identity, "files": files, "states": states}
-            _write_file(draft / STATE, state_text(content))
+            _write_file(draft / folders.STATE, folders.state_text(content))
             _put(draft, path)
 
     try:
-        draft = path.with_name(run_on_all_ranks(device, what, begin)[0])
-        written = run_on_all_ranks(device, what, own)
-        run_on_all_ranks(device, what, finish)
+        draft = path.with_name(run_on_all_ranks(what, begin)[0])
+        written = run_on_all_ranks(what, own)
+        run_on_all_ranks(what, finish)
     except BaseException:
         if rank == 0:
             _clean(path.parent)
         raise
 
 
-def read(checkpoint: Path, saved: Saved, rank: int) -> Any:
+def read(checkpoint: Path, saved: folders.Saved, rank: int) -> Any:
     """The state of a rank. Raises DamagedError if its file is not as it was written."""
-    name, data = tensors_of(rank), saved.tensors(checkpoint, rank)
+    name, data = folders.tensors_of(rank), saved.tensors(checkpoint, rank)
     try:
         named = _unpacked(data)
     except (SafetensorError, LookupError, TypeError, ArithmeticError, RuntimeError) as error:
-        raise DamagedError(f"{name}: {shown(error)}") from error
+        raise DamagedError(f"{name}: {folders.shown(error)}") from error
     try:
         return join(saved.states[rank], named)
     except (LookupError, TypeError, ValueError, RecursionError) as error:
-        raise DamagedError(f"{STATE}: it holds no state of rank {rank}") from error
+        raise DamagedError(f"{folders.STATE}: it holds no state of rank {rank}") from error
 
 
 def split(value: Any, name: str, named: dict[str, Tensor]) -> Any:

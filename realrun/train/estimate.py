@@ -157,7 +157,6 @@ class Estimator:
     def __init__(
         self, settings: TrainSettings, task: Task, method: "WrappedModel", world: World
     ) -> None:
-        """Nothing was measured yet."""
         self._method, self._last = method, settings.last
         size = world.layout.world_size
         strategy, node = settings.parsed, None

@@ -6,10 +6,9 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from hashlib import sha256
 from os.path import lexists
 from pathlib import Path
@@ -267,27 +266,13 @@ _PAUSE: Seconds = 0.05
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[Callable[[], None]]:
+def alone(folder: Path) -> Iterator[None]:
     """Within, no other training can begin in the folder, which is made.
 
-    Gives what lets other processes of this training hold it, too (`among`). The lock is of the
-    folder itself: no file is left, and the system takes it away when the process ends, however it
-    does. Where a file system has no such locks there is none. Raises OptionError when another
-    training has it.
+    The lock is of the folder itself: no file is left, and the system takes it away when the process
+    ends, however it does. Where a file system has no such locks there is none. Raises OptionError
+    when another training has it.
     """
-    with _locked(folder, fcntl.LOCK_EX) as descriptor:
-        yield partial(_take, descriptor, folder, fcntl.LOCK_SH)
-
-
-@contextmanager
-def among(folder: Path) -> Iterator[None]:
-    """The same beside other processes of one training: it ends when the last of them does."""
-    with _locked(folder, fcntl.LOCK_SH):
-        yield
-
-
-@contextmanager
-def _locked(folder: Path, how: int) -> Iterator[int]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -295,8 +280,8 @@ def _locked(folder: Path, how: int) -> Iterator[int]:
         reason = (error.strerror or str(error)).lower()
         raise OptionError(f"cannot write into {folder}: {reason}") from error
     try:
-        _take(descriptor, folder, how)
-        yield descriptor
+        _lock(descriptor, folder)
+        yield
     finally:
         os.close(descriptor)
 
@@ -308,11 +293,11 @@ def check_free(folder: Path) -> None:
             pass
 
 
-def _take(descriptor: int, folder: Path, how: int) -> None:
+def _lock(descriptor: int, folder: Path) -> None:
     limit = time.monotonic() + _PATIENCE
     while True:
         try:
-            fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > limit:
                 raise OptionError(

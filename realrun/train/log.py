@@ -13,16 +13,18 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
+from pydantic import TypeAdapter, ValidationError
 
 from co2sim.common.errors import CatalogError, OptionError
 from co2sim.common.files import MAX_RECORD_BYTES, text_of, write_atomically
 from co2sim.common.plots import COLOURS, GRID, PLAIN_TEXT, STYLE, render
+from co2sim.common.validation import first_problem
 from realrun.train.constants import Estimates
 from realrun.train.folder import LOG, RECORD
 from realrun.train.settings import TrainSettings
 
 if TYPE_CHECKING:
-    from realrun.algorithms import Stats
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +57,11 @@ class LogRow:
     running_residual: float | None = None
     tau: int | None = None
 
-    def with_stats(self, stats: "Stats") -> "LogRow":
-        """The row with what an outer step tells."""
-        return replace(self, **{name: getattr(stats, name) for name in _OF_OUTER_STEP})
-
 
 _NAMES = tuple(field.name for field in fields(LogRow))
-_OF_OUTER_STEP = _NAMES[_NAMES.index("rounds") :]
-_ADDED = ("clip_residual", "rounding_residual", "running_residual", "tau")
-"""Columns that older logs lack."""
+OF_OUTER_STEP = _NAMES[_NAMES.index("rounds") :]
+"""Columns that an outer step tells, by their names in `Stats`."""
+_ROW = TypeAdapter(LogRow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +166,7 @@ class Log:
 
 def _line(row: LogRow) -> str:
     out = io.StringIO()
-    values = asdict(row)
-    csv.writer(out, lineterminator="\n").writerow(
-        ["" if values[name] is None else values[name] for name in _NAMES]
-    )
+    csv.DictWriter(out, _NAMES, lineterminator="\n").writerow(asdict(row))
     return out.getvalue()
 
 
@@ -180,21 +175,14 @@ def read(folder: Path) -> tuple[LogRow, ...]:
     path = folder / LOG
     try:
         whole, _, _ = text_of(path, MAX_RECORD_BYTES).rpartition("\n")  # the last may be torn
-        return tuple(_row(line) for line in csv.DictReader(whole.splitlines()))
+        lines = csv.DictReader(whole.splitlines())
+        cells = [{name: text or None for name, text in line.items()} for line in lines]
+        return tuple(map(_ROW.validate_python, cells))
     except OSError as error:
         raise CatalogError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, csv.Error) as error:
-        raise CatalogError(f"{path} is not the log of a training: {error}") from error
-
-
-def _row(texts: Mapping[str, str]) -> LogRow:
-    whole = {"step", "tokens", "rounds", "bytes_sent", "late", "delay", "tau"}
-    cells = {**dict.fromkeys(_ADDED, ""), **texts}
-    values: dict[str, Any] = {
-        name: (int(cells[name]) if name in whole else float(cells[name])) if cells[name] else None
-        for name in _NAMES
-    }
-    return LogRow(**values)
+    except (ValueError, csv.Error) as error:
+        reason = first_problem(error) if isinstance(error, ValidationError) else error
+        raise CatalogError(f"{path} is not the log of a training: {reason}") from error
 
 
 def write_record(folder: Path, history: History) -> None:

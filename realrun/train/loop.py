@@ -7,8 +7,8 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,7 +34,7 @@ from realrun.train import checkpoint
 from realrun.train.checkpoint import run_on_all_ranks
 from realrun.train.estimate import Estimator
 from realrun.train.folder import ESTIMATE, FIGURE, LOG, MODEL, Resume, check_steps
-from realrun.train.log import History, Log, LogRow, draw, read, write_record
+from realrun.train.log import OF_OUTER_STEP, History, Log, LogRow, draw, read, write_record
 from realrun.train.parallelize import WrappedModel, build
 from realrun.train.settings import TrainSettings, check, check_estimate
 from realrun.train.tasks.registry import make_task
@@ -48,7 +48,6 @@ class Validation:
     """
 
     def __init__(self, task: Task, method: WrappedModel, world: World) -> None:
-        """Nothing was validated yet."""
         self._task, self._method, self._world = task, method, world
         self._pending: dict[int, list[Tensor]] = {}
         self.last: float | None = None
@@ -78,8 +77,7 @@ class Validation:
     def take_pending(self, log: Log) -> None:
         """Validate what was kept, and fill it into the log. All ranks call this."""
         for step, parts in self._pending.items():
-            loss, accuracy = self.take(parts)
-            log.fill(step, loss, accuracy)
+            log.fill(step, *self.take(parts))
         self._pending.clear()
 
 
@@ -264,7 +262,10 @@ def train(
         validation = Validation(task, method, world)
         with report_rank_errors(world, Place(-1, 0, "start of the training")):
             estimator = Estimator(settings, task, method, world) if estimate else None
-        run = _Training(settings, task, world, method, validation, identity, folder, estimator)
+        local = LocalStep(settings, task, method, world.rank, world.layout.world_size)
+        run = _Training(
+            settings, task, world, method, local, validation, identity, folder, estimator
+        )
         run.begin(Resume() if resume is True else resume or None)
         gc.collect()
         with short_collections():
@@ -279,6 +280,7 @@ class _Training:
     task: Task
     world: World
     method: WrappedModel
+    local: LocalStep
     validation: Validation
     identity: dict[str, Any]
     folder: Path | None
@@ -290,12 +292,6 @@ class _Training:
     seconds: Seconds = 0.0
     losses: list[float] = field(default_factory=list)
     log: Log = field(default_factory=lambda: Log(None))
-
-    @property
-    def local(self) -> LocalStep:
-        """This rank's steps."""
-        ranks = self.world.layout.world_size
-        return LocalStep(self.settings, self.task, self.method, self.world.rank, ranks)
 
     def begin(self, resume: Resume | None) -> None:
         """Make ready: warm up, load the last checkpoint, open the log."""
@@ -322,7 +318,7 @@ class _Training:
                 except CatalogError as error:
                     raise CheckpointError(str(error)) from error
 
-        run_on_all_ranks(self.world.device, "cannot continue", look)
+        run_on_all_ranks("cannot continue", look)
         return tuple(rows)
 
     def _go_on(self, last: Path) -> None:
@@ -396,7 +392,7 @@ class _Training:
 
     def _note(self, *, evaluates: bool, last: bool) -> None:
         """Add a row to the log, if one is due."""
-        settings, stats = self.settings, None
+        settings = self.settings
         if not (evaluates or last or self.step % settings.log_every == 0):
             return
         seen: tuple[float | None, float | None] = (None, None)
@@ -414,7 +410,8 @@ class _Training:
         self.losses = []
         if self.method.outer:
             stats = self.method.outer.stats()
-        self.log.add(row.with_stats(stats) if stats else row)
+            row = replace(row, **{name: getattr(stats, name) for name in OF_OUTER_STEP})
+        self.log.add(row)
 
     def _estimate(self) -> None:
         """Measure the constants of the bound, if it was asked for and is due."""
@@ -454,11 +451,9 @@ class _Training:
         last = self.losses[-1] if self.losses else self.log.rows[-1].train_loss
         return Standing(self.step, self.settings.steps, last, self.validation.last, rate)
 
-    @contextmanager
-    def _place(self, what: str) -> Iterator[None]:
+    def _place(self, what: str) -> AbstractContextManager[None]:
         place = Place(self.step, self.rounds, f"{what} {self.step}")
-        with report_rank_errors(self.world, place):
-            yield
+        return report_rank_errors(self.world, place)
 
 
 def facts(task: Task, method: WrappedModel, world: World) -> Mapping[str, Any]:

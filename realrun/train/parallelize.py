@@ -25,6 +25,7 @@ from co2sim.strategies.local import LocalSteps, Replica
 from co2sim.strategies.zero import DDP, Zero1, Zero2
 from co2sim.strategies.zeropp import ZeroPP
 from realrun import algorithms
+from realrun.algorithms.flat_parameters import local_part
 from realrun.algorithms.process_groups import Workers
 from realrun.execute.world import World
 from realrun.train import algorithm_registry
@@ -139,7 +140,7 @@ class WrappedModel:
     @property
     def held(self) -> list[Tensor]:
         """The parameters that this rank holds: its shards where they are sharded."""
-        return [local(parameter.detach()) for parameter in self.bare.parameters()]
+        return [local_part(parameter) for parameter in self.bare.parameters()]
 
     def set_rate(self, rate: float) -> None:
         """Set the learning rate of the next step."""
@@ -218,16 +219,11 @@ class WrappedModel:
         self.stepper.load_state_dict({**state, "state": states})
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _local(value: Any) -> Any:
-    """The same, inside of the state of an optimizer."""
+    """This rank's part of the tensors in the state of an optimizer."""
     if isinstance(value, dict):
         return {key: _local(item) for key, item in value.items()}
-    return local(value) if isinstance(value, Tensor) else value
+    return local_part(value) if isinstance(value, Tensor) else value
 
 
 def _like(value: Any, parameter: Tensor) -> Any:

@@ -20,7 +20,7 @@ from co2sim.strategies.zeropp import ZeroPP
 from realrun.errors import SITES, one_of
 from realrun.train import algorithm_registry
 from realrun.train.algorithm_registry import LOCAL_UPDATES
-from realrun.train.tasks.presets import GPTS, GPTShape, known_size
+from realrun.train.tasks.presets import GPTS, GPTShape
 
 TaskName = Literal["text", "masked_text", "digits", "segmentation", "points"]
 OptimizerName = Literal["adamw", "sgd"]
@@ -40,6 +40,8 @@ OF_TEXT = frozenset({"text", "masked_text"})
 
 IN_EVERY_STEP = frozenset({"ddp", "zero1", "zero2", "zero3", "zeropp", "fsdp"})
 """Strategies that are trained without an outer step; the others are those of `LOCAL_UPDATES`."""
+TRAINABLE = sorted(IN_EVERY_STEP | LOCAL_UPDATES.keys())
+"""The others only have a schedule, such as a user's own."""
 
 MOST = 10**9
 """Of steps, samples and seeds."""
@@ -117,21 +119,21 @@ class TrainSettings:
     )
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("task", get_args(TaskName)),
-            ("optimizer", get_args(OptimizerName)),
-            ("evaluate", get_args(Evaluate)),
-        ):
-            one_of(name, getattr(self, name), allowed)
-        known_size(self.size)
-        _check_trained(self.parsed.name)
+        one_of("task", self.task, get_args(TaskName))
+        one_of("optimizer", self.optimizer, get_args(OptimizerName))
+        one_of("evaluate", self.evaluate, get_args(Evaluate))
+        one_of("size", self.size, tuple(GPTS))
+        if self.parsed.name not in TRAINABLE:
+            raise OptionError(
+                f"{self.parsed.name} has no training algorithm; those that have:"
+                f" {', '.join(TRAINABLE)} (`realrun run` executes the schedule of any)"
+            )
         algorithm_registry.arguments(self.parsed.name, self.outer)
-        for name, least in (
-            *(("steps", 1), ("batch", 1), ("log_every", 1)),
-            *((n, 0) for n in ("context", "stop", "warmup", "seed", "eval_every")),
-            ("checkpoint_every", 0),
-        ):
-            object.__setattr__(self, name, whole(name, getattr(self, name), least, MOST))
+        for field in fields(self):
+            if field.type is int:
+                least = int(field.name in {"steps", "batch", "log_every"})
+                count = whole(field.name, getattr(self, field.name), least, MOST)
+                object.__setattr__(self, field.name, count)
         for name, low, most in (
             ("lr", 1e-12, 1e3),
             ("final_lr", 0.0, 1.0),
@@ -140,10 +142,9 @@ class TrainSettings:
             ("clip_grad", 0.0, 1e9),
         ):
             between(name, getattr(self, name), low, most)
-        if self.stop > self.steps:
-            raise OptionError(f"stop is {self.stop}; there are {self.steps} steps")
-        if self.warmup > self.steps:
-            raise OptionError(f"warmup is {self.warmup}; there are {self.steps} steps")
+        for name in ("stop", "warmup"):
+            if getattr(self, name) > self.steps:
+                raise OptionError(f"{name} is {getattr(self, name)}; there are {self.steps} steps")
         if self.task not in OF_TEXT and self.context:
             raise OptionError(f"context does not apply to task {self.task}")
 
@@ -224,16 +225,6 @@ class TrainSettings:
             "context": self.shape.context if self.task in OF_TEXT else 0,
             "outer": dict(sorted(self.outer.items())),
         }
-
-
-def _check_trained(name: str) -> None:
-    """Raise OptionError for a strategy that only has a schedule, such as a user's own."""
-    trainable = sorted(IN_EVERY_STEP | algorithm_registry.LOCAL_UPDATES.keys())
-    if name not in trainable:
-        raise OptionError(
-            f"{name} has no training algorithm; those that have: {', '.join(trainable)} (`realrun"
-            " run` executes the schedule of any)"
-        )
 
 
 _FETCHED = {

@@ -492,7 +492,7 @@ def chosen_delay(world: World) -> dict[str, Any]:
     arrived, steady = PendingAverage.arrived, pacing._STEADY
 
     def seen(self: PendingAverage) -> bool:
-        return self.notices is None or self.notices.now() - self.step > world.rank
+        return self.notices is None or self.notices.steps() - self.step > world.rank
 
     PendingAverage.arrived = seen  # type: ignore[method-assign]
     pacing._STEADY = float("inf")  # whatever else this machine does

@@ -17,7 +17,7 @@ from realrun.algorithms import zeropp
 from realrun.algorithms.quantization import dequantize, quantize
 from realrun.algorithms.zeropp import apply_zeropp
 from realrun.execute.world import World
-from realrun.torch_compat import fsdp_param_groups
+from realrun.torch_compat import REDUCE_SCATTER, fsdp_param_groups
 from realrun.train.tasks.presets import GPTShape
 from realrun.train.tasks.task import loss_of
 from realrun.train.tasks.text import GPT, text
@@ -132,8 +132,7 @@ def listening(heard: list[tuple[list[int], str, int]]) -> Iterator[None]:
 
         return call
 
-    places = {(zeropp, "all_gather_single"), (zeropp, "reduce_scatter_single")}
-    places |= {(dist, "all_to_all_single")}
+    places = {(zeropp, "all_gather_single"), (dist, REDUCE_SCATTER), (dist, "all_to_all_single")}
     before = {place: getattr(*place) for place in places}
     for place, call in before.items():
         setattr(*place, wrap(call))

@@ -1,6 +1,7 @@
 """The tasks of images: scikit-learn's 1,797 digits, and digits on a canvas, pixel by pixel."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from realrun.train.tasks.presets import CONVNETS
-from realrun.train.tasks.task import VALIDATION_BATCH, Batch, Task, fingerprint
+from realrun.train.tasks.task import VALIDATION_BATCH, Batch, Task, batches, fingerprint
 
 _HELD_OUT = 5
 """Every fifth image is for validation."""
@@ -30,11 +31,7 @@ class ConvNet(nn.Module):
         widths = (1, channels, 2 * channels, 4 * channels)
         self.layers = nn.Sequential(
             *(
-                nn.Sequential(
-                    nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False),
-                    nn.GroupNorm(_GROUPS, outputs),
-                    nn.ReLU(),
-                )
+                _convolution(inputs, outputs, stride)
                 for inputs, outputs, stride in zip(widths, widths[1:], (1, 2, 2), strict=False)
             )
         )
@@ -80,27 +77,20 @@ def digits(size: str, device: torch.device) -> Task:
         inputs, targets = torch.from_numpy(images)[:, None], torch.from_numpy(labels).long()
         return Batch(inputs.to(device), targets[:, None].to(device))
 
+    def drawn(samples: Batch, numbers: np.ndarray) -> Batch:
+        places = torch.from_numpy(numbers).to(device)
+        return Batch(samples.inputs[places], samples.targets[places])
+
     train = on_device(data.train, data.train_labels)
     seen = on_device(data.held, data.held_labels)
-
-    def draw(numbers: np.ndarray) -> Batch:
-        places = torch.from_numpy(numbers).to(device)
-        return Batch(train.inputs[places], train.targets[places])
-
     return Task(
         name="digits",
         loss="cross-entropy, nats per image",
         unit="image",
         units=1,
         choices=len(train.inputs),
-        draw=draw,
-        validation=tuple(
-            Batch(
-                seen.inputs[start : start + VALIDATION_BATCH],
-                seen.targets[start : start + VALIDATION_BATCH],
-            )
-            for start in range(0, len(seen.inputs), VALIDATION_BATCH)
-        ),
+        draw=partial(drawn, train),
+        validation=batches(len(seen.inputs), partial(drawn, seen)),
         model=lambda: ConvNet(CONVNETS[size]),
         facts={
             **data.facts,
@@ -161,7 +151,10 @@ class Segmenter(nn.Module):
         super().__init__()
         small, two, four = channels, 2 * channels, 4 * channels
         sizes = ((1, small), (small, two), (two, four), (four + two, two), (two + small, small))
-        self.layers = nn.ModuleList(_block(inputs, outputs) for inputs, outputs in sizes)
+        self.layers = nn.ModuleList(
+            nn.Sequential(*_convolution(inputs, outputs), *_convolution(outputs, outputs))
+            for inputs, outputs in sizes
+        )
         self.head = nn.Conv2d(small, CLASSES, 1)
 
     def forward(self, canvases: Tensor) -> Tensor:
@@ -175,12 +168,9 @@ class Segmenter(nn.Module):
         return out.permute(0, 2, 3, 1)
 
 
-def _block(inputs: int, outputs: int) -> nn.Sequential:
+def _convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
-        nn.GroupNorm(_GROUPS, outputs),
-        nn.ReLU(),
-        nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+        nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False),
         nn.GroupNorm(_GROUPS, outputs),
         nn.ReLU(),
     )
@@ -193,7 +183,6 @@ def _doubled(values: Tensor) -> Tensor:
 def segmentation(size: str, device: torch.device) -> Task:
     """Name the class of every pixel; validation has digits that are not in training."""
     data = split_images()
-    last = range(0, _VALIDATED, VALIDATION_BATCH)
     return Task(
         name="segmentation",
         loss="cross-entropy, nats per pixel",
@@ -201,10 +190,7 @@ def segmentation(size: str, device: torch.device) -> Task:
         units=1,
         choices=_CHOICES,
         draw=lambda numbers: _batch(data, numbers, device),
-        validation=tuple(
-            _batch(data, np.arange(start, start + VALIDATION_BATCH), device, held=True)
-            for start in last
-        ),
+        validation=batches(_VALIDATED, lambda numbers: _batch(data, numbers, device, held=True)),
         model=lambda: Segmenter(CONVNETS[size]),
         facts={
             **data.facts,

@@ -1,13 +1,14 @@
 """The task of point clouds: reconstruct points on parametric surfaces from noisy ones."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from realrun.train.tasks.presets import POINT_WIDTHS
-from realrun.train.tasks.task import VALIDATION_BATCH, Batch, Task, fingerprint
+from realrun.train.tasks.task import VALIDATION_BATCH, Batch, Task, batches, fingerprint
 
 POINTS = 128
 """Of a cloud."""
@@ -124,10 +125,7 @@ def points(size: str, device: torch.device) -> Task:
         units=1,
         choices=_CHOICES,
         draw=batch,
-        validation=tuple(
-            batch(np.arange(start, start + VALIDATION_BATCH), _SEEDS[1])
-            for start in range(0, _VALIDATED, VALIDATION_BATCH)
-        ),
+        validation=batches(_VALIDATED, partial(batch, seed=_SEEDS[1])),
         model=lambda: PointAutoencoder(POINT_WIDTHS[size]),
         facts={
             "data": f"{POINTS} points on each of {len(SURFACES)} kinds of surfaces",

@@ -5,8 +5,6 @@ Needs no torch: a prediction of `realrun train` uses the same numbers as the tra
 
 from dataclasses import dataclass
 
-from co2sim.common.errors import OptionError, nearest
-from co2sim.common.validation import whole
 from co2sim.models.architecture import Transformer, language_model
 from co2sim.models.workload import Model
 
@@ -22,10 +20,6 @@ class GPTShape:
     hidden: int
     heads: int
     context: int
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be built."""
-        whole("context", self.context, 1)
 
     @property
     def parameters(self) -> int:
@@ -92,10 +86,3 @@ CONVNETS = {"tiny": 8, "mini": 16, "small": 32, "medium": 64, "large": 128}
 
 POINT_WIDTHS = {"tiny": 32, "mini": 64, "small": 128, "medium": 256, "large": 512}
 """Width of the first layer of the network for points."""
-
-
-def known_size(name: str) -> str:
-    """The name of a preset. Raises OptionError for others."""
-    if name not in GPTS:
-        raise OptionError(f"unknown size {name!r}; {nearest(name, GPTS)}")
-    return name

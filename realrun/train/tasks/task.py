@@ -59,6 +59,12 @@ class Task:
         return self.draw(numbers[part * share : (part + 1) * share])
 
 
+def batches(count: int, draw: Callable[[np.ndarray], Batch]) -> tuple[Batch, ...]:
+    """The samples of numbers 0 to `count` - 1, to be evaluated batch by batch."""
+    starts = range(0, count, VALIDATION_BATCH)
+    return tuple(draw(np.arange(first, min(first + VALIDATION_BATCH, count))) for first in starts)
+
+
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     """Mean cross-entropy, in nats for each place; of points their Chamfer distance."""
     outputs = model(batch.inputs)

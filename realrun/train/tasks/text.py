@@ -10,6 +10,7 @@ positions it finds no neighbours for hundreds of steps.
 
 import platform
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.nn import functional
 
 from co2sim.common.errors import OptionError
 from realrun.train.tasks.presets import VOCABULARY, GPTShape
-from realrun.train.tasks.task import LEFT_OUT, VALIDATION_BATCH, Batch, Task, fingerprint
+from realrun.train.tasks.task import LEFT_OUT, Batch, Task, batches, fingerprint
 
 _SPREAD = 0.02
 """Standard deviation of initial weights, as in GPT-2."""
@@ -192,35 +193,28 @@ def encode(text: str) -> np.ndarray:
     return codes
 
 
-def decode(numbers: np.ndarray) -> str:
-    """The text of these numbers, with U+FFFD for what is unknown."""
-    return "".join((CHARACTERS + "\N{REPLACEMENT CHARACTER}")[code] for code in numbers)
-
-
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Windows of `length` characters: any of those to train on, and fixed ones to validate."""
+    """Windows of `length` characters: any of those to train on, and fixed ones to validate.
 
+    Of each `context` characters are predicted.
+    """
+
+    context: int
     length: int
     train: np.ndarray
     held: np.ndarray
     starts: np.ndarray
     facts: dict[str, str]
 
-    @property
-    def choices(self) -> int:
-        """How many begin where there are enough characters."""
-        return len(self.train) - self.length + 1
-
     def drawn(self, numbers: np.ndarray) -> np.ndarray:
         """Those that begin at these places: int64 [samples, length]."""
         return _cut(self.train, numbers, self.length)
 
-    def validation(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Their places and windows, by batch."""
-        places = range(0, len(self.starts), VALIDATION_BATCH)
-        parts = [self.starts[start : start + VALIDATION_BATCH] for start in places]
-        return [(part, _cut(self.held, part, self.length)) for part in parts]
+    def held_out(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The places and the windows of some of the fixed ones."""
+        places = self.starts[numbers]
+        return places, _cut(self.held, places, self.length)
 
 
 def windows(context: int, more: int = 0) -> Windows:
@@ -242,7 +236,7 @@ def windows(context: int, more: int = 0) -> Windows:
         "sha256": data.sha256,
     }
     starts = np.linspace(0, len(held) - length, count).astype(np.int64)
-    return Windows(length, train, held, starts, facts)
+    return Windows(context, length, train, held, starts, facts)
 
 
 def _cut(characters: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
@@ -259,15 +253,33 @@ def text(shape: GPTShape, device: torch.device) -> Task:
         on_device = torch.from_numpy(characters).to(device)
         return Batch(on_device[:, :-1], on_device[:, 1:])
 
+    return _task(
+        "text",
+        "cross-entropy, nats per token",
+        data,
+        lambda numbers: shifted(data.drawn(numbers)),
+        lambda numbers: shifted(data.held_out(numbers)[1]),
+        lambda: GPT(shape),
+    )
+
+
+def _task(
+    name: str,
+    loss: str,
+    data: Windows,
+    draw: Callable[[np.ndarray], Batch],
+    held_out: Callable[[np.ndarray], Batch],
+    model: Callable[[], nn.Module],
+) -> Task:
     return Task(
-        name="text",
-        loss="cross-entropy, nats per token",
+        name=name,
+        loss=loss,
         unit="token",
-        units=shape.context,
-        choices=data.choices,
-        draw=lambda numbers: shifted(data.drawn(numbers)),
-        validation=tuple(shifted(characters) for _, characters in data.validation()),
-        model=lambda: GPT(shape),
+        units=data.context,
+        choices=len(data.train) - data.length + 1,
+        draw=draw,
+        validation=batches(len(data.starts), held_out),
+        model=model,
         facts=data.facts,
     )
 
@@ -310,14 +322,11 @@ def masked_text(shape: GPTShape, device: torch.device) -> Task:
         hidden = hide(numbers, characters)
         return Batch(hidden.inputs.to(device), hidden.targets.to(device))
 
-    return Task(
-        name="masked_text",
-        loss="cross-entropy, nats per hidden token",
-        unit="token",
-        units=shape.context,
-        choices=data.choices,
-        draw=lambda numbers: on_device(numbers, data.drawn(numbers)),
-        validation=tuple(on_device(*batch) for batch in data.validation()),
-        model=lambda: GPT(shape, causal=False, vocabulary=VOCABULARY + 1),
-        facts=data.facts,
+    return _task(
+        "masked_text",
+        "cross-entropy, nats per hidden token",
+        data,
+        lambda numbers: on_device(numbers, data.drawn(numbers)),
+        lambda numbers: on_device(*data.held_out(numbers)),
+        lambda: GPT(shape, causal=False, vocabulary=VOCABULARY + 1),
     )

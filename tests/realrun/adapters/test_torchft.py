@@ -314,8 +314,8 @@ def test_a_training_goes_on_from_a_saved_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
-        ("CO2", {"delay": 1}, "CO2Rule has a delay, fragments, a pull, or staleness 1"),
-        ("DiLoCo", {"fragments": 2}, "DiLoCoRule has a delay, fragments, a pull"),
+        ("CO2", {"delay": 1}, "CO2 has a delay, fragments, a pull, or staleness 1"),
+        ("DiLoCo", {"fragments": 2}, "DiLoCo has a delay, fragments, a pull"),
         ("OverlapLocalSGD", {}, "with torchft it must have none of them"),
         ("CO2.published", {"staleness": 2}, "staleness 2; with torchft it must have none of them"),
         ("CO2", {"dtype": "int8"}, "dtype is 'int8'; with torchft leave it out"),

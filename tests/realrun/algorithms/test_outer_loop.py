@@ -27,16 +27,12 @@ from realrun.algorithms import (  # noqa: E402 - needs torch
     Stats,
 )
 from realrun.algorithms.averaging import PendingAverage  # noqa: E402 - needs torch
-from realrun.algorithms.co2 import CO2Rule  # noqa: E402 - needs torch
 from realrun.algorithms.departures import DepartureLog  # noqa: E402
 from realrun.algorithms.flat_parameters import Flat  # noqa: E402 - needs torch
 from realrun.algorithms.outer_loop import finite_norm, weighted_sum  # noqa: E402 - needs torch
-from realrun.algorithms.process_groups import (  # noqa: E402
-    WorkerGroups,
-    Workers,
-    first_difference,
-)
-from realrun.algorithms.rules import Clipped, State  # noqa: E402 - needs torch
+from realrun.algorithms.process_groups import WorkerGroups, Workers  # noqa: E402
+from realrun.algorithms.rules import Clipped, MomentumRule, State  # noqa: E402 - needs torch
+from realrun.errors import first_difference  # noqa: E402
 
 ELEMENTS = 5
 AVERAGES = st.lists(
@@ -60,8 +56,8 @@ def test_without_momentum_a_late_average_moves_the_anchor_as_with_a_vector_for_i
     """The same anchors and counts as by a momentum of 0 that a vector holds."""
     found = []
     for at_once in (True, False):
-        late = {"late": LateAverage(delay=1)} if at_once else {"staleness": 0}
-        rule = CO2Rule(
+        late = {"late": LateAverage(delay=1)} if at_once else {"staleness": 1}
+        rule = MomentumRule(
             outer_momentum=0.0,
             outer_lr=alpha,
             gap="constant",
@@ -87,7 +83,9 @@ class Told(NamedTuple):
     clipped: Clipped
 
 
-def drive(rule: CO2Rule, averages: list[list[float]]) -> tuple[list[Any], list[Any], list[Any]]:
+def drive(
+    rule: MomentumRule, averages: list[list[float]]
+) -> tuple[list[Any], list[Any], list[Any]]:
     """Anchors, what `absorb` told, and momenta, when these averages come one after the other."""
     vectors = {
         name: torch.zeros((rows, ELEMENTS) if rows else ELEMENTS)
@@ -112,7 +110,7 @@ def test_the_gap_is_the_distance_that_the_anchor_went(
     averages: list[list[float]], beta: float, alpha: float, k: int
 ) -> None:
     """Lambda by its definition, from anchors and averages; for k = 1 within its bounds."""
-    rule = CO2Rule(outer_momentum=beta, outer_lr=alpha, gap="gap_aware", staleness=k)
+    rule = MomentumRule(outer_momentum=beta, outer_lr=alpha, gap="gap_aware", staleness=k)
     anchors, told, _ = drive(rule, averages)
     for s, absorbed in enumerate(told):
         t = s + k
@@ -133,7 +131,7 @@ def test_clip_bounds_every_element_and_counts_what_it_changed(
 
     What was taken off is told by its sum of squares.
     """
-    rule = CO2Rule(outer_momentum=beta, outer_lr=1.0, clip=limit)
+    rule = MomentumRule(outer_momentum=beta, outer_lr=1.0, clip=limit)
     _, told, _ = drive(rule, averages)
     m = np.zeros(ELEMENTS, np.float32)
     for average, absorbed in zip(averages, told, strict=True):
@@ -259,8 +257,7 @@ def test_what_saving_waits_for_is_no_wait_of_training() -> None:
 
             def slow(values: torch.Tensor, number: int) -> PendingAverage:
                 flight = launch(values, number)  # noqa: B023 - called at once
-                flight.waits.append(lambda _: None)
-                flight.polls.append(lambda: False)
+                flight.pieces.append((lambda _: None, lambda: False))
                 return flight
 
             co2._outer.average.launch = slow  # type: ignore[method-assign]
@@ -418,8 +415,8 @@ def test_all_buckets_of_an_average_share_one_deadline(monkeypatch: pytest.Monkey
             raise TimeoutError("nobody answers")
 
     monkeypatch.setattr("realrun.algorithms.averaging.time.monotonic", lambda: now[0])
-    PendingAverage(7, torch.zeros(1), [bucket] * 3, deadline=12.0).wait()
-    late = PendingAverage(7, torch.zeros(1), [bucket] * 4, deadline=10.0)
+    PendingAverage(7, torch.zeros(1), [(bucket, lambda: False)] * 3, deadline=12.0).wait()
+    late = PendingAverage(7, torch.zeros(1), [(bucket, lambda: False)] * 4, deadline=10.0)
     with pytest.raises(RankFailure, match=r"round 7 .*10 s"):
         late.wait()
     late.wait()  # again: for the two that were not there yet
@@ -436,7 +433,7 @@ def test_an_average_that_ends_as_a_look_around_begins_is_no_failure(*, fails: bo
         if fails or len(asked) == 1:
             raise TimeoutError("connection closed" if len(asked) > 1 else "time is up")
 
-    flight = PendingAverage(7, torch.zeros(1), [bucket], polls=[lambda: True], deadline=12.0)
+    flight = PendingAverage(7, torch.zeros(1), [(bucket, lambda: True)], deadline=12.0)
     flight.notices = DepartureLog([0], lambda: 7)
     if fails:
         with pytest.raises(RankFailure, match=r"round 7 .*connection closed"):

@@ -171,10 +171,8 @@ def test_kernels_compile_without_contraction_and_flushing(bits: Bits, capability
     from triton.backends.compiler import GPUTarget  # noqa: PLC0415 - needs Triton
     from triton.compiler import ASTSource, compile  # noqa: A004, PLC0415
 
-    received = {"ALIGNED": True, "RANKS": 4, "VECTOR": 16}
-    constants = (
-        fused._tiles(bits, 2048, 10_240, 128 // bits)[-1] | fused._encoding(bits, None) | received
-    )
+    received = {"ALIGNED": True, "RANKS": 4, "VECTOR": 16, "STOCHASTIC": False}
+    constants = fused._tiles(bits, 2048, 10_240, 128 // bits)[-1] | received
     options = {name: constants.pop(name) for name in ("enable_fp_fusion", "num_warps")}
     tensors = {"x": "*bf16", "out": "*fp32", "scales": "*fp32", "new_scales": "*fp32"}
     codes = "*u8" if bits == 4 else "*i8"

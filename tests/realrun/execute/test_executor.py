@@ -217,11 +217,11 @@ def test_the_garbage_collector_leaves_alone_what_a_run_found(
     """A look through all modules takes 0.1 s and more, on one rank at a time: all others wait."""
     frozen: list[int] = []
 
-    def as_run(_: object) -> Any:
+    def trace() -> Any:
         frozen.append(gc.get_freeze_count())
         return SimpleNamespace(violations=lambda *_, **__: ())
 
-    monkeypatch.setattr(executor, "run_on_threads", as_run)
+    monkeypatch.setattr(executor, "Threads", lambda _: SimpleNamespace(trace=trace))
     world: Any = Mock(device=torch.device("cpu"))
     executor.execute(Schedule("nothing", (Op("a", Compute("a", 1.0), "s"),)), Sleep({}), 1, world)
     assert frozen[0] > 10_000

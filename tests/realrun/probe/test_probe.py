@@ -48,7 +48,6 @@ from realrun.probe.fit import (
     fit_bursts,
     fit_gpu,
     fit_hosts,
-    fit_line,
     interference,
     passes,
 )
@@ -133,7 +132,6 @@ def measured(layout: Layout, backend: Backend = "gloo", *, kernels: bool = True)
         },
         copies=tuple(ComputeSample(work, compute_time(work, PROCESSOR, "fp32")) for work in copies),
         launch=PROCESSOR.launch_overhead,
-        handover=20e-6,
         slowdowns=BESIDE if kernels and layout.world_size > 1 else (),
         together=1.9 if kernels and layout.world_size > 1 else None,
     )
@@ -189,30 +187,6 @@ def test_no_other_links_have_a_smaller_huber_loss() -> None:
                     changed = factor * getattr(others[place], field)
                     others[place] = replace(others[place], **{field: changed})
                     assert loss(*others) > least if present else loss(*others) == least
-
-
-def test_a_link_that_nothing_used_is_refused() -> None:
-    """Collectives inside nodes say nothing about the link between them."""
-    layout = Layout(2, 2)
-    samples = times(true(layout, "gloo"), among=[NODE])
-    with pytest.raises(OptionError, match="between nodes"):
-        fit.fit_links(samples, layout, "gloo")
-
-
-@given(
-    latency=st.floats(1e-6, 1e-2), bandwidth=st.floats(1e7, 1e11), size=st.integers(2**12, 2**30)
-)
-def test_a_line_finds_its_latency_and_bandwidth(
-    latency: float, bandwidth: float, size: int
-) -> None:
-    """Times on a line are met exactly, at sizes between and beyond, too."""
-    samples = [
-        Sample(work, latency + work.bytes / bandwidth)
-        for work in (Collective(Kind.BROADCAST, "b", s, DType.INT8, WORLD) for s in SIZES)
-    ]
-    found = fit_line(samples)
-    assert found.at(size) == pytest.approx(latency + size / bandwidth, rel=1e-3)
-    assert found.residuals.worst < 1e-6
 
 
 def test_the_processor_predicts_the_kernels_that_it_was_fitted_to() -> None:
@@ -302,16 +276,6 @@ def test_calibrate_takes_a_probed_cluster_with_a_gpu_of_the_catalog(tmp_path: Pa
     found = calibrated(said[1])
     assert found.values
     assert found.last[0].tokens_per_s < found.first[0].tokens_per_s
-
-
-def test_nothing_measured_makes_no_file() -> None:
-    """One rank without kernels has nothing to state; kernels left out need a name."""
-    seen = measured(Layout(1, 1), kernels=False)
-    with pytest.raises(OptionError, match="nothing can be measured"):
-        to_toml(seen, fit.fit(seen), "probed", "virtual")
-    seen = measured(Layout(2, 1), kernels=False)
-    with pytest.raises(OptionError, match="--gpu"):
-        to_toml(seen, fit.fit(seen), "probed")
 
 
 def test_a_collective_lasts_from_its_last_start_to_its_last_end() -> None:

@@ -38,20 +38,21 @@ IDENTITY = {"strategy": "co2.published(tau=4)", "lr": 0.01, "betas": (0.9, 0.95)
 RANKS = 2
 FILES = ["rank0.safetensors", "rank1.safetensors", STATE]
 BARRIER = threading.Barrier(RANKS)
-TEXTS = [""] * RANKS
+VALUES: list[Any] = [None] * RANKS
+THREAD = threading.local()
+"""Which rank a thread is, of how many."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def gathered() -> Iterator[None]:
     """Ranks are threads of this process, and hear each other through a list."""
-    alone = checkpoint._gather
 
-    def gather(device: Any, text: str) -> list[str]:
-        if device.ranks == 1:
-            return alone(device, text)
-        TEXTS[device.rank] = text
+    def gather(value: Any) -> list[Any]:
+        if getattr(THREAD, "ranks", 1) == 1:
+            return [value]
+        VALUES[THREAD.rank] = value
         BARRIER.wait(10)
-        found = list(TEXTS)
+        found = list(VALUES)
         BARRIER.wait(10)
         return found
 
@@ -64,9 +65,9 @@ def on_ranks(work: Callable[[Any], Any], ranks: int = RANKS) -> list[Any]:
     """What a function gives or raises on each rank."""
 
     def one(rank: int) -> Any:
-        device = SimpleNamespace(rank=rank, ranks=ranks)
+        THREAD.rank, THREAD.ranks = rank, ranks
         try:
-            return work(SimpleNamespace(rank=rank, layout=Layout(1, ranks), device=device))
+            return work(SimpleNamespace(rank=rank, layout=Layout(1, ranks)))
         except CheckpointError as error:
             return error
 
@@ -175,7 +176,7 @@ def test_any_state_comes_back_bit_for_bit(written: Any) -> None:
     """Types, keys that are numbers, tuples, NaN, and tensors of all kinds, also of one memory."""
     with tempfile.TemporaryDirectory() as name:
         place = Path(name) / "state"
-        on_ranks(lambda world: checkpoint.write(place, {"": written}, {}, 0, world.device), 1)
+        checkpoint.write(place, {"": written}, {}, 0)
         assert names(Path(name)) == ["state"]
         assert shown(checkpoint.read(place, Saved.of(place), 0)) == shown({"": written})
 
@@ -462,7 +463,7 @@ def saved(out: Path, settings: TrainSettings = SETTINGS) -> Path:
     """A checkpoint of this training."""
     whole = {**settings.identity(), "ranks": 1}
     place = out / folder.CHECKPOINTS / "step-000004"
-    on_ranks(lambda world: checkpoint.write(place, {}, whole, 0, world.device), 1)
+    checkpoint.write(place, {}, whole, 0)
     return place
 
 
