@@ -10,7 +10,8 @@ from scipy.optimize import nnls
 from analysis.convergence.setting import Array, RunSize, variants
 from analysis.convergence.simulate import run
 from theory.cells import Cells, Check, table
-from theory.oracle import SCORE, MomentsTask, exact, scores
+from theory.exact_moments import exact
+from theory.oracle import SCORE, MomentsTask, scores
 from theory.problems import FAMILIES
 
 EQUAL, UNEQUAL = ("isotropic", "spread"), ("two kinds",)

@@ -22,7 +22,7 @@ from analysis.convergence.setting import (
 from analysis.convergence.simulate import Gaussian, Sampler, run
 from analysis.convergence.verify import margin
 from theory.cells import Cells, Check, table
-from theory.oracle import exact
+from theory.exact_moments import exact
 from theory.problems import AT_MINIMUM, FAMILIES, Known, Logistic, Minibatches
 
 _LEAST, _LEAST_LATE, _LEAST_LATE_QUICK = 3_000, 20_000, 2_000
