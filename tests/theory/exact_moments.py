@@ -7,13 +7,14 @@ Second moments of the state then obey a linear recursion.
 Source: docs/theory-proofs.md, exact oracles; different workers are our extension.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.convergence.setting import Array, RunSize, Variants
+from analysis.convergence.setting import Array, RunSize, Setting, Variants
 from co2sim.common.errors import OptionError
 from theory.problems import Known, Quadratic
 
@@ -318,6 +319,41 @@ def _repeated(turn: _Round, rounds: int) -> tuple[Array, Array, Array]:
         matrix, noise = matrix @ matrix, _moved(matrix, noise) + noise
         rounds //= 2
     return total, power, added
+
+
+def by_hand(
+    setting: Setting,
+    gradient: Callable[[int, float], float],
+    applied: Callable[[int, float], float] = lambda _, momentum: momentum,
+) -> list[float]:
+    """The x of every step of one worker, a number at a time from 0 on: the algorithm itself.
+
+    `gradient` gets the step and x; `applied` the round and the momentum that is wanted.
+    """
+    late, tau = setting.late, setting.local_steps
+    gamma, alpha = setting.inner_step, setting.outer_step
+    x = anchor = momentum = 0.0
+    flight: list[tuple[float, float]] = []
+    path = []
+    for t in range(setting.rounds):
+        for k in range(tau + 1):
+            if late and k == late.steps:
+                left, moved, keep = (*flight.pop(), late.keep) if flight else (anchor, 0.0, 1.0)
+                wanted = setting.momentum * momentum + moved / (gamma * setting.penalty)
+                momentum = applied(t, wanted)
+                anchor -= alpha * gamma * momentum
+                x = anchor + keep * (x - left) - late.predict * late.steps / tau * moved
+            if k == tau:
+                break
+            path.append(x)
+            x -= gamma * gradient(t * tau + k, x)
+        flight.append((x, anchor - x))
+        if not late:
+            due = flight.pop(0)[1] if len(flight) > setting.delay else 0.0
+            momentum = applied(t, setting.momentum * momentum + due / (gamma * setting.penalty))
+            anchor -= alpha * gamma * momentum
+            x = anchor
+    return path
 
 
 class LateSystem(NamedTuple):

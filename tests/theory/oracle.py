@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.convergence.setting import Array, RunSize, select, variants
-from analysis.convergence.simulate import Gaussian, Simulation, run
+from analysis.convergence.setting import Array, RunSize, variants
+from analysis.convergence.simulate import Gaussian, Simulation
 from theory import exact_moments
 from theory.cells import Cells, Check
 from theory.exact_moments import LateSystem, exact
-from theory.problems import FAMILIES, Quadratic, same
+from theory.problems import FAMILIES, Quadratic, run, same, select
 
 IDENTITY = 1e-12
 """Largest relative error of the identities."""
