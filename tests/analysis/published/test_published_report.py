@@ -59,17 +59,21 @@ def test_mechanisms_change_what_they_are_about(report: ValidationReport) -> None
     """Every mechanism of the groups is in the report; each changes a prediction, for the worse."""
     cells = [row.cell for row in report.rows]
     groups = {cell.group for cell in cells}
-    expected = [one for one in diagnosis.MECHANISMS if one.group in groups]
-    assert [one.mechanism for one in report.ablations] == expected
-    for one in report.ablations:
-        mine = [cell for cell in cells if cell.group == one.mechanism.group]
-        ratios = [
-            predict(one.mechanism.flip(cell), fast=True) / predict(cell, fast=True) for cell in mine
-        ]
-        assert one.mape_with == pytest.approx(diagnosis.mape(mine))
-        if one.mechanism.group == sensitivity.GROUP or len(cells) > 100:
-            assert max(abs(math.log(ratio)) for ratio in ratios) > 1e-3, one.mechanism.name
-            assert one.mape_without > one.mape_with, one.mechanism.name
+    flips = {
+        (name, group): flip
+        for group, mechanisms in diagnosis.MECHANISMS.items()
+        for name, flip in mechanisms.items()
+        if group in groups
+    }
+    assert [(ablation.name, ablation.group) for ablation in report.ablations] == list(flips)
+    for (name, group), ablation in zip(flips, report.ablations, strict=True):
+        mine = [cell for cell in cells if cell.group == group]
+        flip = flips[name, group]
+        ratios = [predict(flip(cell), fast=True) / predict(cell, fast=True) for cell in mine]
+        assert ablation.mape_with == pytest.approx(diagnosis.mape(mine))
+        if group == sensitivity.GROUP or len(cells) > 100:
+            assert max(abs(math.log(ratio)) for ratio in ratios) > 1e-3, name
+            assert ablation.mape_without > ablation.mape_with, name
 
 
 # --- diagnosis -----------------------------------------------------------------------------------
