@@ -30,12 +30,6 @@ from co2sim.prediction.published import Use
 
 T = TypeVar("T")
 
-FORMATS = ("pdf", "svg", "png")
-"""Kinds of files of a paper figure."""
-
-PREDICTED, FITTED = "predicted", "fitted, no prediction"
-"""What our values are, in legends."""
-
 STAR: dict[str, Any] = {"marker": "*", "ms": 11, "mec": "black", "mew": 0.8}
 """A published value beside lines."""
 
@@ -101,7 +95,7 @@ def shown(strategy: str) -> str:
     return f"{_NAMES.get(name, name)}, τ = {options}" if options else _NAMES.get(name, name)
 
 
-def in_style(make: Callable[[], Figure], kinds: Sequence[str] = FORMATS) -> dict[str, bytes]:
+def in_style(make: Callable[[], Figure], kinds: Sequence[str]) -> dict[str, bytes]:
     """Files of a figure by their kind.
 
     The figure is made again for each, so that no file depends on which others are asked for. What
@@ -115,8 +109,8 @@ def signs(rows: Sequence[CellPrediction]) -> list[Artist]:
     """What our signs mean, if they occur, as handles of a legend."""
     handles: list[Artist] = []
     uses: tuple[tuple[Use, str], ...] = (
-        ("check", f"{PREDICTED} (plain)"),
-        ("fit", f"{FITTED} (italic)"),
+        ("check", "predicted (plain)"),
+        ("fit", "fitted, no prediction (italic)"),
     )
     for use, words in uses:
         mine = [row for row in rows if row.cell.use == use]
