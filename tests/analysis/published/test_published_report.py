@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from test_published_tables import CO2
 from typer.testing import CliRunner
 
 from analysis.cli.app import app
@@ -18,11 +19,6 @@ from analysis.published.predict import CellPrediction, predict, summaries, valid
 from analysis.published.report import ValidationReport, full_report, render, signed
 from analysis.published.runs import PAPERS
 
-CO2 = """method,network,tau,gpus,words_per_s,scalability_16_to_128,note
-adamw_zero2,80 Gbit/s TCP/IP,,16,3488,,
-co2_zero2,80 Gbit/s TCP/IP,48,128,304736,1.06,
-co2_zero2,80 Gbit/s TCP/IP,12,128,,0.86,
-"""
 nightly = pytest.mark.nightly
 ALLOWED = 0.005
 """By which a mean absolute error may rise: half a point."""
