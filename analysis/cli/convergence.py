@@ -5,13 +5,13 @@ The options of a setting are those that the fields of `Setting` declare.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from analysis.convergence.setting import Lateness, Setting
+from analysis.convergence.setting import Clip, Lateness, Setting
 from co2sim.cli import options
 from co2sim.common import convert, validation
 from co2sim.common.cli import print_json
@@ -263,11 +263,13 @@ def verify(
         raise typer.Exit(1)
 
 
+@options.record_options(Clip, "clip")
 @_of_setting
 def bound(
     *,
     values: dict[str, Any],
     late: Lateness,
+    clip: Clip,
     run: Run = None,
     allowed_delay: Annotated[
         float | None,
@@ -276,29 +278,6 @@ def bound(
             "Also the longest delay that raises the bound by at most this share, such as 0.2.",
         ),
     ] = None,
-    clip_residual: Annotated[
-        float | None,
-        number(
-            "--clip-residual",
-            "Also the bound of a run whose momentum had an error of this size, by clipping or by"
-            " quantized averages: root mean square over rounds, in units of one gradient.",
-        ),
-    ] = None,
-    residual_decay: Annotated[
-        float,
-        number(
-            "--residual-decay",
-            "The residual is that of a running mean, r <- decay r + (1 - decay) s; 0: of s.",
-        ),
-    ] = 0.0,
-    phi: Annotated[
-        float | None,
-        number(
-            "--phi",
-            "Also the bound with this clip of the momentum, in units of a sum of gradients.",
-        ),
-    ] = None,
-    gradient_bound: GradientBound = None,
     json_: options.Json = False,
 ) -> None:
     """The bound of the mean squared gradient for one setting, by term; or "infeasible".
@@ -312,19 +291,20 @@ def bound(
 
     if allowed_delay is not None:
         validation.at_least("--allowed-delay", allowed_delay, 0)
-    setting, tune, recorded = _setting(
-        run, values, late, clip_residual=(clip_residual, None), residual_decay=(residual_decay, 0.0)
-    )
-    residual, decay = clip_residual, residual_decay
+    refused = {name: getattr(clip, name) for name in ("clip_residual", "residual_decay")}
+    setting, tune, recorded = _setting(run, values, late, **refused)
     if recorded is not None and recorded.residual:
         residual, decay = recorded.best_residual(setting)
-    clip = _clip(residual, decay, phi, gradient_bound, tune=tune)
-    answered = bound_report.answer(setting, tune=tune, price=allowed_delay, clip=clip)
+        clip = replace(clip, clip_residual=residual, residual_decay=decay)
+    if clip.clip_residual is not None and tune:
+        raise OptionError(
+            "--clip-residual was recorded with one inner step: give it by --inner-step"
+        )
+    setting, answer = bound_report.answer(setting, tune=tune, price=allowed_delay, clip=clip)
     if json_:
-        of_run = {} if recorded is None else {"run": recorded.to_dict()}
-        print_json(bound_report.bound_to_dict(answered) | of_run)
+        print_json(answer | ({} if recorded is None else {"run": recorded.to_dict()}))
         return
-    bound_report.print_bound(console(), answered)
+    bound_report.print_bound(console(), setting, answer, clip)
     if recorded is not None:
         run_record.print_run(console(), recorded)
 
@@ -333,13 +313,12 @@ def _setting(
     run: Path | None,
     values: dict[str, Any],
     late: Lateness,
-    **refused: tuple[object, object],
+    **refused: object,
 ) -> tuple[Setting, bool, Any]:
     """The Setting of the options; whether its inner step is left open, then 1; the RunRecord.
 
-    Of a run the method comes from its folder: its options, and those that are `refused`, have to be
-    at their defaults, which stand behind the values. Raises OptionError for these, and for what is
-    missing.
+    Of a run the method comes from its folder: its options have to be at their defaults, and those
+    that are `refused` None or 0. Raises OptionError for these, and for what is missing.
     """
     if run is None:
         recorded = None
@@ -349,11 +328,15 @@ def _setting(
         from analysis.convergence.run_record import read_run  # noqa: PLC0415 - not for help
 
         recorded = read_run(run)
-        method = [field for field in fields(Setting) if _group(field) == "method"]
-        said = {field.name: (values.pop(field.name, None), field.default) for field in method}
-        said |= {field.name: (getattr(late, field.name), field.default) for field in fields(late)}
-        for name, (value, default) in (said | refused).items():
-            if value not in {None, default}:
+        method = {
+            field.name: field.default for field in fields(Setting) if _group(field) == "method"
+        }
+        of_late = {field.name: field.default for field in fields(late)}
+        said = {name: values.pop(name, None) for name in method}
+        said |= {name: getattr(late, name) for name in of_late} | refused
+        usual = method | of_late
+        for name, value in said.items():
+            if value not in {None, usual.get(name, 0.0)}:
                 flag = name.replace("_", "-")
                 raise OptionError(
                     f"--{flag} does not go with --run, which takes it from the training"
@@ -364,32 +347,3 @@ def _setting(
     tune = values.get("inner_step") is None
     values |= {"inner_step": 1.0} if tune else {}
     return Setting(**values), tune, recorded
-
-
-def _clip(
-    residual: float | None,
-    decay: float,
-    phi: float | None,
-    largest: float | None,
-    *,
-    tune: bool,
-) -> Any:
-    """What is asked about clipping, as a Clip; None if nothing is."""
-    from analysis.convergence.bound_report import Clip  # noqa: PLC0415 - scipy, only for this command
-
-    if decay and residual is None:
-        raise OptionError("--residual-decay is that of --clip-residual, which is missing")
-    if residual is not None and tune:
-        raise OptionError(
-            "--clip-residual was recorded with one inner step: give it by --inner-step"
-        )
-    for flag, value in (("--clip-residual", residual), ("--gradient-bound", largest)):
-        if value is not None:
-            validation.at_least(flag, value, 0)
-    if phi is not None:
-        validation.above("--phi", phi, 0)
-    if not 0 <= decay < 1:
-        raise OptionError(f"--residual-decay is {decay:g}; it must be at least 0 and below 1")
-    if residual is phi is largest is None:
-        return None
-    return Clip(residual=residual, decay=decay, phi=phi, largest=largest)

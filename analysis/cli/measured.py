@@ -281,15 +281,12 @@ def _figures(comparisons: Sequence["RunComparison"], figure: Path, rank: int) ->
     """The figure, or one per run, whose file name holds the name of the run."""
     from analysis.measured.charts import draw  # noqa: PLC0415 - Altair
 
-    if len(comparisons) == 1:
-        return {figure: draw(comparisons[0], rank, figure.suffix)}
-    parts = [comparison.name.replace("/", "-") for comparison in comparisons]
-    return {
-        figure.with_name(f"{figure.stem}-{part}{figure.suffix}"): draw(
-            comparison, rank, figure.suffix
-        )
-        for part, comparison in zip(parts, comparisons, strict=True)
-    }
+    paths = [figure]
+    if len(comparisons) > 1:
+        parts = [comparison.name.replace("/", "-") for comparison in comparisons]
+        paths = [figure.with_name(f"{figure.stem}-{part}{figure.suffix}") for part in parts]
+    pairs = zip(paths, comparisons, strict=True)
+    return {path: draw(comparison, rank, figure.suffix) for path, comparison in pairs}
 
 
 def _folders(run: Path) -> list[Path]:

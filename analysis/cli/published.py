@@ -74,7 +74,8 @@ def validate_command(  # noqa: PLR0917 - one argument per option
     from analysis.published import report as reports  # noqa: PLC0415 - as above
 
     check("--report", report)
-    _check_places(markdown, figures)
+    for folder in filter(None, (markdown and markdown.parent, figures)):
+        check_writable(folder)
     every = tables.known_cells(papers_, data)
     chosen = every
     if cells:
@@ -108,13 +109,6 @@ def validate_command(  # noqa: PLR0917 - one argument per option
         typer.echo(json.dumps(numbers, indent=2))
         return
     _print(text, files)
-
-
-def _check_places(markdown: Path | None, figures: Path | None) -> None:
-    """Refuse what cannot be written before a minute of work."""
-    for folder in (markdown and markdown.parent, figures):
-        if folder is not None:
-            check_writable(folder)
 
 
 def _print(text: str, files: Iterable[Path]) -> None:
@@ -229,30 +223,20 @@ def figures(
 
     with progress_bar("predicting published cells", after=1.0) as progress:
         drawn, left_out = paper_figures(papers, only or (), done=progress)
-    files = {figure.mirror.name: figure.files(kinds) for figure in drawn}
-    write_atomically({out / name: made for kind in files.values() for name, made in kind.items()})
+    made = [(figure, figure.files(kinds)) for figure in drawn]
+    write_atomically({out / name: content for _, kind in made for name, content in kind.items()})
     if json_:
-        paths = {name: [str(out / file) for file in made] for name, made in files.items()}
-        print_json(
-            {
-                "figures": [
-                    figure.to_dict() | {"files": paths[figure.mirror.name]} for figure in drawn
-                ],
-                "not_drawn": [
-                    {
-                        "where": cell.where,
-                        "cell": cell.name,
-                        "published": cell.published,
-                        "reason": cell.reason,
-                    }
-                    for cell in left_out
-                ],
-            }
-        )
+        figures = [
+            figure.to_dict() | {"files": [str(out / name) for name in files]}
+            for figure, files in made
+        ]
+        names = {"where": "where", "cell": "name", "published": "published", "reason": "reason"}
+        not_drawn = [{key: getattr(c, name) for key, name in names.items()} for c in left_out]
+        print_json({"figures": figures, "not_drawn": not_drawn})
         return
-    for figure in drawn:
+    for figure, files in made:
         _say(figure)
-        for name in files[figure.mirror.name]:
+        for name in files:
             typer.echo(f"  written {out / name}")
     shown = sum(figure.published for figure in drawn)
     if not only:
@@ -274,7 +258,7 @@ def _kinds(text: str) -> list[str]:
 def _say(figure: "PaperFigure") -> None:
     from analysis.published.report import signed  # noqa: PLC0415 - numpy, pydantic
 
-    typer.echo(f"{figure.mirror.name}: mirrors {figure.mirror.place}")
+    typer.echo(f"{figure.mirror.name}: mirrors {figure.mirror.where}")
     parts = [f"{figure.published} published"]
     uses: tuple[tuple[Use, str], ...] = (
         ("check", "predicted"),
@@ -349,7 +333,7 @@ def runs(  # noqa: PLR0917 - one argument per option
     elif memory:
         _print_memory(chosen, jobs, as_json=json_)
     else:
-        rows = _predicted_runs(chosen, papers, jobs, own=own)
+        rows = _predicted_runs(chosen, papers, jobs, of_series=own)
         if json_:
             print(json.dumps([_plain_run(*row) for row in rows], indent=2))
         else:
@@ -369,24 +353,25 @@ def _of_sources(
 
 
 def _predicted_runs(
-    chosen: Sequence["TrainingRun"], papers: Path, jobs: int, *, own: bool
+    chosen: Sequence["TrainingRun"], papers: Path, jobs: int, *, of_series: bool
 ) -> list[tuple["TrainingRun", "CellPrediction", "Result"]]:
     """Runs beside predictions without their source; of sources in no fit, by all of it.
 
-    With `own` they are the larger runs of each series. Raises OptionError where there are none.
+    With `of_series` they are the larger runs of each series. Raises OptionError where there are
+    none.
     """
     from analysis.published import stack_fit  # noqa: PLC0415 - scipy
     from analysis.published.run_errors import compared, further_runs  # noqa: PLC0415 - scipy
 
     record = stack_fit.record(papers)
     apart = None
-    if own:
+    if of_series:
         further = further_runs(chosen, record.left_out, jobs)
         if not further:
             raise OptionError("no series in these sources has runs on more than one number of GPUs")
-        chosen = [run.run for run in further]
-        results = [run.result for run in further]
-        apart = [run.apart for run in further]
+        chosen, results, apart = (
+            [getattr(run, name) for run in further] for name in ("run", "result", "apart")
+        )
     else:
         values = [record.left_out.get(run.paper, record.values) for run in chosen]
         results = stack_fit.predictions(chosen, values, jobs, "predicting runs")
@@ -406,10 +391,10 @@ def _fit_runs(every: Sequence["TrainingRun"], papers: Path, jobs: int) -> None:
     results = stack_fit.predictions(runs_of_fit, values, jobs, "predicting runs")
     further = run_errors.further_runs(runs_of_fit, fitted.left_out, jobs)
     errors = run_errors.errors_of(runs_of_fit, results, further)
-    of_memory = run_errors.memory_errors(run_errors.run_memories(every, jobs))
+    memories = [row for _, row in run_errors.run_memories(every, jobs)]
     files = run_errors.catalog_files(fitted.values) | dict(
         [
-            run_errors.errors_file(replace(errors, memory=of_memory)),
+            run_errors.errors_file(replace(errors, memory=run_errors.memory_errors(memories))),
             run_errors.evidence_file(runs_of_fit, results),
             run_errors.models_file(
                 run_errors.models_without(runs_of_fit, results, further), papers
@@ -422,13 +407,12 @@ def _fit_runs(every: Sequence["TrainingRun"], papers: Path, jobs: int) -> None:
 def _print_memory(chosen: Sequence["TrainingRun"], jobs: int, *, as_json: bool) -> None:
     """Peaks of memory beside predictions. Raises OptionError for sources without any."""
     from analysis.published.run_errors import run_memories  # noqa: PLC0415 - scipy
-    from analysis.published.runs import TrainingRun  # noqa: PLC0415 - pydantic
 
     rows = run_memories(chosen, jobs)
     if not rows:
         raise OptionError("no run of these sources whose memory is published can be expressed")
     if not as_json:
-        _print_errors("errors of the peak of memory", rows)
+        _print_errors("errors of the peak of memory", [row for _, row in rows])
         return
     plain = [
         {
@@ -439,9 +423,7 @@ def _print_memory(chosen: Sequence["TrainingRun"], jobs: int, *, as_json: bool) 
             "predicted_gib": row.predicted,
             "error": row.error,
         }
-        for row in rows
-        for run in row.cell.runs
-        if isinstance(run, TrainingRun)
+        for run, row in rows
     ]
     print(json.dumps(plain, indent=2))
 
@@ -493,7 +475,7 @@ def goodput(papers: Papers = PAPERS, json_: options.Json = False) -> None:  # no
 
     rows = compared(read(papers))
     if json_:
-        typer.echo(json.dumps([_goodput_plain(row) for row in rows], indent=2))
+        typer.echo(json.dumps([row.to_dict() for row in rows], indent=2))
         return
     from co2sim.common.tables import console, print_lines, print_table  # noqa: PLC0415 - rich
 
@@ -517,14 +499,3 @@ def _goodput_row(row: "Compared") -> list[str]:
 def _assumed(row: "Compared") -> str:
     what = row.cell.source if row.cell.quantity == "learners" else row.cell.where
     return f"assumed of {what}: {'; '.join(row.cell.assumed)}"
-
-
-def _goodput_plain(row: "Compared") -> dict[str, object]:
-    return {
-        **row.cell.model_dump(),
-        "published": row.published,
-        "predicted": row.predicted,
-        "low": row.low,
-        "high": row.high,
-        "error": row.error,
-    }

@@ -137,24 +137,17 @@ def read_run(folder: Path) -> RunRecord:
 def print_run(out: Console, run: RunRecord) -> None:
     """What a training's momentum lost, and what of it the theorem does not cover."""
     rows = [
-        ("by clipping", f"{run.clipping:.6g}"),
-        *(
-            []
-            if run.running is None
-            else [(f"... its running mean, decay {run.decay:g}", f"{run.running:.6g}")]
-        ),
-        ("by int8 or int4 averages, at most", f"{run.rounding:.6g}"),
-        ("eps, for --clip-residual", f"{run.residual:.6g}"),
+        ("by clipping", run.clipping),
+        ("by int8 or int4 averages, at most", run.rounding),
+        ("eps, for --clip-residual", run.residual),
     ]
     if run.running is not None:
+        rows.insert(1, (f"... its running mean, decay {run.decay:g}", run.running))
         name = f"eps, for --clip-residual with --residual-decay {run.decay:g}"
-        rows.append((name, f"{run.running + run.rounding:.6g}"))
-    print_table(
-        out,
-        "what the training's momentum lost, in units of one gradient",
-        ("figure", "value"),
-        rows,
-    )
+        rows.append((name, run.running + run.rounding))
+    title = "what the training's momentum lost, in units of one gradient"
+    shown = [(name, f"{value:.6g}") for name, value in rows]
+    print_table(out, title, ("figure", "value"), shown)
     for note in run.notes:
         out.print(f"- {note}", highlight=False, markup=False)
 

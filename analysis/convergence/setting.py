@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from typing import Annotated
 
 import numpy as np
@@ -130,6 +130,56 @@ class Lateness:
                 f" {self.delay}"
             )
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip:
+    """What is known about a clip: what a run recorded, or phi and the largest derivative.
+
+    `clip_residual` is eps of `clipping.with_residual`. `gradient_bound` is M of
+    `clipping.with_noise`; without it sqrt(2 L Delta) is taken, which for equal data holds where f
+    is not above its value at the start. Raises OptionError for what is out of range.
+    """
+
+    clip_residual: float | None = option(
+        None,
+        "Also the bound of a run whose momentum had an error of this size, by clipping or by"
+        " quantized averages: root mean square over rounds, in units of one gradient.",
+        "clip",
+    )
+    residual_decay: float = option(
+        0.0,
+        "The residual is that of a running mean, r <- decay r + (1 - decay) s; 0: of s.",
+        "clip",
+    )
+    phi: float | None = option(
+        None,
+        "Also the bound with this clip of the momentum, in units of a sum of gradients.",
+        "clip",
+    )
+    gradient_bound: float | None = option(
+        None,
+        "M: the largest partial derivative of any worker's loss; default: sqrt(2 L Delta).",
+        "clip",
+    )
+
+    def __post_init__(self) -> None:
+        if self.residual_decay and self.clip_residual is None:
+            raise OptionError("--residual-decay is that of --clip-residual, which is missing")
+        for flag in ("clip_residual", "gradient_bound"):
+            if (value := getattr(self, flag)) is not None:
+                validation.at_least(f"--{flag.replace('_', '-')}", value, 0)
+        if self.phi is not None:
+            validation.above("--phi", self.phi, 0)
+        if not 0 <= self.residual_decay < 1:
+            raise OptionError(
+                f"--residual-decay is {self.residual_decay:g}; it must be at least 0 and below 1"
+            )
+
+    @property
+    def before(self) -> bool:
+        """Whether something is asked of a clip before a run."""
+        return self.phi is not None or self.gradient_bound is not None
 
 
 SMALLEST, LARGEST = 1e-60, 1e60
@@ -306,12 +356,6 @@ def size_of(setting: Setting, seeds: int) -> RunSize:
         delay=setting.delay,
         late_steps=setting.late.steps if setting.late else None,
     )
-
-
-def select(which: Variants, chosen: NDArray[np.bool_] | NDArray[np.intp] | slice) -> Variants:
-    """Some of the variants."""
-    parts = {field.name: getattr(which, field.name)[chosen] for field in fields(which)}
-    return replace(which, **parts)
 
 
 @dataclass(frozen=True, slots=True)

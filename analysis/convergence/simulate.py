@@ -162,43 +162,6 @@ def disagreement(problem: Problem, point: Array, workers: int) -> Array:
     return np.asarray((apart**2).sum(axis=-1).mean(axis=-1))
 
 
-class InnerSteps:
-    """The local steps of a round, and what is measured on the way."""
-
-    def __init__(self, problem: Problem, sampler: Sampler, which: Variants, workers: int) -> None:
-        self.problem, self.sampler = problem, sampler
-        self.workers = workers
-        self.size = which.inner_step[:, None, None, None]
-        self.deviation = np.sqrt(which.noise)[:, None, None, None]
-        self.gradient: Array = np.zeros(1)
-        self.drift: Array = np.zeros(1)
-        self.spread = np.zeros(len(which))
-        self.variance = which.noise.copy()
-
-    def step(
-        self, points: Array, mean: Array, drawn: NDArray[Any], weight: Array | float = 1.0
-    ) -> Array:
-        """Measure, with a weight, and move the workers [C, S, G, d]; their new mean."""
-        self._measure(points, mean, weight)
-        noisy, variance = self.sampler.gradients(points, drawn, self.deviation)
-        if variance is not None:
-            self.variance = np.fmax(self.variance, variance.mean(axis=(1, 2)))
-        noisy *= self.size
-        points -= noisy
-        return np.asarray(points.mean(axis=2))
-
-    def _measure(self, points: Array, mean: Array, weight: Array | float) -> None:
-        slope = self.problem.gradient(mean)
-        self.gradient = self.gradient + weight * np.einsum("csd,csd->cs", slope, slope)
-        if self.workers > 1:
-            apart = points - mean[:, :, None, :]
-            square = np.einsum("csgd,csgd->cs", apart, apart) / self.workers
-            self.drift = self.drift + weight * square
-        if self.problem.heterogeneous:
-            spread = disagreement(self.problem, mean, self.workers).mean(axis=1)
-            self.spread = np.fmax(self.spread, spread)
-
-
 class OuterUpdate:
     """Penalty, momentum, clipping and the outer step."""
 
@@ -272,8 +235,10 @@ class Simulation:
     late by rounds are used at the end of a round, where all workers restart from the anchor;
     those that are late by local steps are used between steps, without a restart.
 
-    With `apart` every variant has its own noise, else all have the same. Raises OptionError for a
-    negative delay, and for a gap-aware penalty without delay.
+    It begins at the start of the problem; noise is Gaussian unless a sampler is given. With `apart`
+    every variant has its own noise, else all have the same. What diverges becomes infinite or NaN,
+    without a warning. Raises OptionError for a negative delay, and for a gap-aware penalty without
+    delay.
     """
 
     def __init__(
@@ -291,10 +256,13 @@ class Simulation:
         if self.restarts and size.delay == 0 and (which.most_penalty > 0).any():
             raise OptionError("a gap-aware penalty needs a delay of at least 1")
         dimension, steps = len(problem.start), size.local_steps
+        self.problem, self.sampler = problem, sampler or Gaussian(problem)
         self.size, self.which = size, which
         self.rng = np.random.default_rng(seed)
-        self.local = InnerSteps(problem, sampler or Gaussian(problem), which, size.workers)
         self.outer = OuterUpdate(which, size.seeds, dimension)
+        # what is measured on the way
+        self.gradient = self.drift = np.zeros((len(which), size.seeds))
+        self.spread, self.variance = np.zeros(len(which)), which.noise.copy()
         shape = (len(which), size.seeds, dimension)
         self.anchor: Array = np.broadcast_to(problem.start, shape).copy()
         self.mean = self.anchor
@@ -314,14 +282,15 @@ class Simulation:
         steps, late = self.size.local_steps, self.size.late_steps
         first = self.done % self.ahead * steps
         if first == 0:
-            self.drawn = self.local.sampler.draw(self.rng, (self.ahead * steps, *self.shape))
+            self.drawn = self.sampler.draw(self.rng, (self.ahead * steps, *self.shape))
         early = self.which.keep[:, None]
         with np.errstate(over="ignore", invalid="ignore"):
             for k in range(steps):
                 if k == late:
                     self._arrive()
                 weight = early if late and k < late else 1.0
-                self.mean = self.local.step(self.points, self.mean, self.drawn[first + k], weight)
+                self._measure(weight)
+                self._step(self.drawn[first + k])
             if late == steps:
                 self._arrive()
             left = self.points if self.restarts else self.points.copy()
@@ -330,9 +299,31 @@ class Simulation:
                 self._restart()
         self.done += 1
 
+    def _measure(self, weight: Array | float) -> None:
+        """A and the drift of this step, with a weight, and the spread."""
+        slope = self.problem.gradient(self.mean)
+        self.gradient = self.gradient + weight * np.einsum("csd,csd->cs", slope, slope)
+        if self.size.workers > 1:
+            apart = self.points - self.mean[:, :, None, :]
+            square = np.einsum("csgd,csgd->cs", apart, apart) / self.size.workers
+            self.drift = self.drift + weight * square
+        if self.problem.heterogeneous:
+            spread = disagreement(self.problem, self.mean, self.size.workers).mean(axis=1)
+            self.spread = np.fmax(self.spread, spread)
+
+    def _step(self, drawn: NDArray[Any]) -> None:
+        """Move the workers by their noisy gradients."""
+        deviation = np.sqrt(self.which.noise)[:, None, None, None]
+        noisy, variance = self.sampler.gradients(self.points, drawn, deviation)
+        if variance is not None:
+            self.variance = np.fmax(self.variance, variance.mean(axis=(1, 2)))
+        noisy *= self.which.inner_step[:, None, None, None]
+        self.points -= noisy
+        self.mean = np.asarray(self.points.mean(axis=2))
+
     def _due(self) -> Array:
         """The oldest sum of averaged gradients that travels."""
-        return self.launched[0][1] / self.local.size[:, :, 0]
+        return self.launched[0][1] / self.which.inner_step[:, None, None]
 
     def _restart(self) -> None:
         """Move the anchor, by the average that is due if there is one, and all workers to it."""
@@ -356,43 +347,23 @@ class Simulation:
 
     def outcome(self) -> Outcome:
         """What was measured until here; `final` is the last mean of the workers."""
-        local, outer, shape = self.local, self.outer, self.mean.shape[:2]
+        outer = self.outer
         counted = (self.done * self.counted)[:, None]
         updates = self.done if self.restarts else max(1, self.done - 1)
         # where workers restart without a delay the last update moves no point that was visited
         at_once = self.restarts and self.size.delay == 0
         residual, running = outer.before if at_once else (outer.residual, outer.running)
         with np.errstate(over="ignore", invalid="ignore"):
-            value = local.problem.value(self.mean)
+            value = self.problem.value(self.mean)
         return Outcome(
-            gradient=np.broadcast_to(local.gradient / counted, shape).copy(),
-            drift=np.broadcast_to(local.drift / counted, shape).copy(),
+            gradient=self.gradient / counted,
+            drift=self.drift / counted,
             value=value,
-            spread=local.spread,
-            variance=local.variance,
+            spread=self.spread,
+            variance=self.variance,
             clipped=outer.clipped / updates,
             penalty=outer.penalty,
             residual=residual / self.done,
             running=running / self.done,
             final=self.mean,
         )
-
-
-def run(
-    problem: Problem,
-    which: Variants,
-    size: RunSize,
-    *,
-    seed: int | Sequence[int] = 0,
-    sampler: Sampler | None = None,
-    apart: bool = False,
-) -> Outcome:
-    """Run all variants from the problem's start; noise is Gaussian unless a sampler is given.
-
-    What diverges becomes infinite or NaN, without a warning. The arguments and errors are those of
-    `Simulation`.
-    """
-    simulation = Simulation(problem, which, size, seed=seed, sampler=sampler, apart=apart)
-    for _ in range(size.rounds):
-        simulation.next_round()
-    return simulation.outcome()

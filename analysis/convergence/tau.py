@@ -18,7 +18,7 @@ from co2sim.prediction import driver
 from co2sim.prediction.choose import choose_batch
 from co2sim.prediction.job import Stage
 from co2sim.prediction.question import Question
-from co2sim.strategies import LocalSteps, Strategy, parse
+from co2sim.strategies import LocalSteps, Strategy
 from co2sim.strategies.co2 import CO2, PublishedCO2
 from co2sim.strategies.local import Replica, round_steps
 from co2sim.strategies.local_sgd import LocalSGD, SlowMo
@@ -86,11 +86,7 @@ class Choice:
 
 
 def simulated(case: Question, taus: Sequence[int]) -> list[Timing]:
-    """Rounds of a strategy with every tau, by co2sim.
-
-    Raises OptionError for a strategy that the bound is not about.
-    """
-    case = settled(case)
+    """Rounds of a strategy with every tau, by co2sim, of a case that is `settled`."""
     ordered = sorted(set(taus), reverse=True)
     timings = Parallel(n_jobs=-1)(delayed(_simulated)(case, tau) for tau in ordered)
     return sorted(timings, key=lambda timing: timing.tau)
@@ -100,10 +96,9 @@ def searched(problem: Setting, case: Question, lengths: Sequence[Seconds]) -> li
     """Rounds with the usual taus; tau is doubled further while the largest is best at some time.
 
     The search begins at the shortest round that holds the delay and the fragments. It ends at
-    LONGEST, and where a round is longer than all lengths. Raises OptionError as `simulated` does.
+    LONGEST, and where a round is longer than all lengths. The case is `settled`.
     """
-    case = settled(case)
-    strategy, least = _averaging_of(case), 1
+    strategy, least = case.parsed, 1
     if isinstance(strategy, CO2):
         automatic = strategy.delay == "auto"
         least = (strategy.fragments or 1) if automatic else strategy.late.shortest_round
@@ -121,7 +116,7 @@ def settled(case: Question) -> Question:
 
     Raises OptionError for a strategy that the bound is not about.
     """
-    _averaging_of(case)
+    averaging(case.parsed)
     return choose_batch(case)[0]
 
 
@@ -130,7 +125,7 @@ def hiding(case: Question) -> int | None:
 
     None where none does, or the strategy has no tau=auto.
     """
-    strategy = _averaging_of(case)
+    strategy = case.parsed
     if not isinstance(strategy, CO2):
         return None
     try:
@@ -138,11 +133,6 @@ def hiding(case: Question) -> int | None:
     except OptionError:  # the link is too slow
         return None
     return round_steps(averaging(resolved.strategy))  # type: ignore[arg-type]
-
-
-def _averaging_of(case: Question) -> Averaging:
-    strategy = case.strategy
-    return averaging(parse(strategy) if isinstance(strategy, str) else strategy)
 
 
 def _simulated(case: Question, tau: int) -> Timing:

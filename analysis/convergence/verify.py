@@ -160,7 +160,7 @@ def violation(compared: Sequence[Comparison]) -> str:
 
 
 def to_dict(setting: Setting, compared: Sequence[Comparison]) -> dict[str, Any]:
-    """Plain values for JSON; what is no finite number is None."""
+    """Plain values for JSON."""
     return {
         "inner_step": setting.inner_step,
         "load": bound.load(setting),
@@ -170,19 +170,15 @@ def to_dict(setting: Setting, compared: Sequence[Comparison]) -> dict[str, Any]:
         "problems": [
             {
                 "problem": each.problem,
-                "measured": _finite(each.measured),
-                "error": _finite(each.error),
+                "measured": each.measured,
+                "error": each.error,
                 "bound": bound.plain(each.bound),
-                "ratio": None if each.ratio is None else _finite(each.ratio),
+                "ratio": each.ratio,
                 "clip_residual": each.residual,
             }
             for each in compared
         ],
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _why_infeasible(setting: Setting, compared: Sequence[Comparison]) -> str | None:

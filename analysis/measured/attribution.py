@@ -23,10 +23,9 @@ Energy Policy 32(9)), so that nothing is left over and traces that agree have no
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from statistics import median
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -38,6 +37,8 @@ from co2sim.schedule.schedule import Collective, Compute, Group, Kind, Schedule
 from co2sim.simulation.costs import CollectiveCost, cost_of, work_time
 from co2sim.simulation.trace import Span, Trace
 
+Array: TypeAlias = NDArray[np.float64]
+
 Key: TypeAlias = tuple[str, int, int]
 """Op, round and rank: what the spans of two traces are joined by."""
 
@@ -47,8 +48,7 @@ _ROUNDING = 1e-9
 """Fractions, and sums of weights, below which there is only rounding."""
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(NamedTuple):
     """One span, in seconds: `waiting` for the last member of its group, then `active`.
 
     `overlap_fraction` of a collective, below 1, is the part of its active time that it loses to
@@ -59,11 +59,6 @@ class Split:
     waiting: Seconds
     active: Seconds
     overlap_fraction: float
-
-    @property
-    def total(self) -> Seconds:
-        """Length of the span."""
-        return self.waiting + self.active
 
     @property
     def alone(self) -> Seconds:
@@ -362,27 +357,42 @@ def attribute(
     rounds: int,
     clock_error: Seconds = 0.0,
 ) -> list[Difference]:
-    """Every op that both traces hold in the last `rounds` rounds, with its error by cause."""
+    """Every op that both traces hold in the last `rounds` rounds, with its error by cause.
+
+    Waiting that is no longer than the error of the clocks counts as none.
+    """
     first = measured.rounds - rounds
-    costs = _costs(schedule, cluster, precision)
-    before = split(predicted, schedule, cluster, first)
-    after = split(measured, schedule, cluster, first)
-    if clock_error:
-        after = {key: _certain(item, clock_error) for key, item in after.items()}
+    before, after = (split(trace, schedule, cluster, first) for trace in (predicted, measured))
+    by_work = {work: _cost(work, cluster, precision) for work in {op.work for op in schedule.body}}
+    costs = {op.name: by_work[op.work] for op in schedule.body}
     keys = [key for key in after if key in before]
-    rate = cluster.interference / (1 + cluster.interference)
-    before = _stretched(before, costs, rate)
-    after = _stretched(after, costs, interference(_samples(keys, after, costs)))
-    paces = _paces(keys, before, after, costs)
-    fits = _fit(keys, after, paces, costs)
+    here, there = (
+        np.reshape([splits[key] for key in keys], (-1, 3)).T for splits in (before, after)
+    )
+    unsure = there[0] <= clock_error
+    there[1] += np.where(unsure, there[0], 0.0)
+    there[0] = np.where(unsure, 0.0, there[0])
+    of_ops = [costs[op] for op, *_ in keys]
+    computes = np.array([cost.pool is None for cost in of_ops], dtype=bool)
+    samples = [
+        ((cost.work, key[2]), active, overlap)
+        for cost, key, active, overlap in zip(of_ops, keys, *there[1:], strict=True)
+        if cost.pool is None and active > 0
+    ]
+    here[2, computes] *= cluster.interference / (1 + cluster.interference)
+    there[2, computes] *= interference(samples)
+    alone, taken = (active * (1 - overlap) for _, active, overlap in (here, there))
+    paces = _paces([rank for *_, rank in keys], computes, alone, taken)
+    fits = _fit(of_ops, taken / paces, there[2] > 0)
     return [
-        Difference(
-            *key,
-            before[key].total,
-            after[key].total,
-            _parts(costs[key[0]], before[key], after[key], paces[key[2]], fits),
+        Difference(*key, float(now), float(then), parts)
+        for key, now, then, parts in zip(
+            keys,
+            here[:2].sum(axis=0),
+            there[:2].sum(axis=0),
+            _parts(of_ops, here, there, paces, fits),
+            strict=True,
         )
-        for key in keys
     ]
 
 
@@ -391,19 +401,6 @@ def dominant(parts: Mapping[Cause, Seconds], error: Seconds, predicted: Seconds)
     if not parts or abs(error) <= AGREES * predicted:
         return None
     return max(parts, key=lambda cause: parts[cause] * math.copysign(1.0, error))
-
-
-def _certain(item: Split, clock_error: Seconds) -> Split:
-    """Waiting that is no longer than the error of the clocks counts as none."""
-    if item.waiting > clock_error:
-        return item
-    return replace(item, waiting=0.0, active=item.total)
-
-
-def _costs(schedule: Schedule, cluster: Cluster, precision: str) -> dict[str, _Cost]:
-    """Predicted cost of every op, by its name; equal works are costed once."""
-    by_work = {work: _cost(work, cluster, precision) for work in {op.work for op in schedule.body}}
-    return {op.name: by_work[op.work] for op in schedule.body}
 
 
 def _cost(work: Compute | Collective, cluster: Cluster, precision: str) -> _Cost:
@@ -419,115 +416,83 @@ def _cost(work: Compute | Collective, cluster: Cluster, precision: str) -> _Cost
     )
 
 
-def _stretched(
-    splits: Mapping[Key, Split], costs: Mapping[str, _Cost], rate: float
-) -> dict[Key, Split]:
-    """The splits if computes lose the fraction `rate` of their speed during communication."""
-    return {
-        key: item
-        if costs[key[0]].pool
-        else replace(item, overlap_fraction=rate * item.overlap_fraction)
-        for key, item in splits.items()
-    }
+def _paces(ranks: Sequence[int], computes: NDArray[np.bool_], alone: Array, taken: Array) -> Array:
+    """How many times slower the rank of each op computes than the first quartile; at least 1.
+
+    1 for collectives. `alone` and `taken` are times alone, predicted and measured.
+    """
+    count = max(ranks, default=0) + 1
+    stated, needed = (
+        np.bincount(np.array(ranks, dtype=int)[computes], times[computes], count)
+        for times in (alone, taken)
+    )
+    by_rank = np.divide(needed, stated, out=np.zeros(count), where=stated > 0)
+    ordered = np.sort(by_rank[stated > 0])
+    usual = ordered[(len(ordered) - 1) // 4] if len(ordered) else 0.0
+    paces = np.maximum(1.0, by_rank / usual) if usual else np.ones(count)
+    return np.where(computes, paces[np.array(ranks, dtype=int)], 1.0)
 
 
-def _samples(
-    keys: Iterable[Key], splits: Mapping[Key, Split], costs: Mapping[str, _Cost]
-) -> list[tuple[tuple[Work, int], Seconds, float]]:
-    """Of every compute: its work and rank, its time, and the fraction of it with communication."""
-    samples = []
-    for key in keys:
-        cost, item = costs[key[0]], splits[key]
-        if cost.pool is None and item.active > 0:
-            samples.append(((cost.work, key[2]), item.active, item.overlap_fraction))
-    return samples
+def _fit(of_ops: Sequence[_Cost], taken: Array, overlapped: NDArray[np.bool_]) -> dict[Work, float]:
+    """The fixed part of the measured time alone of every work; NaN where sizes do not tell.
 
-
-def _paces(
-    keys: Iterable[Key],
-    before: Mapping[Key, Split],
-    after: Mapping[Key, Split],
-    costs: Mapping[str, _Cost],
-) -> dict[int, float]:
-    """How many times slower each rank computes than the first quartile of ranks; at least 1."""
-    stated: dict[int, Seconds] = defaultdict(float)
-    needed: dict[int, Seconds] = defaultdict(float)
-    for key in keys:
-        if costs[key[0]].pool is None:
-            stated[key[2]] += before[key].alone
-            needed[key[2]] += after[key].alone
-    ranks = {key[2] for key in keys}
-    paces = {rank: needed[rank] / stated[rank] for rank in ranks if stated[rank]}
-    ordered = sorted(paces.values())
-    usual = ordered[(len(ordered) - 1) // 4] if ordered else 1.0
-    return {rank: max(1.0, paces.get(rank, usual) / usual) if usual else 1.0 for rank in ranks}
-
-
-def _fit(
-    keys: Iterable[Key],
-    after: Mapping[Key, Split],
-    paces: Mapping[int, float],
-    costs: Mapping[str, _Cost],
-) -> dict[Work, Seconds | None]:
-    """The fixed part of the measured time alone of every work; None where sizes do not tell."""
-    times: dict[_Cost, tuple[list[Seconds], list[Seconds]]] = {}
-    for key in keys:
-        cost, item = costs[key[0]], after[key]
-        pace = 1.0 if cost.pool else paces[key[2]]
-        free, shared = times.setdefault(cost, ([], []))
-        (shared if item.overlap_fraction else free).append(item.alone / pace)
+    Where a work ran without communication, too, only that counts.
+    """
+    rows: dict[_Cost, list[int]] = {}
+    for row, cost in enumerate(of_ops):
+        rows.setdefault(cost, []).append(row)
     pools: dict[Group | None, list[_Cost]] = {}
-    for cost in times:
+    for cost in rows:
         pools.setdefault(cost.pool, []).append(cost)
-    fits: dict[Work, Seconds | None] = {}
+    fits: dict[Work, float] = {}
     for pool in pools.values():
         any_fixed = any(cost.fixed for cost in pool)
-        points = [
-            WorkTime(
-                cost.family,
-                cost.fixed if any_fixed else 1.0,
-                cost.growing,
-                median(times[cost][0] or times[cost][1]),
-            )
-            for cost in pool
-        ]
+        points = []
+        for cost in pool:
+            free = [row for row in rows[cost] if not overlapped[row]]
+            middle = float(np.median(taken[free or rows[cost]]))
+            fixed = cost.fixed if any_fixed else 1.0
+            points.append(WorkTime(cost.family, fixed, cost.growing, middle))
         factor = fixed_and_slope(points)
         for cost, point in zip(pool, points, strict=True):
-            fits[cost.work] = None if factor is None else factor * point.fixed
+            fits[cost.work] = math.nan if factor is None else factor * point.fixed
     return fits
 
 
 def _parts(
-    cost: _Cost, before: Split, after: Split, pace: float, fits: Mapping[Work, Seconds | None]
-) -> dict[Cause, Seconds]:
-    """The error of one op by cause."""
-    collective = cost.pool is not None
-    rest, fixed = (Cause.BANDWIDTH, Cause.LATENCY) if collective else (Cause.COMPUTE, Cause.LAUNCH)
-    parts = {Cause.WAITING: after.waiting - before.waiting} if collective else {}
-    ratios = {Cause.CONTENTION: (1 - before.overlap_fraction) / (1 - after.overlap_fraction)}
-    if not collective:
-        ratios[Cause.STRAGGLER] = pace
-    mean = _mean(before.active, after.active)
-    parts |= {cause: mean * math.log(ratio) for cause, ratio in ratios.items()}
-    alone = after.active - before.active - sum(parts[cause] for cause in ratios)
-    measured = fits[cost.work]
-    if measured is not None:
-        base = after.alone / ratios.get(Cause.STRAGGLER, 1.0)
-        usual = _mean(before.alone, base)
-        parts[fixed] = (measured - cost.fixed) * (mean / usual if usual else 1.0)
-        parts[rest] = alone - parts[fixed]
-    else:
-        larger = cost.fixed > cost.growing
-        parts[fixed], parts[rest] = (alone, 0.0) if larger else (0.0, alone)
-    return parts
+    of_ops: Sequence[_Cost], here: Array, there: Array, paces: Array, fits: Mapping[Work, float]
+) -> Iterator[dict[Cause, Seconds]]:
+    """The errors of ops by cause.
+
+    `here` and `there` are waiting, active and overlap of each, predicted and measured.
+    """
+    mean = _mean(here[1], there[1])
+    contention = mean * np.log((1 - here[2]) / (1 - there[2]))
+    straggler = mean * np.log(paces)
+    rest = there[1] - here[1] - contention - straggler
+    usual = _mean(here[1] * (1 - here[2]), there[1] * (1 - there[2]) / paces)
+    scale = np.divide(mean, usual, out=np.ones_like(mean), where=usual != 0)
+    for row, cost in enumerate(of_ops):
+        fit, left = fits[cost.work], float(rest[row])
+        if math.isnan(fit):
+            fixed = left if cost.fixed > cost.growing else 0.0
+        else:
+            fixed = float((fit - cost.fixed) * scale[row])
+        parts = {Cause.CONTENTION: float(contention[row])}
+        if cost.pool is None:
+            parts |= {Cause.STRAGGLER: float(straggler[row])}
+            yield parts | {Cause.LAUNCH: fixed, Cause.COMPUTE: left - fixed}
+        else:
+            parts |= {Cause.WAITING: float(there[0, row] - here[0, row])}
+            yield parts | {Cause.LATENCY: fixed, Cause.BANDWIDTH: left - fixed}
 
 
-def _mean(first: Seconds, second: Seconds) -> Seconds:
+def _mean(first: Array, second: Array) -> Array:
     """The logarithmic mean: second - first = mean x log(second / first). 0 if either is 0."""
-    if first <= 0 or second <= 0:
-        return 0.0
-    change = math.log(second / first)
-    return (second - first) / change if abs(change) > 1e-9 else first  # noqa: PLR2004 - rounding
+    some = (first > 0) & (second > 0)
+    change = np.log(np.divide(second, first, out=np.ones_like(first), where=some))
+    mean = np.divide(second - first, change, out=first.copy(), where=np.abs(change) > _ROUNDING)
+    return np.where(some, mean, 0.0)
 
 
 def totals(differences: Sequence[Difference]) -> dict[Cause, Seconds]:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import altair as alt
 
 from analysis.measured.attribution import Cause, active_starts
-from analysis.measured.comparison import RunComparison, TimeBreakdown
-from analysis.measured.op_table import OpError
+from analysis.measured.comparison import BREAKDOWN, OpError, RunComparison
 from co2sim.common.errors import OptionError
 from co2sim.common.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
 from co2sim.common.units import Seconds, duration, percent
@@ -36,29 +35,18 @@ SIDES = ("predicted", "measured")
 AGREES = "agrees"
 """Of ops without a cause: both times agree within a hundredth."""
 
-_CAUSES = dict(
-    zip(
-        [*(cause.words for cause in Cause), AGREES],
-        [VERMILION, ORANGE, PURPLE, "#b59f00", GREEN, SKY, BLUE, GREY],
-        strict=True,
-    )
-)
-_SHAPES = dict(
-    zip(
-        _CAUSES,
-        (
-            *("circle", "square", "diamond", "cross", "triangle-up"),
-            *("triangle-down", "triangle-right", "circle"),
-        ),
-        strict=True,
-    )
-)
-_PARTS = {
-    "computing": SKY,
-    "communicating, nothing computed": VERMILION,
-    "waiting in a collective, nothing computed": GREY,
-    "idle": "#c9b458",
+_LOOKS = {
+    Cause.BANDWIDTH.words: (VERMILION, "circle"),
+    Cause.LATENCY.words: (ORANGE, "square"),
+    Cause.CONTENTION.words: (PURPLE, "diamond"),
+    Cause.WAITING.words: ("#b59f00", "cross"),
+    Cause.STRAGGLER.words: (GREEN, "triangle-up"),
+    Cause.LAUNCH.words: (SKY, "triangle-down"),
+    Cause.COMPUTE.words: (BLUE, "triangle-right"),
+    AGREES: (GREY, "circle"),
 }
+"""Colour and shape of a cause."""
+_PARTS = dict(zip(BREAKDOWN.values(), (SKY, VERMILION, GREY, "#c9b458"), strict=True))
 _TWO_LINES = "split(datum.label, ', ')"
 _WIDE = 240
 """Pixels of labels."""
@@ -117,16 +105,16 @@ def ops(every: Sequence[OpError]) -> Spec | None:
     """
     rows: Rows = [
         {
-            "op": one.label,
-            "predicted": 1e3 * one.predicted,
-            "measured": 1e3 * one.measured,
-            "error": one.error,
-            "share": one.share,
-            "count": one.count,
-            "cause": one.cause.words if one.cause else AGREES,
+            "op": op.label,
+            "predicted": 1e3 * op.predicted,
+            "measured": 1e3 * op.measured,
+            "error": op.error,
+            "share": op.share,
+            "count": op.count,
+            "cause": op.cause.words if op.cause else AGREES,
         }
-        for one in every
-        if one.predicted > 0 and one.measured > 0
+        for op in every
+        if op.predicted > 0 and op.measured > 0
     ]
     if not rows:
         return None
@@ -144,8 +132,8 @@ def ops(every: Sequence[OpError]) -> Spec | None:
             x=x,
             y=y,
             size=alt.Size("share:Q", legend=None, scale=alt.Scale(domain=[0, 1], range=[50, 900])),
-            color=coloured("cause", _present(_CAUSES, rows)),
-            shape=shaped("cause", _present(_SHAPES, rows)),
+            color=coloured("cause", _present(0, rows)),
+            shape=shaped("cause", _present(1, rows)),
             tooltip=[
                 "op:N",
                 alt.Tooltip("count:Q", format="~g", title="per round"),
@@ -175,28 +163,26 @@ def causes(by_run: Mapping[str, Mapping[Cause, float]]) -> Spec:
         scale=alt.Scale(domain=[0, 1]),
     )
     tips = ["run:N", "cause:N", alt.Tooltip("share:Q", format=".1%")]
-    chart = stacked(data(rows), x, _RUN, coloured("cause", _present(_CAUSES, rows)), tips)
+    chart = stacked(data(rows), x, _RUN, coloured("cause", _present(0, rows)), tips)
     return spec(chart, ROW * len(by_run))
 
 
-def spent(breakdowns: Mapping[str, TimeBreakdown]) -> Spec:
-    """Where a round went, on average of ranks; names are a run and a side, with a comma."""
+def spent(breakdowns: Mapping[str, Mapping[str, Seconds]]) -> Spec:
+    """Where a round went, the fields of a `TimeBreakdown`; names are a run and a side."""
     rows: Rows = [
-        {"what": name, "part": part, "ms": 1e3 * seconds, "place": place}
-        for name, one in breakdowns.items()
-        for place, (part, seconds) in enumerate(
-            zip(_PARTS, (one.compute, one.communication, one.waiting, one.idle), strict=True)
-        )
+        {"what": name, "part": words, "ms": 1e3 * parts[key], "place": rank}
+        for name, parts in breakdowns.items()
+        for rank, (key, words) in enumerate(BREAKDOWN.items())
     ]
     tips = ["what:N", "part:N", alt.Tooltip("ms:Q", format=".4~g")]
     chart = stacked(data(rows), _MS, _WHAT, coloured("part", _PARTS), tips)
     return spec(chart, (ROW + 12) * len(breakdowns))
 
 
-def _present(values: Mapping[str, str], rows: Rows) -> dict[str, str]:
-    """Those of the causes that the rows have, in order."""
+def _present(part: int, rows: Rows) -> dict[str, str]:
+    """Colours (0) or shapes (1) of the causes that the rows have, in order."""
     causes = {row["cause"] for row in rows}
-    return {cause: value for cause, value in values.items() if cause in causes}
+    return {cause: look[part] for cause, look in _LOOKS.items() if cause in causes}
 
 
 WAITS = "waiting for the last rank"
@@ -313,15 +299,15 @@ def draw(run: RunComparison, rank: int, suffix: str) -> bytes:
     rank that was not traced.
     """
     rounds = dict(zip(SIDES, (during.round() for during in windows(run, rank)), strict=True))
-    end = max(one.length for one in rounds.values())
+    end = max(during.length for during in rounds.values())
     colours = kinds_of(rounds.values(), {WAITS: GREY})
     panels = [
-        timeline_bars([bar.to_dict() for bar in one.bars], colours, end).properties(
-            title=alt.TitleParams(f"{side}, {duration(one.length / 1e3)}", anchor="start"),
+        timeline_bars([bar.to_dict() for bar in during.bars], colours, end).properties(
+            title=alt.TitleParams(f"{side}, {duration(during.length / 1e3)}", anchor="start"),
             width=_FIGURE,
             height=ROW * len(run.schedule.streams),
         )
-        for side, one in rounds.items()
+        for side, during in rounds.items()
     ]
     title = alt.TitleParams(_heading(run, rank), anchor="middle")
     return picture(alt.vconcat(*panels, title=title), suffix.removeprefix("."), columns=5)
@@ -329,13 +315,12 @@ def draw(run: RunComparison, rank: int, suffix: str) -> bytes:
 
 def _heading(run: RunComparison, rank: int) -> list[str]:
     here, last = run.predicted, rounds_shown(run)
-    measured = float(run.measured["round_time_s"])
     which = "the last round" if last == 1 else f"the last {last} rounds"
     return [
         f"{here.strategy}, {here.model}, {here.gpus} GPUs: {which} of rank {rank}",
         here.cluster,
         (
             f"round time: predicted {duration(here.round_time_s)}, measured"
-            f" {duration(measured)}: {percent(run.round_time_error, 1)}"
+            f" {duration(run.measured_round)}: {percent(run.round_time_error, 1)}"
         ),
     ]

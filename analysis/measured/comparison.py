@@ -1,9 +1,10 @@
 """Predicted against measured: two traces of one schedule, joined by op, round and rank."""
 
 import math
+import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import combinations
 from statistics import median
 from typing import Any
@@ -11,17 +12,24 @@ from typing import Any
 from pydantic import ValidationError
 from scipy.special import stdtrit
 
-from analysis.measured.attribution import Difference, active_starts, attribute
+from analysis.measured.attribution import (
+    Cause,
+    Difference,
+    active_starts,
+    attribute,
+    dominant,
+    totals,
+)
 from co2sim.catalog.facts import override, plain
 from co2sim.catalog.specs import ClusterSpec, as_file, put_rates
 from co2sim.common.errors import OptionError
-from co2sim.common.units import Seconds, percent
+from co2sim.common.units import Seconds, percent, scaled
 from co2sim.common.validation import first_problem, names_at
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction.job import Stage
 from co2sim.prediction.measure import measured
 from co2sim.prediction.result import Result
-from co2sim.schedule.schedule import Schedule
+from co2sim.schedule.schedule import Collective, Op, Schedule
 from co2sim.simulation import metrics
 from co2sim.simulation.metrics import is_steady, round_times
 from co2sim.simulation.run import execute, expected_slowdown
@@ -42,6 +50,15 @@ class TimeBreakdown:
     communication: Seconds
     waiting: Seconds
     idle: Seconds
+
+
+BREAKDOWN = {
+    "compute": "computing",
+    "communication": "communicating, nothing computed",
+    "waiting": "waiting in a collective, nothing computed",
+    "idle": "idle",
+}
+"""What tables call the fields of a `TimeBreakdown`."""
 
 
 def time_breakdown(trace: Trace, schedule: Schedule, rounds: int) -> TimeBreakdown:
@@ -73,6 +90,97 @@ def time_breakdown(trace: Trace, schedule: Schedule, rounds: int) -> TimeBreakdo
     return TimeBreakdown(computing, moving, waiting, idle if idle > rounding else 0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class OpError:
+    """The error of the ops that share a label, in one run.
+
+    `instances` is how often they ran in the measured rounds, over all ranks; `count` the same per
+    round and rank. `predicted` and `measured` are means per instance. `parts` are sums over all
+    instances. `share`, 0 to 1, is the sum of absolute errors over that of the whole run. `cause` is
+    None where both traces agree.
+    """
+
+    label: str
+    count: float
+    instances: int
+    predicted: Seconds
+    measured: Seconds
+    share: float
+    parts: Mapping[Cause, Seconds]
+    cause: Cause | None
+
+    @property
+    def error(self) -> float | None:
+        """Signed error of the predicted mean, as a fraction of what was measured."""
+        return self.predicted / self.measured - 1 if self.measured else None
+
+
+def labels(schedule: Schedule) -> dict[str, str]:
+    """Label of every op: ops that differ only in numbers (of a step, a layer) share it."""
+    names = {op.name: _label(op) for op in schedule.body}
+    sizes: dict[str, list[float]] = {}
+    for op in schedule.body:
+        if isinstance(op.work, Collective):
+            sizes.setdefault(names[op.name], []).append(op.work.bytes)
+    shown = {}
+    for label, lengths in sizes.items():
+        least, most = scaled(min(lengths), "B"), scaled(max(lengths), "B")
+        shown[label] = f"{label}, {least}" + (f" to {most}" if most != least else "")
+    return {name: shown.get(label, label) for name, label in names.items()}
+
+
+def _label(op: Op) -> str:
+    work = op.work
+    if isinstance(work, Collective):
+        return f"{work.kind} {_family(work.buffer)} over {work.group}"
+    family = _family(op.name.rpartition(".")[2])
+    return work.kernel if family == work.kernel else f"{work.kernel} {family}"
+
+
+def _family(name: str) -> str:
+    """The name with a star in place of every number."""
+    return re.sub(r"\d+", "*", name)
+
+
+def grouped(differences: Sequence[Difference], names: Mapping[str, str]) -> list[OpError]:
+    """One entry per name of ops, those with the largest share of the error first."""
+    groups: dict[str, list[Difference]] = {}
+    for difference in differences:
+        groups.setdefault(names[difference.op], []).append(difference)
+    rounds_of_ranks = len({(d.round, d.rank) for d in differences})
+    whole = sum(abs(d.error) for d in differences)
+    entries = []
+    for label, members in groups.items():
+        predicted = sum(d.predicted for d in members)
+        measured = sum(d.measured for d in members)
+        parts = totals(members)
+        entries.append(
+            OpError(
+                label=label,
+                count=len(members) / rounds_of_ranks,
+                instances=len(members),
+                predicted=predicted / len(members),
+                measured=measured / len(members),
+                share=sum(abs(d.error) for d in members) / whole if whole else 0.0,
+                parts=parts,
+                cause=dominant(parts, measured - predicted, predicted),
+            )
+        )
+    return sorted(entries, key=lambda entry: -entry.share)
+
+
+def shares_of_causes(entries: Sequence[OpError]) -> dict[Cause, float]:
+    """Share of each cause in all parts of the entries that do not agree, largest first.
+
+    They sum to 1, or are all 0.
+    """
+    wrong = [entry for entry in entries if entry.cause]
+    sizes = {cause: sum(abs(entry.parts[cause]) for entry in wrong) for cause in Cause}
+    whole = sum(sizes.values())
+    ordered = sorted(sizes, key=lambda cause: -sizes[cause])
+    return {cause: sizes[cause] / whole if whole else 0.0 for cause in ordered}
+
+
 _HIDDEN = 0.01
 """Fraction of its busy time below which communication counts as hidden."""
 
@@ -99,7 +207,7 @@ class TimeError:
     error: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunComparison:
     """A run and its prediction. Both traces hold the same rounds of the same ranks.
 
@@ -119,6 +227,21 @@ class RunComparison:
     simulated: Trace
     differences: Sequence[Difference]
     at_speed: Result | None = None
+
+    @cached_property
+    def ops(self) -> list[OpError]:
+        """One entry per label of ops, those with the largest share of the error first."""
+        return grouped(self.differences, labels(self.schedule))
+
+    @cached_property
+    def causes(self) -> dict[Cause, float]:
+        """Shares of the causes of errors of ops, the largest first."""
+        return shares_of_causes(self.ops)
+
+    @property
+    def measured_round(self) -> Seconds:
+        """The time of a round, as measured."""
+        return float(self.measured["round_time_s"])
 
     @property
     def comm_busy_error(self) -> float | None:
@@ -145,12 +268,12 @@ class RunComparison:
     @property
     def round_time_error(self) -> float:
         """Signed error of the predicted round time, as a fraction of what was measured."""
-        return self.predicted.round_time_s / float(self.measured["round_time_s"]) - 1
+        return self.predicted.round_time_s / self.measured_round - 1
 
     @property
     def step_times(self) -> tuple[Seconds, Seconds]:
         """Of an optimizer step: predicted, measured. A round of local updates has several."""
-        return self.predicted.step_time_s, self.measured["round_time_s"] / self.schedule.steps
+        return self.predicted.step_time_s, self.measured_round / self.schedule.steps
 
     @property
     def speed(self) -> float | None:
@@ -163,7 +286,7 @@ class RunComparison:
         """Signed error of the round time that is predicted at the speed of the run."""
         if self.at_speed is None:
             return None
-        return self.at_speed.round_time_s / float(self.measured["round_time_s"]) - 1
+        return self.at_speed.round_time_s / self.measured_round - 1
 
     @property
     def overlap_difference(self) -> float | None:
@@ -189,9 +312,8 @@ class RunComparison:
             for words, key, error in errors
         ]
         if self.at_speed is not None:
-            words, here = f"round time, {AT_SPEED}", self.at_speed
-            took = there["round_time_s"]
-            times.append(TimeError(words, here.round_time_s, took, self.at_speed_error))
+            took, error = self.at_speed.round_time_s, self.at_speed_error
+            times.append(TimeError(f"round time, {AT_SPEED}", took, self.measured_round, error))
         return times
 
     @property
@@ -303,9 +425,15 @@ def _check(name: str, record: Record, stage: Stage) -> None:
         raise OptionError(f"{name}: its trace lacks some of the rounds that were measured")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSummary:
-    """Absolute errors over several runs, those of communication first.
+ERRORS = (
+    *("comm_busy_error", "exposed_error", "overlap_difference"),
+    *("round_time_error", "at_speed_error"),
+)
+"""Names of the errors of a run, and of its difference."""
+
+
+def summarise(comparisons: Sequence[RunComparison]) -> dict[str, float | None]:
+    """Absolute errors over at least one run: `median_` and `largest_` before each of ERRORS.
 
     With kernels that sleep compute is exact by construction: an error of the round is then that of
     communication, made smaller by compute. Errors are fractions of what was measured; see
@@ -313,39 +441,12 @@ class RunSummary:
     Those of communication are None where no run has any to compare, and those at the speed of the
     run where no products were timed; see `RunComparison.at_speed`.
     """
-
-    runs: int
-    median_comm_busy_error: float | None
-    largest_comm_busy_error: float | None
-    median_exposed_error: float | None
-    largest_exposed_error: float | None
-    median_overlap_difference: float | None
-    largest_overlap_difference: float | None
-    median_round_time_error: float
-    largest_round_time_error: float
-    median_at_speed_error: float | None
-    largest_at_speed_error: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values for JSON."""
-        return asdict(self)
-
-
-def summarise(comparisons: Sequence[RunComparison]) -> RunSummary:
-    """Median and largest absolute errors of at least one run."""
-    values: dict[str, Any] = {"runs": len(comparisons)}
+    values: dict[str, float | None] = {"runs": len(comparisons)}
     for name in ERRORS:
         errors = [abs(e) for run in comparisons if (e := getattr(run, name)) is not None]
         values[f"median_{name}"] = median(errors) if errors else None
         values[f"largest_{name}"] = max(errors, default=None)
-    return RunSummary(**values)
-
-
-ERRORS = (
-    *("comm_busy_error", "exposed_error", "overlap_difference"),
-    *("round_time_error", "at_speed_error"),
-)
-"""Names of the errors of a run, and of its difference."""
+    return values
 
 
 def changed(cluster: Cluster, changes: Mapping[str, str]) -> Cluster:
@@ -419,12 +520,12 @@ class OrderError:
         return {**asdict(self), "certain": self.certain}
 
 
-def order_errors(named: Sequence[tuple[str, RunComparison]]) -> list[OrderError]:
+def order_errors(runs: Sequence[RunComparison]) -> list[OrderError]:
     """All pairs of runs of one question whose order is not as predicted, the certain ones first."""
     errors: list[OrderError] = []
-    for pair in combinations(named, 2):
-        if _question(pair[0][1]) == _question(pair[1][1]):
-            errors += _reversed(*sorted(pair, key=lambda run: run[1].step_times[0]))
+    for pair in combinations(runs, 2):
+        if _question(pair[0]) == _question(pair[1]):
+            errors += _reversed(*sorted(pair, key=lambda run: run.step_times[0]))
     return sorted(errors, key=lambda error: (not error.certain, error.measured))
 
 
@@ -435,18 +536,16 @@ def _question(run: RunComparison) -> tuple[object, ...]:
     return case.load()[1].value, run.record.trace.layout, *batch, run.record.kernels
 
 
-def _reversed(
-    first: tuple[str, RunComparison], second: tuple[str, RunComparison]
-) -> Iterator[OrderError]:
+def _reversed(first: RunComparison, second: RunComparison) -> Iterator[OrderError]:
     """The error of a pair, if it is one: `first` is predicted to be the faster."""
-    (here, measured), (here_second, measured_second) = first[1].step_times, second[1].step_times
+    (here, measured), (here_second, measured_second) = first.step_times, second.step_times
     predicted, ratio = here_second / here - 1, measured_second / measured
     if predicted < _TIE or ratio >= 1:
         return
     low, high = None, None
-    if (reach := _reach(first[1], second[1])) is not None:
+    if (reach := _reach(first, second)) is not None:
         low, high = (ratio * math.exp(sign * reach) - 1 for sign in (-1, 1))
-    yield OrderError(first[0], second[0], predicted, ratio - 1, low, high)
+    yield OrderError(first.name, second.name, predicted, ratio - 1, low, high)
 
 
 def _reach(*runs: RunComparison) -> float | None:

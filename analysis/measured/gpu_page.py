@@ -1,9 +1,11 @@
 """What `benchmarks/gpu/run.sh` measured on one GPU, beside what co2sim predicts of it."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
+from statistics import StatisticsError, fmean
 from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -106,7 +108,7 @@ def tables(measured: Measured) -> list[Table]:
                 lines += [_kernels(rows, clusters), _kept(rows)]
             if name == "training":
                 lines.append(_memory(rows, clusters))
-        except (KeyError, TypeError, ZeroDivisionError) as error:
+        except (KeyError, TypeError, ZeroDivisionError, StatisticsError) as error:
             raise CatalogError(
                 f"the section {name!r} lacks what this version reads:"
                 f" {type(error).__name__} ({error})"
@@ -168,9 +170,8 @@ def _rates(rows: Section, clusters: Sequence[Cluster]) -> Table:
 def _products(rows: Section, clusters: Sequence[Cluster]) -> Table:
     lines = []
     for row in rows:
-        flops = 2.0 * row["rows"] * row["inner"] * row["columns"]
-        size = f"{row['rows']} x {row['inner']} x {row['columns']}"
         sides = row["rows"], row["inner"], row["columns"]
+        flops, size = 2.0 * math.prod(sides), " x ".join(map(str, sides))
         moved = 2 * sum(side * other for side, other in combinations(sides, 2))
         work = Compute("product", flops, moved)
         errors = [
@@ -191,18 +192,15 @@ def _layers(rows: Section, clusters: Sequence[Cluster]) -> Table:
     lines = []
     for row in rows:
         work = _job(row).works()[1]
-        errors = []
-        for cluster in clusters:
-            forward, backward = (
-                row["layers"] * compute_time(passed, cluster.gpu, "bf16")
-                for passed in (work.forward, work.backward)
-            )
-            measured = (row["forward"], row["both"] - row["forward"])
-            errors.append(
-                f"{_error(forward, measured[0])}, {_error(backward, measured[1])}"
+        passes = (work.forward, row["forward"]), (work.backward, row["both"] - row["forward"])
+        errors = [
+            ", ".join(
+                _error(row["layers"] * compute_time(each, cluster.gpu, "bf16"), seconds)
+                for each, seconds in passes
                 if "fp8" not in row["kind"]
-                else ""
             )
+            for cluster in clusters
+        ]
         speed = row["layers"] * (work.forward.flops + work.backward.flops) / row["both"]
         lines.append(
             (
@@ -287,8 +285,7 @@ def _training(rows: Section, clusters: Sequence[Cluster]) -> Table:
     lines = []
     for row in rows:
         errors = [
-            _error(_simulated(row, cluster).step_time_s, row["seconds"])
-            for cluster in _alone(clusters)
+            _error(_simulated(row, cluster).step_time_s, row["seconds"]) for cluster in clusters
         ]
         rate = row["samples"] * row["tokens"] / row["seconds"]
         what = f"{row['model']}, {row['samples']} x {row['tokens']}"
@@ -303,15 +300,11 @@ def _memory(rows: Section, clusters: Sequence[Cluster]) -> Table:
     for row in rows:
         if "reserved_bytes" not in row:
             continue
-        items = _simulated(row, _alone(clusters)[0]).memory_bytes_per_gpu if clusters else {}
+        items = _simulated(row, clusters[0]).memory_bytes_per_gpu if clusters else {}
         allocated = sum(size for key, size in items.items() if key not in (*OVERHEAD, "total"))
         sizes = [row["states_bytes"], row["peak_bytes"], row["reserved_bytes"], row["used_bytes"]]
-        errors = ["", ""]
-        if items:
-            errors = [
-                _error(allocated, row["peak_bytes"]),
-                _error(items["total"], row["used_bytes"]),
-            ]
+        pairs = ((allocated, "peak_bytes"), (items.get("total", 0.0), "used_bytes"))
+        errors = [_error(size, row[key]) if items else "" for size, key in pairs]
         lines.append((row["model"], row["kind"], *(scaled(size, "B") for size in sizes), *errors))
     columns = ("model", "kind", "states", "peak", "reserved", "used of the GPU")
     about = (
@@ -321,14 +314,10 @@ def _memory(rows: Section, clusters: Sequence[Cluster]) -> Table:
     return Table("Memory", about, (*columns, "error of peak", "of used"), tuple(lines))
 
 
-def _alone(clusters: Sequence[Cluster]) -> list[Cluster]:
-    """One GPU of each."""
-    return [replace(cluster, nodes=1, gpus_per_node=1, sites=1) for cluster in clusters]
-
-
 def _simulated(row: Mapping[str, Any], cluster: Cluster) -> Any:
+    """Training on one GPU of the cluster."""
     return simulate(
-        cluster,
+        replace(cluster, nodes=1, gpus_per_node=1, sites=1),
         row["model"],
         "ddp",
         gpus=1,
@@ -340,8 +329,7 @@ def _simulated(row: Mapping[str, Any], cluster: Cluster) -> Any:
     )
 
 
-def _codes(rows: Section, clusters: Sequence[Cluster]) -> Table:
-    del clusters
+def _codes(rows: Section, _: Sequence[Cluster]) -> Table:
     lines = []
     for row in rows:
         rate = scaled(row["bytes"] / row["seconds"], "B/s")
@@ -353,10 +341,8 @@ def _codes(rows: Section, clusters: Sequence[Cluster]) -> Table:
     return Table("Quantization", about, columns, tuple(lines))
 
 
-def _averages(rows: Section, clusters: Sequence[Cluster]) -> Table:
-    del clusters
-    alone = [row["seconds"] for row in rows if not row["options"]]
-    base = sum(alone) / len(alone)
+def _averages(rows: Section, _: Sequence[Cluster]) -> Table:
+    base = fmean(row["seconds"] for row in rows if not row["options"])
     lines = []
     for row in rows:
         options = ", ".join(f"{key}={value}" for key, value in row["options"].items())
@@ -375,8 +361,7 @@ def _averages(rows: Section, clusters: Sequence[Cluster]) -> Table:
     return Table("Averages", about, (*columns, "late", "waited", "peak memory"), tuple(lines))
 
 
-def _sleeps(rows: Section, clusters: Sequence[Cluster]) -> Table:
-    del clusters
+def _sleeps(rows: Section, _: Sequence[Cluster]) -> Table:
     lines = []
     for row in rows:
         wanted, held = row["asked"], row["seconds"]

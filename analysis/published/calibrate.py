@@ -106,8 +106,8 @@ def fit(group: ConstantGroup, cells: Sequence[Cell], *, cross_validate: bool = T
         rows = [cell for cell in chosen if not cell.over]
         folds = [rows[fold::FOLDS] for fold in range(FOLDS)]
         errors = np.empty(len(rows))
-        for fold, found in enumerate(left_out_errors(refit, chosen, folds)):
-            errors[fold::FOLDS] = found
+        for fold, of_fold in enumerate(left_out_errors(refit, chosen, folds)):
+            errors[fold::FOLDS] = of_fold
         held = _mean_error(errors)
         by_label = {
             label: left_out(refit, chosen, [p for p in parts if len(rows) - len(p) >= 2 * count])
@@ -115,8 +115,8 @@ def fit(group: ConstantGroup, cells: Sequence[Cell], *, cross_validate: bool = T
             if label not in group.apart
         }
     mine = [cell for cell in cells if cell.group == group.name]
-    own = jacobian[runs]
-    leverages = np.einsum("ij,jk,ik->i", own, inverse, own)
+    of_runs = jacobian[runs]
+    leverages = np.einsum("ij,jk,ik->i", of_runs, inverse, of_runs)
     scores = list(errors / ((scatter or math.inf) * np.sqrt(1 + leverages))) if len(errors) else []
     return Fit(
         group=group.name,
@@ -153,8 +153,8 @@ def residuals_of(cells: Sequence[Cell], values: Mapping[str, float]) -> Array:
 def _named(group: ConstantGroup, scaled: Array) -> dict[str, float]:
     """Constants by name; `scaled` are fractions of their ranges."""
     return {
-        one.name: float(one.low + (one.high - one.low) * share)
-        for one, share in zip(group.constants, scaled, strict=True)
+        constant.name: float(constant.low + (constant.high - constant.low) * share)
+        for constant, share in zip(group.constants, scaled, strict=True)
     }
 
 
@@ -180,8 +180,8 @@ def _solve(
     starts = [np.full(len(group.constants), share) for share in _STARTS]
     if thorough:
         starts.append(np.clip(_shares(group, stated(group)), 0.01, 0.99))
-    found = _minimum(group, residuals, starts)
-    return _named(group, found.x), np.asarray(found.jac), np.asarray(found.fun) / weights
+    best = _minimum(group, residuals, starts)
+    return _named(group, best.x), np.asarray(best.jac), np.asarray(best.fun) / weights
 
 
 def _weights(group: ConstantGroup, cells: Sequence[Cell]) -> Array:
@@ -199,7 +199,7 @@ def _minimum(
     solutions = (
         least_squares(residuals, start, bounds=(0, 1), **options, **loss) for start in starts
     )
-    return min(solutions, key=lambda found: float(found.cost))
+    return min(solutions, key=lambda solution: float(solution.cost))
 
 
 Refit: TypeAlias = Callable[[Sequence[Cell], Sequence[Cell]], Array]
@@ -216,22 +216,22 @@ def linearised(group: ConstantGroup, cells: Sequence[Cell], values: Mapping[str,
     here = _shares(group, values)
     base = residuals_of(cells, values)
     columns = []
-    for place in range(len(here)):
-        step = -_STEP if here[place] > 0.5 else _STEP  # noqa: PLR2004 - to stay inside the bounds
+    for index in range(len(here)):
+        step = -_STEP if here[index] > 0.5 else _STEP  # noqa: PLR2004 - to stay inside the bounds
         moved = here.copy()
-        moved[place] += step
+        moved[index] += step
         columns.append((residuals_of(cells, _named(group, moved)) - base) / step)
     slopes, places = np.stack(columns, axis=1), {cell: i for i, cell in enumerate(cells)}
 
     def refit(kept: Sequence[Cell], left: Sequence[Cell]) -> Array:
         def residuals(rows: list[int], scaled: Array) -> Array:
-            found: Array = base[rows] + slopes[rows] @ (scaled - here)
-            return found
+            linear: Array = base[rows] + slopes[rows] @ (scaled - here)
+            return linear
 
         rows, weights = [places[cell] for cell in kept], _weights(group, kept)
         start = np.full(len(here), 0.5)
-        found = _minimum(group, lambda scaled: weights * residuals(rows, scaled), [start])
-        return residuals([places[cell] for cell in left], found.x)
+        best = _minimum(group, lambda scaled: weights * residuals(rows, scaled), [start])
+        return residuals([places[cell] for cell in left], best.x)
 
     return refit
 
@@ -262,12 +262,12 @@ def _mean_error(residuals: Array) -> float:
 
 def parts_by_label(cells: Sequence[Cell]) -> dict[str, list[list[Cell]]]:
     """For every label that cells differ in, the cells grouped by its values."""
-    found = {}
+    parts = {}
     for label in cells[0].labels:
         values = dict.fromkeys(cell.labels[label] for cell in cells)
         if len(values) > 1:
-            found[label] = [[c for c in cells if c.labels[label] == value] for value in values]
-    return found
+            parts[label] = [[c for c in cells if c.labels[label] == value] for value in values]
+    return parts
 
 
 def fit_all(cells: Sequence[Cell], names: Sequence[str] = tuple(GROUPS)) -> list[Fit]:
@@ -301,8 +301,8 @@ def root_of(cell: Cell, constant: Constant, values: Mapping[str, float]) -> Root
     at_low, at_high = excess(low), excess(high)
     if at_low * at_high > 0:
         return Root(low if abs(at_low) < abs(at_high) else high, reproduces=False)
-    found = brentq(excess, low, high, xtol=_TOLERANCE * (high - low))
-    return Root(float(found), reproduces=True)
+    root = brentq(excess, low, high, xtol=_TOLERANCE * (high - low))
+    return Root(float(root), reproduces=True)
 
 
 # --- how far a 90 % interval has to reach --------------------------------------------------------
@@ -320,8 +320,8 @@ _TAIL = (1 + LEVEL) / 2
 
 def conformal_factor(scores: Sequence[float]) -> float | None:
     """The quantile of |error| / standard deviation, for a further cell; None for fewer than 9."""
-    place = math.ceil(LEVEL * (len(scores) + 1))
-    return sorted(map(abs, scores))[place - 1] if place <= len(scores) else None
+    count = math.ceil(LEVEL * (len(scores) + 1))
+    return sorted(map(abs, scores))[count - 1] if count <= len(scores) else None
 
 
 def student_factor(freedom: float) -> float:
@@ -338,7 +338,7 @@ def covered(scores: Sequence[float], folds: int) -> float | None:
     """
     inside: list[bool] = []
     for fold in range(folds):
-        others = [score for place, score in enumerate(scores) if place % folds != fold]
+        others = [score for index, score in enumerate(scores) if index % folds != fold]
         factor = conformal_factor(others)
         if factor is None:
             return None

@@ -50,14 +50,14 @@ def with_value(text: str, path: str, value: str) -> str:
 def catalog_files(fits: Sequence[Fit]) -> dict[Path, bytes]:
     """The files of the catalog that state the constants, with the fitted values."""
     texts: dict[Path, str] = {}
-    for found in fits:
-        for constant in GROUPS[found.group].constants:
-            value = constant.text(found.values[constant.name])
-            for file, place in constant.places:
+    for fitted in fits:
+        for constant in GROUPS[fitted.group].constants:
+            value = constant.text(fitted.values[constant.name])
+            for file, dotted in constant.places:
                 path = Path(str(CATALOG / file))
                 text = texts.get(path) or path.read_text()
                 try:
-                    texts[path] = with_value(text, place, value)
+                    texts[path] = with_value(text, dotted, value)
                 except CatalogError as error:
                     raise CatalogError(f"{path}: {error}") from error
     return {path: text.encode() for path, text in texts.items()}
@@ -69,7 +69,7 @@ def record_file(fits: Sequence[Fit]) -> tuple[Path, bytes]:
 
     path = Path(str(CATALOG / RECORD))
     before = tomlkit.parse(path.read_text())
-    new = {found.group: found for found in fits}
+    new = {fitted.group: fitted for fitted in fits}
     substitute = new[_SUBSTITUTE].scatter if _SUBSTITUTE in new else before[_SUBSTITUTE]["scatter"]
     document = tomlkit.document()
     for line in _HEAD:
@@ -77,8 +77,9 @@ def record_file(fits: Sequence[Fit]) -> tuple[Path, bytes]:
     for name in GROUPS:
         if name in new or name in before:
             document.add(tomlkit.nl())
-            fitted = name in new
-            document.add(name, _entry(new[name], substitute) if fitted else _copied(before[name]))
+            document.add(
+                name, _entry(new[name], substitute) if name in new else _copied(before[name])
+            )
     # a table that is copied brings the empty line behind it along
     return path, tomlkit.dumps(document).replace("\n\n\n", "\n\n").encode()
 
@@ -94,46 +95,46 @@ def _copied(entry: Any) -> Any:
     return table
 
 
-def _entry(found: Fit, substitute: float | None) -> Any:
+def _entry(fitted: Fit, substitute: float | None) -> Any:
     """The table of one group."""
     import tomlkit  # noqa: PLC0415 - only to write
 
-    group = GROUPS[found.group]
-    covariance, scatter = found.covariance, found.scatter
+    group = GROUPS[fitted.group]
+    covariance, scatter = fitted.covariance, fitted.scatter
     assumed = None
     if scatter is None:
         scatter = substitute or _SUBSTITUTE_SCATTER
-        covariance = found.unscaled * scatter**2
+        covariance = fitted.unscaled * scatter**2
         assumed = f"scatter: as many constants as cells; taken from {_SUBSTITUTE}"
     table = tomlkit.table()
-    table["source"] = f"cells marked fit of papers/{group.source}: {found.cells}"
-    table["kinds"] = list(found.kinds)
-    table["strategies"] = list(found.strategies)
-    table["ranges"] = ranges_table(found.ranges)
+    table["source"] = f"cells marked fit of papers/{group.source}: {fitted.cells}"
+    table["kinds"] = list(fitted.kinds)
+    table["strategies"] = list(fitted.strategies)
+    table["ranges"] = ranges_table(fitted.ranges)
     table["constants"] = [constant.name for constant in group.constants]
     table["paths"] = [constant.path for constant in group.constants]
-    table["values"] = [_as_written(one, found.values[one.name]) for one in group.constants]
+    table["values"] = [_as_written(c, fitted.values[c.name]) for c in group.constants]
     table["bounds"] = [[constant.low, constant.high] for constant in group.constants]
     table["gpus"] = [_gpus(group, constant) for constant in group.constants]
     if group.external:
-        ranges = {one.path: [_short(one.low), _short(one.high)] for one in group.external}
+        ranges = {each.path: [_short(each.low), _short(each.high)] for each in group.external}
         table["external"] = ranges
     table["covariance"] = [[float(f"{value:.6g}") for value in row] for row in covariance]
     table["scatter"] = _rounded(scatter)
     if assumed:
         table["assumed"] = assumed
-    table["interval_factor"] = _rounded(found.factor, 3)
-    table["freedom"] = found.freedom
-    table["cells"] = found.cells
-    table["mape"] = _rounded(found.mape)
-    if found.cross_validated is not None:
-        table["cross_validated"] = _rounded(found.cross_validated)
-    if found.coverage is not None:
-        table["coverage"] = _rounded(found.coverage)
-    for label, error in found.by_label.items():
+    table["interval_factor"] = _rounded(fitted.factor, 3)
+    table["freedom"] = fitted.freedom
+    table["cells"] = fitted.cells
+    table["mape"] = _rounded(fitted.mape)
+    if fitted.cross_validated is not None:
+        table["cross_validated"] = _rounded(fitted.cross_validated)
+    if fitted.coverage is not None:
+        table["coverage"] = _rounded(fitted.coverage)
+    for label, error in fitted.by_label.items():
         table.add(tomlkit.key(["left_out", label]), _rounded(error))
-    if found.left_out:
-        table["left_out_errors"] = [_rounded(error) for error in found.left_out]
+    if fitted.left_out:
+        table["left_out_errors"] = [_rounded(error) for error in fitted.left_out]
     return table
 
 
@@ -149,7 +150,7 @@ def ranges_table(ranges: Ranges) -> Any:
 def _gpus(group: ConstantGroup, constant: Constant) -> list[str]:
     """The GPUs that a constant holds for."""
     clusters = constant.clusters or group.clusters
-    return [cluster_of(name, (), group.stack).gpu.name for name in clusters]
+    return [cluster_of(name, group.stack).gpu.name for name in clusters]
 
 
 def _as_written(constant: Constant, value: float) -> float:

@@ -184,22 +184,22 @@ def _of_results(folder: Path) -> Iterator[Cell | Unpredicted]:
     for path in sorted(folder.glob("*/results.toml")):
         key = path.parent.name
         for count, row in enumerate(read_cells(path), start=1):
-            cell, reason = None, _not_simulated(sources.get(key), row)
-            if not reason and isinstance(row, RunCell):
+            paper = sources.get(key)
+            cell, reason = None, _not_simulated(paper, row)
+            if not reason and paper and isinstance(row, RunCell):
                 try:
-                    cell = cell_of(sources[key], row)
+                    cell = cell_of(paper, row)
                 except Co2simError as error:
                     raise CatalogError(f"{path}, cell {count}: {error}") from error
                 try:
                     check_runs(cell)
+                    reason = _without_error(cell)
                 except Co2simError as error:
                     cell, reason = None, str(error)
-            if cell:
-                reason = _without_error(cell)
             if cell and not reason:
                 yield cell
             else:
-                name = _name(sources.get(key) or Paper(key, {}, Simulation()), row)
+                name = _name(paper or Paper(key, {}, Simulation()), row)
                 quality = row if isinstance(row, QualityCell) else None
                 yield Unpredicted(key, name, row.where, row.value, reason, cell, quality)
 

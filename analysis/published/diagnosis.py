@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean
+from typing import TypeAlias
 
 from analysis.published.calibrate import root_of
 from analysis.published.cells import (
@@ -19,29 +20,21 @@ from analysis.published.sensitivity import GROUP
 from co2sim.prediction import driver
 from co2sim.strategies.local import LocalSteps, round_steps
 
-
-@dataclass(frozen=True, slots=True)
-class Mechanism:
-    """A mechanism by name, the group of cells it matters to, and how to run a cell without it.
-
-    For a mechanism that the model leaves out: how to run a cell with it.
-    """
-
-    name: str
-    group: str
-    flip: Callable[[Cell], Cell]
+Change: TypeAlias = Callable[[Cell], Cell]
+"""How to run a cell without a mechanism, or with one that the model leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
-    """Mean absolute errors over all cells of a mechanism's group, with and without it."""
+    """A mechanism: mean absolute errors over all cells of its group, with and without it."""
 
-    mechanism: Mechanism
+    name: str
+    group: str
     mape_with: float
     mape_without: float
 
 
-def _options(*strategies: str, **options: str) -> Callable[[Cell], Cell]:
+def _options(*strategies: str, **options: str) -> Change:
     """Other options of strategies, wherever a cell runs one of them."""
 
     def flip(cell: Cell) -> Cell:
@@ -52,114 +45,69 @@ def _options(*strategies: str, **options: str) -> Callable[[Cell], Cell]:
     return flip
 
 
-def _override(path: str, text: str) -> Callable[[Cell], Cell]:
+def _override(path: str, text: str) -> Change:
     return lambda cell: with_override(cell, path, text)
 
 
-def _kernels(**values: float) -> Callable[[Cell], Cell]:
+def _kernels(**values: float) -> Change:
     """Other numbers of the kernels that a stack runs."""
     return lambda cell: with_values(
         cell, {f"gpu.kernels.{name}": value for name, value in values.items()}
     )
 
 
-MECHANISMS = (
-    Mechanism(
-        "parameters fetched again for recomputation",
-        "v100-zeropp",
-        _options("zero3", "zeropp", max_reuse="1000000000000"),
-    ),
-    Mechanism(
-        "gradients reduced matrix by matrix",
-        "v100-zeropp",
-        _options("zero3", "zeropp", reduce_bucket="1000000000000"),
-    ),
-    Mechanism(
-        "gathers and reductions in their own queues",
-        "v100-zeropp",
-        _override("communicators", "group"),
-    ),
-    Mechanism("intra-node hop in turn", "v100-zeropp", _override("hops", "pipelined")),
-    Mechanism(
-        "memory traffic of matrix products",
-        "v100-zeropp",
-        _kernels(operand_efficiency=1.0),
-    ),
-    Mechanism(
-        "all-to-all slower than a ring",
-        "v100-zeropp",
-        _override("inter.exchange_efficiency", "1"),
-    ),
-    Mechanism(
-        "memory traffic of matrix products",
-        "a100-data-parallel",
-        _kernels(operand_efficiency=1.0),
-    ),
-    Mechanism(
-        "host that issues operations",
-        "a100-data-parallel",
-        _kernels(call_overhead=0.0),
-    ),
-    Mechanism("gap after every kernel", "a100-data-parallel", _kernels(kernel_gap=0.0)),
-    Mechanism(
-        "slow product over the vocabulary",
-        "a100-data-parallel",
-        _kernels(vocabulary_efficiency=0.859),
-    ),
-    Mechanism(
-        "memory traffic of optimizer and elementwise kernels",
-        "a100-data-parallel",
-        _override("gpu.memory_bandwidth", "1e9 GB/s"),
-    ),
-    Mechanism(
-        "gradients reduced to owners, parameters broadcast from them",
-        "a100-co2",
-        _options("zero2", owners="false", bucket="500000000"),
-    ),
-    Mechanism(
-        "one rank of a node relays CO2's average",
-        "a100-co2",
-        _override("inter.relay_efficiency", "1"),
-    ),
-    Mechanism("slower TCP during computation", "a100-co2", _override("inter.busy_efficiency", "1")),
-    Mechanism(
-        "memory traffic of matrix products",
-        "mpt-fsdp",
-        _kernels(operand_efficiency=1.0),
-    ),
-    Mechanism(
-        "slow product over the vocabulary",
-        "mpt-fsdp",
-        _kernels(vocabulary_efficiency=0.7),
-    ),
-    Mechanism(
-        "flash attention slower in the backward pass",
-        "mpt-fsdp",
-        _kernels(attention_backward=1.0),
-    ),
-    Mechanism(
-        "gradients joined, cast and divided",
-        "mpt-fsdp",
-        _options("fsdp", version="2"),
-    ),
-    Mechanism(
-        "recomputation that stops early",
-        "mpt-fsdp",
-        lambda cell: changed(cell, lambda run: run.changed(checkpointing="reentrant")),
-    ),
-    Mechanism("computation slowed by communication", "mpt-fsdp", _override("interference", "0")),
-    Mechanism("nodes of different speed", "mpt-fsdp", _override("node_spread", "0")),
-)
+MECHANISMS: Mapping[str, Mapping[str, Change]] = {
+    "v100-zeropp": {
+        "parameters fetched again for recomputation": _options(
+            "zero3", "zeropp", max_reuse="1000000000000"
+        ),
+        "gradients reduced matrix by matrix": _options(
+            "zero3", "zeropp", reduce_bucket="1000000000000"
+        ),
+        "gathers and reductions in their own queues": _override("communicators", "group"),
+        "intra-node hop in turn": _override("hops", "pipelined"),
+        "memory traffic of matrix products": _kernels(operand_efficiency=1.0),
+        "all-to-all slower than a ring": _override("inter.exchange_efficiency", "1"),
+    },
+    "a100-data-parallel": {
+        "memory traffic of matrix products": _kernels(operand_efficiency=1.0),
+        "host that issues operations": _kernels(call_overhead=0.0),
+        "gap after every kernel": _kernels(kernel_gap=0.0),
+        "slow product over the vocabulary": _kernels(vocabulary_efficiency=0.859),
+        "memory traffic of optimizer and elementwise kernels": _override(
+            "gpu.memory_bandwidth", "1e9 GB/s"
+        ),
+    },
+    "a100-co2": {
+        "gradients reduced to owners, parameters broadcast from them": _options(
+            "zero2", owners="false", bucket="500000000"
+        ),
+        "one rank of a node relays CO2's average": _override("inter.relay_efficiency", "1"),
+        "slower TCP during computation": _override("inter.busy_efficiency", "1"),
+    },
+    "mpt-fsdp": {
+        "memory traffic of matrix products": _kernels(operand_efficiency=1.0),
+        "slow product over the vocabulary": _kernels(vocabulary_efficiency=0.7),
+        "flash attention slower in the backward pass": _kernels(attention_backward=1.0),
+        "gradients joined, cast and divided": _options("fsdp", version="2"),
+        "recomputation that stops early": lambda cell: changed(
+            cell, lambda run: run.changed(checkpointing="reentrant")
+        ),
+        "computation slowed by communication": _override("interference", "0"),
+        "nodes of different speed": _override("node_spread", "0"),
+    },
+}
+"""Mechanisms of the model by the group of cells that they matter to, and how to do without."""
 
 
-OMITTED = (
-    Mechanism(
-        "each layer gathered in four parts, as DeepSpeed does matrix by matrix",
-        "v100-zeropp",
-        _options("zero3", "zeropp", gathers="4"),
-    ),
-    Mechanism("4 NCCL channels instead of 2", "a100-co2", _override("channels", "4")),
-)
+OMITTED: Mapping[str, Mapping[str, Change]] = {
+    "v100-zeropp": {
+        "each layer gathered in four parts, as DeepSpeed does matrix by matrix": _options(
+            "zero3", "zeropp", gathers="4"
+        ),
+    },
+    "a100-co2": {"4 NCCL channels instead of 2": _override("channels", "4")},
+}
 """Mechanisms that the model leaves out, and other values of what it assumes."""
 
 
@@ -173,13 +121,14 @@ def ablate(cells: Sequence[Cell]) -> list[Ablation]:
 
     Raises OptionError where an option has the value of its ablation already.
     """
-    found = []
-    for mechanism in MECHANISMS:
-        chosen = [cell for cell in cells if cell.group == mechanism.group]
-        without = [mechanism.flip(cell) for cell in chosen]
-        if without != chosen:
-            found.append(Ablation(mechanism, mape(chosen), mape(without)))
-    return found
+    ablations = []
+    for group, mechanisms in MECHANISMS.items():
+        chosen = [cell for cell in cells if cell.group == group]
+        for name, flip in mechanisms.items():
+            without = [flip(cell) for cell in chosen]
+            if without != chosen:
+                ablations.append(Ablation(name, group, mape(chosen), mape(without)))
+    return ablations
 
 
 _VISIBLE = 1e-3
@@ -243,15 +192,15 @@ def round_time(cell: Cell) -> RoundTime:
 
 def similar_cells(row: CellPrediction, rows: Sequence[CellPrediction]) -> SimilarCells | None:
     """The label, or pair of labels, of the cell whose cells differ most from all others."""
-    found = []
+    similar = []
     labels = sorted(row.cell.labels.items())
     group = [other for other in rows if other.cell.group == row.cell.group]
     for chosen in (*combinations(labels, 1), *combinations(labels, 2)):
         same = [r.error for r in group if set(chosen) <= set(r.cell.labels.items())]
         rest = [r.error for r in group if not set(chosen) <= set(r.cell.labels.items())]
         if len(same) >= _SIMILAR and rest:
-            found.append(SimilarCells(chosen, len(same), fmean(same), fmean(rest)))
-    return max(found, key=lambda one: abs(one.error - one.others), default=None)
+            similar.append(SimilarCells(chosen, len(same), fmean(same), fmean(rest)))
+    return max(similar, key=lambda cells: abs(cells.error - cells.others), default=None)
 
 
 def required_values(cell: Cell, cells: Sequence[Cell]) -> list[RequiredValue]:
@@ -259,31 +208,27 @@ def required_values(cell: Cell, cells: Sequence[Cell]) -> list[RequiredValue]:
     group = GROUPS[cell.group]
     values = stated(group)
     same_group = [other for other in cells if other.group == cell.group]
-    found = []
+    required = []
     for constant in group.on(cell.setup.cluster):
-        known = values[constant.name]
         root = root_of(cell, constant, values)
+        needed, errors = None, None
         if root.reproduces:
-            errors = mape(same_group, {**values, constant.name: root.value})
-            found.append(RequiredValue(constant, known, root.value, errors))
-        else:
-            found.append(RequiredValue(constant, known, None, None))
-    return found
+            needed, errors = root.value, mape(same_group, {**values, constant.name: root.value})
+        required.append(RequiredValue(constant, values[constant.name], needed, errors))
+    return required
 
 
 def omitted_mechanisms(cell: Cell, cells: Sequence[Cell]) -> list[OmittedMechanism]:
     """What the model leaves out and would change the cell, with the constants as they are."""
     same_group = [other for other in cells if other.group == cell.group]
     before = predict(cell, fast=True) / cell.published - 1
-    found = []
-    for one in OMITTED:
-        if one.group != cell.group:
-            continue
-        error = predict(one.flip(cell), fast=True) / cell.published - 1
+    omitted = []
+    for name, flip in OMITTED.get(cell.group, {}).items():
+        error = predict(flip(cell), fast=True) / cell.published - 1
         if abs(error - before) > _VISIBLE:
-            mean = mape([one.flip(other) for other in same_group])
-            found.append(OmittedMechanism(one.name, error, mean))
-    return found
+            mean = mape([flip(other) for other in same_group])
+            omitted.append(OmittedMechanism(name, error, mean))
+    return omitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,15 +270,10 @@ class ImpliedSpeeds:
 def implied_speeds(cells: Sequence[Cell]) -> list[ImpliedSpeeds]:
     """Of CO2's ratios whose throughput at the larger size is published too."""
     here = [cell for cell in cells if cell.group == GROUP]
-    speeds = {cell.runs: cell.published / _gpus(cell) for cell in here if not cell.over}
-    single = [cell for cell in here if not cell.over and _nodes(cell) == 1]
+    speeds = {cell.runs: cell.published / cell.setup.gpus for cell in here if not cell.over}
+    single = next((runs for runs in speeds if runs[0].used_cluster().nodes == 1), None)
     return [
-        ImpliedSpeeds(
-            cell,
-            speeds[single[0].runs],
-            speeds[cell.runs] / cell.published,
-            speeds[cell.runs],
-        )
+        ImpliedSpeeds(cell, speeds[single], speeds[cell.runs] / cell.published, speeds[cell.runs])
         for cell in here
         if cell.over and _tau(cell) and cell.runs in speeds and single
     ]
@@ -342,29 +282,20 @@ def implied_speeds(cells: Sequence[Cell]) -> list[ImpliedSpeeds]:
 def ratio_lower_bounds(cells: Sequence[Cell]) -> list[RatioLowerBound]:
     """Those of CO2's published scalability ratios that lie below their lower bound."""
     here = [cell for cell in cells if cell.group == GROUP]
-    speeds = [cell for cell in here if not cell.over]
-    fastest = max((cell.published / _gpus(cell) for cell in speeds), default=0.0)
-    found = []
+    speeds = [(speed, speed.published / speed.setup.gpus) for speed in here if not speed.over]
+    fastest = max((per_gpu for _, per_gpu in speeds), default=0.0)
+    bounds = []
     for cell in here:
-        tau = _tau(cell)
-        same = [one for one in speeds if _gpus(one) == _gpus(cell)]
-        steps = [one.published / _gpus(one) for one in same if _tau(one)]
-        whole = [one.published / _gpus(one) for one in same if not _tau(one)]
+        tau, gpus = _tau(cell), cell.setup.gpus
+        steps = [each for speed, each in speeds if speed.setup.gpus == gpus and _tau(speed)]
+        whole = [each for speed, each in speeds if speed.setup.gpus == gpus and not _tau(speed)]
         if cell.over and tau and steps and whole:
             bound = min(tau * whole[0], *steps) / fastest
             most = cell.published + cell.rounding / 2
             if most < bound:
                 stretch = tau * whole[0] / (most * fastest) - 1
-                found.append(RatioLowerBound(cell, bound, stretch))
-    return found
-
-
-def _gpus(cell: Cell) -> int:
-    return cell.setup.gpus
-
-
-def _nodes(cell: Cell) -> int:
-    return cell.setup.used_cluster().nodes
+                bounds.append(RatioLowerBound(cell, bound, stretch))
+    return bounds
 
 
 def _tau(cell: Cell) -> int:

@@ -8,6 +8,7 @@ hatch, marker and line as well as in colour, so that grey print shows them, too.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -16,7 +17,6 @@ from matplotlib import style
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -30,14 +30,11 @@ from co2sim.prediction.published import Use
 
 T = TypeVar("T")
 
-FORMATS = ("pdf", "svg", "png")
-"""Kinds of files of a paper figure."""
-
-PREDICTED, FITTED = "predicted", "fitted, no prediction"
-"""What our values are, in legends."""
-
 STAR: dict[str, Any] = {"marker": "*", "ms": 11, "mec": "black", "mew": 0.8}
 """A published value beside lines."""
+
+PALE = 0.2
+"""Opacity of a band."""
 
 STYLE_FILE = Path(__file__).with_name("paper.mplstyle")
 
@@ -55,6 +52,11 @@ class Look:
     marker: str
     line: LineStyleType
 
+    @property
+    def of_bars(self) -> dict[str, Any]:
+        """As matplotlib takes it for bars."""
+        return {"facecolor": self.fill, "edgecolor": self.colour, "hatch": self.hatch}
+
 
 LOOKS = (
     Look(BLUE, "#C6E0F2", "", "o", "-"),
@@ -71,7 +73,7 @@ PLAIN = Look("#666666", "#F6F6F6", "\\\\\\\\", "o", "-")
 def looks(names: Iterable[T]) -> dict[T, Look]:
     """A look for each name, in order; beyond the last they begin again."""
     distinct = dict.fromkeys(names)
-    return {name: LOOKS[place % len(LOOKS)] for place, name in enumerate(distinct)}
+    return dict(zip(distinct, cycle(LOOKS), strict=False))
 
 
 _NAMES = {
@@ -93,7 +95,7 @@ def shown(strategy: str) -> str:
     return f"{_NAMES.get(name, name)}, τ = {options}" if options else _NAMES.get(name, name)
 
 
-def in_style(make: Callable[[], Figure], kinds: Sequence[str] = FORMATS) -> dict[str, bytes]:
+def in_style(make: Callable[[], Figure], kinds: Sequence[str]) -> dict[str, bytes]:
     """Files of a figure by their kind.
 
     The figure is made again for each, so that no file depends on which others are asked for. What
@@ -103,26 +105,43 @@ def in_style(make: Callable[[], Figure], kinds: Sequence[str] = FORMATS) -> dict
         return {kind: render(make(), kind, mpl.rcParams["savefig.dpi"]) for kind in kinds}
 
 
-def signs(rows: Sequence[CellPrediction], published: Sequence[Artist]) -> list[Artist]:
-    """Handles of a legend: those of published values, and what our signs mean, if they occur."""
-    found = list(published)
+def signs(rows: Sequence[CellPrediction]) -> list[Artist]:
+    """What our signs mean, if they occur, as handles of a legend."""
+    handles: list[Artist] = []
     uses: tuple[tuple[Use, str], ...] = (
-        ("check", f"{PREDICTED} (plain)"),
-        ("fit", f"{FITTED} (italic)"),
+        ("check", "predicted (plain)"),
+        ("fit", "fitted, no prediction (italic)"),
     )
     for use, words in uses:
         mine = [row for row in rows if row.cell.use == use]
         if mine:
             interval = ", 90 % interval" if any(row.has_interval for row in mine) else ""
-            sign = Line2D([], [], ls=line(use), marker="D", ms=5, color="black", mfc=face(use))
-            sign.set_label(words + interval)
-            found.append(sign)
-    return found
+            style: dict[str, Any] = {"marker": "D", "ms": 5, "color": "black", "mfc": face(use)}
+            handles.append(Line2D([], [], ls=line(use), label=words + interval, **style))
+    return handles
+
+
+def star(label: str, fill: str = PLAIN.fill) -> Line2D:
+    """The handle of published values beside lines."""
+    return Line2D([], [], ls="", mfc=fill, label=label, **STAR)
+
+
+def band(label: str) -> Patch:
+    """The handle of intervals of lines."""
+    return Patch(color="black", alpha=PALE, lw=0, label=label)
 
 
 def legend(figure: Figure, handles: Sequence[Artist], columns: int = 2) -> None:
     """Below the figure."""
     figure.legend(handles=handles, loc="outside lower center", ncols=columns)
+
+
+def panels(
+    width: float, height: float, count: int = 1, **options: Any
+) -> tuple[Figure, Sequence[Axes]]:
+    """A figure of this width and height, in inches, and its axes, side by side."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(1, count, squeeze=False, **options)[0]
 
 
 def plain_log(axis: Axis, base: float = 10, subs: Sequence[float] = (1,)) -> None:
@@ -145,7 +164,7 @@ def line(use: Use) -> Literal["-", ":"]:
 def patch(name: str, look: Look) -> Patch:
     """The handle of a published bar."""
     label = f"{name}, published (bold)" if name else "published (bold)"
-    return Patch(facecolor=look.fill, edgecolor=look.colour, hatch=look.hatch, label=label)
+    return Patch(label=label, **look.of_bars)
 
 
 _WIDTH = 0.82
@@ -160,6 +179,9 @@ _GAP = 2.5
 _LINE = 8.5
 """Height of a number, in points."""
 
+SMALL: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 7}
+"""Of numbers, which stand some points beside what is drawn."""
+
 
 @dataclass(frozen=True, slots=True)
 class PublishedBar:
@@ -168,6 +190,11 @@ class PublishedBar:
     row: CellPrediction
     group: str
     look: Look
+
+    @property
+    def top(self) -> float:
+        """The end of what is drawn of it."""
+        return max(self.row.cell.published, _ends(self.row)[1])
 
 
 def bar_panel(
@@ -179,37 +206,23 @@ def bar_panel(
         groups.setdefault(bar.group, []).append(bar)
     width = _WIDTH / max(2, *(len(some) for some in groups.values()))
     for centre, some in enumerate(groups.values()):
-        for number, bar in enumerate(some):
-            place = centre + (number - (len(some) - 1) / 2) * width
-            _draw(axis, bar, place, width, base)
-            numbers(axis, bar.row, (place, _top(bar.row)), digits)
+        for index, bar in enumerate(some):
+            x = centre + (index - (len(some) - 1) / 2) * width
+            height = bar.row.cell.published - base
+            axis.bar(x, height, width, bottom=base, linewidth=0.7, **bar.look.of_bars)
+            our_value(axis, bar.row, x)
+            numbers(axis, bar.row, (x, bar.top), digits)
     axis.set_xticks(range(len(groups)), list(groups))
     axis.tick_params(axis="x", length=0)
     axis.set_xlim(-0.6, len(groups) - 0.4)
-    top = max(_top(bar.row) for bar in bars)
-    axis.set_ylim(base, base + (top - base) * _ROOM)
+    axis.set_ylim(base, base + (max(bar.top for bar in bars) - base) * _ROOM)
 
 
-def _draw(axis: Axes, bar: PublishedBar, place: float, width: float, base: float) -> None:
-    look, row = bar.look, bar.row
-    axis.bar(
-        place,
-        row.cell.published - base,
-        width,
-        bottom=base,
-        facecolor=look.fill,
-        edgecolor=look.colour,
-        hatch=look.hatch,
-        linewidth=0.7,
-    )
-    our_value(axis, row, place)
-
-
-def our_value(axis: Axes, row: CellPrediction, place: float) -> ErrorbarContainer:
+def our_value(axis: Axes, row: CellPrediction, x: float) -> None:
     """A diamond with its interval: hollow, with a dotted line, where the value was fitted on."""
     low, high = _ends(row)
-    found = axis.errorbar(
-        place,
+    drawn = axis.errorbar(
+        x,
         row.predicted,
         yerr=[[row.predicted - low], [high - row.predicted]],
         fmt="D",
@@ -222,14 +235,8 @@ def our_value(axis: Axes, row: CellPrediction, place: float) -> ErrorbarContaine
         clip_on=False,
         zorder=4,
     )
-    for segment in found.lines[2]:
+    for segment in drawn.lines[2]:
         segment.set_linestyle(line(row.cell.use))
-    return found
-
-
-def _top(row: CellPrediction) -> float:
-    """The end of what is drawn of a row."""
-    return max(row.cell.published, _ends(row)[1])
 
 
 def _ends(row: CellPrediction) -> tuple[float, float]:
@@ -239,20 +246,19 @@ def _ends(row: CellPrediction) -> tuple[float, float]:
 def numbers(
     axis: Axes,
     row: CellPrediction,
-    at: tuple[float, float],
+    point: tuple[float, float],
     digits: int,
     *,
     above: bool = True,
     gap: float = _GAP,
 ) -> None:
-    """The published number in bold over ours, above or below a place; ours italic if fitted on."""
+    """The published number in bold over ours, above or below a point; ours italic if fitted on."""
     first, second = (gap, gap + _LINE) if above else (-gap - _LINE, -gap)
     ours, kind = f"{row.predicted:,.{digits}f}", "italic" if row.cell.use == "fit" else "normal"
-    common: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 7}
-    common["va"] = "bottom" if above else "top"
+    common: dict[str, Any] = {**SMALL, "va": "bottom" if above else "top"}
     common["bbox"] = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.2}
-    axis.annotate(ours, at, (0, first), fontstyle=kind, **common)
-    axis.annotate(as_printed(row.cell), at, (0, second), fontweight="bold", **common)
+    axis.annotate(ours, point, (0, first), fontstyle=kind, **common)
+    axis.annotate(as_printed(row.cell), point, (0, second), fontweight="bold", **common)
 
 
 def as_printed(cell: Cell) -> str:

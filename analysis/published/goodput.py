@@ -100,6 +100,11 @@ class Compared:
             difference = min(0.0, difference)
         return difference / self.published if self.cell.quantity == _TIME else difference
 
+    def to_dict(self) -> dict[str, object]:
+        """For JSON."""
+        names = ("published", "predicted", "low", "high", "error")
+        return self.cell.model_dump() | {name: getattr(self, name) for name in names}
+
     def shown(self, value: float) -> str:
         """A value with its unit."""
         return timespan(value) if self.cell.quantity == _TIME else f"{100 * value:.1f} %"

@@ -1,13 +1,12 @@
 """The page of `co2analysis validate`: how far predictions are from published numbers."""
 
-import csv
-import io
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
+import pandas as pd
 
 from analysis.published.predict import CellPrediction, ErrorSummary, summarized
 from analysis.published.report import ValidationReport, percent, signed, whole_percent
@@ -148,7 +147,6 @@ def _cells(rows: Sequence[CellPrediction]) -> PageSection:
             title=_QUANTITIES[name],
             label=f"predicted over published: {_QUANTITIES[name]}",
             chart=_cells_chart(groups[name], rows),
-            table=_table(groups[name]),
         )
         for name in _QUANTITIES
         if name in groups
@@ -156,34 +154,13 @@ def _cells(rows: Sequence[CellPrediction]) -> PageSection:
     intro = (
         "On the dashed line prediction and publication are equal. Constants were fitted to hollow"
         " squares, and not to filled circles. Thin lines are 90 % intervals. Point at a mark to"
-        " read its name."
+        " read its name; the whole report has a table."
     )
     return PageSection("cells", "Predicted against published", intro, panels)
 
 
-def _table(rows: Sequence[CellPrediction]) -> Table:
-    lines = [
-        [
-            row.cell.source,
-            row.cell.name,
-            _FITTED[row.cell.use],
-            figures(row.cell.published),
-            figures(row.predicted),
-            signed(row.error),
-            f"{figures(row.low)} to {figures(row.high)}" if row.has_interval else "-",
-        ]
-        for row in rows
-    ]
-    columns = ("source", "cell", "use", "published", "predicted", "error", "90 % interval")
-    return Table(columns, lines, 3)
-
-
-def _csv(numbers: Iterable[Mapping[str, Any]]) -> str:
-    out = io.StringIO()
-    writer = csv.DictWriter(out, _COLUMNS, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(numbers)
-    return out.getvalue()
+def _csv(numbers: Sequence[Mapping[str, Any]]) -> str:
+    return str(pd.DataFrame(numbers, columns=_COLUMNS).to_csv(index=False, lineterminator="\n"))
 
 
 # --- charts --------------------------------------------------------------------------------------

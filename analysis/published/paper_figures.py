@@ -20,20 +20,25 @@ from matplotlib.typing import LineStyleType
 
 from analysis.published.cells import Cell, Quantity, Unpredicted, from_papers, unpredicted
 from analysis.published.figure_style import (
+    PALE,
     PLAIN,
+    SMALL,
     STAR,
     WIDTH,
     Look,
     PublishedBar,
+    band,
     bar_panel,
     in_style,
     legend,
     looks,
     numbers,
+    panels,
     patch,
     plain_log,
     shown,
     signs,
+    star,
 )
 from analysis.published.parameters import GROUPS
 from analysis.published.predict import CellPrediction, ErrorSummary, validate
@@ -75,8 +80,7 @@ def throughput(rows: Sequence[CellPrediction]) -> Figure:
     widths: list[float] = [max(_FEWEST, len(some)) for some in (*bars.values(), *ratios.values())]
     roomy = min(WIDTH, 1.0 + _BAR * sum(widths)) if bars else 0.0
     width = max(WIDTH / 1.5, roomy, _MIN * sum(widths), _PANEL * len(widths))
-    figure = Figure(figsize=(width, 3.2), layout="constrained")
-    axes = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
+    figure, axes = panels(width, 3.2, len(widths), width_ratios=widths)
     look = looks(["zero3", "zeropp"])
     plain = axes[: len(bars)]
     for axis, ((links, tokens), some) in zip(plain, bars.items(), strict=True):
@@ -92,9 +96,9 @@ def throughput(rows: Sequence[CellPrediction]) -> Figure:
         plain[0].set_ylabel("TFLOP/s per GPU")
     for axis, (links_of_both, some) in zip(axes[len(bars) :], ratios.items(), strict=True):
         _ratios(axis, some, *links_of_both)
-    published = [patch(shown(name), one) for name, one in look.items() if bars]
+    published = [patch(shown(name), series) for name, series in look.items() if bars]
     published += [patch("ratio", PLAIN)] if ratios else []
-    legend(figure, signs(rows, published))
+    legend(figure, [*published, *signs(rows)])
     return figure
 
 
@@ -115,8 +119,8 @@ def _ratios(axis: Axes, rows: Sequence[CellPrediction], links: int, others: int)
 def _links(cell: Cell) -> tuple[int, int]:
     """InfiniBand links of both sides of a ratio."""
     speeds = (run.used_cluster().inter.bandwidth for run in (cell.runs[0], cell.setups[-1]))
-    one, other = (round(speed * 8 / 1e9 / _GBITS_A_LINK) for speed in speeds)
-    return one, other
+    first, second = (round(speed * 8 / 1e9 / _GBITS_A_LINK) for speed in speeds)
+    return first, second
 
 
 def _runs(cell: Cell) -> str:
@@ -133,12 +137,12 @@ def _runs(cell: Cell) -> str:
 def volume(rows: Sequence[CellPrediction]) -> Figure:
     """What a node sends in a step, by collective, as a multiple of the model in 2 bytes."""
     look = looks(["zero3", "zeropp"])
-    figure = Figure(figsize=(WIDTH / 1.3, 3.0), layout="constrained")
-    axis = figure.subplots()
+    figure, (axis,) = panels(WIDTH / 1.3, 3.0)
     bars = [PublishedBar(row, _PARTS[row.cell.part], look[row.cell.strategy]) for row in rows]
     bar_panel(axis, sorted(bars, key=lambda bar: list(_PARTS.values()).index(bar.group)), digits=2)
     axis.set_ylabel("sent between nodes in a step,\nin sizes of the model (fp16)")
-    legend(figure, signs(rows, [patch(shown(name), one) for name, one in look.items()]))
+    published = [patch(shown(name), series) for name, series in look.items()]
+    legend(figure, [*published, *signs(rows)])
     return figure
 
 
@@ -154,9 +158,6 @@ Series: TypeAlias = tuple[str, str, str]
 SIZES = (8, 16, 32, 64, 128)
 """GPUs of the curves, beside those of the published cells."""
 
-_PALE = 0.2
-"""Opacity of a band."""
-
 _MAX_POINTS = 512
 """Points of curves that are kept."""
 
@@ -168,22 +169,20 @@ def scalability(rows: Sequence[CellPrediction]) -> Figure:
     speeds, ratios = (
         [row for row in rows if bool(row.cell.over) is both] for both in (False, True)
     )
-    figure = Figure(figsize=(WIDTH, 4.1), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    figure, (left, right) = panels(WIDTH, 4.1, 2, width_ratios=(3, 2))
     _throughputs(left, speeds, lines, look)
     if ratios:
         _ratio_bars(right, ratios, look)
     else:
         right.remove()
     handles: list[Artist] = [
-        Line2D([], [], color=one.colour, ls=one.line, marker=one.marker, label=_name(series))
-        for series, one in look.items()
+        Line2D([], [], color=its.colour, ls=its.line, marker=its.marker, label=_name(series))
+        for series, its in look.items()
     ]
-    star = Line2D([], [], ls="", mfc=PLAIN.fill, label="tokens/s, published (bold)", **STAR)
-    band = Patch(color="black", alpha=_PALE, lw=0, label="90 % interval of a line")
-    bar = Patch(facecolor="white", edgecolor="black", label="ratio, published (bold)")
-    handles += [star, *([bar] if ratios else []), band]
-    legend(figure, signs(rows, handles))
+    handles.append(star("tokens/s, published (bold)"))
+    if ratios:
+        handles.append(Patch(facecolor="white", edgecolor="black", label="ratio, published (bold)"))
+    legend(figure, [*handles, band("90 % interval of a line"), *signs(rows)])
     return figure
 
 
@@ -214,17 +213,17 @@ def curves(rows: Sequence[CellPrediction]) -> dict[Series, list[CellPrediction]]
     """Our throughput over GPUs with its interval; a point is fitted where a published one was."""
     sizes = sorted({*SIZES, *(setup.gpus for row in rows for setup in row.cell.setups)})
     fitted = {row.cell.setup for row in rows if row.cell.use == "fit" and not row.cell.over}
-    found: dict[Series, list[CellPrediction]] = {}
+    by_series: dict[Series, list[CellPrediction]] = {}
     for row in rows:
-        if _series(row) in found:
+        if _series(row) in by_series:
             continue
-        points = found[_series(row)] = []
+        points = by_series[_series(row)] = []
         for gpus in sizes:
             setup = row.cell.setup.changed(gpus=gpus)
             plain = replace(row.cell, runs=(setup,), over=())
             use: Use = "fit" if setup in fitted else "check"
             points.append(_predicted(replace(plain, rounding=0.0, published=1.0, use=use)))
-    return found
+    return by_series
 
 
 @lru_cache(_MAX_POINTS)
@@ -245,7 +244,7 @@ def _throughputs(
         gpus = row.cell.setup.gpus
         fill = look[_series(row)].fill
         axis.plot(gpus, row.cell.published, ls="", mfc=fill, zorder=3, **STAR)
-        lowest = min(lines[_series(row)], key=lambda one: one.predicted)
+        lowest = min(lines[_series(row)], key=lambda point: point.predicted)
         above = lowest.cell.setup != row.cell.setup
         ends = (row.cell.published, row.predicted)
         numbers(axis, row, (gpus, max(ends) if above else min(ends)), 0, above=above, gap=6)
@@ -275,7 +274,7 @@ def _line(
     if all(point.has_interval for point in points):
         low = [point.low / unit for point, unit in pairs]
         high = [point.high / unit for point, unit in pairs]
-        axis.fill_between(gpus, low, high, color=look.colour, alpha=_PALE, lw=0)
+        axis.fill_between(gpus, low, high, color=look.colour, alpha=PALE, lw=0)
     axis.plot(gpus, values, ls=look.line, color=look.colour)
     for point, size, value in zip(points, gpus, values, strict=True):
         fitted = point.cell.use == "fit"
@@ -288,21 +287,21 @@ def _line(
 
 @dataclass(frozen=True, slots=True)
 class Mirror:
-    """A figure, the `place` of a source that it mirrors, and the quantity that it shows.
+    """A figure, `where` in a source it mirrors one, and the quantity that it shows.
 
-    `place` is what the field `where` of its cells begins with. A number in `name` is in there, too.
+    The field `where` of its cells begins with its own. A number in `name` is in there, too.
     Without `draw` it shows what is published only.
     """
 
     name: str
-    place: str
+    where: str
     title: str
     quantity: Quantity | Literal["quality"]
     draw: Callable[[Sequence[CellPrediction]], Figure] | None = None
 
     def holds(self, where: str) -> bool:
         """Whether a cell of this place is in it; figure 7 does not hold what figure 70 says."""
-        rest = where.removeprefix(self.place)
+        rest = where.removeprefix(self.where)
         return rest != where and not rest[:1].isalnum()
 
 
@@ -330,13 +329,13 @@ MIRRORS = (
     ),
     *(
         Mirror(
-            f"zeropp-announcement-figure-{number}",
-            f"{_DEEPSPEED}, figure {number}",
-            f"Announcement of ZeRO++, figure {number}: 384 V100, 16 a node",
+            f"zeropp-announcement-figure-{figure}",
+            f"{_DEEPSPEED}, figure {figure}",
+            f"Announcement of ZeRO++, figure {figure}: 384 V100, 16 a node",
             "tflops_per_gpu",
             throughput,
         )
-        for number in (6, 7, 8)
+        for figure in (6, 7, 8)
     ),
     Mirror(
         "zeropp-announcement-table-of-communication-volume",
@@ -350,7 +349,7 @@ MIRRORS = (
 
 def mirror_of(where: str, quantity: str) -> Mirror | None:
     """The figure that shows a cell of this place and quantity."""
-    return next((one for one in MIRRORS if one.quantity == quantity and one.holds(where)), None)
+    return next((m for m in MIRRORS if m.quantity == quantity and m.holds(where)), None)
 
 
 _MODELS = {
@@ -364,27 +363,25 @@ _QUANTITIES = {"top1_accuracy_percent": "top-1 accuracy, %", "perplexity": "perp
 
 def quality(rows: Sequence[QualityCell]) -> Figure:
     """A panel for each model: a star for each method, with its published plus-minus."""
-    panels: dict[tuple[str, str], list[QualityCell]] = {}
+    by_model: dict[tuple[str, str], list[QualityCell]] = {}
     for row in rows:
-        panels.setdefault((row.model, row.quantity), []).append(row)
-    figure = Figure(figsize=(WIDTH * max(2.4, len(panels)) / 4, 2.8), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axis, ((model, quantity), some) in zip(axes, panels.items(), strict=True):
-        for place, row in enumerate(some):
-            sign: dict[str, Any] = {"fmt": "*", "ms": 10, "mfc": PLAIN.fill, "color": "black"}
-            axis.errorbar(place, row.value, yerr=row.spread or None, capsize=3, **sign)
-            note = f"\n± {row.spread:g}" if row.spread else ""
-            text: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 7}
-            top = (place, row.value + row.spread)
-            axis.annotate(f"{row.value:g}{note}", top, (0, 7), fontweight="bold", **text)
+        by_model.setdefault((row.model, row.quantity), []).append(row)
+    figure, axes = panels(WIDTH * max(2.4, len(by_model)) / 4, 2.8, len(by_model))
+    sign: dict[str, Any] = {"fmt": "*", "ms": 10, "mfc": PLAIN.fill, "color": "black", "capsize": 3}
+    for axis, ((model, quantity), some) in zip(axes, by_model.items(), strict=True):
+        for x, row in enumerate(some):
+            axis.errorbar(x, row.value, yerr=row.spread or None, **sign)
+            words = f"{row.value:g}" + (f"\n± {row.spread:g}" if row.spread else "")
+            axis.annotate(words, (x, row.value + row.spread), (0, 7), fontweight="bold", **SMALL)
         axis.set_xticks(range(len(some)), [shown(row.strategy) for row in some])
         axis.set_xlim(-0.7, len(some) - 0.3)
         axis.margins(y=0.45)
         axis.set_title(_MODELS.get(model, model))
         axis.set_ylabel(_QUANTITIES[quantity])
-    star = Line2D([], [], ls="", marker="*", ms=10, mfc=PLAIN.fill, mec="black")
-    star.set_label("published; co2sim does not\npredict the quality of training")
-    legend(figure, [star])
+    label = "published; co2sim does not\npredict the quality of training"
+    legend(
+        figure, [Line2D([], [], ls="", marker="*", ms=10, mfc=PLAIN.fill, mec="black", label=label)]
+    )
     return figure
 
 
@@ -423,15 +420,15 @@ class PaperFigure:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: errors of predictions and of fitted values apart, and every cell."""
-        found: dict[str, Any] = {"name": self.mirror.name, "mirrors": self.mirror.place}
-        found |= {"published": self.published, "published_only": len(self.alone)}
+        values: dict[str, Any] = {"name": self.mirror.name, "mirrors": self.mirror.where}
+        values |= {"published": self.published, "published_only": len(self.alone)}
         for name, use in _USES.items():
             errors = self.errors(use)
-            found[name] = len(self.of_use(use))
-            found[f"{name}_error_median"] = errors and errors.median_bias
-            found[f"{name}_error_largest"] = errors and errors.worst.error
-        found["cells"] = [*map(_row, self.rows), *map(_alone, self.alone)]
-        return found
+            values[name] = len(self.of_use(use))
+            values[f"{name}_error_median"] = errors and errors.median_bias
+            values[f"{name}_error_largest"] = errors and errors.worst.error
+        values["cells"] = [*map(_row, self.rows), *map(_alone, self.alone)]
+        return values
 
 
 _USES: dict[str, Use] = {"predicted": "check", "fitted": "fit"}
@@ -457,106 +454,73 @@ def _alone(cell: QualityCell) -> dict[str, Any]:
     return {**alone, "is": "not predicted"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Contents:
-    """What a figure is to show, before it is predicted."""
-
-    cells: list[Cell]
-    alone: list[QualityCell]
-
-
 def paper_figures(
     folder: Path,
     only: Sequence[str] = (),
-    known: Mapping[Cell, CellPrediction] | None = None,
+    predicted: Mapping[Cell, CellPrediction] | None = None,
     done: Done | None = None,
 ) -> tuple[list[PaperFigure], list[Unpredicted]]:
     """All figures that the folder has cells for, or those of some names; and what is in none.
 
-    `known` are predictions that need not be made again. `done` gets how many are made.
+    Those `predicted` need not be made again. `done` gets how many are made.
 
     Raises OptionError for an unknown name, and where there is nothing to draw.
     """
     contents, left_out = _contents(folder)
-    chosen = [one for one in MIRRORS if one in contents and (not only or one.name in only)]
+    chosen = [m for m in MIRRORS if m in contents and (not only or m.name in only)]
+    names = [mirror.name for mirror in contents]
     for name in only:
-        if name not in {one.name for one in contents}:
-            names = [one.name for one in contents]
+        if name not in names:
             raise OptionError(f"--only {name}: there is no such figure; {nearest(name, names)}")
     if not chosen:
         raise OptionError(f"{folder} holds no published cell of a figure that is drawn")
-    cells = [cell for one in chosen for cell in contents[one].cells]
-    rows: dict[Cell, CellPrediction] = dict(known or {})
+    cells = [cell for mirror in chosen for cell in contents[mirror] if isinstance(cell, Cell)]
+    rows: dict[Cell, CellPrediction] = dict(predicted or {})
     new = [cell for cell in cells if cell not in rows]
     rows |= zip(new, validate(new, done), strict=True)
     figures = [
         PaperFigure(
-            one, tuple(rows[cell] for cell in contents[one].cells), tuple(contents[one].alone)
+            mirror,
+            tuple(rows[cell] for cell in contents[mirror] if isinstance(cell, Cell)),
+            tuple(cell for cell in contents[mirror] if isinstance(cell, QualityCell)),
         )
-        for one in chosen
+        for mirror in chosen
     ]
     return figures, [] if only else left_out
 
 
-def _contents(folder: Path) -> tuple[dict[Mirror, _Contents], list[Unpredicted]]:
-    """Of each figure, in the order of the file, and the cells of none.
+def _contents(
+    folder: Path,
+) -> tuple[dict[Mirror, list[Cell | QualityCell]], list[Unpredicted]]:
+    """What each figure is to show, in the order of the file, and the cells of none.
 
     Sources of which nothing is drawn, such as tables of many runs, are left out without a word.
     """
-    found: dict[Mirror, _Contents] = {}
-    nowhere = []
-    nothing = "no figure is drawn of this place"
+    contents: dict[Mirror, list[Cell | QualityCell]] = {}
     rest = unpredicted(folder)
-    for cell in (*from_papers(folder), *(one.cell for one in rest if one.cell)):
-        mirror = mirror_of(cell.where, cell.quantity)
-        if mirror:
-            found.setdefault(mirror, _Contents([], [])).cells.append(cell)
-        else:
-            nowhere.append(cell)
-    sources = {cell.source for contents in found.values() for cell in contents.cells}
+    cells = [*from_papers(folder), *(each.cell for each in rest if each.cell)]
+    for cell in cells:
+        if mirror := mirror_of(cell.where, cell.quantity):
+            contents.setdefault(mirror, []).append(cell)
+    drawn = {cell for some in contents.values() for cell in some}
+    sources = {cell.source for cell in cells if cell in drawn}
+    nothing = "no figure is drawn of this place"
     left_out = [
         Unpredicted(cell.source, cell.name, cell.where, cell.published, nothing)
-        for cell in nowhere
-        if cell.source in sources
+        for cell in cells
+        if cell.source in sources and cell not in drawn
     ]
-    for one in rest:
-        mirror = mirror_of(one.where, "quality")
-        if mirror and one.quality:
-            found.setdefault(mirror, _Contents([], [])).alone.append(one.quality)
-        elif not one.cell:
-            left_out.append(one)
-    return found, left_out
+    for each in rest:
+        mirror = mirror_of(each.where, "quality")
+        if mirror and each.quality:
+            contents.setdefault(mirror, []).append(each.quality)
+        elif not each.cell:
+            left_out.append(each)
+    return contents, left_out
 
 
 _SIDE = 0.07
 """By which the GPUs stand apart, as a power of two."""
-
-
-def fsdp_errors(rows: Sequence[CellPrediction]) -> Figure:
-    """Signed errors of all runs over the length of a sequence."""
-    look = looks(row.cell.labels["gpu"] for row in rows)
-    figure = Figure(figsize=(WIDTH / 1.2, 4.0), layout="constrained")
-    axis = figure.subplots()
-    for place, (gpu, one) in enumerate(look.items()):
-        shift = 2.0 ** (_SIDE * (place - 1))
-        for use, fill in (("fit", "white"), ("check", one.colour)):
-            some = [row for row in rows if (row.cell.labels["gpu"], row.cell.use) == (gpu, use)]
-            axis.plot(
-                [_tokens(row) * shift for row in some],
-                [row.error * 100 for row in some],
-                one.marker,
-                color=one.colour,
-                markerfacecolor=fill,
-                markersize=4,
-            )
-    axis.axhline(0, color="black", lw=0.8)
-    axis.set_xscale("log", base=2)
-    plain_log(axis.xaxis, 2)
-    axis.set_xlabel("tokens in a sequence")
-    axis.set_ylabel("error of ours, %")
-    gpus = [_sign(one.marker, one.colour, _shown(gpu), ls="") for gpu, one in look.items()]
-    legend(figure, [*gpus, *_uses(rows, "")], columns=3)
-    return figure
 
 
 def fsdp_scaling(rows: Sequence[CellPrediction]) -> Figure:
@@ -570,17 +534,16 @@ def fsdp_scaling(rows: Sequence[CellPrediction]) -> Figure:
         if labels["nodes"] == "several nodes":
             families.setdefault((labels["gpu"], labels["model"]), []).append(row)
     families = {key: some for key, some in sorted(families.items()) if len(some) > 1}
-    shown = [row for some in families.values() for row in some]
-    figure = Figure(figsize=(max(WIDTH, 1.75 * len(families)), 3.0), layout="constrained")
-    axes = figure.subplots(1, max(1, len(families)), sharey=True, squeeze=False)[0]
+    drawn = [row for some in families.values() for row in some]
+    width, count = max(WIDTH, 1.75 * len(families)), max(1, len(families))
+    figure, axes = panels(width, 3.0, count, sharey=True)
     look = looks(families)
     for axis, (family, some) in zip(axes, families.items(), strict=False):
         sizes = [row.cell.setup.gpus for row in some]
         units = [size * some[0].predicted / sizes[0] / 100 for size in sizes]
-        one = replace(look[family], marker="o", line="-")
-        _line(axis, some, one, units)
+        _line(axis, some, replace(look[family], marker="o", line="-"), units)
         published = [row.cell.published / unit for row, unit in zip(some, units, strict=True)]
-        axis.plot(sizes, published, ls="", mfc=one.fill, **STAR)
+        axis.plot(sizes, published, ls="", mfc=look[family].fill, **STAR)
         axis.set_xscale("log", base=2)
         axis.set_xticks(sizes, [f"{size}" for size in sizes], fontsize=7)
         axis.minorticks_off()
@@ -589,9 +552,8 @@ def fsdp_scaling(rows: Sequence[CellPrediction]) -> Figure:
         axis.set_title(f"{model.upper()}, {_shown(gpu)}")
         axis.set_xlabel("GPUs")
     axes[0].set_ylabel("tokens/s per GPU, % of ours\nfor the fewest GPUs")
-    star = Line2D([], [], ls="", mfc="white", label="published", **STAR)
-    band = Patch(color="black", alpha=_PALE, lw=0, label="90 % interval")
-    legend(figure, [star, *_uses(shown, "-"), band], columns=4)
+    handles = [star("published", "white"), *_uses(drawn, "-"), band("90 % interval")]
+    legend(figure, handles, columns=4)
     return figure
 
 
@@ -599,21 +561,53 @@ def _uses(rows: Sequence[CellPrediction], ls: LineStyleType) -> list[Line2D]:
     """Handles for hollow and filled points, if they occur."""
     signs = (("check", "black", "ours, predicted"), ("fit", "white", "ours, fitted on these runs"))
     uses = {row.cell.use for row in rows}
-    return [_sign("o", "black", words, ls, fill) for use, fill, words in signs if use in uses]
-
-
-def _sign(marker: str, colour: str, label: str, ls: LineStyleType, fill: str = "white") -> Line2D:
-    made = Line2D([], [], marker=marker, color=colour, markerfacecolor=fill, ms=4, label=label)
-    made.set_linestyle(ls)
-    return made
-
-
-def _tokens(row: CellPrediction) -> float:
-    return float(row.cell.setup.overrides["model.seq_len"])
+    style: dict[str, Any] = {"ls": ls, "marker": "o", "color": "black", "ms": 4}
+    return [
+        Line2D([], [], mfc=fill, label=words, **style) for use, fill, words in signs if use in uses
+    ]
 
 
 def _shown(gpu: str) -> str:
     return gpu.upper().replace("_", "-").removesuffix("GB")
+
+
+def _error_points(
+    axis: Axes,
+    rows: Sequence[CellPrediction],
+    x: Callable[[CellPrediction], float],
+    sign: Callable[[CellPrediction], dict[str, Any]],
+) -> None:
+    """Signed errors, in percent, over some value; hollow where it was fitted on."""
+    for row in sorted(rows, key=lambda row: row.cell.use, reverse=True):
+        inside = {"mfc": "white"} if row.cell.use == "fit" else {}
+        axis.plot(x(row), row.error * 100, ls="", ms=4, **sign(row) | inside)
+    axis.axhline(0, color="black", lw=0.8)
+
+
+def fsdp_errors(rows: Sequence[CellPrediction]) -> Figure:
+    """Signed errors of all runs over the length of a sequence; GPUs stand apart."""
+    look = looks(row.cell.labels["gpu"] for row in rows)
+    signs: dict[str, dict[str, Any]] = {
+        gpu: {"marker": its.marker, "color": its.colour} for gpu, its in look.items()
+    }
+    shifts = {gpu: 2.0 ** (_SIDE * (index - 1)) for index, gpu in enumerate(look)}
+    figure, (axis,) = panels(WIDTH / 1.2, 4.0)
+
+    def tokens(row: CellPrediction) -> float:
+        length = float(row.cell.setup.overrides["model.seq_len"])
+        return float(length * shifts[row.cell.labels["gpu"]])
+
+    _error_points(axis, rows, tokens, lambda row: signs[row.cell.labels["gpu"]])
+    axis.set_xscale("log", base=2)
+    plain_log(axis.xaxis, 2)
+    axis.set_xlabel("tokens in a sequence")
+    axis.set_ylabel("error of ours, %")
+    gpus = [
+        Line2D([], [], ls="", ms=4, mfc="white", label=_shown(gpu), **sign)
+        for gpu, sign in signs.items()
+    ]
+    legend(figure, [*gpus, *_uses(rows, "")], columns=3)
+    return figure
 
 
 _MARKERS = "os^vDP"
@@ -621,58 +615,56 @@ _MARKERS = "os^vDP"
 
 def iteration_errors(rows: Sequence[CellPrediction]) -> Figure:
     """Signed errors over published times: a shade for each micro-batch, a marker per hidden."""
-    series: dict[tuple[int, int], list[CellPrediction]] = {}
-    for row in rows:
-        labels = row.cell.labels
-        series.setdefault((int(labels["micro_batch"]), int(labels["hidden"])), []).append(row)
-    micros = sorted({micro for micro, _ in series})
-    hiddens = sorted({hidden for _, hidden in series})
+
+    def key(row: CellPrediction) -> tuple[int, int]:
+        return int(row.cell.labels["micro_batch"]), int(row.cell.labels["hidden"])
+
+    series = sorted(set(map(key, rows)))
+    micros, hiddens = (sorted(set(sizes)) for sizes in zip(*series, strict=True))
     shades = mpl.colormaps["viridis"].resampled(len(micros) + 1)
-    figure = Figure(figsize=(WIDTH, 4.0), layout="constrained")
-    axis = figure.subplots()
-    for (micro, hidden), some in sorted(series.items()):
-        sign: dict[str, Any] = {
+    signs: dict[tuple[int, int], dict[str, Any]] = {
+        (micro, hidden): {
             "marker": _MARKERS[hiddens.index(hidden) % len(_MARKERS)],
             "color": shades(micros.index(micro)),
-            "ms": 4,
-            "ls": "",
         }
-        axis.plot([], [], label=f"batch {micro}, hidden {hidden}", **sign)
-        for row in some:
-            inside = {"mfc": "white"} if row.cell.use == "fit" else {}
-            axis.plot(row.cell.published, row.error * 100, **sign | inside)
-    axis.axhline(0, color="black", lw=0.8)
+        for micro, hidden in series
+    }
+    figure, (axis,) = panels(WIDTH, 4.0)
+    _error_points(axis, rows, lambda row: row.cell.published, lambda row: signs[key(row)])
     axis.set_xscale("log")
     plain_log(axis.xaxis, subs=(1, 2, 5))
     axis.set_xlabel("published iteration time, ms")
     axis.set_ylabel("error of ours, %; hollow: fitted on")
-    figure.legend(loc="outside lower center", ncols=4)
+    handles = [
+        Line2D([], [], ls="", ms=4, label=f"batch {micro}, hidden {hidden}", **sign)
+        for (micro, hidden), sign in signs.items()
+    ]
+    legend(figure, handles, columns=4)
     return figure
 
 
 _KIND = "png"
 
-_BY_SOURCE: tuple[tuple[str, str, Callable[[Sequence[CellPrediction]], Figure]], ...] = (
+_FIGURES: tuple[tuple[str, str, Callable[[Sequence[CellPrediction]], Figure]], ...] = (
     (IterationRow.source, "a100-iteration-errors", iteration_errors),
     (FsdpRow.source, "fsdp-errors", fsdp_errors),
     (FsdpRow.source, "fsdp-scaling", fsdp_scaling),
+    ("co2", "co2-cells", scalability),
+    ("zeropp", "zeropp-cells", throughput),
 )
 """Source, name and function of the figures that mirror none of the source."""
-
-_FURTHER = (("co2", "co2-cells", scalability), ("zeropp", "zeropp-cells", throughput))
-"""The same of further cells, which are of no figure."""
 
 
 def draw(rows: Sequence[CellPrediction], folder: Path) -> dict[str, bytes]:
     """The figures that the rows have data for, by the names of their files."""
-    found: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
     if any(row.cell.where for row in rows):
-        figures, _ = paper_figures(folder, known={row.cell: row for row in rows})
+        figures, _ = paper_figures(folder, predicted={row.cell: row for row in rows})
         for figure in figures:
-            found |= figure.files([_KIND])
+            files |= figure.files([_KIND])
     further = [row for row in rows if not row.cell.where]
-    for source, name, make in (*_BY_SOURCE, *_FURTHER):
+    for source, name, make in _FIGURES:
         mine = [row for row in further if row.cell.source == source]
         if mine:
-            found[f"{name}.{_KIND}"] = in_style(partial(make, mine), [_KIND])[_KIND]
-    return found
+            files[f"{name}.{_KIND}"] = in_style(partial(make, mine), [_KIND])[_KIND]
+    return files

@@ -3,18 +3,17 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from co2sim.catalog import DEFAULT_STACK, load_cluster, load_model, load_stack
+from co2sim.catalog import DEFAULT_STACK, load_cluster, load_stack
 from co2sim.common.errors import OptionError
 from co2sim.common.units import duration
 from co2sim.hardware.cluster import Cluster
-from co2sim.models.workload import Model
 from co2sim.prediction.calibrations import value_at
 
 _NEAR = 1e-3
 """Fraction of its range within which a constant counts as being at a bound."""
 
 _MAX_ENTRIES = 512
-"""Clusters, and models, that are kept once they are read."""
+"""Clusters that are kept once they are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,7 @@ class ConstantGroup:
 
     def on(self, cluster: str) -> tuple[Constant, ...]:
         """The constants that hold on a cluster."""
-        return tuple(one for one in self.constants if cluster in (one.clusters or self.clusters))
+        return tuple(c for c in self.constants if cluster in (c.clusters or self.clusters))
 
 
 _OPERANDS = "fraction of the memory bandwidth at which operands move, counted once a product"
@@ -242,24 +241,18 @@ GROUPS = {
 
 def stated(group: ConstantGroup) -> dict[str, float]:
     """The constants as the catalog states them."""
-    found = {}
+    values = {}
     for constant in group.constants:
-        cluster = cluster_of((constant.clusters or group.clusters)[0], (), group.stack)
+        cluster = cluster_of((constant.clusters or group.clusters)[0], group.stack)
         value = value_at(cluster, constant.path)
         if value is None:
             raise OptionError(f"{cluster.name} has no {constant.path}")
-        found[constant.name] = value
-    return found
+        values[constant.name] = value
+    return values
 
 
 @lru_cache(_MAX_ENTRIES)
-def cluster_of(reference: str, overrides: tuple[tuple[str, str], ...], stack: str = "") -> Cluster:
+def cluster_of(reference: str, stack: str = "") -> Cluster:
     """A cluster of the catalog, as it is with a stack, or with its own; read once."""
-    found = load_cluster(reference, dict(overrides)).value
-    return load_stack(stack or found.stack or DEFAULT_STACK).value.within(found, dict(overrides))
-
-
-@lru_cache(_MAX_ENTRIES)
-def model_of(reference: str, overrides: tuple[tuple[str, str], ...]) -> Model:
-    """A model of the catalog, read once."""
-    return load_model(reference, dict(overrides)).value
+    cluster = load_cluster(reference).value
+    return load_stack(stack or cluster.stack or DEFAULT_STACK).value.within(cluster)

@@ -211,16 +211,11 @@ def render(report: ValidationReport) -> str:
 
 def _filters() -> dict[str, Any]:
     """How the template prints numbers."""
-    shown = three_decimals, percent, whole_percent, signed, words, cell, at_bound, labelled
+    shown = percent, whole_percent, signed, at_bound, labelled
     return {function.__name__: function for function in (*shown, duration, number)}
 
 
 # --- numbers and names as they are printed -------------------------------------------------------
-
-
-def three_decimals(value: float) -> str:
-    """With three digits behind the point."""
-    return f"{value:.3f}"
 
 
 def percent(value: float | None) -> str:
@@ -238,16 +233,6 @@ def signed(value: float) -> str:
     return units.percent(value, 1)
 
 
-def words(text: str) -> str:
-    """A name with blanks for underscores."""
-    return text.replace("_", " ")
-
-
-def cell(text: str) -> str:
-    """A text inside a Markdown table."""
-    return text.replace("|", r"\|")
-
-
 def at_bound(constant: Constant, value: float) -> str:
     """A value of a constant, and whether it is at a bound."""
     return constant.shown(value) + (" (at bound)" if constant.at_bound(value) else "")
@@ -255,4 +240,7 @@ def at_bound(constant: Constant, value: float) -> str:
 
 def labelled(errors: Mapping[str, float]) -> str:
     """Errors by label, in one line; a dash for none."""
-    return ", ".join(f"{words(name)} {percent(error)}" for name, error in errors.items()) or "-"
+    return (
+        ", ".join(f"{name.replace('_', ' ')} {percent(error)}" for name, error in errors.items())
+        or "-"
+    )

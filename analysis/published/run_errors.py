@@ -1,17 +1,16 @@
 """Errors on published training runs: the model of them, and what the catalog says of both."""
 
-import csv
-import io
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from importlib import resources
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from joblib import Parallel, delayed
 from numpy.typing import NDArray
 from scipy.optimize import minimize
@@ -27,6 +26,7 @@ from analysis.published.stack_fit import (
     log_errors,
     overrides,
     predictions,
+    toml_record,
 )
 from co2sim.catalog import load_stack, names
 from co2sim.common import files
@@ -159,7 +159,9 @@ _HARMLESS = {"fp8", "torch.compile", "selective activation checkpointing", "asyn
 """What runs need that changes their speed, but hardly their memory."""
 
 
-def run_memories(runs: Sequence[TrainingRun], jobs: int) -> list[CellPrediction]:
+def run_memories(
+    runs: Sequence[TrainingRun], jobs: int
+) -> list[tuple[TrainingRun, CellPrediction]]:
     """Peaks of the published kind, in GiB: of runs that can be expressed but for `_HARMLESS`."""
     expressible = [
         run
@@ -171,7 +173,7 @@ def run_memories(runs: Sequence[TrainingRun], jobs: int) -> list[CellPrediction]
     ]
     results = predictions(plain, [None] * len(plain), jobs, "predicting memory") if plain else []
     return [
-        CellPrediction(cell_of_run(run, "memory_gib"), _peak(result, run.memory_kind) / GIB)
+        (run, CellPrediction(cell_of_run(run, "memory_gib"), _peak(result, run.memory_kind) / GIB))
         for run, result in zip(expressible, results, strict=True)
     ]
 
@@ -189,7 +191,7 @@ def memory_errors(rows: Sequence[CellPrediction]) -> MemoryErrors:
     sources = [row.cell.source for row in rows]
     summary = ErrorSummary.of(rows)
     return MemoryErrors(
-        reach=float(f"{quantile(errors, weights(sources)):.4g}"),
+        reach=_rounded(quantile(errors, weights(sources))),
         mean=round(summary.mape, 4),
         bias=round(summary.median_bias, 4),
         runs=len(rows),
@@ -212,13 +214,12 @@ def errors_of(
 
     `further` are runs that were predicted from another of their series.
     """
-    situations = [Situation.of(result) for result in results]
-    deviations, factor = deviations_of(
-        situations, log_errors(runs, results), weights([run.paper for run in runs])
-    )
-    own = own_errors(further) if further else None
+    parts = [Situation.of(result).parts for result in results]
+    weight = weights([run.paper for run in runs])
+    deviations, factor = likeliest(parts, log_errors(runs, results), weight)
+    of_series = own_errors(further) if further else None
     pairs = pair_errors(runs, results)
-    return ErrorModel(deviations, factor, tuple(_sources(runs, results)), own, pairs)
+    return ErrorModel(deviations, factor, tuple(_sources(runs, results)), of_series, pairs)
 
 
 def own_errors(further: Sequence[Further]) -> DistanceErrors:
@@ -226,7 +227,7 @@ def own_errors(further: Sequence[Further]) -> DistanceErrors:
     runs = [each.run for each in further]
     errors = log_errors(runs, [each.result for each in further])
     parts = [{"any": 1.0, "apart": each.apart} for each in further]
-    deviations, factor = _likeliest(parts, errors, weights([run.paper for run in runs]))
+    deviations, factor = likeliest(parts, errors, weights([run.paper for run in runs]))
     return DistanceErrors(**deviations, factor=factor, runs=len(further))
 
 
@@ -248,7 +249,7 @@ def pair_errors(runs: Sequence[TrainingRun], results: Sequence[Result]) -> Dista
     weight = np.array([counts[paper] ** 0.5 / pairs[paper] for paper, *_ in ratios])
     parts = [{"any": 1.0, "apart": apart} for *_, apart in ratios]
     errors = np.array([error for _, error, _ in ratios])
-    deviations, factor = _likeliest(parts, errors, weight)
+    deviations, factor = likeliest(parts, errors, weight)
     return DistanceErrors(**deviations, factor=factor, runs=len(ratios))
 
 
@@ -257,20 +258,14 @@ def _place(run: TrainingRun) -> tuple[str, ...]:
     return run.paper, run.stack, run.model, run.cluster, gpu
 
 
-def deviations_of(
-    situations: Sequence[Situation], errors: NDArray[np.float64], weight: NDArray[np.float64]
+def likeliest(
+    parts: Sequence[Mapping[str, float]], errors: NDArray[np.float64], weight: NDArray[np.float64]
 ) -> tuple[dict[str, float], float]:
-    """Standard deviations of the parts, and how many of all a 90 % interval reaches.
+    """Standard deviations of the parts of errors, and how many of all a 90 % interval reaches.
 
     Deviations maximize the likelihood of Student's t; the interval then reaches as far as nine
     tenths of the errors lie, in their own deviations.
     """
-    return _likeliest([situation.parts for situation in situations], errors, weight)
-
-
-def _likeliest(
-    parts: Sequence[Mapping[str, float]], errors: NDArray[np.float64], weight: NDArray[np.float64]
-) -> tuple[dict[str, float], float]:
     keys = list(parts[0])
     sizes = np.array([[part[key] for key in keys] for part in parts])
 
@@ -287,8 +282,12 @@ def _likeliest(
     bounds = [(math.log(_LEAST), 1.0), *[(-7.0, 1.0)] * (len(keys) - 1)]
     best = minimize(loss, start, bounds=bounds)
     factor = quantile(np.abs(errors) / deviations(best.x), weight)
-    likeliest = dict(zip(keys, (float(f"{value:.4g}") for value in np.exp(best.x)), strict=True))
-    return likeliest, float(f"{factor:.4g}")
+    return dict(zip(keys, map(_rounded, np.exp(best.x)), strict=True)), _rounded(factor)
+
+
+def _rounded(value: float) -> float:
+    """With four digits."""
+    return float(f"{value:.4g}")
 
 
 def models_without(
@@ -305,19 +304,21 @@ def models_without(
     return models
 
 
+def _entry(model: ErrorModel) -> dict[str, Any]:
+    """A model of errors, as records have it."""
+    parts = {"own": model.own, "pairs": model.pairs}
+    entry = {"interval_factor": model.factor, "deviations": dict(model.deviations)}
+    return entry | {name: asdict(errors) for name, errors in parts.items() if errors}
+
+
 def models_file(models: Mapping[str, ErrorModel], folder: Path = PAPERS) -> tuple[Path, bytes]:
     """The record of `models_without`."""
-    lines = [
-        "# Written by `co2analysis runs --fit`: the model of errors without each source, by which",
-        "# the coverage of its 90 % intervals is judged; see co2sim.prediction.intervals.",
-    ]
-    for source, model in models.items():
-        lines += ["", f"[{source}]", f"interval_factor = {model.factor:.4g}"]
-        lines += [f"deviations.{name} = {value:.4g}" for name, value in model.deviations.items()]
-        for kind, errors in (("own", model.own), ("pairs", model.pairs)):
-            numbers = asdict(errors) if errors else {}
-            lines += [f"{kind}.{name} = {value:.4g}" for name, value in numbers.items()]
-    return folder / INTERVALS, ("\n".join(lines) + "\n").encode()
+    text = toml_record(
+        "Written by `co2analysis runs --fit`: the model of errors without each source, by which\n"
+        "the coverage of its 90 % intervals is judged; see co2sim.prediction.intervals.",
+        {source: _entry(model) for source, model in models.items()},
+    )
+    return folder / INTERVALS, text.encode()
 
 
 def recorded_models(folder: Path = PAPERS) -> dict[str, ErrorModel]:
@@ -328,9 +329,7 @@ def recorded_models(folder: Path = PAPERS) -> dict[str, ErrorModel]:
 
 def quantile(values: NDArray[np.float64], weight: NDArray[np.float64]) -> float:
     """The value below which nine tenths of the weight lie."""
-    order = np.argsort(values)
-    below = np.cumsum(weight[order]) / weight.sum()
-    return float(values[order][min(int(np.searchsorted(below, _LEVEL)), len(values) - 1)])
+    return float(np.quantile(values, _LEVEL, weights=weight, method="inverted_cdf"))
 
 
 def compared(
@@ -380,35 +379,18 @@ def title(paper: str, folder: Path = PAPERS) -> str:
 
 def errors_file(model: ErrorModel) -> tuple[Path, bytes]:
     """The record of the catalog."""
-    import tomlkit  # noqa: PLC0415 - only to write
-
-    document = tomlkit.document()
-    document.add(
-        tomlkit.comment("Written by `co2analysis runs --fit`: errors on published training")
+    memory = {"memory": asdict(model.memory)} if model.memory else {}
+    text = toml_record(
+        "Written by `co2analysis runs --fit`: errors on published training\n"
+        "runs, each source left out of the fit; see co2sim.prediction.",
+        _entry(model) | memory | {"source": [asdict(source) for source in model.sources]},
     )
-    document.add(tomlkit.comment("runs, each source left out of the fit; see co2sim.prediction."))
-    document["interval_factor"] = model.factor
-    document["deviations"] = dict(model.deviations)
-    for name, errors in (("own", model.own), ("pairs", model.pairs), ("memory", model.memory)):
-        if errors:
-            document[name] = asdict(errors)
-    tables = tomlkit.aot()
-    for source in model.sources:
-        table = tomlkit.table()
-        table.update(
-            {"title": source.title, "runs": source.runs, "mean": source.mean, "bias": source.bias}
-        )
-        tables.append(table)
-    document["source"] = tables
-    return Path(str(_CATALOG / ERRORS)), tomlkit.dumps(document).encode()
+    return Path(str(_CATALOG / ERRORS)), text.encode()
 
 
 def evidence_file(runs: Sequence[TrainingRun], results: Sequence[Result]) -> tuple[Path, bytes]:
     """The record of published runs beside their predictions, without their source."""
-    out = io.StringIO()
-    columns = [field.name for field in fields(PublishedRun)]
-    writer = csv.DictWriter(out, columns, lineterminator="\n")
-    writer.writeheader()
+    rows = []
     for run, result in zip(runs, results, strict=True):
         model = run.case().load()[1].value
         tokens = result.tokens_per_gpu_per_step * result.pp / result.accumulation
@@ -425,10 +407,11 @@ def evidence_file(runs: Sequence[TrainingRun], results: Sequence[Result]) -> tup
             divided=run.tp * run.pp,
             tokens=tokens,
             published=run.tokens_per_s_per_gpu,
-            predicted=float(f"{result.tokens_per_s_per_gpu:.4g}"),
+            predicted=_rounded(result.tokens_per_s_per_gpu),
         )
-        writer.writerow(asdict(row))
-    return Path(str(_CATALOG / EVIDENCE)), out.getvalue().encode()
+        rows.append(asdict(row))
+    content = pd.DataFrame(rows).to_csv(index=False, lineterminator="\n")
+    return Path(str(_CATALOG / EVIDENCE)), content.encode()
 
 
 def catalog_files(values: Values) -> dict[Path, bytes]:
@@ -455,7 +438,7 @@ def _changes(values: Values) -> Mapping[Path, dict[str, Any]]:
     changes: dict[Path, dict[str, Any]] = {}
 
     def put(file: str, path: str, shared: Shared) -> None:
-        value = float(f"{values[shared.name]:.4g}")
+        value = _rounded(values[shared.name])
         stated = f"{value * 1e6:.4g} us" if shared.unit == "s" else value
         changes.setdefault(Path(str(_CATALOG / file)), {})[path] = stated
 

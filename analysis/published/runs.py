@@ -320,43 +320,34 @@ class TrainingRun(RunSetup):
     note: str
 
     @model_validator(mode="after")
-    def _whole_groups(self) -> Self:
-        """Tensor and pipeline parallelism divide the GPUs."""
-        if self.gpus % (self.tp * self.cp * self.pp):
-            raise ValueError(f"gpus {self.gpus} is not a multiple of tp {self.tp} x pp {self.pp}")
+    def _consistent(self) -> Self:
+        """Groups divide the GPUs, a peak says what it counts, and a run that counts has all."""
+        comparable = self.tokens_per_s_per_gpu is not None and self.cluster and not self._special
+        wrong = {
+            f"gpus {self.gpus} is not a multiple of tp {self.tp} x pp {self.pp}": self.gpus
+            % (self.tp * self.cp * self.pp),
+            "memory_gib and memory_kind go together": (self.memory_gib is None)
+            != (not self.memory_kind),
+            "headline is true; it must be false without tokens_per_s_per_gpu or cluster, and for"
+            " fp8, ep and cp": self.headline and not comparable,
+            "use needs iteration_ms": self.use and self.iteration_ms is None,
+        }
+        for words, holds in wrong.items():
+            if holds:
+                raise ValueError(words)
         return self
 
-    @model_validator(mode="after")
-    def _memory_of_a_kind(self) -> Self:
-        """A peak of memory says what it counts."""
-        if (self.memory_gib is None) != (not self.memory_kind):
-            raise ValueError("memory_gib and memory_kind go together")
-        return self
-
-    @model_validator(mode="after")
-    def _headline_can_be_compared(self) -> Self:
-        """A run that counts has a speed, a cluster, and a precision of 16 or 32 bits."""
-        narrow = self.precision in NARROW or self.ep > 1 or self.cp > 1
-        if self.headline and (self.tokens_per_s_per_gpu is None or not self.cluster or narrow):
-            raise ValueError(
-                "headline is true; it must be false without tokens_per_s_per_gpu or cluster, and"
-                " for fp8, ep and cp"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _cell_has_one_number(self) -> Self:
-        """A run that is a cell has the time of a step."""
-        if self.use and self.iteration_ms is None:
-            raise ValueError("use needs iteration_ms")
-        return self
+    @property
+    def _special(self) -> bool:
+        """Whether the run is of a kind that enters no fit."""
+        return self.precision in NARROW or self.ep > 1 or self.cp > 1
 
     @property
     def unfitted(self) -> bool:
         """Whether the run can be predicted, and enters no fit: in fp8, of experts, or with cp."""
         predictable = self.tokens_per_s_per_gpu is not None and bool(self.cluster)
-        kind = self.precision in NARROW or self.ep > 1 or self.cp > 1
-        return predictable and kind and set(self.needs) <= _EXPRESSED and not self.out_of_memory
+        expressed = set(self.needs) <= _EXPRESSED and not self.out_of_memory
+        return predictable and self._special and expressed
 
     def case(self, extra: Mapping[str, str] = {}, **changes: Any) -> Question:
         """The run as a case, with `changes` of its fields; see `RunSetup.case`.

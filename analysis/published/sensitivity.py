@@ -81,9 +81,9 @@ COMMUNICATION: dict[str, Callable[[Cell], Cell]] = {
         with_strategy_options, strategy="co2.published", options={"average": "shares"}
     ),
     **{
-        f"{one.name} {value:.2f}": partial(with_override, path=one.path, text=f"{value:.6g}")
-        for one in GROUPS[GROUP].external
-        for value in (one.low, one.high, 1.0)
+        f"{each.name} {value:.2f}": partial(with_override, path=each.path, text=f"{value:.6g}")
+        for each in GROUPS[GROUP].external
+        for value in (each.low, each.high, 1.0)
     },
     "averages in fp32": partial(
         with_strategy_options, strategy="co2.published", options={"dtype": "fp32"}

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -230,17 +230,24 @@ def fit(runs: Sequence[TrainingRun], start: Values | None, iterations: int, jobs
 
 def written(fitted: StackFit) -> str:
     """The record as TOML; values in SI units."""
-    lines = [
-        "# Written by `co2analysis runs --fit`: what is fitted to published runs, in SI units.",
-        "# Errors of a source are those with the values of its [left_out], which did not know it.",
-        "",
-        "[values]",
-        *(f'"{name}" = {value:.4g}' for name, value in fitted.values.items()),
-    ]
-    for source, values in fitted.left_out.items():
-        lines += ["", f"[left_out.{source}]"]
-        lines += [f'"{name}" = {value:.4g}' for name, value in values.items()]
-    return "\n".join(lines) + "\n"
+
+    def rounded(values: Values) -> dict[str, float]:
+        return {name: float(f"{value:.4g}") for name, value in values.items()}
+
+    left_out = {source: rounded(values) for source, values in fitted.left_out.items()}
+    return toml_record(
+        "Written by `co2analysis runs --fit`: what is fitted to published runs, in SI units.\n"
+        "Errors of a source are those with the values of its [left_out], which did not know it.",
+        {"values": rounded(fitted.values), "left_out": left_out},
+    )
+
+
+def toml_record(comment: str, tree: Mapping[str, Any]) -> str:
+    """A file of TOML with a comment in front."""
+    import tomlkit  # noqa: PLC0415 - only to write
+
+    lines = "".join(f"# {line}\n" for line in comment.splitlines())
+    return f"{lines}\n{tomlkit.dumps(tree)}"
 
 
 def record(folder: Path = PAPERS) -> StackFit:

@@ -137,17 +137,8 @@ class CO2Row(TableRow):
             yield cell_of(paper, RunCell(**of_both, value=ratio, over=over, rounding=0.01))
 
 
-def _gpt(hidden: int, vocab: int, seq_len: int, **shape: Any) -> dict[str, str]:
-    """Overrides that make a model a GPT of a shape, with an MLP of 4 hidden."""
-    shape |= {"hidden": hidden, "vocab": vocab, "ffn": 4 * hidden}
-    shape |= {"seq_len": seq_len, "positions": seq_len}
-    return {f"model.{name}": str(value) for name, value in shape.items()}
-
-
-class IterationRow(TableRow):
-    """Time of an iteration of data-parallel training inside one node."""
-
-    source = "vtrain"
+class GPTRow(TableRow):
+    """A run of a GPT of some shape, with an MLP of 4 hidden."""
 
     gpus: Count
     global_batch: Count
@@ -156,6 +147,29 @@ class IterationRow(TableRow):
     heads: Count
     layers: Count
     seq_len: Count
+
+    def _run(self, paper: Paper, vocab: int, shape: Mapping[str, str], **said: Any) -> RunSetup:
+        """The run, with what else is said of it; `shape` has further numbers of the model."""
+        sizes = {name: getattr(self, name) for name in ("hidden", "heads", "layers", "seq_len")}
+        sizes |= {"vocab": vocab, "ffn": 4 * self.hidden, "positions": self.seq_len, **shape}
+        of_all = {"model": paper.setting("model"), **paper.training}
+        return RunSetup.checked(
+            overrides={f"model.{name}": str(value) for name, value in sizes.items()},
+            gpus=self.gpus,
+            micro_batch=self.micro_batch,
+            **of_all | said,
+        )
+
+    def _cell(self, paper: Paper, run: RunSetup, use: Use, **said: Any) -> Cell:
+        group = group_of(paper, run)
+        return Cell(source=self.source, group=group, use=use, runs=(run,), **said)
+
+
+class IterationRow(GPTRow):
+    """Time of an iteration of data-parallel training inside one node."""
+
+    source = "vtrain"
+
     iteration_ms: Published
 
     @model_validator(mode="after")
@@ -174,38 +188,29 @@ class IterationRow(TableRow):
         if self.iteration_ms is None:
             return
         (cluster,) = paper.setting("clusters").values()
-        run = RunSetup.checked(
+        run = self._run(
+            paper,
+            paper.setting("vocab"),
+            {},
             cluster=cluster,
-            model=paper.setting("model"),
-            overrides=_gpt(
-                self.hidden,
-                paper.setting("vocab"),
-                self.seq_len,
-                layers=self.layers,
-                heads=self.heads,
-            ),
             strategy=paper.simulation.strategy("ddp"),
-            gpus=self.gpus,
-            micro_batch=self.micro_batch,
             accumulation=self.global_batch // (self.gpus * self.micro_batch),
             precision=paper.setting("precision"),
-            **paper.training,
         )
         most = run.whole_cluster().layout.gpus_per_node
         if self.gpus > most:
             raise CatalogError(f"{self.gpus} GPUs; these runs are of one node, which has {most}")
-        yield Cell(
-            source=self.source,
+        yield self._cell(
+            paper,
+            run,
+            use,
             name=(
                 f"{self.gpus} GPUs, batch {self.global_batch}, micro-batch {self.micro_batch},"
                 f" hidden {self.hidden}, {self.layers} layers"
             ),
             strategy="ddp",
-            group=group_of(paper, run),
             published=self.iteration_ms,
-            use=use,
             quantity="iteration_ms",
-            runs=(run,),
             labels={
                 name: str(getattr(self, name))
                 for name in ("gpus", "micro_batch", "hidden", "layers")
@@ -213,22 +218,15 @@ class IterationRow(TableRow):
         )
 
 
-class FsdpRow(TableRow):
+class FsdpRow(GPTRow):
     """Throughput of training an MPT with FSDP."""
 
     source = "llm_foundry"
 
     model: str
-    layers: Count
-    hidden: Count
-    heads: Count
     vocab: Count
-    seq_len: Count
-    gpus: Count
     gpu: str
-    micro_batch: Count
     accumulation: Count
-    global_batch: Count
     precision: str
     mp_mode: str
     sharding: str
@@ -253,20 +251,19 @@ class FsdpRow(TableRow):
         """The throughput, if it is there."""
         if self.tokens_per_s is None:
             return
-        run = self._run(paper)
-        yield Cell(
-            source=self.source,
+        run = self._checked_run(paper)
+        yield self._cell(
+            paper,
+            run,
+            use,
             name=(
                 f"{self.model}, {self.gpus} {self.gpu}, sequence {self.seq_len}, micro-batch"
                 f" {self.micro_batch} x {self.accumulation}"
                 + (", checkpointed" if run.recompute == "full" else "")
             ),
             strategy="fsdp",
-            group=group_of(paper, run),
             published=self.tokens_per_s,
-            use=use,
             quantity="tokens_per_s",
-            runs=(run,),
             rounding=1.0,
             labels={
                 "gpu": self.gpu,
@@ -276,28 +273,19 @@ class FsdpRow(TableRow):
             },
         )
 
-    def _run(self, paper: Paper) -> RunSetup:
+    def _checked_run(self, paper: Paper) -> RunSetup:
         """The run behind the row. Raises CatalogError where shape and parameters disagree."""
         sharding = paper.chosen("sharding", self.sharding, "methods")
         mode = paper.chosen("mp_mode", self.mp_mode, "modes")
-        checkpointed = self.activation_checkpointing == "true"
-        run = RunSetup.checked(
+        run = self._run(
+            paper,
+            self.vocab,
+            {"name": self.model},
             cluster=paper.chosen("gpu", self.gpu, "clusters"),
-            model=paper.setting("model"),
-            overrides=_gpt(
-                self.hidden,
-                self.vocab,
-                self.seq_len,
-                name=self.model,
-                layers=self.layers,
-                heads=self.heads,
-            ),
             strategy=add_options(sharding, {"fsdp": mode}),
-            gpus=self.gpus,
-            micro_batch=self.micro_batch,
             accumulation=self.accumulation,
             precision=paper.chosen("precision", self.precision, "precisions"),
-            **paper.training | {"recompute": "full" if checkpointed else "none"},
+            recompute="full" if self.activation_checkpointing == "true" else "none",
         )
         made = run.trained().parameters
         if abs(made - self.parameters) > _UNSTATED * self.parameters:

@@ -7,9 +7,9 @@ Of the proposition about a fixed clip there are long runs.
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,32 +17,34 @@ from numpy.typing import NDArray
 from analysis.convergence import bound, clipping
 from analysis.convergence.bound import Bound, Infeasible
 from analysis.convergence.setting import Array, Late, RunSize, Setting, size_of, variants_of
-from analysis.convergence.simulate import run
 from theory.cells import Cells, Check, table
-from theory.problems import Known, Pieces, same
+from theory.problems import Known, Pieces, run, same
+
+C = TypeVar("C", clipping.Constants, clipping.NoiseConstants)
 
 THEOREMS = ("residual", "running residual", "clipped noise", "clipped gradients")
 """The bounds that must hold: of any clip by its residual, or by its running mean, and a priori."""
-MUTATIONS = (
-    "residual beside the drift, half",
-    "its square, half",
-    "residual in the gap, half",
-    "residual in the gap, none",
-    "omega, half",
-    "omega^2, half",
-    "N, half",
-    "running residual beside the drift, half",
-    "running residual in the gap, half",
-    "running residual in the gap, none",
-    "bias, half",
-    "kick of the noise, none",
-    "ramp of the bias, none",
-    "square of the noise, 1",
-    "N', half",
-    "kappa, half",
-    "omega of clipped gradients, D half",
-)
-"""Constants that are wrong on purpose."""
+_RESIDUAL: dict[str, dict[str, float]] = {
+    "residual beside the drift, half": {"last": 0.5},
+    "its square, half": {"last": math.sqrt(0.5)},
+    "residual in the gap, half": {"residual": 0.5},
+    "residual in the gap, none": {"residual": 0.0},
+    "omega, half": {"by_gradients": 0.5},
+    "omega^2, half": {"by_gradients": math.sqrt(0.5)},
+    "N, half": {"by_noise": 0.5},
+    "running residual beside the drift, half": {"last": 0.5},
+    "running residual in the gap, half": {"residual": 0.5},
+    "running residual in the gap, none": {"residual": 0.0},
+}
+_NOISE: dict[str, dict[str, float]] = {
+    "bias, half": {"bias": 0.5},
+    "kick of the noise, none": {"kick": 0.0},
+    "ramp of the bias, none": {"ramp": 0.0},
+    "square of the noise, 1": {"square": 0.25},
+    "N', half": {"at_end": 0.5, "square": math.inf},
+}
+MUTATIONS = (*_RESIDUAL, *_NOISE, "kappa, half", "omega of clipped gradients, D half")
+"""Constants that are wrong on purpose, and what they are multiplied by."""
 UNNOTICED = (
     "kick of the noise, none",
     "ramp of the bias, none",
@@ -334,28 +336,23 @@ def totals(done: Run) -> Iterator[tuple[str, float]]:
     setting, phi = done.setting, done.phi
     parts = clipping.alone(setting)
     used, averaged = clipping.constants(setting), clipping.constants(setting, done.decay)
-
-    def total(size: float, right: clipping.Constants, **factors: float) -> float:
-        wrong = {name: factor * getattr(right, name) for name, factor in factors.items()}
-        return _total(clipping.by_residual(setting, parts, replace(right, **wrong), size))
-
-    eps, running = done.residual, done.running
-    yield "residual", total(eps, used)
-    yield "running residual", total(running, averaged)
-    for name, factor in (("half", 0.5), ("none", 0.0)):
-        yield f"residual in the gap, {name}", total(eps, used, residual=factor)
-        yield f"running residual in the gap, {name}", total(running, averaged, residual=factor)
-    yield "residual beside the drift, half", total(eps, used, last=0.5)
-    yield "its square, half", total(eps, used, last=math.sqrt(0.5))
-    yield "running residual beside the drift, half", total(running, averaged, last=0.5)
-    yield "omega, half", total(eps, used, by_gradients=0.5)
-    yield "omega^2, half", total(eps, used, by_gradients=math.sqrt(0.5))
-    yield "N, half", total(eps, used, by_noise=0.5)
+    for name, factors in {"residual": {}, "running residual": {}, **_RESIDUAL}.items():
+        running = name.startswith("running")
+        size, right = (done.running, averaged) if running else (done.residual, used)
+        terms = clipping.by_residual(setting, parts, _scaled(right, factors), size)
+        yield name, _total(terms)
     if setting.late is None and setting.most_penalty is None and math.isfinite(phi):
         if not setting.noise:
             yield from _quiet(setting, parts, done.mean, phi)
         elif clipping.threshold(setting, phi) > done.each:
             yield from _noisy(setting, parts, done.each, phi)
+
+
+def _scaled(right: C, factors: Mapping[str, float]) -> C:
+    """Constants with some of them multiplied."""
+    return replace(
+        right, **{name: factor * getattr(right, name) for name, factor in factors.items()}
+    )
 
 
 def _total(terms: Bound | Infeasible) -> float:
@@ -367,15 +364,8 @@ def _noisy(
 ) -> Iterator[tuple[str, float]]:
     """Theorem 2."""
     used = clipping.noise_constants(setting, largest, phi)
-    for name, wrong in (
-        ("clipped noise", used),
-        ("bias, half", replace(used, bias=used.bias / 2)),
-        ("kick of the noise, none", replace(used, kick=0.0)),
-        ("ramp of the bias, none", replace(used, ramp=0.0)),
-        ("square of the noise, 1", replace(used, square=1.0)),
-        ("N', half", replace(used, at_end=used.at_end / 2, square=math.inf)),
-    ):
-        yield name, _total(clipping.by_noise(setting, parts, wrong))
+    for name, factors in {"clipped noise": {}, **_NOISE}.items():
+        yield name, _total(clipping.by_noise(setting, parts, _scaled(used, factors)))
 
 
 def _quiet(

@@ -8,10 +8,10 @@ import numpy as np
 from scipy.optimize import nnls
 
 from analysis.convergence.setting import Array, RunSize, variants
-from analysis.convergence.simulate import run
 from theory.cells import Cells, Check, table
-from theory.oracle import SCORE, MomentsTask, exact, scores
-from theory.problems import FAMILIES
+from theory.exact_moments import exact
+from theory.oracle import SCORE, MomentsTask, scores
+from theory.problems import FAMILIES, run
 
 EQUAL, UNEQUAL = ("isotropic", "spread"), ("two kinds",)
 """Problems whose workers are equal, or not; all have L = 1."""

@@ -15,15 +15,14 @@ from analysis.convergence.setting import (
     Late,
     Setting,
     Variants,
-    select,
     size_of,
     variants_of,
 )
-from analysis.convergence.simulate import Gaussian, Sampler, run
+from analysis.convergence.simulate import Gaussian, Sampler
 from analysis.convergence.verify import margin
 from theory.cells import Cells, Check, table
-from theory.oracle import exact
-from theory.problems import AT_MINIMUM, FAMILIES, Known, Logistic, Minibatches
+from theory.exact_moments import exact
+from theory.problems import AT_MINIMUM, FAMILIES, Known, Logistic, Minibatches, run, select
 
 _LEAST, _LEAST_LATE, _LEAST_LATE_QUICK = 3_000, 20_000, 2_000
 """Distinct configurations that the bound has to hold on."""

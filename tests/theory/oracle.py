@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.convergence.setting import Array, RunSize, Variants, select, variants
-from analysis.convergence.simulate import Gaussian, Simulation, run
+from analysis.convergence.setting import Array, RunSize, variants
+from analysis.convergence.simulate import Gaussian, Simulation
 from theory import exact_moments
 from theory.cells import Cells, Check
-from theory.exact_moments import LateSystem, Moments
-from theory.problems import FAMILIES, Known, Quadratic, same
+from theory.exact_moments import LateSystem, exact
+from theory.problems import FAMILIES, Quadratic, run, same, select
 
 IDENTITY = 1e-12
 """Largest relative error of the identities."""
@@ -188,13 +188,6 @@ def moments_plan(*, quick: bool) -> Iterator[MomentsTask]:
             yield MomentsTask(family, 3, tau, 24, 1000 if quick else 4000, late=late)
 
 
-def exact(problem: Known, which: Variants, size: RunSize, *, spread: bool = False) -> Moments:
-    """The exact moments of a run on a quadratic."""
-    assert isinstance(problem, Quadratic)
-    oracle = exact_moments.late_exact if size.late_steps else exact_moments.exact
-    return oracle(problem, which, size, spread=spread)
-
-
 _PLAIN = variants(
     np.array([0.02, 0.08, 0.02]),
     outer_step=np.array([0.5, 0.7, 1.0]),
@@ -293,7 +286,7 @@ def disagreements(tau: int, steps: int, count: int) -> int:
     load = rng.uniform(0, 2.2, count)
     which = variants(load, outer_step=alpha, momentum=beta, keep=keep, predict=predict)
     size = RunSize(workers=2, rounds=1, local_steps=tau, late_steps=steps)
-    matrix = exact_moments.late_transition(same(1.0), which, size)[:, 0, :-1, :-1]
+    matrix = exact_moments.transition(same(1.0), which, size)[:, 0, :-1, :-1]
     radius = np.abs(np.linalg.eigvals(matrix)).max(axis=-1)
     system = LateSystem(load, tau, steps, alpha, beta, keep, predict)
     distance = np.abs(exact_moments.disagreement(system))
@@ -368,9 +361,9 @@ def drift_errors() -> list[float]:
             )
             for problem, noise, expected in cases:
                 which = variants(1e-6, noise=noise, keep=keep)
-                waiting = exact_moments.exact(problem, which, size).drift[0]
+                waiting = exact(problem, which, size).drift[0]
                 late = replace(size, late_steps=steps)
-                drift = exact_moments.late_exact(problem, which, late, alike=True).drift[0]
+                drift = exact(problem, which, late, alike=True).drift[0]
                 errors.append(abs(float(drift / waiting) / expected - 1))
     return errors
 

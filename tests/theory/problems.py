@@ -1,7 +1,7 @@
 """The problems of the protocol: quadratics, nonconvex functions, logistic regression."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any, Protocol
 
@@ -12,8 +12,21 @@ from scipy.special import expit
 from sklearn import datasets
 
 from analysis.convergence import simulate
-from analysis.convergence.setting import Array
-from analysis.convergence.simulate import Problem
+from analysis.convergence.setting import Array, Outcome, RunSize, Variants
+from analysis.convergence.simulate import Problem, Simulation
+
+
+def run(problem: Problem, which: Variants, size: RunSize, **options: Any) -> Outcome:
+    """All rounds of a `Simulation`, with its options."""
+    simulation = Simulation(problem, which, size, **options)
+    for _ in range(size.rounds):
+        simulation.next_round()
+    return simulation.outcome()
+
+
+def select(which: Variants, chosen: slice) -> Variants:
+    """Some of the variants."""
+    return Variants(*(getattr(which, field.name)[chosen] for field in fields(which)))
 
 
 class Known(Problem, Protocol):

@@ -15,13 +15,13 @@ import pytest
 from analysis.convergence import bound
 from analysis.convergence.bound import Bound, Infeasible
 from analysis.convergence.setting import Outcome, RunSize, Setting, Variants
-from analysis.convergence.simulate import run
 from theory import __main__ as command
 from theory import clipping, controls, grid, oracle
 from theory.cells import Cells, Check
 from theory.clipping import MUTATIONS, Floor, Form, Genes, Tally
+from theory.exact_moments import by_hand
 from theory.grid import Row
-from theory.problems import Known, Pieces
+from theory.problems import Known, Pieces, run
 
 slow = pytest.mark.slow
 
@@ -170,37 +170,30 @@ def test_fits_find_what_was_put_in() -> None:
 
 def followed(form: Form, genes: Genes, setting: Setting, phi: float) -> tuple[float, float, float]:
     """A and both residuals on x^2/2, by every path of the noise, a number at a time."""
-    size, late, tau = form.size, form.size.late_steps, form.size.local_steps
+    size, tau = form.size, form.size.local_steps
     up = math.sqrt((1 - form.share) / form.share) * float(genes.noise[0])
     down = -math.sqrt(form.share / (1 - form.share)) * float(genes.noise[0])
-    decay, gamma = float(genes.decay[0]), setting.inner_step
+    decay, start = float(genes.decay[0]), float(form.problem.start[0])
     total = square = running = 0.0
     for path in product((up, down), repeat=size.rounds * tau):
         weight = math.prod(form.share if noise == up else 1 - form.share for noise in path)
-        x = anchor = float(form.problem.start[0])
-        m = r = left = 0.0
-        flight: list[float] = []
-        for t in range(size.rounds):
-            due_at, summed = (late, 0.0) if late and t else (None, 0.0)
-            for k in range(tau + 1):
-                if k == due_at or (k == tau and not late):
-                    flight += [summed] if not late else []
-                    ready = late or len(flight) > size.delay
-                    u = setting.momentum * m
-                    u += flight.pop(0) / setting.penalty if ready else 0.0
-                    m = min(max(u, -phi), phi)
-                    s = setting.penalty * (u - m) / tau
-                    r = decay * r + (1 - decay) * s
-                    if late or size.delay or t < size.rounds - 1:
-                        square, running = square + weight * s * s, running + weight * r * r
-                    anchor -= setting.outer_step * gamma * m
-                    x = anchor + x - left if late else anchor
-                if k < tau:
-                    total += weight * x * x
-                    slope = x + path[t * tau + k]
-                    summed, x = summed + slope, x - gamma * slope
-            left = x
-            flight += [summed] if late else []
+        lost: list[float] = []
+
+        def clipped(_: int, wanted: float, lost: list[float] = lost) -> float:
+            kept = min(max(wanted, -phi), phi)
+            lost.append(setting.penalty * (wanted - kept) / tau)
+            return kept
+
+        def slope(step: int, x: float, path: tuple[float, ...] = path) -> float:
+            return start + x + path[step]
+
+        total += weight * sum((start + x) ** 2 for x in by_hand(setting, slope, clipped))
+        if not (setting.late or size.delay):
+            lost.pop()  # it moves no point that is visited
+        r = 0.0
+        for s in lost:
+            r = decay * r + (1 - decay) * s
+            square, running = square + weight * s * s, running + weight * r * r
     rounds = size.rounds
     return total / (rounds * tau), math.sqrt(square / rounds), math.sqrt(running / rounds)
 

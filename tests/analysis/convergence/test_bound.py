@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from theory.exact_moments import by_hand
 
 from analysis.convergence import bound, bound_report
 from analysis.convergence.bound import Bound, Infeasible
@@ -52,34 +53,6 @@ def settings(draw: st.DrawFn) -> Setting:
 # --- constants: how far the virtual iterate is from the mean --------------------------------------
 
 
-def impulse(setting: Setting, at: int) -> list[float]:
-    """The means of a run that moves by one gradient of 1, at one step: the algorithm itself."""
-    late, tau = setting.late, setting.local_steps
-    gamma, alpha = setting.inner_step, setting.outer_step
-    x = anchor = momentum = 0.0
-    flight: list[tuple[float, float]] = []
-    path = []
-    for t in range(setting.rounds):
-        for k in range(tau + 1):
-            if late and flight and k == late.steps:
-                left, moved = flight.pop()
-                momentum = setting.momentum * momentum + moved / (gamma * setting.penalty)
-                anchor -= alpha * gamma * momentum
-                x = anchor + late.keep * (x - left) - late.predict * late.steps / tau * moved
-            if k == tau:
-                break
-            path.append(x)
-            if t * tau + k == at:
-                x -= gamma
-        flight.append((x, anchor - x))
-        if not late:
-            due = flight.pop(0)[1] if len(flight) > setting.delay else 0.0
-            momentum = setting.momentum * momentum + due / (gamma * setting.penalty)
-            anchor -= alpha * gamma * momentum
-            x = anchor
-    return path
-
-
 def gap_map(setting: Setting) -> tuple[Array, Array]:
     """The matrix from averaged gradients to z - mean, and what every step counts."""
     tau, size = setting.local_steps, setting.rounds * setting.local_steps
@@ -90,7 +63,8 @@ def gap_map(setting: Setting) -> tuple[Array, Array]:
         )
     steps = np.arange(size)
     columns = [
-        np.where(steps > step, -setting.virtual_step * counts[step], 0.0) - impulse(setting, step)
+        np.where(steps > step, -setting.virtual_step * counts[step], 0.0)
+        - by_hand(setting, lambda s, _, step=step: float(s == step))  # type: ignore[misc]
         for step in range(size)
     ]
     return np.array(columns).T, counts
@@ -386,12 +360,13 @@ def test_allowed_delay_is_the_last_of_all_that_hold(
     for price in (0.02, 0.3, 1.0):
         answer = bound_report.allowed(setting, price, tune=tune)
         held = [total / base.total - 1 <= price for total in totals]
-        assert answer.steps == (held.index(False) if False in held else 12)
-        assert answer.feasible == sum(math.isfinite(total) for total in totals)
-        shown = {line.delay.steps or 0 for line in answer.lines[:-1]}
-        assert shown == {0, 1, 2, 4, 8, 12, answer.steps, answer.feasible}
-        assert answer.lines[-1].delay == Delay(None, 1)
-        prices = [line.price for line in answer.lines[:-1]]
+        assert answer["steps"] == (held.index(False) if False in held else 12)
+        assert answer["feasible_steps"] == sum(math.isfinite(total) for total in totals)
+        *lines, restart = answer["delays"]
+        shown = {delay(line["delay"]).steps or 0 for line in lines}
+        assert shown == {0, 1, 2, 4, 8, 12, answer["steps"], answer["feasible_steps"]}
+        assert restart["delay"] == "1 round"
+        prices = [line["price"] for line in lines]
         assert prices[0] == 0
         assert prices == pytest.approx(
             [0, *(totals[d - 1] / base.total - 1 for d in sorted(shown)[1:])]

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from test_bound import LATE
+from test_bound import settings as all_settings
+from theory.exact_moments import by_hand
 
 from analysis.convergence import bound, clipping
 from analysis.convergence.bound import Bound, Infeasible
@@ -19,17 +21,9 @@ SETTING = replace(LATE, late=None)
 @st.composite
 def settings(draw: st.DrawFn) -> Setting:
     """Feasible settings that clipping is covered for, by rounds or by local steps late."""
-    tau = draw(st.integers(1, 5))
-    setting = replace(
-        SETTING,
-        local_steps=tau,
-        rounds=draw(st.integers(1, 8)),
-        momentum=draw(st.sampled_from([0.0, 0.25, 0.6, 0.9])),
-        outer_step=draw(st.sampled_from([0.2, 1.0, 1.7])),
-        penalty=draw(st.sampled_from([1.0, 2.0])),
-        delay=draw(st.integers(0, 3)),
-        late=draw(st.none() | st.builds(Late, steps=st.integers(1, tau))),
-    )
+    setting = draw(all_settings())
+    late = setting.late and Late(steps=setting.late.steps)
+    setting = replace(setting, late=late)
     fraction = draw(st.floats(0.05, 0.95))
     return replace(setting, inner_step=fraction * bound.largest_inner_step(setting))
 
@@ -63,41 +57,18 @@ def residual_map(setting: Setting, decay: float) -> Array:
     and s_{t+1} = -a/(1-a), gradients of 1 in round t (so that y = h - r is 0), and z that
     therefore stays.
     """
-    late, tau, rounds = setting.late, setting.local_steps, setting.rounds
-    gamma, beta = setting.inner_step, setting.momentum
-    shift = 0 if late or setting.delay else 1  # without a delay s_t is charged to round t + 1
-    columns = []
-    for charged in range(shift, rounds):
+    tau = setting.local_steps
+    shift = 0 if setting.late or setting.delay else 1  # else s_t is charged to round t + 1
+
+    def column(charged: int) -> list[float]:
         errors = {charged - shift: 1 / (1 - decay), charged + 1 - shift: -decay / (1 - decay)}
-        x = anchor = momentum = 0.0
-        flight: list[float] = []
-        gaps, left = [], 0.0
+        return by_hand(
+            setting,
+            lambda step, _: float(step // tau == charged),
+            lambda t, momentum: momentum - errors.get(t, 0.0) * tau / setting.penalty,
+        )
 
-        def move(due: float, t: int) -> float:
-            wanted = beta * momentum + due / setting.penalty  # noqa: B023 - used at once
-            return wanted - errors.get(t, 0.0) * tau / setting.penalty  # noqa: B023 - used at once
-
-        for t in range(rounds):
-            total = 0.0
-            for k in range(tau + 1):
-                if late and k == late.steps:
-                    momentum = move(flight.pop(0) if flight else 0.0, t)
-                    anchor -= setting.outer_step * gamma * momentum
-                    x = anchor + (x - left)
-                if k == tau:
-                    break
-                gaps.append(-x)
-                x -= gamma * (t == charged)
-                total += t == charged
-            flight.append(total)
-            left = x
-            if not late:
-                due = flight.pop(0) if len(flight) > setting.delay else 0.0
-                momentum = move(due, t)
-                anchor -= setting.outer_step * gamma * momentum
-                x = anchor
-        columns.append(gaps)
-    return np.array(columns).T
+    return -np.array([column(charged) for charged in range(shift, setting.rounds)]).T
 
 
 @given(settings(), st.sampled_from([0.0, 0.5, 0.9]))

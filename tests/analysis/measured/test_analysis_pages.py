@@ -20,7 +20,6 @@ from html_pages import drawn_points, files, held, loads
 from simulated_record import measured, more_latency, same, slower_gpu, slower_network
 
 from analysis.measured.comparison import RunComparison, compare
-from analysis.measured.op_table import by_label
 from analysis.measured.page import page
 from analysis.published import page as published
 from analysis.published.cells import from_papers
@@ -73,7 +72,7 @@ def test_what_is_drawn_are_the_times_of_the_runs(text: str, three: list[RunCompa
         assert bars["round time", "measured"] == pytest.approx(1e3 * found["round_time_s"])
         assert bars["communication busy", "measured"] == pytest.approx(1e3 * found["comm_busy_s"])
         points = {row["op"]: row for row in drawn_points(specs[f"ops-{place}"]) if "op" in row}
-        ops = {op.label: op for op in by_label(run) if op.predicted and op.measured}
+        ops = {op.label: op for op in run.ops if op.predicted and op.measured}
         assert points.keys() == ops.keys()
         for name, op in ops.items():
             assert points[name]["measured"] == pytest.approx(1e3 * op.measured)

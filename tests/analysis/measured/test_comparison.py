@@ -25,10 +25,10 @@ from analysis.measured.comparison import (
     RunComparison,
     changed,
     compare,
+    labels,
     order_errors,
     summarise,
 )
-from analysis.measured.op_table import by_label, causes, labels
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.schedule.schedule import (
     NODE,
@@ -49,7 +49,7 @@ from realrun.record import Record, write
 
 def shares(strategy: str, change: Change = same, noise: Noise = QUIET) -> dict[Cause, float]:
     """Shares of the causes of a constructed measurement."""
-    return causes(by_label(compare("run", measured(strategy, change, noise))))
+    return compare("run", measured(strategy, change, noise)).causes
 
 
 JITTER = Noise(jitter=0.05, seed=3)
@@ -82,12 +82,12 @@ def test_a_slow_node_is_a_straggler_and_others_wait_for_it(strategy: str) -> Non
     """The slow node's computes are named straggler; collectives that err much wait for it."""
     noise = Noise(node_speed={1: 0.8})
     comparison = compare("run", measured(strategy, noise=noise))
-    found = causes(by_label(comparison))
+    found = comparison.causes
     assert set(list(found)[:2]) == {Cause.WAITING, Cause.STRAGGLER}
     collectives = {op.name for op in comparison.schedule.body if isinstance(op.work, Collective)}
     names = labels(comparison.schedule)
     waiting = {names[name] for name in collectives}
-    for row in by_label(comparison):
+    for row in comparison.ops:
         if row.share > 0.05 and row.cause:
             assert row.cause is (Cause.WAITING if row.label in waiting else Cause.STRAGGLER)
 
@@ -98,8 +98,8 @@ def test_traces_that_agree_have_no_errors_and_no_causes(strategy: str) -> None:
     comparison = compare("run", measured(strategy))
     assert comparison.round_time_error == pytest.approx(0, abs=1e-9)
     assert comparison.overlap_difference == pytest.approx(0, abs=1e-6)
-    assert all(row.cause is None and row.error == pytest.approx(0) for row in by_label(comparison))
-    assert not any(causes(by_label(comparison)).values())
+    assert all(row.cause is None and row.error == pytest.approx(0) for row in comparison.ops)
+    assert not any(comparison.causes.values())
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_parts_add_up_to_the_error(strategy: str, change: Change) -> None:
     comparison = compare("run", measured(strategy, change, noise))
     for d in comparison.differences:
         assert sum(d.parts.values()) == pytest.approx(d.error, abs=1e-12)
-    found = by_label(comparison)
+    found = comparison.ops
     assert sum(row.share for row in found) == pytest.approx(1)
     whole = sum(d.error for d in comparison.differences)
     assert sum(sum(row.parts.values()) for row in found) == pytest.approx(whole)
@@ -237,19 +237,20 @@ def test_summary_is_median_and_largest_of_absolute_errors(three: list[RunCompari
         pairs = [(getattr(one.predicted, figure), one.measured[figure]) for one in three]
         return sorted(abs(here / there - 1) for here, there in pairs)
 
-    busy, exposed, rounds = (
-        errors(figure) for figure in ("comm_busy_s", "exposed_comm_s", "round_time_s")
-    )
-    assert whole.runs == 3
-    assert whole.median_comm_busy_error == pytest.approx(busy[1], abs=1e-12)
-    assert whole.largest_comm_busy_error == pytest.approx(busy[2])
-    assert whole.median_exposed_error == pytest.approx(exposed[1])
-    assert whole.largest_exposed_error == pytest.approx(exposed[2])
-    assert whole.median_round_time_error == pytest.approx(rounds[1])
-    assert whole.largest_round_time_error == pytest.approx(rounds[2])
+    assert whole["runs"] == 3
+    for figure, name in (
+        ("comm_busy_s", "comm_busy_error"),
+        ("exposed_comm_s", "exposed_error"),
+        ("round_time_s", "round_time_error"),
+    ):
+        _, middle, most = errors(figure)
+        assert whole[f"median_{name}"] == pytest.approx(middle, abs=1e-12)
+        assert whole[f"largest_{name}"] == pytest.approx(most)
     gaps = sorted(abs(one.overlap_difference or 0.0) for one in three)
-    assert whole.median_overlap_difference == gaps[1]
-    assert whole.largest_overlap_difference == gaps[2]
+    assert (whole["median_overlap_difference"], whole["largest_overlap_difference"]) == (
+        gaps[1],
+        gaps[2],
+    )
 
 
 def test_exposed_communication_is_compared_where_there_is_some(three: list[RunComparison]) -> None:
@@ -275,7 +276,7 @@ def test_exposed_communication_is_compared_where_there_is_some(three: list[RunCo
 def orders(*records: Record) -> list[OrderError]:
     """The errors of order among these runs, which are named by their strategies."""
     runs = [compare(str(one.case.strategy), one) for one in records]
-    return order_errors([(run.name, run) for run in runs])
+    return order_errors(runs)
 
 
 def test_an_order_that_is_not_the_predicted_one_is_an_error() -> None:

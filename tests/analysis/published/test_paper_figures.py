@@ -38,7 +38,7 @@ def drawn() -> Drawn:
         for cell, row in known.items()
         if cell.group
     }
-    return paper_figures(PAPERS, known=known)
+    return paper_figures(PAPERS, predicted=known)
 
 
 # --- what is drawn -------------------------------------------------------------------------------

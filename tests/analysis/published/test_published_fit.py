@@ -175,7 +175,7 @@ def test_the_record_holds_every_group() -> None:
         assert all(entry["covariance"][i][i] >= 0 for i in range(size))
         assert entry["scatter"] > 0
         for cluster in GROUPS[name].clusters:
-            assert calibrations()[name].holds_for(cluster_of(cluster, (), GROUPS[name].stack))
+            assert calibrations()[name].holds_for(cluster_of(cluster, GROUPS[name].stack))
 
 
 def test_recorded_intervals_hold_left_out_cells() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +100,7 @@ def test_the_model_of_errors_finds_how_errors_were_made(seed: int) -> None:
         return some, np.hypot(0.05, 0.3 * shares) * chance.standard_t(5, count)
 
     situations, errors = drawn(3000)
-    found, factor = run_errors.deviations_of(situations, errors, np.ones(3000))
+    found, factor = run_errors.likeliest([each.parts for each in situations], errors, np.ones(3000))
     assert found["any"] == pytest.approx(0.05, rel=0.15)
     assert found["exposed"] == pytest.approx(0.3, rel=0.15)
     model, (situations, errors) = ErrorModel(found, factor, ()), drawn(3000)
@@ -209,12 +208,12 @@ def test_memory_is_that_of_the_published_kind() -> None:
     """Allocated is the least, then reserved, then the total; a run of fp8 is one of bf16."""
     run = next(run for run in of("torchtitan_h100") if run.memory_kind == "reserved")
     kinds = [
-        run_errors.run_memories([run.model_copy(update={"memory_kind": kind})], 1)[0].predicted
+        run_errors.run_memories([run.model_copy(update={"memory_kind": kind})], 1)[0][1].predicted
         for kind in ("allocated", "reserved", "total")
     ]
     assert kinds == sorted(set(kinds))
     (plain, float8) = (
-        run_errors.run_memories([run.model_copy(update={"precision": kind})], 1)[0].predicted
+        run_errors.run_memories([run.model_copy(update={"precision": kind})], 1)[0][1].predicted
         for kind in ("bf16", "fp8")
     )
     assert plain == float8
@@ -223,7 +222,7 @@ def test_memory_is_that_of_the_published_kind() -> None:
 def test_runs_that_need_more_do_not_count() -> None:
     """Of context parallelism nothing is known; compilation changes no memory."""
     counted = run_errors.run_memories(of("torchtitan_h100"), 1)
-    needs = [run.needs for row in counted for run in row.cell.runs if isinstance(run, TrainingRun)]
+    needs = [run.needs for run, _ in counted]
     assert not any("context parallel" in of_run for of_run in needs)
     assert any("torch.compile" in of_run for of_run in needs)
 
@@ -231,7 +230,7 @@ def test_runs_that_need_more_do_not_count() -> None:
 @pytest.mark.nightly
 def test_the_catalog_states_the_errors_of_memory() -> None:
     """As they are today, so that an interval is what runs show."""
-    every = run_errors.run_memories(EVERY, 1)
+    every = [row for _, row in run_errors.run_memories(EVERY, 1)]
     found = run_errors.memory_errors(every)
     assert error_model().memory == found
     inside = [abs(math.log(one.predicted / one.cell.published)) <= found.reach for one in every]
@@ -297,31 +296,6 @@ def test_larger_runs_are_predicted_from_the_smallest(co2analysis: Command) -> No
         co2analysis("runs", "--own", "--source", "torchtitan_h100", "--jobs", "1", "--json").out
     )
     assert [row["run"] for row in printed] == [one.run.id for one in found]
-
-
-def test_errors_of_own_runs_grow_with_the_distance_as_they_were_made() -> None:
-    """The likelihood finds both deviations again, and nine of ten further errors are inside."""
-    run = RUNS[0]
-    assert run.tokens_per_s_per_gpu is not None
-    result = simulate("dgx-h100", "llama3-8b", "fsdp", gpus=8)
-    chance = np.random.default_rng(7)
-
-    def drawn(count: int) -> list[run_errors.Further]:
-        found = []
-        for apart in chance.uniform(0, 8, count):
-            error = math.hypot(0.04, 0.03 * apart) * chance.standard_t(5)
-            speed = run.tokens_per_s_per_gpu * math.exp(error)  # type: ignore[operator]
-            one = replace(result, tokens_per_s_per_gpu=speed)
-            found.append(run_errors.Further(run, run, one, float(apart)))
-        return found
-
-    found = run_errors.own_errors(drawn(2000))
-    assert found.any == pytest.approx(0.04, rel=0.2)
-    assert found.apart == pytest.approx(0.03, rel=0.15)
-    others = drawn(2000)
-    errors = stack_fit.log_errors([run] * 2000, [one.result for one in others])
-    inside = [abs(e) <= found.reach(one.apart) for e, one in zip(errors, others, strict=True)]
-    assert sum(inside) / 2000 == pytest.approx(0.9, abs=0.03)
 
 
 @pytest.mark.slow
