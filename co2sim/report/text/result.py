@@ -1,12 +1,12 @@
 """The figures of a configuration, simulated or measured, on the terminal."""
 
 import math
+import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
-from itertools import islice, pairwise, product
-from typing import Any, cast
+from dataclasses import fields, replace
+from itertools import pairwise, product
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -15,19 +15,18 @@ from co2sim.catalog import Fact
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import Bytes, counted, duration, percent, scaled
-from co2sim.models.framework import AttentionKernel
 from co2sim.models.memory import GIB, OVERHEAD, model_states
 from co2sim.prediction import figures, intervals, notes
 from co2sim.prediction.figures import INTERVAL, in_table, list_of, shared_batch
 from co2sim.prediction.intervals import error_model, undecided
-from co2sim.prediction.job import Stage, schedule_of
+from co2sim.prediction.job import Job, Stage
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
 from co2sim.prediction.totals import totals_of
 from co2sim.prediction.verdict import Verdict
 from co2sim.report.text import totals
-from co2sim.schedule.schedule import Layout, Schedule
+from co2sim.schedule.schedule import Layout
 from co2sim.simulation.noise import QUIET, Noise
 from co2sim.strategies import STRATEGIES, Strategy, with_options
 from co2sim.strategies.step import title
@@ -174,7 +173,10 @@ def print_simulated(
             global_batch=None,
             recompute=result.recompute,
         )
-        print_fitting(console(), taken, settle)
+        lines, heading, rows = fitting(taken, settle)
+        print_lines(console(), *lines, "")
+        if rows:
+            print_table(console(), heading, ("instead", "memory per GPU"), rows)
 
 
 def print_verdicts(found: Sequence[Verdict]) -> None:
@@ -358,14 +360,6 @@ _MAX = 6
 """Alternatives that are shown."""
 
 
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """A configuration near one that does not fit: what to change, and its bytes on a GPU."""
-
-    changes: dict[str, str]
-    memory: Bytes
-
-
 def largest(stage: Stage) -> str:
     """The largest item of memory, and what makes it smaller, in a line."""
     memory, job = stage.memory(), stage.workload.share
@@ -384,17 +378,6 @@ def largest(stage: Stage) -> str:
     return f"the largest item is {name}, {scaled(memory[name], 'B')}{less}"
 
 
-def print_fitting(out: Console, case: Question, settle: Callable[[Question], Question]) -> None:
-    """Print what to change so that the case fits, or what comes nearest.
-
-    `settle` gives a case numbers for what it leaves open.
-    """
-    lines, heading, rows = fitting(case, settle)
-    print_lines(out, *lines, "")
-    if rows:
-        print_table(out, heading, ("instead", "memory per GPU"), rows)
-
-
 def fitting(
     case: Question, settle: Callable[[Question], Question]
 ) -> tuple[list[str], str, list[tuple[str, str]]]:
@@ -404,22 +387,23 @@ def fitting(
     """
     if case.pp > 1:  # its stages are simulated one by one
         return ["less memory: more stages (--pp), --tp, or --recompute full"], "", []
-    stage = settle(case).stage()
-    memory = stage.cluster.gpu.memory
+    settled = settle(case)
+    stage = settled.job().stage(micro_steps=1)
+    room = stage.cluster.gpu.memory
     lines = [largest(stage), "`co2sim plan` finds what fits and costs least"]
-    found = list(alternatives(stage, case.parsed))
-    fitting = _fewest_changes([one for one in found if one.memory <= memory])
+    tried = list(alternatives(case, settled))
+    shown = _fewest_changes([changed for changed in tried if changed[1] <= room])[:_MAX]
     as_is = f"micro-batch {stage.workload.micro_batch}, recompute {stage.workload.recompute}"
-    heading = f"what would fit in {scaled(memory, 'B')} ({as_is}, unless it says more)"
-    if not fitting:
-        fitting = sorted(found, key=lambda one: one.memory)[:1]
-        heading = f"nothing tried fits in {scaled(memory, 'B')}; the smallest"
+    heading = f"what would fit in {scaled(room, 'B')} ({as_is}, unless it says more)"
+    if not shown:
+        shown = sorted(tried, key=lambda changed: changed[1])[:1]
+        heading = f"nothing tried fits in {scaled(room, 'B')}; the smallest"
     rows = [
         (
-            " ".join(f"--{name} {value}" for name, value in one.changes.items()),
-            f"{scaled(one.memory, 'B')}{_fit_of(one.memory, memory)}",
+            " ".join(f"--{name} {text}" for name, text in changes.items()),
+            f"{scaled(memory, 'B')}{_fit_of(memory, room)}",
         )
-        for one in islice(filter(partial(_runs, case, settle), fitting), _MAX)
+        for changes, memory in shown
     ]
     return lines, heading, rows
 
@@ -431,54 +415,40 @@ def _fit_of(needed: Bytes, room: Bytes) -> str:
     return "" if high <= room or needed > room else ", tight"
 
 
-def alternatives(stage: Stage, asked: Strategy) -> Iterator[Alternative]:
-    """Combinations of a sharded strategy, more recomputation, a smaller micro-batch, more GPUs.
+def alternatives(case: Question, settled: Question) -> Iterator[tuple[dict[str, str], Bytes]]:
+    """Options to change, and the bytes that a GPU needs then; those with the fewest come first.
 
-    Those with the fewest changes come first. What the strategy `asked` for leaves open stays open.
+    Combinations of a sharded strategy, more recomputation, a smaller micro-batch, and more GPUs, of
+    the case that is `settled`. What the strategy of the `case` leaves open stays open.
     """
-    job, layout = stage.workload, stage.cluster.layout
-    strategies = {"": stage.strategy}
+    job = settled.job()
+    work, gpus = job.workload, job.cluster.layout.world_size
+    strategies = {"": settled.parsed}
     for name in _SHARDED:
-        if (open_ := _sharded(asked, name)) and (settled := _sharded(stage.strategy, name)):
-            strategies[_text(open_)] = settled
-    eager = job.attention == "eager"
-    attentions = ["", *(["flash"] if eager else [])]
-    recomputes = ["", *(["selective"] if eager and job.recompute == "none" else [])]
-    if job.recompute != "full" and any(block.boundary_bytes for block in job.model.blocks):
+        if (open_ := _sharded(case.parsed, name)) and (inner := _sharded(settled.parsed, name)):
+            strategies[_text(open_)] = inner
+    eager = work.attention == "eager"
+    recomputes = ["selective"] if eager and work.recompute == "none" else []
+    if work.recompute != "full" and any(block.boundary_bytes for block in work.model.blocks):
         recomputes.append("full")
-    halves = [job.micro_batch >> times for times in range(1, job.micro_batch.bit_length())]
-    gpus = [layout.world_size << times for times in range(1, _DOUBLINGS + 1)]
-    sizes = (["", *map(str, halves)], ["", *map(str, gpus)])
-    points = product(strategies, attentions, recomputes, *sizes)
+    halves = [work.micro_batch >> times for times in range(1, work.micro_batch.bit_length())]
+    larger = [gpus << times for times in range(1, _DOUBLINGS + 1)]
+    attentions = ["flash"] if eager else []
+    others = [["", *map(str, values)] for values in (attentions, recomputes, halves, larger)]
     names = ("strategy", "attention", "recompute", "micro-batch", "gpus")
-    schedules: dict[str, Schedule] = {"": stage.schedule}
-    for point in sorted(points, key=lambda point: sum(map(bool, point))):
-        changes = {name: value for name, value in zip(names, point, strict=True) if value}
-        if not changes:
+    jobs: dict[tuple[str, ...], Job] = {}  # their memory is quick but for the first time
+    for point in sorted(product(strategies, *others), key=lambda point: sum(map(bool, point))):
+        strategy, attention, recompute, _, count = point
+        changes = {name: text for name, text in zip(names, point, strict=True) if text}
+        if not changes or (attention and recompute == "selective"):  # which flash makes needless
             continue
-        text, attention, recompute, micro_batch, count = point
-        if attention and recompute == "selective":  # which flash attention makes needless
-            continue
+        values: dict[str, Any] = {name.replace("-", "_"): text for name, text in changes.items()}
         try:
-            if text not in schedules:
-                schedules[text] = schedule_of(strategies[text], job, layout)
-            changed = replace(
-                stage,
-                schedule=schedules[text],
-                workload=replace(
-                    job,
-                    attention=cast(AttentionKernel, attention or job.attention),
-                    recompute=recompute or job.recompute,
-                    micro_batch=int(micro_batch or job.micro_batch),
-                ),
-                job=replace(
-                    stage.job,
-                    strategy=strategies[text],
-                    cluster=stage.cluster.resized(int(count or layout.world_size)),
-                ),
-            )
-            yield Alternative(changes, changed.memory()["total"])
-        except Co2simError:  # the cluster cannot hold them, or the strategy has no such option
+            changed = replace(settled, **values | {"strategy": strategies[strategy]}).job()
+            batch = changed.workload
+            sized = jobs.setdefault((strategy, attention, count), changed)
+            yield changes, sized.memory(batch.micro_batch, batch.accumulation, batch.recompute)
+        except Co2simError:  # a cluster that cannot hold them, a batch that they do not divide
             continue
 
 
@@ -488,12 +458,12 @@ def _sharded(strategy: Strategy, name: str) -> Strategy | None:
     try:
         if {"worker", "inner"} <= options:
             worker = "site" if strategy.worker == "site" else "node"  # type: ignore[attr-defined]
-            found = with_options(strategy, {"worker": worker, "inner": name})
+            sharded = with_options(strategy, {"worker": worker, "inner": name})
         else:
-            found = STRATEGIES[name]()
+            sharded = STRATEGIES[name]()
     except OptionError:  # another option rules it out
         return None
-    return found if title(found) != title(strategy) else None
+    return sharded if title(sharded) != title(strategy) else None
 
 
 def _text(strategy: Strategy) -> str:
@@ -501,45 +471,28 @@ def _text(strategy: Strategy) -> str:
     return title(strategy).replace("(", ":").replace(", ", ",").removesuffix(")")
 
 
-def _fewest_changes(found: list[Alternative]) -> list[Alternative]:
+def _fewest_changes(
+    tried: Iterable[tuple[dict[str, str], Bytes]],
+) -> list[tuple[dict[str, str], Bytes]]:
     """Those that change nothing in vain: no other one changes less of the same."""
-    kept: list[Alternative] = []
-    for one in found:
-        if not any(_within(other.changes, one.changes) for other in kept):
-            kept.append(one)
+    kept: list[tuple[dict[str, str], Bytes]] = []
+    for changes, memory in tried:
+        if not any(_within(fewer, changes) for fewer, _ in kept):
+            kept.append((changes, memory))
     return kept
 
 
 def _within(few: dict[str, str], many: dict[str, str]) -> bool:
     """Whether `many` changes the same, and as far or further."""
-    for name, value in few.items():
-        match name:
-            case _ if name not in many:
-                return False
-            case "micro-batch" | "gpus":
-                further = int(many[name]) - int(value)
-                if (further if name == "gpus" else -further) < 0:
-                    return False
-            case "strategy" if many[name] != value:
-                return False
-    return True
-
-
-def _runs(case: Question, settle: Callable[[Question], Question], alternative: Alternative) -> bool:
-    """Whether the changed case is allowed, and needs the memory that was promised."""
-    changes = alternative.changes
-    try:
-        changed = replace(
-            case,
-            strategy=changes.get("strategy", case.strategy),
-            attention=cast(AttentionKernel, changes.get("attention", case.attention)),
-            recompute=changes.get("recompute", case.recompute),
-            micro_batch=cast(Any, changes.get("micro-batch", case.micro_batch)),
-            gpus=int(changes["gpus"]) if "gpus" in changes else case.gpus,
-        )
-        return settle(changed).stage().memory()["total"] == alternative.memory
-    except Co2simError:  # a global batch that does not divide
-        return False
+    further: dict[str, Callable[[str, str], bool]] = {
+        "strategy": operator.eq,
+        "micro-batch": lambda less, more: int(more) <= int(less),
+        "gpus": lambda less, more: int(more) >= int(less),
+    }
+    return all(
+        name in many and (name not in further or further[name](text, many[name]))
+        for name, text in few.items()
+    )
 
 
 _MAX_NAMED = 3
