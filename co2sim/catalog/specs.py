@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from inspect import signature
+from operator import attrgetter
 from types import UnionType
 from typing import (
     Annotated,
@@ -19,6 +20,7 @@ from typing import (
 )
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -97,6 +99,15 @@ class Spec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def _built(value: Any) -> Any:
+    """What a specification, or each of a list or a table, stands for."""
+    if isinstance(value, _Built):
+        return value.build()
+    if isinstance(value, dict):
+        return {name: _built(inner) for name, inner in value.items()}
+    return tuple(map(_built, value)) if isinstance(value, list) else value
+
+
 class _Built(Spec):
     """The specification of a dataclass of numbers; `make` is the dataclass."""
 
@@ -104,9 +115,7 @@ class _Built(Spec):
 
     def build(self) -> Any:
         """The dataclass, in SI units."""
-        values = {name: getattr(self, name) for name in type(self).model_fields}
-        built = {k: v.build() if isinstance(v, _Built) else v for k, v in values.items()}
-        return self.make(**built)
+        return self.make(**{name: _built(value) for name, value in self})
 
 
 T = TypeVar("T", bound=_Built)
@@ -152,9 +161,10 @@ _Speed: TypeAlias = Annotated[float, number(Quantity(unit="FLOP/s", least=1))]
 _Time: TypeAlias = Annotated[float, number(Quantity(unit="s", least=0))]
 
 
-class Attained(Spec):
+class Attained(_Built):
     """Attained fraction of peak of an op of this many FLOP."""
 
+    make: ClassVar[Any] = staticmethod(lambda flops, value: (flops, value))
     flops: _Work
     value: _Fraction
 
@@ -165,47 +175,27 @@ def _points(value: Any) -> Any:
     return value if isinstance(value, list) else [{"flops": f, "value": value} for f in ends]
 
 
-class AttainedAttention(Spec):
+class AttainedAttention(_Built):
     """Attained fraction of peak of flash attention over sequences of this length."""
 
+    make: ClassVar[Any] = staticmethod(lambda length, value: (length, value))
     length: Annotated[int, BeforeValidator(no_truth), Field(ge=1)]
     value: _Fraction
 
 
+def _rising(name: str) -> AfterValidator:
+    """A list by rising values of a field."""
+    return AfterValidator(lambda rows: sorted(rows, key=attrgetter(name)))
+
+
 _OneOrTable: TypeAlias = Annotated[
     Annotated[_Fraction, Tag("[number]")]
-    | Annotated[list[AttainedAttention], Field(min_length=1), Tag("[table]")],
+    | Annotated[list[AttainedAttention], Field(min_length=1), _rising("length"), Tag("[table]")],
     Discriminator(lambda value: "[table]" if isinstance(value, list) else "[number]"),
 ]
 
 
-class _Kernels(_Built):
-    def build(self) -> KernelTimes:
-        """With its table of flash attention by rising length."""
-        values = dict(self)
-        attention = values["attention_efficiency"]
-        if isinstance(attention, list):
-            table = tuple(sorted((point.length, point.value) for point in attention))
-            values["attention_efficiency"] = table
-        return KernelTimes(**values)
-
-
-class _GPU(_Built):
-    def build(self) -> GPU:
-        """With its table of efficiencies by rising FLOP."""
-        values = dict(self)
-        points = sorted((point.flops, point.value) for point in values["efficiency"])
-        built = {name: values[name] and values[name].build() for name in ("kernels", "products")}
-        attention = {name: speed.build() for name, speed in values["attention"].items()}
-        return GPU(**values | built | {"efficiency": tuple(points), "attention": attention})
-
-
 class _Cluster(_Built):
-    def build(self) -> Cluster:
-        """The cluster, in SI units."""
-        made: Cluster = super().build()
-        return made
-
     @model_validator(mode="before")
     @classmethod
     def _a_price_names_its_currency(cls, values: Any) -> Any:
@@ -240,7 +230,7 @@ class _Cluster(_Built):
 
 KernelsSpec = _spec(
     KernelTimes,
-    _Kernels,
+    _Built,
     attention_efficiency=(_OneOrTable | None, None),
 )
 """`kernels` of a GPU: constants that were fitted to published runs."""
@@ -253,13 +243,13 @@ AttentionSpec = _spec(AttentionSpeed, _Built)
 
 GPUSpec = _spec(
     GPU,
-    _GPU,
+    _Built,
     attention=(dict[str, AttentionSpec], {}),  # type: ignore[valid-type]
     peak=(
         dict[Literal["fp32", "fp16", "bf16", "fp8", "fp4", "mxfp4"], _Speed],
         Field(min_length=1),
     ),
-    efficiency=(Annotated[list[Attained], BeforeValidator(_points)], []),
+    efficiency=(Annotated[list[Attained], BeforeValidator(_points), _rising("flops")], []),
     memory_efficiency=(_Fraction, ...),
     launch_overhead=(_Time, ...),
 )
@@ -287,18 +277,10 @@ SizedFailuresSpec = _spec(SizedFailures, _Built)
 """`by_size` of failures."""
 
 
-class _Failures(_Built):
-    def build(self) -> Failures:
-        """With its counts by rising size."""
-        values = dict(self)
-        sizes = sorted((spec.build() for spec in values["by_size"]), key=lambda size: size.gpus)
-        return Failures(**values | {"by_size": tuple(sizes)})
-
-
 FailuresSpec = _spec(
     Failures,
-    _Failures,
-    by_size=(list[SizedFailuresSpec], []),  # type: ignore[valid-type]
+    _Built,
+    by_size=(Annotated[list[SizedFailuresSpec], _rising("gpus")], []),  # type: ignore[valid-type]
 )
 """`failures/*.toml`, and `failures` of a cluster."""
 
@@ -310,18 +292,9 @@ SettingSpec = _spec(Setting, _Built)
 """`measured` of a stack: a run that it was calibrated by."""
 
 
-class _Stack(_Built):
-    def build(self) -> Stack:
-        """With the fitted kernels of each GPU, and the runs that it was calibrated by."""
-        values = dict(self)
-        kernels = {name: times.build() for name, times in values["kernels"].items()}
-        measured = tuple(run.build() for run in values["measured"])
-        return Stack(**values | {"kernels": kernels, "measured": measured})
-
-
 StackSpec = _spec(
     Stack,
-    _Stack,
+    _Built,
     kernels=(dict[str, KernelsSpec], {}),  # type: ignore[valid-type]
     measured=(list[SettingSpec], []),  # type: ignore[valid-type]
 )
@@ -371,8 +344,7 @@ class _LayersSpec(Spec):
     def body(self) -> Transformer:
         """The stack of layers."""
         values = {field.name: getattr(self, field.name) for field in fields(Transformer)}
-        built = {name: values[name] and values[name].build() for name in ("latent", "experts")}
-        return Transformer(**values | built | {"windows": tuple(self.windows)})
+        return Transformer(**_built(values))
 
 
 def _given(spec: BaseModel, make: Callable[..., Model]) -> dict[str, Any]:
@@ -481,6 +453,10 @@ class ModelSpec(Spec):
     """`models/*.toml`, by kind."""
 
     model: Annotated[TransformerSpec | ViTSpec | BlocksSpec, Field(discriminator="kind")]
+
+    def build(self) -> Model:
+        """Its blocks."""
+        return self.model.build()
 
 
 def as_file(thing: Any) -> Tree:
