@@ -1,6 +1,6 @@
 """Sections that several pages have: money, time, memory, gains, trust and inputs."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from co2sim.prediction.figures import ends, shared_batch
 from co2sim.prediction.intervals import EVIDENCE_COLUMNS, evidence_rows, nearest
@@ -9,7 +9,7 @@ from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.report import charts, tables
-from co2sim.report.chart_style import picking
+from co2sim.report.chart_style import Drawn, Spec, high, picking, spec
 from co2sim.report.html import Figure, PageSection, Timelines
 from co2sim.report.tables import Answered, Table
 from co2sim.report.text import totals
@@ -115,7 +115,7 @@ def _days(every: Sequence[Answered], names: Sequence[str]) -> list[Figure]:
             title=f"Days on {cluster}",
             note=f"Bands are 90 % intervals.{misfits(group)}{picking(names)}",
             label="days by number of GPUs, a line for each strategy",
-            chart=charts.days(fitting(group), names, fitting(every)),
+            chart=charts.over_gpus(fitting(group), names, charts.DAYS, fitting(every)),
             table=tables.trainings(group),
         )
         for cluster, group in by_cluster(one for one in every if one.totals).items()
@@ -132,7 +132,7 @@ def time(
             note="Blue is computing, brown communication. Exposed: computing waits for it. The"
             " table sums the spans of one rank by work; they overlap.",
             label="shares of the time of a round, a bar for each strategy",
-            chart=charts.shares(group),
+            chart=_bars(charts.shares, group),
             table=tables.times(group),
         )
         for cluster, group in groups.items()
@@ -147,12 +147,18 @@ def memory(groups: Mapping[str, Sequence[Answered]]) -> PageSection:
             title=f"A GPU of {cluster}, of {_sizes(group)}",
             note="The dashed line is what the GPU has.",
             label="memory of a GPU by item, a bar for each strategy",
-            chart=charts.memory(group),
+            chart=_bars(charts.memory, group),
             table=tables.memory(group),
         )
         for cluster, group in groups.items()
     ]
     return PageSection("memory", "Memory", figures=found)
+
+
+def _bars(draw: Callable[[Sequence[tuple[str, Result]]], Drawn], group: Sequence[Answered]) -> Spec:
+    """A bar for each case."""
+    named = [(answered.strategy, answered.result) for answered in group]
+    return spec(draw(named), high([name for name, _ in named]))
 
 
 def _sizes(group: Sequence[Answered]) -> str:

@@ -216,11 +216,13 @@ def _speed(study: Study, names: Sequence[str]) -> PageSection:
                 title=f"{unit}s per second on {cluster}",
                 note=f"Bands are 90 % intervals.{sections.misfits(group)}{stars}{picking(names)}",
                 label=f"{unit}s per second by number of GPUs, a line for each strategy",
-                chart=charts.scaling(drawn, names, study.comparisons, sections.fitting(study.all)),
+                chart=charts.over_gpus(
+                    drawn, names, charts.speed(unit), sections.fitting(study.all), study.comparisons
+                ),
                 table=tables.speeds(group),
             )
         )
-        relative = charts.scaled(drawn, names)
+        relative = charts.efficiency(drawn, names)
         if relative:
             found.append(
                 Figure(

@@ -1,10 +1,10 @@
 """The page of `co2sim sweep`: figures over what varies, as lines or as bars."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from operator import itemgetter
 
 import altair as alt
 
@@ -14,26 +14,27 @@ from co2sim.prediction.intervals import undecided
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
-from co2sim.report import sections, tables
+from co2sim.report import charts, sections, tables
 from co2sim.report.chart_style import (
     FAINT,
     HEIGHT,
     STRATEGIES,
-    TEXT,
     NumberAxis,
     Rows,
     Spec,
     banded,
-    data,
+    ends_of,
+    figure_tips,
     high,
-    interval,
     log_ticks,
     number_axis,
     picking,
+    ranged_bars,
     scale_of,
     spec,
     wide,
 )
+from co2sim.report.charts import Measure
 from co2sim.report.html import Figure, Page, PageSection
 from co2sim.report.tables import Answered
 from co2sim.report.text import totals
@@ -204,59 +205,31 @@ def _value(text: str, axis: Axis) -> float:
     return parse_price(text)[0] if axis.unit == "USD/s" else parse(text, axis.unit)
 
 
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """A figure of a case with the ends of its interval, in `unit`; `format` is that of its axis."""
-
-    title: str
-    unit: str
-    format: str
-    of: Callable[[Answered], tuple[float, float | None, float | None]]
-
-
 def measures(swept: Swept) -> list[Measure]:
     """Throughput; days, and money where all prices are in one currency, for tokens to train."""
-    unit = f"{swept.all[0].result.unit}s/s"
-    found = [Measure(f"{unit} of all GPUs", unit, "~s", _speed_of)]
-    totals = [one.totals for one in swept.all]
-    if not any(totals):
-        return found
-    found.append(Measure("Days", "days", ",~r", _days))
-    currencies = {total.currency for total in totals if total}
-    if len(currencies) == 1 and None not in currencies:
-        currency = str(currencies.pop())
-        found.append(Measure(f"Cost, {currency}", currency, "~s", _cost))
-    return found
-
-
-def _speed_of(one: Answered) -> tuple[float, float | None, float | None]:
-    result = one.result
-    return result.tokens_per_s, result.tokens_per_s_low, result.tokens_per_s_high
-
-
-def _days(one: Answered) -> tuple[float, float | None, float | None]:
-    assert one.totals is not None
-    return one.totals.days, one.totals.days_low, one.totals.days_high
-
-
-def _cost(one: Answered) -> tuple[float, float | None, float | None]:
-    found = one.totals
-    assert found is not None
-    assert found.cost is not None
-    return found.cost, found.cost_low, found.cost_high
+    shown = [charts.speed(swept.all[0].result.unit)]
+    trained = [answered.totals for answered in swept.all if answered.totals]
+    if not trained:
+        return shown
+    currencies = {totals.currency for totals in trained}
+    priced = (
+        [charts.cost(str(*currencies))] if len(currencies) == 1 and None not in currencies else []
+    )
+    return [*shown, charts.DAYS, *priced]
 
 
 def _chart(swept: Swept, measure: Measure) -> tuple[Spec, str]:
     """Lines where the first thing that varies is a number, else bars; what was left out."""
-    pairs = zip(swept.all, swept.placed, strict=True)
-    known = [(one, place) for one, place in pairs if measure.of is _speed_of or one.totals]
+    pairs = [pair for pair in zip(swept.all, swept.placed, strict=True) if measure.of(pair[0])]
     if swept.across is None:
-        shown = [one for one, _ in known[:MAX_BARS]]
-        return _bars(shown, measure), left_out("cases", len(known), MAX_BARS)
+        rows = measure.rows([answered for answered, _ in pairs[:MAX_BARS]])
+        return _bars(rows, measure), left_out("cases", len(pairs), MAX_BARS)
     lines: dict[str, Rows] = {}
-    for one, (x, at, line) in known:
-        lines.setdefault(line, []).append(_chart_row(one, measure, line, x, at))
-    kept = [sorted(rows, key=_x) for rows in list(lines.values())[:MAX_LINES]]
+    for row, (_, (x, text, line)) in zip(
+        measure.rows([answered for answered, _ in pairs]), pairs, strict=True
+    ):
+        lines.setdefault(line, []).append(row | {"strategy": line, "x": x, "at": text})
+    kept = [sorted(rows, key=itemgetter("x")) for rows in list(lines.values())[:MAX_LINES]]
     count = sum(map(len, kept))
     every = -(-count // MAX_POINTS)
     words = left_out("lines", len(lines), MAX_LINES)
@@ -265,35 +238,9 @@ def _chart(swept: Swept, measure: Measure) -> tuple[Spec, str]:
     return _lines(swept.across, [row for rows in kept for row in rows[::every]], measure), words
 
 
-def _x(row: dict[str, Any]) -> float:
-    return float(row["x"])
-
-
 def left_out(what: str, count: int, most: int) -> str:
     """What is said of more than a page can show."""
     return f" The first {most} of {count:,} {what} are drawn." if count > most else ""
-
-
-def _chart_row(one: Answered, measure: Measure, line: str, x: float, at: str) -> dict[str, Any]:
-    value, low, high_ = measure.of(one)
-    return {
-        "strategy": line,
-        "x": x,
-        "at": at,
-        "value": value,
-        "low": low,
-        "high": high_,
-        "fits": one.result.fits_in_memory,
-    }
-
-
-def _tips(measure: Measure) -> list[alt.Tooltip]:
-    return [
-        alt.Tooltip("value:Q", title=measure.unit, format=",.4~r"),
-        alt.Tooltip("low:Q", title="90 %: from", format=",.4~r"),
-        alt.Tooltip("high:Q", title="to", format=",.4~r"),
-        alt.Tooltip("fits:N", title="fits in memory"),
-    ]
 
 
 def _lines(across: NumberAxis, rows: Rows, measure: Measure) -> Spec:
@@ -301,28 +248,20 @@ def _lines(across: NumberAxis, rows: Rows, measure: Measure) -> Spec:
     names = [row["strategy"] for row in rows]
     drawn = [row["x"] for row in rows]
     x = across.encoding("x", drawn, log=wide(drawn))
-    ends = [end for row in rows for end in (row["value"], row["low"], row["high"]) if end]
+    ends = ends_of(rows)
     log = wide(ends)
     values = log_ticks(ends) if log else alt.Undefined
-    scale, axis = scale_of(log=log, padding=10), alt.Axis(format=measure.format, values=values)
+    scale, axis = scale_of(log=log, padding=10), alt.Axis(format=measure.ticks, values=values)
     y = alt.Y("value:Q", title=measure.unit, scale=scale, axis=axis)
-    tips = [alt.Tooltip("strategy:N"), alt.Tooltip("at:N", title=across.path), *_tips(measure)]
+    tips = figure_tips(measure.unit, alt.Tooltip("at:N", title=across.path))
     return spec(alt.layer(*banded(rows, x, y, names, tips, several=True)), HEIGHT)
 
 
-def _bars(group: Sequence[Answered], measure: Measure) -> Spec:
+def _bars(rows: Rows, measure: Measure) -> Spec:
     """A bar for each case, and a line for its interval."""
-    rows = [_chart_row(one, measure, one.strategy, 0.0, "") for one in group]
-    x = alt.X("value:Q", title=measure.unit, axis=alt.Axis(format=measure.format))
-    bars = alt.Chart(data(rows)).mark_bar(color=TEXT)
-    bars = bars.encode(
-        x=x,
-        y=STRATEGIES,
-        opacity=alt.condition("datum.fits", alt.value(FAINT), alt.value(0.25)),
-        tooltip=[alt.Tooltip("strategy:N", title="case"), *_tips(measure)],
-    )
-    ends = interval(rows, "x", {"x": x, "y": STRATEGIES}, strokeWidth=2, color=TEXT)
-    return spec(alt.layer(bars, ends), high(group))
+    x = alt.X("value:Q", title=measure.unit, axis=alt.Axis(format=measure.ticks))
+    bars = ranged_bars(rows, {"x": x, "y": STRATEGIES}, FAINT, figure_tips(measure.unit))
+    return spec(bars, high([row["strategy"] for row in rows]))
 
 
 def page(swept: Swept) -> Page:
