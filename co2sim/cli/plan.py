@@ -14,10 +14,10 @@ from co2sim.common.cli import command_line, print_json, refuse_twice
 from co2sim.common.errors import OptionError
 from co2sim.common.progress import progress_bar
 from co2sim.common.tables import console, print_lines, print_table
-from co2sim.common.units import number
 from co2sim.prediction.choose import RECOMPUTES
 from co2sim.prediction.question import Question
 from co2sim.prediction.step_factors import Goal, remark, scale_of
+from co2sim.report import tables
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
 from co2sim.report.text.plan import commands, looked, nothing, plain, words
@@ -213,41 +213,7 @@ def _print(
             out.print(Text(line), soft_wrap=True)
 
 
-def _print_options(out: Console, title: str, options: Sequence[Candidate]) -> None:
-    """A row for each, with days, GPU-hours, and money and energy where they are known."""
-    if not options:
-        return
-    money = options[0].totals.currency
-    stacks = len({one.case.stack for one in options if isinstance(one.case.stack, str)}) > 1
-    energy = any(option.totals.energy_kwh is not None for option in options)
-    columns = [
-        "cluster",
-        "strategy",
-        "divided by",
-        "recompute",
-        "GPUs",
-        "micro-batch",
-        "days",
-        "90 %",
-        "GPU-hours",
-    ]
-    columns[2:2] = ["stack"] * stacks
-    columns += [money] if money else []
-    columns += ["MWh"] if energy else []
-    rows = []
-    for option in options:
-        total, case = option.totals, option.case
-        ends = (total.days_low, total.days_high)
-        row = [
-            *(offer_name(case.cluster), option.result.strategy),
-            *(case.mesh_words() or "-", case.recompute),
-            *(f"{option.result.gpus:,}", f"{case.micro_batch} x {option.result.accumulation}"),
-            f"{total.days:,.3g}",
-            "-" if None in ends else " to ".join(f"{end:,.3g}" for end in ends),
-            f"{total.gpu_hours:,.0f}",
-        ]
-        row[2:2] = [str(case.stack)] * stacks
-        row += [f"{total.cost:,.0f}"] if money else []
-        row += ["-" if total.energy_kwh is None else number(total.energy_kwh / 1000)] * energy
-        rows.append(row)
-    print_table(out, title, columns, rows, left=4)
+def _print_options(out: Console, title: str, candidates: Sequence[Candidate]) -> None:
+    if candidates:
+        shown = tables.options(candidates, at_length=False)
+        print_table(out, title, shown.columns, shown.rows, left=shown.texts)

@@ -13,8 +13,7 @@ from co2sim.cli import options, output
 from co2sim.common.cli import print_json, refuse_twice
 from co2sim.common.files import write_atomically
 from co2sim.common.tables import console, print_lines, print_table
-from co2sim.common.units import counted, percent, scaled
-from co2sim.common.units import figures as shown
+from co2sim.common.units import counted, scaled
 from co2sim.prediction.figures import INTERVAL, brief_batch, shared_batch
 from co2sim.prediction.published import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.prediction.question import Question
@@ -22,6 +21,7 @@ from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import result_to_dict
 from co2sim.report.bundle import MISSING, check, installed
+from co2sim.report.tables import COMPARED, comparison_cells
 from co2sim.report.text import result, totals
 from co2sim.report.text.result import (
     print_assumed,
@@ -336,20 +336,15 @@ def _throughput(result: Result) -> str:
 def _print_published(terminal: Console, comparisons: Sequence[SpeedComparison]) -> None:
     """The cells by cluster; each row has the number of its note, and the notes follow."""
     notes = list(dict.fromkeys(c.cell.note for c in comparisons if c.cell.note))
-    columns = ("strategy", "quantity", "GPUs", "published", "predicted", "error", "use", "note")
     for cluster, group in groupby(comparisons, key=lambda c: c.cell.cluster):
         rows = [
-            (
-                c.cell.strategy,
-                c.cell.kind.replace("_per_s", "/s").replace("_", " "),
-                "->".join(map(str, c.cell.sizes)),
-                shown(c.cell.value),
-                shown(c.predicted),
-                percent(c.error),
+            [
+                *comparison_cells(c),
                 c.cell.use,
                 str(notes.index(c.cell.note) + 1) if c.cell.note else "",
-            )
+            ]
             for c in group
         ]
+        columns = (*COMPARED, "use", "note")
         print_table(terminal, f"{cluster}: published and predicted", columns, rows, left=2)
     print_lines(terminal, *(f"note {place}: {note}" for place, note in enumerate(notes, 1)), "")

@@ -7,11 +7,10 @@ from functools import cached_property
 
 import altair as alt
 
-from co2sim.common.units import counted, number, scaled
+from co2sim.common.units import counted, scaled
 from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.question import Question
 from co2sim.prediction.step_factors import remark, scale_of
-from co2sim.prediction.totals import Totals
 from co2sim.report import charts, sections
 from co2sim.report.chart_style import (
     ROW,
@@ -25,7 +24,7 @@ from co2sim.report.chart_style import (
 )
 from co2sim.report.html import Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import last_round
-from co2sim.report.tables import Answered, Table, ranged
+from co2sim.report.tables import Answered, Table, options
 from co2sim.report.text import plan, totals
 from co2sim.report.text.result import question
 from co2sim.studies.candidates import Candidate, Space
@@ -42,32 +41,6 @@ _PARTS = {
     "waiting": "waiting for nodes",
 }
 """Shares of the time where parts fail."""
-
-
-def spent(options: Sequence[Candidate]) -> Table:
-    """What each option takes: days, GPU-hours, and money and energy where they are known."""
-    money = next((o.totals.currency for o in options if o.totals.currency), None)
-    energy = any(option.totals.energy_kwh is not None for option in options)
-    columns = ["cluster", "strategy", "divided by", "recompute", "GPUs", "micro-batch", "days"]
-    columns += ["GPU-hours"]
-    columns += [money] if money else []
-    columns += ["MWh"] if energy else []
-    columns += ["memory of a GPU"]
-    return Table(columns, [_option(one, bool(money), energy) for one in options], 4)
-
-
-def _option(option: Candidate, money: bool, energy: bool) -> list[str]:  # noqa: FBT001
-    case, found, result = option.case, option.totals, option.result
-    row = [
-        *(offer_name(case.cluster), result.strategy, case.mesh_words() or "-"),
-        case.recompute,
-        *(f"{result.gpus:,}", f"{case.micro_batch} x {result.accumulation}"),
-        ranged(found.days, found.days_low, found.days_high),
-        f"{found.gpu_hours:,.0f}",
-    ]
-    row += [ranged(found.cost, found.cost_low, found.cost_high)] if money else []
-    row += ["-" if found.energy_kwh is None else number(found.energy_kwh / 1000)] * energy
-    return [*row, scaled(result.memory_bytes_per_gpu["total"], "B")]
 
 
 def breaks(found: Iterable[BreakEven]) -> Table:
@@ -92,14 +65,13 @@ def useful(named: Mapping[str, Answered]) -> Table | None:
         if any(shares):
             cells = [f"{found[part]:.2%}" if found else "-" for found in shares]
             rows.append([f"share of the time: {words}", *cells])
-    totals = [one.totals for one in named.values() if one.totals]
-    if any(one.power_w is not None for one in totals):
-        power = ["-" if one.power_w is None else scaled(one.power_w, "W") for one in totals]
+    known = [one.totals for one in named.values() if one.totals]
+    if any(one.power_w is not None for one in known):
+        power = ["-" if one.power_w is None else scaled(one.power_w, "W") for one in known]
         rows.append(["average power, at the meter", *power])
-        rows.append(["energy, kWh", *map(_energy, totals)])
-    if any(one.co2e_kg is not None for one in totals):
-        carbon = [ranged(one.co2e_kg, one.co2e_kg_low, one.co2e_kg_high) for one in totals]
-        rows.append(["carbon, kg CO2e", *carbon])
+        rows.append(["energy, kWh", *(totals.ranged(one, "energy_kwh") for one in known)])
+    if any(one.co2e_kg is not None for one in known):
+        rows.append(["carbon, kg CO2e", *(totals.ranged(one, "co2e_kg") for one in known)])
     heads = [f"{words}: {one.strategy}" if words else one.strategy for words, one in named.items()]
     return Table(("of the training", *heads), rows) if rows else None
 
@@ -108,10 +80,6 @@ def _shares(one: Answered) -> dict[str, float] | None:
     cluster, model = one.case.load()
     found = goodput_of(one.result, cluster.value, model.value, optimizer=one.case.optimizer)
     return None if found is None else {name: getattr(found.shares, name) for name in _PARTS}
-
-
-def _energy(found: Totals) -> str:
-    return ranged(found.energy_kwh, found.energy_kwh_low, found.energy_kwh_high)
 
 
 _MOST = 3
@@ -289,7 +257,7 @@ def _options(planned: Planned) -> PageSection:
             f" dashed line joins.{dotted}{picking([one.strategy for one in shown])}"
         )
         label_ = "money, or GPU-hours, by days, a point for each option"
-        figures.append(Figure("", note, label_, chart, spent(planned.front)))
+        figures.append(Figure("", note, label_, chart, options(planned.front)))
     return PageSection("options", "Days and money", figures=figures)
 
 
@@ -298,7 +266,7 @@ def _best(planned: Planned) -> PageSection:
     note = "The first is the choice, the second the runner-up." if planned.named else ""
     left = len(planned.found.best) - len(planned.best)
     note += f" {left:,} more are left out." if left else ""
-    figure = Figure("", note, table=spent(planned.best))
+    figure = Figure("", note, table=options(planned.best))
     return PageSection("best", "The best by cluster and strategy", figures=[figure])
 
 

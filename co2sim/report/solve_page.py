@@ -14,7 +14,7 @@ from co2sim.prediction.figures import shared_batch
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, remark
-from co2sim.report import sections
+from co2sim.report import sections, tables
 from co2sim.report.chart_style import (
     BAND,
     HEIGHT,
@@ -135,7 +135,6 @@ def _reached(group: Sequence[Solved], place: int, answers: AllSolved) -> PageSec
     said = remark(solve.trainings([one.case for one in group], answers.results), answers.goal)
     target, axis = group[0].target, group[0].axis
     metric = target.metric
-    limits = [metric.shown(answer.value, group[0].currency) for answer in group[0].answers]
     side = "at least" if metric.more else "at most"
     chart = Figure(
         title="",
@@ -145,16 +144,7 @@ def _reached(group: Sequence[Solved], place: int, answers: AllSolved) -> PageSec
         chart=_chart(group, [strategy_title(one.case.strategy) for one in group]),
         table=_points(group),
     )
-    rows = [
-        [
-            strategy_title(solved.case.strategy),
-            *(solve.told(answer, axis) for answer in solved.answers),
-            solve.best(solved),
-        ]
-        for solved in group
-    ]
-    columns = ("strategy", *limits, "best")
-    reached = Figure(f"{axis.path} for {target.name}", table=Table(columns, rows, len(columns)))
+    reached = Figure(f"{axis.path} for {target.name}", table=tables.reached(group))
     return PageSection(
         key=f"target-{place}",
         title=f"{metric.words[0].upper()}{metric.words[1:]}, by {axis.path}",

@@ -4,16 +4,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from co2sim.catalog import Fact
-from co2sim.common.units import counted, duration, figures, percent, scaled
+from co2sim.common.units import counted, duration, figures, number, percent, scaled
 from co2sim.prediction.figures import in_table
 from co2sim.prediction.intervals import error_model
 from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.totals import Totals
-from co2sim.report.text import totals
-from co2sim.studies.grid import display_name
+from co2sim.report.text import solve, totals
+from co2sim.studies.candidates import Candidate
+from co2sim.studies.grid import display_name, offer_name, strategy_title
 from co2sim.studies.sensitivity import Sensitivity
+from co2sim.studies.solve import Solved
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,36 +72,39 @@ def trainings(every: Sequence[Answered]) -> Table | None:
     """What it takes to train the tokens that were asked for; None if not asked for."""
     if all(one.totals is None for one in every):
         return None
+    known, cells = totals.table_of([answered.totals for answered in every])
+    rows = [
+        [answered.cluster, answered.strategy, str(answered.result.gpus), *row]
+        for answered, row in zip(every, cells, strict=True)
+    ]
+    return Table(("cluster", "strategy", "GPUs", *known), rows, 2)
+
+
+def options(candidates: Sequence[Candidate], *, at_length: bool = True) -> Table:
+    """What each option of a plan takes, as far as it is known; else not `at_length`.
+
+    Then the ends of its cost and its memory are left out.
+    """
+    money = next((c.totals.currency for c in candidates if c.totals.currency), None)
+    stacks = len({c.case.stack for c in candidates if isinstance(c.case.stack, str)}) > 1
+    energy = any(candidate.totals.energy_kwh is not None for candidate in candidates)
+    columns = ["cluster", "strategy", *["stack"] * stacks, "divided by", "recompute", "GPUs"]
+    columns += ["micro-batch", "days", "GPU-hours", *([money] if money else []), *["MWh"] * energy]
     rows = []
-    for one in every:
-        found = one.totals
-        named = [one.cluster, one.strategy, str(one.result.gpus)]
-        if found is None:
-            rows.append([*named, *["the worth of a step is not known"], "-", "-", "-", "-"])
-            continue
-        rows.append(
-            [
-                *named,
-                ranged(found.days, found.days_low, found.days_high),
-                ranged(found.cost, found.cost_low, found.cost_high, found.currency or ""),
-                ranged(found.energy_kwh, found.energy_kwh_low, found.energy_kwh_high),
-                ranged(found.co2e_kg, found.co2e_kg_low, found.co2e_kg_high),
-                f"{found.goodput:.1%}" if found.goodput < 1 else "not counted",
-            ]
-        )
-    return Table(
-        ("cluster", "strategy", "GPUs", "days", "cost", "kWh", "kg CO2e", "useful time"), rows, 2
-    )
-
-
-def ranged(value: float | None, low: float | None, high: float | None, unit: str = "") -> str:
-    """An amount with its interval, as far as they are known."""
-    if value is None:
-        return "-"
-    text = f"{totals.amount(value)}{f' {unit}' if unit else ''}"
-    if low is None or high is None:
-        return text
-    return f"{text} ({totals.amount(low)} to {totals.amount(high)})"
+    for candidate in candidates:
+        case, total, result = candidate.case, candidate.totals, candidate.result
+        row = [
+            *(offer_name(case.cluster), result.strategy, *[str(case.stack)] * stacks),
+            *(case.mesh_words() or "-", case.recompute, f"{result.gpus:,}"),
+            *(f"{case.micro_batch} x {result.accumulation}", totals.ranged(total, "days")),
+            f"{total.gpu_hours:,.0f}",
+        ]
+        if money:
+            row.append(totals.ranged(total, "cost") if at_length else f"{total.cost:,.0f}")
+        row += ["-" if total.energy_kwh is None else number(total.energy_kwh / 1000)] * energy
+        row += [scaled(result.memory_bytes_per_gpu["total"], "B")] * at_length
+        rows.append(row)
+    return Table([*columns, *["memory of a GPU"] * at_length], rows, 4 + stacks)
 
 
 def times(group: Sequence[Answered]) -> Table:
@@ -144,38 +149,57 @@ def memory(group: Sequence[Answered]) -> Table:
     return Table(("item", *(one.strategy for one in group)), rows)
 
 
-def gains(found: Iterable[Sensitivity]) -> Table:
+def gains(levers: Iterable[Sensitivity]) -> Table:
     """What a tenth more of each number buys."""
     rows = [
         [
             lever.change,
-            percent(lever.gain),
+            percent(lever.gain, 2),
             "-" if lever.gpus is None else figures(lever.gpus),
             "-"
             if lever.worth_per_hour is None
             else f"{lever.worth_per_hour:,.2f} {lever.currency}",
         ]
-        for lever in found
+        for lever in levers
     ]
     return Table(("a tenth better", "more tokens/s", "as a number of GPUs", "worth an hour"), rows)
 
 
-def published(comparisons: Sequence[SpeedComparison]) -> Table | None:
-    """Published speeds beside their predictions; None where there are none."""
+def reached(group: Sequence[Solved]) -> Table:
+    """Where the values of one target are reached: a row for each strategy."""
+    metric, axis = group[0].target.metric, group[0].axis
+    limits = [metric.shown(answer.value, group[0].currency) for answer in group[0].answers]
     rows = [
         [
-            one.cell.cluster,
-            one.cell.strategy,
-            one.cell.kind.replace("_per_s", "/s").replace("_", " "),
-            "->".join(map(str, one.cell.sizes)),
-            figures(one.cell.value),
-            figures(one.predicted),
-            percent(one.error),
+            strategy_title(solved.case.strategy),
+            *(solve.told(answer, axis) for answer in solved.answers),
+            solve.best(solved),
         ]
-        for one in comparisons
+        for solved in group
     ]
-    columns = ("cluster", "strategy", "quantity", "GPUs", "published", "predicted", "error")
-    return Table(columns, rows, 3) if rows else None
+    return Table(("strategy", *limits, "best"), rows, 2 + len(limits))
+
+
+def published(comparisons: Sequence[SpeedComparison]) -> Table | None:
+    """Published speeds beside their predictions; None where there are none."""
+    rows = [[comparison.cell.cluster, *comparison_cells(comparison)] for comparison in comparisons]
+    return Table(("cluster", *COMPARED), rows, 3) if rows else None
+
+
+COMPARED = ("strategy", "quantity", "GPUs", "published", "predicted", "error")
+
+
+def comparison_cells(comparison: SpeedComparison) -> list[str]:
+    """A published speed beside its prediction, under `COMPARED`."""
+    cell = comparison.cell
+    return [
+        cell.strategy,
+        cell.kind.replace("_per_s", "/s").replace("_", " "),
+        "->".join(map(str, cell.sizes)),
+        figures(cell.value),
+        figures(comparison.predicted),
+        percent(comparison.error),
+    ]
 
 
 def sources(every: Sequence[Answered]) -> Table:

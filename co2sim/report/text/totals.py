@@ -1,7 +1,7 @@
 """What a training takes, on the terminal: rows, a table, and lines on both."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, TypeAlias
 
 import typer
@@ -34,22 +34,22 @@ _NAMED = 3
 """Values of one number that are named."""
 
 
-def rows_of(found: Totals | None, unit: str) -> list[tuple[str, str]]:
+def rows_of(totals: Totals | None, unit: str) -> list[tuple[str, str]]:
     """The totals as rows of a single result."""
-    if found is None:
+    if totals is None:
         return [("days, cost and energy", "steps factor not known")]
-    more = f", {found.trained:.4g} trained" if found.trained != found.tokens else ""
+    more = f", {totals.trained:.4g} trained" if totals.trained != totals.tokens else ""
     rows = [
-        (f"days for {found.tokens:.4g} {unit}s{more}", _days(found)),
-        ("GPU-hours", figures(found.gpu_hours)),
+        (f"days for {totals.tokens:.4g} {unit}s{more}", ranged(totals, "days")),
+        ("GPU-hours", figures(totals.gpu_hours)),
     ]
-    if found.cost is not None:
-        rows.append((str(found.currency), _cost(found)))
-    if found.power_w is not None:
-        rows += [("average power, at the meter", scaled(found.power_w, "W"))]
-        rows += [("kWh", _energy(found))]
-    if found.co2e_kg is not None:
-        rows.append(("kg CO2e", _carbon(found)))
+    if totals.cost is not None:
+        rows.append((str(totals.currency), ranged(totals, "cost")))
+    if totals.power_w is not None:
+        rows += [("average power, at the meter", scaled(totals.power_w, "W"))]
+        rows += [("kWh", ranged(totals, "energy_kwh"))]
+    if totals.co2e_kg is not None:
+        rows.append(("kg CO2e", ranged(totals, "co2e_kg")))
     return rows
 
 
@@ -57,23 +57,34 @@ def print_totals(
     out: Console, title: str, columns: Sequence[str], named: Named, left: int = 1
 ) -> None:
     """A table of the totals of many cases; columns that no case knows are left out."""
-    known = [found for _, found in named if found is not None]
-    currencies = {found.currency for found in known if found.currency}
-    shown = {
-        "days": _days,
-        "GPU-hours": lambda found: figures(found.gpu_hours),
-        " or ".join(sorted(currencies)): lambda found: _cost(found, named=len(currencies) > 1),
-        "kW": lambda found: "-" if found.power_w is None else figures(found.power_w / 1000),
-        "kWh": _energy,
-        "kg CO2e": _carbon,
+    known, cells = table_of([totals for _, totals in named])
+    rows = [[*texts, *row] for (texts, _), row in zip(named, cells, strict=True)]
+    print_table(out, title, [*columns, *known], rows, left=left)
+
+
+def table_of(every: Sequence[Totals | None]) -> tuple[list[str], list[list[str]]]:
+    """Heads and cells of totals; those that no case knows are left out, "-" is not known."""
+    currencies = sorted({totals.currency for totals in every if totals and totals.currency})
+
+    def cost(totals: Totals) -> str:
+        named = f" {totals.currency}" if len(currencies) > 1 and totals.currency else ""
+        return f"{ranged(totals, 'cost')}{named}"
+
+    shown: dict[str, Callable[[Totals], str]] = {
+        "days": lambda totals: ranged(totals, "days"),
+        "GPU-hours": lambda totals: figures(totals.gpu_hours),
+        " or ".join(currencies): cost,
+        "kW": lambda totals: "-" if totals.power_w is None else figures(totals.power_w / 1000),
+        "kWh": lambda totals: ranged(totals, "energy_kwh"),
+        "kg CO2e": lambda totals: ranged(totals, "co2e_kg"),
+        "useful time": lambda totals: f"{totals.goodput:.1%}" if totals.goodput < 1 else "-",
     }
     cells = {
-        head: ["-" if found is None else cell(found) for _, found in named]
+        head: ["-" if totals is None else cell(totals) for totals in every]
         for head, cell in shown.items()
     }
     kept = {head: column for head, column in cells.items() if set(column) - {"-"}}
-    rows = [[*texts, *(c[i] for c in kept.values())] for i, (texts, _) in enumerate(named)]
-    print_table(out, title, [*columns, *kept], rows, left=left)
+    return list(kept), [[column[row] for column in kept.values()] for row in range(len(every))]
 
 
 def print_basis(
@@ -179,30 +190,13 @@ def _why(fact: Fact) -> str:
     return f" ({name})" if fact.path in {"price_per_gpu", "grid_intensity", "pue"} and name else ""
 
 
-def _days(found: Totals) -> str:
-    return _range(found.days, found.days_low, found.days_high)
-
-
-def _cost(found: Totals, *, named: bool = False) -> str:
-    said = _range(found.cost, found.cost_low, found.cost_high)
-    return f"{said} {found.currency}" if named and found.currency else said
-
-
-def _energy(found: Totals) -> str:
-    return _range(found.energy_kwh, found.energy_kwh_low, found.energy_kwh_high)
-
-
-def _carbon(found: Totals) -> str:
-    return _range(found.co2e_kg, found.co2e_kg_low, found.co2e_kg_high)
-
-
-def _range(value: float | None, low: float | None, high: float | None) -> str:
-    if value is None:
-        return "-"
-    if low is None and high is None:
-        return figures(value)
-    ends = " to ".join("?" if end is None else figures(end) for end in (low, high))
-    return f"{figures(value)} ({ends})"
+def ranged(totals: Totals, name: str) -> str:
+    """An amount of totals, such as "cost", with its interval, as far as they are known."""
+    value, *ends = (getattr(totals, f"{name}{end}") for end in ("", "_low", "_high"))
+    if value is None or ends == [None, None]:
+        return "-" if value is None else figures(value)
+    low, high = ("?" if end is None else figures(end) for end in ends)
+    return f"{figures(value)} ({low} to {high})"
 
 
 Trainings = Sequence[tuple[str, Result, Totals | None]]
@@ -211,36 +205,30 @@ Trainings = Sequence[tuple[str, Result, Totals | None]]
 _LONG = 1000
 
 
-def in_words(found: Totals, unit: str) -> str:
+def in_words(totals: Totals, unit: str) -> str:
     """Days, money (or GPU-hours), energy and carbon, as far as they are known, with intervals.
 
     `unit` is what the model calls its tokens.
     """
-    text = in_short(found, unit)
-    for value, low, high, unit_ in (
-        (found.energy_kwh, found.energy_kwh_low, found.energy_kwh_high, "MWh"),
-        (found.co2e_kg, found.co2e_kg_low, found.co2e_kg_high, "t CO2e"),
-    ):
-        if value is not None:
-            text += f", {amount(value / 1000)} {unit_}{_between(low, high, 1000)}"
+    text = in_short(totals, unit)
+    for name, thousands in (("energy_kwh", "MWh"), ("co2e_kg", "t CO2e")):
+        if (value := getattr(totals, name)) is not None:
+            text += f", {amount(value / 1000)} {thousands}{_between(totals, name, 1000)}"
     return text
 
 
-def in_short(found: Totals, unit: str) -> str:
+def in_short(totals: Totals, unit: str) -> str:
     """Days and money (or GPU-hours), as `in_words` has them."""
-    text = f"{short(found.tokens)} {unit}s in {amount(found.days)} days"
-    text += _between(found.days_low, found.days_high)
-    if not found.factor.certain:
-        more = " or more" if found.factor.high is None else ""
-        equal = amount(found.days / found.factor.factor)
+    text = f"{short(totals.tokens)} {unit}s in {amount(totals.days)} days"
+    text += _between(totals, "days")
+    if not totals.factor.certain:
+        more = " or more" if totals.factor.high is None else ""
+        equal = amount(totals.days / totals.factor.factor)
         text += f"{more} to the loss of ddp ({equal} at equal steps),"
-        text += f" as {found.factor} steps are worth one of ddp"
-    if found.cost is None:
-        text += f", {found.gpu_hours:,.0f} GPU-hours"
-    else:
-        ends = _between(found.cost_low, found.cost_high)
-        text += f", for {found.cost:,.0f} {found.currency}{ends}"
-    return text
+        text += f" as {totals.factor} steps are worth one of ddp"
+    if totals.cost is None:
+        return f"{text}, {totals.gpu_hours:,.0f} GPU-hours"
+    return f"{text}, for {totals.cost:,.0f} {totals.currency}{_between(totals, 'cost')}"
 
 
 def print_answer(out: Console, trainings: Trainings) -> None:
@@ -339,7 +327,9 @@ def short(tokens: float) -> str:
     return f"{tokens:g}".replace("e+0", "e").replace("e+", "e")
 
 
-def _between(low: float | None, high: float | None, unit: float = 1) -> str:
+def _between(totals: Totals, name: str, unit: float = 1) -> str:
+    """The interval of an amount in a sentence; nothing where an end is not known."""
+    low, high = getattr(totals, f"{name}_low"), getattr(totals, f"{name}_high")
     if low is None or high is None:
         return ""
     return f" (90 %: {amount(low / unit)} to {amount(high / unit)})"
