@@ -8,7 +8,6 @@ from typing import TypeAlias
 
 from co2sim.common.errors import Co2simError, EngineError, OptionError
 from co2sim.common.progress import Done
-from co2sim.hardware.cluster import Cluster
 from co2sim.models.framework import Recompute
 from co2sim.prediction import power
 from co2sim.prediction.bounds import Least
@@ -181,9 +180,6 @@ def _check_prices(space: Space, wanted: Objective) -> None:
         )
 
 
-_Leaders: TypeAlias = tuple[tuple[object, float] | None, tuple[object, float] | None]
-"""The best group and the next one, each with the score of its best option."""
-
 _WAVE = 4
 """Cases for each process at a time; between waves, those that cannot win any more are dropped."""
 
@@ -234,7 +230,7 @@ class Search:
         group_of = _grouping([setup.case for setup in setups])
         self._groups = {id(setup): group_of(setup.case) for setup in setups}
         self._names = {id(setup): display_name(setup.case.cluster) for setup in setups}
-        self._worth = _Worth(wanted)
+        self._steps = {id(setup): _steps(setup, wanted) for setup in setups}
         self.impossible: dict[str, str] = {}
         self._promises = list(self._first_promises(setups))
         self._queue = [(one.order, one) for one in self._promises]
@@ -243,7 +239,7 @@ class Search:
         self._front: list[tuple[float, float]] = []
         self._outside: list[tuple[object, Candidate]] = []
         self.options: list[tuple[object, Candidate]] = []
-        self._leaders: _Leaders = (None, None)
+        self._least_of: dict[object, float] = {}
         self._on_cluster: dict[str, float] = {}
         self.failed: list[str] = []
         self.large = 0
@@ -265,7 +261,7 @@ class Search:
                     except Co2simError as error:
                         self._leave_out(setup, error)
                         continue
-                    score, days, spent = self._worth.least(setup, least)
+                    score, days, spent = self._least(setup, least)
                     yield _Promise(
                         setup=setup,
                         place=place,
@@ -334,7 +330,7 @@ class Search:
             return replace(one, close=True)
         steps = setup.samples // one.micro_batch
         least = setup.bound.close(one.micro_batch, steps, one.recompute)
-        score, days, spent = self._worth.least(setup, least)
+        score, days, spent = self._least(setup, least)
         return replace(
             one,
             score=max(score, one.score),
@@ -406,31 +402,33 @@ class Search:
 
     def _to_beat(self, group: object) -> float:
         """The score of the best option, for its own group; of the runner-up for all others."""
-        first, second = self._leaders
-        if first is None:
-            return math.inf
-        if group == first[0]:
-            return first[1]
-        return math.inf if second is None else second[1]
+        first, second = sorted([*self._least_of.values(), math.inf, math.inf])[:2]
+        return first if self._least_of.get(group) == first else second
+
+    def _least(self, setup: Setup, least: Least) -> tuple[float, float, float]:
+        """Score, days, and money or GPU-hours, of a training whose steps take the least."""
+        steps, cluster = self._steps[id(setup)], setup.sized.cluster
+        days = steps * least.seconds / DAY * _BELOW
+        price, gpus = cluster.price_per_gpu, cluster.layout.world_size
+        spent = days * gpus * (24 if price is None else DAY * price)
+        if self._wanted.want == "fastest":
+            return days, days, spent
+        if self._wanted.want == "cheapest":
+            return spent, days, spent
+        joules = power.least_energy(cluster, least.seconds, least.computing)
+        return (0.0 if joules is None else joules / 3.6e6 * steps * _BELOW), days, spent
 
     def _keep(self, group: object, option: Candidate) -> None:
         """Note an option within the limits."""
         self.options.append((group, option))
         score = option.score(self._wanted.want)
-        self._lead(group, score)
+        self._least_of[group] = min(score, self._least_of.get(group, math.inf))
         name = display_name(option.case.cluster)
         self._on_cluster[name] = min(score, self._on_cluster.get(name, math.inf))
         days, spent = option.totals.days, option.spent
         if not any(d <= days and s <= spent for d, s in self._front):
             self._front = [(d, s) for d, s in self._front if d < days or s < spent]
             self._front.append((days, spent))
-
-    def _lead(self, group: object, score: float) -> None:
-        """Keep the best two groups, with the scores of their best options."""
-        known = dict(pair for pair in self._leaders if pair)
-        known[group] = min(score, known.get(group, math.inf))
-        ranked = sorted(known.items(), key=lambda pair: pair[1])
-        self._leaders = ranked[0], ranked[1] if len(ranked) > 1 else None
 
     def _note(self, one: _Promise, found: Outcome | str | None) -> None:
         self._done.add(one.place)
@@ -459,7 +457,7 @@ class Search:
         if found is None:
             self.failed.append(f"it is not known what a step of {outcome.strategy} is worth")
             return
-        cluster = self._worth.cluster(one.setup)
+        cluster = one.setup.sized.cluster
         option = Candidate(case=case, cluster=cluster, result=outcome, totals=found)
         group = self._groups[id(one.setup)]
         if option.within(self._wanted):
@@ -468,40 +466,12 @@ class Search:
             self._outside.append((group, option))
 
 
-class _Worth:
-    """What the least time of a step comes to: in score, days and money."""
-
-    def __init__(self, wanted: Objective) -> None:
-        self._wanted = wanted
-        self._steps: dict[int, tuple[float, Cluster]] = {}
-
-    def cluster(self, setup: Setup) -> Cluster:
-        """That of all its GPUs."""
-        return setup.sized.cluster
-
-    def _of(self, setup: Setup) -> tuple[float, Cluster]:
-        """The steps of a training, and its cluster; micro-batches and recomputation change none."""
-        if id(setup) not in self._steps:
-            case = setup.case
-            name = strategy_title(case.strategy)
-            factor = step_factor(name, scale_of_case(case), self._wanted.goal)
-            trained = self._wanted.tokens * (1.0 if factor is None else factor.factor)
-            tokens = setup.global_batch * setup.sized.model.tokens
-            self._steps[id(setup)] = trained / tokens, self.cluster(setup)
-        return self._steps[id(setup)]
-
-    def least(self, setup: Setup, least: Least) -> tuple[float, float, float]:
-        """Score, days, and money or GPU-hours."""
-        steps, cluster = self._of(setup)
-        days = steps * least.seconds / DAY * _BELOW
-        price, gpus = cluster.price_per_gpu, cluster.layout.world_size
-        spent = days * gpus * (24 if price is None else DAY * price)
-        if self._wanted.want == "fastest":
-            return days, days, spent
-        if self._wanted.want == "cheapest":
-            return spent, days, spent
-        joules = power.least_energy(cluster, least.seconds, least.computing)
-        return (0.0 if joules is None else joules / 3.6e6 * steps * _BELOW), days, spent
+def _steps(setup: Setup, wanted: Objective) -> float:
+    """The steps of a training; micro-batches and recomputation change none."""
+    case = setup.case
+    factor = step_factor(strategy_title(case.strategy), scale_of_case(case), wanted.goal)
+    trained = wanted.tokens * (1.0 if factor is None else factor.factor)
+    return trained / (setup.global_batch * setup.sized.model.tokens)
 
 
 def _grouping(cases: Sequence[Question]) -> Callable[[Question], object]:

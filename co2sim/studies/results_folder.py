@@ -45,7 +45,8 @@ _EARLIER = "_earlier"
 """A folder inside, which readers of Parquet skip: parts of other cases, until all is complete."""
 _AT_HAND = 64
 """Parts that are kept in memory after they were read."""
-_KEY_BYTES = 16
+_KEY = "S16"
+"""Bytes of a key, as NumPy has them."""
 
 
 class ParquetParts:
@@ -72,14 +73,14 @@ class ParquetParts:
 
     def find(self, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
         """The rows with these keys that the folder has, but for those of cases that failed."""
-        wanted = np.array([bytes.fromhex(key) for key in keys], dtype=f"V{_KEY_BYTES}")
+        wanted = np.array([bytes.fromhex(key) for key in keys], dtype=_KEY)
         if not len(self._keys) or not len(wanted):
             return {}
-        at = np.minimum(np.searchsorted(_ordered(self._keys), _ordered(wanted)), self._last)
-        there = np.flatnonzero(self._keys[at] == wanted)
+        near = np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)
+        there = np.flatnonzero(self._keys[near] == wanted)
         by_file: dict[int, list[tuple[int, str]]] = {}
         for place in there.tolist():
-            file, row = self._places[at[place]].tolist()
+            file, row = self._places[near[place]].tolist()
             by_file.setdefault(file, []).append((row, keys[place]))
         found: dict[str, dict[str, Any]] = {}
         for file, rows in by_file.items():
@@ -132,19 +133,14 @@ class ParquetParts:
         keys, places = [], []
         for file, path in enumerate(self._files):
             found = list(self._known(path))
-            keys.append(np.array([key for _, key in found], dtype=f"V{_KEY_BYTES}"))
+            keys.append(np.array([key for _, key in found], dtype=_KEY))
             rows = np.array([row for row, _ in found], dtype=np.int32)
             places.append(np.stack([np.full(len(rows), file, np.int32), rows], axis=1))
         if not keys:
-            return np.empty((0, 2), np.int32), np.empty(0, f"V{_KEY_BYTES}")
+            return np.empty((0, 2), np.int32), np.empty(0, _KEY)
         every = np.concatenate(keys)
-        halves = _ordered(every)
-        order = np.lexsort((halves["low"], halves["high"]))
+        order = np.argsort(every, kind="stable")
         return np.concatenate(places)[order], every[order]
-
-    @property
-    def _last(self) -> int:
-        return len(self._keys) - 1
 
     def _known(self, path: Path) -> Iterator[tuple[int, bytes]]:
         """Row and key of each case with figures in a file."""
@@ -176,11 +172,6 @@ class ParquetParts:
             if len(self._at_hand) > _AT_HAND:
                 self._at_hand.popitem(last=False)
         return self._at_hand[file]
-
-
-def _ordered(keys: Any) -> Any:
-    """Keys as pairs of numbers, which NumPy can sort: it has no order for bytes with zeros."""
-    return keys.view([("high", ">u8"), ("low", ">u8")])
 
 
 def _pyarrow() -> tuple[Any, Any]:
@@ -220,15 +211,14 @@ def columns(paths: Iterable[str], goal: Goal, tokens: float | None) -> dict[str,
 
 def fitted(row: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
     """A row with these columns only, None where it has no value, and their types."""
-    found = {name: _value(row.get(name), kind) for name, kind in kinds.items()}
+    fit = {
+        name: float(row[name]) if kind == "double" and row.get(name) is not None else row.get(name)
+        for name, kind in kinds.items()
+    }
     unknown = [name for name in row if name not in kinds and name.startswith("memory_")]
     if unknown:
-        found[memory_column(_OTHER)] = float(sum(row[name] for name in unknown))
-    return found
-
-
-def _value(value: Any, kind: str) -> Any:
-    return float(value) if kind == "double" and value is not None else value
+        fit[memory_column(_OTHER)] = float(sum(row[name] for name in unknown))
+    return fit
 
 
 def _kind(hint: Any) -> str:
