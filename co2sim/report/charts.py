@@ -240,18 +240,18 @@ def front(
     point is the number of GPUs. With `offers` colours are those of clusters, and shapes those of
     strategies; without, the other way round.
     """
-    trained = [answered for answered in every if answered.totals is not None]
-    priced = [answered for answered in trained if _cost(answered)]
-    currencies = {answered.totals.currency for answered in priced if answered.totals}
+    trained = [entry for entry in every if entry.totals is not None]
+    priced = [entry for entry in trained if _cost(entry)]
+    currencies = {entry.totals.currency for entry in priced if entry.totals}
     if not trained or (not priced and not hours) or len(currencies) > 1:
         return None
     shown = priced or trained
-    rows = [_training(answered) for answered in shown]
+    rows = [_training(entry) for entry in shown]
     least = {id(row) for row in _undominated([row for row in rows if row["fits"]])}
-    words_of = {id(answered): words for words, answered in (marked or {}).items()}
-    for row, answered in zip(rows, shown, strict=True):
+    words_of = {id(entry): words for words, entry in (marked or {}).items()}
+    for row, entry in zip(rows, shown, strict=True):
         row["front"] = id(row) in least
-        row["mark"] = words_of.get(id(answered))
+        row["mark"] = words_of.get(id(entry))
     log = alt.Scale(type="log", nice=False, padding=24 if marked else 16)
     x = alt.X("days:Q", scale=log, title="days", axis=_axis("~r", rows, "days"))
     unit = str(currencies.pop()) if currencies else "GPU-hours"
@@ -283,8 +283,8 @@ def _looks(
     every: Sequence[Answered], names: Sequence[str], *, offers: bool
 ) -> dict[str, alt.Color | alt.Shape | alt.Size]:
     """Of a point: what is a colour, a shape, and a size."""
-    clusters = [answered.cluster for answered in every]
-    sizes = sorted({answered.result.gpus for answered in every})
+    clusters = [entry.cluster for entry in every]
+    sizes = sorted({entry.result.gpus for entry in every})
     ticks = [sizes[0], sizes[len(sizes) // 2], sizes[-1]] if len(sizes) > 3 else sizes  # noqa: PLR2004
     size = alt.Size("gpus:Q", title="GPUs", legend=None)
     if len(sizes) > 1:
@@ -326,22 +326,22 @@ def _joined(line: Rows, x: alt.X, y: alt.Y) -> Iterator[Any]:
         yield alt.Chart(data(line)).mark_line(color=TEXT, strokeDash=[4, 3]).encode(x=x, y=y)
 
 
-def _training(answered: Answered) -> dict[str, Any]:
+def _training(entry: Answered) -> dict[str, Any]:
     """A row; GPU-hours where there is no price."""
-    totals = answered.totals
+    totals = entry.totals
     assert totals is not None
     per_day = totals.gpu_hours / totals.days
     ends = (totals.days, totals.days_low, totals.days_high)
     hours = [None if days is None else days * per_day for days in ends]
-    spent = _cost(answered) or hours
+    spent = _cost(entry) or hours
     return {
-        "name": f"{answered.strategy}, {answered.result.gpus} GPUs, {answered.cluster}",
-        "strategy": answered.strategy,
-        "cluster": answered.cluster,
-        "gpus": answered.result.gpus,
+        "name": f"{entry.strategy}, {entry.result.gpus} GPUs, {entry.cluster}",
+        "strategy": entry.strategy,
+        "cluster": entry.cluster,
+        "gpus": entry.result.gpus,
         **dict(zip(("days", "days_low", "days_high"), ends, strict=True)),
         **dict(zip(("cost", "cost_low", "cost_high"), spent, strict=True)),
-        "fits": answered.result.fits_in_memory,
+        "fits": entry.result.fits_in_memory,
     }
 
 
@@ -460,12 +460,12 @@ class Measure:
     def rows(self, group: Iterable[Answered]) -> Rows:
         """Of the cases that have it, over their GPUs."""
         rows = []
-        for answered in group:
-            result = answered.result
-            if figure := self.of(answered):
+        for entry in group:
+            result = entry.result
+            if figure := self.of(entry):
                 memory = result.misfit or result.memory_fit
                 fits, gpus = result.fits_in_memory, result.gpus
-                row = figure_row(answered.strategy, figure, fits=fits, memory=memory, gpus=gpus)
+                row = figure_row(entry.strategy, figure, fits=fits, memory=memory, gpus=gpus)
                 rows.append(row)
         return rows
 
@@ -480,18 +480,18 @@ def cost(currency: str) -> Measure:
     return Measure(f"Cost, {currency}", currency, "~s", _cost)
 
 
-def _speed(answered: Answered) -> Ranged:
-    result = answered.result
+def _speed(entry: Answered) -> Ranged:
+    result = entry.result
     return result.tokens_per_s, result.tokens_per_s_low, result.tokens_per_s_high
 
 
-def _days(answered: Answered) -> Ranged | None:
-    totals = answered.totals
+def _days(entry: Answered) -> Ranged | None:
+    totals = entry.totals
     return None if totals is None else (totals.days, totals.days_low, totals.days_high)
 
 
-def _cost(answered: Answered) -> Ranged | None:
-    totals = answered.totals
+def _cost(entry: Answered) -> Ranged | None:
+    totals = entry.totals
     if totals is None or totals.cost is None:
         return None
     return totals.cost, totals.cost_low, totals.cost_high
@@ -519,7 +519,7 @@ def over_gpus(
     # nothing is published of those in which something else was varied
     if shown.cluster in {display_name(shown.case.cluster), offer_name(shown.case.cluster)}:
         stars = _published(comparisons, display_name(shown.case.cluster), names)
-    if len({answered.result.gpus for answered in group}) == 1 and not stars:
+    if len({entry.result.gpus for entry in group}) == 1 and not stars:
         return _points(rows, names, measure)
     ends = ends_of(measure.rows(every))
     sizes = sorted({row["gpus"] for row in rows})
@@ -565,13 +565,13 @@ def efficiency(group: Sequence[Answered], names: Sequence[str]) -> Spec | None:
     """Throughput per GPU, relative to one node; None for a single size, or where none is known."""
     rows: Rows = [
         {
-            "strategy": answered.strategy,
-            "gpus": answered.result.gpus,
-            "value": answered.efficiency,
-            "exposed": answered.result.exposed_share,
+            "strategy": entry.strategy,
+            "gpus": entry.result.gpus,
+            "value": entry.efficiency,
+            "exposed": entry.result.exposed_share,
         }
-        for answered in group
-        if answered.efficiency is not None
+        for entry in group
+        if entry.efficiency is not None
     ]
     sizes = sorted({row["gpus"] for row in rows})
     if len(sizes) < 2:  # noqa: PLR2004

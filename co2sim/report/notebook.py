@@ -84,13 +84,13 @@ def of_trace(trace: Trace, schedule: Schedule, rank: int | None = None) -> alt.C
     if rank not in traced:
         few = f"{', '.join(map(str, traced[:8]))}{', ...' if len(traced) > 8 else ''}"  # noqa: PLR2004
         raise OptionError(f"rank is {rank}, which was not traced; traced: {few or 'none'}")
-    found = round_of(schedule, trace, traced.index(rank), _WIDTH)
-    rows = [bar.to_dict() for bar in found.bars]
-    lanes = {bar.stream for bar in found.bars}
-    chart = timeline_bars(rows, kinds_of([found], {}), found.length).add_params(ZOOM)
+    shown_round = round_of(schedule, trace, traced.index(rank), _WIDTH)
+    rows = [bar.to_dict() for bar in shown_round.bars]
+    lanes = {bar.stream for bar in shown_round.bars}
+    chart = timeline_bars(rows, kinds_of([shown_round], {}), shown_round.length).add_params(ZOOM)
     count = trace.ranks[rank]
     stands = f", which stands for {count:,} equal ranks" if count > 1 else ""
-    length = duration(found.length / 1e3)
+    length = duration(shown_round.length / 1e3)
     shown: alt.Chart = _shown(
         chart.properties(width=_WIDTH, height=2 * ROW * len(lanes)),
         schedule.name,
@@ -222,45 +222,45 @@ def _runs(schedule: Schedule) -> list[_Stretch]:
     awaited = {
         wait.op for op in schedule.body for wait in op.after if streams[wait.op] != op.stream
     }
-    found: list[list[Op]] = []
+    runs: list[list[Op]] = []
     for op in schedule.body:
         waits = any(streams[wait.op] != op.stream for wait in op.after)
-        last = found[-1][-1] if found else None
+        last = runs[-1][-1] if runs else None
         if last and last.stream == op.stream and last.name not in awaited and not waits:
-            found[-1].append(op)
+            runs[-1].append(op)
         else:
-            found.append([op])
-    return [_Stretch(tuple(ops)) for ops in found]
+            runs.append([op])
+    return [_Stretch(tuple(ops)) for ops in runs]
 
 
 def _follow(runs: Sequence[_Stretch]) -> Rows:
     """A stream runs its ops one by one."""
-    own: dict[str, list[_Stretch]] = {}
+    by_stream: dict[str, list[_Stretch]] = {}
     for run in runs:
-        own.setdefault(run.stream, []).append(run)
+        by_stream.setdefault(run.stream, []).append(run)
     return [
-        {"op": one.name, "stream": one.stream, "for": other.name, "to": other.stream}
-        for along in own.values()
-        for one, other in pairwise(along)
+        {"op": before.name, "stream": before.stream, "for": after.name, "to": after.stream}
+        for along in by_stream.values()
+        for before, after in pairwise(along)
     ]
 
 
 def _waits(runs: Sequence[_Stretch]) -> tuple[Rows, int]:
     """The waits for ops of other streams, and how many are for ops that are not shown."""
-    known = {op.name: run for run in runs for op in run.ops}
-    asked = [(wait, run) for run in runs for wait in run.ops[0].after]
-    found = [
+    run_of = {op.name: run for run in runs for op in run.ops}
+    waits = [(wait, run) for run in runs for wait in run.ops[0].after]
+    rows = [
         {
-            "op": known[wait.op].name,
-            "stream": known[wait.op].stream,
+            "op": run_of[wait.op].name,
+            "stream": run_of[wait.op].stream,
             "for": run.name,
             "to": run.stream,
             "earlier": bool(wait.rounds_ago),
         }
-        for wait, run in asked
-        if wait.op in known and known[wait.op].stream != run.stream
+        for wait, run in waits
+        if wait.op in run_of and run_of[wait.op].stream != run.stream
     ]
-    return found, sum(wait.op not in known for wait, _ in asked)
+    return rows, sum(wait.op not in run_of for wait, _ in waits)
 
 
 def _remarks(schedule: Schedule, runs: Sequence[_Stretch], hidden: int, waits: Rows) -> list[str]:
@@ -409,15 +409,15 @@ def _bars(rows: Rows, unit: str) -> Drawn:
 
 def _ordered(values: Sequence[Any]) -> list[Any]:
     """Each value once: quantities by size, whatever the order of the rows; others as they come."""
-    known = list(dict.fromkeys(values))
-    if all(isinstance(value, int | float) for value in known):
-        return sorted(known)
+    distinct = list(dict.fromkeys(values))
+    if all(isinstance(value, int | float) for value in distinct):
+        return sorted(distinct)
     for unit in EXAMPLES:
         try:
-            return sorted(known, key=lambda value, unit=unit: parse(value, unit))  # type: ignore[misc]
+            return sorted(distinct, key=lambda value, unit=unit: parse(value, unit))  # type: ignore[misc]
         except UnitError:
             continue
-    return known
+    return distinct
 
 
 def _title(frame: pd.DataFrame, y: str) -> str:
@@ -433,11 +433,11 @@ def _title(frame: pd.DataFrame, y: str) -> str:
 
 def _in_common(frame: pd.DataFrame) -> str:
     """The model and the cluster of all rows, where there is one."""
-    found: list[str] = []
+    shared: list[str] = []
     for names in (("model", "model_key"), ("cluster", "cluster_key")):
-        known = [name for name in names if name in frame and len(frame[name].unique()) == 1]
-        found.extend(str(frame[name].iloc[0]) for name in known[:1])
-    return " on ".join(found)
+        columns = [name for name in names if name in frame and len(frame[name].unique()) == 1]
+        shared.extend(str(frame[name].iloc[0]) for name in columns[:1])
+    return " on ".join(shared)
 
 
 def _table_remarks(rows: Rows, y: str, intervals: str, misfits: str) -> list[str]:

@@ -88,7 +88,7 @@ def page(answers: AllSolved) -> Page:
         facts=_facts(answers),
         doubts=sections.predicted_with(shown),
         sections=[
-            *(_reached(group, place, answers) for place, group in enumerate(answers.by_target)),
+            *(_reached(group, number, answers) for number, group in enumerate(answers.by_target)),
             sections.gains({f"{name}, as it is": each for name, each in answers.levers.items()}),
             sections.trust(shown, shown) if shown else PageSection("trust", "How sure this is"),
             sections.inputs_of(
@@ -130,9 +130,9 @@ _MOST = 4
 """Answers on the first screen."""
 
 
-def _reached(group: Sequence[Solved], place: int, answers: AllSolved) -> PageSection:
+def _reached(group: Sequence[Solved], turn: int, answers: AllSolved) -> PageSection:
     """The figure over the number, and the answers."""
-    said = remark(solve.trainings([one.case for one in group], answers.results), answers.goal)
+    said = remark(solve.trainings([solved.case for solved in group], answers.results), answers.goal)
     target, axis = group[0].target, group[0].axis
     metric = target.metric
     side = "at least" if metric.more else "at most"
@@ -141,12 +141,12 @@ def _reached(group: Sequence[Solved], place: int, answers: AllSolved) -> PageSec
         note=f"Diamonds: from where the figure is {side} what the dashed lines say, with the 90 %"
         " interval of that value. Bands are 90 % intervals of the figure.",
         label=f"{metric.words} by {axis.path}, a line for each strategy",
-        chart=_chart(group, [strategy_title(one.case.strategy) for one in group]),
+        chart=_chart(group, [strategy_title(solved.case.strategy) for solved in group]),
         table=_points(group),
     )
     reached = Figure(f"{axis.path} for {target.name}", table=tables.reached(group))
     return PageSection(
-        key=f"target-{place}",
+        key=f"target-{turn}",
         title=f"{metric.words[0].upper()}{metric.words[1:]}, by {axis.path}",
         figures=[chart, reached],
         notes=[*solve.remarks(group), *([said] if said else [])],
@@ -177,17 +177,17 @@ def _files(answers: AllSolved) -> dict[str, tuple[str, str]]:
     plain = [solve.plain(solved, answers.levers, answers.results) for solved in answers.found]
     rows = [
         {
-            "strategy": one["strategy"],
-            "number": one["number"],
-            "unit": one["unit"],
-            "target": one["target"],
+            "strategy": answer["strategy"],
+            "number": answer["number"],
+            "unit": answer["unit"],
+            "target": answer["target"],
             "value": point["value"],
             "figure": point["figure"],
             "figure_low": (point["interval"] or (None, None))[0],
             "figure_high": (point["interval"] or (None, None))[1],
         }
-        for one in plain
-        for point in one["points"]
+        for answer in plain
+        for point in answer["points"]
     ]
     return {
         "solve.csv": ("text/csv", pd.DataFrame(rows).to_csv(index=False)),
@@ -230,9 +230,9 @@ _STILL = 0.02
 """A figure that moves by less than this share of all that it does stands still."""
 
 
-def _eventful(rows: Rows, found: Sequence[Solved], across: NumberAxis) -> Rows:
+def _eventful(rows: Rows, group: Sequence[Solved], across: NumberAxis) -> Rows:
     """The points between the first and the last place where a figure moves, or is enough."""
-    ends = [end for each in found for row in _crossings(each, across) for end in _spread(row)]
+    ends = [end for each in group for row in _crossings(each, across) for end in _spread(row)]
     drawn = sorted({row["x"] for row in rows})
     for name in dict.fromkeys(row["strategy"] for row in rows):
         line = [row for row in rows if row["strategy"] == name and row["value"] is not None]
@@ -274,8 +274,8 @@ def _crossings(each: Solved, across: NumberAxis) -> Rows:
     """Where the figure crosses the values of the target, with the interval of the one crossing."""
     rows: Rows = []
     for answer in each.answers:
-        found = (crossing(spans or ()) for spans in (answer.hoped, answer.sure))
-        ends = [end for end in found if end is not None]
+        sides = (crossing(spans or ()) for spans in (answer.hoped, answer.sure))
+        ends = [end for end in sides if end is not None]
         edges = _edges(answer.met)
         ends = ends if len(edges) == 1 and len(ends) > 1 else []
         rows += [

@@ -84,8 +84,8 @@ class Swept:
     @cached_property
     def all(self) -> list[Answered]:
         """The cases that gave a result; what they vary stands for their strategy."""
-        found = totals.totals_for(self.cases, self.outcomes, self.tokens, self.goal)
-        every = zip(self.names, self.cases, self.outcomes, found, strict=True)
+        trained = totals.totals_for(self.cases, self.outcomes, self.tokens, self.goal)
+        every = zip(self.names, self.cases, self.outcomes, trained, strict=True)
         offers = offer_names(case.cluster for case in self.cases)
         return [
             Answered(offers[display_name(case.cluster)], name, case, outcome, totals)
@@ -158,7 +158,7 @@ class Swept:
         return [f"{first.strategy} is the fastest at {sections.speed_of(first.result)}."]
 
     def _trainings(self) -> totals.Trainings:
-        return [(one.strategy, one.result, one.totals) for one in self.all]
+        return [(entry.strategy, entry.result, entry.totals) for entry in self.all]
 
     @cached_property
     def best(self) -> Answered:
@@ -168,8 +168,8 @@ class Swept:
     @cached_property
     def _ranked(self) -> list[Answered]:
         """Those that fit in memory, the fastest first."""
-        fitting = [one for one in self.all if one.result.fits_in_memory]
-        return sorted(fitting, key=lambda one: -one.result.tokens_per_s)
+        fitting = [entry for entry in self.all if entry.result.fits_in_memory]
+        return sorted(fitting, key=lambda entry: -entry.result.tokens_per_s)
 
     def doubts(self) -> list[str]:
         """What is missing, what failed, and whether the order of the first two is certain."""
@@ -208,7 +208,7 @@ def _value(text: str, axis: Axis) -> float:
 def measures(swept: Swept) -> list[Measure]:
     """Throughput; days, and money where all prices are in one currency, for tokens to train."""
     shown = [charts.speed(swept.all[0].result.unit)]
-    trained = [answered.totals for answered in swept.all if answered.totals]
+    trained = [entry.totals for entry in swept.all if entry.totals]
     if not trained:
         return shown
     currencies = {totals.currency for totals in trained}
@@ -222,11 +222,11 @@ def _chart(swept: Swept, measure: Measure) -> tuple[Spec, str]:
     """Lines where the first thing that varies is a number, else bars; what was left out."""
     pairs = [pair for pair in zip(swept.all, swept.placed, strict=True) if measure.of(pair[0])]
     if swept.across is None:
-        rows = measure.rows([answered for answered, _ in pairs[:MAX_BARS]])
+        rows = measure.rows([entry for entry, _ in pairs[:MAX_BARS]])
         return _bars(rows, measure), left_out("cases", len(pairs), MAX_BARS)
     lines: dict[str, Rows] = {}
     for row, (_, (x, text, line)) in zip(
-        measure.rows([answered for answered, _ in pairs]), pairs, strict=True
+        measure.rows([entry for entry, _ in pairs]), pairs, strict=True
     ):
         lines.setdefault(line, []).append(row | {"strategy": line, "x": x, "at": text})
     kept = [sorted(rows, key=itemgetter("x")) for rows in list(lines.values())[:MAX_LINES]]
@@ -270,7 +270,7 @@ def page(swept: Swept) -> Page:
     files, cut = _files(swept)
     groups = dict(sorted(sections.by_cluster(every[:MAX_BARS]).items()))
     more = left_out("cases", len(every), MAX_BARS).strip()
-    plain = [replace(one, strategy=one.result.strategy) for one in every]
+    plain = [replace(entry, strategy=entry.result.strategy) for entry in every]
     trust = sections.trust(plain, plain)
     return Page(
         answer=[_heading(swept), *swept.answer()],
@@ -297,15 +297,15 @@ def page(swept: Swept) -> Page:
 
 def _heading(swept: Swept) -> str:
     """Model, tokens, batch and cluster, as far as they are the same; and the best case."""
-    clusters = list(dict.fromkeys(one.cluster for one in swept.all))
+    clusters = list(dict.fromkeys(entry.cluster for entry in swept.all))
     where = f" on {clusters[0]}" if len(clusters) == 1 else ""
     return f"{sections.about(swept.all, swept.tokens)}{where}: {swept.best.strategy}"
 
 
 def _inputs(swept: Swept) -> list[tuple[str, Question]]:
     """A case for each cluster and model."""
-    found = {(display_name(case.cluster), display_name(case.model)): case for case in swept.cases}
-    return [(cluster, case) for (cluster, _), case in list(found.items())[:_MAX_INPUTS]]
+    cases = {(display_name(case.cluster), display_name(case.model)): case for case in swept.cases}
+    return [(cluster, case) for (cluster, _), case in list(cases.items())[:_MAX_INPUTS]]
 
 
 def _few(lines: Sequence[str]) -> list[str]:
@@ -317,7 +317,7 @@ def _few(lines: Sequence[str]) -> list[str]:
 def _figure(swept: Swept, measure: Measure) -> Figure:
     chart, words = _chart(swept, measure)
     shape = "; hollow points do" if swept.across else "; pale bars do"
-    misfits = any(not one.result.fits_in_memory for one in swept.all)
+    misfits = any(not entry.result.fits_in_memory for entry in swept.all)
     return Figure(
         title=measure.title,
         note=f"Intervals are of 90 %{f'{shape} not fit in memory' * misfits}.{words}",
@@ -349,13 +349,13 @@ def _money(swept: Swept) -> PageSection:
     figures[0] = replace(figures[0], table=table)
     if few:
         lined = [
-            replace(one, strategy=line) if swept.across else one
-            for one, (_, _, line) in zip(every, swept.placed, strict=True)
+            replace(entry, strategy=line) if swept.across else entry
+            for entry, (_, _, line) in zip(every, swept.placed, strict=True)
         ]
-        front = sections.money(lined, [one.strategy for one in lined])
-        if len({(one.cluster, one.result.gpus) for one in every}) > 1:  # else they are one figure
-            figures += [replace(one, title="Money by days", table=None) for one in front.figures]
-    basis = totals.basis_lines(swept.cases[:_MAX_ROWS], [one.totals for one in every])
+        front = sections.money(lined, [entry.strategy for entry in lined])
+        if len({(entry.cluster, entry.result.gpus) for entry in every}) > 1:  # else one figure
+            figures += [replace(each, title="Money by days", table=None) for each in front.figures]
+    basis = totals.basis_lines(swept.cases[:_MAX_ROWS], [entry.totals for entry in every])
     return PageSection("money", "Days and money", figures=figures, notes=basis)
 
 
@@ -390,8 +390,8 @@ def _files(swept: Swept) -> tuple[dict[str, tuple[str, str]], list[str]]:
 def _fitting(sizes: Sequence[int]) -> int:
     """How many of the first ones there is room for."""
     room = _MAX_CHARACTERS
-    for place, size in enumerate(sizes):
+    for count, size in enumerate(sizes):
         room -= size
         if room < 0:
-            return place
+            return count
     return len(sizes)

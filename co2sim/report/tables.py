@@ -55,29 +55,29 @@ class Table:
 
 def speeds(group: Sequence[Answered]) -> Table:
     """What every case of a cluster gives."""
-    heads = (one.headed(group[0].result) for one in in_table("page"))
-    return Table(("strategy", "GPUs", *heads), [_speed(one) for one in group])
+    heads = (figure.headed(group[0].result) for figure in in_table("page"))
+    return Table(("strategy", "GPUs", *heads), [_speed(entry) for entry in group])
 
 
-def _speed(one: Answered) -> list[str]:
-    texts = [figure.shown(one.result) or "-" for figure in in_table("page")]
-    if not one.result.fits_in_memory:
-        texts[-1] = f"{texts[-1].removesuffix('*')}, {one.result.misfit}"
-    elif one.result.memory_fit == "tight":
+def _speed(entry: Answered) -> list[str]:
+    texts = [figure.shown(entry.result) or "-" for figure in in_table("page")]
+    if not entry.result.fits_in_memory:
+        texts[-1] = f"{texts[-1].removesuffix('*')}, {entry.result.misfit}"
+    elif entry.result.memory_fit == "tight":
         texts[-1] = f"{texts[-1]}, tight"
-    return [one.strategy, str(one.result.gpus), *texts]
+    return [entry.strategy, str(entry.result.gpus), *texts]
 
 
 def trainings(every: Sequence[Answered]) -> Table | None:
     """What it takes to train the tokens that were asked for; None if not asked for."""
     if all(one.totals is None for one in every):
         return None
-    known, cells = totals.table_of([answered.totals for answered in every])
+    heads, cells = totals.table_of([entry.totals for entry in every])
     rows = [
-        [answered.cluster, answered.strategy, str(answered.result.gpus), *row]
-        for answered, row in zip(every, cells, strict=True)
+        [entry.cluster, entry.strategy, str(entry.result.gpus), *row]
+        for entry, row in zip(every, cells, strict=True)
     ]
-    return Table(("cluster", "strategy", "GPUs", *known), rows, 2)
+    return Table(("cluster", "strategy", "GPUs", *heads), rows, 2)
 
 
 def options(candidates: Sequence[Candidate], *, at_length: bool = True) -> Table:
@@ -109,21 +109,23 @@ def options(candidates: Sequence[Candidate], *, at_length: bool = True) -> Table
 
 def times(group: Sequence[Answered]) -> Table:
     """Spans of the last round on one rank by kernel or collective: they overlap."""
-    names = list(dict.fromkeys(name for one in group for name in one.result.breakdown_s))
-    rows = [[name, *(_time(one.result.breakdown_s.get(name)) for one in group)] for name in names]
-    return Table(("work", *(one.strategy for one in group)), rows)
+    names = list(dict.fromkeys(name for entry in group for name in entry.result.breakdown_s))
+    rows = [
+        [name, *(_time(entry.result.breakdown_s.get(name)) for entry in group)] for name in names
+    ]
+    return Table(("work", *(entry.strategy for entry in group)), rows)
 
 
 def efficiencies(group: Sequence[Answered]) -> Table:
     """How well each case scales, and what waits for communication."""
     rows = [
         [
-            one.strategy,
-            f"{one.result.gpus:,}",
-            "-" if one.efficiency is None else f"{one.efficiency:.1%}",
-            f"{one.result.exposed_share:.1%}",
+            entry.strategy,
+            f"{entry.result.gpus:,}",
+            "-" if entry.efficiency is None else f"{entry.efficiency:.1%}",
+            f"{entry.result.exposed_share:.1%}",
         ]
-        for one in group
+        for entry in group
     ]
     return Table(("strategy", "GPUs", "relative to one node", "exposed communication"), rows)
 
@@ -134,19 +136,21 @@ def _time(seconds: float | None) -> str:
 
 def memory(group: Sequence[Answered]) -> Table:
     """Bytes of a GPU by item."""
-    names = list(dict.fromkeys(name for one in group for name in one.result.memory_bytes_per_gpu))
+    names = list(
+        dict.fromkeys(name for entry in group for name in entry.result.memory_bytes_per_gpu)
+    )
     names = [*(name for name in names if name != "total"), "total"]
     rows = [
         [
             name,
             *(
-                scaled(found, "B") if (found := one.result.memory_bytes_per_gpu.get(name)) else "-"
-                for one in group
+                scaled(size, "B") if (size := entry.result.memory_bytes_per_gpu.get(name)) else "-"
+                for entry in group
             ),
         ]
         for name in names
     ]
-    return Table(("item", *(one.strategy for one in group)), rows)
+    return Table(("item", *(entry.strategy for entry in group)), rows)
 
 
 def gains(levers: Iterable[Sensitivity]) -> Table:
@@ -177,7 +181,7 @@ def reached(group: Sequence[Solved]) -> Table:
         ]
         for solved in group
     ]
-    return Table(("strategy", *limits, "best"), rows, 2 + len(limits))
+    return Table(("strategy", *limits, "best"), rows, 1 + len(limits))
 
 
 def published(comparisons: Sequence[SpeedComparison]) -> Table | None:
@@ -204,12 +208,13 @@ def comparison_cells(comparison: SpeedComparison) -> list[str]:
 
 def sources(every: Sequence[Answered]) -> Table:
     """Where the intervals come from, and for which strategies."""
-    found: dict[str, dict[str, None]] = {}
-    for one in every:
-        found.setdefault(one.result.interval_source or "no interval", {})[one.strategy] = None
+    of_source: dict[str, dict[str, None]] = {}
+    for entry in every:
+        names = of_source.setdefault(entry.result.interval_source or "no interval", {})
+        names[entry.strategy] = None
     return Table(
         ("where the 90 % interval comes from", "of"),
-        [[source, _first_of(list(names))] for source, names in found.items()],
+        [[source, _first_of(list(names))] for source, names in of_source.items()],
         2,
     )
 
@@ -223,8 +228,8 @@ def _first_of(names: Sequence[str]) -> str:
 def errors() -> Table:
     """How far predictions were from published runs of sources that were left out of the fit."""
     rows = [
-        [one.title, f"{one.runs}", f"{one.mean:.1%}", f"{one.bias:+.1%}"]
-        for one in error_model().sources
+        [source.title, f"{source.runs}", f"{source.mean:.1%}", f"{source.bias:+.1%}"]
+        for source in error_model().sources
     ]
     return Table(("source", "runs", "mean error", "bias"), rows, 1)
 
@@ -236,7 +241,7 @@ def inputs(
 
     `varied` has the values of those that are not the same in all cases, by path.
     """
-    found: dict[str, Table] = {}
+    tables: dict[str, Table] = {}
     changed = {path.removeprefix("model."): words for path, words in (varied or {}).items()}
     for cluster, case in cases:
         hardware, model = case.load()
@@ -246,8 +251,8 @@ def inputs(
         }
         for head, entries in heads.items():
             if entries:
-                found.setdefault(head, _facts(entries, changed))
-    return list(found.items())
+                tables.setdefault(head, _facts(entries, changed))
+    return list(tables.items())
 
 
 def _facts(entries: Iterable[Fact], varied: Mapping[str, str]) -> Table:

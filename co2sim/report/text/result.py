@@ -95,27 +95,27 @@ def print_comparison(
     """
     out = console()
     pairs = sorted(zip(cases, results, strict=True), key=lambda pair: -pair[1].tokens_per_s)
-    cases, results = [case for case, _ in pairs], [one for _, one in pairs]
+    cases, results = [case for case, _ in pairs], [result for _, result in pairs]
     first = results[0]
     shown = in_table("page")
     rows = [
         (
-            one.strategy,
-            *(figure.shown(one) or "-" for figure in shown),
-            one.misfit or one.memory_fit,
+            result.strategy,
+            *(figure.shown(result) or "-" for figure in shown),
+            result.misfit or result.memory_fit,
         )
-        for one in results
+        for result in results
     ]
     heads = ("strategy", *(figure.headed(first) for figure in shown), "in memory")
     where = f"{first.model} on {counted(first.gpus, 'GPU')}: {first.place}"
     print_table(out, f"{where}; {shared_batch(results)}, {first.precision}", heads, rows)
-    close = not_told_apart([(one.strategy, one) for one in results])
+    close = not_told_apart([(result.strategy, result) for result in results])
     lines = question(results)[1:] if brief else []
     lines += _near(cases[0], first)
     print_lines(out, *lines, *([close] if close else []), "")
     if tokens is not None:
-        found = totals.totals_for(cases, results, tokens, goal)
-        named = [([one.strategy], total) for one, total in zip(results, found, strict=True)]
+        trained = totals.totals_for(cases, results, tokens, goal)
+        named = [([result.strategy], total) for result, total in zip(results, trained, strict=True)]
         head = f"to train {tokens:.4g} {first.unit}s"
         totals.print_totals(out, head, ("strategy",), named, 1)
 
@@ -158,13 +158,13 @@ def print_simulated(
     `settle` gives a case numbers for what it leaves open. With `tokens` it says what it takes to
     train these.
     """
-    found = None if tokens is None else totals_of(case, result, tokens, goal)
-    more = [] if tokens is None else totals.rows_of(found, result.unit)
+    trained = None if tokens is None else totals_of(case, result, tokens, goal)
+    more = [] if tokens is None else totals.rows_of(trained, result.unit)
     if tokens is not None:
-        totals.print_answer(console(), [(totals.where(result), result, found)])
+        totals.print_answer(console(), [(totals.where(result), result, trained)])
     print_result(result, noise=case.noise, goal=goal, more=more, near=_near(case, result))
     if tokens is not None:
-        totals.print_basis(console(), [case], [found])
+        totals.print_basis(console(), [case], [trained])
     if not result.fits_in_memory:
         taken = replace(
             case,
@@ -179,21 +179,21 @@ def print_simulated(
             print_table(console(), heading, ("instead", "memory per GPU"), rows)
 
 
-def print_verdicts(found: Sequence[Verdict]) -> None:
+def print_verdicts(judged: Sequence[Verdict]) -> None:
     """Whether each local-update method is worth it, and the Python that trains so."""
-    for one in found:
-        said, how = verdict_lines(one, named=len(found) > 1)
+    for verdict in judged:
+        said, how = verdict_lines(verdict, named=len(judged) > 1)
         print_lines(console(), said)
         print(how)  # a whole line, to copy
 
 
-def verdict_lines(one: Verdict, *, named: bool) -> tuple[str, str]:
+def verdict_lines(verdict: Verdict, *, named: bool) -> tuple[str, str]:
     """The verdict, and the Python that trains so."""
-    how = f"no training code: {one.untrainable}"
-    if one.python:
-        names = sorted(set(re.findall(r"\b[A-Z]\w+(?=[(.])", one.python)))
-        how = f"train so, with {' and '.join(names)} of realrun.algorithms: {one.python}"
-    return f"verdict: {f'{one.strategy}: ' if named else ''}{one}", how
+    how = f"no training code: {verdict.untrainable}"
+    if verdict.python:
+        names = sorted(set(re.findall(r"\b[A-Z]\w+(?=[(.])", verdict.python)))
+        how = f"train so, with {' and '.join(names)} of realrun.algorithms: {verdict.python}"
+    return f"verdict: {f'{verdict.strategy}: ' if named else ''}{verdict}", how
 
 
 def print_evidence(case: Question, result: Result) -> None:
@@ -237,7 +237,7 @@ def _print_header(out: Console, r: Result, noise: Noise) -> None:
 
 def stacks_of(results: Iterable[Result]) -> str:
     """The software stacks that all is predicted with; empty where none is known."""
-    names = list(dict.fromkeys(one.stack for one in results if one.stack))
+    names = list(dict.fromkeys(result.stack for result in results if result.stack))
     return f"stack{'s' * (len(names) > 1)}: {'; '.join(names)}" if names else ""
 
 
@@ -248,21 +248,21 @@ def adapters(r: Result) -> str:
 
 def speeds(noise: Noise, result: Result | None = None, varied: Collection[str] = ()) -> str:
     """A text: how fast nodes and ops were, of one run, or of many, but for what `varied`."""
-    found = [f"node {node} at {speed:g} of nominal" for node, speed in noise.node_speed.items()]
-    more = len(found) - _NAMED
-    found = [*found[:_NAMED], *([f"{more} more nodes"] if more > 0 else [])]
+    said = [f"node {node} at {speed:g} of nominal" for node, speed in noise.node_speed.items()]
+    more = len(said) - _NAMED
+    said = [*said[:_NAMED], *([f"{more} more nodes"] if more > 0 else [])]
     seed = "" if "seed" in varied else f"seed {noise.seed}"
     behind = f" ({seed})" if seed else ""
     if noise.straggle and result is not None:
         layout = Layout(result.nodes, result.gpus // result.nodes)
         slowdowns = noise.node_slowdowns(layout)
         span = f"{1 / max(slowdowns):.3g} to {1 / min(slowdowns):.3g} of nominal"
-        found.append(f"all nodes from {span} (straggle {noise.straggle:g}, {seed})")
+        said.append(f"all nodes from {span} (straggle {noise.straggle:g}, {seed})")
     elif noise.straggle and "straggle" not in varied:
-        found.append(f"straggle {noise.straggle:g} on every node{behind}")
+        said.append(f"straggle {noise.straggle:g} on every node{behind}")
     if noise.jitter and "jitter" not in varied:
-        found.append(f"jitter {noise.jitter:g} on every op{behind}")
-    return ", ".join(found)
+        said.append(f"jitter {noise.jitter:g} on every op{behind}")
+    return ", ".join(said)
 
 
 def _figures(r: Result, *, measured: bool) -> list[tuple[str, str]]:
@@ -298,12 +298,13 @@ def question(results: Sequence[Result]) -> list[str]:
         return []
     taken = "; ".join(
         dict.fromkeys(
-            f"{one.strategy}: {figures.brief_batch(one)} (micro-batch x micro-steps, recomputation)"
-            for one in results
+            f"{result.strategy}: {figures.brief_batch(result)} (micro-batch x micro-steps,"
+            " recomputation)"
+            for result in results
         )
     )
     batch = f"batch: {figures.shared_batch(results)}, {results[0].precision}; {taken}"
-    return [batch, *notes.alike(one.notes for one in results), stacks_of(results)]
+    return [batch, *notes.alike(result.notes for result in results), stacks_of(results)]
 
 
 def print_remarks(out: Console, results: Iterable[Result]) -> None:
@@ -320,11 +321,11 @@ def print_warnings(out: Console, named: Iterable[tuple[str, Result]]) -> None:
 
 def print_assumed(out: Console, results: Iterable[Result]) -> None:
     """The inputs that no source supports: one line each, whatever their values."""
-    found: dict[str, list[Fact]] = {}
+    facts_at: dict[str, list[Fact]] = {}
     for fact in dict.fromkeys(fact for result in results for fact in result.assumed):
-        found.setdefault(fact.path, []).append(fact)
-    if found:
-        rows = [(path, *_merged(facts)) for path, facts in found.items()]
+        facts_at.setdefault(fact.path, []).append(fact)
+    if facts_at:
+        rows = [(path, *_merged(facts)) for path, facts in facts_at.items()]
         title = "assumed, not measured or published"
         print_table(out, title, ("number", "value", "why"), rows, left=3)
 
@@ -518,22 +519,22 @@ def print_sources(out: Console, results: Iterable[Result], *after: str) -> None:
     sources: dict[str, set[str]] = {}
     for result in every:
         sources.setdefault(result.strategy, set()).add(result.interval_source)
-    found: dict[str, dict[str, None]] = {}
+    names_of: dict[str, dict[str, None]] = {}
     for result in every:
         size = f" on {counted(result.gpus, 'GPU')}" if len(sources[result.strategy]) > 1 else ""
-        found.setdefault(result.interval_source, {})[f"{result.strategy}{size}"] = None
+        names_of.setdefault(result.interval_source, {})[f"{result.strategy}{size}"] = None
     lines = [
-        f"{INTERVAL}{f' of {_first(strategies)}' if len(found) > 1 else ''}: {source}"
-        for source, strategies in found.items()
+        f"{INTERVAL}{f' of {_first(strategies)}' if len(names_of) > 1 else ''}: {source}"
+        for source, strategies in names_of.items()
     ]
     print_lines(out, *lines, *after)
 
 
 def _first(names: Iterable[str]) -> str:
     """A few of them."""
-    known = list(names)
-    rest = len(known) - _MAX_NAMED
-    return ", ".join(known[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    every = list(names)
+    rest = len(every) - _MAX_NAMED
+    return ", ".join(every[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def not_told_apart(named: Sequence[tuple[str, Result]]) -> str:
@@ -541,8 +542,8 @@ def not_told_apart(named: Sequence[tuple[str, Result]]) -> str:
     inside = [pair for pair in named if pair[1].fits_in_memory]
     ranked = sorted(inside, key=lambda pair: -pair[1].tokens_per_s)
     pairs = [
-        f"{one} and {other}"
-        for (one, first), (other, second) in pairwise(ranked)
+        f"{name} and {following}"
+        for (name, first), (following, second) in pairwise(ranked)
         if undecided(first, second)
     ]
     return too_close(pairs, ranked[0][1].gpus, _PAIRS) if pairs else ""

@@ -1,6 +1,5 @@
 """What a training takes, on the terminal: rows, a table, and lines on both."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, TypeAlias
 
@@ -57,9 +56,9 @@ def print_totals(
     out: Console, title: str, columns: Sequence[str], named: Named, left: int = 1
 ) -> None:
     """A table of the totals of many cases; columns that no case knows are left out."""
-    known, cells = table_of([totals for _, totals in named])
+    heads, cells = table_of([totals for _, totals in named])
     rows = [[*texts, *row] for (texts, _), row in zip(named, cells, strict=True)]
-    print_table(out, title, [*columns, *known], rows, left=left)
+    print_table(out, title, [*columns, *heads], rows, left=left)
 
 
 def table_of(every: Sequence[Totals | None]) -> tuple[list[str], list[list[str]]]:
@@ -88,33 +87,33 @@ def table_of(every: Sequence[Totals | None]) -> tuple[list[str], list[list[str]]
 
 
 def print_basis(
-    out: Console, cases: Sequence[Question], found: Iterable[Totals | None], *after: str
+    out: Console, cases: Sequence[Question], trained: Iterable[Totals | None], *after: str
 ) -> None:
     """What totals rest on, and which numbers are missing, in a few lines; then those `after`."""
-    print_lines(out, *basis_lines(cases, found), *after)
+    print_lines(out, *basis_lines(cases, trained), *after)
 
 
-def basis_lines(cases: Sequence[Question], found: Iterable[Totals | None]) -> list[str]:
+def basis_lines(cases: Sequence[Question], every: Iterable[Totals | None]) -> list[str]:
     """What totals rest on, and which numbers are missing; nothing where there are none."""
-    known = [one for one in found if one is not None]
-    if not known:
+    trained = [totals for totals in every if totals is not None]
+    if not trained:
         return []
     facts = _facts(cases)
-    lines = [_useful(cases, known)]
-    if any(one.power_w is not None for one in known):
+    lines = [_useful(cases, trained)]
+    if any(totals.power_w is not None for totals in trained):
         said = {name: _said(facts, name) for name in NEEDED}
         lines.append(
             f"energy: {COMPUTING:.0%} of the TDP{said['gpu.tdp']} while a GPU computes, its idle"
             f" power{said['gpu.idle_power']} while it waits for others; the rest of a"
             f" node{said['node_power']}; PUE{said['pue']}"
         )
-    if any(one.co2e_kg is not None for one in known):
+    if any(totals.co2e_kg is not None for totals in trained):
         lines.append(
             f"carbon: grid_intensity{_said(facts, 'grid_intensity')}; others: co2sim list grids"
         )
-    if any(one.cost is not None for one in known):
+    if any(totals.cost is not None for totals in trained):
         lines.append(f"cost: price_per_gpu{_said(facts, 'price_per_gpu')}")
-    missing = [name for name in EXAMPLES if any(name in one.missing for one in known)]
+    missing = [name for name in EXAMPLES if any(name in totals.missing for totals in trained)]
     return [*lines, *_lacking(missing)]
 
 
@@ -124,12 +123,12 @@ def marked(texts: list[str], outcome: object) -> list[str]:
     return [*texts[:-1], f"{texts[-1]}*"] if lost else texts
 
 
-def _useful(cases: Sequence[Question], known: Sequence[Totals]) -> str:
+def _useful(cases: Sequence[Question], trained: Sequence[Totals]) -> str:
     """What is said of failures."""
     names = {c.failures.name or "as given" for c in _clusters(cases) if c.failures}
     if not names:
         return "totals count no failures: all the time is useful work; --set failures=meta-rsc-1"
-    least, most = (end(one.goodput for one in known) for end in (min, max))
+    least, most = (end(totals.goodput for totals in trained) for end in (min, max))
     share = f"{least:.1%}" if least == most else f"{least:.1%} to {most:.1%}"
     return f"totals count failures ({', '.join(sorted(names))}): {share} of the time is useful work"
 
@@ -167,12 +166,12 @@ def _lacking(missing: Sequence[str]) -> list[str]:
 
 def _facts(cases: Sequence[Question]) -> Mapping[str, list[Fact]]:
     """The numbers of all cases that totals rest on, each once."""
-    found: dict[str, dict[Fact, None]] = {}
+    facts_at: dict[str, dict[Fact, None]] = {}
     apart = {(str(case.cluster), *case.overrides.items()): case for case in cases}
     for case in apart.values():
         for fact in basis(case):
-            found.setdefault(fact.path, {})[fact] = None
-    return {path: list(those) for path, those in found.items()}
+            facts_at.setdefault(fact.path, {})[fact] = None
+    return {path: list(those) for path, those in facts_at.items()}
 
 
 def _said(facts: Mapping[str, Sequence[Fact]], path: str) -> str:
@@ -241,14 +240,14 @@ def sentences(trainings: Trainings) -> list[str]:
     best = chosen(trainings)
     if not best:
         return ["what its steps are worth is not known: --steps-factor sets it"]
-    alone = sum(found is not None for _, _, found in trainings) == 1
+    alone = sum(totals is not None for _, _, totals in trainings) == 1
     said = []
     if not next(iter(best.values()))[1].fits_in_memory:
         who = "it does not fit" if alone else "none of these fits"
         said.append(f"{who} in memory; if it did:")
-    for head, (name, result, found) in best.items():
-        assert found is not None
-        said.append(f"{'' if alone else f'{head}: '}{name}: {in_words(found, result.unit)}.")
+    for head, (name, result, totals) in best.items():
+        assert totals is not None
+        said.append(f"{'' if alone else f'{head}: '}{name}: {in_words(totals, result.unit)}.")
     return [*said, *traded(best)]
 
 
@@ -268,21 +267,23 @@ def chosen(trainings: Trainings) -> dict[str, tuple[str, Result, Totals | None]]
 
     The same may be two of them, or all: see `knee`. Without prices only the fastest.
     """
-    known = [one for one in trainings if one[2] is not None]
-    if not known:
+    trained = [training for training in trainings if training[2] is not None]
+    if not trained:
         return {}
-    fitting = [one for one in known if one[1].fits_in_memory] or known
-    fastest = min(fitting, key=lambda one: one[2].days if one[2] else math.inf)
-    priced = [(one[2].cost, one) for one in fitting if one[2] and one[2].cost is not None]
-    currencies = {one[2].currency for one in fitting if one[2]}
-    if len(priced) < len(fitting) or len(currencies) > 1:
+    fitting = [training for training in trained if training[1].fits_in_memory] or trained
+    spent_on = [totals for _, _, totals in fitting if totals]
+    days, costs = ([t.days for t in spent_on], [t.cost for t in spent_on if t.cost is not None])
+    fastest = fitting[days.index(min(days))]
+    if len(costs) < len(fitting) or len({totals.currency for totals in spent_on}) > 1:
         return {"Fastest": fastest}
-    cheapest = min(priced, key=lambda pair: pair[0])[1]
+    cheapest = fitting[costs.index(min(costs))]
     if cheapest is fastest:
         return {"Cheapest and fastest": fastest}
-    best = fitting[knee([one[2] for one in fitting if one[2]])]
+    best = fitting[knee(spent_on)]
     heads = {"Best trade": best, "Cheapest": cheapest, "Fastest": fastest}
-    same = next((head for head, one in heads.items() if one is best and head != "Best trade"), "")
+    same = next(
+        (head for head, training in heads.items() if training is best and head != "Best trade"), ""
+    )
     if same:
         del heads[same]
         heads = {f"{same}, and best trade": heads.pop("Best trade"), **heads}
@@ -291,8 +292,10 @@ def chosen(trainings: Trainings) -> dict[str, tuple[str, Result, Totals | None]]
 
 def traded(heads: Mapping[str, tuple[str, Result, Totals | None]]) -> list[str]:
     """What the best trade gives for its money; nothing where it is the cheapest."""
-    best = next((found for head, (_, _, found) in heads.items() if "trade" in head), None)
-    cheapest = next((one[2] for head, one in heads.items() if head.startswith("Cheapest")), None)
+    best = next((totals for head, (_, _, totals) in heads.items() if "trade" in head), None)
+    cheapest = next(
+        (training[2] for head, training in heads.items() if head.startswith("Cheapest")), None
+    )
     if best is None or cheapest is None or best is cheapest:
         return []
     return [f"The best trade is {trade(best, cheapest)}: {TRADE}."]
@@ -356,11 +359,11 @@ def heads(results: Sequence[Result], goal: Goal) -> list[str]:
 
 def cells(result: Result, goal: Goal) -> list[str]:
     """The time and the cost to the loss, "-" where a factor or a price is not known."""
-    found = to_loss(result, goal)
-    if found is None:
+    loss = to_loss(result, goal)
+    if loss is None:
         return ["-", "-"]
-    cost = "-" if found.cost is None else f"{found.cost:,.2f} {found.currency}"
-    return [_long(found.time_s), cost]
+    cost = "-" if loss.cost is None else f"{loss.cost:,.2f} {loss.currency}"
+    return [_long(loss.time_s), cost]
 
 
 def loss_rows(result: Result, goal: Goal) -> list[tuple[str, str]]:
@@ -368,12 +371,12 @@ def loss_rows(result: Result, goal: Goal) -> list[tuple[str, str]]:
     if goal.steps is None:
         return []
     what = f"time to the loss of {goal.steps:,} steps of ddp"
-    found = to_loss(result, goal)
-    if found is None:
+    loss = to_loss(result, goal)
+    if loss is None:
         return [(what, "steps factor not known")]
-    rows = [(what, f"{_long(found.time_s)} ({found.steps:,.0f} steps)")]
-    if found.cost is not None:
-        rows.append((f"{found.currency} to the same loss", f"{found.cost:,.2f}"))
+    rows = [(what, f"{_long(loss.time_s)} ({loss.steps:,.0f} steps)")]
+    if loss.cost is not None:
+        rows.append((f"{loss.currency} to the same loss", f"{loss.cost:,.2f}"))
     return rows
 
 
