@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from scipy.special import stdtrit
 
 from analysis.measured.attribution import Difference, active_starts, attribute
-from co2sim.catalog.facts import override, plain
-from co2sim.catalog.specs import ClusterSpec, as_file, put_rates
+from co2sim.catalog.facts import override, plain, put_rates
+from co2sim.catalog.specs import ClusterSpec, as_file
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds, percent
 from co2sim.common.validation import first_problem, names_at

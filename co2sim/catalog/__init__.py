@@ -7,7 +7,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from co2sim.catalog import huggingface
 from co2sim.catalog.facts import (
     Fact,
     Kind,
@@ -18,10 +17,10 @@ from co2sim.catalog.facts import (
     names,
     override,
     plain,
+    put_rates,
     read,
     read_defaults,
 )
-from co2sim.catalog.specs import put_rates
 from co2sim.common.errors import CatalogError, OptionError
 from co2sim.common.errors import given as shown
 from co2sim.common.files import is_below, is_regular
@@ -251,6 +250,8 @@ def _apply(
 def _of_model(reference: str) -> Tree:
     tree = read("models", reference)
     if reference.endswith(".json") or is_regular(Path(reference) / "config.json"):
+        from co2sim.catalog import huggingface  # noqa: PLC0415 - of few models
+
         tree = huggingface.convert(tree, reference)
     tree.setdefault("name", reference)
     return tree

@@ -1,8 +1,7 @@
 """What the TOML files of clusters and GPUs, and a user's own, may say; pydantic checks them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache
+from dataclasses import MISSING, fields, is_dataclass
 from inspect import signature
 from operator import attrgetter
 from types import UnionType
@@ -31,8 +30,8 @@ from pydantic import (
     model_validator,
 )
 
-from co2sim.catalog.facts import Tree, read_table
-from co2sim.common.errors import CatalogError, OptionError, UnitError, nearest
+from co2sim.catalog.facts import Tree
+from co2sim.common.errors import OptionError, UnitError
 from co2sim.common.units import parse, parse_price
 from co2sim.common.validation import Quantity
 from co2sim.hardware.cluster import (
@@ -498,98 +497,3 @@ UNITS: Mapping[str, str] = {
     if (unit := _unit(hint)) and not name.startswith("price")
 }
 """Units of the numbers of clusters, GPUs and stacks that have one, by name."""
-
-
-RateKind: TypeAlias = Literal["prices", "grids", "nodes", "electricity", "ownership"]
-"""Tables of the catalog: prices of rent, grids, and what `co2sim own` needs."""
-
-_FIELDS: Mapping[RateKind, tuple[str, str, str]] = {
-    "prices": ("price_per_gpu", "price_low", "price_high"),
-    "grids": ("grid_intensity", "grid_intensity_low", "grid_intensity_high"),
-}
-"""The numbers of a cluster that each sets: the value, and the ends of its range."""
-
-DEFAULT_PUE = {
-    "value": 1.58,
-    "assumed": True,
-    "source": "average of data centres in 2023: default; Uptime Institute, Global Data Center"
-    " Survey 2023, and 1.55 to 1.59 since about 2020 (Uptime Intelligence, update 221,"
-    " 23 November 2023)",
-}
-DEFAULT_GRID = "world"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rate:
-    """A published figure; `low` and `high` are the ends of its range, None where none is known.
-
-    `rent` names the price for which what it is the price of can be rented.
-    """
-
-    name: str
-    value: str
-    date: str
-    source: str
-    low: str | None = None
-    high: str | None = None
-    rent: str | None = None
-
-
-@cache
-def rates(kind: RateKind) -> Mapping[str, Rate]:
-    """All of one kind, by name."""
-    return {name: Rate(name=name, **entry) for name, entry in read_table(kind).items()}
-
-
-def put_rates(tree: Tree, changes: Mapping[str, str]) -> dict[str, str]:
-    """Put prices and grids that are meant by name into the tree of a cluster, with their ranges.
-
-    `grid` names a grid, and `price_per_gpu` may name a price, in the file or in `changes`. Gives
-    the other changes. What a user changes has no range unless the user gives one. Raises
-    CatalogError for unknown names, and where a grid and its intensity are both given.
-    """
-    rest = dict(changes)
-    if "grid" in changes and "grid_intensity" in changes:
-        raise CatalogError("grid and grid_intensity are both given; leave one of them out")
-    for kind in _FIELDS:
-        value, low, high = _FIELDS[kind]
-        if value in changes or (kind == "grids" and "grid" in changes):
-            for name in (value, low, high):
-                tree.pop(name, None)
-    file_grid = tree.pop("grid", None)
-    grid = rest.pop("grid", None) or _text(file_grid)
-    if "grid_intensity" in changes:
-        grid = None
-    elif grid is None and "grid_intensity" not in tree:
-        grid = DEFAULT_GRID
-    if grid is not None:
-        if "grid_intensity" in tree:
-            raise CatalogError("grid and grid_intensity are both given; leave one of them out")
-        _put(tree, "grids", grid, assumed=grid == DEFAULT_GRID)
-    price = rest.get("price_per_gpu") or _text(tree.get("price_per_gpu"))
-    if price and price[0].isalpha():
-        rest.pop("price_per_gpu", None)
-        _put(tree, "prices", price, assumed=False)
-    tree.setdefault("pue", DEFAULT_PUE)
-    return rest
-
-
-def _text(node: object) -> str | None:
-    """The text of a value, or of a fact."""
-    value = node.get("value") if isinstance(node, dict) else node
-    return None if value is None else str(value)
-
-
-def _put(tree: Tree, kind: RateKind, name: str, *, assumed: bool) -> None:
-    table = rates(kind)
-    if name not in table:
-        what = "grid" if kind == "grids" else "price"
-        example = "grid_intensity='56 g/kWh'" if kind == "grids" else "price_per_gpu='2.5 USD/h'"
-        raise CatalogError(
-            f"unknown {what} {name!r}; {nearest(name, list(table))} (one of yours: {example})"
-        )
-    rate = table[name]
-    source = f"{name}, {rate.date}: {rate.source}"
-    for field, value in zip(_FIELDS[kind], (rate.value, rate.low, rate.high), strict=True):
-        if value is not None:
-            tree[field] = {"value": value, "source": source, "assumed": assumed}

@@ -9,8 +9,7 @@ import typer
 from rich.console import Console
 
 from co2sim.catalog import Fact, load_cluster, load_model, names
-from co2sim.catalog.facts import Kind, facts, is_file, key_of, read
-from co2sim.catalog.specs import Rate, RateKind, rates
+from co2sim.catalog.facts import Kind, Rate, RateKind, facts, is_file, key_of, rates, read
 from co2sim.common.errors import CatalogError, nearest
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.strategies import STRATEGIES, option_range, strategy_options

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from co2sim.catalog import Entry, Fact, load_cluster
-from co2sim.catalog.specs import Rate
+from co2sim.catalog.facts import Rate
 from co2sim.cli import options
 from co2sim.common.cli import print_json
 from co2sim.common.errors import OptionError

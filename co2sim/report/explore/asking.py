@@ -9,8 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from co2sim.catalog import load_cluster, load_model, names
-from co2sim.catalog.facts import Kind, Tree, key_of, read
-from co2sim.catalog.specs import rates
+from co2sim.catalog.facts import Kind, Tree, key_of, rates, read
 from co2sim.common.errors import CatalogError, Co2simError, OptionError, nearest
 from co2sim.prediction import driver
 from co2sim.prediction.question import OPEN_BATCH, Question
