@@ -1,5 +1,6 @@
 """The commands that exchange schedules with other simulators: options, and what they print."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -7,6 +8,7 @@ import typer
 
 from co2sim.catalog import DEFAULT_STACK, load_cluster, load_stack
 from co2sim.cli import options
+from co2sim.common import convert
 from co2sim.common.cli import print_json
 from co2sim.common.progress import progress_bar
 from co2sim.common.units import counted, duration, scaled
@@ -23,7 +25,7 @@ def export(
     rounds: Annotated[
         int | None,
         typer.Option(
-            parser=options.whole("--rounds"),
+            parser=partial(convert.whole, "--rounds"),
             metavar="N",
             help="Rounds to write; default: as many as show every wait, one more than the farthest"
             " goes back.",

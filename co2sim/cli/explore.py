@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from co2sim.cli import options
+from co2sim.common import convert
 from co2sim.common.cli import command_line, keeping
 from co2sim.common.errors import OptionError
 from co2sim.common.files import write_atomically
@@ -45,7 +46,7 @@ _Varied = Annotated[
 _Tolerance = Annotated[
     float,
     typer.Option(
-        parser=options.number("--tolerance"),
+        parser=partial(convert.number, "--tolerance"),
         metavar="N",
         help="With --out: more positions are simulated until throughput between them is off by"
         " at most N (0.01: 1 %) at random ones, or until 20,000 are simulated.",
@@ -84,7 +85,9 @@ def explore(  # noqa: PLR0913, PLR0917 - one argument per option
     port: Annotated[
         int,
         typer.Option(
-            parser=options.whole("--port"), metavar="N", help="Of the server; 0: any that is free."
+            parser=partial(convert.whole, "--port"),
+            metavar="N",
+            help="Of the server; 0: any that is free.",
         ),
     ] = 0,
     tokens: totals.Tokens = None,
@@ -94,7 +97,7 @@ def explore(  # noqa: PLR0913, PLR0917 - one argument per option
         if any(one.startswith("gpus=") for one in over or ()):
             raise OptionError("--gpus has several values, and so has --vary gpus; give one of them")
         over, gpus = [*(over or ()), f"gpus={gpus}"], None
-    size = None if gpus is None else options.whole("--gpus")(gpus)
+    size = None if gpus is None else convert.whole("--gpus", gpus)
     if out is None:
         _serve(job, cluster, strategy, size, over, port, goal, tokens)
         return

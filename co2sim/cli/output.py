@@ -12,6 +12,7 @@ from rich.console import Console
 
 from co2sim.common.cli import command_line
 from co2sim.common.files import write_atomically
+from co2sim.common.tables import print_lines
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.totals import Totals
@@ -117,4 +118,4 @@ def print_trained(
     """A table of what training takes, and what that rests on; `rows` name the cases."""
     texts = [totals.marked(row, outcome) for row, outcome in zip(rows, outcomes, strict=True)]
     totals.print_totals(out, head, columns, list(zip(texts, trained, strict=True)), left)
-    totals.print_basis(out, cases, trained, "")
+    print_lines(out, *totals.basis_lines(cases, trained), "")

@@ -11,6 +11,7 @@ from rich.console import Console
 from co2sim.catalog import Entry, Fact, load_cluster
 from co2sim.catalog.facts import Rate
 from co2sim.cli import options
+from co2sim.common import convert
 from co2sim.common.cli import print_json
 from co2sim.common.errors import OptionError
 from co2sim.common.tables import console, print_lines, print_table
@@ -116,7 +117,7 @@ def own(
     With a model and a strategy also by token. `co2sim list ownership`, `list nodes` and
     `list electricity` show all numbers.
     """
-    length = between("--years", options.number("--years")(years), *_YEARS)
+    length = between("--years", convert.number("--years", years), *_YEARS)
     answer = _answer(case, length, _used(utilization))
     if json_:
         print_json(_plain(answer))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from co2sim.cli import options, output
+from co2sim.common import convert
 from co2sim.common.cli import command_line, print_json, refuse_twice
 from co2sim.common.errors import OptionError
 from co2sim.common.progress import progress_bar
@@ -52,7 +54,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     to_loss_steps: Annotated[
         int | None,
         typer.Option(
-            parser=options.whole("--to-loss-steps"),
+            parser=partial(convert.whole, "--to-loss-steps"),
             metavar="N",
             help="Instead of --tokens: the steps after which ddp has the loss.",
         ),
@@ -205,7 +207,7 @@ def _print(
     if line := remark(shown_best, answer.wanted.goal):
         print_lines(out, line)
     shown = answer.best[:1]
-    totals.print_basis(out, [option.case for option in shown], [o.totals for o in shown])
+    print_lines(out, *totals.basis_lines([o.case for o in shown], [o.totals for o in shown]))
     print_assumed(out, [option.result for option in shown])
     if answer.choice:
         # to be copied: in one piece, whatever the width

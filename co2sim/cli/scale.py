@@ -229,7 +229,8 @@ def _print(terminal: Console, compared: _Compared, published: Path | None, out: 
     trained = [] if tokens is None else totals.totals_for(cases, results, tokens, goal)
     if trained:
         where = [f"{totals.where(r)} of {c.cluster}" for c, r in zip(cases, results, strict=True)]
-        totals.print_answer(terminal, list(zip(where, results, trained, strict=True)))
+        answer = totals.sentences(list(zip(where, results, trained, strict=True)))
+        print_lines(terminal, *answer, "")
     pairs = zip(cases, results, strict=True)
     for cluster, group in groupby(pairs, key=lambda pair: pair[0].cluster):
         _print_cluster(terminal, str(cluster), list(group), goal, cases[0].noise)

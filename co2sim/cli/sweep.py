@@ -273,7 +273,7 @@ def _print(terminal: Console, swept: _Swept) -> None:
             for setting, one, total in zip(settings, outcomes, trained, strict=True)
             if isinstance(one, Result)
         ]
-        totals.print_answer(terminal, trainings)
+        print_lines(terminal, *totals.sentences(trainings), "")
     print_table(terminal, title, columns, rows, left=left)
     _print_notes(terminal, results, goal)
     if trained:

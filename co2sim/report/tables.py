@@ -12,6 +12,7 @@ from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.totals import Totals
 from co2sim.report.text import solve, totals
+from co2sim.report.text.result import first_of
 from co2sim.studies.candidates import Candidate
 from co2sim.studies.grid import display_name, offer_name, strategy_title
 from co2sim.studies.sensitivity import Sensitivity
@@ -214,15 +215,9 @@ def sources(every: Sequence[Answered]) -> Table:
         names[entry.strategy] = None
     return Table(
         ("where the 90 % interval comes from", "of"),
-        [[source, _first_of(list(names))] for source, names in of_source.items()],
+        [[source, first_of(list(names), _NAMED)] for source, names in of_source.items()],
         2,
     )
-
-
-def _first_of(names: Sequence[str]) -> str:
-    """A few of many."""
-    left = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {left:,} more" if left > 0 else "")
 
 
 def errors() -> Table:

@@ -23,38 +23,13 @@ from dataclasses import astuple, dataclass
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from co2sim.common.convert import Count, shown, whole
 from co2sim.common.errors import Co2simError, EngineError, OptionError, ResourceError, nearest
 from co2sim.common.resources import share_memory
 from co2sim.common.units import Seconds
 from co2sim.common.version import own_identity
-
-
-class Pool(Protocol):
-    """Workers that are there. A future gives what `work` gives, or the engine's own error."""
-
-    @property
-    def slots(self) -> int:
-        """How many tasks should be under way."""
-
-    @property
-    def share(self) -> int:
-        """The most workers that one machine has, which share its memory."""
-
-    def submit(self, share: int, content: bytes) -> Future[Any]:
-        """Start a task; `share` is how many share the memory of a machine meanwhile."""
-
-    def died(self, error: BaseException) -> bool:
-        """Whether an error of a future says that its worker died, again and again."""
-
-    def check(self) -> None:
-        """Raise EngineError where no worker is left; called every few seconds."""
-
-    def close(self) -> None:
-        """Stop what is under way, and let go of the workers."""
-
 
 _DONE, _OTHER, _UNREAD = "done", "other", "unread"
 
@@ -123,7 +98,7 @@ _KILLED = "its process was killed, perhaps for want of memory"
 
 
 def run_flow(
-    pool: Pool,
+    pool: "Pool",
     items: Iterable[Item],
     function: Callable[[Any], Any],
     total: int,
@@ -157,7 +132,7 @@ def run_flow(
 class _CaseFlow:
     """What is under way; `paused` starts nothing new."""
 
-    def __init__(self, pool: Pool, function: Callable[[Any], Any], total: int) -> None:
+    def __init__(self, pool: "Pool", function: Callable[[Any], Any], total: int) -> None:
         self.paused = False
         self._pool, self._function, self._left = pool, function, total
         self._flying: dict[Future[Any], Sequence[Item]] = {}
@@ -253,7 +228,7 @@ class LokyPool:
         self._crew: list[tuple[Any, Future[Any]]] = []
 
     def submit(self, share: int, content: bytes) -> Future[Any]:
-        """Give a task to a process that has none."""
+        """Give a task to a process that has none; `share` of them share the memory meanwhile."""
         free = next((place for place, (_, last) in enumerate(self._crew) if last.done()), None)
         worker = None
         if free is not None:
@@ -437,6 +412,11 @@ class DaskPool:
             self._there, self._hosts = hosts.total(), max(hosts.values(), default=0)
         if self._there:
             self._seen = time.monotonic()
+
+
+Pool: TypeAlias = LokyPool | DaskPool
+"""Workers that are there: `slots` tasks should be under way, and `share` is the most workers that
+one machine has. A future gives what `work` gives, or the engine's own error."""
 
 
 def _distributed() -> Any:

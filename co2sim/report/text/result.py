@@ -161,10 +161,11 @@ def print_simulated(
     trained = None if tokens is None else totals_of(case, result, tokens, goal)
     more = [] if tokens is None else totals.rows_of(trained, result.unit)
     if tokens is not None:
-        totals.print_answer(console(), [(totals.where(result), result, trained)])
+        answer = totals.sentences([(totals.where(result), result, trained)])
+        print_lines(console(), *answer, "")
     print_result(result, noise=case.noise, goal=goal, more=more, near=_near(case, result))
     if tokens is not None:
-        totals.print_basis(console(), [case], [trained])
+        print_lines(console(), *totals.basis_lines([case], [trained]))
     if not result.fits_in_memory:
         taken = replace(
             case,
@@ -523,18 +524,17 @@ def print_sources(out: Console, results: Iterable[Result], *after: str) -> None:
     for result in every:
         size = f" on {counted(result.gpus, 'GPU')}" if len(sources[result.strategy]) > 1 else ""
         names_of.setdefault(result.interval_source, {})[f"{result.strategy}{size}"] = None
-    lines = [
-        f"{INTERVAL}{f' of {_first(strategies)}' if len(names_of) > 1 else ''}: {source}"
-        for source, strategies in names_of.items()
-    ]
+    lines = []
+    for source, names in names_of.items():
+        whose = f" of {first_of([*names], _MAX_NAMED)}" if len(names_of) > 1 else ""
+        lines.append(f"{INTERVAL}{whose}: {source}")
     print_lines(out, *lines, *after)
 
 
-def _first(names: Iterable[str]) -> str:
-    """A few of them."""
-    every = list(names)
-    rest = len(every) - _MAX_NAMED
-    return ", ".join(every[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+def first_of(names: Sequence[str], most: int) -> str:
+    """The first of many, and how many more there are."""
+    left = len(names) - most
+    return ", ".join(names[:most]) + (f" and {left:,} more" if left > 0 else "")
 
 
 def not_told_apart(named: Sequence[tuple[str, Result]]) -> str:

@@ -86,13 +86,6 @@ def table_of(every: Sequence[Totals | None]) -> tuple[list[str], list[list[str]]
     return list(kept), [[column[row] for column in kept.values()] for row in range(len(every))]
 
 
-def print_basis(
-    out: Console, cases: Sequence[Question], trained: Iterable[Totals | None], *after: str
-) -> None:
-    """What totals rest on, and which numbers are missing, in a few lines; then those `after`."""
-    print_lines(out, *basis_lines(cases, trained), *after)
-
-
 def basis_lines(cases: Sequence[Question], every: Iterable[Totals | None]) -> list[str]:
     """What totals rest on, and which numbers are missing; nothing where there are none."""
     trained = [totals for totals in every if totals is not None]
@@ -228,11 +221,6 @@ def in_short(totals: Totals, unit: str) -> str:
     if totals.cost is None:
         return f"{text}, {totals.gpu_hours:,.0f} GPU-hours"
     return f"{text}, for {totals.cost:,.0f} {totals.currency}{_between(totals, 'cost')}"
-
-
-def print_answer(out: Console, trainings: Trainings) -> None:
-    """The training of a single case; of several that fit in memory, the cheapest and fastest."""
-    print_lines(out, *sentences(trainings), "")
 
 
 def sentences(trainings: Trainings) -> list[str]:
