@@ -175,11 +175,7 @@ def _serve(  # noqa: PLR0917 - what a page begins with
     question_of(view, files, goal).case(0, {}).load()
     token = secrets.token_urlsafe(24)
     with keeping("the server has ended"):
-        serve(files, goal, view, token, port, _say)
-
-
-def _say(address: str) -> None:
-    print(f"open {address}\ncontrol-C ends it", flush=True)
+        serve(files, goal, view, token, port, partial(print, flush=True))
 
 
 def _check_server() -> None:

@@ -263,9 +263,11 @@ def front(
         alt.Tooltip("cost:Q", format=",.3~s", title=unit),
         alt.Tooltip("front:N", title="nothing is cheaper and faster"),
     ]
+    undominated = alt.Chart(data([row for row in rows if row["front"]]))
+    joined = undominated.mark_line(color=TEXT, strokeDash=[4, 3]).encode(x=x, y=y)
     layers = [
         *_intervals(rows, x, y, log, looks["color"], names),
-        *_joined([row for row in rows if row["front"]], x, y),
+        *([joined] if least else []),
         *fit_points(rows, {"x": x, "y": y, "opacity": faded(names), "tooltip": tips, **looks}),
         *_marks([row for row in rows if row["mark"]], x, y),
         *(_limit(name, value, log) for name, value in (limits or {}).items()),
@@ -318,12 +320,6 @@ def _intervals(
         if ends := [row for row in rows if row[low] is not None]:
             rule = alt.Chart(data(ends)).mark_rule()
             yield rule.encode(**encoding, color=colour, opacity=thin)
-
-
-def _joined(line: Rows, x: alt.X, y: alt.Y) -> Iterator[Any]:
-    """What nothing beats, dashed."""
-    if line:
-        yield alt.Chart(data(line)).mark_line(color=TEXT, strokeDash=[4, 3]).encode(x=x, y=y)
 
 
 def _training(entry: Answered) -> dict[str, Any]:

@@ -203,7 +203,7 @@ def from_markdown(text: str, *, deeper: int = 0) -> Markup:
             block.tag = f"h{min(6, int(block.tag[1]) + deeper)}"
         for token in block.children or ():
             if token.type == "image":
-                _to_text(token)
+                token.type, token.tag, token.children = "text", "", None
     return Markup(parser.renderer.render(shown, parser.options, {}))  # noqa: S704 - escaped by the parser
 
 
@@ -235,8 +235,3 @@ def _label(blocks: Sequence[Token]) -> str:
 
 def _html(text: Markup) -> Token:
     return Token("html_block", "", 0, content=str(text))
-
-
-def _to_text(token: Token) -> None:
-    """A picture of another page, as the text that stands for it."""
-    token.type, token.tag, token.children = "text", "", None

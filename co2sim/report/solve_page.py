@@ -25,6 +25,7 @@ from co2sim.report.chart_style import (
     Spec,
     by_colour,
     data,
+    figure_tips,
     interval,
     number_axis,
     prefixed,
@@ -209,7 +210,7 @@ def _chart(solved: Sequence[Solved], names: Sequence[str]) -> Spec:
     x, colour = across.encoding("x", drawn, log=True), by_colour("strategy", names)
     encoding: Encoding = {"x": x, "y": y, "color": colour}
     base = alt.Chart(data(rows)).encode(**encoding)
-    tips = ["strategy:N", alt.Tooltip("at:N", title=across.path), *_tips(target.name)]
+    *tips, _memory = figure_tips(target.name, alt.Tooltip("at:N", title=across.path))
     limits = [{"value": value, "words": target.metric.shown(value, currency)} for value in levels]
     lines = alt.Chart(data(limits)).encode(y=y)
     layers = [
@@ -261,7 +262,7 @@ def _chart_points(each: Solved, across: NumberAxis) -> Rows:
             "x": value * across.factor,
             "at": each.axis.shown(value),
             "value": figure,
-            "said": "" if figure is None else metric.shown(figure, each.currency),
+            "shown": "" if figure is None else metric.shown(figure, each.currency),
             "low": band and band[0],
             "high": band and band[1],
             "interval": band and " to ".join(metric.shown(end, each.currency) for end in band),
@@ -284,7 +285,7 @@ def _crossings(each: Solved, across: NumberAxis) -> Rows:
                 "x": edge * across.factor,
                 "at": each.axis.shown(edge),
                 "value": answer.value,
-                "said": each.target.metric.shown(answer.value, each.currency),
+                "shown": each.target.metric.shown(answer.value, each.currency),
                 "low": min(ends) * across.factor if ends else None,
                 "high": max(ends) * across.factor if ends else None,
                 "interval": " to ".join(map(each.axis.shown, sorted(ends))),
@@ -302,15 +303,11 @@ def _edges(met: Sequence[ValueRange]) -> list[float]:
 
 def _marked(marks: Rows, encoding: Encoding) -> list[Any]:
     """Diamonds, and thick lines for their intervals."""
-    tips = ["strategy:N", alt.Tooltip("said:N", title="reached"), alt.Tooltip("at:N", title="at")]
+    tips = ["strategy:N", alt.Tooltip("shown:N", title="reached"), alt.Tooltip("at:N", title="at")]
     tips.append(alt.Tooltip("interval:N", title="90 % interval"))
     diamonds = alt.Chart(data(marks)).mark_point(shape="diamond", size=130, filled=True, opacity=1)
     rules = interval(marks, "x", encoding, strokeWidth=3, opacity=0.6)
     return [rules, diamonds.encode(**encoding, tooltip=tips)]
-
-
-def _tips(name: str) -> list[alt.Tooltip]:
-    return [alt.Tooltip("said:N", title=name), alt.Tooltip("interval:N", title="90 % interval")]
 
 
 def _upright(metric: Metric, currency: str | None, *, log: bool) -> alt.Y:

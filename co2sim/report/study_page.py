@@ -186,7 +186,7 @@ def page(study: Study) -> Page:
             _speed(study, names),
             _time(study),
             sections.memory(study.largest),
-            _gains(study, held),
+            sections.gains({study.best.title: held}),
             sections.trust(study.all, at_most, study.comparisons),
             sections.inputs(study.all),
         ],
@@ -258,10 +258,6 @@ def _levers(study: Study) -> list[Sensitivity]:
         return levers(study.best.case)
     except Co2simError:
         return []
-
-
-def _gains(study: Study, held: Sequence[Sensitivity]) -> PageSection:
-    return sections.gains({study.best.title: held})
 
 
 _MAX = 3

@@ -41,7 +41,7 @@ from co2sim.report.text import totals
 from co2sim.studies.grid import Setting, display_name, offer_names, setting_name, strategy_title
 from co2sim.studies.run_all import Failure, Outcome
 from co2sim.studies.table import to_frame
-from co2sim.studies.targets import Axis, axis_of
+from co2sim.studies.targets import axis_of
 
 _MAX_ROWS = 200
 """Of one table."""
@@ -192,17 +192,15 @@ def _numbers(
     try:
         axis = axis_of(case, path)
         drawn = number_axis(axis)
-        return drawn, [_value(text, axis) * drawn.factor for text in texts]
+        priced = axis.unit == "USD/s"
+        values = [parse_price(text)[0] if priced else parse(text, axis.unit) for text in texts]
+        return drawn, [value * drawn.factor for value in values]
     except Co2simError:  # what nothing is solved for, such as jitter, may be a plain number
         pass
     try:
         return NumberAxis(path), [parse(text, "") for text in texts]
     except Co2simError:
         return None
-
-
-def _value(text: str, axis: Axis) -> float:
-    return parse_price(text)[0] if axis.unit == "USD/s" else parse(text, axis.unit)
 
 
 def measures(swept: Swept) -> list[Measure]:

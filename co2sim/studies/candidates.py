@@ -1,7 +1,7 @@
 """What could be trained on what: clusters, GPUs, strategies, micro-batches and recomputation."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from itertools import product
@@ -142,7 +142,11 @@ class Axes:
         tps = self.tp or (_powers_up_to(min(gpus, cluster.gpus_per_node)) if divides else (1,))
         long = divides and model.unit == "token"
         cps = self.cp or (_powers_up_to(model.tokens // stack.context_tokens) if long else (1,))
-        eps = self.ep or (_powers_up_to(_MOST_EXPERTS) if divides and _mixes(model) else (1,))
+        eps = self.ep or (
+            _powers_up_to(_MOST_EXPERTS)
+            if divides and model.active_parameters < model.parameters
+            else (1,)
+        )
         pps = self.pp or (tuple(_stages(layers)) if stages and _lines_up(model) else (1,))
         for pp, tp, cp, ep in product(pps, tps, cps, eps):
             if self._open and (gpus % (tp * cp * pp) or gpus // pp % ep):
@@ -168,11 +172,6 @@ OPEN = Axes()
 def _powers_up_to(most: int) -> tuple[int, ...]:
     """Powers of two from 1 on."""
     return tuple(2**k for k in range(max(1, most).bit_length()))
-
-
-def _mixes(model: Model) -> bool:
-    """Whether it has experts."""
-    return model.active_parameters < model.parameters
 
 
 def _lines_up(model: Model) -> bool:
@@ -441,15 +440,16 @@ class _Setups:
         groups = -(-case.gpus // mesh.together)
         batch = self._space.batch_for(groups)
         samples = batch // groups
-        given = self._space.micro_batches or _powers(samples)
-        micros = [micro for micro in given if samples % micro == 0]
+        powers = [2**power for power in range(samples.bit_length())]
+        micros = [m for m in self._space.micro_batches or powers if samples % m == 0]
         if mesh.interleave > 1:  # interleaved stages take micro-batches by turns
             micros = [micro for micro in micros if samples // micro % mesh.pp == 0]
         if not micros:
             raise OptionError(
                 f"no micro-batch divides the {samples} samples that a GPU has of the global batch"
             )
-        _check_workers(case)
+        if isinstance(case.parsed, LocalSteps) and scale_of_case(case).workers == 1:
+            raise OptionError("local updates need two workers")  # one averages with none
         job = case.job()
         recomputes = self._recomputes(mesh, job)
         return Setup(
@@ -472,18 +472,6 @@ class _Setups:
         if isinstance(found, OptionError):
             raise found
         return found
-
-
-def _check_workers(case: Question) -> None:
-    """Refuse local updates of one worker: it averages with none, and is its inner step."""
-    strategy = case.parsed
-    if isinstance(strategy, LocalSteps) and scale_of_case(case).workers == 1:
-        raise OptionError("local updates need two workers")
-
-
-def _powers(most: int) -> Sequence[int]:
-    """Powers of two that divide it, from 1 on."""
-    return [2**k for k in range(most.bit_length()) if most % 2**k == 0]
 
 
 Want: TypeAlias = Literal["cheapest", "fastest", "least-energy"]

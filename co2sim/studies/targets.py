@@ -332,7 +332,8 @@ class Axis:
 
     def at(self, case: Question, value: float) -> Question:
         """The case with this value."""
-        if isinstance(case.cluster, Cluster) and _of_cluster(self.path):
+        in_case = self.path in _COUNTS or self.path.startswith(("strategy.", "model."))
+        if isinstance(case.cluster, Cluster) and not in_case:
             cluster = case.cluster
             if self.path == "price_per_gpu":  # another price has not the range of the one given
                 cluster = replace(cluster, price_low=None, price_high=None)
@@ -393,10 +394,6 @@ def _read(axis: Axis, which: str, text: str) -> float:
         several = "a whole number" if axis.step == 1 else f"{axis.step}, or a multiple of it"
         raise OptionError(f"{what} is {text!r}; it must be {several}, at least {axis.low:g}")
     return value
-
-
-def _of_cluster(path: str) -> bool:
-    return path not in _COUNTS and not path.startswith(("strategy.", "model."))
 
 
 def _declared(case: Question, path: str) -> Axis:

@@ -200,14 +200,10 @@ class _Server(uvicorn.Server):
 
 
 def _pool() -> ProcessPool:
-    return ProcessPool(max_workers=_PROCESSES, initializer=_prepare)
+    return ProcessPool(max_workers=_PROCESSES, initializer=share_memory, initargs=[_PROCESSES])
 
 
 _askers: dict[str, Asker] = {}
-
-
-def _prepare() -> None:
-    share_memory(_PROCESSES)
 
 
 def _answer(files: Files, goal: Goal, what: str, *arguments: Any) -> Any:
@@ -327,7 +323,8 @@ def serve(
                 server_header=False,
                 timeout_graceful_shutdown=1,
             )
-            say(f"http://{HOST}:{bound.getsockname()[1]}/?token={token}")
+            address = f"http://{HOST}:{bound.getsockname()[1]}/?token={token}"
+            say(f"open {address}\ncontrol-C ends it")
             _Server(config, answers).run(sockets=[bound])
         finally:
             answers.close()

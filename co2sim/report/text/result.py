@@ -54,7 +54,10 @@ def print_result(
     r = result
     _print_header(out, r, noise)
     print_chosen(out, [("", result)])
-    rows = [*_figures(r, measured=measured), *(totals.loss_rows(r, goal) if goal else []), *more]
+    rows = [*list_of(r)]
+    if measured and r.straggler_delay_s is None and r.waiting_s:
+        rows.append(("waiting for other ranks, hidden or not, per round", duration(r.waiting_s)))
+    rows += [*(totals.loss_rows(r, goal) if goal else []), *more]
     print_table(out, "figures", ("figure", "value"), rows)
     if r.interval_source:
         print_sources(out, [r], *near, "")
@@ -266,12 +269,6 @@ def speeds(noise: Noise, result: Result | None = None, varied: Collection[str] =
     return ", ".join(said)
 
 
-def _figures(r: Result, *, measured: bool) -> list[tuple[str, str]]:
-    waits = measured and r.straggler_delay_s is None and r.waiting_s
-    what = "waiting for other ranks, hidden or not, per round"
-    return [*list_of(r), *([(what, duration(r.waiting_s))] if waits else [])]
-
-
 def print_chosen(out: Console, named: Iterable[tuple[str, Result]]) -> None:
     """What was chosen for options left open, behind the name of its case; and remarks."""
     named = list(named)
@@ -428,7 +425,8 @@ def alternatives(case: Question, settled: Question) -> Iterator[tuple[dict[str, 
     strategies = {"": settled.parsed}
     for name in _SHARDED:
         if (open_ := _sharded(case.parsed, name)) and (inner := _sharded(settled.parsed, name)):
-            strategies[_text(open_)] = inner
+            text = title(open_).replace("(", ":").replace(", ", ",").removesuffix(")")
+            strategies[text] = inner  # as it is given to --strategy without quotes
     eager = work.attention == "eager"
     recomputes = ["selective"] if eager and work.recompute == "none" else []
     if work.recompute != "full" and any(block.boundary_bytes for block in work.model.blocks):
@@ -466,11 +464,6 @@ def _sharded(strategy: Strategy, name: str) -> Strategy | None:
     except OptionError:  # another option rules it out
         return None
     return sharded if title(sharded) != title(strategy) else None
-
-
-def _text(strategy: Strategy) -> str:
-    """As it is given to --strategy without quotes."""
-    return title(strategy).replace("(", ":").replace(", ", ",").removesuffix(")")
 
 
 def _fewest_changes(

@@ -10,7 +10,6 @@ from co2sim.catalog import Fact
 from co2sim.common import convert
 from co2sim.common.tables import print_lines, print_table
 from co2sim.common.units import Seconds, counted, duration, figures, scaled
-from co2sim.hardware.cluster import Cluster
 from co2sim.prediction.power import COMPUTING, NEEDED
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
@@ -118,16 +117,13 @@ def marked(texts: list[str], outcome: object) -> list[str]:
 
 def _useful(cases: Sequence[Question], trained: Sequence[Totals]) -> str:
     """What is said of failures."""
-    names = {c.failures.name or "as given" for c in _clusters(cases) if c.failures}
+    clusters = [case.load()[0].value for case in cases]
+    names = {c.failures.name or "as given" for c in clusters if c.failures}
     if not names:
         return "totals count no failures: all the time is useful work; --set failures=meta-rsc-1"
     least, most = (end(totals.goodput for totals in trained) for end in (min, max))
     share = f"{least:.1%}" if least == most else f"{least:.1%} to {most:.1%}"
     return f"totals count failures ({', '.join(sorted(names))}): {share} of the time is useful work"
-
-
-def _clusters(cases: Sequence[Question]) -> list[Cluster]:
-    return [case.load()[0].value for case in cases]
 
 
 def totals_for(
