@@ -94,7 +94,7 @@ def explore(  # noqa: PLR0913, PLR0917 - one argument per option
 ) -> None:
     """Play: a server on this machine that asks the simulator, or a page without one (--out)."""
     if gpus is not None and "," in gpus:
-        if any(one.startswith("gpus=") for one in over or ()):
+        if any(text.startswith("gpus=") for text in over or ()):
             raise OptionError("--gpus has several values, and so has --vary gpus; give one of them")
         over, gpus = [*(over or ()), f"gpus={gpus}"], None
     size = None if gpus is None else convert.whole("--gpus", gpus)
@@ -103,8 +103,8 @@ def explore(  # noqa: PLR0913, PLR0917 - one argument per option
         return
     check("--out", out)
     tolerance = between("--tolerance", tolerance, _MIN, _MAX)
-    for flag, given in (("--cluster", cluster), ("--model", job.model), ("--strategy", strategy)):
-        if not given:
+    for flag, value in (("--cluster", cluster), ("--model", job.model), ("--strategy", strategy)):
+        if not value:
             raise OptionError(f"{flag} is missing; a page without a server needs it")
     job = replace(job, cluster=cluster or "", gpus=size)
     from co2sim.report.explore.exploration import Exploration  # noqa: PLC0415 - rich
@@ -121,12 +121,13 @@ def _write(
     from co2sim.report.explore.grid import build  # noqa: PLC0415 - numpy, only when needed
     from co2sim.report.explore.page import begin, exactness, static_page  # noqa: PLC0415 - Altair
 
-    made = {one.path: one for one in controls(question) if one.path not in _WITH_SERVER}
+    made = {slider.path: slider for slider in controls(question)}
+    made = {path: slider for path, slider in made.items() if path not in _WITH_SERVER}
     for path, values in varied.items():
         made[path] = varying(question, path, values)
     shown = list(made.values())
     places = range(len(question.strategies))
-    cases = [question.case(place, begin(shown)) for place in places]
+    cases = [question.case(index, begin(shown)) for index in places]
     first = [(case, driver.run(case)) for case in cases]  # what cannot be is said before others
     grid = build(question, shown, tolerance, jobs, partial(print, file=sys.stderr))
     command = command_line("co2sim")

@@ -64,15 +64,15 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 
 def pairs(texts: Iterable[str] | None, flag: str) -> dict[str, str]:
     """Read NAME=VALUE texts. Raises OptionError for others."""
-    found = {}
+    values = {}
     for text in texts or ():
         name, separator, value = text.partition("=")
         if not separator or not name.strip() or not value.strip():
             raise OptionError(f"{flag} {text!r} is not NAME=VALUE")
-        if name.strip() in found:
+        if name.strip() in values:
             raise OptionError(f"{flag} {name.strip()} is given twice")
-        found[name.strip()] = value.strip()
-    return found
+        values[name.strip()] = value.strip()
+    return values
 
 
 class _Declared(NamedTuple):
@@ -89,11 +89,11 @@ def _declared(*owners: type[Any]) -> dict[str, _Declared]:
     options = {}
     for owner in owners:
         hints = get_type_hints(owner)
-        for one in fields(owner):
-            if "option" in one.metadata:
-                default = None if one.default is MISSING else one.default
-                option, reader = one.metadata["option"], convert.reader(owner, one.name)
-                options[one.name] = _Declared(hints[one.name], default, option, reader)
+        for field in fields(owner):
+            if "option" in field.metadata:
+                default = None if field.default is MISSING else field.default
+                option, reader = field.metadata["option"], convert.reader(owner, field.name)
+                options[field.name] = _Declared(hints[field.name], default, option, reader)
     return options
 
 
@@ -136,19 +136,19 @@ def _parameter(
 
 
 def _speeds(texts: Iterable[str] | None) -> dict[int, float]:
-    found = {}
+    speeds = {}
     for node, speed in pairs(texts, "--node-speed").items():
         if not node.isdecimal():
             raise OptionError(f"--node-speed {node}={speed}: {node!r} is not the number of a node")
-        found[int(node)] = parse_number(f"speed of node {node}", speed)
-    return found
+        speeds[int(node)] = parse_number(f"speed of node {node}", speed)
+    return speeds
 
 
 def _case(values: dict[str, Any]) -> Question:
     """The case of these values, as a command line has them; `Question` checks them."""
     values = {"cluster": "", "strategy": "", **values}
     values["overrides"] = pairs(values.get("overrides"), "--set")
-    uneven = {one.name: values.pop(one.name) for one in fields(Noise) if one.name in values}
+    uneven = {field.name: values.pop(field.name) for field in fields(Noise) if field.name in values}
     if uneven:
         uneven["node_speed"] = _speeds(uneven["node_speed"])
         values["noise"] = Noise(**uneven)

@@ -132,14 +132,14 @@ def _tokens(tokens: float | None, steps: int | None, space: Space) -> float:
     return float(steps) * space.global_batch * model.tokens
 
 
-def _want(given: str | None, space: Any) -> Any:
+def _want(want: str | None, space: Any) -> Any:
     """What is wanted: by default the cheapest, where prices are known."""
-    if given is None:
+    if want is None:
         loaded = replace(space.job, cluster=space.clusters[0]).load()[0].value
         return "fastest" if loaded.price_per_gpu is None else "cheapest"
-    if given not in get_args(Want):
-        raise OptionError(f"--want is {given!r}; it must be one of {', '.join(get_args(Want))}")
-    return given
+    if want not in get_args(Want):
+        raise OptionError(f"--want is {want!r}; it must be one of {', '.join(get_args(Want))}")
+    return want
 
 
 def _answer(

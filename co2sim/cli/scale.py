@@ -280,11 +280,11 @@ def _print_cluster(
     to_loss = totals.heads(results, goal)
     largest = [(case, result) for case, result in pairs if result.gpus == sizes[-1]]
     scaled_to = iter(efficiencies([case for case, _ in largest], [r for _, r in largest]))
-    known = any(r.tokens_per_s_low is not None for r in results if r.gpus == sizes[-1])
+    ranged = any(r.tokens_per_s_low is not None for r in results if r.gpus == sizes[-1])
     columns = [
         "strategy",
         *(str(size) for size in sizes),
-        *([f"{INTERVAL} at {sizes[-1]}"] if known else []),
+        *([f"{INTERVAL} at {sizes[-1]}"] if ranged else []),
         f"efficiency at {sizes[-1]}",
         f"exposed at {sizes[-1]}",
         f"batch at {sizes[-1]}",
@@ -300,7 +300,7 @@ def _print_cluster(
             [
                 strategy,
                 *(_throughput(by_size[size]) for size in sizes),
-                *([result.relative(last) if inside else "-"] if known else []),
+                *([result.relative(last) if inside else "-"] if ranged else []),
                 f"{efficiency:.1%}" if inside and efficiency is not None else "-",
                 f"{last.exposed_share:.1%}" if inside else "-",
                 brief_batch(last),
@@ -323,10 +323,10 @@ def _print_cluster(
     print_warnings(terminal, named)
 
 
-def _far(asked: Sequence[tuple[str, Result]]) -> str:
+def _far(named: Sequence[tuple[str, Result]]) -> str:
     """What to say of strategies that no published run is near."""
-    far = [strategy for strategy, result in asked if result.unlike_published]
-    which = "" if len(far) == len(asked) else f" to {', '.join(far)}"
+    far = [strategy for strategy, result in named if result.unlike_published]
+    which = "" if len(far) == len(named) else f" to {', '.join(far)}"
     return f"; no published run is near{which}" if far else ""
 
 
@@ -348,4 +348,4 @@ def _print_published(terminal: Console, comparisons: Sequence[SpeedComparison]) 
         ]
         columns = (*COMPARED, "use", "note")
         print_table(terminal, f"{cluster}: published and predicted", columns, rows, left=2)
-    print_lines(terminal, *(f"note {place}: {note}" for place, note in enumerate(notes, 1)), "")
+    print_lines(terminal, *(f"note {turn}: {note}" for turn, note in enumerate(notes, 1)), "")

@@ -84,13 +84,15 @@ def solve(  # noqa: PLR0917 - one argument per option
         )
         output.write_page(report, page(answers))
     if json_:
-        print_json([plain(one, moved, results) for one in solved])
+        print_json([plain(answer, moved, results) for answer in solved])
         return
     out = console()
-    print_lines(out, *(f"{words(one)}." for one in solved), *question([*results.values()]), "")
+    print_lines(
+        out, *(f"{words(answer)}." for answer in solved), *question([*results.values()]), ""
+    )
     print_warnings(out, results.items())
     for target in wanted:
-        _print_target(out, [one for one in solved if one.target == target])
+        _print_target(out, [answer for answer in solved if answer.target == target])
     _print_levers(out, moved)
     if line := remark(trainings(cases, results), goal):
         print_lines(out, line, "")
@@ -140,8 +142,8 @@ def _check(case: Question, path: str) -> None:
     """Refuse what is given, and solved for, too."""
     if path in case.overrides:
         raise OptionError(f"--set {path} is given, and solved for, too; leave it out")
-    given = getattr(case, path, None) if path in {"gpus", "global_batch"} else None
-    if given is not None:
+    value = getattr(case, path, None) if path in {"gpus", "global_batch"} else None
+    if value is not None:
         flag = f"--{path.replace('_', '-')}"
         raise OptionError(f"{flag} is given, and solved for, too; leave it out")
 

@@ -87,10 +87,10 @@ def _refuse_varied(context: typer.Context, paths: Iterable[str]) -> None:
     varied = set(paths)
     for path in (*paths, *_MAY_VARY):
         source, flag = context.get_parameter_source(path), f"--{path.replace('_', '-')}"
-        given = source is not None and source.name == "COMMANDLINE"
-        if given and path in varied:
+        typed = source is not None and source.name == "COMMANDLINE"
+        if typed and path in varied:
             raise OptionError(f"{flag} is given, and --vary {path}, too; leave one of them out")
-        if not given and path not in varied:
+        if not typed and path not in varied:
             raise OptionError(f"{flag} is missing; give it, or --vary {path}=...")
 
 
@@ -204,9 +204,9 @@ def _sweep(
         output.end_with_failures(map(setting_name, swept.settings), swept.outcomes, kept)
 
 
-def _refuse_beside_out(given: dict[str, object]) -> None:
+def _refuse_beside_out(flags: dict[str, object]) -> None:
     """What would need all cases in memory."""
-    for flag, value in given.items():
+    for flag, value in flags.items():
         if value is not None:
             raise OptionError(
                 f"{flag} and --out are both given; --out writes a folder of Parquet files, in the"
@@ -252,15 +252,15 @@ def _print(terminal: Console, swept: _Swept) -> None:
     to_loss = totals.heads(results, goal)
     columns += to_loss
     for row, outcome in zip(rows, outcomes, strict=True):
-        known = totals.cells(outcome, goal) if to_loss and isinstance(outcome, Result) else ["", ""]
-        row.extend(known[: len(to_loss)])
+        loss = totals.cells(outcome, goal) if to_loss and isinstance(outcome, Result) else ["", ""]
+        row.extend(loss[: len(to_loss)])
     left = len(settings[0])
-    asked = [strategy_title(case.strategy) for case in cases]
+    titles = [strategy_title(case.strategy) for case in cases]
     taken = [
         how if isinstance(one, Failure) else one.strategy
-        for how, one in zip(asked, outcomes, strict=True)
+        for how, one in zip(titles, outcomes, strict=True)
     ]
-    if taken != asked:
+    if taken != titles:
         columns.insert(left, "chosen")
         for row, outcome in zip(rows, outcomes, strict=True):
             row.insert(left, outcome.strategy if isinstance(outcome, Result) else "")
@@ -309,20 +309,20 @@ def _shared(swept: _Swept) -> list[str]:
     cases, results = swept.cases, swept.results
     whole = len(results) == len(cases)
 
-    def same(shown: Callable[[Result], str], asked: Callable[[Question], object]) -> str:
+    def same(shown: Callable[[Result], str], wanted: Callable[[Question], object]) -> str:
         """What all results show; where some are missing, if it was asked of all alike."""
-        alike = whole or len({str(asked(case)) for case in cases}) == 1
+        alike = whole or len({str(wanted(case)) for case in cases}) == 1
         return _same([shown(result) for result in results]) if alike else ""
 
     def inputs(case: Question) -> object:
         return _names(case), sorted(case.overrides.items())
 
-    found = (
+    parts = (
         same(lambda r: f"{r.model} on {r.cluster}", inputs) or _same(list(map(_names, cases))),
         same(lambda r: r.strategy, lambda case: display_name(case.strategy)),
         same(lambda r: counted(r.gpus, "GPU"), lambda case: case.gpus or inputs(case)),
     )
-    return [part for part in found if part]
+    return [part for part in parts if part]
 
 
 def _names(case: Question) -> str:
@@ -358,7 +358,7 @@ def _cells(outcome: Outcome, count: int, mixed: bool) -> list[str]:  # noqa: FBT
     cost = (
         "-" if r.cost_per_billion_tokens is None else f"{r.cost_per_billion_tokens:,.2f}{currency}"
     )
-    cells = [*(one.shown(r) or "-" for one in in_table("sweep")), cost]
+    cells = [*(figure.shown(r) or "-" for figure in in_table("sweep")), cost]
     return cells[:count]
 
 

@@ -52,33 +52,33 @@ def work(expected: Sequence[str], share: int, content: bytes) -> tuple[str, Any]
 
     Nothing is read before it is clear that the sender has the same co2sim.
     """
-    own = own_identity()
-    if tuple(expected) != astuple(own):
-        return _OTHER, (platform.node(), str(own))
+    here = own_identity()
+    if tuple(expected) != astuple(here):
+        return _OTHER, (platform.node(), str(here))
     share_memory(share)
     try:
         function, cases = pickle.loads(content)  # noqa: S301 - of who may run code here anyway
     except Exception as error:  # noqa: BLE001 - whatever a class of a user raises
         return _UNREAD, f"{type(error).__name__}: {error}"
     began = time.perf_counter()
-    found = [function(case) for case in cases]
-    return _DONE, (time.perf_counter() - began, found)
+    results = [function(case) for case in cases]
+    return _DONE, (time.perf_counter() - began, results)
 
 
-def answers(given: tuple[str, Any]) -> tuple[float, list[Any]]:
+def answers(answer: tuple[str, Any]) -> tuple[float, list[Any]]:
     """Seconds and answers of a task. Raises EngineError for a worker that could not work."""
-    kind, found = given
+    kind, content = answer
     if kind == _OTHER:
-        host, other = found
+        host, other = content
         raise EngineError(
             f"the worker on {host} has {other}; here it is {own_identity()}: install the same there"
         )
     if kind == _UNREAD:
         raise EngineError(
-            f"a worker cannot read the cases: {found}; what they are made of has to be installed"
+            f"a worker cannot read the cases: {content}; what they are made of has to be installed"
             " there, too"
         )
-    seconds, results = found
+    seconds, results = content
     return seconds, results
 
 
@@ -115,12 +115,12 @@ def run_flow(
     try:
         while True:
             alone: list[Item] = []
-            for place, case, answer in flow.together(source):
+            for index, case, answer in flow.together(source):
                 if isinstance(answer, ResourceError) or crowded(answer):
-                    alone.append((place, case))
+                    alone.append((index, case))
                     flow.paused = len(alone) >= _MAX_ALONE
                 else:
-                    yield place, case, answer
+                    yield index, case, answer
             yield from flow.one_by_one(alone)
             if not flow.paused:
                 return
@@ -149,10 +149,10 @@ class _CaseFlow:
                 return
             for future in self._done():
                 chunk = self._flying.pop(future)
-                found = self._answers(future)
-                if found is not None:
-                    for (place, case), answer in zip(chunk, found, strict=True):
-                        yield place, case, answer
+                answers = self._answers(future)
+                if answers is not None:
+                    for (index, case), answer in zip(chunk, answers, strict=True):
+                        yield index, case, answer
                 elif len(chunk) > 1:
                     self._again.extend(chunk)
                 else:
@@ -160,14 +160,14 @@ class _CaseFlow:
 
     def one_by_one(self, items: Iterable[Item]) -> Iterator[Answer]:
         """Each alone: nothing else is under way."""
-        for place, case in items:
-            self._start([(place, case)], 1)
+        for index, case in items:
+            self._start([(index, case)], 1)
             while not (done := self._done()):
                 pass
             (future,) = done
             del self._flying[future]
-            found = self._answers(future)
-            yield place, case, ResourceError(_KILLED) if found is None else found[0]
+            answers = self._answers(future)
+            yield index, case, ResourceError(_KILLED) if answers is None else answers[0]
 
     def cancel(self) -> None:
         """Want no answers any more."""
@@ -198,7 +198,7 @@ class _CaseFlow:
     def _answers(self, future: Future[Any]) -> list[Any] | None:
         """What a task found; None where its worker died."""
         try:
-            seconds, found = answers(future.result())
+            seconds, results = answers(future.result())
         except Co2simError:
             raise
         except (Exception, CancelledError) as error:
@@ -206,13 +206,15 @@ class _CaseFlow:
                 return None
             self._pool.check()
             causes = (error.__cause__, error)
-            reason = next(f"{type(one).__name__}: {one}" for one in causes if one is not None)
+            reason = next(
+                f"{type(cause).__name__}: {cause}" for cause in causes if cause is not None
+            )
             raise EngineError(
                 f"a worker cannot run {own_identity()}: {' '.join(reason.split())}"
             ) from error
-        each = max(seconds / len(found), 1e-6)
+        each = max(seconds / len(results), 1e-6)
         self._size = max(1, min(int(_TASK / each), 2 * self._size, _MAX_OF_A_TASK))
-        return found
+        return results
 
 
 _PARENT_LOOK: Seconds = 0.5
@@ -229,7 +231,7 @@ class LokyPool:
 
     def submit(self, share: int, content: bytes) -> Future[Any]:
         """Give a task to a process that has none; `share` of them share the memory meanwhile."""
-        free = next((place for place, (_, last) in enumerate(self._crew) if last.done()), None)
+        free = next((turn for turn, (_, last) in enumerate(self._crew) if last.done()), None)
         worker = None
         if free is not None:
             worker, last = self._crew.pop(free)
@@ -450,14 +452,14 @@ def _client(distributed: Any, scheduler: str) -> Any:
 
 def _reach(address: str) -> None:
     """Check that something listens at HOST:PORT; the library would take longer."""
-    found = re.fullmatch(r"(?:(?:tcp|tls|ws|wss)://)?\[?([^\[\]/\s]+?)\]?:([0-9]{1,5})", address)
-    if found is None:
+    match = re.fullmatch(r"(?:(?:tcp|tls|ws|wss)://)?\[?([^\[\]/\s]+?)\]?:([0-9]{1,5})", address)
+    if match is None:
         raise OptionError(
             f"scheduler is {shown(address)}; of Dask it is tcp://HOST:8786, or the .json file it"
             " wrote"
         )
     try:
-        socket.create_connection((found[1], int(found[2])), timeout=_CONNECT_TIMEOUT).close()
+        socket.create_connection((match[1], int(match[2])), timeout=_CONNECT_TIMEOUT).close()
     except (OSError, OverflowError, UnicodeError) as error:
         reason = " ".join(str(error).split())
         raise EngineError(f"no Dask scheduler answers at {address}: {reason}") from None
@@ -499,10 +501,10 @@ class Engine:
     def __post_init__(self) -> None:
         """Check all of it."""
         if self.name not in ENGINES:
-            known = nearest(self.name, ENGINES) if isinstance(self.name, str) else ""
+            meant = nearest(self.name, ENGINES) if isinstance(self.name, str) else ""
             raise OptionError(
                 f"engine is {shown(self.name)}; it is one of {', '.join(ENGINES)}"
-                + (f"; {known}" if "mean" in known else "")
+                + (f"; {meant}" if "mean" in meant else "")
             )
         processes(self.jobs, 2)
         if self.scheduler is None:

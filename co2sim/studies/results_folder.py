@@ -79,18 +79,18 @@ class ParquetParts:
         near = np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)
         there = np.flatnonzero(self._keys[near] == wanted)
         by_file: dict[int, list[tuple[int, str]]] = {}
-        for place in there.tolist():
-            file, row = self._places[near[place]].tolist()
-            by_file.setdefault(file, []).append((row, keys[place]))
-        found: dict[str, dict[str, Any]] = {}
+        for index in there.tolist():
+            file, row = self._places[near[index]].tolist()
+            by_file.setdefault(file, []).append((row, keys[index]))
+        rows_of: dict[str, dict[str, Any]] = {}
         for file, rows in by_file.items():
             table = self._table(file)
             places = [row for row, _ in rows if table is not None and row < table.num_rows]
             values = table.take(places).to_pylist() if places else []
-            asked = {key for _, key in rows}
+            keys_here = {key for _, key in rows}
             # another process may have written the file again meanwhile
-            found |= {v["key"]: v for v in values if v["key"] in asked and v["error"] is None}
-        return found
+            rows_of |= {v["key"]: v for v in values if v["key"] in keys_here and v["error"] is None}
+        return rows_of
 
     def write(self, number: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write a part, complete or not. What it held of other cases is kept until `finish`."""
@@ -126,15 +126,15 @@ class ParquetParts:
         moved = self._folder / _EARLIER / f"{path.stem}-{secrets.token_hex(8)}.parquet"
         moved.parent.mkdir(exist_ok=True)
         path.rename(moved)
-        self._files = [moved if one == path else one for one in self._files]
+        self._files = [moved if file == path else file for file in self._files]
 
     def _index(self) -> tuple[Any, Any]:
         """File and row of every case that has figures, by rising key; 24 bytes each."""
         keys, places = [], []
         for file, path in enumerate(self._files):
-            found = list(self._known(path))
-            keys.append(np.array([key for _, key in found], dtype=_KEY))
-            rows = np.array([row for row, _ in found], dtype=np.int32)
+            pairs = list(self._known(path))
+            keys.append(np.array([key for _, key in pairs], dtype=_KEY))
+            rows = np.array([row for row, _ in pairs], dtype=np.int32)
             places.append(np.stack([np.full(len(rows), file, np.int32), rows], axis=1))
         if not keys:
             return np.empty((0, 2), np.int32), np.empty(0, _KEY)
@@ -198,15 +198,15 @@ _KINDS: Mapping[type[Any], str] = {int: "int64", float: "double", bool: "bool", 
 def columns(paths: Iterable[str], goal: Goal, tokens: float | None) -> dict[str, str]:
     """Names with types of Arrow: place and key of a case, what varies, its figures, its error."""
     hints = get_type_hints(Result)
-    found = {"case": "int64", "key": "string"}
-    found |= {f"{VARIED}{path}": "string" for path in paths}
-    found |= {"cluster_key": "string", "model_key": "string"}
-    found |= {f.name: _kind(hints[f.name]) for f in fields(Result) if f.name not in NESTED}
-    found |= dict.fromkeys(DERIVED, "double")
-    found |= {memory_column(item): "double" for item in (*MEMORY_ITEMS, _OTHER)}
-    found |= dict.fromkeys(TO_LOSS, "double") if goal.steps is not None else {}
-    found |= dict.fromkeys(TOTALS, "double") if tokens is not None else {}
-    return found | {"warnings": "string", "error": "string"}
+    kinds = {"case": "int64", "key": "string"}
+    kinds |= {f"{VARIED}{path}": "string" for path in paths}
+    kinds |= {"cluster_key": "string", "model_key": "string"}
+    kinds |= {f.name: _kind(hints[f.name]) for f in fields(Result) if f.name not in NESTED}
+    kinds |= dict.fromkeys(DERIVED, "double")
+    kinds |= {memory_column(item): "double" for item in (*MEMORY_ITEMS, _OTHER)}
+    kinds |= dict.fromkeys(TO_LOSS, "double") if goal.steps is not None else {}
+    kinds |= dict.fromkeys(TOTALS, "double") if tokens is not None else {}
+    return kinds | {"warnings": "string", "error": "string"}
 
 
 def fitted(row: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
@@ -346,11 +346,11 @@ class _FolderWriter:
         function = partial(figures, goal=self._table.goal, tokens=self._table.tokens)
         answers: Iterator[tuple[int, Any]]
         if pool is None:
-            answers = ((place, function(case)) for place, case in self._missing())
+            answers = ((index, function(case)) for index, case in self._missing())
         else:
             answers = run_on_pool(pool, self._missing(), function, len(self._places))
-        for place, answer in answers:
-            self._take(place, answer)
+        for index, answer in answers:
+            self._take(index, answer)
 
     def save(self) -> None:
         """Write what is there of parts that are not complete."""
@@ -362,62 +362,62 @@ class _FolderWriter:
     def _missing(self) -> Iterator[tuple[int, Question]]:
         """Cases to simulate; their parts are open from now on."""
         places = iter(self._places)
-        number = 0
+        turn = 0
         while chunk := list(islice(places, ROWS)):
-            yield from self._begin(number, chunk)
-            number += 1
+            yield from self._begin(turn, chunk)
+            turn += 1
 
     def _begin(self, number: int, places: Sequence[int]) -> Iterator[tuple[int, Question]]:
         """Open a part, and take what is known of it; gives the other cases."""
         cases, keys = {}, {}
         wrong: dict[int, Failure] = {}
-        for place in places:
+        for index in places:
             try:
-                case = self._inputs.inlined(self._table.points.at(place))
-                cases[place], keys[place] = case, self._inputs.key(case)
+                case = self._inputs.inlined(self._table.points.at(index))
+                cases[index], keys[index] = case, self._inputs.key(case)
             except Co2simError as error:
-                wrong[place] = Failure("", error)
+                wrong[index] = Failure("", error)
         self._open[number] = part = _Part(number, len(places), keys)
         self._part_of |= dict.fromkeys(places, part)
-        found = self.parts.find(list(keys.values()))
-        for place, failure in wrong.items():
-            self._take(place, failure)
-        for place, case in cases.items():
-            row = found.get(keys[place])
+        rows = self.parts.find(list(keys.values()))
+        for index, failure in wrong.items():
+            self._take(index, failure)
+        for index, case in cases.items():
+            row = rows.get(keys[index])
             if row is None:
-                yield place, case
+                yield index, case
             else:
                 self.kept.reused += 1
-                self._note(place, row)
+                self._note(index, row)
 
-    def _take(self, place: int, answer: dict[str, Any] | Failure) -> None:
+    def _take(self, index: int, answer: dict[str, Any] | Failure) -> None:
         """An answer of a worker, or the reason why there is no case."""
         self.kept.computed += 1
-        self._part_of[place].unsaved = True
+        self._part_of[index].unsaved = True
         if isinstance(answer, Failure):
             self.kept.failed += 1
             if len(self.kept.failures) < _NAMED:
-                setting = self._table.points.setting(place)
+                setting = self._table.points.setting(index)
                 self.kept.failures.append((setting, answer))
-            answer = row_of(self._known(place), answer)
-        self._note(place, answer)
+            answer = row_of(self._known(index), answer)
+        self._note(index, answer)
         if time.monotonic() - self._saved >= _SAVE:
             self.save()
 
-    def _known(self, place: int) -> Question:
+    def _known(self, index: int) -> Question:
         """The case there; where none can be, what all have in common."""
         try:
-            return self._table.points.at(place)
+            return self._table.points.at(index)
         except Co2simError:
             return self._table.points.case
 
-    def _note(self, place: int, row: dict[str, Any]) -> None:
-        part = self._part_of.pop(place)
+    def _note(self, index: int, row: dict[str, Any]) -> None:
+        part = self._part_of.pop(index)
         varied = {
-            f"{VARIED}{p}": display_name(v) for p, v in self._table.points.setting(place).items()
+            f"{VARIED}{p}": display_name(v) for p, v in self._table.points.setting(index).items()
         }
-        whole = {**row, **varied, "case": place, "key": part.keys.get(place, "")}
-        part.rows[place] = fitted(whole, self._columns)
+        whole = {**row, **varied, "case": index, "key": part.keys.get(index, "")}
+        part.rows[index] = fitted(whole, self._columns)
         if len(part.rows) == part.size:
             self._write(part)
             del self._open[part.number]
@@ -425,7 +425,7 @@ class _FolderWriter:
             self._done(self.kept.done, self.kept.cases)
 
     def _write(self, part: _Part) -> None:
-        self.parts.write(part.number, [part.rows[place] for place in sorted(part.rows)])
+        self.parts.write(part.number, [part.rows[index] for index in sorted(part.rows)])
         part.unsaved = False
 
 
@@ -467,29 +467,29 @@ class Inputs:
         Two cases that differ in how they are written only, such as co2:tau=2 and co2(tau=2), have
         one key. Raises OptionError for an object that does not say what it computes.
         """
-        given = {field.name: getattr(case, field.name) for field in fields(case)}
-        given["cluster"] = self._loaded(case.cluster)
-        given["model"] = self._loaded(case.model)
-        given["stack"] = self._loaded(case.stack)
+        values = {field.name: getattr(case, field.name) for field in fields(case)}
+        values["cluster"] = self._loaded(case.cluster)
+        values["model"] = self._loaded(case.model)
+        values["stack"] = self._loaded(case.stack)
         if isinstance(case.strategy, str):
-            given["strategy"] = self._strategy(case.strategy)
+            values["strategy"] = self._strategy(case.strategy)
         else:
-            given["strategy"] = _plain(case.strategy)
-        given["overrides"] = list(case.overrides.items())  # in order: it names the cluster
-        given["noise"] = _plain(case.noise)
-        found = self._start.copy()
-        found.update(_text(given))
-        return found.hexdigest()[:_CHARACTERS]
+            values["strategy"] = _plain(case.strategy)
+        values["overrides"] = list(case.overrides.items())  # in order: it names the cluster
+        values["noise"] = _plain(case.noise)
+        digest = self._start.copy()
+        digest.update(_text(values))
+        return digest.hexdigest()[:_CHARACTERS]
 
-    def _loaded(self, given: Any) -> Any:
+    def _loaded(self, thing: Any) -> Any:
         """A name of the catalog as it is; the hash of all else."""
-        if isinstance(given, str):
-            return given
-        if id(given) not in self._trees:
-            read = isinstance(given, Contents)
-            plain = [given.name, given.tree, str(given.chosen)] if read else _plain(given)
-            self._trees[id(given)] = given, sha256(_text(plain)).hexdigest()
-        return [self._trees[id(given)][1]]
+        if isinstance(thing, str):
+            return thing
+        if id(thing) not in self._trees:
+            read = isinstance(thing, Contents)
+            plain = [thing.name, thing.tree, str(thing.chosen)] if read else _plain(thing)
+            self._trees[id(thing)] = thing, sha256(_text(plain)).hexdigest()
+        return [self._trees[id(thing)][1]]
 
     def _strategy(self, text: str) -> Any:
         if text not in self._strategies:
