@@ -18,7 +18,7 @@ from co2sim.prediction import driver
 from co2sim.prediction.figures import asked
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import remark, scale_of
+from co2sim.report.text import totals
 from co2sim.report.text.result import print_assumed, question
 from co2sim.studies.candidates import command_of
 from co2sim.studies.grid import strategy_title
@@ -198,39 +198,34 @@ def algorithm(goodput: "Goodput") -> str:
 
 
 def _print(out: Console, answers: Sequence[_Answer]) -> None:
-    lines = question([answer.result for answer in answers])
-    said = [f"{words(answer.result, answer.found)}." for answer in answers]
-    if worth := remark((answer.result.strategy, scale_of(answer.result)) for answer in answers):
+    lines = question([each.result for each in answers])
+    said = [f"{words(each.result, each.found)}." for each in answers]
+    if worth := totals.worth(each.result for each in answers):
         said.append(worth)
     print_lines(out, *said, *lines, "")
-    spots = [(answer, answer.spot) for answer in answers if answer.spot]
-    lines = [f"spot, {answer.title}: {spot_words(spot, answer.result)}" for answer, spot in spots]
-    if any(
-        answer.found.failures.preemption and answer.found.failures.node is None
-        for answer in answers
-    ):
+    spots = [(each, each.spot) for each in answers if each.spot]
+    lines = [f"spot, {each.title}: {spot_words(spot, each.result)}" for each, spot in spots]
+    if any(each.found.failures.preemption and each.found.failures.node is None for each in answers):
         lines.append(
             "failures of the hardware itself are not counted; --set failures.node='150 days' adds"
             " them"
         )
     if lines:
         print_lines(out, *lines, "")
-    for answer in answers:
-        if not answer.result.fits_in_memory:
-            print_lines(
-                out, f"warning: {answer.title} does not fit in memory; see `co2sim run`", ""
-            )
+    for each in answers:
+        if not each.result.fits_in_memory:
+            print_lines(out, f"warning: {each.title} does not fit in memory; see `co2sim run`", "")
     columns = ["strategy", *_SHARES, "low", "high"]
-    rows = [_row(answer) for answer in answers]
+    rows = [_row(each) for each in answers]
     print_table(out, "shares of the time", columns, rows, left=1)
-    details = [_details(answer.found, answer.title) for answer in answers]
+    details = [_details(each.found, each.title) for each in answers]
     names = ["strategy", "fails every", "stops all every", "saved every", "state", "stops work for"]
     print_table(out, "failures and checkpoints", [*names, "is written in"], details, left=1)
-    after = {algorithm(answer.found): "" for answer in answers}
+    after = {algorithm(each.found): "" for each in answers}
     for text in after:
-        which = [answer.title for answer in answers if algorithm(answer.found) == text]
+        which = [each.title for each in answers if algorithm(each.found) == text]
         print_lines(out, f"after a failure, {', '.join(which)}: {text}", "")
-    print_assumed(out, (answer.result for answer in answers))
+    print_assumed(out, (each.result for each in answers))
 
 
 def _row(answer: _Answer) -> list[str]:

@@ -18,7 +18,7 @@ from co2sim.common.progress import progress_bar
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.prediction.choose import RECOMPUTES
 from co2sim.prediction.question import Question
-from co2sim.prediction.step_factors import Goal, remark, scale_of
+from co2sim.prediction.step_factors import Goal
 from co2sim.report import tables
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
@@ -203,9 +203,7 @@ def _print(
     more = f", the first {len(best)} of {len(answer.best)}" if len(answer.best) > len(best) else ""
     _print_options(out, f"the best by cluster and strategy{more}", best)
     print_lines(out, *looked(space, answer))
-    shown_best = ((one.result.strategy, scale_of(one.result)) for one in answer.best)
-    if line := remark(shown_best, answer.wanted.goal):
-        print_lines(out, line)
+    totals.print_worth(out, (option.result for option in answer.best), answer.wanted.goal)
     shown = answer.best[:1]
     print_lines(out, *totals.basis_lines([o.case for o in shown], [o.totals for o in shown]))
     print_assumed(out, [option.result for option in shown])

@@ -94,7 +94,7 @@ def run(
     if brief or len(pairs) > 1:
         print_comparison(cases, results, goal, tokens, brief=brief)
     if evidence:
-        totals.print_remark(console(), results, goal)
+        totals.print_worth(console(), results, goal)
     print_verdicts([one for one in judged if one])
     output.print_where(report)
 

@@ -234,7 +234,7 @@ def _print(terminal: Console, compared: _Compared, published: Path | None, out: 
     pairs = zip(cases, results, strict=True)
     for cluster, group in groupby(pairs, key=lambda pair: pair[0].cluster):
         _print_cluster(terminal, str(cluster), list(group), goal, cases[0].noise)
-    totals.print_remark(terminal, results, goal, "")
+    totals.print_worth(terminal, results, goal, "")
     if trained:
         rows = [
             [str(case.cluster), strategy_title(case.strategy), str(result.gpus)]

@@ -342,7 +342,7 @@ def _print_notes(terminal: Console, results: Sequence[Result], goal: Goal) -> No
         notes.append("none fits: run one of them (`co2sim run`) to see what would")
     print_lines(terminal, *notes)
     print_sources(terminal, results)
-    totals.print_remark(terminal, results, goal)
+    totals.print_worth(terminal, results, goal)
     print_lines(terminal, "")
 
 

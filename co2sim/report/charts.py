@@ -337,7 +337,7 @@ def _training(entry: Answered) -> dict[str, Any]:
         "gpus": entry.result.gpus,
         **dict(zip(("days", "days_low", "days_high"), ends, strict=True)),
         **dict(zip(("cost", "cost_low", "cost_high"), spent, strict=True)),
-        "fits": entry.result.fits_in_memory,
+        "fits": entry.fits,
     }
 
 

@@ -10,7 +10,6 @@ import altair as alt
 from co2sim.common.units import counted, scaled
 from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.question import Question
-from co2sim.prediction.step_factors import remark, scale_of
 from co2sim.report import charts, sections
 from co2sim.report.chart_style import (
     ROW,
@@ -135,11 +134,7 @@ class Planned:
     def named(self) -> dict[str, Answered]:
         """The choice and the runner-up, as far as there are."""
         options = {"choice": self.found.choice, "runner-up": self.found.runner_up}
-        return {
-            words: self.shown[self.best.index(option)]
-            for words, option in options.items()
-            if option
-        }
+        return {name: self.shown[self.best.index(c)] for name, c in options.items() if c}
 
 
 def _answered(option: Candidate) -> Answered:
@@ -348,10 +343,7 @@ def _useful(planned: Planned) -> PageSection:
 
 def _looked(planned: Planned) -> list[str]:
     lines = list(plan.looked(planned.space, planned.found))
-    said = remark(
-        ((entry.strategy, scale_of(entry.result)) for entry in planned.shown),
-        planned.found.wanted.goal,
-    )
+    said = totals.worth((entry.result for entry in planned.shown), planned.found.wanted.goal)
     return [*lines, said] if said else lines
 
 

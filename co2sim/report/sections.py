@@ -93,16 +93,16 @@ def by_cluster(every: Iterable[Answered]) -> dict[str, list[Answered]]:
 
 def fitting(every: Sequence[Answered]) -> Sequence[Answered]:
     """The cases that charts show: those that fit in memory; all where none does."""
-    return [entry for entry in every if entry.result.fits_in_memory] or every
+    return [entry for entry in every if entry.fits] or every
 
 
 def misfits(every: Sequence[Answered]) -> str:
     """What is said of cases that do not fit, if there are any."""
-    if not any(entry.result.fits_in_memory for entry in every):
+    if not any(entry.fits for entry in every):
         return " Hollow points do not fit in memory."
     sizes: dict[str, list[str]] = {}
     for entry in every:
-        if not entry.result.fits_in_memory:
+        if not entry.fits:
             sizes.setdefault(entry.strategy, []).append(f"{entry.result.gpus:,}")
     names = (f"{strategy} on {', '.join(gpus)} GPUs" for strategy, gpus in sizes.items())
     return f" Not drawn, as it does not fit in memory: {'; '.join(names)}." if sizes else ""
@@ -238,9 +238,8 @@ def inputs_of(
     cases: Iterable[tuple[str, Question]], varied: Mapping[str, str] | None = None
 ) -> PageSection:
     """Of the clusters and models of cases with their cluster, and the values of what is varied."""
-    figures = [
-        Figure(name, table=table, folded=True) for name, table in tables.inputs(cases, varied)
-    ]
+    shown = tables.inputs(cases, varied)
+    figures = [Figure(name, table=table, folded=True) for name, table in shown]
     intro = "Every number with its source. Those marked as assumed have none."
     return PageSection("inputs", "Inputs", intro, figures)
 

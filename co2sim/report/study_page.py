@@ -13,7 +13,7 @@ from co2sim.prediction.intervals import undecided
 from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import Goal, local_updates, remark, scale_of
+from co2sim.prediction.step_factors import Goal, local_updates
 from co2sim.prediction.totals import result_to_dict
 from co2sim.prediction.verdict import Verdict
 from co2sim.report import charts, sections, tables
@@ -133,20 +133,15 @@ class Study:
         return {name: lines for name, lines in facts.items() if lines}
 
     def _worth(self) -> list[str]:
-        judged = [verdict for verdict in self.verdicts if verdict]
-        return [
-            line for verdict in judged for line in verdict_lines(verdict, named=len(judged) > 1)
-        ]
+        judged = [v for v in self.verdicts if v]
+        return [line for v in judged for line in verdict_lines(v, named=len(judged) > 1)]
 
     def doubts(self) -> list[str]:
         """What the intervals do not tell apart, by cluster, and what steps are worth."""
         said = self._undecided()
         if self.verdicts and self.tokens is None:
             return said
-        worth = remark(
-            ((entry.result.strategy, scale_of(entry.result)) for entry in self.all),
-            self.goal,
-        )
+        worth = totals.worth(self.results, self.goal)
         if worth and self.tokens is None:
             said.append(f"Speed is not progress: {worth}. With --tokens the answer counts it.")
         elif worth:
@@ -292,7 +287,7 @@ def _pace_ends(entry: Answered) -> tuple[float, float] | None:
 
 def _first(group: Sequence[Answered]) -> Answered | None:
     """The one that gets on fastest, of those that fit in memory."""
-    fitting = [entry for entry in group if entry.result.fits_in_memory and _pace(entry)]
+    fitting = [entry for entry in group if entry.fits and _pace(entry)]
     return max(fitting, key=_pace, default=None)
 
 
@@ -338,11 +333,7 @@ def _headline(top: Answered, other: Answered, ratio: float, where: str) -> Itera
 
 def _too_close(group: Sequence[Answered]) -> str:
     """One line on neighbours in pace whose order is undecided; "" for none."""
-    ranked = sorted(
-        (entry for entry in group if entry.result.fits_in_memory and _pace(entry)),
-        key=_pace,
-        reverse=True,
-    )
+    ranked = sorted((each for each in group if each.fits and _pace(each)), key=_pace, reverse=True)
     pairs = [
         f"{entry.strategy} and {other.strategy}"
         for entry, other in pairwise(ranked)
@@ -372,13 +363,11 @@ def _gained(here: Sequence[Answered], there: Sequence[Answered], ratio: float) -
 
     Of those that fit in memory on both.
     """
-    speeds = {
-        entry.strategy: entry.result.tokens_per_s for entry in there if entry.result.fits_in_memory
-    }
+    speeds = {entry.strategy: entry.result.tokens_per_s for entry in there if entry.fits}
     gained = {
         entry.strategy: entry.result.tokens_per_s / speeds[entry.strategy]
         for entry in here
-        if entry.result.fits_in_memory and entry.strategy in speeds
+        if entry.fits and entry.strategy in speeds
     }
     name = max(gained, key=lambda name: abs(math.log(gained[name])), default="")
     more = max(gained[name], 1 / gained[name]) if name else 1.0

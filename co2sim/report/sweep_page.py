@@ -168,7 +168,7 @@ class Swept:
     @cached_property
     def _ranked(self) -> list[Answered]:
         """Those that fit in memory, the fastest first."""
-        fitting = [entry for entry in self.all if entry.result.fits_in_memory]
+        fitting = [entry for entry in self.all if entry.fits]
         return sorted(fitting, key=lambda entry: -entry.result.tokens_per_s)
 
     def doubts(self) -> list[str]:
@@ -315,7 +315,7 @@ def _few(lines: Sequence[str]) -> list[str]:
 def _figure(swept: Swept, measure: Measure) -> Figure:
     chart, words = _chart(swept, measure)
     shape = "; hollow points do" if swept.across else "; pale bars do"
-    misfits = any(not entry.result.fits_in_memory for entry in swept.all)
+    misfits = any(not entry.fits for entry in swept.all)
     return Figure(
         title=measure.title,
         note=f"Intervals are of 90 %{f'{shape} not fit in memory' * misfits}.{words}",

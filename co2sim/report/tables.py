@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from co2sim.catalog import Fact
 from co2sim.common.units import counted, duration, figures, number, percent, scaled
@@ -36,6 +37,11 @@ class Answered:
     efficiency: float | None = None
 
     @property
+    def fits(self) -> bool:
+        """Whether it fits in memory."""
+        return self.result.fits_in_memory
+
+    @property
     def title(self) -> str:
         """The strategy, on how many GPUs of which cluster."""
         return f"{self.strategy} on {counted(self.result.gpus, 'GPU')} of {self.cluster}"
@@ -62,7 +68,7 @@ def speeds(group: Sequence[Answered]) -> Table:
 
 def _speed(entry: Answered) -> list[str]:
     texts = [figure.shown(entry.result) or "-" for figure in in_table("page")]
-    if not entry.result.fits_in_memory:
+    if not entry.fits:
         texts[-1] = f"{texts[-1].removesuffix('*')}, {entry.result.misfit}"
     elif entry.result.memory_fit == "tight":
         texts[-1] = f"{texts[-1]}, tight"
@@ -110,9 +116,10 @@ def options(candidates: Sequence[Candidate], *, at_length: bool = True) -> Table
 
 def times(group: Sequence[Answered]) -> Table:
     """Spans of the last round on one rank by kernel or collective: they overlap."""
-    names = list(dict.fromkeys(name for entry in group for name in entry.result.breakdown_s))
+    spans = [entry.result.breakdown_s for entry in group]
     rows = [
-        [name, *(_time(entry.result.breakdown_s.get(name)) for entry in group)] for name in names
+        [name, *(duration(times[name]) if name in times else "-" for times in spans)]
+        for name in dict.fromkeys(chain.from_iterable(spans))
     ]
     return Table(("work", *(entry.strategy for entry in group)), rows)
 
@@ -131,25 +138,13 @@ def efficiencies(group: Sequence[Answered]) -> Table:
     return Table(("strategy", "GPUs", "relative to one node", "exposed communication"), rows)
 
 
-def _time(seconds: float | None) -> str:
-    return "-" if seconds is None else duration(seconds)
-
-
 def memory(group: Sequence[Answered]) -> Table:
     """Bytes of a GPU by item."""
-    names = list(
-        dict.fromkeys(name for entry in group for name in entry.result.memory_bytes_per_gpu)
-    )
-    names = [*(name for name in names if name != "total"), "total"]
+    sizes = [entry.result.memory_bytes_per_gpu for entry in group]
+    names = [name for name in dict.fromkeys(chain.from_iterable(sizes)) if name != "total"]
     rows = [
-        [
-            name,
-            *(
-                scaled(size, "B") if (size := entry.result.memory_bytes_per_gpu.get(name)) else "-"
-                for entry in group
-            ),
-        ]
-        for name in names
+        [name, *(scaled(items[name], "B") if items.get(name) else "-" for items in sizes)]
+        for name in (*names, "total")
     ]
     return Table(("item", *(entry.strategy for entry in group)), rows)
 

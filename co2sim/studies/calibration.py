@@ -116,11 +116,7 @@ class Calibrated:
 
 def overrides(values: Mapping[str, float]) -> dict[str, str]:
     """Values of numbers as overrides of a case."""
-    return {
-        f"stack.{number.name}": number.text(values[number.name])
-        for number in NUMBERS
-        if number.name in values
-    }
+    return {f"stack.{n.name}": n.text(values[n.name]) for n in NUMBERS if n.name in values}
 
 
 def moved(case: Question, values: Mapping[str, float]) -> Question:

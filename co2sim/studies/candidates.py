@@ -376,9 +376,7 @@ def check(space: Space) -> None:
         raise OptionError(f"headroom is {space.headroom:g}; it must be 0 or more, and below 1")
     if not space.recomputes:
         raise OptionError("no recomputation is given, such as none or full")
-    recomputes = [
-        replace(space.job, recompute=recompute).recompute for recompute in space.recomputes
-    ]
+    recomputes = [replace(space.job, recompute=r).recompute for r in space.recomputes]
     for what, values in (
         ("micro-batch", space.micro_batches or ()),
         ("recomputation", recomputes),

@@ -273,18 +273,16 @@ def _of_steps(
     Where the launch of a kernel is not in the trace, the kernel has to begin within a mark.
     """
     launches = {
-        _argument(event, "correlation"): event["ts"]
-        for event in events
-        if event.get("cat") not in _KERNELS
+        _argument(e, "correlation"): e["ts"] for e in events if e.get("cat") not in _KERNELS
     }
     launches.pop(None, None)
-    on_host = _Spans.of(event for event in marks if event.get("cat") != _GPU_MARK)
+    on_host = _Spans.of(e for e in marks if e.get("cat") != _GPU_MARK)
     anywhere = _Spans.of(marks)
     within = []
-    for event in kernels:
-        launch = launches.get(_argument(event, "correlation"))
-        if anywhere.hold(event["ts"]) if launch is None else on_host.hold(launch):
-            within.append(event)
+    for e in kernels:
+        launch = launches.get(_argument(e, "correlation"))
+        if anywhere.hold(e["ts"]) if launch is None else on_host.hold(launch):
+            within.append(e)
     return within
 
 
@@ -356,10 +354,8 @@ def _events(path: Path) -> list[dict[str, Any]]:
     try:
         tree = json.loads(content)
         events = tree["traceEvents"] if isinstance(tree, dict) else tree
-        whole = [event for event in events if event.get("ph") == "X"]
-        return [
-            event for event in whole if _is_time(event.get("ts")) and _is_time(event.get("dur"))
-        ]
+        whole = [e for e in events if e.get("ph") == "X"]
+        return [e for e in whole if _is_time(e.get("ts")) and _is_time(e.get("dur"))]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CatalogError(
             f"{path} is no trace of PyTorch's profiler (export_chrome_trace)"

@@ -491,11 +491,8 @@ def _grouping(cases: Sequence[Question]) -> Callable[[Question], object]:
 
 def _with_outcomes(wave: Sequence[_Found], pool: Pool | None) -> Iterator[_Found]:
     """Those of a wave; what is to be simulated has a result, or a failure."""
-    cases = [
-        promise.setup.of(promise.micro_batch, promise.recompute)
-        for promise, outcome in wave
-        if outcome == ""
-    ]
+    waiting = [promise for promise, outcome in wave if outcome == ""]
+    cases = [each.setup.of(each.micro_batch, each.recompute) for each in waiting]
     outcomes = iter(_outcomes(cases, pool) if cases else ())
     for promise, outcome in wave:
         yield promise, next(outcomes) if outcome == "" else outcome

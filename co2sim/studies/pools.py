@@ -206,9 +206,7 @@ class _CaseFlow:
                 return None
             self._pool.check()
             causes = (error.__cause__, error)
-            reason = next(
-                f"{type(cause).__name__}: {cause}" for cause in causes if cause is not None
-            )
+            reason = next(f"{type(e).__name__}: {e}" for e in causes if e is not None)
             raise EngineError(
                 f"a worker cannot run {own_identity()}: {' '.join(reason.split())}"
             ) from error

@@ -194,9 +194,8 @@ def _refuse_both(vary: grid.Grid, needed: Mapping[str, Any], options: Options) -
     set_names = {name for name, value in options.items() if value is not None}
     noise = options.get("noise")
     if isinstance(noise, Noise):
-        set_names |= {
-            f.name for f in fields(Noise) if getattr(noise, f.name) != getattr(QUIET, f.name)
-        }
+        names = [field.name for field in fields(Noise)]
+        set_names |= {name for name in names if getattr(noise, name) != getattr(QUIET, name)}
     for name in vary:
         if name in set_names:
             raise OptionError(f"{name} is given, and varied, too; leave one of them out")

@@ -85,7 +85,7 @@ def asked(question: Exploration, controls: Sequence[Control]) -> dict[str, Any]:
 def begin(controls: Sequence[Control]) -> dict[str, str]:
     """What is set beside what was given where all controls are where they begin."""
     stops = {
-        control.path: control.stops[control.at].setting for control in controls if not control.given
+        slider.path: slider.stops[slider.at].setting for slider in controls if not slider.given
     }
     return {path: setting for path, setting in stops.items() if setting is not None}
 

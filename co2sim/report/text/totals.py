@@ -13,7 +13,7 @@ from co2sim.common.units import Seconds, counted, duration, figures, scaled
 from co2sim.prediction.power import COMPUTING, NEEDED
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import Goal, remark, scale_of, to_loss
+from co2sim.prediction.step_factors import NO_GOAL, Goal, remark, scale_of, to_loss
 from co2sim.prediction.totals import EXAMPLES, Totals, basis, knee, spent, tokens_of, totals_of
 
 Tokens = Annotated[
@@ -277,9 +277,7 @@ def chosen(trainings: Trainings) -> dict[str, tuple[str, Result, Totals | None]]
 def traded(heads: Mapping[str, tuple[str, Result, Totals | None]]) -> list[str]:
     """What the best trade gives for its money; nothing where it is the cheapest."""
     best = next((totals for head, (_, _, totals) in heads.items() if "trade" in head), None)
-    cheapest = next(
-        (training[2] for head, training in heads.items() if head.startswith("Cheapest")), None
-    )
+    cheapest = next((t[2] for head, t in heads.items() if head.startswith("Cheapest")), None)
     if best is None or cheapest is None or best is cheapest:
         return []
     return [f"The best trade is {trade(best, cheapest)}: {TRADE}."]
@@ -326,10 +324,14 @@ _UNITS = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"))
 """Units of times that are longer than two of them."""
 
 
-def print_remark(out: Console, results: Iterable[Result], goal: Goal, *after: str) -> None:
+def worth(results: Iterable[Result], goal: Goal = NO_GOAL) -> str:
+    """What a step of local updates is worth, if there are any; else nothing."""
+    return remark(((result.strategy, scale_of(result)) for result in results), goal)
+
+
+def print_worth(out: Console, results: Iterable[Result], goal: Goal, *after: str) -> None:
     """What a step of local updates is worth, if there are any; then the lines `after` it."""
-    line = remark(((result.strategy, scale_of(result)) for result in results), goal)
-    if line:
+    if line := worth(results, goal):
         print_lines(out, line, *after)
 
 
