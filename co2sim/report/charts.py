@@ -423,7 +423,10 @@ def _panel(results: Sequence[Result], names: Sequence[str], stars: Rows) -> Any:
         )
         fits = result.fits_in_memory
         rows.append(figure_row(result.strategy, figure, fits=fits, gpus=result.gpus))
-    stars = [star | {"value": star["value"] / star["gpus"]} for star in stars]
+    stars = [
+        {key: star[key] for key in ("strategy", "gpus")} | {"value": star["value"] / star["gpus"]}
+        for star in stars
+    ]
     sizes = sorted({row["gpus"] for row in (*rows, *stars)})
     x = gpu_axis(sizes)
     y = alt.Y(

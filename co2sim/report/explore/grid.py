@@ -1,9 +1,8 @@
 """The grid behind a page without a server: what is simulated, and the figures between.
 
 Every position of a control that is no continuous one is simulated. Of a continuous one some are,
-its knots: enough that figures between them are as exact as asked for, first in the midst of knots
-along some lines, then at random positions, until none of those drawn last is too far off. After
-control-C the last grid that is whole is kept.
+its knots: random positions become knots where figures between them are too far off, until none of
+those drawn last is. After control-C the last grid that is whole is kept.
 """
 
 import math
@@ -256,7 +255,8 @@ class Board:
 
     def failing(self, positions: Positions, stop: int) -> Failures | None:
         """The failures there, where their control is at this stop."""
-        moved = _moved(positions, self.failures or 0, stop)
+        moved = list(positions)
+        moved[self.failures or 0] = stop
         settings = {
             control.path: control.stops[position].setting or ""
             for control, position in zip(self.controls, moved, strict=True)
@@ -356,10 +356,8 @@ def _alone(case: Question) -> Outcome:
         return Failure(case.title, cause if isinstance(cause, Exception) else error)
 
 
-_LINES = 3
-"""Of each continuous control and strategy, along which knots are looked for."""
-_LOOKS = 6
-"""Positions that are simulated along a line, about."""
+_LOOKS = 20
+"""Positions that each continuous control of a strategy takes besides, about."""
 _TIMED = 12
 """Positions by which it says how long the others take."""
 _FIRST = "simulating the first positions"
@@ -420,8 +418,6 @@ def _refined(
     whole = [[set(stops) for stops in chosen] for chosen in knots]
     try:
         begin()
-        _simulated(board, cases, knots)
-        _look_along_lines(board, cases, knots, tolerance)
         for seed in count():
             grids = _simulated(board, cases, knots)
             if cases.ended:
@@ -456,58 +452,11 @@ def _open(board: Board, cases: Known, knots: Sequence[Knots]) -> str:
         raise KeyboardInterrupt
     loose = sum(len(board.loose(index)) for index in board.places)
     more = sum(key not in cases.results for key in points)
-    more += loose * _LINES * _LOOKS + bool(loose) * _CHECKS
+    more += loose * _LOOKS + bool(loose) * _CHECKS
     return (
         f"about {duration(cases.rate * more)} more, for about {more:,} positions; control-C ends it"
         " earlier, and keeps what is done"
     )
-
-
-def _look_along_lines(board: Board, cases: Known, knots: Sequence[Knots], tolerance: float) -> None:
-    """Add knots to continuous controls: the others are where they begin, and at random places.
-
-    The middle of two knots becomes one where it is off by more than tolerated, and so on.
-    """
-    draw = random.Random(0)  # noqa: S311 - no secret
-    spans = [
-        (index, axis, tuple(other), *ends)
-        for index in board.places
-        for axis in board.loose(index)
-        for other in [board.begin(), *(board.drawn(index, draw) for _ in range(_LINES - 1))]
-        for ends in pairwise(sorted(knots[index][axis]))
-    ]
-    while spans and not cases.ended:
-        halves = [(*span, (span[3] + span[4]) // 2) for span in spans if span[4] - span[3] > 1]
-        lines = [
-            (index, axis, other, [_moved(other, axis, stop) for stop in (low, middle, high)])
-            for index, axis, other, low, high, middle in halves
-        ]
-        wanted = ((index, point) for index, _, _, points in lines for point in points)
-        cases.simulate(wanted, "looking where figures bend")
-        spans = []
-        for (index, axis, other, low, high, middle), (*_, points) in zip(
-            halves, lines, strict=True
-        ):
-            if _bend(board, cases, index, axis, points) > tolerance:
-                knots[index][axis].add(middle)
-                spans += [(index, axis, other, low, middle), (index, axis, other, middle, high)]
-
-
-def _moved(positions: Positions, axis: int, stop: int) -> Positions:
-    """Positions with one control at this stop."""
-    return (*positions[:axis], stop, *positions[axis + 1 :])
-
-
-def _bend(board: Board, cases: Known, index: int, axis: int, points: Sequence[Positions]) -> float:
-    """How far throughput between two stops is from that in the middle; 0 if one failed."""
-    results = [cases.results[index, point] for point in points]
-    speeds = [math.log(pair[1].tokens_per_s) for pair in results if not isinstance(pair, str)]
-    if len(speeds) < len(results):
-        return 0.0
-    stops = board.controls[axis].stops
-    first, here, last = (math.log(stops[point[axis]].value or 1.0) for point in points)
-    share = (here - first) / (last - first)
-    return abs(math.expm1((1 - share) * speeds[0] + share * speeds[2] - speeds[1]))
 
 
 def _simulated(board: Board, cases: Known, knots: Sequence[Knots]) -> tuple[StrategyGrid, ...]:
