@@ -90,8 +90,6 @@ Answer: TypeAlias = tuple[int, Any, Any]
 _TASK: Seconds = 0.25
 """Of cases that make one task: far longer than it takes to send them."""
 _MAX_OF_A_TASK = 64
-_MAX_ALONE = 1000
-"""Cases that wait to run alone, before the others wait for them."""
 _LOOK: Seconds = 5.0
 """Between two looks at whether anybody is left to work."""
 _KILLED = "its process was killed, perhaps for want of memory"
@@ -111,40 +109,36 @@ def run_flow(
     workers have another co2sim, or where none is left.
     """
     flow = _CaseFlow(pool, function, total)
-    source = iter(items)
+    alone: list[Item] = []
     try:
-        while True:
-            alone: list[Item] = []
-            for index, case, answer in flow.together(source):
-                if isinstance(answer, ResourceError) or crowded(answer):
-                    alone.append((index, case))
-                    flow.paused = len(alone) >= _MAX_ALONE
-                else:
-                    yield index, case, answer
-            yield from flow.one_by_one(alone)
-            if not flow.paused:
-                return
-            flow.paused = False
+        for index, case, answer in flow.through(iter(items)):
+            if isinstance(answer, ResourceError) or crowded(answer):
+                alone.append((index, case))
+            else:
+                yield index, case, answer
+        yield from flow.through(iter(alone), alone=True)
     finally:
         flow.cancel()
 
 
 class _CaseFlow:
-    """What is under way; `paused` starts nothing new."""
+    """What is under way."""
 
     def __init__(self, pool: "Pool", function: Callable[[Any], Any], total: int) -> None:
-        self.paused = False
         self._pool, self._function, self._left = pool, function, total
         self._flying: dict[Future[Any], Sequence[Item]] = {}
         self._again: deque[Item] = deque()
         self._size = 1
         self._looked = time.monotonic()
 
-    def together(self, source: Iterator[Item]) -> Iterator[Answer]:
-        """As many at a time as there are workers, until all cases are taken, or it is paused."""
+    def through(self, source: Iterator[Item], *, alone: bool = False) -> Iterator[Answer]:
+        """As many at a time as there are workers, or each `alone`, until all cases are taken."""
+        self._left = 0 if alone else self._left  # one case a task
         while True:
-            while len(self._flying) < self._pool.slots and (chunk := self._next(source)):
-                self._start(chunk, self._pool.share)
+            slots, share = (1, 1) if alone else (self._pool.slots, self._pool.share)
+            while len(self._flying) < slots and (chunk := self._next(source)):
+                content = pack(self._function, [case for _, case in chunk])
+                self._flying[self._pool.submit(share, content)] = chunk
             if not self._flying:
                 return
             for future in self._done():
@@ -158,17 +152,6 @@ class _CaseFlow:
                 else:
                     yield *chunk[0], ResourceError(_KILLED)
 
-    def one_by_one(self, items: Iterable[Item]) -> Iterator[Answer]:
-        """Each alone: nothing else is under way."""
-        for index, case in items:
-            self._start([(index, case)], 1)
-            while not (done := self._done()):
-                pass
-            (future,) = done
-            del self._flying[future]
-            answers = self._answers(future)
-            yield index, case, ResourceError(_KILLED) if answers is None else answers[0]
-
     def cancel(self) -> None:
         """Want no answers any more."""
         for future in self._flying:
@@ -178,16 +161,10 @@ class _CaseFlow:
         """Cases of the next task: one of those whose worker died, or some new ones."""
         if self._again:
             return [self._again.popleft()]
-        if self.paused:
-            return []
         fair = self._left // (2 * self._pool.slots)  # so that all end at about the same time
         chunk = list(islice(source, max(1, min(self._size, fair))))
         self._left -= len(chunk)
         return chunk
-
-    def _start(self, chunk: Sequence[Item], share: int) -> None:
-        content = pack(self._function, [case for _, case in chunk])
-        self._flying[self._pool.submit(share, content)] = chunk
 
     def _done(self) -> set[Future[Any]]:
         if time.monotonic() - self._looked >= _LOOK:

@@ -9,12 +9,11 @@ import io
 import json
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -68,7 +67,7 @@ class ParquetParts:
         check_writable(folder)
         self._files = [*folder.glob("*.parquet"), *(folder / _EARLIER).glob("*.parquet")]
         self._places, self._keys = self._index()
-        self._at_hand: OrderedDict[int, Any] = OrderedDict()
+        self._table = lru_cache(_AT_HAND)(self._read)
         self._written: set[Path] = set()
 
     def find(self, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -161,17 +160,12 @@ class ParquetParts:
             if failed is None:
                 yield row, bytes.fromhex(key)
 
-    def _table(self, file: int) -> Any:
-        """A file, read or at hand; None if it is gone."""
-        if file not in self._at_hand:
-            try:
-                table = self._parquet.read_table(self._files[file])
-            except (OSError, self._arrow.ArrowException):
-                table = None
-            self._at_hand[file] = table
-            if len(self._at_hand) > _AT_HAND:
-                self._at_hand.popitem(last=False)
-        return self._at_hand[file]
+    def _read(self, file: int) -> Any:
+        """A file; None if it is gone."""
+        try:
+            return self._parquet.read_table(self._files[file])
+        except (OSError, self._arrow.ArrowException):
+            return None
 
 
 def _pyarrow() -> tuple[Any, Any]:
