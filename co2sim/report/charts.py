@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from textwrap import wrap
 from typing import Any
 
@@ -360,16 +361,11 @@ def _limit(name: str, value: float, log: alt.Scale) -> Any:
 
 def _undominated(rows: Rows) -> Rows:
     """Those that no other one beats in both days and money."""
-    return [
-        row
-        for row in rows
-        if not any(
-            other["days"] <= row["days"]
-            and other["cost"] <= row["cost"]
-            and (other["days"], other["cost"]) != (row["days"], row["cost"])
-            for other in rows
-        )
-    ]
+    front: Rows = []
+    for row in sorted(rows, key=itemgetter("days", "cost")):
+        if not front or row["cost"] < front[-1]["cost"]:
+            front.append(row)
+    return front
 
 
 _WIDTH = 340

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from typing import TypeAlias
 
-from co2sim.common.errors import Co2simError, EngineError, OptionError
+from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.progress import Done
 from co2sim.models.framework import Recompute
 from co2sim.prediction import power
@@ -19,7 +19,7 @@ from co2sim.prediction.totals import DAY, totals_of
 from co2sim.studies.candidates import Candidate, Objective, Setup, Space, Want, candidates
 from co2sim.studies.grid import display_name, strategy_title
 from co2sim.studies.pools import Engine, Pool, opened
-from co2sim.studies.run_all import Failure, Interrupted, Outcome, run_on
+from co2sim.studies.run_all import Failure, Outcome, run_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,7 +442,7 @@ class Search:
     def _note_outcome(self, promise: _Promise, outcome: Outcome) -> None:
         self.simulated += 1
         if isinstance(outcome, Failure):
-            self.failed.append(outcome.reason)
+            self.failed.append(f"{outcome.case}: {outcome.reason}")
             return
         used, room = outcome.memory_bytes_per_gpu["total"], outcome.gpu_memory_bytes
         if not fits(used, room, self._headroom):
@@ -493,18 +493,6 @@ def _with_outcomes(wave: Sequence[_Found], pool: Pool | None) -> Iterator[_Found
     """Those of a wave; what is to be simulated has a result, or a failure."""
     waiting = [promise for promise, outcome in wave if outcome == ""]
     cases = [each.setup.of(each.micro_batch, each.recompute) for each in waiting]
-    outcomes = iter(_outcomes(cases, pool) if cases else ())
+    outcomes = iter(run_on(pool, cases, progress=False))
     for promise, outcome in wave:
         yield promise, next(outcomes) if outcome == "" else outcome
-
-
-def _outcomes(cases: Sequence[Question], pool: Pool | None) -> Sequence[Outcome]:
-    """A result or a failure for each."""
-    try:
-        return run_on(pool, cases, progress=False)
-    except Interrupted:
-        raise KeyboardInterrupt from None
-    except EngineError:
-        raise
-    except Co2simError as error:  # all of them
-        return [Failure(case.title, error) for case in cases]

@@ -57,7 +57,14 @@ def run_all(
     none gave a result, and `Interrupted` at control-C.
     """
     with opened(engine or Engine(jobs=jobs), len(cases)) as pool:
-        return run_on(pool, cases, progress=progress, what=what)
+        outcomes = run_on(pool, cases, progress=progress, what=what)
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+    if failures and len(failures) == len(outcomes):
+        first = failures[0]
+        if isinstance(first.error, Co2simError):
+            raise type(first.error)(f"{first.case}: {first.reason}") from first.error
+        raise first.error
+    return outcomes
 
 
 def run_on(
@@ -67,7 +74,7 @@ def run_on(
     progress: bool | None = None,
     what: str = "simulating cases",
 ) -> list[Outcome]:
-    """As `run_all`, on workers that are there already; without any in this process."""
+    """As `run_all`, on workers that are there, without any in this process; all may fail."""
     outcomes: dict[int, Outcome] = {}
     try:
         with progress_bar(what, shown=progress) as done:
@@ -77,14 +84,7 @@ def run_on(
                     done(len(outcomes), len(cases))
     except KeyboardInterrupt:
         raise Interrupted(outcomes, len(cases)) from None
-    ordered = [outcomes[index] for index in range(len(cases))]
-    failures = [outcome for outcome in ordered if isinstance(outcome, Failure)]
-    if failures and len(failures) == len(ordered):
-        first = failures[0]
-        if isinstance(first.error, Co2simError):
-            raise type(first.error)(f"{first.case}: {first.reason}") from first.error
-        raise first.error
-    return ordered
+    return [outcomes[index] for index in range(len(cases))]
 
 
 def _outcomes(pool: Pool | None, cases: Sequence[Question]) -> Iterator[tuple[int, Outcome]]:

@@ -23,7 +23,7 @@ from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.report.explore.exploration import Control, Exploration, Figures, Lost, figures, lost
 from co2sim.studies.pools import Engine, Pool, opened
-from co2sim.studies.run_all import Failure, Interrupted, Outcome, run_on
+from co2sim.studies.run_all import Interrupted, Outcome, run_on
 
 LOGARITHMIC = ("tokens_per_s", "lost", "lost_least", "lost_most")
 """Figures that are interpolated by their logarithms."""
@@ -339,21 +339,11 @@ class Known:
         except Interrupted as interrupt:
             self.ended = True
             return interrupt.outcomes
-        except Co2simError:  # none of them can be simulated, each for its own reason
-            return {turn: _alone(case) for turn, case in enumerate(cases)}
 
     def figures(self, index: int, positions: Positions) -> Figures | str:
         """What is shown of it."""
         pair = self.results[index, positions]
         return pair if isinstance(pair, str) else figures(*pair, self.board.question.goal)
-
-
-def _alone(case: Question) -> Outcome:
-    try:
-        return run_on(None, [case], progress=False)[0]
-    except Co2simError as error:
-        cause = error.__cause__
-        return Failure(case.title, cause if isinstance(cause, Exception) else error)
 
 
 _LOOKS = 20
