@@ -493,6 +493,6 @@ def _with_outcomes(wave: Sequence[_Found], pool: Pool | None) -> Iterator[_Found
     """Those of a wave; what is to be simulated has a result, or a failure."""
     waiting = [promise for promise, outcome in wave if outcome == ""]
     cases = [each.setup.of(each.micro_batch, each.recompute) for each in waiting]
-    outcomes = iter(run_on(pool, cases, progress=False))
+    outcomes = iter(run_on(pool, cases, progress=False) if cases else ())
     for promise, outcome in wave:
         yield promise, next(outcomes) if outcome == "" else outcome

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
 
+import numpy as np
+
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.progress import Done
 from co2sim.hardware.cluster import Cluster
@@ -109,9 +111,8 @@ def monotone(figures: Sequence[float]) -> bool:
     """Whether they never turn, but for rounding."""
     if not figures:
         return True
-    small = 1e-9 * max(map(abs, figures))
-    steps = [b - a for a, b in pairwise(figures)]
-    return all(step >= -small for step in steps) or all(step <= small for step in steps)
+    small, steps = 1e-9 * max(map(abs, figures)), np.diff(figures)
+    return bool((steps >= -small).all() or (steps <= small).all())
 
 
 _MIN = 1e-6

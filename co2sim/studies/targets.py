@@ -467,11 +467,6 @@ def _quantity(path: str) -> tuple[Any, Quantity]:
 def _table(hint: Any) -> Any:
     """The dataclass, or the mapping, that a field holds."""
     for option in (hint, *get_args(hint)):
-        if is_dataclass(option) or (get_origin(option) is not None and _is_mapping(option)):
+        if is_dataclass(option) or get_origin(option) in {Mapping, dict}:
             return option
     return None
-
-
-def _is_mapping(hint: Any) -> bool:
-    origin = get_origin(hint)
-    return isinstance(origin, type) and issubclass(origin, Mapping)
