@@ -235,13 +235,14 @@ def _print(terminal: Console, compared: _Compared, published: Path | None, out: 
     for cluster, group in groupby(pairs, key=lambda pair: pair[0].cluster):
         _print_cluster(terminal, str(cluster), list(group), goal, cases[0].noise)
     totals.print_worth(terminal, results, goal, "")
-    if trained:
+    if tokens is not None:
         rows = [
             [str(case.cluster), strategy_title(case.strategy), str(result.gpus)]
             for case, result in zip(cases, results, strict=True)
         ]
-        head, columns = f"to train {tokens:.4g} {results[0].unit}s", ("cluster", "strategy", "GPUs")
-        output.print_trained(terminal, head, columns, rows, cases, results, trained, left=2)
+        columns = ("cluster", "strategy", "GPUs")
+        totals.print_totals(terminal, tokens, columns, rows, results, trained, left=2)
+        print_lines(terminal, *totals.basis_lines(cases, trained), "")
     if compared.comparisons:
         _print_published(terminal, compared.comparisons)
     elif published:

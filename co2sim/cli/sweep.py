@@ -276,12 +276,11 @@ def _print(terminal: Console, swept: _Swept) -> None:
         print_lines(terminal, *totals.sentences(trainings), "")
     print_table(terminal, title, columns, rows, left=left)
     _print_notes(terminal, results, goal)
-    if trained:
-        head, paths = f"to train {tokens:.4g} {unit}s", list(settings[0])
+    if tokens is not None:
         texts = [[*map(display_name, setting.values())] for setting in settings]
-        output.print_trained(
-            terminal, head, paths, texts, cases, outcomes, trained, left=len(paths)
-        )
+        paths = list(settings[0])
+        totals.print_totals(terminal, tokens, paths, texts, outcomes, trained, left=len(paths))
+        print_lines(terminal, *totals.basis_lines(cases, trained), "")
     print_remarks(terminal, results)
     named = [
         (setting_name(setting, " "), one)

@@ -118,9 +118,8 @@ def print_comparison(
     print_lines(out, *lines, *([close] if close else []), "")
     if tokens is not None:
         trained = totals.totals_for(cases, results, tokens, goal)
-        named = [([result.strategy], total) for result, total in zip(results, trained, strict=True)]
-        head = f"to train {tokens:.4g} {first.unit}s"
-        totals.print_totals(out, head, ("strategy",), named, 1)
+        names = [[result.strategy] for result in results]
+        totals.print_totals(out, tokens, ("strategy",), names, results, trained)
 
 
 def _near(case: Question, result: Result) -> list[str]:

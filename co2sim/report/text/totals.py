@@ -1,7 +1,7 @@
 """What a training takes, on the terminal: rows, a table, and lines on both."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -25,9 +25,6 @@ Tokens = Annotated[
         " and kg of CO2e. N are those that ddp would train; local updates need more.",
     ),
 ]
-Named: TypeAlias = Sequence[tuple[Sequence[str], Totals | None]]
-"""Totals behind the texts that name their cases."""
-
 _NAMED = 3
 """Values of one number that are named."""
 
@@ -52,12 +49,25 @@ def rows_of(totals: Totals | None, unit: str) -> list[tuple[str, str]]:
 
 
 def print_totals(
-    out: Console, title: str, columns: Sequence[str], named: Named, left: int = 1
+    out: Console,
+    tokens: float,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    outcomes: Sequence[object],
+    trained: Sequence[Totals | None],
+    left: int = 1,
 ) -> None:
-    """A table of the totals of many cases; columns that no case knows are left out."""
-    heads, cells = table_of([totals for _, totals in named])
-    rows = [[*texts, *row] for (texts, _), row in zip(named, cells, strict=True)]
-    print_table(out, title, [*columns, *heads], rows, left=left)
+    """A table of what the training of tokens takes: `rows`, which name the cases, and totals.
+
+    A star marks what does not fit in memory.
+    """
+    unit = next(outcome.unit for outcome in outcomes if isinstance(outcome, Result))
+    known, cells = table_of(trained)
+    shown = []
+    for row, outcome, more in zip(rows, outcomes, cells, strict=True):
+        misfit = isinstance(outcome, Result) and not outcome.fits_in_memory
+        shown.append([*row[:-1], f"{row[-1]}{'*' * misfit}", *more])
+    print_table(out, f"to train {tokens:.4g} {unit}s", [*columns, *known], shown, left=left)
 
 
 def table_of(every: Sequence[Totals | None]) -> tuple[list[str], list[list[str]]]:
@@ -107,12 +117,6 @@ def basis_lines(cases: Sequence[Question], every: Iterable[Totals | None]) -> li
         lines.append(f"cost: price_per_gpu{_said(facts, 'price_per_gpu')}")
     missing = [name for name in EXAMPLES if any(name in totals.missing for totals in trained)]
     return [*lines, *_lacking(missing)]
-
-
-def marked(texts: list[str], outcome: object) -> list[str]:
-    """The texts of a row, with a star where the case does not fit in memory."""
-    lost = isinstance(outcome, Result) and not outcome.fits_in_memory
-    return [*texts[:-1], f"{texts[-1]}*"] if lost else texts
 
 
 def _useful(cases: Sequence[Question], trained: Sequence[Totals]) -> str:
