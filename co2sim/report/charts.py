@@ -389,10 +389,10 @@ def chart(
     pairs = [(case, result) for case, result in pairs if result.fits_in_memory] or pairs
     results = [result for _, result in pairs]
     names = list(dict.fromkeys(result.strategy for result in results))
-    clusters = groupby(pairs, key=lambda pair: str(pair[0].cluster))
+    entries = [Answered(str(case.cluster), r.strategy, case, r, None) for case, r in pairs]
     panels = [
-        _panel([result for _, result in group], names, _published(comparisons, cluster, names))
-        for cluster, group in clusters
+        _panel(list(group), names, _published(comparisons, cluster, names))
+        for cluster, group in groupby(entries, key=lambda entry: entry.cluster)
     ]
     first, width = results[0], len(panels) * _WIDTH // _LETTER
     heading = f"{first.model}, {shared_batch(results)}, {first.precision}"
@@ -408,17 +408,9 @@ def chart(
     return alt.hconcat(*panels, title=title).resolve_scale(y="shared")
 
 
-def _panel(results: Sequence[Result], names: Sequence[str], stars: Rows) -> Any:
-    rows = []
-    for result in results:
-        low, high = result.tokens_per_s_low, result.tokens_per_s_high
-        figure = (
-            result.tokens_per_s_per_gpu,
-            None if low is None else low / result.gpus,
-            None if high is None else high / result.gpus,
-        )
-        fits = result.fits_in_memory
-        rows.append(figure_row(result.strategy, figure, fits=fits, gpus=result.gpus))
+def _panel(group: Sequence[Answered], names: Sequence[str], stars: Rows) -> Any:
+    measure = Measure("", f"{group[0].result.unit}s/s per GPU", ",d", _per_gpu)
+    rows = measure.rows(group)
     stars = [
         {key: star[key] for key in ("strategy", "gpus")} | {"value": star["value"] / star["gpus"]}
         for star in stars
@@ -427,15 +419,15 @@ def _panel(results: Sequence[Result], names: Sequence[str], stars: Rows) -> Any:
     x = gpu_axis(sizes)
     y = alt.Y(
         "value:Q",
-        title=f"{results[0].unit}s/s per GPU",
+        title=measure.unit,
         scale=alt.Scale(zero=True),
-        axis=alt.Axis(format=",d"),
+        axis=alt.Axis(format=measure.ticks),
     )
     layers = banded(rows, x, y, names, [], several=len({row["gpus"] for row in rows}) > 1)
     if stars:
         layers.append(_stars(stars, x, y, names, 200, 2))
     title = alt.TitleParams(
-        wrap(results[0].cluster, _WIDTH // _LETTER), fontSize=11, fontWeight="normal"
+        wrap(group[0].result.cluster, _WIDTH // _LETTER), fontSize=11, fontWeight="normal"
     )
     return alt.layer(*layers, title=title, width=_WIDTH, height=HEIGHT)
 
@@ -478,6 +470,13 @@ def cost(currency: str) -> Measure:
 def _speed(entry: Answered) -> Ranged:
     result = entry.result
     return result.tokens_per_s, result.tokens_per_s_low, result.tokens_per_s_high
+
+
+def _per_gpu(entry: Answered) -> Ranged:
+    value, *ends = _speed(entry)
+    gpus = entry.result.gpus
+    low, high = (None if end is None else end / gpus for end in ends)
+    return value / gpus, low, high
 
 
 def _days(entry: Answered) -> Ranged | None:
