@@ -495,6 +495,9 @@ DAYS = Measure("Days", "days", ",~r", _days)
 """Those of the training that was asked for."""
 
 
+_GPUS = alt.Tooltip("gpus:Q", title="GPUs")
+
+
 def over_gpus(
     group: Sequence[Answered],
     names: Sequence[str],
@@ -521,7 +524,7 @@ def over_gpus(
     log = alt.Scale(type="log", nice=False, padding=10, domain=domain)
     axis = alt.Axis(format=measure.ticks, values=log_ticks(ends))
     x, y = gpu_axis(sizes), alt.Y("value:Q", title=measure.unit, scale=log, axis=axis)
-    layers = banded(rows, x, y, names, _tips(measure), several=len(sizes) > 1)
+    layers = banded(rows, x, y, names, figure_tips(measure.unit, _GPUS), several=len(sizes) > 1)
     if stars:
         tips = [
             alt.Tooltip("strategy:N"),
@@ -531,10 +534,6 @@ def over_gpus(
         ]
         layers.append(_stars(stars, x, y, names, 160, 1.5).encode(tooltip=tips))
     return spec(alt.layer(*layers), HEIGHT)
-
-
-def _tips(measure: Measure) -> list[alt.Tooltip]:
-    return figure_tips(measure.unit, alt.Tooltip("gpus:Q", title="GPUs"))
 
 
 def _stars(
@@ -551,26 +550,29 @@ def _points(rows: Rows, names: Sequence[str], measure: Measure) -> Spec:
     x = alt.X("value:Q", title=measure.unit, scale=scale_of(log=False), axis=axis)
     encoding: Encoding = {"x": x, "y": STRATEGIES, "color": colour}
     layers = [interval(rows, "x", encoding, strokeWidth=5, opacity=2 * BAND)]
-    layers += fit_points(rows, encoding | {"tooltip": _tips(measure)}, size=90, opacity=1)
+    layers += fit_points(
+        rows, encoding | {"tooltip": figure_tips(measure.unit, _GPUS)}, size=90, opacity=1
+    )
     return spec(alt.layer(*layers), high([row["strategy"] for row in rows]))
 
 
 def efficiency(group: Sequence[Answered], names: Sequence[str]) -> Spec | None:
     """Throughput per GPU, relative to one node; None for a single size, or where none is known."""
-    rows: Rows = [
-        {
-            "strategy": entry.strategy,
-            "gpus": entry.result.gpus,
-            "value": entry.efficiency,
-            "exposed": entry.result.exposed_share,
-        }
+    rows = [
+        figure_row(
+            entry.strategy,
+            (entry.efficiency, None, None),
+            fits=entry.fits,
+            gpus=entry.result.gpus,
+            shown=f"{entry.efficiency:.1%}",
+            exposed=f"{entry.result.exposed_share:.1%}",
+        )
         for entry in group
         if entry.efficiency is not None
     ]
     sizes = sorted({row["gpus"] for row in rows})
     if len(sizes) < 2:  # noqa: PLR2004
         return None
-    colour, shape = by_strategy(names)
     most = max(1.0, *(row["value"] for row in rows))
     y = alt.Y(
         "value:Q",
@@ -578,14 +580,9 @@ def efficiency(group: Sequence[Answered], names: Sequence[str]) -> Spec | None:
         axis=alt.Axis(format=".0%", tickCount=5),
         scale=alt.Scale(domain=[0, most], nice=False),
     )
-    tips = [
-        *("strategy:N", "gpus:Q"),
-        alt.Tooltip("value:Q", format=".1%", title="relative to one node"),
-        alt.Tooltip("exposed:Q", format=".1%", title="exposed communication"),
-    ]
-    base = alt.Chart(data(rows)).encode(x=gpu_axis(sizes), y=y, color=colour, opacity=faded(names))
-    points = base.mark_point(size=60, filled=True).encode(shape=shape, tooltip=tips)
-    return spec(alt.layer(*picked([base.mark_line(), points], names)), HEIGHT)
+    exposed = alt.Tooltip("exposed:N", title="exposed communication")
+    tips = [*figure_tips("relative to one node", _GPUS)[:3], exposed]
+    return spec(alt.layer(*banded(rows, gpu_axis(sizes), y, names, tips, several=True)), HEIGHT)
 
 
 def _published(
