@@ -406,8 +406,6 @@ class _Setups:
         self._cluster, self._model = entries[0].value, entries[1].value
         self._stack = self._job.load_stack().value
         self._axes = space.axes.within(space.job)
-        self._divided: set[Mesh] = set()
-        self._applying: dict[object, tuple[Recompute, ...] | OptionError] = {}
 
     def of_size(self, gpus: int, impossible: dict[str, str]) -> Iterator[Setup]:
         """Those of a number of GPUs; what is left out is noted where nothing else is in its place.
@@ -448,27 +446,11 @@ class _Setups:
         if isinstance(case.parsed, LocalSteps) and scale_of_case(case).workers == 1:
             raise OptionError("local updates need two workers")  # one averages with none
         job = case.job()
-        recomputes = self._recomputes(mesh, job)
+        job.workload.share  # noqa: B018 - what cannot be divided so is no candidate
+        recomputes = job.applying(self._space.recomputes)
         return Setup(
             case, job, self._named, batch, samples, tuple(micros), recomputes, self._shared
         )
-
-    def _recomputes(self, mesh: Mesh, job: Job) -> tuple[Recompute, ...]:
-        """Those that there is something for. Raises OptionError where there are none."""
-        key = mesh, job.cluster.layout.world_size
-        divided = replace(mesh, pp=1, interleave=1)
-        if key not in self._applying:
-            try:
-                self._applying[key] = job.applying(self._space.recomputes)
-                if divided not in self._divided:
-                    job.workload.share  # noqa: B018 - what cannot be divided so is no candidate
-                    self._divided.add(divided)
-            except OptionError as error:
-                self._applying[key] = error
-        applying = self._applying[key]
-        if isinstance(applying, OptionError):
-            raise applying
-        return applying
 
 
 Want: TypeAlias = Literal["cheapest", "fastest", "least-energy"]

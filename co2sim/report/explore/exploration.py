@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from co2sim.catalog import Contents
 from co2sim.common.cli import refuse_twice
 from co2sim.common.errors import Co2simError, OptionError, UnitError
 from co2sim.common.units import parse, parse_price
 from co2sim.hardware.cluster import Cluster
-from co2sim.hardware.failures import PARTS
+from co2sim.hardware.failures import PARTS, Failures
 from co2sim.models.memory import GIB
-from co2sim.models.workload import Model
 from co2sim.prediction import power
 from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.question import AUTO, Question
@@ -86,21 +86,11 @@ class Exploration:
         return with_changes(replace(self.job, strategy=self.strategies[index]), changes)
 
     def loaded(self, index: int, settings: Settings) -> Question:
-        """As `case`, with objects for the cluster and the model: files are read once."""
-        case = self.case(index, settings)
-        inputs = (case.cluster, case.model, case.stack, *sorted(case.overrides.items()))
-        key = tuple(map(str, inputs))
-        if key not in self._read:
-            cluster, model = case.load()
-            self._read[key] = cluster.value, model.value
-        hardware, trained = self._read[key]
-        of_stack = {
-            path: text for path, text in case.overrides.items() if path.startswith("stack.")
-        }
-        return replace(case, cluster=hardware, model=trained, overrides=of_stack)
+        """As `case`, with what stands in its files: they are read once."""
+        return self.case(index, settings).inlined(self._files)
 
     @cached_property
-    def _read(self) -> dict[tuple[str, ...], tuple[Cluster, Model]]:
+    def _files(self) -> dict[tuple[object, ...], Contents | None]:
         return {}
 
 
@@ -180,11 +170,12 @@ def figures(case: Question, result: Result, goal: Goal) -> Figures:
     )
 
 
-def lost(case: Question, result: Result) -> Lost | None:
-    """What failures take of it; None where nothing fails. It takes half a millisecond."""
-    cluster, model = case.load()
+def lost(case: Question, result: Result, failures: Failures | None = None) -> Lost | None:
+    """What failures, or these, take of it; None where nothing fails, in half a millisecond."""
+    hardware, model = case.load()
+    cluster = replace(hardware.value, failures=failures) if failures else hardware.value
     try:
-        kept = goodput_of(result, cluster.value, model.value, optimizer=case.optimizer)
+        kept = goodput_of(result, cluster, model.value, optimizer=case.optimizer)
     except OptionError:  # failures leave no time for work
         return Lost(lost=1.0, lost_least=1.0, lost_most=1.0)
     if kept is None:

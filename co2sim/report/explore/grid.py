@@ -523,11 +523,7 @@ def _lost(board: Board, cases: Known, index: int, point: Positions, stop: int) -
     outcome = cases.results[index, point]
     if isinstance(outcome, str):
         return None
-    case, result = outcome
-    cluster = case.load()[0].value
-    return lost(
-        replace(case, cluster=replace(cluster, failures=board.failing(point, stop))), result
-    )
+    return lost(*outcome, board.failing(point, stop))
 
 
 def _drawn(
