@@ -366,12 +366,13 @@ def changed(cluster: Cluster, changes: Mapping[str, str]) -> Cluster:
         override(tree, path, text)
     tree["name"] = f"{cluster.name}, with {shown}"
     try:
-        return ClusterSpec.model_validate(plain(tree)).build()
+        built: Cluster = ClusterSpec.model_validate(plain(tree)).build()
     except ValidationError as error:
         problem = first_problem(
             error, partial(names_at, ClusterSpec), lambda path: ".".join(map(str, path))
         )
         raise OptionError(f"--set: {problem}") from error
+    return built
 
 
 _TIE = 0.006
