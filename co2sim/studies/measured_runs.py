@@ -102,27 +102,27 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, str]]]:
         raise CatalogError(f"cannot read {path}: {reason}") from error
     columns: list[str] | None = None
     count = 0
-    for where, line in enumerate(io.StringIO(text), start=1):
+    for line_number, line in enumerate(io.StringIO(text), start=1):
         if not line.strip() or line.startswith("#"):
             continue
         try:
             texts = [text.strip() for text in next(csv.reader([line.rstrip("\n")], strict=True))]
         except csv.Error as error:
-            raise CatalogError(f"{path}, line {where}: {error}") from error
+            raise CatalogError(f"{path}, line {line_number}: {error}") from error
         if columns is None:
             columns = texts
             _check_columns(path, columns)
             continue
         if len(texts) != len(columns):
             raise CatalogError(
-                f"{path}, line {where}: {len(texts)} fields under {len(columns)} columns"
+                f"{path}, line {line_number}: {len(texts)} fields under {len(columns)} columns"
             )
         count += 1
         if count > _MOST_ROWS:
             raise CatalogError(
                 f"{path} has more than {_MOST_ROWS} rows, the most that there may be"
             )
-        yield where, {name: text for name, text in zip(columns, texts, strict=True) if text}
+        yield line_number, {name: text for name, text in zip(columns, texts, strict=True) if text}
 
 
 def _check_columns(path: Path, columns: list[str]) -> None:

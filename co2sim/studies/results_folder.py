@@ -81,15 +81,17 @@ class ParquetParts:
         for index in there.tolist():
             file, row = self._places[near[index]].tolist()
             by_file.setdefault(file, []).append((row, keys[index]))
-        rows_of: dict[str, dict[str, Any]] = {}
+        known_rows: dict[str, dict[str, Any]] = {}
         for file, rows in by_file.items():
             table = self._table(file)
             places = [row for row, _ in rows if table is not None and row < table.num_rows]
             values = table.take(places).to_pylist() if places else []
-            keys_here = {key for _, key in rows}
+            wanted_here = {key for _, key in rows}
             # another process may have written the file again meanwhile
-            rows_of |= {v["key"]: v for v in values if v["key"] in keys_here and v["error"] is None}
-        return rows_of
+            known_rows |= {
+                v["key"]: v for v in values if v["key"] in wanted_here and v["error"] is None
+            }
+        return known_rows
 
     def write(self, number: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write a part, complete or not. What it held of other cases is kept until `finish`."""

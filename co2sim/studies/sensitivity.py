@@ -232,14 +232,14 @@ def levers(case: Question) -> list[Sensitivity]:
     assert isinstance(sized, Cluster)
     before = _speed(plain)
     marginal = _marginal(plain, sized, before)
-    levers_of = []
+    ranked = []
     for change, better in moves:
         gain = _speed(replace(plain, cluster=better)) / before - 1
         gain = gain if abs(gain) > _ROUNDING else 0.0
         gpus = gain * before / marginal if marginal else None
         price = sized.price_per_gpu
         worth = None if gpus is None or price is None else gpus * price * 3600
-        levers_of.append(
+        ranked.append(
             Sensitivity(
                 change=change,
                 gain=gain,
@@ -248,7 +248,7 @@ def levers(case: Question) -> list[Sensitivity]:
                 currency=None if price is None else sized.currency,
             )
         )
-    return sorted(levers_of, key=lambda lever: -lever.gain)
+    return sorted(ranked, key=lambda lever: -lever.gain)
 
 
 def _moves(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:

@@ -191,13 +191,13 @@ def _refuse_both(vary: grid.Grid, needed: Mapping[str, Any], options: Options) -
         if (value is None) != (name in vary):
             both = f"{name} is given, and varied, too; leave one of them out"
             raise OptionError(f"give {name}, or vary it" if value is None else both)
-    set_names = {name for name, value in options.items() if value is not None}
+    chosen = {name for name, value in options.items() if value is not None}
     noise = options.get("noise")
     if isinstance(noise, Noise):
         names = [field.name for field in fields(Noise)]
-        set_names |= {name for name in names if getattr(noise, name) != getattr(QUIET, name)}
+        chosen |= {name for name in names if getattr(noise, name) != getattr(QUIET, name)}
     for name in vary:
-        if name in set_names:
+        if name in chosen:
             raise OptionError(f"{name} is given, and varied, too; leave one of them out")
 
 

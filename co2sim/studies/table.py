@@ -57,13 +57,13 @@ def _row(case: Question, outcome: Outcome) -> dict[str, object]:
         "model_key": display_name(case.model),
     }
     if isinstance(outcome, Failure):
-        known_of = {
+        failed = {
             "strategy": display_name(case.strategy),
             "gpus": case.gpus,
             "error": outcome.reason,
             "warnings": "",
         }
-        return keys | dict.fromkeys(sortable(), None) | known_of
+        return keys | dict.fromkeys(sortable(), None) | failed
     figures = {f.name: getattr(outcome, f.name) for f in fields(Result) if f.name not in NESTED}
     derived = {name: getattr(outcome, name) for name in DERIVED}
     memory = outcome.memory_bytes_per_gpu

@@ -248,22 +248,22 @@ def _value(metric: Metric, text: str, part: str) -> float:
     what = f"--for {text!r}: {part!r}"
     if metric.unit == "s":
         try:
-            number_read = parse(part, "s")
+            amount = parse(part, "s")
         except UnitError as error:
             raise OptionError(f"--for {text!r}: {error}") from None
     else:
         bare = part.removesuffix("%").removesuffix("days").strip() if part else part
         try:
-            number_read = float(bare) / (100 if part.endswith("%") else 1)
+            amount = float(bare) / (100 if part.endswith("%") else 1)
         except ValueError:
             raise OptionError(f"{what} is no number such as {_example(metric)}") from None
-    if not math.isfinite(number_read) or number_read <= 0:
+    if not math.isfinite(amount) or amount <= 0:
         raise OptionError(f"{what} must be above 0")
     if part.endswith("%") and metric.unit != "share":
         raise OptionError(f"{what} is a share; it must be a number such as {_example(metric)}")
-    if metric.unit == "share" and number_read > 1 and not part.endswith("%"):
+    if metric.unit == "share" and amount > 1 and not part.endswith("%"):
         raise OptionError(f"{what} is above 1; write {part}% for a share in per cent")
-    return number_read
+    return amount
 
 
 def _example(metric: Metric) -> str:
