@@ -49,12 +49,9 @@ from co2sim.hardware.cluster import (
 )
 from co2sim.hardware.failures import Failures, SizedFailures
 from co2sim.models.architecture import (
-    Attention,
     Bias,
     Experts,
     LatentAttention,
-    Norm,
-    QKNorm,
     Transformer,
     language_model,
     vision_transformer,
@@ -307,31 +304,12 @@ LatentSpec = _spec(LatentAttention, _Built)
 """`latent` of a model."""
 
 
-class _LayersSpec(Spec):
+class _Layers(_Built):
     name: str
-    layers: Depth
-    hidden: Count
-    heads: Count
-    ffn: Count
-    kv_heads: Natural = 0
-    head_dim: Natural = 0
-    gated: bool = False
-    attention: Attention = "softmax"
-    attention_gate: bool = False
-    bias: Bias = False
-    norm: Norm = "layernorm"
-    norms: Annotated[int, BeforeValidator(no_truth), Field(ge=1, le=8)] = 2
-    qk_norm: QKNorm = "none"
-    sinks: bool = False
-    causal: bool = True
-    dropout: bool = False
-    windows: Annotated[list[Natural], Field(max_length=10_000)] = []
-    latent: LatentSpec | None = None  # type: ignore[valid-type]
-    experts: ExpertsSpec | None = None  # type: ignore[valid-type]
     parameters: Natural = 0
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> "_LayersSpec":
+    def _heads_divide(self: Any) -> Any:
         if not self.head_dim and self.hidden % self.heads:
             raise ValueError(
                 f"hidden {self.hidden} is not a multiple of heads {self.heads}; give head_dim"
@@ -346,13 +324,26 @@ class _LayersSpec(Spec):
         return Transformer(**_built(values))
 
 
+_LayersSpec: Any = _spec(
+    Transformer,
+    _Layers,
+    **dict.fromkeys(("hidden", "heads", "ffn"), (Count, ...)),
+    **dict.fromkeys(("kv_heads", "head_dim"), (Natural, 0)),
+    layers=(Depth, ...),
+    bias=(Bias, False),
+    norms=(Annotated[int, BeforeValidator(no_truth), Field(ge=1, le=8)], 2),
+    windows=(Annotated[list[Natural], Field(max_length=10_000)], []),
+)
+"""The layers of a model."""
+
+
 def _given(spec: BaseModel, make: Callable[..., Model]) -> dict[str, Any]:
     """What a specification says of the keywords of a function."""
     wanted = {name for name, p in signature(make).parameters.items() if p.kind is p.KEYWORD_ONLY}
     return {name: value for name, value in dict(spec).items() if name in wanted}
 
 
-class TransformerSpec(_LayersSpec):
+class TransformerSpec(_LayersSpec):  # type: ignore[misc]  # made above
     """`kind = "transformer"`: a language model."""
 
     kind: Literal["transformer"]
@@ -393,7 +384,7 @@ class TransformerSpec(_LayersSpec):
         return language_model(self.name, self.body(), tokens=self.seq_len, **options)
 
 
-class ViTSpec(_LayersSpec):
+class ViTSpec(_LayersSpec):  # type: ignore[misc]  # made above
     """`kind = "vit"`: a vision transformer."""
 
     kind: Literal["vit"]
