@@ -231,8 +231,8 @@ KernelsSpec = _spec(
 )
 """`kernels` of a GPU: constants that were fitted to published runs."""
 
-ProductsSpec = _spec(ProductSpeed, _Built)
-"""`products` of a GPU: its matrix products."""
+for _plain in (ProductSpeed, Calls, TokenBucket, HostEffects, Experts, LatentAttention):
+    _spec(_plain, _Built)  # after those that it holds
 
 AttentionSpec = _spec(AttentionSpeed, _Built)
 """`attention.NAME` of a GPU: an implementation of flash attention."""
@@ -256,15 +256,6 @@ TierSpec = _spec(Tier, _Built)
 
 LinkSpec = _spec(Link, _Built, latency=(_Time, ...))
 """`intra`, `inter` and `wan` of a cluster."""
-
-CallsSpec = _spec(Calls, _Built)
-"""`host.calls` of a cluster: overheads of collectives by kind."""
-
-BurstSpec = _spec(TokenBucket, _Built)
-"""`host.intra`, `host.inter` and `host.wan` of a cluster."""
-
-HostSpec = _spec(HostEffects, _Built)
-"""`host` of a cluster that is one machine."""
 
 ScatterSpec = _spec(Scatter, _Built)
 """`scatter` of a cluster that was probed."""
@@ -295,13 +286,6 @@ StackSpec = _spec(
     measured=(list[SettingSpec], []),  # type: ignore[valid-type]
 )
 """`stacks/*.toml`."""
-
-
-ExpertsSpec = _spec(Experts, _Built)
-"""`experts` of a model."""
-
-LatentSpec = _spec(LatentAttention, _Built)
-"""`latent` of a model."""
 
 
 class _Layers(_Built):
