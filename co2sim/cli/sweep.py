@@ -304,33 +304,21 @@ def _title(swept: _Swept) -> str:
 
 
 def _shared(swept: _Swept) -> list[str]:
-    """What all cases have in common, those that failed included: inputs, strategy, GPUs."""
-    cases, results = swept.cases, swept.results
-    whole = len(results) == len(cases)
-
-    def same(shown: Callable[[Result], str], wanted: Callable[[Question], object]) -> str:
-        """What all results show; where some are missing, if it was asked of all alike."""
-        alike = whole or len({str(wanted(case)) for case in cases}) == 1
-        return _same([shown(result) for result in results]) if alike else ""
-
-    def inputs(case: Question) -> object:
-        return _names(case), sorted(case.overrides.items())
-
-    parts = (
-        same(lambda r: f"{r.model} on {r.cluster}", inputs) or _same(list(map(_names, cases))),
-        same(lambda r: r.strategy, lambda case: display_name(case.strategy)),
-        same(lambda r: counted(r.gpus, "GPU"), lambda case: case.gpus or inputs(case)),
-    )
-    return [part for part in parts if part]
-
-
-def _names(case: Question) -> str:
-    return f"{display_name(case.model)} on {display_name(case.cluster)}"
-
-
-def _same(texts: Sequence[str]) -> str:
-    """The text that all are, or none."""
-    return texts[0] if len(set(texts)) == 1 else ""
+    """What all cases have in common: inputs, strategy, GPUs; as asked for where some failed."""
+    if len(swept.results) == len(swept.cases):
+        rows = [
+            (f"{r.model} on {r.cluster}", r.strategy, counted(r.gpus, "GPU")) for r in swept.results
+        ]
+    else:
+        rows = [
+            (
+                f"{display_name(case.model)} on {display_name(case.cluster)}",
+                display_name(case.strategy),
+                counted(case.gpus, "GPU") if case.gpus else "",
+            )
+            for case in swept.cases
+        ]
+    return [column[0] for column in zip(*rows, strict=True) if len({*column}) == 1 and column[0]]
 
 
 def _print_notes(terminal: Console, results: Sequence[Result], goal: Goal) -> None:

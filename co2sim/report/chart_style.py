@@ -205,11 +205,12 @@ def banded(
     encoding: Encoding = {"x": x, "y": y, "color": colour}
     thin = faded(names, BAND if several else 2 * BAND, band=True)
     thick = {} if several else {"strokeWidth": 5}
-    behind = interval(rows, "y", encoding | {"opacity": thin}, area=several, **thick)
+    has_ends = any(row["low"] is not None for row in rows)
+    band = interval(rows, "y", encoding | {"opacity": thin}, area=several, **thick)
     encoding["opacity"] = faded(names)
     lines = [alt.Chart(data(rows)).mark_line().encode(**encoding)] if several else []
     points = fit_points(rows, encoding | {"shape": shape, "tooltip": list(tips)}, size=60)
-    return picked([behind, *lines, *points], names)
+    return picked([*([band] if has_ends else []), *lines, *points], names)
 
 
 def ranged_bars(
